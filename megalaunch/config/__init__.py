@@ -1,0 +1,1 @@
+"""From YAML groups and command-line words to one typed run spec."""

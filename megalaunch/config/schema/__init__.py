@@ -1,0 +1,69 @@
+"""The run spec: every setting of a run, typed, frozen, each in one place.
+
+One file a section; `RunSpec` joins them. No torch, no Hydra: launcher and engine both import this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megalaunch.config.schema.batch import BatchSpec
+from megalaunch.config.schema.build import SpecError, SpecProblem, build_section
+from megalaunch.config.schema.checkpoint import CheckpointSpec
+from megalaunch.config.schema.cluster import ClusterSpec
+from megalaunch.config.schema.data import DataSpec
+from megalaunch.config.schema.launcher import LauncherSpec
+from megalaunch.config.schema.measure import MeasureSpec
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.config.schema.optimizer import OptimizerSpec
+from megalaunch.config.schema.parallel import ParallelSpec
+from megalaunch.config.schema.platform import PlatformSpec
+from megalaunch.config.schema.precision import PrecisionSpec
+from megalaunch.config.schema.run import RunSection
+from megalaunch.config.schema.schedule import ScheduleSpec
+from megalaunch.config.schema.tokenizer import TokenizerSpec
+from megalaunch.config.schema.train import TrainSpec
+
+__all__ = ["RunSpec", "SpecError", "SpecProblem", "build_run_spec", "spec_to_dict", "with_values"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """The one truth about a run: written by the launcher, read by every rank and every resume."""
+
+    model: ModelSpec
+    parallel: ParallelSpec
+    precision: PrecisionSpec
+    platform: PlatformSpec
+    cluster: ClusterSpec
+    data: DataSpec
+    tokenizer: TokenizerSpec
+    optimizer: OptimizerSpec
+    schedule: ScheduleSpec
+    batch: BatchSpec
+    train: TrainSpec
+    checkpoint: CheckpointSpec
+    launcher: LauncherSpec
+    measure: MeasureSpec
+    run: RunSection
+
+
+def build_run_spec(data: Mapping[str, Any]) -> RunSpec:
+    """A typed spec from nested plain mappings; raises SpecError with every problem at once."""
+    return build_section(RunSpec, data)
+
+
+def spec_to_dict(spec: RunSpec) -> dict[str, Any]:
+    """Plain nested dictionaries, in schema order; the inverse of `build_run_spec`."""
+    return asdict(spec)
+
+
+def with_values(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
+    """The spec with some leaves replaced, by dotted path (`{"parallel.dp": 2}`); checked again."""
+    data = spec_to_dict(spec)
+    for path, value in values.items():
+        section, _, key = path.partition(".")
+        data[section][key] = value
+    return build_run_spec(data)

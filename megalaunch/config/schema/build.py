@@ -1,0 +1,140 @@
+"""From plain nested mappings to the typed, frozen run spec, with every problem reported at once."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SpecProblem:
+    """One value that does not fit the schema. `path` is dotted (`train.steps`)."""
+
+    path: str
+    message: str
+
+
+class SpecError(ValueError):
+    """The mapping is no run spec; `problems` lists every reason."""
+
+    def __init__(self, problems: list[SpecProblem]) -> None:
+        self.problems = problems
+        super().__init__("\n".join(f"{problem.path}: {problem.message}" for problem in problems))
+
+
+@cache
+def annotations_of(section: type) -> dict[str, Any]:
+    """Resolved annotations of a dataclass, by field name."""
+    return get_type_hints(section)
+
+
+def leaves(section: type, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
+    """Every leaf of a spec dataclass as (dotted path, annotation, field), in schema order."""
+    for entry in fields(section):
+        annotation = annotations_of(section)[entry.name]
+        path = f"{prefix}{entry.name}"
+        if is_dataclass(annotation) and isinstance(annotation, type):
+            yield from leaves(annotation, f"{path}.")
+        else:
+            yield path, annotation, entry
+
+
+def build_section(section: type[T], data: Any, prefix: str = "") -> T:
+    """Build one dataclass from a mapping; raises SpecError with every problem below `prefix`."""
+    problems: list[SpecProblem] = []
+    value = _section(section, data, prefix, problems)
+    if problems:
+        raise SpecError(problems)
+    return value
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """`; did you mean 'x'?` for the nearest known word, or nothing."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _section(section: type, data: Any, prefix: str, problems: list[SpecProblem]) -> Any:
+    path = prefix.rstrip(".") or "(top)"
+    if not isinstance(data, Mapping):
+        problems.append(SpecProblem(path, f"needs a mapping of keys, got {_shown(data)}"))
+        return None
+    known = {entry.name: entry for entry in fields(section)}
+    for key in data:
+        if key not in known:
+            problems.append(SpecProblem(f"{prefix}{key}", f"unknown key{did_you_mean(str(key), list(known))}"))
+    values = {}
+    before = len(problems)
+    for name, entry in known.items():
+        annotation = annotations_of(section)[name]
+        if is_dataclass(annotation) and isinstance(annotation, type):
+            values[name] = _section(annotation, data.get(name, {}), f"{prefix}{name}.", problems)
+        elif name in data and data[name] != "???":
+            values[name] = _leaf(annotation, data[name], entry, f"{prefix}{name}", problems)
+        elif entry.default is MISSING:
+            problems.append(SpecProblem(f"{prefix}{name}", f"has no value ({entry.metadata['meaning'].rstrip('.')})"))
+    return section(**values) if len(problems) == before else None
+
+
+def _leaf(annotation: Any, value: Any, entry: Field[Any], path: str, problems: list[SpecProblem]) -> Any:
+    for option in _options(annotation):
+        fits, typed = _convert(option, value)
+        if fits:
+            minimum = entry.metadata.get("minimum")
+            if minimum is not None and isinstance(typed, (int, float)) and typed < minimum:
+                problems.append(SpecProblem(path, f"must be at least {minimum}, got {_shown(value)}"))
+            return typed
+    problems.append(SpecProblem(path, f"needs {describe(annotation)}, got {_shown(value)}{_choice_hint(annotation, value)}"))
+    return None
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
+
+
+def _convert(option: Any, value: Any) -> tuple[bool, Any]:
+    if option is type(None):
+        return value is None, None
+    if get_origin(option) is Literal:
+        return value in get_args(option) and not isinstance(value, bool), value
+    if option is bool:
+        return isinstance(value, bool), value
+    if isinstance(value, bool):
+        return False, None
+    if option is int:
+        return isinstance(value, int), value
+    if option is float:
+        fits = isinstance(value, (int, float)) and math.isfinite(value)
+        return fits, float(value) if fits else None
+    return isinstance(value, option), value
+
+
+def describe(annotation: Any) -> str:
+    """An annotation in a user's words: `a whole number or null`."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    parts = []
+    for option in _options(annotation):
+        if get_origin(option) is Literal:
+            parts.append(" | ".join(str(choice) for choice in get_args(option)))
+        else:
+            parts.append(words[option])
+    return " or ".join(parts)
+
+
+def _choice_hint(annotation: Any, value: Any) -> str:
+    choices = [str(c) for option in _options(annotation) if get_origin(option) is Literal for c in get_args(option)]
+    return did_you_mean(str(value), choices) if isinstance(value, str) else ""
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -1,0 +1,15 @@
+"""The `checkpoint` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalaunch.config.schema.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """The last step, a stop and a signal always save."""
+
+    interval: int = setting(0, "Steps between checkpoints, 0: only when the run ends or stops.", "steps", minimum=0)
+    keep_last: int = setting(2, "Newest checkpoints kept, 0: all.", minimum=0)

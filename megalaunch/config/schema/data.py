@@ -1,0 +1,29 @@
+"""The `data` section: which text a model learns from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalaunch.config.schema.setting import setting
+
+STANDARD_LIBRARY = "python-stdlib"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """Either a corpus of text that is prepared once, or prefixes of `.bin/.idx` files made earlier."""
+
+    corpus: str | None = setting(
+        None, f"File, folder or glob of text or jsonl; `{STANDARD_LIBRARY}`: Python's own sources found here."
+    )
+    json_key: str = setting("text", "Key of the text in a jsonl record.")
+    validation_every: int = setting(
+        20, "A corpus document is kept for validation when sha256(its name) mod this is 0; 0: none.", minimum=0
+    )
+    train_prefix: str | None = setting(None, "Path of prepared training tokens, without .bin/.idx.")
+    validation_prefix: str | None = setting(None, "Path of prepared validation tokens, without .bin/.idx.")
+    cache_directory: str = setting("~/.cache/megalaunch", "Where prepared corpora are kept, by content.")
+    append_eod: bool = setting(True, "End every document with the end-of-document token.")
+    num_samples: int | None = setting(
+        None, "Training samples the order is drawn for; null: train.steps * batch.global_batch_size.", minimum=1
+    )

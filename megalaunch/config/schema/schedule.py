@@ -1,0 +1,24 @@
+"""The `schedule` section: the learning rate over the steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megalaunch.config.schema.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSpec:
+    """lr = min_lr + f * (optimizer.lr - min_lr), after a linear warm-up; Megatron's shapes of f."""
+
+    shape: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = setting(
+        "cosine", "How the rate falls after the warm-up."
+    )
+    warmup_steps: int = setting(0, "Steps from 0 to the peak rate.", "steps", minimum=0)
+    decay_steps: int | None = setting(None, "Step at which min_lr is reached; null: train.steps.", "steps", minimum=1)
+    min_lr: float = setting(0.0, "Rate at and after decay_steps.", minimum=0)
+    wsd_decay_steps: int = setting(0, "Length of the final fall of the wsd shape.", "steps", minimum=0)
+    wsd_decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = setting(
+        "linear", "How the wsd shape falls at its end."
+    )

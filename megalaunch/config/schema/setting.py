@@ -1,0 +1,19 @@
+"""How a field of the run spec is declared: default, one-line meaning and unit in one place.
+
+Command-line help, completion and the reference pages are generated from these declarations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, field
+from typing import Any
+
+
+def setting(default: Any = MISSING, meaning: str = "", unit: str = "", minimum: float | None = None) -> Any:
+    """Declare one dataclass field.
+
+    `meaning` is one sentence for help and docs, `unit` its unit ("tokens", "steps", ...), and
+    `minimum` the smallest legal number, checked when the spec is built.
+    """
+    metadata = {"meaning": meaning, "unit": unit, "minimum": minimum}
+    return field(default=default, metadata=metadata)

@@ -1,0 +1,19 @@
+"""The `train` section: how long, from which seed, and when to look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalaunch.config.schema.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSpec:
+    """Steps are optimizer steps, counted from 1."""
+
+    steps: int = setting(meaning="Optimizer steps of the whole run.", unit="steps", minimum=1)
+    stop_at: int | None = setting(None, "Stop resumably after this step; null: at the end.", "steps", minimum=1)
+    seed: int = setting(1234, "Seed of weights and data order.", minimum=0)
+    validation_interval: int = setting(100, "Steps between validations, 0: only at the end.", "steps", minimum=0)
+    sample_prompt: str | None = setting(None, "Prompt continued by the model at the end; null: no sample.")
+    sample_tokens: int = setting(64, "Length of that continuation.", "tokens", minimum=1)

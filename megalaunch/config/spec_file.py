@@ -1,0 +1,38 @@
+"""`spec.yaml`: the run spec on disk, whole, resolved and versioned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megalaunch.config.schema import RunSpec, SpecError, SpecProblem, build_run_spec, spec_to_dict
+
+SPEC_VERSION = 1
+
+
+def spec_to_text(spec: RunSpec) -> str:
+    """The YAML text of a spec file."""
+    return yaml.safe_dump({"version": SPEC_VERSION, **spec_to_dict(spec)}, sort_keys=False, allow_unicode=True)
+
+
+def write_spec(spec: RunSpec, path: Path) -> None:
+    """Write a spec file by an atomic rename, so that no reader sees half of it."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(spec_to_text(spec), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def read_spec(path: Path) -> RunSpec:
+    """Read a spec file; raises SpecError when it is no spec or of an unknown version."""
+    try:
+        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SpecError([SpecProblem(str(path), f"is no YAML: {error}")]) from error
+    if not isinstance(data, dict):
+        raise SpecError([SpecProblem(str(path), "is no run spec: it holds no keys")])
+    version = data.pop("version", None)
+    if version != SPEC_VERSION:
+        raise SpecError([SpecProblem(f"{path}: version", f"is {version!r}; this megalaunch reads {SPEC_VERSION}")])
+    return build_run_spec(data)

@@ -1,0 +1,1 @@
+"""Which decoder a model spec means, and what its tensors are called elsewhere."""

@@ -1,0 +1,1 @@
+"""The decoder, one concept a file; no process group appears here."""

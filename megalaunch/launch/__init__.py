@@ -1,0 +1,1 @@
+"""Starting, watching and stopping workers; the run directory and what is drawn from it."""

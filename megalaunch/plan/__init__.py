@@ -1,0 +1,1 @@
+"""What a run spec means, in plain Python: topology, batch math, rules, parameters, FLOPs."""
