@@ -49,7 +49,7 @@ def leaves(section: type, prefix: str = "") -> Iterator[tuple[str, Any, Field[An
 def build_section(section: type[T], data: Any, prefix: str = "") -> T:
     """Build one dataclass from a mapping; raises SpecError with every problem below `prefix`."""
     problems: list[SpecProblem] = []
-    value = _section(section, data, prefix, problems)
+    value: T = _section(section, data, prefix, problems)
     if problems:
         raise SpecError(problems)
     return value
@@ -91,7 +91,9 @@ def _leaf(annotation: Any, value: Any, entry: Field[Any], path: str, problems: l
             if minimum is not None and isinstance(typed, (int, float)) and typed < minimum:
                 problems.append(SpecProblem(path, f"must be at least {minimum}, got {_shown(value)}"))
             return typed
-    problems.append(SpecProblem(path, f"needs {describe(annotation)}, got {_shown(value)}{_choice_hint(annotation, value)}"))
+    problems.append(
+        SpecProblem(path, f"needs {describe(annotation)}, got {_shown(value)}{_choice_hint(annotation, value)}")
+    )
     return None
 
 

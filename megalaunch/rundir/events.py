@@ -1,0 +1,28 @@
+"""The events of a run, as data: both wings append to `events.jsonl` through this one function."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+from megalaunch.rundir.lines import append_line
+from megalaunch.rundir.paths import RunDirectory
+
+EventName = Literal[
+    "launch",  # launcher: words, workers, command
+    "phase",  # worker rank 0: phase, elapsed_seconds
+    "resumed",  # worker rank 0: step, checkpoint
+    "metrics_cut",  # worker rank 0: after_step, lines
+    "checkpoint",  # worker rank 0: step, path, seconds
+    "checkpoint_refused",  # worker rank 0: path, reason
+    "stop_requested",  # launcher or worker: signal
+    "worker_failed",  # a worker: rank, coordinates, phase, step, exception, message, attempt
+    "restart",  # launcher: attempt, reason
+    "note",  # either: message
+    "outcome",  # whoever wrote outcome.json: exit_code, reason
+]
+
+
+def record_event(directory: RunDirectory, event: EventName, **details: Any) -> None:
+    """Append one event with the wall-clock time in seconds since 1970."""
+    append_line(directory.events, {"time": time.time(), "event": event, **details})

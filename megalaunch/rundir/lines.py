@@ -1,0 +1,58 @@
+"""Append-only files of JSON lines (metrics.jsonl, events.jsonl)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def append_line(path: Path, record: Record) -> None:
+    """Append one record with a single write, so that lines of several processes never mix."""
+    line = (json.dumps(record, ensure_ascii=False, allow_nan=True) + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        written = os.write(descriptor, line)
+        if written != len(line):  # a full disk can take half a line
+            raise OSError(28, "No space left on device", str(path))
+    finally:
+        os.close(descriptor)
+
+
+def read_lines(path: Path) -> Iterator[Record]:
+    """Every whole record of the file; a torn last line (a killed writer) is passed over."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def keep_lines(path: Path, wanted: Callable[[Record], bool]) -> int:
+    """Drop the records that are not wanted by an atomic rewrite; returns how many were dropped."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        total = sum(1 for _ in file)
+    kept = [record for record in read_lines(path) if wanted(record)]
+    if len(kept) == total:
+        return 0
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with unfinished.open("w", encoding="utf-8") as file:
+        for record in kept:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    return total - len(kept)

@@ -1,0 +1,53 @@
+"""How a launch ended: exit codes, and `outcome.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+
+class ExitCode(IntEnum):
+    """What the launcher's exit code means; the same number stands in outcome.json."""
+
+    DONE = 0
+    CONFIGURATION = 2
+    DATA = 3
+    CHECKPOINT = 4
+    CRASH = 5
+    HANG = 6
+    NON_FINITE = 7
+    NO_PROGRESS = 8
+    PREEMPTED = 75
+    INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`step` is the last finished step; `details` what a report shows, all of it plain JSON."""
+
+    exit_code: int
+    reason: str
+    step: int
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def write_outcome(path: Path, outcome: Outcome) -> None:
+    """Write by an atomic rename: a reader sees the old outcome or the new one."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with unfinished.open("w", encoding="utf-8") as file:
+        json.dump(asdict(outcome), file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def read_outcome(path: Path) -> Outcome | None:
+    """The recorded outcome, or None when there is none that can be read."""
+    try:
+        return Outcome(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
