@@ -1,0 +1,57 @@
+"""Grouped-query self-attention.
+
+Shapes: B batch, S queries, T keys, H hidden, N query heads, G key/value groups, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalaunch.engine.model.rope import Rotation, rotate
+
+
+class KeyValueStore(Protocol):
+    """What one layer remembers of earlier positions while text is generated."""
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store [B, G, S, D] of the new positions; return those of all positions, [B, G, T, D]."""
+
+
+class Attention(nn.Module):
+    """Causal attention; each of the G key/value heads serves N / G query heads."""
+
+    def __init__(self, hidden_size: int, num_heads: int, num_groups: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, num_groups * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, num_groups * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def forward(self, x_BSH: Tensor, rotation: Rotation, store: KeyValueStore | None = None) -> Tensor:
+        """[B, S, H] -> [B, S, H]; with a store the keys of earlier positions are seen too."""
+        q_BNSD = rotate(self._heads(self.q_proj(x_BSH)), rotation)
+        k_BGTD = rotate(self._heads(self.k_proj(x_BSH)), rotation)
+        v_BGTD = self._heads(self.v_proj(x_BSH))
+        if store is not None:
+            k_BGTD, v_BGTD = store.extend(k_BGTD, v_BGTD)
+        out_BNSD = attend(q_BNSD, k_BGTD, v_BGTD)
+        return self.o_proj(out_BNSD.transpose(1, 2).flatten(2))
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
+    """Causal attention of the last S of T positions over all T: [B, N, S, D]."""
+    queries, keys = q_BNSD.shape[2], k_BGTD.shape[2]
+    if queries in (1, keys):
+        return F.scaled_dot_product_attention(
+            q_BNSD, k_BGTD, v_BGTD, is_causal=queries > 1, enable_gqa=q_BNSD.shape[1] != k_BGTD.shape[1]
+        )
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=q_BNSD.device).tril(keys - queries)
+    return F.scaled_dot_product_attention(q_BNSD, k_BGTD, v_BGTD, attn_mask=visible, enable_gqa=True)

@@ -1,0 +1,87 @@
+"""The decoder: embedding, layers, final norm and head, assembled from a plain config.
+
+Layers sit in a ModuleDict under their global index, so that names stay the same on a pipeline stage
+that holds only some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megalaunch.engine.model.attention import Attention, KeyValueStore
+from megalaunch.engine.model.mlp import GatedMLP
+from megalaunch.engine.model.norm import RMSNorm
+from megalaunch.engine.model.rope import Rotation, rotation_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Everything the decoder's shape depends on, with no null left."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    vocab_size: int
+    norm_epsilon: float
+    rope_theta: float
+    tied_embeddings: bool
+    init_std: float
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm residual block: attention, then the feed-forward block."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.attention = Attention(config.hidden_size, config.num_heads, config.num_groups, config.head_dim)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.mlp = GatedMLP(config.hidden_size, config.ffn_hidden_size)
+
+    def forward(self, x_BSH: Tensor, rotation: Rotation, store: KeyValueStore | None = None) -> Tensor:
+        """[B, S, H] -> [B, S, H]."""
+        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, store)
+        return x_BSH + self.mlp(self.mlp_norm(x_BSH))
+
+
+class Decoder(nn.Module):
+    """Token ids [B, S] -> logits [B, S, V]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleDict({str(index): DecoderLayer(config) for index in range(config.num_layers)})
+        self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Let the head share the embedding's matrix, if the config says so; again after `to_empty`, which unties."""
+        if self.config.tied_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        positions_S: Tensor | None = None,
+        stores: Sequence[KeyValueStore] | None = None,
+    ) -> Tensor:
+        """Logits of the token after each position.
+
+        `positions_S`: positions of these tokens, 0, 1, ... when None. `stores`: one a layer, for generation.
+        """
+        if positions_S is None:
+            positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        x_BSH = self.embedding(tokens_BS)
+        rotation = rotation_of(positions_S, self.config.head_dim, self.config.rope_theta, x_BSH.dtype)
+        for index, layer in enumerate(self.layers.values()):
+            x_BSH = layer(x_BSH, rotation, stores[index] if stores is not None else None)
+        return self.head(self.norm(x_BSH))

@@ -1,0 +1,42 @@
+"""Initial weights as a pure function of (seed, parameter name): the same under every layout."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from megalaunch.engine.model.decoder import Decoder, DecoderConfig
+
+# Projections that write into the residual stream; their spread shrinks with depth (GPT-2, Megatron).
+_RESIDUAL_WRITERS = ("attention.o_proj.weight", "mlp.down_proj.weight")
+
+
+def initial_value(name: str, shape: torch.Size, config: DecoderConfig, seed: int) -> Tensor:
+    """The global fp32 tensor of one parameter: ones for norms, else a normal draw of its own generator."""
+    if len(shape) == 1:
+        return torch.ones(shape)
+    std = config.init_std
+    if name.endswith(_RESIDUAL_WRITERS):
+        std /= math.sqrt(2 * config.num_layers)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+@torch.no_grad()
+def initialise(model: Decoder, seed: int) -> None:
+    """Fill every parameter of a model that has memory, sharded or not."""
+    for name, parameter in model.named_parameters():
+        value = initial_value(name, parameter.shape, model.config, seed).to(parameter.dtype)
+        if isinstance(parameter, DTensor):
+            # Every rank draws the same global tensor, so nothing needs to be sent: src_data_rank=None.
+            sharded = distribute_tensor(
+                value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+            parameter.copy_(sharded)
+        else:
+            parameter.copy_(value)
