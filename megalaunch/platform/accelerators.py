@@ -1,0 +1,149 @@
+"""Which accelerators this process may use, found without torch.
+
+Device nodes first (free), then the driver's tool, then /proc; the visible-devices variable narrows the result.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megalaunch.platform.facts import CHIPS, ChipFacts
+
+TOOL_TIMEOUT = 5.0  # seconds; the tool needs some when no process keeps the driver awake
+
+# Tried in order on the name the driver gives; a name that fits none is an NVIDIA GPU without facts.
+_NVIDIA_NAMES = (
+    (r"A100.*80GB", "a100_80gb"),
+    (r"A100.*40GB", "a100_40gb"),
+    (r"H100 PCIe", "h100_pcie"),
+    (r"H100 NVL", "h100_nvl"),
+    (r"H100 80GB HBM3", "h100"),
+    (r"H200(?! NVL)", "h200"),
+    (r"GB200", "gb200"),
+    (r"\bB200", "b200"),
+)
+
+# Device nodes of accelerators that are not detected further: what to say about each.
+_OTHER_NODES = (
+    (r"kfd", "an AMD GPU driver is loaded; name the chip to use it (platform.chip=mi300x)"),
+    (
+        r"mthreads\d+|mtgpu\.\d+",
+        "Moore Threads GPUs are present, but there are no facts about them (platform/facts.py)",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Accelerators:
+    """What was found; `chip` None means that the run would use the CPU."""
+
+    chip: ChipFacts | None
+    devices: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    """One GPU as its driver describes it; `capability` is CUDA's (9.0), None when not told."""
+
+    name: str
+    uuid: str
+    memory_bytes: int | None
+    capability: float | None
+
+
+def find_accelerators(root: Path, environ: Mapping[str, str]) -> Accelerators:
+    """The accelerators this process may use; `notes` say what could not be used and why."""
+    nodes = _node_names(root / "dev")
+    notes = [f"{note}." for pattern, note in _OTHER_NODES if any(re.fullmatch(pattern, node) for node in nodes)]
+    count = sum(1 for node in nodes if re.fullmatch(r"nvidia\d+", node))
+    if count == 0 and "dxg" not in nodes:  # dxg: the node through which WSL passes GPUs on
+        return Accelerators(None, 0, tuple(notes))
+    gpus, problem = _ask_tool(environ)
+    if problem:
+        notes.append(problem)
+        gpus = _read_proc(root) or [_Gpu("", "", None, None)] * count
+    usable = _visible(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
+    if len(usable) < len(gpus):
+        notes.append(f"CUDA_VISIBLE_DEVICES leaves {len(usable)} of {len(gpus)} GPUs.")
+    if not usable:
+        return Accelerators(None, 0, tuple(notes))
+    kinds = sorted({gpu.name for gpu in usable})
+    if len(kinds) > 1:
+        notes.append(f"Different GPUs here ({', '.join(kinds)}); planned with the first: {usable[0].name}.")
+    chip = _chip_of(usable[0])
+    if not chip.peak_flops:
+        notes.append(f"No facts about {usable[0].name or 'this GPU'}: MFU stays unknown.")
+    return Accelerators(chip, len(usable), tuple(notes))
+
+
+def _node_names(folder: Path) -> list[str]:
+    try:
+        return [entry.name for entry in folder.iterdir()]
+    except OSError:
+        return []
+
+
+def _ask_tool(environ: Mapping[str, str]) -> tuple[list[_Gpu], str | None]:
+    """GPUs from nvidia-smi, or the sentence that says why there is no answer."""
+    tool = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if tool is None:
+        return [], "NVIDIA device nodes are present, but nvidia-smi is not on PATH."
+    query = [tool, "--query-gpu=name,uuid,memory.total,compute_cap", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=TOOL_TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        return [], f"nvidia-smi did not answer in {TOOL_TIMEOUT:g} s."
+    except OSError as error:
+        return [], f"nvidia-smi could not be started: {error}."
+    if answer.returncode != 0:
+        said = (answer.stdout + answer.stderr).strip().splitlines()
+        return [], f"nvidia-smi failed (exit {answer.returncode}): {said[0] if said else 'no message'}"
+    gpus = [_parse_gpu(line) for line in answer.stdout.splitlines() if line.strip()]
+    return gpus, None if gpus else "nvidia-smi lists no GPU."
+
+
+def _parse_gpu(line: str) -> _Gpu:
+    name, uuid, memory, capability, *_ = [part.strip() for part in line.split(",")] + [""] * 3
+    memory_bytes = int(memory) * 2**20 if memory.isdigit() else None
+    return _Gpu(name, uuid, memory_bytes, float(capability) if re.fullmatch(r"\d+\.\d+", capability) else None)
+
+
+def _read_proc(root: Path) -> list[_Gpu]:
+    """GPUs from the driver's files, which have names but no memory sizes."""
+    gpus = []
+    for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
+        facts = dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", path.read_text(encoding="utf-8"), re.MULTILINE))
+        gpus.append(_Gpu(facts.get("Model", ""), facts.get("GPU UUID", ""), None, None))
+    return gpus
+
+
+def _visible(gpus: Sequence[_Gpu], variable: str | None) -> list[_Gpu]:
+    """The GPUs a CUDA program sees: the variable's list, up to its first entry that names no GPU."""
+    if variable is None:
+        return list(gpus)
+    seen: list[_Gpu] = []
+    for word in variable.split(","):
+        entry = word.strip()
+        if entry.isdigit() and int(entry) < len(gpus):
+            seen.append(gpus[int(entry)])
+            continue
+        named = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
+        if len(named) != 1:
+            break
+        seen.append(named[0])
+    return seen
+
+
+def _chip_of(gpu: _Gpu) -> ChipFacts:
+    for pattern, name in _NVIDIA_NAMES:
+        if re.search(pattern, gpu.name):
+            return CHIPS[name]
+    # Ampere (8.0) was the first generation whose tensor cores multiply bf16.
+    unit = "tensor cores" if gpu.capability is not None and gpu.capability >= 8.0 else None
+    return replace(CHIPS["cuda"], memory_bytes=gpu.memory_bytes, native_bf16=unit)
