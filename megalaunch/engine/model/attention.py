@@ -43,7 +43,7 @@ class Attention(nn.Module):
         return self.o_proj(out_BNSD.transpose(1, 2).flatten(2))
 
     def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
 
 def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
