@@ -1,0 +1,156 @@
+"""`tensors.json`: which tensors a checkpoint holds, and which file holds which part of each.
+
+DCP keeps this as a pickle; ours is JSON, and nothing in it is believed unchecked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.manifest import is_plain_name
+from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, are_sizes
+
+CATALOGUE = "tensors.json"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor: where it starts, its shape, and the file that holds it under the tensor's name."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint; its chunks fill it exactly once."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+Catalogue = Mapping[str, StoredTensor]
+
+
+def catalogue_of(metadata: Metadata, files: Mapping[MetadataIndex, str]) -> dict[str, StoredTensor]:
+    """The catalogue of what DCP planned; `files` says where each chunk was written."""
+    catalogue = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)
+        chunks = tuple(
+            Chunk(tuple(chunk.offsets), tuple(chunk.sizes), files[MetadataIndex(name, chunk.offsets)])
+            for chunk in stored.chunks
+        )
+        catalogue[name] = StoredTensor(stored.properties.dtype, tuple(stored.size), chunks)
+    return catalogue
+
+
+def metadata_of(catalogue: Catalogue) -> Metadata:
+    """What DCP needs to plan a load. `storage_data` maps each chunk to its file."""
+    stored = {
+        name: TensorStorageMetadata(
+            properties=TensorProperties(dtype=tensor.dtype),
+            size=torch.Size(tensor.shape),
+            chunks=[
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in tensor.chunks
+            ],
+        )
+        for name, tensor in catalogue.items()
+    }
+    places = {
+        MetadataIndex(name, chunk.offsets): chunk.file for name, tensor in catalogue.items() for chunk in tensor.chunks
+    }
+    return Metadata(state_dict_metadata=dict(stored), storage_data=places)
+
+
+def catalogue_text(catalogue: Catalogue) -> str:
+    """The JSON text of a catalogue, one tensor a line."""
+    lines = []
+    for name, tensor in sorted(catalogue.items()):
+        chunks = [{"offsets": chunk.offsets, "shape": chunk.shape, "file": chunk.file} for chunk in tensor.chunks]
+        entry = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "chunks": chunks}
+        lines.append(f"{json.dumps(name)}: {json.dumps(entry)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def read_catalogue(directory: Path) -> dict[str, StoredTensor]:
+    """Read and check a checkpoint's catalogue. Raises CheckpointError."""
+    path = directory / CATALOGUE
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise ValueError("it is no mapping")
+        return {name: _stored(name, entry) for name, entry in data.items()}
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{directory} is no checkpoint: {CATALOGUE} is missing") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _stored(name: str, entry: Any) -> StoredTensor:
+    shape, chunks = entry["shape"], tuple(_chunk(chunk) for chunk in entry["chunks"])
+    if not are_sizes(shape):
+        raise ValueError(f"{name!r} has an impossible shape")
+    tensor = StoredTensor(DTYPES[entry["dtype"]], tuple(shape), chunks)
+    if any(not _inside(chunk, tensor.shape) for chunk in chunks):
+        raise ValueError(f"{name!r} has a part outside of its shape")
+    filled = sum(math.prod(chunk.shape) for chunk in chunks)
+    if filled != math.prod(tensor.shape) or not chunks or _overlap(chunks):
+        raise ValueError(f"the parts of {name!r} do not fill it exactly once")
+    return tensor
+
+
+def _chunk(entry: Any) -> Chunk:
+    offsets, shape, file = entry["offsets"], entry["shape"], entry["file"]
+    if not are_sizes(offsets) or not are_sizes(shape) or not isinstance(file, str) or not is_plain_name(file):
+        raise ValueError("a part has impossible sizes or an impossible file name")
+    return Chunk(tuple(offsets), tuple(shape), file)
+
+
+def _inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+    return len(chunk.offsets) == len(chunk.shape) == len(shape) and all(
+        offset + size <= limit for offset, size, limit in zip(chunk.offsets, chunk.shape, shape, strict=True)
+    )
+
+
+def _overlap(chunks: tuple[Chunk, ...]) -> bool:
+    """Whether two chunks share an element: a sweep along the dim that is cut most often."""
+    if len(chunks) < 2:
+        return False
+    dims = range(len(chunks[0].shape))
+    if not dims:
+        return True
+    sweep = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
+    active: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[sweep]):
+        active = [other for other in active if other.offsets[sweep] + other.shape[sweep] > chunk.offsets[sweep]]
+        if any(_share(chunk, other) for other in active):
+            return True
+        active.append(chunk)
+    return False
+
+
+def _share(first: Chunk, second: Chunk) -> bool:
+    return all(
+        a < b + second_size and b < a + first_size
+        for a, b, first_size, second_size in zip(first.offsets, second.offsets, first.shape, second.shape, strict=True)
+    )

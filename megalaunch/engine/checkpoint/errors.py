@@ -1,0 +1,66 @@
+"""What goes wrong with a checkpoint, in a user's words.
+
+One exception type; the messages name the path, the numbers and what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, read or trusted. Every rank raises the same one."""
+
+
+def shown_bytes(count: int) -> str:
+    """`72.3 MB`, decimal units."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that a user may still write on the filesystem of `path` (or of its nearest existing parent)."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def write_error(directory: Path, needed: int, error: OSError) -> CheckpointError:
+    """The error for a write below `directory` that failed; `needed` is the size of the whole checkpoint in bytes."""
+    if error.errno in _FULL:
+        return no_space(directory, needed)
+    where = error.filename or directory
+    if error.errno == errno.EFBIG:
+        return CheckpointError(
+            f"cannot save the checkpoint {directory}: a file grew past the limit on file sizes "
+            f"(the checkpoint needs {shown_bytes(needed)} in all; raise the limit: `ulimit -f unlimited`)"
+        )
+    return CheckpointError(f"cannot save the checkpoint {directory}: {where}: {os.strerror(error.errno or 0)}")
+
+
+def no_space(directory: Path, needed: int) -> CheckpointError:
+    """The error for a full disk: needed and free bytes, and what may be removed."""
+    free = free_bytes(directory)
+    missing = max(needed - free, 0)
+    wanted = f"free {shown_bytes(missing)} or more" if missing else "free some space"
+    return CheckpointError(
+        f"no space left for the checkpoint {directory}: it needs {shown_bytes(needed)}, "
+        f"{shown_bytes(free)} are free; {wanted} on that disk{_removable(directory)}, then run the same command again"
+    )
+
+
+def _removable(directory: Path) -> str:
+    """Older checkpoints beside this one; the newest of them is what a resume needs, so it is not offered."""
+    others = sorted(path for path in directory.parent.glob("step_*") if path.is_dir() and path.name < directory.name)
+    if len(others) < 2:
+        return ""
+    oldest = others[0]
+    size = sum(file.stat().st_size for file in oldest.iterdir() if file.is_file())
+    return f" (the oldest checkpoint there, {oldest.name}, holds {shown_bytes(size)}; checkpoint.keep_last keeps fewer)"

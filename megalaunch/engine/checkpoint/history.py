@@ -1,0 +1,54 @@
+"""The checkpoints of a run: which one to continue from, and which ones to remove."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from megalaunch.engine.checkpoint import publish
+from megalaunch.engine.checkpoint.manifest import verify_checkpoint
+from megalaunch.engine.checkpoint.ranks import from_first_rank, on_every_rank, position
+from megalaunch.rundir.paths import checkpoint_step
+
+
+def newest_valid(checkpoints: Path, refused: Callable[[Path, list[str]], None]) -> Path | None:
+    """The checkpoint of the highest step whose every file has its size and sha256, or None. Collective.
+
+    The ranks share the reading, and all get the same answer. Invalid ones are passed over; `refused` is told
+    of each with its problems, on rank 0.
+    """
+    for directory in from_first_rank(lambda: _newest_first(checkpoints)):
+        shares = on_every_rank(partial(verify_checkpoint, directory, part=position()))
+        problems = list(dict.fromkeys(problem for share in shares for problem in share))
+        if not problems:
+            return directory
+        if position()[0] == 0:
+            refused(directory, problems)
+    return None
+
+
+def remove_old(checkpoints: Path, keep_last: int, known_valid: Path | None = None) -> list[Path]:
+    """Remove all but the newest `keep_last` checkpoints (0: none) and what killed saves left; returns the removed.
+
+    For one process, while no save is under way. The newest valid one is never removed; `known_valid` (one just
+    saved) spares reading the newest again to find out whether it is.
+    """
+    publish.discard_leftovers(checkpoints)
+    steps = _newest_first(checkpoints)
+    if keep_last == 0 or len(steps) <= keep_last:
+        return []
+    kept, old = steps[:keep_last], steps[keep_last:]
+    if known_valid not in kept and all(verify_checkpoint(directory) for directory in kept):
+        valid = next((directory for directory in old if not verify_checkpoint(directory)), None)
+        old = [directory for directory in old if directory != valid]
+    for directory in old:
+        publish.remove(directory)
+    return old
+
+
+def _newest_first(checkpoints: Path) -> list[Path]:
+    if not checkpoints.is_dir():
+        return []
+    named = [(checkpoint_step(path), path) for path in checkpoints.iterdir()]
+    return [path for step, path in sorted(((s, p) for s, p in named if s is not None), reverse=True)]

@@ -1,0 +1,107 @@
+"""`manifest.json`: size and sha256 of every file of a checkpoint, written last.
+
+One flipped byte loads silently in torch, safetensors and DCP alike; here it is found and named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megalaunch.engine.checkpoint.safetensors_file import FileRecord
+
+MANIFEST = "manifest.json"
+FORMAT, VERSION = "megalaunch checkpoint", 1
+_MAX_BYTES = 100_000_000
+
+
+def manifest_text(records: Iterable[FileRecord]) -> str:
+    """The whole text of a manifest; it carries its own digest, so that no byte of it can change unseen."""
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "files": {
+            record.name: {"size": record.size, "sha256": record.sha256}
+            for record in sorted(records, key=lambda record: record.name)
+        },
+    }
+    return _signed(body)
+
+
+def _signed(body: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return json.dumps({**body, "digest": digest}, indent=1) + "\n"
+
+
+def verify_checkpoint(directory: Path, part: tuple[int, int] = (0, 1), hashes: bool = True) -> list[str]:
+    """Every problem of a checkpoint, each naming its file; an empty list means that it is whole.
+
+    `part=(k, n)` reads only the k-th of n shares of the files (n ranks share the work); `hashes=False`
+    compares sizes only.
+    """
+    try:
+        records = read_manifest(directory)
+    except ValueError as error:
+        return [str(error)]
+    problems = []
+    for record in records[part[0] :: part[1]]:
+        problem = _file_problem(directory / record.name, record, hashes)
+        if problem:
+            problems.append(f"{record.name}: {problem}")
+    return problems
+
+
+def read_manifest(directory: Path) -> list[FileRecord]:
+    """The records of a manifest, biggest file first. Raises ValueError saying what is wrong with it."""
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{MANIFEST}: is missing, so this is no finished checkpoint")
+    if path.stat().st_size > _MAX_BYTES:
+        raise ValueError(f"{MANIFEST}: is damaged (too big)")
+    try:
+        text = path.read_text(encoding="utf-8")
+        body = json.loads(text)
+        version = (body.get("format"), body.get("version"))
+        digest_fits = text == _signed({key: value for key, value in body.items() if key != "digest"})
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST}: is damaged ({type(error).__name__})") from error
+    if version != (FORMAT, VERSION):
+        raise ValueError(f"{MANIFEST}: has the format {version[0]!r} {version[1]!r}; this reads {FORMAT!r} {VERSION}")
+    if not digest_fits:
+        raise ValueError(f"{MANIFEST}: is damaged (its own digest does not fit)")
+    return _records(body["files"])
+
+
+def _records(files: Any) -> list[FileRecord]:
+    try:
+        records = [FileRecord(name, int(file["size"]), str(file["sha256"])) for name, file in files.items()]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{MANIFEST}: is damaged (its list of files)") from error
+    for record in records:
+        if not is_plain_name(record.name):
+            raise ValueError(f"{MANIFEST}: names a file outside of the checkpoint: {record.name!r}")
+    return sorted(records, key=lambda record: (-record.size, record.name))
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether this names a file directly inside a directory."""
+    return bool(name) and not name.startswith(".") and Path(name).name == name and "\0" not in name
+
+
+def _file_problem(path: Path, record: FileRecord, hashes: bool) -> str | None:
+    try:
+        if not path.is_file():
+            return "is missing"
+        size = path.stat().st_size
+        if size != record.size:
+            return f"has {size} bytes instead of {record.size}"
+        if not hashes:
+            return None
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if digest == record.sha256 else "is damaged (its sha256 is not the one in the manifest)"

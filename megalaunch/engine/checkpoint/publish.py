@@ -1,0 +1,73 @@
+"""How a checkpoint directory comes into being: under a temporary name, then by one rename.
+
+A reader sees the old directory or the new one, never a part; whatever a killed save leaves starts with
+`.unfinished-`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+UNFINISHED = ".unfinished-"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def begin(directory: Path) -> Path:
+    """A fresh, empty directory beside `directory`. Raises OSError."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    fresh = directory.parent / f"{UNFINISHED}{directory.name}-{secrets.token_hex(4)}"
+    fresh.mkdir()
+    return fresh
+
+
+def publish(unfinished: Path, directory: Path) -> None:
+    """Give the finished directory its name, in place of whatever had it. Raises OSError."""
+    sync_directory(unfinished)
+    if directory.exists():
+        _exchange(unfinished, directory)
+        discard(unfinished)
+    else:
+        unfinished.rename(directory)
+    sync_directory(directory.parent)
+
+
+def remove(directory: Path) -> None:
+    """Remove a finished directory; a kill in the middle leaves a leftover, never half a checkpoint."""
+    leftover = begin(directory)
+    directory.rename(leftover)
+    discard(leftover)
+
+
+def discard(directory: Path) -> None:
+    """Remove a temporary directory with all it holds."""
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def discard_leftovers(parent: Path) -> None:
+    """Remove what killed saves left in `parent`; only when no save can be under way there."""
+    for leftover in parent.glob(f"{UNFINISHED}*"):
+        discard(leftover)
+
+
+def sync_directory(directory: Path) -> None:
+    """Bring a directory's names to disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Swap two directories: at no moment is there none called `second`, where the filesystem can do that."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename and rename(_AT_FDCWD, bytes(first), _AT_FDCWD, bytes(second), _RENAME_EXCHANGE) == 0:
+        return
+    aside = begin(second)
+    second.rename(aside)
+    first.rename(second)
+    aside.rename(first)

@@ -1,0 +1,218 @@
+"""The safetensors file format: written streaming and hashed, read through bounds of our own.
+
+The library writes from whole dictionaries, hides errno and has no checksum; the format itself is small:
+8 bytes of header length, a JSON header, then the tensors' bytes without gaps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalaunch.engine.checkpoint.errors import CheckpointError
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_PIECE_BYTES = 1 << 22  # hashed and written at a time, so that the second pass finds it in the cache
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One written file: name inside the checkpoint, size in bytes, sha256 in hexadecimal."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file; `begin` and `end` are bytes from the start of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """A tensor to write: its kind is known at once, its data only when its turn comes (it may be on a device)."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: Callable[[], torch.Tensor]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_file(path: Path, sources: Mapping[str, TensorSource]) -> FileRecord:
+    """Write the tensors, sync the file to disk, and return its record. Raises OSError."""
+    # widest first keeps every tensor aligned, as the library does
+    names = sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name in names:
+        source = sources[name]
+        end = position + source.size
+        header[name] = {
+            "dtype": DTYPE_NAMES[source.dtype],
+            "shape": list(source.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with HashedFile(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(_bytes_of(sources[name].data()))
+    return file.record
+
+
+class HashedFile:
+    """A new file that hashes what is written to it and is on disk when closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._hash, self._size = path, hashlib.sha256(), 0
+
+    def __enter__(self) -> HashedFile:
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        return self
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write all of `data`. Raises OSError."""
+        view = memoryview(data)
+        for start in range(0, len(view), _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            self._hash.update(piece)
+            while len(piece):  # a full disk takes a part first, and fails at the next call
+                piece = piece[os.write(self._descriptor, piece) :]
+        self._size += len(view)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    @property
+    def record(self) -> FileRecord:
+        """What was written."""
+        return FileRecord(self._path.name, self._size, self._hash.hexdigest())
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+class MappedFile:
+    """A file open for reading. Tensors are views of the mapped pages, private to this process; copy what you keep."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                self.entries = read_header(path.name, file.read, size)
+                # ACCESS_COPY: torch wants writable memory, the file stays as it is
+                self._pages = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {os.strerror(error.errno or 0)}") from error
+        self.path = path
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole tensor `name`. Raises CheckpointError when the file has none of that name."""
+        entry = self.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
+        if entry.begin == entry.end:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        count = math.prod(entry.shape)
+        flat = torch.frombuffer(self._pages, dtype=entry.dtype, count=count, offset=entry.begin)
+        return flat.reshape(entry.shape)
+
+
+def read_header(name: str, read: Callable[[int], bytes], size: int) -> dict[str, Entry]:
+    """The tensors of a file of `size` bytes, from its first bytes.
+
+    Nothing in a header is believed: raises CheckpointError naming `name` when lengths, offsets, shapes
+    or dtypes do not fit the file, overlap, or leave gaps.
+    """
+    length = int.from_bytes(read(8), "little")
+    if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+        raise CheckpointError(f"{name}: is no safetensors file or is cut off ({size} bytes)")
+    try:
+        header = json.loads(read(length).decode(), object_pairs_hook=_unique)
+        if not isinstance(header, dict):
+            raise ValueError("the header is no mapping")
+        header.pop("__metadata__", None)
+        entries = {key: _entry(key, value, 8 + length) for key, value in header.items()}
+        _require_gapless(entries, 8 + length, size)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name}: bad safetensors header: {error}") from error
+    return entries
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return mapping
+
+
+def _entry(name: str, value: Any, start: int) -> Entry:
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name!r} is no tensor entry")
+    dtype = DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
+    if dtype is None:
+        raise ValueError(f"{name!r} has the unknown dtype {value['dtype']!r}")
+    shape, offsets = value["shape"], value["data_offsets"]
+    if not are_sizes(shape) or not are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"{name!r} has impossible sizes")
+    if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
+        raise ValueError(f"{name!r} has {offsets[1] - offsets[0]} bytes, which its shape {shape} does not need")
+    return Entry(dtype, tuple(shape), start + offsets[0], start + offsets[1])
+
+
+def are_sizes(values: Any) -> bool:
+    """Whether this is a list of whole numbers from 0 whose product torch can count."""
+    whole = isinstance(values, list) and len(values) <= 64 and all(type(value) is int for value in values)
+    return whole and all(value >= 0 for value in values) and math.prod(max(value, 1) for value in values) < 2**60
+
+
+def _require_gapless(entries: Mapping[str, Entry], start: int, size: int) -> None:
+    position = start
+    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != position:
+            raise ValueError("tensors overlap or leave a gap")
+        position = entry.end
+    if position != size:
+        raise ValueError(f"the tensors end at byte {position}, the file at {size}")

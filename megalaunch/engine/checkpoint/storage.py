@@ -1,0 +1,238 @@
+"""DCP's storage, ours: a safetensors file a rank, JSON for all else, published by one rename.
+
+DCP plans who writes and reads which part under any layout; its default storage pickles, so it is not used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from megalaunch.engine.checkpoint import publish
+from megalaunch.engine.checkpoint.catalogue import CATALOGUE, Catalogue, catalogue_of, catalogue_text, metadata_of
+from megalaunch.engine.checkpoint.errors import CheckpointError, free_bytes, no_space, write_error
+from megalaunch.engine.checkpoint.manifest import MANIFEST, manifest_text
+from megalaunch.engine.checkpoint.safetensors_file import (
+    FileRecord,
+    HashedFile,
+    MappedFile,
+    TensorSource,
+    write_file,
+)
+
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What the coordinator tells a rank: where to write, and the size in bytes of the whole checkpoint."""
+
+    path: str
+    needed: int
+
+
+class ShardPlanner(DefaultSavePlanner):
+    """DCP's planner for flat names; a rank that owns no rows of a tensor writes nothing for it."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        """The default plan without empty parts (kept only for a tensor that is empty as a whole)."""
+        plan = super().create_local_plan()
+        items = [item for item in plan.items if math.prod(_data(item).chunk.sizes) or not math.prod(_data(item).size)]
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+
+class CheckpointWriter(StorageWriter):
+    """Writes one checkpoint. DCP calls the methods in order; an exception in one reaches every rank through it."""
+
+    def __init__(self, directory: Path, documents: Mapping[str, Any], files: Mapping[str, Path]) -> None:
+        self._directory, self._files = directory, files
+        self._texts = {f"{name}.json": json.dumps(document, indent=1) + "\n" for name, document in documents.items()}
+        self._needed = 0
+        self.unfinished: Path | None = None  # known to the coordinator only
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """DCP never chooses this storage by itself."""
+        return False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A writer serves one save."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The coordinator is known from what it is called for."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Every part is written as planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: see that there is space, make the temporary directory, name everyone's file."""
+        tensors = sum(_source(item, None).size for plan in plans for item in plan.items)
+        self._needed = tensors + sum(path.stat().st_size for path in self._files.values())
+        try:
+            if free_bytes(self._directory.parent) < self._needed:
+                raise no_space(self._directory, self._needed)
+            self.unfinished = publish.begin(self._directory)
+        except OSError as error:
+            raise write_error(self._directory, self._needed, error) from error
+        return [
+            replace(plan, storage_data=_Share(str(self.unfinished / f"shard_{rank:05d}.safetensors"), self._needed))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's parts into its own file."""
+        share: _Share = plan.storage_data
+        results = []
+        if plan.items:
+            sources = {item.index.fqn: _source(item, planner) for item in plan.items}
+            assert len(sources) == len(plan.items), "a rank holds at most one part of a tensor"
+            try:
+                record = write_file(Path(share.path), sources)
+            except OSError as error:
+                raise write_error(self._directory, share.needed, error) from error
+            results = [WriteResult(item.index, sources[item.index.fqn].size, record) for item in plan.items]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, when every rank has written: everything that is no tensor, the manifest, the rename."""
+        assert self.unfinished is not None
+        places = {result.index: result.storage_data for share in results for result in share}
+        shards: set[FileRecord] = set(places.values())
+        catalogue = catalogue_of(metadata, {index: record.name for index, record in places.items()})
+        try:
+            _require_visible(self.unfinished, self._directory, shards)
+            texts = {CATALOGUE: catalogue_text(catalogue), **self._texts}
+            records = [_write_text(self.unfinished / name, text) for name, text in texts.items()]
+            records += [_copy(source, self.unfinished / name) for name, source in self._files.items()]
+            _write_text(self.unfinished / MANIFEST, manifest_text([*records, *shards]))
+            publish.publish(self.unfinished, self._directory)
+        except OSError as error:
+            raise write_error(self._directory, self._needed, error) from error
+
+
+class CheckpointReader(StorageReader):
+    """Reads the parts that a rank needs. The catalogue was read and checked before."""
+
+    def __init__(self, directory: Path, catalogue: Catalogue) -> None:
+        self._directory, self._catalogue = directory, catalogue
+        self._places: Mapping[MetadataIndex, str] = {}
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """DCP never chooses this storage by itself."""
+        return False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A reader serves one load."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint holds."""
+        return metadata_of(self._catalogue)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Remember which file holds which part."""
+        self._places = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Every part is read as planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Ranks read on their own."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy each part from its file into the tensor that waits for it."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._places[item.storage_index], []).append(item)
+        for name, items in by_file.items():
+            file = MappedFile(self._directory / name)
+            for item in items:
+                part = _stored_part(file, item.storage_index, self._catalogue)
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    part = part.narrow(dim, start, length)
+                target = planner.resolve_tensor(item)
+                target.detach().copy_(part)
+                planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def stored_part(file: MappedFile, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of a file. Raises CheckpointError when it is not what the catalogue says."""
+    part = file.tensor(name)
+    if part.dtype != dtype or part.shape != shape:
+        raise CheckpointError(f"{file.path}: {name!r} is {part.dtype} {list(part.shape)}, {CATALOGUE} says otherwise")
+    return part
+
+
+def _stored_part(file: MappedFile, index: MetadataIndex, catalogue: Catalogue) -> torch.Tensor:
+    stored = catalogue[index.fqn]
+    shape = next(chunk.shape for chunk in stored.chunks if chunk.offsets == index.offset)
+    return stored_part(file, index.fqn, stored.dtype, shape)
+
+
+def _data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None, "only tensors are planned; everything else is JSON"
+    return item.tensor_data
+
+
+def _source(item: WriteItem, planner: SavePlanner | None) -> TensorSource:
+    def data() -> torch.Tensor:
+        assert planner is not None
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+    return TensorSource(_data(item).properties.dtype, tuple(_data(item).chunk.sizes), data)
+
+
+def _require_visible(unfinished: Path, directory: Path, shards: set[FileRecord]) -> None:
+    hidden = sorted(record.name for record in shards if not (unfinished / record.name).exists())
+    if hidden:
+        raise CheckpointError(
+            f"cannot save the checkpoint {directory}: rank 0 does not see {', '.join(hidden)}, which another rank "
+            f"wrote; the run directory must be on a filesystem that all nodes share"
+        )
+
+
+def _write_text(path: Path, text: str) -> FileRecord:
+    with HashedFile(path) as file:
+        file.write(text.encode())
+    return file.record
+
+
+def _copy(source: Path, path: Path) -> FileRecord:
+    with source.open("rb") as original, HashedFile(path) as file:
+        while data := original.read(_COPY_BYTES):
+            file.write(data)
+    return file.record

@@ -1,0 +1,184 @@
+"""Save and load checkpoints: layout-free, self-describing, free of pickle.
+
+A directory of safetensors shards, `tensors.json`, documents as JSON, copied files, and a manifest with hashes.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias, Union
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megalaunch.engine.checkpoint.catalogue import CATALOGUE, Catalogue, read_catalogue
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.history import newest_valid, remove_old
+from megalaunch.engine.checkpoint.manifest import MANIFEST, is_plain_name, verify_checkpoint
+from megalaunch.engine.checkpoint.publish import discard
+from megalaunch.engine.checkpoint.ranks import coordination_group, on_every_rank
+from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, MappedFile
+from megalaunch.engine.checkpoint.storage import CheckpointReader, CheckpointWriter, ShardPlanner, stored_part
+
+__all__ = [
+    "JSON",
+    "CheckpointError",
+    "load_checkpoint",
+    "newest_valid",
+    "read_document",
+    "read_tensors",
+    "remove_old",
+    "save_checkpoint",
+    "verify_checkpoint",
+]
+
+JSON: TypeAlias = Union[Mapping[str, "JSON"], "list[JSON]", str, int, float, bool, None]
+_SHOWN = 8  # names of tensors in one error
+
+
+def save_checkpoint(
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    documents: Mapping[str, JSON],
+    files: Mapping[str, Path],
+) -> None:
+    """Save one checkpoint as `directory`. Collective; takes over the name from what had it before.
+
+    `tensors` are plain tensors (the same on all ranks that give them, saved once) or DTensors of any mesh and
+    placements; `documents` become `<name>.json`; `files` are copied (rank 0 reads them; all ranks give the same).
+    It appears whole, synced to disk, or not at all: then every rank raises the same CheckpointError and the
+    older checkpoints are as before.
+    """
+    _require_names(tensors, documents, files)
+    writer = CheckpointWriter(directory, documents, files)
+    try:
+        with _dcp_errors(directory, "save"):
+            save(
+                dict(tensors),
+                storage_writer=writer,
+                planner=ShardPlanner(),
+                process_group=coordination_group(),
+                no_dist=not dist.is_initialized(),
+            )
+    finally:
+        if writer.unfinished is not None:  # published: the name is gone, and this does nothing
+            discard(writer.unfinished)
+
+
+def load_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill `tensors` in place from a checkpoint that was saved under any layout. Collective.
+
+    The names of all ranks together must be the names of the checkpoint, with the same shapes and dtypes;
+    raises one CheckpointError that lists every difference, the same on all ranks. Hashes are not compared
+    here: choose the checkpoint with `newest_valid`, or call `verify_checkpoint`.
+    """
+    catalogue = on_every_rank(lambda: read_catalogue(directory))[0]
+    _require_match(directory, catalogue, tensors)
+    with _dcp_errors(directory, "load"):
+        load(
+            dict(tensors),
+            storage_reader=CheckpointReader(directory, catalogue),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=coordination_group(),
+            no_dist=not dist.is_initialized(),
+        )
+
+
+def read_document(directory: Path, name: str) -> JSON:
+    """The document that was saved as `name`. Raises CheckpointError."""
+    path = directory / f"{name}.json"
+    try:
+        document: JSON = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    return document
+
+
+def read_tensors(directory: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU, in one process without a process group; `names=None` reads all of them.
+
+    Raises CheckpointError when one is missing or a file is not what the catalogue says.
+    """
+    catalogue = read_catalogue(directory)
+    wanted = list(catalogue) if names is None else list(names)
+    missing = [name for name in wanted if name not in catalogue]
+    if missing:
+        raise CheckpointError(f"the checkpoint {directory} holds no {_listed(missing)}")
+    files: dict[str, MappedFile] = {}
+    return {name: _whole(directory, name, catalogue, files) for name in wanted}
+
+
+def _whole(directory: Path, name: str, catalogue: Catalogue, files: dict[str, MappedFile]) -> torch.Tensor:
+    stored = catalogue[name]
+    parts = []
+    for chunk in stored.chunks:  # every part is checked before memory is taken for the whole
+        if chunk.file not in files:
+            files[chunk.file] = MappedFile(directory / chunk.file)
+        parts.append(stored_part(files[chunk.file], name, stored.dtype, chunk.shape))
+    whole = torch.empty(stored.shape, dtype=stored.dtype)
+    for chunk, part in zip(stored.chunks, parts, strict=True):
+        box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.shape, strict=True))
+        whole[box] = part
+    return whole
+
+
+def _require_names(tensors: Mapping[str, object], documents: Mapping[str, object], files: Mapping[str, object]) -> None:
+    """Programming errors, found before anything is written."""
+    names = [MANIFEST, CATALOGUE, *files, *(f"{name}.json" for name in documents)]
+    if len(set(names)) != len(names) or not all(is_plain_name(name) for name in names):
+        raise ValueError(f"documents and files of a checkpoint need names of their own: {sorted(names)}")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPE_NAMES or tensor.is_meta:
+            raise ValueError(f"{name!r} is nothing that a checkpoint can hold: {type(tensor).__name__}")
+
+
+def _require_match(directory: Path, catalogue: Catalogue, tensors: Mapping[str, torch.Tensor]) -> None:
+    def differences() -> tuple[set[str], set[str]]:
+        found = set()
+        for name, tensor in tensors.items():
+            stored = catalogue.get(name)
+            if stored is None:
+                found.add(f"missing in the checkpoint: {name}")
+            elif stored.shape != tensor.shape:
+                found.add(f"{name} has the shape {list(stored.shape)} there, {list(tensor.shape)} here")
+            elif stored.dtype != tensor.dtype:
+                found.add(f"{name} is {stored.dtype} there, {tensor.dtype} here")
+        return set(tensors), found
+
+    answers = on_every_rank(differences)
+    asked = set().union(*(names for names, _ in answers))
+    problems = set().union(*(found for _, found in answers))
+    problems |= {f"unexpected in the checkpoint: {name}" for name in catalogue if name not in asked}
+    if problems:
+        raise CheckpointError(f"the checkpoint {directory} does not fit this run: {'; '.join(sorted(problems))}")
+
+
+@contextmanager
+def _dcp_errors(directory: Path, action: str) -> Iterator[None]:
+    """What failed on any rank, as the same CheckpointError on every rank."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as failure:
+        rank, (cause, _) = min(failure.failures.items())
+        if isinstance(cause, CheckpointError):
+            raise cause from None
+        raise CheckpointError(
+            f"cannot {action} the checkpoint {directory}: rank {rank}: {type(cause).__name__}: {cause}"
+        ) from failure
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
