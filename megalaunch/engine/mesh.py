@@ -1,0 +1,44 @@
+"""One world of ranks as named axes; the only file that makes device meshes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megalaunch.plan.topology import Topology
+
+# Outermost first: neighbouring ranks share a tensor-parallel group (Megatron's order tp-cp-dp-pp).
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The dense grid of ranks, and this rank's place in it."""
+
+    device: torch.device
+    topology: Topology
+    rank: int
+    grid: DeviceMesh
+
+    @property
+    def data_parallel(self) -> DeviceMesh:
+        """What `fully_shard` divides over: (dp_shard), or (dp_replicate, dp_shard) with several replicas."""
+        return self.grid["dp_replicate", "dp_shard"] if self.topology.replicas > 1 else self.grid["dp_shard"]
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that see different samples."""
+        return self.topology.dp
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `data_size` shares of a batch is this rank's."""
+        return self.grid.get_local_rank("dp_replicate") * self.topology.shards + self.grid.get_local_rank("dp_shard")
+
+
+def make_mesh(topology: Topology, device: torch.device, rank: int) -> Mesh:
+    """The mesh of an initialised process group of `topology.world` ranks."""
+    sizes = (topology.pp, topology.replicas, topology.shards, topology.cp, topology.tp)
+    return Mesh(device, topology, rank, init_device_mesh(device.type, sizes, mesh_dim_names=AXES))

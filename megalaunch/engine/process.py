@@ -1,0 +1,67 @@
+"""What a worker does before torch is imported: die with its parent, own its log, catch stop signals.
+
+Standard library only, since importing torch takes a second in which the launcher may be killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
+LAUNCHER_PID_VARIABLE = "MEGALAUNCH_LAUNCHER_PID"
+
+
+def die_with_parent() -> None:
+    """Be killed by the kernel when the agent dies; end at once if agent or launcher are gone already.
+
+    Linux only; elsewhere a dead agent is noticed by the process group's timeout.
+    """
+    parent = os.getppid()
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
+    if os.getppid() != parent or (launcher is not None and not _alive(int(launcher))):
+        os._exit(1)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def own_output(log: Path) -> None:
+    """Append everything this process prints, native libraries included, to its own log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+class StopRequest:
+    """Remembers the first SIGTERM or SIGINT; the loop acts on it at a safe point. A second one ends at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def install(self) -> None:
+        """Catch both signals from now on; must run in the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._received)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            os._exit(128 + number)
+        self.signal = signal.Signals(number)

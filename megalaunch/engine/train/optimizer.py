@@ -1,0 +1,60 @@
+"""AdamW over named parameters, and its states under flat names for checkpoints."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from megalaunch.config.schema.optimizer import OptimizerSpec
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class NamedAdamW:
+    """Fused AdamW; matrices are decayed, vectors (norms, biases) are not."""
+
+    def __init__(self, model: nn.Module, spec: OptimizerSpec) -> None:
+        self._parameters = dict(model.named_parameters())
+        matrices = [p for p in self._parameters.values() if p.ndim >= 2]
+        vectors = [p for p in self._parameters.values() if p.ndim < 2]
+        self._adamw = AdamW(
+            [
+                {"params": matrices, "weight_decay": spec.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=spec.lr,
+            betas=(spec.beta1, spec.beta2),
+            eps=spec.epsilon,
+            fused=True,
+        )
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, in the model's order."""
+        return list(self._parameters.values())
+
+    def step(self, learning_rate: float) -> None:
+        """One update with the gradients at hand, which are then dropped."""
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+
+    def states(self) -> dict[str, Tensor]:
+        """Moments by flat name (`optimizer.exp_avg.<parameter>`), made as zeros before the first step."""
+        flat = {}
+        for name, parameter in self._parameters.items():
+            state = self._adamw.state[parameter]
+            for moment in _MOMENTS:
+                if moment not in state:
+                    state[moment] = torch.zeros_like(parameter)
+                flat[f"optimizer.{moment}.{name}"] = state[moment]
+        return flat
+
+    def set_updates(self, count: int) -> None:
+        """Tell AdamW how many updates the moments have seen (its bias correction depends on it)."""
+        for parameter in self._parameters.values():
+            self._adamw.state[parameter]["step"] = torch.tensor(
+                float(count), dtype=torch.float32, device=parameter.device
+            )

@@ -1,0 +1,44 @@
+"""The learning rate of every step: Megatron's shapes, as a pure function."""
+
+from __future__ import annotations
+
+import math
+
+from megalaunch.config.schema.schedule import ScheduleSpec
+
+
+def learning_rate(schedule: ScheduleSpec, peak: float, step: int) -> float:
+    """The rate of update `step` (the first is 1). `schedule.decay_steps` must be resolved.
+
+    Formulas: Megatron-LM's optimizer_param_scheduler, with t = step.
+    """
+    horizon, warmup, floor = schedule.decay_steps, schedule.warmup_steps, schedule.min_lr
+    if horizon is None:
+        raise ValueError("schedule.decay_steps is still null: the launcher resolves it before workers start")
+    if warmup > 0 and step <= warmup:
+        return peak * step / warmup
+    if schedule.shape == "constant":
+        return peak
+    if step > horizon:
+        return floor
+    if schedule.shape == "inverse_square_root":
+        return max(floor, peak * math.sqrt(max(warmup, 1)) / math.sqrt(max(step, 1)))
+    if schedule.shape == "wsd":
+        return floor + _wsd_share(schedule, horizon, step) * (peak - floor)
+    progress = (step - warmup) / (horizon - warmup)
+    share = 1 - progress if schedule.shape == "linear" else (math.cos(math.pi * progress) + 1) / 2
+    return floor + share * (peak - floor)
+
+
+def _wsd_share(schedule: ScheduleSpec, horizon: int, step: int) -> float:
+    start = horizon - schedule.wsd_decay_steps
+    if step <= start:
+        return 1.0
+    progress = (step - start) / schedule.wsd_decay_steps
+    if schedule.wsd_decay_shape == "linear":
+        return 1 - progress
+    if schedule.wsd_decay_shape == "cosine":
+        return (math.cos(math.pi * progress) + 1) / 2
+    if schedule.wsd_decay_shape == "exponential":
+        return 2 * 0.5**progress - 1
+    return 1 - math.sqrt(progress)
