@@ -1,0 +1,90 @@
+"""Fills a folder with the tokenizer and the token files of a corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from megalaunch.config.schema.data import DataSpec
+from megalaunch.config.schema.tokenizer import TokenizerSpec
+from megalaunch.data.corpus import Corpus, Document
+from megalaunch.data.errors import DataError, cannot
+from megalaunch.data.token_writer import TokenWriter, token_type
+from megalaunch.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file, train_tokenizer
+
+TOKENIZER, TRAIN, VALIDATION = "tokenizer.json", "train", "validation"
+_BATCH_CHARACTERS = 1 << 20  # what is encoded at once: enough to keep all cores busy
+
+
+def is_validation(name: str, every: int) -> bool:
+    """Whether a document is kept for validation: its name's sha256 is a multiple of `every` (0: none is)."""
+    return every > 0 and int(hashlib.sha256(name.encode()).hexdigest(), 16) % every == 0
+
+
+def build_corpus(
+    directory: Path, corpus: Corpus, data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]
+) -> None:
+    """Write tokenizer.json, train.bin/.idx and validation.bin/.idx (which may hold nothing).
+
+    A new tokenizer learns from the training documents alone. DataError when no training text is left.
+    """
+    if not any(document.text for document in _training(corpus, data)):
+        raise _no_training_text(corpus, data)
+    encoder = _tokenizer(directory / TOKENIZER, corpus, data, tokenizer, report)
+    end = [encoder.require_eod(directory / TOKENIZER, "Set data.append_eod=false.")] if data.append_eod else []
+    dtype = token_type(encoder.vocab_size)
+    report("encoding the documents")
+    with TokenWriter(directory / TRAIN, dtype) as train, TokenWriter(directory / VALIDATION, dtype) as validation:
+        for batch in _batches(corpus.documents()):
+            encoded = encoder.encode_batch([document.text for document in batch])
+            for document, tokens in zip(batch, encoded, strict=True):
+                writer = validation if is_validation(document.name, data.validation_every) else train
+                # As in Megatron's files, a document without tokens has no sequence and no end token.
+                if tokens:
+                    writer.add_sequence(tokens + end)
+                writer.end_document()
+
+
+def _training(corpus: Corpus, data: DataSpec) -> Iterator[Document]:
+    return (document for document in corpus.documents() if not is_validation(document.name, data.validation_every))
+
+
+def _tokenizer(
+    path: Path, corpus: Corpus, data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]
+) -> Tokenizer:
+    if tokenizer.path is not None:
+        try:
+            shutil.copyfile(tokenizer_file(tokenizer.path), path)
+        except OSError as error:
+            raise cannot("read it", Path(tokenizer.path), error, "Correct tokenizer.path.") from error
+        return load_tokenizer(path)
+    report(f"training a tokenizer of {tokenizer.vocab_size:,}")
+    trained = train_tokenizer((document.text for document in _training(corpus, data)), tokenizer.vocab_size, path)
+    if trained.vocab_size < tokenizer.vocab_size:
+        report(f"note: the corpus is too small for {tokenizer.vocab_size:,} tokens, it gave {trained.vocab_size:,}")
+    return trained
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _no_training_text(corpus: Corpus, data: DataSpec) -> DataError:
+    if any(document.text for document in corpus.documents()):
+        return DataError(
+            f"no document is left for training: data.validation_every={data.validation_every} took all of them",
+            file=data.corpus,
+            fix="Set data.validation_every=0 to train on everything, or give more documents.",
+        )
+    return DataError("the corpus is empty: its files hold no text", file=data.corpus, fix="Correct data.corpus.")
