@@ -23,7 +23,7 @@ _NVIDIA_NAMES = (
     (r"H100 PCIe", "h100_pcie"),
     (r"H100 NVL", "h100_nvl"),
     (r"H100 80GB HBM3", "h100"),
-    (r"H200(?! NVL)", "h200"),
+    (r"\bH200(?! NVL)", "h200"),
     (r"GB200", "gb200"),
     (r"\bB200", "b200"),
 )
