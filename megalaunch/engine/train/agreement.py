@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import signal
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +13,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Verdict:
-    """Sums over all ranks after the backward pass."""
+    """Sums over all ranks after the backward pass; `stop` is the signal that any rank received."""
 
     loss: float
     grad_norm: float
-    stop_votes: int
+    stop: signal.Signals | None
 
     @property
     def finite(self) -> bool:
         """False when any rank's loss or gradient holds NaN or infinity."""
-        return bool(torch.isfinite(torch.tensor([self.loss, self.grad_norm])).all())
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def total_valid_tokens(mine: int, unreadable: bool, device: torch.device) -> tuple[int, bool]:
@@ -30,13 +32,31 @@ def total_valid_tokens(mine: int, unreadable: bool, device: torch.device) -> tup
     return int(both[0]), bool(both[1])
 
 
-def agree(loss: Tensor, squared_norm: Tensor, wants_stop: bool) -> Verdict:
-    """Sum the ranks' shares of the loss, the squared gradient norm and their wish to stop."""
-    votes = torch.tensor(float(wants_stop), dtype=torch.float64, device=loss.device)
-    shares = torch.stack((loss.detach().double(), squared_norm.to(loss.device), votes))
+def agree(loss: Tensor, squared_norm: Tensor, received: signal.Signals | None) -> Verdict:
+    """Sum the ranks' shares of the loss and of the squared gradient norm, and count their stop signals."""
+    numbers = torch.stack((loss.detach().double(), squared_norm.to(loss.device)))
+    shares = torch.cat((numbers, _ballot(received).to(loss.device)))
     dist.all_reduce(shares)
-    total_loss, total_square, stop_votes = shares.tolist()
-    return Verdict(total_loss, total_square**0.5 if total_square >= 0 else total_square, round(stop_votes))
+    total_loss, total_square, *votes = shares.tolist()
+    return Verdict(total_loss, math.sqrt(total_square), _elected(votes))
+
+
+def agree_to_stop(received: signal.Signals | None, device: torch.device) -> signal.Signals | None:
+    """The signal that any rank received, on every rank."""
+    votes = _ballot(received).to(device)
+    dist.all_reduce(votes)
+    return _elected(votes.tolist())
+
+
+def _ballot(received: signal.Signals | None) -> Tensor:
+    return torch.tensor([float(received == signal.SIGINT), float(received == signal.SIGTERM)], dtype=torch.float64)
+
+
+def _elected(votes: list[float]) -> signal.Signals | None:
+    interrupts, terminations = votes
+    if interrupts:
+        return signal.SIGINT
+    return signal.SIGTERM if terminations else None
 
 
 def gather_objects(mine: object) -> list[object]:

@@ -12,7 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megalaunch.config.schema import RunSpec
 from megalaunch.data.errors import DataError
+from megalaunch.engine.mesh import Mesh
 
 
 class Samples(Protocol):
@@ -62,11 +64,18 @@ class BatchShape:
         return [range(first, first + width) for first in firsts]
 
 
+def batch_shape(spec: RunSpec, mesh: Mesh) -> BatchShape:
+    """This rank's share of every global batch."""
+    if spec.batch.micro_batch_size is None:
+        raise ValueError("batch.micro_batch_size is still null: the launcher resolves it before workers start")
+    return BatchShape(spec.batch.global_batch_size, spec.batch.micro_batch_size, mesh.data_rank, mesh.data_size)
+
+
 class TrainBatches:
     """Reads step k + 1 while step k is computed."""
 
-    def __init__(self, samples: Samples, shape: BatchShape, vocab_size: int, device: torch.device) -> None:
-        self._samples, self._shape, self._vocab_size, self._device = samples, shape, vocab_size, device
+    def __init__(self, samples: Samples, shape: BatchShape, device: torch.device) -> None:
+        self._samples, self._shape, self._device = samples, shape, device
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: tuple[int, Future[StepBatch]] | None = None
 
@@ -93,7 +102,7 @@ class TrainBatches:
         groups = self._shape.indices(step)
         flat = tuple(index for group in groups for index in group)
         try:
-            rows = [self._row(index) for index in flat]
+            rows = [self._samples[index] for index in flat]
         except DataError as error:
             return StepBatch(flat, (), str(error))
         except OSError as error:
@@ -101,17 +110,6 @@ class TrainBatches:
         width = self._shape.micro_batch_size
         stacks = (rows[first : first + width] for first in range(0, len(rows), width))
         return StepBatch(flat, tuple(_microbatch(stack, self._device.type == "cuda") for stack in stacks))
-
-    def _row(self, index: int) -> npt.NDArray[np.int64]:
-        row = self._samples[index]
-        largest = int(row.max())
-        if largest >= self._vocab_size or int(row.min()) < 0:
-            raise DataError(
-                f"token id {largest} is outside the vocabulary of {self._vocab_size} "
-                f"in sample {index} ({self._samples.describe(index)}); "
-                "were these files made with another tokenizer? Run `megalaunch preprocess` again"
-            )
-        return row
 
 
 def _microbatch(rows: Sequence[npt.NDArray[np.int64]], pin: bool) -> MicroBatch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.parallel.data import release
+from megalaunch.engine.train.agreement import agree_to_stop
 from megalaunch.engine.train.loss import IGNORED, summed_token_loss
 
 
@@ -24,19 +27,32 @@ class ValidationRows(Protocol):
 
 
 @torch.no_grad()
-def validation_loss(model: Decoder, rows: ValidationRows, rows_at_once: int, mesh: Mesh) -> float:
-    """Mean loss in nats per token. Every rank computes equally many batches, the last ones empty if need be."""
+def validation_loss(
+    model: Decoder,
+    rows: ValidationRows,
+    rows_at_once: int,
+    mesh: Mesh,
+    received: Callable[[], signal.Signals | None],
+) -> float | signal.Signals:
+    """Mean loss in nats per token, or the stop signal that a rank received meanwhile.
+
+    Every rank computes equally many batches, the last ones empty if need be.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     stride = rows_at_once * mesh.data_size
+    stop = None
     for start in range(0, len(rows), stride):
         first = start + mesh.data_rank * rows_at_once
         tokens, labels = _batch(rows, range(first, first + rows_at_once))
         logits = model(tokens.to(mesh.device))
         sums[0] += summed_token_loss(logits, labels.to(mesh.device))
         sums[1] += (labels != IGNORED).sum().item()
+        stop = agree_to_stop(received(), mesh.device)
+        if stop is not None:
+            break
     release(model)
     dist.all_reduce(sums)
-    return float(sums[0] / sums[1])
+    return float(sums[0] / sums[1]) if stop is None else stop
 
 
 def _batch(rows: ValidationRows, indices: range) -> tuple[torch.Tensor, torch.Tensor]:

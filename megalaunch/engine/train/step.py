@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import signal
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -29,7 +30,16 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     tokens: int
-    stop: bool
+    stop: signal.Signals | None
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What one rank knows about a step whose numbers are not finite."""
+
+    rank: int
+    finite_loss: bool
+    samples: list[str]
 
 
 class Step:
@@ -39,7 +49,7 @@ class Step:
         self._spec, self._mesh, self._model, self._optimizer = spec, mesh, model, optimizer
         self._samples = samples
 
-    def run(self, step: int, batch: StepBatch, wants_stop: bool) -> StepResult:
+    def run(self, step: int, batch: StepBatch, received: signal.Signals | None) -> StepResult:
         """Step number `step`; raises Ending on every rank, before the update, when a batch or a number is bad."""
         tokens, unreadable = total_valid_tokens(batch.valid_tokens, batch.problem is not None, self._mesh.device)
         if unreadable:
@@ -47,29 +57,31 @@ class Step:
             raise Ending(ExitCode.DATA, str(problems[0]), step - 1)
         loss = forward_backward(self._model, batch, tokens, self._spec)
         parameters = self._optimizer.parameters
-        verdict = agree(loss, local_squared_norm(parameters), wants_stop)
+        verdict = agree(loss, local_squared_norm(parameters), received)
         if not verdict.finite:
             self._refuse(step, batch, loss, verdict)
         clip(parameters, verdict.grad_norm, self._spec.optimizer.clip_grad)
         rate = learning_rate(self._spec.schedule, self._spec.optimizer.lr, step)
         self._optimizer.step(rate)
-        return StepResult(verdict.loss, verdict.grad_norm, rate, tokens, verdict.stop_votes > 0)
+        return StepResult(verdict.loss, verdict.grad_norm, rate, tokens, verdict.stop)
 
     def _refuse(self, step: int, batch: StepBatch, loss: Tensor, verdict: Verdict) -> None:
-        finite = bool(torch.isfinite(loss))
-        samples = [f"{index} ({self._samples.describe(index)})" for index in batch.indices]
-        everyone = gather_objects((self._mesh.rank, finite, samples))
-        guilty = [entry for entry in everyone if isinstance(entry, tuple) and not entry[1]]
-        what = "loss" if guilty else "gradient norm"
-        ranks = [{"rank": rank, "samples": names} for rank, _, names in guilty or everyone]  # type: ignore[misc]
-        names = ", ".join(f"{r['rank']} ({self._mesh.topology.coordinates(r['rank'])})" for r in ranks)
+        mine = _Evidence(
+            self._mesh.rank,
+            bool(torch.isfinite(loss)),
+            [f"{index} ({self._samples.describe(index)})" for index in batch.indices],
+        )
+        everyone = [evidence for evidence in gather_objects(mine) if isinstance(evidence, _Evidence)]
+        guilty = [evidence for evidence in everyone if not evidence.finite_loss]
+        what, accused = ("loss", guilty) if guilty else ("gradient norm", everyone)
+        ranks = ", ".join(f"{e.rank} ({self._mesh.topology.coordinates(e.rank)})" for e in accused)
         raise Ending(
             ExitCode.NON_FINITE,
             f"the {what} of step {step} is not finite (loss {verdict.loss}, gradient norm {verdict.grad_norm}) "
-            f"on rank {names}; samples {'; '.join(ranks[0]['samples'])}. The weights of step {step - 1} are unchanged: "
+            f"on rank {ranks}; samples {'; '.join(accused[0].samples)}. The weights of step {step - 1} are unchanged: "
             "lower optimizer.lr, lengthen schedule.warmup_steps or look at these samples",
             step - 1,
-            {"ranks": ranks},
+            {"ranks": [asdict(evidence) for evidence in accused]},
         )
 
 
@@ -79,6 +91,6 @@ def forward_backward(model: Decoder, batch: StepBatch, total_tokens: int, spec: 
     for number, microbatch in enumerate(batch.microbatches, start=1):
         announce_microbatch(model, spec.parallel.data_sharding, last=number == len(batch.microbatches))
         loss = summed_token_loss(model(microbatch.tokens), microbatch.labels) / max(total_tokens, 1)
-        loss.backward()
+        torch.autograd.backward(loss)
         share += loss.detach()
     return share

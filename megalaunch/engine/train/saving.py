@@ -1,0 +1,54 @@
+"""What a run is made of, to and from checkpoints: weights, moments, step and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.store import load_checkpoint, read_document, save_checkpoint
+from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.rundir.paths import RunDirectory
+
+SPEC_FILE, TOKENIZER_FILE, POSITION = "spec.yaml", "tokenizer.json", "position"
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run is. The data order is a pure function of the step, so this is all of the loader's state."""
+
+    step: int
+    tokens: int
+
+
+def state_tensors(model: Decoder, optimizer: NamedAdamW) -> Mapping[str, Tensor]:
+    """Weights (`model.<name>`) and moments (`optimizer.<moment>.<name>`), global shapes, sharing memory."""
+    weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return weights | optimizer.states()
+
+
+def save_run(directory: RunDirectory, spec: RunSpec, model: Decoder, optimizer: NamedAdamW, position: Position) -> Path:
+    """Save everything a resume, a generation or an export needs. Collective; raises CheckpointError alike on all."""
+    target = directory.checkpoint(position.step)
+    files = {SPEC_FILE: directory.spec}
+    if spec.tokenizer.path is not None:
+        files[TOKENIZER_FILE] = Path(spec.tokenizer.path)
+    documents = {POSITION: {"step": position.step, "tokens": position.tokens}}
+    save_checkpoint(target, state_tensors(model, optimizer), documents, files)
+    return target
+
+
+def restore_run(checkpoint: Path, model: Decoder, optimizer: NamedAdamW) -> Position:
+    """Fill model and optimizer in place; returns where the run goes on. Collective."""
+    load_checkpoint(checkpoint, state_tensors(model, optimizer))
+    document = read_document(checkpoint, POSITION)
+    if not isinstance(document, Mapping) or not all(isinstance(document.get(k), int) for k in ("step", "tokens")):
+        raise CheckpointError(f"{checkpoint / POSITION}.json holds no step and tokens")
+    position = Position(int(str(document["step"])), int(str(document["tokens"])))
+    optimizer.set_updates(position.step)
+    return position
