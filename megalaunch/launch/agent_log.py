@@ -1,0 +1,34 @@
+"""What the elastic agent's log says: which worker ended how, and the words it died with when no worker could start."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from pathlib import Path
+
+# torch.distributed.elastic: "failed (exitcode: -9) local_rank: 1 (pid: 12) of binary: ...", and in the closing report
+# "exitcode  : -9 (pid: 12)".
+_EXIT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)|exitcode\s*: (-?\d+) \(pid: (\d+)\)")
+
+
+def exit_codes(log: Path) -> dict[int, int]:
+    """Exit code (negative: by that signal) of every worker that the agent reported, by pid."""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    found = {}
+    for match in _EXIT.finditer(text):
+        code, pid = (match[1], match[2]) if match[1] is not None else (match[3], match[4])
+        found[int(pid)] = int(code)
+    return found
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """The last lines that are not blank, each cut to 160 characters."""
+    try:
+        with log.open(encoding="utf-8", errors="replace") as file:
+            lines = deque((line.rstrip() for line in file if line.strip()), maxlen=count)
+    except OSError:
+        return []
+    return [line[:160] for line in lines]

@@ -1,0 +1,51 @@
+"""The command that starts each machine's elastic agent, as argument lists; never a shell string built from values."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megalaunch.config.schema import RunSpec
+
+WORKER_MODULE = "megalaunch.engine.worker"
+LAUNCHER_PID_VARIABLE = "MEGALAUNCH_LAUNCHER_PID"
+RENDEZVOUS_PORT = 29400  # torchrun's own default
+_FIRST_NODE = "NODE0"  # stands for the first machine's address where no launcher knows it
+
+
+def node_commands(spec: RunSpec, spec_file: Path, worker_module: str = WORKER_MODULE) -> list[list[str]]:
+    """One argument list a machine, in machine order, for a spec whose `auto` values are resolved.
+
+    On a single machine the agent picks a free port itself (bound before it is told to anyone, so nobody can take
+    it in between). On several, the first one hosts the rendezvous, and each command says whether it is the host:
+    an address that resolves to the loopback device would otherwise make none of them the host.
+    """
+    agent = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={spec.cluster.devices_per_node}"]
+    worker = [f"--max-restarts={spec.launcher.max_restarts}", "-m", worker_module, str(spec_file)]
+    if spec.cluster.nodes == 1:
+        return [[*agent, "--standalone", "--local-addr=localhost", *worker]]
+    meeting = [
+        f"--nnodes={spec.cluster.nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={_FIRST_NODE}:{RENDEZVOUS_PORT}",
+        f"--rdzv-id={spec.run.name}",
+    ]
+    return [[*agent, *meeting, f"--rdzv-conf=is_host={int(node == 0)}", *worker] for node in range(spec.cluster.nodes)]
+
+
+def shown_commands(commands: Sequence[Sequence[str]]) -> list[str]:
+    """The same commands as lines to paste into a shell, each under a comment where there are several."""
+    if len(commands) == 1:
+        return [shlex.join(commands[0])]
+    lines = [f"# {_FIRST_NODE} is the address of the first machine, reachable from the others"]
+    for node, command in enumerate(commands):
+        lines += [f"# machine {node}", shlex.join(command)]
+    return lines
+
+
+def agent_environment(environment: Mapping[str, str], launcher_pid: int, workers: int, cores: int) -> dict[str, str]:
+    """The agent's environment: the user's own, the launcher's pid, and an equal share of the cores for each worker."""
+    share = str(max(1, cores // max(1, workers)))
+    return {"OMP_NUM_THREADS": share, **environment, LAUNCHER_PID_VARIABLE: str(launcher_pid)}

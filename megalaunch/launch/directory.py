@@ -1,0 +1,106 @@
+"""The run directory before a launch: what is in it, whose it is, and taking hold of it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.spec_file import read_spec
+from megalaunch.launch.lock import RunLock
+from megalaunch.rundir.outcome import Outcome, read_outcome
+from megalaunch.rundir.paths import RunDirectory, checkpoint_step
+
+_OURS = re.compile(
+    r"spec\.yaml|overrides\.txt|metrics\.jsonl|events\.jsonl|outcome\.json|sample\.txt|lock|logs|checkpoints|plots"
+    r"|\.[a-z.]+\.unfinished"
+)
+
+
+class RunDirectoryError(Exception):
+    """The directory cannot hold this run; `fix` says what to do about it."""
+
+    def __init__(self, message: str, fix: str) -> None:
+        super().__init__(message)
+        self.fix = fix
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What earlier launches left: `stored` is the frozen spec of a begun run, `step` the last in metrics or outcome."""
+
+    kind: Literal["new", "begun"]
+    stored: RunSpec | None = None
+    outcome: Outcome | None = None
+    checkpoints: tuple[int, ...] = ()
+
+
+def inspect_run(directory: RunDirectory) -> RunState:
+    """Look, without changing anything; raises RunDirectoryError for what is no run, SpecError for a broken spec.yaml.
+
+    A run counts as begun once it has trained: a launch that ended before the first step left nothing to protect.
+    """
+    root = directory.root
+    if not root.exists():
+        return RunState("new")
+    if not root.is_dir():
+        raise RunDirectoryError(f"{root} is no directory", "name another run.directory")
+    try:
+        names = sorted(path.name for path in root.iterdir())
+    except PermissionError:
+        raise RunDirectoryError(f"{root} cannot be read", "name another run.directory, or ask its owner") from None
+    strangers = [name for name in names if not _OURS.fullmatch(name)]
+    trained = _has_content(directory.metrics) or bool(_checkpoint_steps(directory))
+    if not directory.spec.exists():
+        if trained:
+            raise RunDirectoryError(f"{root} holds a run without its spec.yaml", "name another run.directory")
+        if strangers:
+            shown = ", ".join(strangers[:3]) + (", ..." if len(strangers) > 3 else "")
+            raise RunDirectoryError(f"{root} is no run directory: it holds {shown}", "name a new run.directory")
+    if not trained:
+        return RunState("new")
+    return RunState("begun", read_spec(directory.spec), read_outcome(directory.outcome), _checkpoint_steps(directory))
+
+
+def take_run(directory: RunDirectory) -> RunLock:
+    """Create the directory if needed and lock it; raises RunDirectoryError or RunLocked. Release with `leave_run`."""
+    try:
+        directory.root.mkdir(parents=True, exist_ok=True)
+        return RunLock(directory.lock)
+    except OSError as error:
+        fix = "name a run.directory on a disk with space" if error.errno == 28 else "name another run.directory"
+        message = f"{directory.root} is not writable ({error.strerror})"
+        raise RunDirectoryError(message, fix) from error
+
+
+def leave_run(directory: RunDirectory, lock: RunLock) -> None:
+    """Let the directory go; one in which nothing was begun disappears again."""
+    lock.release()
+    with contextlib.suppress(OSError):
+        directory.root.rmdir()
+
+
+def create_folders(directory: RunDirectory) -> None:
+    """The folders that workers write into, without what the last launch's workers left to be watched."""
+    for folder in (directory.logs, directory.checkpoints, directory.plots):
+        folder.mkdir(parents=True, exist_ok=True)
+    for stale in directory.logs.glob("rank_*.progress.json"):
+        stale.unlink()
+    directory.outcome.unlink(missing_ok=True)
+
+
+def _checkpoint_steps(directory: RunDirectory) -> tuple[int, ...]:
+    if not directory.checkpoints.is_dir():
+        return ()
+    steps = (checkpoint_step(path) for path in directory.checkpoints.iterdir())
+    return tuple(sorted(step for step in steps if step is not None))
+
+
+def _has_content(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except OSError:
+        return False

@@ -1,0 +1,129 @@
+"""Why an attempt failed: the one rank that failed first, among those that only lost their peer."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megalaunch.launch.ranks import Rank, rank_label
+from megalaunch.rundir.lines import Record
+
+# What gloo, NCCL and the store say when a peer went away: the words of a victim, not of a culprit.
+_LOST_PEER = re.compile(
+    r"connection (was )?(reset|closed|refused)|closed by peer|broken pipe|gloo|nccl|remote process"
+    r"|timed out waiting|DistBackendError|DistNetworkError|DistStoreError",
+    re.IGNORECASE,
+)
+_SIGNALS = {
+    signal.SIGKILL: "killed from outside, possibly because memory ran out",
+    signal.SIGTERM: "asked to end by someone else",
+    signal.SIGSEGV: "a crash in native code: invalid memory access",
+    signal.SIGBUS: "a crash in native code: a mapped file or shared memory gave out",
+    signal.SIGFPE: "a crash in native code: invalid arithmetic",
+    signal.SIGILL: "a crash in native code: an instruction that this processor lacks",
+    signal.SIGABRT: "native code gave up; its log says why",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failed attempt. `exception` is a type's name, a signal's name, `hang`, or `exit code N`."""
+
+    attempt: int
+    rank: int | None
+    coordinates: str
+    phase: str
+    step: int
+    exception: str
+    message: str
+
+    @property
+    def who(self) -> str:
+        """`rank 1 (dp1)`, or `the agent` when no worker can be named."""
+        return "the agent" if self.rank is None else rank_label(self.rank, self.coordinates)
+
+    @property
+    def what(self) -> str:
+        """`ValueError: ...` in one line."""
+        return f"{self.exception}: {self.message}" if self.message else self.exception
+
+    def same_cause(self, other: Failure) -> bool:
+        """Whether both failed at the same step with the same exception."""
+        return (self.step, self.exception) == (other.step, other.exception)
+
+
+def explain_end(code: int | None) -> tuple[str, str]:
+    """An exit code in words: (short name, what it means)."""
+    if code is None:
+        return "ended", "how is not known"
+    if code >= 0:
+        return f"exit code {code}", "it reported no exception"
+    try:
+        number = signal.Signals(-code)
+    except ValueError:
+        return f"signal {-code}", ""
+    return number.name, _SIGNALS.get(number, "")
+
+
+def first_failure(
+    attempt: int, events: Sequence[Record], ranks: Mapping[int, Rank], exit_codes: Mapping[int, int], step: int
+) -> Failure:
+    """The cause of a failed attempt.
+
+    `events` are the attempt's `worker_failed` records, `ranks` its workers, `exit_codes` the agent's by pid. A
+    worker's own exception comes first; then a worker that died without a word; last those who lost a peer.
+    """
+    by_time = sorted(events, key=lambda event: event.get("time", 0.0))
+    own = [event for event in by_time if not _is_victim(event)]
+    if own:
+        return _from_event(attempt, own[0])
+    spoke = {event.get("rank") for event in by_time}
+    silent = [rank for rank in ranks.values() if rank.ended and rank.progress.rank not in spoke]
+    ends = {rank.progress.rank: _end_of(rank, exit_codes) for rank in silent}
+    # The agent ends the others by SIGTERM, so a death by any other signal came before.
+    silent.sort(key=lambda rank: (ends[rank.progress.rank] in (None, 0, -signal.SIGTERM), rank.progress.time))
+    if silent:
+        rank = silent[0]
+        name, meaning = explain_end(ends[rank.progress.rank])
+        where = rank.progress
+        return Failure(attempt, where.rank, where.coordinates, where.phase, where.step, name, meaning)
+    if by_time:
+        return _from_event(attempt, by_time[0])
+    return Failure(attempt, None, "", "starting", step, "ended", "no worker reported anything")
+
+
+def hang_failure(attempt: int, behind: Rank | None, step: int, silent_seconds: float) -> Failure:
+    """No rank has moved for `silent_seconds`; `behind` is the one that the others wait for."""
+    message = f"no progress on any rank for {silent_seconds:.0f} s"
+    if behind is None:
+        return Failure(attempt, None, "", "starting", step, "hang", message)
+    where = behind.progress
+    return Failure(attempt, where.rank, where.coordinates, where.phase, where.step, "hang", message)
+
+
+def _is_victim(event: Record) -> bool:
+    return bool(_LOST_PEER.search(f"{event.get('exception', '')} {event.get('message', '')}"))
+
+
+def _end_of(rank: Rank, exit_codes: Mapping[int, int]) -> int | None:
+    return exit_codes.get(rank.progress.pid, rank.return_code)
+
+
+def _from_event(attempt: int, event: Record) -> Failure:
+    def text(key: str) -> str:
+        value: Any = event.get(key)
+        return "" if value is None else " ".join(str(value).split())
+
+    rank, step = event.get("rank"), event.get("step")
+    return Failure(
+        attempt,
+        rank if isinstance(rank, int) else None,
+        text("coordinates"),
+        text("phase"),
+        step if isinstance(step, int) else 0,
+        text("exception") or "an exception",
+        text("message"),
+    )

@@ -1,0 +1,45 @@
+"""Events as sentences: the lines that both displays show for what happened besides steps."""
+
+from __future__ import annotations
+
+from megalaunch.launch.ranks import rank_label
+from megalaunch.launch.words import duration
+from megalaunch.rundir.lines import Record
+
+
+def sentence(event: Record) -> str | None:
+    """One line for an event, or None for those that nobody needs to see while the run goes on."""
+    match event.get("event"):
+        case "phase":
+            return f"{event.get('phase')}{_after(event)}"
+        case "resumed":
+            return f"continuing after step {event.get('step')} from {event.get('checkpoint')}"
+        case "metrics_cut":
+            return f"metrics after step {event.get('after_step')} cut ({event.get('lines')} lines): they are redone"
+        case "checkpoint":
+            seconds = event.get("seconds")
+            took = f" ({seconds:.1f} s)" if isinstance(seconds, (int, float)) else ""
+            return f"checkpoint of step {event.get('step')} saved{took}"
+        case "checkpoint_refused":
+            return f"checkpoint {event.get('path')} refused: {event.get('reason')}"
+        case "stop_requested":
+            return f"{event.get('signal')} received: saving a checkpoint, then ending"
+        case "worker_failed":
+            return _failed(event)
+        case "restart":
+            return f"restart {event.get('attempt')}: {event.get('reason')}"
+        case "note":
+            return str(event.get("message"))
+        case _:
+            return None
+
+
+def _after(event: Record) -> str:
+    seconds = event.get("elapsed_seconds")
+    return f" ({duration(seconds)} since the start)" if isinstance(seconds, (int, float)) and seconds >= 1 else ""
+
+
+def _failed(event: Record) -> str:
+    rank = rank_label(int(event.get("rank", 0)), str(event.get("coordinates") or ""))
+    message = " ".join(str(event.get("message") or "").split())
+    return f"{rank} failed at step {event.get('step')}: {event.get('exception')}: {message[:200]}"

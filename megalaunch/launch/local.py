@@ -1,0 +1,64 @@
+"""Launching on this machine: freeze the spec, start the agent, watch it, and leave nothing running."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.spec_file import write_spec
+from megalaunch.launch.agent import Agent
+from megalaunch.launch.commands import WORKER_MODULE, agent_environment, node_commands
+from megalaunch.launch.directory import RunDirectoryError, create_folders
+from megalaunch.launch.lock import RunLock
+from megalaunch.launch.stop import StopSignals
+from megalaunch.launch.supervise import Display, LaunchEnd, Supervisor, agent_log
+from megalaunch.launch.view import RunView, Scale
+from megalaunch.rundir.events import record_event
+from megalaunch.rundir.paths import RunDirectory
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a resolved spec into a directory that this process holds; `words` are the user's."""
+
+    spec: RunSpec
+    directory: RunDirectory
+    lock: RunLock
+    words: Sequence[str]
+    scale: Scale
+    cores: int
+    worker_module: str = WORKER_MODULE
+
+
+def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunView], Display | None]) -> LaunchEnd:
+    """Run to the end; call it from the main thread. Raises RunDirectoryError when the directory takes no files."""
+    spec, directory = launch.spec, launch.directory
+    command = node_commands(spec, directory.spec, launch.worker_module)[0]
+    workers = int(spec.cluster.devices_per_node)
+    try:
+        create_folders(directory)
+        write_spec(spec, directory.spec)
+        with directory.overrides.open("a", encoding="utf-8") as file:
+            file.write(shlex.join(launch.words) + "\n")
+        view = RunView(spec, directory, launch.scale, from_now=True)
+        record_event(directory, "launch", words=list(launch.words), workers=workers, command=command)
+    except OSError as error:
+        fix = "free space there, or name another run.directory" if error.errno == 28 else "name another run.directory"
+        message = f"{error.filename or directory.root} cannot be written ({error.strerror})"
+        raise RunDirectoryError(message, fix) from error
+    display = open_display(view)
+    agent: Agent | None = None
+    stop.watching = True  # from here on a signal is passed on to the workers
+    try:
+        environment = agent_environment(os.environ, os.getpid(), workers, launch.cores)
+        agent = Agent(command, environment, agent_log(directory))
+        return Supervisor(spec, directory, launch.lock, agent, stop, view, display).watch()
+    finally:
+        if agent is not None:
+            agent.end()
+        stop.watching = False
+        if display is not None:
+            display.close()

@@ -1,0 +1,117 @@
+"""One launcher a run directory: a lock that names its holder and ends with it, however it ends.
+
+The kernel's flock is the lock, and it goes with its process; the file's contents say who holds it. On a
+file system that several machines share without sharing locks, the contents decide by the file's age.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megalaunch.launch.process import Process, find_process, is_alive
+
+SILENT_SECONDS = 60.0  # a holder on another machine that has not touched its lock for so long is dead
+TOUCH_SECONDS = 10.0
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a run directory; `since` is in seconds since 1970, `started` in clock ticks since boot."""
+
+    pid: int
+    started: int
+    host: str
+    since: float
+
+    def describe(self) -> str:
+        """`process 12 on host since 2026-11-21 10:00:00`."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} on {self.host} since {since}"
+
+
+class RunLocked(Exception):
+    """Another launcher holds the run directory."""
+
+    def __init__(self, path: Path, holder: Holder | None) -> None:
+        self.holder = holder
+        who = holder.describe() if holder else "another process that has not said its name yet"
+        super().__init__(f"{path.parent} is in use: {who} runs it")
+
+
+class RunLock:
+    """Held from creation to `release`; raises RunLocked, or OSError when the file cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._touched = time.monotonic()
+        while True:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                self._take()
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+            if self._is_at_its_path():
+                return
+            os.close(self._descriptor)  # its last holder removed it between our opening and locking it
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:
+                raise RunLocked(self._path, read_holder(self._path)) from error
+        holder = read_holder(self._path)
+        if holder and holder_is_alive(holder, self._path):
+            raise RunLocked(self._path, holder)
+        me = find_process(os.getpid())
+        started = me.started if me else 0
+        text = json.dumps(asdict(Holder(os.getpid(), started, socket.gethostname(), time.time())))
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, text.encode(), 0)
+
+    def _is_at_its_path(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+    def touch(self) -> None:
+        """Show machines that cannot see this process that it lives; cheap, call it often."""
+        if time.monotonic() - self._touched > TOUCH_SECONDS:
+            self._touched = time.monotonic()
+            os.utime(self._descriptor)
+
+    def release(self) -> None:
+        """Remove the file and let it go."""
+        try:
+            self._path.unlink(missing_ok=True)
+        finally:
+            os.close(self._descriptor)
+
+
+def read_holder(path: Path) -> Holder | None:
+    """The holder that the file names, alive or not, or None when it names none."""
+    try:
+        return Holder(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def holder_is_alive(holder: Holder, path: Path) -> bool:
+    """Looked up here when it is of this machine, else judged by how long ago it touched its lock."""
+    if holder.host == socket.gethostname():
+        same_process = holder.pid == os.getpid()
+        return not same_process and is_alive(Process(holder.pid, holder.started))
+    try:
+        return time.time() - path.stat().st_mtime < SILENT_SECONDS
+    except OSError:
+        return False

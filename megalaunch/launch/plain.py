@@ -1,0 +1,78 @@
+"""The display where stdout is no terminal: one line every log interval, and a line for all that happens."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+from megalaunch.launch.happening import sentence
+from megalaunch.launch.view import RunView, number
+from megalaunch.launch.words import bytes_of_memory, count_of, duration, loss_of
+from megalaunch.rundir.lines import Record
+
+STARTING_SILENCE = 9.0  # outside of steps a reader must never wonder for 10 s whether anything happens
+TRAINING_SILENCE = 60.0
+
+
+class PlainDisplay:
+    """Prints lines to `stream`; one that is gone (a closed pipe or terminal) stops the printing, not the run."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._spoke = self._began = time.monotonic()
+        self._gone = False
+
+    def say(self, line: str) -> None:
+        """Print one line now."""
+        self._spoke = time.monotonic()
+        if not self._gone:
+            try:
+                print(line, file=self._stream, flush=True)
+            except (OSError, ValueError):
+                self._gone = True
+
+    def update(self, view: RunView) -> None:
+        """Print what is new since the last call."""
+        for event in view.fresh_events:
+            if line := sentence(event):
+                self.say(line)
+        interval = view.spec.measure.log_interval
+        for record in view.fresh_steps:
+            step = int(record["step"])
+            if step > view.shown_step:
+                view.shown_step = step
+                if step % interval == 0 or step == view.last_step or step == 1:
+                    self.say(step_line(view, record))
+        for record in view.fresh_validations:
+            self.say(f"step {record['step']}  validation loss {loss_of(number(record, 'validation_loss'))}")
+        self._break_silence(view)
+
+    def _break_silence(self, view: RunView) -> None:
+        now = time.monotonic()
+        if now - self._spoke >= (TRAINING_SILENCE if view.stepping else STARTING_SILENCE):
+            doing = "training" if view.stepping else view.phase
+            self.say(f"still {doing} (step {view.step}, {duration(now - self._began)} since the launch)")
+
+    def close(self) -> None:
+        """Nothing to put back."""
+
+
+def step_line(view: RunView, record: Record) -> str:
+    """One step's line."""
+    width = len(str(view.last_step))
+    parts = [
+        f"step {int(record['step']):>{width}}/{view.last_step}",
+        f"loss {loss_of(number(record, 'loss'))}",
+        f"grad norm {number(record, 'grad_norm'):.3f}",
+        f"lr {number(record, 'learning_rate'):.2e}",
+        f"{count_of(number(record, 'tokens_per_second'))} tokens/s",
+    ]
+    if view.device_flops:
+        parts.append(f"{view.device_flops / 1e12:.3g} TFLOP/s")
+    if view.utilization:
+        parts.append(f"MFU {view.utilization:.1%}")
+    parts.append(bytes_of_memory(number(record, "memory_bytes")))
+    if view.seconds_left is not None:
+        parts.append(f"{duration(view.seconds_left)} left")
+    return "  ".join(parts)

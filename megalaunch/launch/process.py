@@ -1,0 +1,148 @@
+"""Processes as /proc shows them: who lives, whose child it is, how it ended; and killing exactly that one.
+
+A pid alone may be reused, so a process is named by its pid and its start time together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process for as long as it exists: `started` is in clock ticks since boot."""
+
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True)
+class _Stat:
+    state: str
+    parent: int
+    started: int
+    exit_status: int
+
+
+def set_process_control(option: int, value: int) -> None:
+    """prctl(2) with one argument; raises OSError when the kernel refuses."""
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+def find_process(pid: int) -> Process | None:
+    """The process that has this pid now, zombies included, or None."""
+    stat = _read_stat(pid)
+    return Process(pid, stat.started) if stat else None
+
+
+def is_alive(process: Process) -> bool:
+    """Whether it still runs (a zombie does not)."""
+    stat = _stat_of(process)
+    return stat is not None and stat.state not in "ZX"
+
+
+def is_stopped(process: Process) -> bool:
+    """Whether it is held by a stop signal or a debugger."""
+    stat = _stat_of(process)
+    return stat is not None and stat.state in "Tt"
+
+
+def parent_of(process: Process) -> int | None:
+    """The pid of its parent, or None when it is gone."""
+    stat = _stat_of(process)
+    return stat.parent if stat else None
+
+
+def return_code(process: Process) -> int | None:
+    """How a process ended that nobody has waited for yet (negative: by that signal), else None."""
+    stat = _stat_of(process)
+    if stat is None or stat.state != "Z":
+        return None
+    return os.waitstatus_to_exitcode(stat.exit_status)
+
+
+def descendants(root: int) -> list[Process]:
+    """Every process below `root`, parents before children, zombies left out."""
+    children: dict[int, list[Process]] = {}
+    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+        if (stat := _read_stat(pid)) and stat.state not in "ZX":
+            children.setdefault(stat.parent, []).append(Process(pid, stat.started))
+    found: list[Process] = []
+    waiting = [root]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += [process.pid for process in below]
+    return found
+
+
+def send_signal(process: Process, number: signal.Signals) -> bool:
+    """Signal exactly this process; False when it is gone."""
+    try:
+        handle = os.pidfd_open(process.pid)  # from here on the pid cannot come to mean another process
+    except OSError:
+        return False
+    try:
+        if not is_alive(process):
+            return False
+        signal.pidfd_send_signal(handle, number)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def kill_all(processes: Iterable[Process], timeout: float) -> list[Process]:
+    """SIGKILL to each; waits up to `timeout` seconds and returns those that still run."""
+    left = [process for process in processes if send_signal(process, signal.SIGKILL)]
+    deadline = time.monotonic() + timeout
+    while (left := [process for process in left if is_alive(process)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def wait_for_any_end(processes: Iterable[Process], timeout: float) -> None:
+    """Sleep until one of them ends, at most `timeout` seconds."""
+    poll = select.poll()
+    handles = []
+    for process in processes:
+        with contextlib.suppress(OSError):
+            handle = os.pidfd_open(process.pid)
+            handles.append(handle)
+            poll.register(handle, select.POLLIN)
+    try:
+        poll.poll(timeout * 1000)
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def _stat_of(process: Process) -> _Stat | None:
+    stat = _read_stat(process.pid)
+    return stat if stat and stat.started == process.started else None
+
+
+def _read_stat(pid: int) -> _Stat | None:
+    """proc_pid_stat(5); the command's name may hold blanks and brackets, so fields count from its last bracket."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = text[text.rindex(")") + 2 :].split()
+        return _Stat(state=fields[0], parent=int(fields[1]), started=int(fields[19]), exit_status=int(fields[49]))
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,92 @@
+"""The last lines of a launch that failed: what failed first, why, where its log is, what to do. At most 15 lines."""
+
+from __future__ import annotations
+
+import socket
+import textwrap
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.launch.agent_log import last_lines
+from megalaunch.launch.failure import Failure
+from megalaunch.launch.supervise import LaunchEnd, agent_log
+from megalaunch.rundir.outcome import ExitCode
+from megalaunch.rundir.paths import RunDirectory
+
+MAX_LINES = 15
+_WIDTH = 116
+
+_TITLES = {
+    ExitCode.CONFIGURATION: "the configuration does not fit",
+    ExitCode.DATA: "the data cannot be used",
+    ExitCode.CHECKPOINT: "a checkpoint could not be saved or loaded",
+    ExitCode.CRASH: "a worker crashed, more often than launcher.max_restarts allows",
+    ExitCode.HANG: "the workers hung",
+    ExitCode.NON_FINITE: "the loss or the gradient is not finite",
+    ExitCode.NO_PROGRESS: "no progress: three times the same failure at the same step",
+    ExitCode.PREEMPTED: "stopped by a signal; the run can be continued",
+    ExitCode.INTERRUPTED: "interrupted; the run can be continued",
+}
+_NEXT = {
+    ExitCode.CONFIGURATION: "change the words named above and launch again",
+    ExitCode.DATA: "repair the data named above; the same command then continues",
+    ExitCode.CHECKPOINT: "free space or repair what is named above; the same command then continues",
+    ExitCode.CRASH: "read the log; the same command continues from the newest checkpoint",
+    ExitCode.HANG: "read that log; the same command continues; if a step may take so long, raise launcher.timeout",
+    ExitCode.NON_FINITE: "look at the samples named above; lower optimizer.lr or raise schedule.warmup_steps",
+    ExitCode.NO_PROGRESS: "this is no fault of the machine: read the log, repair the cause, then launch again",
+    ExitCode.PREEMPTED: "the same command continues",
+    ExitCode.INTERRUPTED: "the same command continues",
+}
+
+
+def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchEnd) -> list[str]:
+    """The lines; none for a run that is done."""
+    outcome, failure = end.outcome, end.failure
+    if outcome.exit_code == ExitCode.DONE:
+        return []
+    code = ExitCode(outcome.exit_code) if outcome.exit_code in list(ExitCode) else ExitCode.CRASH
+    lines = [f"megalaunch: {_title(code, spec)} (exit code {outcome.exit_code})"]
+    if failure is None:
+        lines += _field("reason", outcome.reason, 4)
+        lines += _details(outcome.details)
+    else:
+        lines += _failure_lines(failure, directory)
+    if code not in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
+        lines += _field("log", str(_log_of(directory, outcome.details.get("rank"))), 1)
+    lines += _field("run", f"{directory.root}, at step {outcome.step}", 1)
+    lines += _field("next", _NEXT.get(code, "read the log"), 2)
+    return lines[: MAX_LINES - 1] + lines[-1:] if len(lines) > MAX_LINES else lines
+
+
+def _title(code: ExitCode, spec: RunSpec) -> str:
+    if code == ExitCode.CRASH and spec.launcher.max_restarts == 0:
+        return "a worker crashed"
+    return _TITLES.get(code, "the run failed")
+
+
+def _failure_lines(failure: Failure, directory: RunDirectory) -> list[str]:
+    lines = _field("first", f"{failure.who} on {socket.gethostname()}", 1)
+    lines += _field("where", f"step {failure.step}, {failure.phase or 'starting'} (attempt {failure.attempt + 1})", 1)
+    lines += _field("reason", failure.what, 3)
+    if failure.rank is None:
+        lines += [f"  | {line[: _WIDTH - 4]}" for line in last_lines(agent_log(directory), 6)]
+    return lines
+
+
+def _details(details: dict[str, object]) -> list[str]:
+    lines = []
+    for key, value in list(details.items())[:6]:
+        lines += _field(key.replace("_", " "), str(value), 2)
+    return lines
+
+
+def _log_of(directory: RunDirectory, rank: object) -> str:
+    return str(directory.rank_log(rank) if isinstance(rank, int) else agent_log(directory))
+
+
+def _field(name: str, text: str, max_lines: int) -> list[str]:
+    width = _WIDTH - 10
+    wrapped = textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False) or [""]
+    if len(wrapped) > max_lines:
+        wrapped = [*wrapped[: max_lines - 1], textwrap.shorten(" ".join(wrapped[max_lines - 1 :]), width)]
+    return [f"  {name if index == 0 else '':<7} {line}" for index, line in enumerate(wrapped)]

@@ -1,0 +1,72 @@
+"""Requests to stop that reach the launcher as signals: the first is passed on, a second ends everything at once."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType, TracebackType
+
+from megalaunch.rundir.outcome import ExitCode
+
+# A closed terminal and a scheduler's early warning ask for the same as SIGTERM: save, and be resumable.
+_AS_TERMINATE = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_DOUBLE_SECONDS = 0.1
+
+
+class StopBeforeLaunch(BaseException):
+    """A stop signal came while there were no workers to ask: leave at once."""
+
+    def __init__(self, exit_code: ExitCode) -> None:
+        super().__init__()
+        self.exit_code = exit_code
+
+
+class StopSignals:
+    """A context: inside it the launcher outlives stop signals, counts them, and remembers the first.
+
+    Until `watching` is set, a signal raises StopBeforeLaunch in the main thread instead.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: signal.Signals | None = None
+        self.watching = False
+        self._last = float("-inf")
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, *_AS_TERMINATE):
+            before = signal.getsignal(number)
+            # nohup starts us with SIGHUP ignored; that is the user's word.
+            if not (number == signal.SIGHUP and before == signal.SIG_IGN):
+                self._previous[number] = before
+                signal.signal(number, self._received)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._previous.items():
+            signal.signal(number, before)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        repeated = self.first == number and now - self._last < _DOUBLE_SECONDS
+        self._last = now
+        if repeated:  # timeout(1) and schedulers deliver one request twice: to the process and to its group
+            return
+        self.count += 1
+        if self.first is None:
+            self.first = signal.Signals(number)
+        if not self.watching:
+            raise StopBeforeLaunch(self.exit_code)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Interrupted for Ctrl-C, preempted for the others."""
+        return ExitCode.INTERRUPTED if self.first == signal.SIGINT else ExitCode.PREEMPTED
+
+    @property
+    def forwarded(self) -> signal.Signals:
+        """What the workers get: SIGINT as it came, SIGTERM for all others."""
+        return signal.SIGINT if self.first == signal.SIGINT else signal.SIGTERM

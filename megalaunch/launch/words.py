@@ -1,0 +1,34 @@
+"""Numbers as people read them, in the display, the summary and the failure report alike."""
+
+from __future__ import annotations
+
+import math
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `3 min 05 s`, `2 h 07 min`."""
+    if not math.isfinite(seconds):
+        return "-"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def bytes_of_memory(count: float) -> str:
+    """`512 MiB`, `1.4 GiB`."""
+    if not math.isfinite(count):
+        return "-"
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def count_of(value: float) -> str:
+    """`12,345`."""
+    return f"{value:,.0f}" if math.isfinite(value) else "-"
+
+
+def loss_of(value: float) -> str:
+    """A loss in nats to four digits; NaN and infinity by name."""
+    return f"{value:.4f}"

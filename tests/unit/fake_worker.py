@@ -1,0 +1,134 @@
+"""A worker without torch: counts steps through the run directory, and fails on demand, for tests of the launcher.
+
+FAKE_FAULT="kind:rank:step[:attempts]" with kind raise|kill|hang|stop|exit; attempts: how many attempts it strikes.
+FAKE_STEP_SECONDS: length of a step. FAKE_IGNORE_STOP=1: stop signals have no effect.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from megalaunch.config.spec_file import read_spec
+from megalaunch.engine.process import StopRequest, die_with_parent, own_output
+from megalaunch.rundir.events import record_event
+from megalaunch.rundir.lines import append_line, keep_lines
+from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.progress import ProgressWriter, read_progress
+
+
+def main() -> None:
+    die_with_parent()
+    stop = StopRequest()
+    stop.install()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    spec_file = Path(sys.argv[-1])
+    directory = RunDirectory(spec_file.parent)
+    own_output(directory.rank_log(rank))
+    progress = ProgressWriter(directory.progress(rank), rank, attempt)
+    progress.coordinates = f"dp{rank}"
+    progress.report("starting")
+    spec = read_spec(spec_file)
+    print(f"fake rank {rank} attempt {attempt} threads {os.environ['OMP_NUM_THREADS']}")
+    if rank == 0:
+        record_event(directory, "phase", phase="counting", elapsed_seconds=0.1)
+    step = newest_checkpoint(directory)
+    if rank == 0:
+        keep_lines(directory.metrics, lambda record: record["step"] <= step)
+    last = min(spec.train.steps, spec.train.stop_at or spec.train.steps)
+    try:
+        while step < last and not (stop.signal and not os.environ.get("FAKE_IGNORE_STOP")):
+            step += 1
+            progress.report("step", step)
+            fault(directory, rank, step, attempt)
+            time.sleep(float(os.environ.get("FAKE_STEP_SECONDS", "0.02")))
+            meet(directory, rank, world, attempt, step, progress)
+            if rank == 0:
+                append_line(directory.metrics, metrics(step))
+    except Exception as error:
+        record_event(
+            directory,
+            "worker_failed",
+            rank=rank,
+            coordinates=f"dp{rank}",
+            phase=progress.phase,
+            step=step,
+            exception=type(error).__name__,
+            message=str(error),
+            attempt=attempt,
+        )
+        raise
+    if rank == 0:
+        directory.checkpoint(step).mkdir(parents=True, exist_ok=True)
+        code = ExitCode.DONE
+        if stop.signal:
+            code = ExitCode.INTERRUPTED if stop.signal == signal.SIGINT else ExitCode.PREEMPTED
+        write_outcome(directory.outcome, Outcome(code, f"counted to {step}", step))
+        if os.environ.get("FAKE_ABORT_AT_END"):
+            os.abort()
+
+
+def metrics(step: int) -> dict[str, float]:
+    return {
+        "step": step,
+        "loss": 8.0 / (1 + step),
+        "grad_norm": 1.0,
+        "learning_rate": 1e-3,
+        "tokens": step * 2048,
+        "tokens_per_second": 1000.0,
+        "step_seconds": 0.02,
+        "memory_bytes": 2**30,
+    }
+
+
+def newest_checkpoint(directory: RunDirectory) -> int:
+    steps = [int(path.name[5:]) for path in directory.checkpoints.iterdir()]
+    return max(steps, default=0)
+
+
+def fault(directory: RunDirectory, rank: int, step: int, attempt: int) -> None:
+    kind, at_rank, at_step, *attempts = os.environ.get("FAKE_FAULT", "none:0:0").split(":")
+    if (rank, step) != (int(at_rank), int(at_step)) or attempt >= (int(attempts[0]) if attempts else 1):
+        return
+    if kind == "raise":
+        raise ValueError("told to fail")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "exit":
+        os._exit(3)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "hang":
+        while True:
+            time.sleep(1)
+
+
+def meet(directory: RunDirectory, rank: int, world: int, attempt: int, step: int, progress: ProgressWriter) -> None:
+    """A barrier by way of the progress files; a peer that is gone is a lost connection, as in gloo."""
+    progress.report("meet", step)
+    for peer in range(world):
+        while peer != rank:
+            there = read_progress(directory.progress(peer))
+            if there and there.attempt >= attempt and (there.step, there.phase) >= (step, "meet"):
+                break
+            if there and there.step > step:
+                break
+            if there and there.attempt == attempt and not alive(there.pid):
+                raise RuntimeError(f"Connection closed by peer {peer}")
+            time.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    main()

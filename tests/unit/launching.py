@@ -1,0 +1,135 @@
+"""Starting the real launcher on the fake worker, in a process of its own, for tests of the launch half."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megalaunch.config.schema import RunSpec, build_run_spec
+from megalaunch.config.spec_file import write_spec
+from megalaunch.launch.process import descendants, find_process, is_alive, kill_all
+from megalaunch.rundir.lines import read_lines
+from megalaunch.rundir.paths import RunDirectory
+
+WORKER = "tests.unit.fake_worker"
+ROOT = Path(__file__).parents[2]
+
+_PROGRAM = """
+import sys
+from pathlib import Path
+from megalaunch.config.spec_file import read_spec
+from megalaunch.launch.directory import leave_run, take_run
+from megalaunch.launch.local import Launch, run_locally
+from megalaunch.launch.plain import PlainDisplay
+from megalaunch.launch.report import failure_report
+from megalaunch.launch.stop import StopSignals
+from megalaunch.launch.view import Scale
+from megalaunch.rundir.paths import RunDirectory
+
+spec = read_spec(Path(sys.argv[1]))
+directory = RunDirectory(Path(sys.argv[2]))
+with StopSignals() as stop:
+    lock = take_run(directory)
+    launch = Launch(spec, directory, lock, sys.argv[3:], Scale(10**9, 2, 1e12), 2, "tests.unit.fake_worker")
+    end = run_locally(launch, stop, lambda view: PlainDisplay())
+    leave_run(directory, lock)
+for line in failure_report(spec, directory, end):
+    print(line, file=sys.stderr)
+sys.exit(end.outcome.exit_code)
+"""
+
+
+def tiny_spec(**values: Any) -> RunSpec:
+    """A resolved spec of two workers; `values` are leaves by `section__key`."""
+    data: dict[str, dict[str, Any]] = {
+        "model": {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 1},
+        "batch": {"sequence_length": 8, "global_batch_size": 2},
+        "optimizer": {"lr": 1e-3},
+        "train": {"steps": 20},
+        "cluster": {"devices_per_node": 2},
+        "launcher": {"timeout": 30.0, "grace": 5.0},
+        "run": {"name": "fake"},
+    }
+    for path, value in values.items():
+        section, _, key = path.partition("__")
+        data.setdefault(section, {})[key] = value
+    return build_run_spec(data)
+
+
+@contextmanager
+def launched(folder: Path, spec: RunSpec, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """The launcher's process; on leaving, nothing that it started is left, whatever the test found."""
+    spec_file = folder / "input.yaml"
+    write_spec(spec, spec_file)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, str(spec_file), str(folder / "run"), "a word"],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        left = descendants(process.pid)
+        process.kill()
+        process.communicate()
+        kill_all(left, 5)
+
+
+def run_fake(folder: Path, spec: RunSpec, **environment: str) -> tuple[int, str, str]:
+    """Launch to the end: (exit code, stdout, stderr)."""
+    with launched(folder, spec, **environment) as process:
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+
+def run_of(folder: Path) -> RunDirectory:
+    """The run directory that `launched` uses."""
+    return RunDirectory(folder / "run")
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    """Poll until the condition is true; its value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.01)
+    return value
+
+
+def steps_of(directory: RunDirectory) -> list[int]:
+    """The steps in the metrics file, in file order."""
+    return [record["step"] for record in read_lines(directory.metrics)]
+
+
+def events_of(directory: RunDirectory, name: str) -> list[dict[str, Any]]:
+    """The events of one name."""
+    return [record for record in read_lines(directory.events) if record["event"] == name]
+
+
+def worker_pids(directory: RunDirectory) -> list[int]:
+    """The pids that the ranks reported last."""
+    from megalaunch.rundir.progress import read_progress
+
+    records = [read_progress(path) for path in directory.logs.glob("rank_*.progress.json")]
+    return [record.pid for record in records if record]
+
+
+def running(pids: list[int]) -> list[int]:
+    """Those that still run, zombies aside."""
+    found = [find_process(pid) for pid in pids]
+    return [process.pid for process in found if process and is_alive(process)]
+
+
+def send(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """Signal the launcher."""
+    process.send_signal(number)
