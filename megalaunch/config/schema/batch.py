@@ -12,5 +12,7 @@ class BatchSpec:
     """microbatches a step = global_batch_size / (micro_batch_size * dp)."""
 
     sequence_length: int = setting(meaning="Tokens of one sample.", unit="tokens", minimum=1)
-    micro_batch_size: int = setting(1, "Samples a device computes at once.", "samples", minimum=1)
+    micro_batch_size: int | None = setting(
+        1, "Samples a device computes at once; null: its whole share, global_batch_size / dp.", "samples", minimum=1
+    )
     global_batch_size: int = setting(meaning="Samples of one optimizer step, over all devices.", minimum=1)

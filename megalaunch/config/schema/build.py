@@ -15,10 +15,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SpecProblem:
-    """One value that does not fit the schema. `path` is dotted (`train.steps`)."""
+    """One value that does not fit. `path` is dotted (`train.steps`), `where` a file:line:column or the command line."""
 
     path: str
     message: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" + (f" ({self.where})" if self.where else "")
 
 
 class SpecError(ValueError):
@@ -26,7 +30,7 @@ class SpecError(ValueError):
 
     def __init__(self, problems: list[SpecProblem]) -> None:
         self.problems = problems
-        super().__init__("\n".join(f"{problem.path}: {problem.message}" for problem in problems))
+        super().__init__("\n".join(str(problem) for problem in problems))
 
 
 @cache
@@ -115,9 +119,16 @@ def _convert(option: Any, value: Any) -> tuple[bool, Any]:
     if option is int:
         return isinstance(value, int), value
     if option is float:
-        fits = isinstance(value, (int, float)) and math.isfinite(value)
-        return fits, float(value) if fits else None
+        return _finite(value)
     return isinstance(value, option), value
+
+
+def _finite(value: Any) -> tuple[bool, float | None]:
+    try:
+        number = float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:  # a whole number beyond every float
+        return False, None
+    return math.isfinite(number), number
 
 
 def describe(annotation: Any) -> str:

@@ -1,0 +1,213 @@
+"""From command-line words to one typed run spec; the only file that touches Hydra.
+
+Hydra picks and merges the option files and the recipe; our schema checks every key and type, so that all
+problems of words and files are reported at once, each with the place it comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megalaunch.config.errors import ConfigError
+from megalaunch.config.interpolation import interpolate
+from megalaunch.config.keys import GROUPS, MISSING_VALUE, schema_defaults, schema_keys
+from megalaunch.config.masks import masked
+from megalaunch.config.options import CONF, FileValues, load_option, shown_path
+from megalaunch.config.recipes import Recipe, is_path, load_chain
+from megalaunch.config.schema import RunSpec, SpecError, SpecProblem, build_run_spec
+from megalaunch.config.words import COMMAND_LINE, Words, split_words
+from megalaunch.config.yaml_file import YamlProblem, load_yaml
+
+_SCHEMA, _PRIMARY = "schema", "megalaunch"
+_FILE_PREFIX = "file/"  # recipes given by path are stored apart from those with a name
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value comes from; `where` is a file:line:column, an option, or the words "command line"."""
+
+    kind: Literal["default", "group", "recipe", "command line"]
+    where: str
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A typed spec, where each of its values comes from, the option chosen in each group, and the words."""
+
+    spec: RunSpec
+    origins: Mapping[str, Origin]
+    choices: Mapping[str, str]
+    words: tuple[str, ...]
+
+
+@dataclass
+class _Sources:
+    """All that is read before Hydra merges it."""
+
+    words: Words
+    primary: dict[str, str | None] = field(default_factory=dict)
+    chain: list[Recipe] = field(default_factory=list)
+    options: dict[tuple[str, str], FileValues] = field(default_factory=dict)
+
+
+def compose(words: Sequence[str]) -> Composition:
+    """Compose a run spec; raises ConfigError with every problem of the words and the files they name."""
+    problems: list[SpecProblem] = []
+    sources = _Sources(split_words(words, problems))
+    _read_files(sources, problems)
+    incomplete = bool(problems)
+    data, choices = _merge(sources)
+    typed = _apply_values(data, sources.words, problems)
+    origins = _origins(sources, choices, typed)
+    if not problems:
+        problems += masked(sources.words, sources.options, sources.chain, data, typed)
+    try:
+        spec = build_run_spec(data)
+    except SpecError as error:
+        problems += _located(error.problems, origins, sources, incomplete)
+    if problems:
+        raise ConfigError(problems)
+    shown = {group: option for group, option in choices.items() if option}
+    return Composition(spec, origins, shown, tuple(words))
+
+
+def _read_files(sources: _Sources, problems: list[SpecProblem]) -> None:
+    path = CONF / "config.yaml"
+    try:
+        entries = load_yaml(path, shown_path(path)).data["defaults"]
+    except YamlProblem as problem:
+        raise ConfigError([SpecProblem("conf", problem.message, problem.where)]) from problem
+    sources.primary = {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
+    chosen = sources.words.choices
+    if "recipe" in chosen:
+        sources.chain = load_chain(chosen["recipe"], COMMAND_LINE, problems)
+        if not sources.chain or sources.chain[-1].name != chosen["recipe"]:
+            del chosen["recipe"]
+    wanted = [(group, option, COMMAND_LINE) for group, option in chosen.items() if group != "recipe"]
+    wanted += [(group, option, where) for r in sources.chain for group, (option, where) in r.options.items()]
+    wanted += [(group, option, shown_path(path)) for group, option in sources.primary.items() if option]
+    for group, option, where in wanted:
+        if (group, option) not in sources.options:
+            values = load_option(group, option, where, problems)
+            sources.options[group, option] = FileValues() if values is None else values
+
+
+def _merge(sources: _Sources) -> tuple[dict[str, Any], dict[str, str | None]]:
+    """Let Hydra choose the options and merge them; returns nested plain data and the option of each group."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    store = ConfigStore.instance()
+    store.store(name=_SCHEMA, node=schema_defaults())
+    groups: list[Any] = [{group: option} for group, option in sources.primary.items()]
+    store.store(name=_PRIMARY, node={"defaults": [_SCHEMA, "_self_", *groups]})
+    for (group, option), values in sources.options.items():
+        store.store(group=group, name=option, node=_nested(values.values).get(group, {}), package=group)
+    for recipe in sources.chain:
+        *folder, name = _stored_name(recipe.name).split("/")
+        store.store(group="/".join(["recipe", *folder]), name=name, node=_recipe_node(recipe), package="_global_")
+    chosen = sources.words.choices
+    overrides = [f"{g}={_stored_name(o) if g == 'recipe' else o}" for g, o in chosen.items()]
+    with initialize(version_base="1.3", config_path=None):
+        config = hydra_compose(config_name=_PRIMARY, overrides=overrides, return_hydra_config=True)
+    choices = dict(config.hydra.runtime.choices)
+    merged = {section: OmegaConf.to_container(config[section], resolve=False) for section in schema_defaults()}
+    return merged, {group: choices.get(group) for group in GROUPS} | {"recipe": chosen.get("recipe")}
+
+
+def _recipe_node(recipe: Recipe) -> dict[str, Any]:
+    defaults: list[Any] = [f"/recipe/{_stored_name(parent)}" for parent in recipe.parents]
+    defaults += [{f"override /{group}": option} for group, (option, _) in recipe.options.items()]
+    return {"defaults": [*defaults, "_self_"], **_nested(recipe.body.values)}
+
+
+def _stored_name(recipe: str) -> str:
+    if not is_path(recipe):
+        return recipe
+    return _FILE_PREFIX + "".join(c if c.isascii() and c.isalnum() else "_" for c in recipe)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    data: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        section, _, key = path.partition(".")
+        data.setdefault(section, {})[key] = value
+    return data
+
+
+def _apply_values(data: dict[str, Any], words: Words, problems: list[SpecProblem]) -> dict[str, Any]:
+    """Write the typed values into the data, the last of a key wins; returns them by key."""
+    typed: dict[str, Any] = {}
+    for path, raw in words.values:
+        value, problem = _text_value(path, raw) if schema_keys()[path].is_text else _plain_value(path, raw)
+        if problem:
+            problems.append(SpecProblem(path, problem, COMMAND_LINE))
+            continue
+        section, _, key = path.partition(".")
+        data[section][key] = typed[path] = value
+    return typed
+
+
+def _text_value(path: str, raw: str) -> tuple[str | None, str | None]:
+    """Text is taken as typed (a path may hold commas and brackets); one pair of quotes around it is dropped."""
+    if raw == "null" and schema_keys()[path].takes_null:
+        return None, None
+    if len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "'\"":
+        raw = raw[1:-1]
+    return interpolate(raw)
+
+
+def _plain_value(path: str, raw: str) -> tuple[Any, str | None]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    filled, problem = interpolate(raw)
+    if problem:
+        return None, problem
+    try:
+        parsed = OverridesParser.create().parse_override(f"{path}={filled}")
+    except HydraException:
+        return None, f"cannot read the value {raw!r}"
+    if parsed.is_sweep_override():
+        first = raw.strip("[]()").split(",")[0].rpartition("(")[2].strip()
+        return None, f"names several values ({raw}); one run has one, e.g. {path}={first}"
+    value = parsed.value()
+    return value if isinstance(value, str | int | float | bool | type(None)) else str(value), None
+
+
+def _origins(sources: _Sources, choices: Mapping[str, str | None], typed: Mapping[str, Any]) -> dict[str, Origin]:
+    """Where each leaf of the schema comes from: the last of the sources in order of composition that sets it."""
+    origins = {path: Origin("default", "default") for path in schema_keys()}
+    for group in GROUPS:
+        option = choices.get(group)
+        if option and (group, option) in sources.options:
+            found = sources.options[group, option]
+            for path in found.values:
+                place = found.places.get(path)
+                origins[path] = Origin("group", f"{group}={option}" + (f", {place}" if place else ""))
+    for recipe in sources.chain:
+        for path in recipe.body.values:
+            origins[path] = Origin("recipe", recipe.body.places[path])
+    return origins | {path: Origin("command line", COMMAND_LINE) for path in typed}
+
+
+def _located(
+    found: list[SpecProblem], origins: Mapping[str, Origin], sources: _Sources, incomplete: bool
+) -> list[SpecProblem]:
+    """Give each problem its place; leave out missing values that follow from other problems or from no choice."""
+    missing = {p.path for p in found if p.message.startswith("has no value")}
+    located = []
+    for problem in found:
+        if problem.path not in missing:
+            origin = origins.get(problem.path)
+            located.append(SpecProblem(problem.path, problem.message, origin.where if origin else ""))
+    if incomplete or not missing:
+        return located
+    if not sources.chain:
+        message = "no recipe is chosen; start from one, e.g. recipe=quickstart (`megalaunch recipes list` shows all)"
+        return [SpecProblem("recipe", message, COMMAND_LINE), *located]
+    return [p for p in found if p.path in missing] + located

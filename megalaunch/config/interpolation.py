@@ -1,0 +1,35 @@
+"""`${oc.env:NAME}` in values: a few variables that name places on a machine, and no other interpolation."""
+
+from __future__ import annotations
+
+import os
+import re
+
+ALLOWED = ("HOME", "USER", "LOGNAME", "TMPDIR", "SCRATCH", "WORK", "PROJECT")
+ALLOWED_PREFIX = "MEGALAUNCH_"
+_PATTERN = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*(?:,([^{}$]*))?\}")
+
+
+def interpolate(text: str) -> tuple[str, str | None]:
+    """The text with every `${oc.env:NAME}` or `${oc.env:NAME,default}` filled in, and a problem or None."""
+    problem: str | None = None
+
+    def fill(match: re.Match[str]) -> str:
+        nonlocal problem
+        name, default = match[1], match[2]
+        if name not in ALLOWED and not name.startswith(ALLOWED_PREFIX):
+            problem = (
+                f"may not read the environment variable {name}; "
+                f"allowed are {', '.join(ALLOWED)} and {ALLOWED_PREFIX}*"
+            )
+            return match[0]
+        value = os.environ.get(name, default.strip() if default is not None else None)
+        if value is None:
+            problem = f"reads the environment variable {name}, which is not set; give ${{oc.env:{name},DEFAULT}}"
+            return match[0]
+        return value
+
+    filled = _PATTERN.sub(fill, text)
+    if problem is None and "${" in _PATTERN.sub("", text):
+        problem = f"holds an interpolation that is not used here ({text!r}); only ${{oc.env:NAME}} is"
+    return filled, problem

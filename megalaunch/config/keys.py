@@ -1,0 +1,80 @@
+"""The schema as a table of dotted keys: what exists, what it means, and the nearest key to a misspelt one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.build import leaves
+
+GROUPS = ("model", "parallel", "precision", "platform", "optimizer", "schedule", "data", "launcher")
+"""Sections that have option files: `model=llama3_8b`."""
+
+SECTIONS = tuple(entry.name for entry in fields(RunSpec))
+
+MISSING_VALUE = "???"
+"""What stands for a key without a default until a file or a word gives it a value."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of the run spec."""
+
+    path: str
+    annotation: Any
+    field: Field[Any]
+
+    @property
+    def is_text(self) -> bool:
+        """True for keys that hold free text (or null): their words are taken as they are typed."""
+        options = getattr(self.annotation, "__args__", (self.annotation,))
+        return str in options and all(option in (str, type(None)) for option in options)
+
+    @property
+    def takes_null(self) -> bool:
+        """True when null is a legal value."""
+        return type(None) in getattr(self.annotation, "__args__", ())
+
+
+@cache
+def schema_keys() -> Mapping[str, Key]:
+    """Every leaf of the run spec by dotted path, in schema order."""
+    return MappingProxyType({path: Key(path, annotation, entry) for path, annotation, entry in leaves(RunSpec)})
+
+
+def schema_defaults() -> dict[str, dict[str, Any]]:
+    """The defaults as nested plain data; `???` where a key has none."""
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for path, key in schema_keys().items():
+        section, _, name = path.partition(".")
+        values[section][name] = MISSING_VALUE if key.field.default is MISSING else key.field.default
+    return values
+
+
+def nearest_key(word: str) -> str | None:
+    """The key or group that a misspelt word most likely means, or None."""
+    section, _, name = word.rpartition(".")
+    words = [*schema_keys(), *GROUPS, "recipe"] if section else [*GROUPS, "recipe", *SECTIONS]
+    best, best_score = None, 0.6
+    for candidate in words:
+        score = difflib.SequenceMatcher(None, word, candidate).ratio()
+        candidate_section, _, candidate_name = candidate.rpartition(".")
+        if section and candidate_section:
+            by_name = difflib.SequenceMatcher(None, name, candidate_name).ratio()
+            score = max(0.9 * score, (0.95 if section == candidate_section else 0.9) * by_name)
+        if score > best_score:
+            best, best_score = candidate, score
+    if best is None and not section:
+        best = next((path for path in schema_keys() if path.endswith(f".{word}")), None)
+    return best
+
+
+def suggestion(word: str) -> str:
+    """`; did you mean 'x'?` for the nearest key, or nothing."""
+    near = nearest_key(word)
+    return f"; did you mean {near!r}?" if near else ""

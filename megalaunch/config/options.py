@@ -1,0 +1,112 @@
+"""Option files: `conf/<group>/<name>.yaml` holds values of one section of the run spec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megalaunch.config.interpolation import interpolate
+from megalaunch.config.keys import GROUPS, SECTIONS, schema_keys, suggestion
+from megalaunch.config.layouts import GRAMMAR, LayoutError, layout_values
+from megalaunch.config.schema import SpecProblem
+from megalaunch.config.schema.build import did_you_mean
+from megalaunch.config.yaml_file import YamlFile, YamlProblem, load_yaml
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+@dataclass(frozen=True)
+class FileValues:
+    """The leaves that a file sets, by dotted path, and where each stands."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
+
+
+def shown_path(path: Path) -> str:
+    """A path as a person would type it: relative when it is below the current folder."""
+    for base in (path, path.resolve()):
+        try:
+            return str(base.relative_to(Path.cwd()))
+        except ValueError:
+            continue
+    return str(path.resolve())
+
+
+def option_names(group: str) -> list[str]:
+    """The options of a group that have a file, sorted."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def load_option(group: str, name: str, where: str, problems: list[SpecProblem]) -> FileValues | None:
+    """The values of one option; None and a problem when there is no such option. `where` names who asked for it."""
+    if name in option_names(group):
+        path = CONF / group / f"{name}.yaml"
+        try:
+            file = load_yaml(path, shown_path(path))
+        except YamlProblem as problem:
+            problems.append(SpecProblem(group, problem.message, problem.where))
+            return None
+        return file_values(file, f"{group}.", problems)
+    if group == "parallel":
+        try:
+            layout = layout_values(name)
+        except LayoutError as error:
+            problems.append(SpecProblem(group, str(error), where))
+            return None
+        if layout is not None:
+            return FileValues({f"parallel.{key}": value for key, value in layout.items()})
+    problems.append(SpecProblem(group, _unknown_option(group, name), where))
+    return None
+
+
+def _unknown_option(group: str, name: str) -> str:
+    names = option_names(group)
+    text = f"there is no {group}={name}{did_you_mean(name, names)}"
+    if group == "parallel":
+        return f"{text}; a layout is named by {GRAMMAR}, e.g. parallel=tp4pp4"
+    return f"{text} (there are: {', '.join(names)})"
+
+
+def file_values(file: YamlFile, prefix: str, problems: list[SpecProblem]) -> FileValues:
+    """The known leaves of a file; unknown keys and values that are no scalars become problems.
+
+    `prefix` is "" for a recipe (all sections) and `model.` for an option file of that group.
+    """
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+
+    def visit(data: Mapping[str, Any], path: str) -> None:
+        for name, value in data.items():
+            key, local = f"{prefix}{path}{name}", f"{path}{name}"
+            place = file.place(local)
+            if key in schema_keys():
+                _leaf(key, value, place)
+            elif key in SECTIONS and isinstance(value, Mapping):
+                visit(value, f"{local}.")
+            elif key in SECTIONS:
+                problems.append(SpecProblem(key, _not_a_section(key, value), place))
+            else:
+                problems.append(SpecProblem(key, f"unknown key{suggestion(key)}", place))
+
+    def _leaf(key: str, value: Any, place: str) -> None:
+        if isinstance(value, Mapping | list):
+            problems.append(SpecProblem(key, "needs one value, not a list or further keys", place))
+            return
+        if isinstance(value, str):
+            value, problem = interpolate(value)
+            if problem:
+                problems.append(SpecProblem(key, problem, place))
+                return
+        values[key], places[key] = value, place
+
+    visit(file.data, "")
+    return FileValues(values, places)
+
+
+def _not_a_section(section: str, value: Any) -> str:
+    if section in GROUPS and isinstance(value, str):
+        return f"is a section of keys; a recipe picks an option in its defaults: `- override /{section}: {value}`"
+    return "is a section: its keys stand below it, indented"

@@ -1,0 +1,183 @@
+"""Recipes: complete runs by name, from this package, ./recipes, $MEGALAUNCH_RECIPES, or a path."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalaunch.config.keys import GROUPS, suggestion
+from megalaunch.config.options import FileValues, file_values, shown_path
+from megalaunch.config.schema import SpecProblem
+from megalaunch.config.schema.build import did_you_mean
+from megalaunch.config.yaml_file import YamlFile, YamlProblem, load_yaml
+
+PACKAGED = Path(__file__).resolve().parent.parent / "recipes"
+HEADER = "# @package _global_"
+PICKED_ONLY = ("parallel", "precision", "platform")
+"""Sections that a recipe sets by picking an option, so that the option a user types is never masked."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
+_MAX_CHAIN = 8
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One recipe file: the recipes it starts from, the options it picks (with their places), the values it sets."""
+
+    name: str
+    path: Path
+    text: str
+    parents: tuple[str, ...]
+    options: Mapping[str, tuple[str, str]]
+    body: FileValues
+
+    @property
+    def summary(self) -> str:
+        """The first comment below the header."""
+        lines = self.text.splitlines()[1:]
+        first = lines[0].strip() if lines else ""
+        return first.lstrip("# ") if first.startswith("#") else ""
+
+
+def recipe_folders() -> list[Path]:
+    """Where names are looked up, the first found wins."""
+    folders = [Path(part).expanduser() for part in os.environ.get("MEGALAUNCH_RECIPES", "").split(os.pathsep) if part]
+    folders += [Path("recipes"), PACKAGED]
+    seen: dict[Path, Path] = {}
+    for folder in folders:
+        if folder.is_dir():
+            seen.setdefault(folder.resolve(), folder)
+    return list(seen.values())
+
+
+def recipe_files() -> dict[str, Path]:
+    """Every recipe that has a name, by name, sorted."""
+    found: dict[str, Path] = {}
+    for folder in recipe_folders():
+        for path in sorted(folder.rglob("*.yaml")):
+            found.setdefault(path.relative_to(folder).with_suffix("").as_posix(), path)
+    return dict(sorted(found.items()))
+
+
+def is_path(word: str) -> bool:
+    """True for `recipe=./mine.yaml`: what is no name is a file."""
+    return word.endswith((".yaml", ".yml"))
+
+
+def find_recipe(name: str) -> Path | None:
+    """The file of a recipe's name, or None."""
+    if not _NAME.fullmatch(name):
+        return None
+    return next((path for folder in recipe_folders() if (path := folder / f"{name}.yaml").is_file()), None)
+
+
+def load_chain(word: str, where: str, problems: list[SpecProblem]) -> list[Recipe]:
+    """The recipe and all it starts from, ancestors first; problems for what is missing or not allowed.
+
+    Raises nothing: a recipe that cannot be read is left out, with a problem.
+    """
+    chain: list[Recipe] = []
+    _collect(word, where, (), chain, problems)
+    return chain
+
+
+def _collect(word: str, where: str, path_here: tuple[str, ...], chain: list[Recipe], problems: list[SpecProblem]) -> None:
+    if word in path_here or len(path_here) >= _MAX_CHAIN:
+        problems.append(SpecProblem("recipe", f"starts from itself: {' -> '.join([*path_here, word])}", where))
+        return
+    if any(recipe.name == word for recipe in chain):
+        return
+    recipe = _load(word, where, typed=not path_here, problems=problems)
+    if recipe is None:
+        return
+    for parent in recipe.parents:
+        _collect(parent, shown_path(recipe.path), (*path_here, word), chain, problems)
+    chain.append(recipe)
+
+
+def _load(word: str, where: str, typed: bool, problems: list[SpecProblem]) -> Recipe | None:
+    path = Path(word).expanduser() if typed and is_path(word) else find_recipe(word)
+    if path is None:
+        problems.append(SpecProblem("recipe", _unknown(word, typed), where))
+        return None
+    try:
+        file = load_yaml(path, shown_path(path))
+    except YamlProblem as problem:
+        problems.append(SpecProblem("recipe", problem.message, problem.where))
+        return None
+    return read_recipe(word, path, file, problems)
+
+
+def _unknown(word: str, typed: bool) -> str:
+    if not typed and (is_path(word) or not _NAME.fullmatch(word)):
+        return f"a recipe starts from a recipe's name, not from {word!r}"
+    names = list(recipe_files())
+    return f"there is no recipe {word!r}{did_you_mean(word, names)} (there are: {', '.join(names)}; or a path to a .yaml)"
+
+
+def read_recipe(name: str, path: Path, file: YamlFile, problems: list[SpecProblem]) -> Recipe:
+    """Check the file's form and take it apart; what is not allowed becomes problems."""
+    if file.text.split("\n", 1)[0].strip() != HEADER:
+        problems.append(SpecProblem("recipe", f"a recipe's first line is `{HEADER}`", f"{file.path}:1:1"))
+    data = dict(file.data)
+    defaults = data.pop("defaults", [])
+    parents: list[str] = []
+    options: dict[str, tuple[str, str]] = {}
+    for place, problem, parent, picked in _defaults(defaults, file):
+        if problem:
+            problems.append(SpecProblem("recipe", problem, place))
+        elif parent:
+            parents.append(parent)
+        elif picked:
+            options[picked[0]] = (picked[1], place)
+    body = file_values(YamlFile(file.path, file.text, data, file.places), "", problems)
+    return Recipe(name, path, file.text, tuple(parents), options, _without_masks(body, problems))
+
+
+_Entry = tuple[str, str, str, tuple[str, str] | None]  # place, problem, parent, (group, option)
+
+
+def _defaults(defaults: Any, file: YamlFile) -> Iterator[_Entry]:
+    if not isinstance(defaults, list):
+        yield file.place("defaults"), "defaults is a list, e.g. `- override /model: llama3_8b`", "", None
+        return
+    for index, entry in enumerate(defaults):
+        place = file.place(f"defaults.{index}")
+        if entry == "_self_":
+            problem = "" if index == len(defaults) - 1 else "_self_ stands last: a recipe's own values win"
+            yield place, problem, "", None
+        elif isinstance(entry, str):
+            yield place, "", entry, None
+        elif isinstance(entry, dict) and len(entry) == 1:
+            yield _picked(place, *next(iter(entry.items())))
+        else:
+            yield place, "an entry is `- override /GROUP: OPTION` or the name of a recipe to start from", "", None
+
+
+def _picked(place: str, key: str, option: Any) -> _Entry:
+    override, _, target = key.partition(" ")
+    group = target.strip().removeprefix("/") if override == "override" else key.removeprefix("/")
+    if group not in GROUPS:
+        return place, f"there is no group {group!r}{suggestion(group)} (groups: {', '.join(GROUPS)})", "", None
+    if override != "override" or not target.strip().startswith("/"):
+        return place, f"write `- override /{group}: {option}`", "", None
+    if not isinstance(option, str):
+        return place, f"override /{group} needs the name of an option", "", None
+    return place, "", "", (group, option)
+
+
+def _without_masks(body: FileValues, problems: list[SpecProblem]) -> FileValues:
+    kept = {}
+    for key, value in body.values.items():
+        group = key.partition(".")[0]
+        if group in PICKED_ONLY:
+            hint = f"- override /{group}: " + ("tp2" if group == "parallel" else "OPTION")
+            message = f"a recipe picks an option of {group} and sets no key in it, or it would mask {group}=... that a user types; write `{hint}` in its defaults"
+            problems.append(SpecProblem(key, message, body.places[key]))
+        else:
+            kept[key] = value
+    return FileValues(kept, body.places)
