@@ -1,0 +1,181 @@
+"""Makes every open value of a spec concrete, and says so: nothing is derived silently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalaunch.config.schema import RunSpec, with_values
+from megalaunch.plan.batch import own_share, samples_requested
+from megalaunch.plan.findings import Finding
+from megalaunch.platform.detect import Machine
+from megalaunch.platform.facts import CHIPS, ChipFacts
+
+_Changes = dict[str, tuple[Any, str]]  # by key: the value, and why
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The concrete spec, and a note for every value that was derived."""
+
+    spec: RunSpec
+    notes: tuple[Finding, ...]
+
+
+def resolve(spec: RunSpec, machine: Machine, recipe: str | None, stored: RunSpec | None = None) -> Resolution:
+    """Fill in what is `null` or `auto`. A value that cannot be derived stays open, and a rule of the checker says why.
+
+    `stored` is the frozen spec of a run that began earlier: its horizons, precision and vocabulary hold where the
+    new words leave them open.
+    """
+    notes: list[Finding] = []
+    for changes in (
+        _kept(spec, stored) if stored else {},
+        _machine_values(spec, machine),
+        _run_names(spec, recipe),
+    ):
+        spec = _apply(spec, changes, notes)
+    spec, derived = derive(spec)
+    return Resolution(spec, (*notes, *derived))
+
+
+def derive(spec: RunSpec) -> tuple[RunSpec, list[Finding]]:
+    """The part of `resolve` that needs no machine: shapes, dp, micro batch and horizons from the spec alone."""
+    notes: list[Finding] = []
+    for step in (_model_shape, _devices_of_cpu, _data_parallel, _micro_batch, _horizons):
+        spec = _apply(spec, step(spec), notes)
+    return spec, notes
+
+
+def chip_facts(spec: RunSpec, machine: Machine) -> ChipFacts | None:
+    """The facts of the chip the spec is made for; None for an unknown name."""
+    if spec.platform.chip in ("auto", machine.chip.name):
+        return machine.chip
+    return CHIPS.get(spec.platform.chip)
+
+
+def machine_mismatch(spec: RunSpec, machine: Machine) -> list[Finding]:
+    """Errors when this machine cannot be a node of a resolved spec; for the launcher, right before it starts."""
+    chip, wanted = spec.platform.chip, spec.cluster.devices_per_node
+    if chip != machine.chip.name and chip != "cpu":
+        message = f"the run is made for {chip}, and this machine has {_described(machine)}"
+        return [Finding("platform.this_machine", "error", "platform.chip", message, fixes=("platform=auto",))]
+    if chip != "cpu" and isinstance(wanted, int) and wanted > machine.devices:
+        numbers = {"devices_per_node": wanted, "devices": machine.devices}
+        message = f"the run wants {wanted} devices of each machine, and this one has {_described(machine)}"
+        return [Finding("platform.this_machine", "error", "cluster.devices_per_node", message, numbers)]
+    return []
+
+
+def _described(machine: Machine) -> str:
+    return f"{machine.devices} x {machine.chip.name}" if machine.devices else "no accelerator (cpu)"
+
+
+def _apply(spec: RunSpec, changes: _Changes, notes: list[Finding]) -> RunSpec:
+    if not changes:
+        return spec
+    for path, (value, why) in changes.items():
+        notes.append(Finding("derived", "note", path, f"{value} ({why})", {"value": value}))
+    return with_values(spec, {path: value for path, (value, _) in changes.items()})
+
+
+def _kept(spec: RunSpec, stored: RunSpec) -> _Changes:
+    """Values of a begun run that hold although the new words leave them open."""
+    pairs: Mapping[str, tuple[Any, Any, Any]] = {
+        "schedule.decay_steps": (spec.schedule.decay_steps, None, stored.schedule.decay_steps),
+        "data.num_samples": (spec.data.num_samples, None, stored.data.num_samples),
+        "model.vocab_size": (spec.model.vocab_size, None, stored.model.vocab_size),
+        "precision.compute": (spec.precision.compute, "auto", stored.precision.compute),
+    }
+    return {
+        path: (kept, "as when the run began")
+        for path, (value, open_value, kept) in pairs.items()
+        if value == open_value and kept != open_value
+    }
+
+
+def _machine_values(spec: RunSpec, machine: Machine) -> _Changes:
+    changes: _Changes = {}
+    facts = chip_facts(spec, machine)
+    if spec.platform.chip == "auto":
+        changes["platform.chip"] = (machine.chip.name, "found on this machine")
+    if facts is None:
+        return changes
+    if spec.precision.compute == "auto":
+        if facts.native_bf16:
+            changes["precision.compute"] = ("bf16", f"{facts.name} multiplies it natively: {facts.native_bf16}")
+        else:
+            changes["precision.compute"] = ("fp32", f"{facts.name} does not multiply bf16 natively")
+    found_here = facts.device != "cpu" and facts.name == machine.chip.name and machine.devices > 0
+    if spec.cluster.devices_per_node == "auto" and found_here:
+        changes["cluster.devices_per_node"] = (machine.devices, "found on this machine")
+    return changes
+
+
+def _run_names(spec: RunSpec, recipe: str | None) -> _Changes:
+    changes: _Changes = {}
+    name = spec.run.name
+    if name is None:
+        name = _plain_name(recipe) if recipe else spec.model.name
+        changes["run.name"] = (name, "the recipe's name" if recipe else "the model's name")
+    folder = Path(spec.run.directory).expanduser() if spec.run.directory else Path("runs") / name
+    absolute = str(Path.cwd() / folder)
+    if absolute != spec.run.directory:
+        changes["run.directory"] = (absolute, "from run.directory" if spec.run.directory else "runs/<run.name>")
+    return changes
+
+
+def _plain_name(recipe: str) -> str:
+    return Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe.replace("/", "_")
+
+
+def _model_shape(spec: RunSpec) -> _Changes:
+    model, changes = spec.model, _Changes()
+    if model.num_query_groups is None:
+        changes["model.num_query_groups"] = (model.num_attention_heads, "one key/value head per query head")
+    if model.head_dim is None and model.hidden_size % model.num_attention_heads == 0:
+        width = model.hidden_size // model.num_attention_heads
+        changes["model.head_dim"] = (width, "hidden_size / num_attention_heads")
+    if model.vocab_size is None and spec.tokenizer.path is None and spec.data.corpus is not None:
+        changes["model.vocab_size"] = (spec.tokenizer.vocab_size, "tokenizer.vocab_size")
+    return changes
+
+
+def _devices_of_cpu(spec: RunSpec) -> _Changes:
+    """A processor has as many workers as the layout needs; dp is then what cluster.cpu_workers leaves room for."""
+    facts = CHIPS.get(spec.platform.chip)
+    if spec.cluster.devices_per_node != "auto" or facts is None or facts.device != "cpu":
+        return {}
+    p = spec.parallel
+    shards = p.tp * p.pp * p.cp
+    if p.dp is None:
+        workers, why = shards * max(1, spec.cluster.cpu_workers // shards), "the layout's need within cluster.cpu_workers"
+    else:
+        workers, why = -(-shards * p.dp // spec.cluster.nodes), "tp x pp x cp x dp on a processor"
+    return {"cluster.devices_per_node": (workers, why)}
+
+
+def _data_parallel(spec: RunSpec) -> _Changes:
+    p, per_node = spec.parallel, spec.cluster.devices_per_node
+    if p.dp is not None or not isinstance(per_node, int):
+        return {}
+    dp, rest = divmod(spec.cluster.nodes * per_node, p.tp * p.pp * p.cp)
+    return {} if rest or dp == 0 else {"parallel.dp": (dp, "world / (tp x pp x cp)")}
+
+
+def _micro_batch(spec: RunSpec) -> _Changes:
+    if spec.batch.micro_batch_size is not None or spec.parallel.dp is None:
+        return {}
+    share = own_share(spec.batch.global_batch_size, spec.parallel.dp)
+    return {} if share is None else {"batch.micro_batch_size": (share, "global_batch_size / dp")}
+
+
+def _horizons(spec: RunSpec) -> _Changes:
+    changes: _Changes = {}
+    if spec.schedule.decay_steps is None:
+        changes["schedule.decay_steps"] = (spec.train.steps, "train.steps")
+    if spec.data.num_samples is None:
+        changes["data.num_samples"] = (samples_requested(spec), "train.steps x global_batch_size")
+    return changes

@@ -1,0 +1,123 @@
+"""Who sits with whom: one world of ranks as the dense grid and the expert grid, in Megatron's order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megalaunch.config.schema import RunSpec
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """Named axes over ranks 0 .. world-1, the fastest-changing axis first."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return math.prod(size for _, size in self.axes)
+
+    def place(self, rank: int) -> dict[str, int]:
+        """The coordinate of a rank on every axis."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is outside a world of {self.world}")
+        coordinates = {}
+        for name, size in self.axes:
+            rank, coordinates[name] = divmod(rank, size)
+        return coordinates
+
+    def group(self, rank: int, *names: str) -> list[int]:
+        """The ranks that differ from `rank` on the named axes only, `rank` itself included, ascending."""
+        members = [rank]
+        stride = 1
+        place = self.place(rank)
+        for name, size in self.axes:
+            if name in names:
+                members = [m + (i - place[name]) * stride for m in members for i in range(size)]
+            stride *= size
+        return sorted(members)
+
+    def groups(self, *names: str) -> list[list[int]]:
+        """Every such group, ordered by its first rank."""
+        return [list(group) for group in sorted({tuple(self.group(rank, *names)) for rank in range(self.world)})]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The degrees of a resolved spec, and its two grids (world = dp pp cp tp = edp pp ep etp).
+
+    `shards` is how many data-parallel ranks share one copy of what is sharded, `replicas` how many copies there
+    are (dp = replicas * shards); without sharding every rank is a replica. `microbatches` is per rank and step.
+    """
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    edp: int
+    replicas: int
+    shards: int
+    micro_batch_size: int
+    microbatches: int
+    devices_per_node: int
+    nodes: int
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Topology:
+        """The topology of a resolved and checked spec; raises ValueError when it does not divide."""
+        p, batch = spec.parallel, spec.batch
+        if p.dp is None or batch.micro_batch_size is None or not isinstance(spec.cluster.devices_per_node, int):
+            raise ValueError("the spec is not resolved: dp, micro_batch_size or devices_per_node is open")
+        world, etp = spec.cluster.nodes * spec.cluster.devices_per_node, p.etp or 1
+        replicas = p.dp if p.data_sharding == "no_shard" else p.replicas
+        if p.dp * p.pp * p.cp * p.tp != world:
+            raise ValueError(f"dp {p.dp} x pp {p.pp} x cp {p.cp} x tp {p.tp} is not the world of {world}")
+        return cls(
+            tp=p.tp,
+            pp=p.pp,
+            cp=p.cp,
+            dp=p.dp,
+            ep=p.ep,
+            etp=etp,
+            edp=_exact(world, p.pp * p.ep * etp, "world by pp x ep x etp"),
+            replicas=replicas,
+            shards=_exact(p.dp, replicas, "dp by replicas"),
+            micro_batch_size=batch.micro_batch_size,
+            microbatches=_exact(batch.global_batch_size, batch.micro_batch_size * p.dp, "global batch by micro x dp"),
+            devices_per_node=spec.cluster.devices_per_node,
+            nodes=spec.cluster.nodes,
+        )
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.dp * self.pp * self.cp * self.tp
+
+    @property
+    def dense(self) -> RankGrid:
+        """The grid of everything but routed experts."""
+        return RankGrid((("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp)))
+
+    @property
+    def expert(self) -> RankGrid:
+        """The grid of routed experts, over the same ranks and the same pipeline stages."""
+        return RankGrid((("etp", self.etp), ("ep", self.ep), ("edp", self.edp), ("pp", self.pp)))
+
+    def coordinates(self, rank: int) -> str:
+        """A rank's place in words, axes of size 1 left out: "pp0 dp1 tp3"; "dp0" for a single process."""
+        place = self.dense.place(rank)
+        named = [f"{axis}{place[axis]}" for axis in ("pp", "dp", "cp", "tp") if getattr(self, axis) > 1]
+        if self.ep > 1:
+            named.append(f"ep{self.expert.place(rank)['ep']}")
+        return " ".join(named) or "dp0"
+
+
+def _exact(whole: int, part: int, what: str) -> int:
+    quotient, rest = divmod(whole, part)
+    if rest:
+        raise ValueError(f"{what} does not divide: {whole} / {part}")
+    return quotient
