@@ -32,10 +32,19 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def write_error(directory: Path, needed: int, error: OSError) -> CheckpointError:
-    """The error for a write below `directory` that failed; `needed` is the size of the whole checkpoint in bytes."""
+def held_bytes(directory: Path) -> int:
+    """Size of the files directly inside a directory."""
+    return sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
+
+
+def write_error(directory: Path, unfinished: Path | None, needed: int, error: OSError) -> CheckpointError:
+    """The error for a failed write of the checkpoint `directory`, which needs `needed` bytes in all.
+
+    What stands in `unfinished` will be removed, so its bytes count as free.
+    """
     if error.errno in _FULL:
-        return no_space(directory, needed)
+        own = held_bytes(unfinished) if unfinished else 0
+        return no_space(directory, needed, free_bytes(directory.parent) + own)
     where = error.filename or directory
     if error.errno == errno.EFBIG:
         return CheckpointError(
@@ -45,9 +54,8 @@ def write_error(directory: Path, needed: int, error: OSError) -> CheckpointError
     return CheckpointError(f"cannot save the checkpoint {directory}: {where}: {os.strerror(error.errno or 0)}")
 
 
-def no_space(directory: Path, needed: int) -> CheckpointError:
+def no_space(directory: Path, needed: int, free: int) -> CheckpointError:
     """The error for a full disk: needed and free bytes, and what may be removed."""
-    free = free_bytes(directory)
     missing = max(needed - free, 0)
     wanted = f"free {shown_bytes(missing)} or more" if missing else "free some space"
     return CheckpointError(
@@ -62,5 +70,5 @@ def _removable(directory: Path) -> str:
     if len(others) < 2:
         return ""
     oldest = others[0]
-    size = sum(file.stat().st_size for file in oldest.iterdir() if file.is_file())
-    return f" (the oldest checkpoint there, {oldest.name}, holds {shown_bytes(size)}; checkpoint.keep_last keeps fewer)"
+    held = shown_bytes(held_bytes(oldest))
+    return f" (the oldest checkpoint there, {oldest.name}, holds {held}; checkpoint.keep_last keeps fewer)"

@@ -91,14 +91,15 @@ class CheckpointWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: see that there is space, make the temporary directory, name everyone's file."""
-        tensors = sum(_source(item, None).size for plan in plans for item in plan.items)
-        self._needed = tensors + sum(path.stat().st_size for path in self._files.values())
+        self._needed = sum(_source(item, None).size for plan in plans for item in plan.items)
         try:
-            if free_bytes(self._directory.parent) < self._needed:
-                raise no_space(self._directory, self._needed)
+            self._needed += sum(path.stat().st_size for path in self._files.values())
+            free = free_bytes(self._directory.parent)
+            if free < self._needed:
+                raise no_space(self._directory, self._needed, free)
             self.unfinished = publish.begin(self._directory)
         except OSError as error:
-            raise write_error(self._directory, self._needed, error) from error
+            raise write_error(self._directory, None, self._needed, error) from error
         return [
             replace(plan, storage_data=_Share(str(self.unfinished / f"shard_{rank:05d}.safetensors"), self._needed))
             for rank, plan in enumerate(plans)
@@ -114,7 +115,7 @@ class CheckpointWriter(StorageWriter):
             try:
                 record = write_file(Path(share.path), sources)
             except OSError as error:
-                raise write_error(self._directory, share.needed, error) from error
+                raise write_error(self._directory, Path(share.path).parent, share.needed, error) from error
             results = [WriteResult(item.index, sources[item.index.fqn].size, record) for item in plan.items]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -134,7 +135,7 @@ class CheckpointWriter(StorageWriter):
             _write_text(self.unfinished / MANIFEST, manifest_text([*records, *shards]))
             publish.publish(self.unfinished, self._directory)
         except OSError as error:
-            raise write_error(self._directory, self._needed, error) from error
+            raise write_error(self._directory, self.unfinished, self._needed, error) from error
 
 
 class CheckpointReader(StorageReader):
