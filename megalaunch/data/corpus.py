@@ -45,6 +45,10 @@ class CorpusFile:
         """Whether each line is a JSON record rather than text."""
         return self.path.suffix in _RECORD_SUFFIXES
 
+    def size(self) -> int:
+        """Bytes in it."""
+        return self.path.stat().st_size
+
     def sha256(self) -> str:
         """Hash of its content."""
         with open_source(self.path) as file:
@@ -64,7 +68,7 @@ class Corpus:
 
     def size(self) -> int:
         """Bytes of all files."""
-        return sum(file.path.stat().st_size for file in self.files)
+        return sum(file.size() for file in self.files)
 
     def documents(self) -> Iterator[Document]:
         """All documents in order, empty ones included; reads anew on every call.
@@ -79,7 +83,7 @@ class Corpus:
                 elif alone:
                     yield from _sections(file, source)
                 else:
-                    yield Document(file.name, _decode(source.read(), file.path))
+                    yield Document(file.name, decode(source.read(), file.path))
 
 
 def find_corpus(source: str, json_key: str) -> Corpus:
@@ -113,24 +117,44 @@ def open_source(path: Path) -> BufferedReader:
 
 def record_text(line: bytes, json_key: str, path: Path, number: int) -> str:
     """The text of one jsonl line; DataError naming file, line and what is wrong with it."""
+    text = _value(line, json_key, path, number)
+    if not isinstance(text, str):
+        raise DataError(f'"{json_key}" holds {_kind(text)}, not text', file=path, record=number)
+    _refuse_half_characters(text, json_key, path, number)
+    return text
+
+
+def record_sentences(line: bytes, json_key: str, path: Path, number: int) -> list[str]:
+    """As `record_text`, for Megatron's records: the value is a text, or a list of texts (sentences)."""
+    value = _value(line, json_key, path, number)
+    sentences = value if isinstance(value, list) else [value]
+    for sentence in sentences:
+        if not isinstance(sentence, str):
+            raise DataError(f'"{json_key}" holds {_kind(sentence)}, not text', file=path, record=number)
+        _refuse_half_characters(sentence, json_key, path, number)
+    return sentences
+
+
+def _value(line: bytes, json_key: str, path: Path, number: int) -> Any:
     if number == 1:
         line = line.removeprefix(_BYTE_ORDER_MARK)
-    record = _parse(_decode(line, path, number), path, number)
+    record = _parse(decode(line, path, number), path, number)
     if not isinstance(record, dict):
         raise DataError(f"a record is a JSON object, this is {_kind(record)}", file=path, record=number)
     if json_key not in record:
         keys = ", ".join(list(record)[:5]) or "none"
         fix = f"Its keys are {keys}: name the one with the text (data.json_key, or --json-key)."
         raise DataError(f'the record has no key "{json_key}"', file=path, record=number, fix=fix)
-    text = record[json_key]
-    if not isinstance(text, str):
-        raise DataError(f'"{json_key}" holds {_kind(text)}, not text', file=path, record=number)
+    return record[json_key]
+
+
+def _refuse_half_characters(text: str, json_key: str, path: Path, number: int) -> None:
+    """JSON can spell half of a surrogate pair, which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
         raise DataError(f'"{json_key}" holds half a character ({half})', file=path, record=number) from None
-    return text
 
 
 def _parse(line: str, path: Path, number: int) -> Any:
@@ -148,7 +172,8 @@ def _kind(value: object) -> str:
     return names.get(type(value), "an object" if isinstance(value, dict) else "a list")
 
 
-def _decode(content: bytes, path: Path, first_line: int = 1) -> str:
+def decode(content: bytes, path: Path, first_line: int = 1) -> str:
+    """UTF-8 text; DataError naming the line, where `content` begins in line `first_line` of the file."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -170,10 +195,10 @@ def _sections(file: CorpusFile, source: BufferedReader) -> Iterator[Document]:
         lines.append(line)
         size += len(line)
         if size >= (_SECTION_BYTES if not line.strip() else 4 * _SECTION_BYTES):
-            yield Document(f"{file.name}:{first}", _decode(b"".join(lines), file.path, first))
+            yield Document(f"{file.name}:{first}", decode(b"".join(lines), file.path, first))
             lines, size, first = [], 0, number + 1
     if lines:
-        yield Document(f"{file.name}:{first}", _decode(b"".join(lines), file.path, first))
+        yield Document(f"{file.name}:{first}", decode(b"".join(lines), file.path, first))
 
 
 def _below(root: Path, left_out: set[str], suffix: str) -> tuple[CorpusFile, ...]:
