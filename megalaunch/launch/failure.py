@@ -81,15 +81,17 @@ def first_failure(
     if own:
         return _from_event(attempt, own[0])
     spoke = {event.get("rank") for event in by_time}
-    silent = [rank for rank in ranks.values() if rank.ended and rank.progress.rank not in spoke]
+    held_on = [rank for rank in ranks.values() if rank.held_on and rank.progress.rank not in spoke]
+    silent = [rank for rank in ranks.values() if rank.ended and not rank.held_on and rank.progress.rank not in spoke]
+    if held_on and not silent:  # the others' collectives timed out on it
+        behind = min(held_on, key=lambda rank: rank.progress.step)
+        return _failed_at(attempt, behind, "hang", "the other ranks waited for it until their collectives timed out")
     ends = {rank.progress.rank: _end_of(rank, exit_codes) for rank in silent}
     # The agent ends the others by SIGTERM, so a death by any other signal came before.
     silent.sort(key=lambda rank: (ends[rank.progress.rank] in (None, 0, -signal.SIGTERM), rank.progress.time))
     if silent:
         rank = silent[0]
-        name, meaning = explain_end(ends[rank.progress.rank])
-        where = rank.progress
-        return Failure(attempt, where.rank, where.coordinates, where.phase, where.step, name, meaning)
+        return _failed_at(attempt, rank, *explain_end(ends[rank.progress.rank]))
     if by_time:
         return _from_event(attempt, by_time[0])
     return Failure(attempt, None, "", "starting", step, "ended", "no worker reported anything")
@@ -100,8 +102,12 @@ def hang_failure(attempt: int, behind: Rank | None, step: int, silent_seconds: f
     message = f"no progress on any rank for {silent_seconds:.0f} s"
     if behind is None:
         return Failure(attempt, None, "", "starting", step, "hang", message)
-    where = behind.progress
-    return Failure(attempt, where.rank, where.coordinates, where.phase, where.step, "hang", message)
+    return _failed_at(attempt, behind, "hang", message)
+
+
+def _failed_at(attempt: int, rank: Rank, exception: str, message: str) -> Failure:
+    where = rank.progress
+    return Failure(attempt, where.rank, where.coordinates, where.phase, where.step, exception, message)
 
 
 def _is_victim(event: Record) -> bool:

@@ -8,6 +8,8 @@ from megalaunch.launch.process import Process, find_process, is_alive, is_stoppe
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import Progress, read_progress
 
+STEPPING = "step"  # the phase in which workers compute optimizer steps
+
 
 @dataclass
 class Rank:
@@ -18,6 +20,7 @@ class Rank:
     moved: float
     ended: bool = False
     return_code: int | None = None
+    held_on: bool = False  # it still ran when others had died, and the launcher ended it
 
     @property
     def label(self) -> str:
@@ -31,7 +34,10 @@ def rank_label(rank: int, coordinates: str) -> str:
 
 
 class Ranks:
-    """Refreshed by `look`; holds the ranks of the newest attempt that has reported."""
+    """Refreshed by `look`; holds the ranks of the newest attempt that has reported.
+
+    `last_move` is when any of them reported last; `stepping` turns true with the attempt's first step.
+    """
 
     def __init__(self, directory: RunDirectory, world: int, now: float) -> None:
         self._directory = directory
@@ -40,6 +46,7 @@ class Ranks:
         self.known: dict[int, Rank] = {}
         self.retired: dict[int, Rank] = {}
         self.last_move = now
+        self.stepping = False
 
     def look(self, now: float) -> bool:
         """Read every rank's position; True when a new attempt has begun, which retires the ranks of the old one."""
@@ -49,7 +56,8 @@ class Ranks:
         if renewed:
             for rank in self.known.values():
                 self._check(rank)
-            self.attempt, self.retired, self.known, self.last_move = newest, self.known, {}, now
+            self.attempt, self.retired, self.known = newest, self.known, {}
+            self.last_move, self.stepping = now, False
         for record in seen:
             if record.attempt == self.attempt:
                 self._place(record, now)
@@ -66,6 +74,7 @@ class Ranks:
         else:
             rank.progress, rank.moved = record, now
         self.last_move = now
+        self.stepping = self.stepping or record.phase == STEPPING
 
     def _check(self, rank: Rank) -> None:
         if rank.ended:

@@ -27,6 +27,7 @@ from megalaunch.rundir.paths import RunDirectory
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 0.5  # the agent's log names the dead within 0.1 s
 LOST_PEER_SECONDS = 5.0  # workers that hang on after one has died get no more; the agent alone would give them 30
+STARTING_SECONDS = 120.0  # loading torch from a cold disk shows no progress, whatever launcher.timeout says
 TEARDOWN_SECONDS = 20.0  # from a written outcome to the end of all processes
 SAME_FAILURES = 3
 
@@ -101,11 +102,13 @@ class Supervisor:
             late = now - self._outcome_since > TEARDOWN_SECONDS
             return renewed or late or self._stop.count > 1
         self._judge_failures(now, renewed, agent_ended)
-        if renewed and self._failures:
-            self._record("restart", attempt=self._ranks.attempt, reason=_short(self._failures[-1]))
         if self._stop.count:
             return self._follow_stop(now)
-        return self._is_stuck() or (not agent_ended and self._is_hung_for_good(now))
+        if self._is_stuck():
+            return True
+        if renewed and self._failures:
+            self._record("restart", attempt=self._ranks.attempt, reason=_short(self._failures[-1]))
+        return not agent_ended and self._is_hung_for_good(now)
 
     def _show(self) -> None:
         records, _ = self._events.read_new()
@@ -130,10 +133,16 @@ class Supervisor:
             return
         self._failing_since = self._failing_since or now
         waited = now - self._failing_since
-        if agent_ended or (not ranks.alive and waited > SETTLE_SECONDS):
+        if agent_ended or (not ranks.alive and (waited > SETTLE_SECONDS or self._all_explained())):
             self._judge(ranks.attempt, ranks.known)
         elif waited > LOST_PEER_SECONDS:
+            for rank in ranks.alive:
+                rank.held_on = True
             _kill(ranks.alive)
+
+    def _all_explained(self) -> bool:
+        spoke = {event.get("rank") for event in self._worker_failures if event.get("attempt") == self._ranks.attempt}
+        return all(rank.return_code is not None or number in spoke for number, rank in self._ranks.known.items())
 
     def _judge(self, attempt: int, ranks: dict[int, Rank]) -> None:
         if attempt in self._judged:
@@ -170,7 +179,8 @@ class Supervisor:
     def _is_hung_for_good(self, now: float) -> bool:
         """End what no longer moves, so that the agent starts it anew; True when there is nothing to end."""
         silent = now - self._ranks.last_move
-        if silent <= self._spec.launcher.timeout:
+        limit = self._spec.launcher.timeout
+        if silent <= (limit if self._ranks.stepping else max(limit, STARTING_SECONDS)):
             return False
         behind = self._ranks.furthest_behind()
         self._judged.add(self._ranks.attempt)

@@ -18,8 +18,8 @@ from megalaunch.launch.process import descendants, find_process, is_alive, kill_
 from megalaunch.rundir.lines import read_lines
 from megalaunch.rundir.paths import RunDirectory
 
-WORKER = "tests.unit.fake_worker"
-ROOT = Path(__file__).parents[2]
+WORKER = "fake_worker"
+ROOT = Path(__file__).parents[1]
 
 _PROGRAM = """
 import sys
@@ -37,7 +37,7 @@ spec = read_spec(Path(sys.argv[1]))
 directory = RunDirectory(Path(sys.argv[2]))
 with StopSignals() as stop:
     lock = take_run(directory)
-    launch = Launch(spec, directory, lock, sys.argv[3:], Scale(10**9, 2, 1e12), 2, "tests.unit.fake_worker")
+    launch = Launch(spec, directory, lock, sys.argv[3:], Scale(10**9, 2, 1e12), 2, "fake_worker")
     end = run_locally(launch, stop, lambda view: PlainDisplay())
     leave_run(directory, lock)
 for line in failure_report(spec, directory, end):
@@ -71,7 +71,7 @@ def launched(folder: Path, spec: RunSpec, **environment: str) -> Iterator[subpro
     process = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, str(spec_file), str(folder / "run"), "a word"],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

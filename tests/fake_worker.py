@@ -47,9 +47,15 @@ def main() -> None:
             progress.report("step", step)
             fault(directory, rank, step, attempt)
             time.sleep(float(os.environ.get("FAKE_STEP_SECONDS", "0.02")))
-            meet(directory, rank, world, attempt, step, progress)
+            meet(directory, rank, world, attempt, step, progress, stop)
             if rank == 0:
                 append_line(directory.metrics, metrics(step))
+        if stop.signal:
+            time.sleep(0.3)  # the agent ends the peers of a dead worker by SIGTERM too: that is no request to save
+            for peer in range(world):
+                there = read_progress(directory.progress(peer))
+                if not directory.outcome.exists() and (there is None or not alive(there.pid)):
+                    raise RuntimeError(f"Connection closed by peer {peer}")
     except Exception as error:
         record_event(
             directory,
@@ -71,6 +77,8 @@ def main() -> None:
         write_outcome(directory.outcome, Outcome(code, f"counted to {step}", step))
         if os.environ.get("FAKE_ABORT_AT_END"):
             os.abort()
+    while not directory.outcome.exists():
+        time.sleep(0.01)
 
 
 def metrics(step: int) -> dict[str, float]:
@@ -108,18 +116,19 @@ def fault(directory: RunDirectory, rank: int, step: int, attempt: int) -> None:
             time.sleep(1)
 
 
-def meet(directory: RunDirectory, rank: int, world: int, attempt: int, step: int, progress: ProgressWriter) -> None:
+def meet(
+    directory: RunDirectory, rank: int, world: int, attempt: int, step: int, progress: ProgressWriter, stop: StopRequest
+) -> None:
     """A barrier by way of the progress files; a peer that is gone is a lost connection, as in gloo."""
     progress.report("meet", step)
     for peer in range(world):
         while peer != rank:
             there = read_progress(directory.progress(peer))
-            if there and there.attempt >= attempt and (there.step, there.phase) >= (step, "meet"):
-                break
-            if there and there.step > step:
-                break
-            if there and there.attempt == attempt and not alive(there.pid):
-                raise RuntimeError(f"Connection closed by peer {peer}")
+            if there and there.attempt == attempt:
+                if there.step > step or (there.step == step and there.phase == "meet") or stop.signal:
+                    break
+                if not alive(there.pid):
+                    raise RuntimeError(f"Connection closed by peer {peer}")
             time.sleep(0.005)
 
 
