@@ -7,12 +7,12 @@ problems of words and files are reported at once, each with the place it comes f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.interpolation import interpolate
-from megalaunch.config.keys import GROUPS, MISSING_VALUE, schema_defaults, schema_keys
+from megalaunch.config.keys import GROUPS, schema_defaults, schema_keys
 from megalaunch.config.masks import masked
 from megalaunch.config.options import CONF, FileValues, load_option, shown_path
 from megalaunch.config.recipes import Recipe, is_path, load_chain
@@ -26,10 +26,14 @@ _FILE_PREFIX = "file/"  # recipes given by path are stored apart from those with
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from; `where` is a file:line:column, an option, or the words "command line"."""
+    """Where a value comes from; `where` is a file:line:column, an option, or the words "command line".
+
+    `open` is true when null or auto stands there: the value is derived later.
+    """
 
     kind: Literal["default", "group", "recipe", "command line"]
     where: str
+    open: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def compose(words: Sequence[str]) -> Composition:
     if problems:
         raise ConfigError(problems)
     shown = {group: option for group, option in choices.items() if option}
-    return Composition(spec, origins, shown, tuple(words))
+    return Composition(spec, _with_open(origins, data), shown, tuple(words))
 
 
 def _read_files(sources: _Sources, problems: list[SpecProblem]) -> None:
@@ -193,6 +197,14 @@ def _origins(sources: _Sources, choices: Mapping[str, str | None], typed: Mappin
         for path in recipe.body.values:
             origins[path] = Origin("recipe", recipe.body.places[path])
     return origins | {path: Origin("command line", COMMAND_LINE) for path in typed}
+
+
+def _with_open(origins: Mapping[str, Origin], data: Mapping[str, Mapping[str, Any]]) -> dict[str, Origin]:
+    marked = {}
+    for path, origin in origins.items():
+        section, _, key = path.partition(".")
+        marked[path] = replace(origin, open=data[section][key] in (None, "auto"))
+    return marked
 
 
 def _located(

@@ -19,8 +19,7 @@ def interpolate(text: str) -> tuple[str, str | None]:
         name, default = match[1], match[2]
         if name not in ALLOWED and not name.startswith(ALLOWED_PREFIX):
             problem = (
-                f"may not read the environment variable {name}; "
-                f"allowed are {', '.join(ALLOWED)} and {ALLOWED_PREFIX}*"
+                f"may not read the environment variable {name}; allowed are {', '.join(ALLOWED)} and {ALLOWED_PREFIX}*"
             )
             return match[0]
         value = os.environ.get(name, default.strip() if default is not None else None)

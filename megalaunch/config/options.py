@@ -27,7 +27,7 @@ class FileValues:
 
 def shown_path(path: Path) -> str:
     """A path as a person would type it: relative when it is below the current folder."""
-    for base in (path, path.resolve()):
+    for base in (path.resolve(), path):
         try:
             return str(base.relative_to(Path.cwd()))
         except ValueError:

@@ -35,12 +35,15 @@ class Recipe:
     options: Mapping[str, tuple[str, str]]
     body: FileValues
 
-    @property
-    def summary(self) -> str:
-        """The first comment below the header."""
-        lines = self.text.splitlines()[1:]
-        first = lines[0].strip() if lines else ""
-        return first.lstrip("# ") if first.startswith("#") else ""
+
+def read_summary(path: Path) -> str:
+    """The comment below the header of a recipe file; "" when there is none or the file cannot be read."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            lines = [file.readline(500).strip() for _ in range(2)]
+    except OSError:
+        return ""
+    return lines[1].lstrip("# ") if lines[1].startswith("#") else ""
 
 
 def recipe_folders() -> list[Path]:
@@ -85,7 +88,9 @@ def load_chain(word: str, where: str, problems: list[SpecProblem]) -> list[Recip
     return chain
 
 
-def _collect(word: str, where: str, path_here: tuple[str, ...], chain: list[Recipe], problems: list[SpecProblem]) -> None:
+def _collect(
+    word: str, where: str, path_here: tuple[str, ...], chain: list[Recipe], problems: list[SpecProblem]
+) -> None:
     if word in path_here or len(path_here) >= _MAX_CHAIN:
         problems.append(SpecProblem("recipe", f"starts from itself: {' -> '.join([*path_here, word])}", where))
         return
@@ -116,7 +121,9 @@ def _unknown(word: str, typed: bool) -> str:
     if not typed and (is_path(word) or not _NAME.fullmatch(word)):
         return f"a recipe starts from a recipe's name, not from {word!r}"
     names = list(recipe_files())
-    return f"there is no recipe {word!r}{did_you_mean(word, names)} (there are: {', '.join(names)}; or a path to a .yaml)"
+    return (
+        f"there is no recipe {word!r}{did_you_mean(word, names)} (there are: {', '.join(names)}; or a path to a .yaml)"
+    )
 
 
 def read_recipe(name: str, path: Path, file: YamlFile, problems: list[SpecProblem]) -> Recipe:
@@ -174,10 +181,13 @@ def _without_masks(body: FileValues, problems: list[SpecProblem]) -> FileValues:
     kept = {}
     for key, value in body.values.items():
         group = key.partition(".")[0]
-        if group in PICKED_ONLY:
-            hint = f"- override /{group}: " + ("tp2" if group == "parallel" else "OPTION")
-            message = f"a recipe picks an option of {group} and sets no key in it, or it would mask {group}=... that a user types; write `{hint}` in its defaults"
-            problems.append(SpecProblem(key, message, body.places[key]))
-        else:
+        if group not in PICKED_ONLY:
             kept[key] = value
+            continue
+        option = "tp2" if group == "parallel" else "OPTION"
+        message = (
+            f"a recipe sets no key of {group}, or it would mask the {group}=... that a user types; "
+            f"let it pick an option: `- override /{group}: {option}` in its defaults"
+        )
+        problems.append(SpecProblem(key, message, body.places[key]))
     return FileValues(kept, body.places)

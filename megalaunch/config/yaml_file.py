@@ -52,7 +52,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Refuse anchors and aliases before they are followed: a few lines of them can unfold without end."""
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise yaml.MarkedYAMLError(problem=_NO_ANCHORS, problem_mark=event.start_mark)
         return super().compose_node(parent, index)

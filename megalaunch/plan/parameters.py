@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalaunch.config.schema import ModelSpec
+from megalaunch.config.schema.model import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def resolve(spec: RunSpec, machine: Machine, recipe: str | None, stored: RunSpec
     ):
         spec = _apply(spec, changes, notes)
     spec, derived = derive(spec)
-    return Resolution(spec, (*notes, *derived))
+    return Resolution(spec, (*notes, *derived, *_emulated(spec, machine)))
 
 
 def derive(spec: RunSpec) -> tuple[RunSpec, list[Finding]]:
@@ -67,6 +67,17 @@ def machine_mismatch(spec: RunSpec, machine: Machine) -> list[Finding]:
         message = f"the run wants {wanted} devices of each machine, and this one has {_described(machine)}"
         return [Finding("platform.this_machine", "error", "cluster.devices_per_node", message, numbers)]
     return []
+
+
+def _emulated(spec: RunSpec, machine: Machine) -> list[Finding]:
+    """A warning when a format that was asked for is not multiplied natively by the chip."""
+    facts = chip_facts(spec, machine)
+    if spec.precision.compute != "bf16" or facts is None or facts.native_bf16:
+        return []
+    if facts.device != machine.chip.device:  # no row says what another machine's processor can do
+        return []
+    message = f"{facts.name} does not multiply bf16 natively here: fp32 is likely faster"
+    return [Finding("precision.native", "warning", "precision.compute", message, fixes=("precision=fp32",))]
 
 
 def _described(machine: Machine) -> str:
@@ -151,7 +162,10 @@ def _devices_of_cpu(spec: RunSpec) -> _Changes:
     p = spec.parallel
     shards = p.tp * p.pp * p.cp
     if p.dp is None:
-        workers, why = shards * max(1, spec.cluster.cpu_workers // shards), "the layout's need within cluster.cpu_workers"
+        workers, why = (
+            shards * max(1, spec.cluster.cpu_workers // shards),
+            "the layout's need within cluster.cpu_workers",
+        )
     else:
         workers, why = -(-shards * p.dp // spec.cluster.nodes), "tp x pp x cp x dp on a processor"
     return {"cluster.devices_per_node": (workers, why)}

@@ -1,0 +1,102 @@
+"""The `megalaunch` command: a table of subcommands, each imported only when it is asked for.
+
+So `megalaunch --help` imports none of them, and a fault in one breaks no other.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import megalaunch
+
+if TYPE_CHECKING:
+    from typer.core import TyperCommand
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """Where a command is: `attribute` of `module` is a function with Typer annotations, or a Typer app."""
+
+    module: str
+    attribute: str
+    help: str
+
+
+COMMANDS = {
+    "train": Subcommand("train", "train", "Train a model, or continue a run."),
+    "watch": Subcommand("watch", "watch", "Show a run that goes on elsewhere."),
+    "generate": Subcommand("generate", "generate", "Let a trained model continue a text."),
+    "preprocess": Subcommand("preprocess", "preprocess", "Turn text or jsonl into token files."),
+    "validate-config": Subcommand("validate_config", "validate_config", "Report all that is wrong with a run at once."),
+    "recipes": Subcommand("recipes", "app", "List the recipes, or show one."),
+    "doctor": Subcommand("doctor", "doctor", "Tell what this machine has and lacks."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Lists commands from the table; imports one only to run it or to show its own help."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names, in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
+        """A name and a line of help, enough to list a command."""
+        found = COMMANDS.get(cmd_name)
+        if found is None:
+            return None
+        from typer.core import TyperCommand
+
+        return TyperCommand(cmd_name, help=found.help, callback=None)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command itself, once its name is known to be right."""
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, load_command(name) if name and listed else listed, rest
+
+
+def load_command(name: str) -> Any:
+    """Import a subcommand and build its parser."""
+    entry = COMMANDS[name]
+    target = getattr(importlib.import_module(f"megalaunch.cli.{entry.module}"), entry.attribute)
+    if not isinstance(target, typer.Typer):
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        single.command(name, help=target.__doc__ or entry.help)(target)
+        target = single
+    command = typer.main.get_command(target)
+    command.name = name
+    return command
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Train large language models with Megatron-style parallelism from declarative recipes.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megalaunch {megalaunch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the subcommand."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="megalaunch")

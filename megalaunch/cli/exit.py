@@ -1,0 +1,15 @@
+"""How a command refuses: the reason on standard error, and an exit code that says what kind it is."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import typer
+
+from megalaunch.rundir.outcome import ExitCode
+
+
+def refuse(text: str, code: ExitCode = ExitCode.CONFIGURATION) -> NoReturn:
+    """Print the reason and end the command with `code`."""
+    typer.echo(text, err=True)
+    raise typer.Exit(int(code))

@@ -1,0 +1,47 @@
+"""`validate-config --explain KEY`: what a value is, what it means and where it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING
+from typing import Any
+
+from megalaunch.config.compose import Composition
+from megalaunch.config.errors import ConfigError
+from megalaunch.config.keys import Key, schema_keys, suggestion
+from megalaunch.config.schema import RunSpec, SpecProblem
+from megalaunch.config.schema.build import describe
+
+
+def explain_key(path: str, composition: Composition, resolved: RunSpec) -> str:
+    """A few lines about one key, or about every key of a section; raises ConfigError for an unknown one."""
+    keys = [key for name, key in schema_keys().items() if name == path or name.startswith(f"{path}.")]
+    if not keys:
+        raise ConfigError([SpecProblem(path, f"unknown key{suggestion(path)}", "command line")])
+    return "\n".join(_lines(key, composition, resolved) for key in keys)
+
+
+def _lines(key: Key, composition: Composition, resolved: RunSpec) -> str:
+    origin = composition.origins[key.path]
+    given, final = _value(composition.spec, key.path), _value(resolved, key.path)
+    derived = f", given as {_shown(given)} and derived" if given != final else ""
+    default = "none" if key.field.default is MISSING else _shown(key.field.default)
+    unit = f" [{key.field.metadata['unit']}]" if key.field.metadata["unit"] else ""
+    return "\n".join(
+        [
+            f"{key.path} = {_shown(final)}{unit}",
+            f"  {key.field.metadata['meaning']}",
+            f"  from: {origin.where}{derived}",
+            f"  takes: {describe(key.annotation)}; default: {default}",
+        ]
+    )
+
+
+def _value(spec: RunSpec, path: str) -> Any:
+    section, _, name = path.partition(".")
+    return getattr(getattr(spec, section), name)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

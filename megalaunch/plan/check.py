@@ -1,0 +1,120 @@
+"""Runs every rule over a spec, sorts what they find, and proves each fix before it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from megalaunch.config.schema import RunSpec, SpecError, with_values
+from megalaunch.plan import rules as _all_rules  # noqa: F401  (registers them)
+from megalaunch.plan.findings import Finding, in_order
+from megalaunch.plan.resolve import derive
+from megalaunch.plan.rules.registry import RULES, Broken, Fix, Purpose, Situation
+from megalaunch.platform.facts import CHIPS
+
+MAX_FIXES = 3
+_PROOFS = 12  # candidates tried for one finding
+
+_DERIVABLE: Mapping[str, Any] = {
+    "model.num_query_groups": None,
+    "model.head_dim": None,
+    "model.vocab_size": None,
+    "parallel.dp": None,
+    "batch.micro_batch_size": None,
+    "schedule.decay_steps": None,
+    "data.num_samples": None,
+}  # what `derive` fills in, with its open value
+
+_Key = tuple[str, str]  # rule and path: which finding it is
+
+
+class HasOrigin(Protocol):
+    """Where a value comes from (`config.compose.Origin`)."""
+
+    @property
+    def kind(self) -> str:
+        """default, group, recipe or command line."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """A place in a file, an option, or the command line."""
+        ...
+
+    @property
+    def open(self) -> bool:
+        """True when null or auto stands there, so that the value was derived."""
+        ...
+
+
+def check(
+    spec: RunSpec, origins: Mapping[str, HasOrigin] | None = None, purpose: Purpose = "validate"
+) -> list[Finding]:
+    """Everything that is wrong with a resolved spec, errors first. Never raises.
+
+    `origins` says which values were left open and have been derived: a fix is tried with those open again
+    (without it, whatever equals its derived value counts as derived). `purpose` "train" is for a run that is
+    about to start here.
+    """
+    broken = _run_rules(Situation(spec, purpose))
+    errors = {key for key, item in broken if item.severity == "error"}
+    open_spec = _reopened(spec, origins)
+    findings = []
+    for (rule_id, path), item in broken:
+        fixes = _proven((rule_id, path), item, open_spec, purpose, errors) if item.fixes else ()
+        origin = origins.get(path) if origins else None
+        where = origin.where if origin and origin.kind != "default" else ""
+        findings.append(Finding(rule_id, item.severity, path, item.message, item.numbers, fixes, where))
+    return in_order(findings)
+
+
+def _run_rules(at: Situation) -> list[tuple[_Key, Broken]]:
+    return [((entry.id, item.path), item) for entry in RULES.values() for item in entry.check(at)]
+
+
+def _proven(key: _Key, item: Broken, spec: RunSpec, purpose: Purpose, errors: set[_Key]) -> tuple[str, ...]:
+    """The first candidates that remove the finding and add no error, as override words."""
+    shown: list[str] = []
+    for fix in _first(item.fixes, _PROOFS):
+        words = " ".join(f"{path}={_word(value)}" for path, value in fix.items())
+        if words not in shown and _works(fix, key, spec, purpose, errors):
+            shown.append(words)
+            if len(shown) == MAX_FIXES:
+                break
+    return tuple(shown)
+
+
+def _first(fixes: Iterable[Fix], count: int) -> list[Fix]:
+    return [fix for fix, _ in zip(fixes, range(count), strict=False)]
+
+
+def _works(fix: Fix, key: _Key, spec: RunSpec, purpose: Purpose, errors: set[_Key]) -> bool:
+    try:
+        fixed, _ = derive(with_values(spec, fix))
+    except SpecError:  # a candidate outside the schema's limits
+        return False
+    after = _run_rules(Situation(fixed, purpose))
+    return all(found != key and (item.severity != "error" or found in errors) for found, item in after)
+
+
+def _reopened(spec: RunSpec, origins: Mapping[str, HasOrigin] | None) -> RunSpec:
+    """The spec with its derived values open again, so that a fix moves them too."""
+    candidates = dict(_DERIVABLE)
+    chip = CHIPS.get(spec.platform.chip)
+    if chip is not None and chip.device == "cpu":
+        candidates["cluster.devices_per_node"] = "auto"
+    if origins is not None:
+        return with_values(spec, {path: value for path, value in candidates.items() if origins[path].open})
+    for path, value in candidates.items():
+        opened = with_values(spec, {path: value})
+        if path != "batch.micro_batch_size" and derive(opened)[0] == derive(spec)[0]:
+            spec = opened
+    return spec
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

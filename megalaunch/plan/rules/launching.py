@@ -1,0 +1,54 @@
+"""Rules of what can be started today, and under which name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megalaunch.plan.rules.registry import Broken, Situation, rule
+from megalaunch.plan.supported import unsupported
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@rule("engine.unsupported", "The engine can run every setting of the run.")
+def engine_unsupported(at: Situation) -> Iterator[Broken]:
+    """What composes and plans may still be ahead of the engine; it is refused by name, never silently."""
+    for entry, value in unsupported(at.spec):
+        shown = " or ".join(
+            "null" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in entry.supported
+        )
+        yield Broken(
+            entry.path,
+            f"{entry.path}={value}: the engine of this version trains with {shown} only ({entry.meaning})",
+            {"value": value, "supported": list(entry.supported)},
+            tuple({entry.path: legal} for legal in entry.supported),
+            severity="error" if at.purpose == "train" else "note",
+        )
+
+
+@rule("launcher.multi_node", "The launcher can start workers on every machine of the cluster.")
+def multi_node(at: Situation) -> Iterator[Broken]:
+    """The local launcher starts this machine's workers only."""
+    nodes = at.spec.cluster.nodes
+    if at.spec.launcher.name == "local" and nodes > 1:
+        yield Broken(
+            "cluster.nodes",
+            f"launcher=local starts workers on one machine, and the run has {nodes}: "
+            "start each by hand with the commands that `megalaunch train --dry-run` prints",
+            {"nodes": nodes},
+            ({"cluster.nodes": 1},),
+            severity="error" if at.purpose == "train" else "note",
+        )
+
+
+@rule("run.name", "The name of a run is the name of a folder.")
+def run_name(at: Situation) -> Iterator[Broken]:
+    """It becomes runs/<run.name>."""
+    name = at.spec.run.name
+    if name is not None and not _NAME.fullmatch(name):
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._-")[:128]
+        fixes = ({"run.name": plain},) if plain else ()
+        yield Broken(
+            "run.name", f"{name!r} is no name of a folder (letters, digits, dot, dash, underscore)", fixes=fixes
+        )

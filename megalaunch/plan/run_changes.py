@@ -1,0 +1,87 @@
+"""What a rerun may change of a begun run: its length, its layout and what is logged, never what it learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.build import leaves
+from megalaunch.plan.findings import Finding
+
+CHANGEABLE = (
+    "parallel.",
+    "platform.",
+    "cluster.",
+    "launcher.",
+    "checkpoint.",
+    "measure.",
+    "run.",
+    "batch.micro_batch_size",
+    "data.cache_directory",
+    "train.steps",
+    "train.stop_at",
+    "train.validation_interval",
+    "train.sample_prompt",
+    "train.sample_tokens",
+)
+"""Keys, or sections, that a rerun may change; every other key makes another run."""
+
+_PREPARED = ("data.train_prefix", "data.validation_prefix", "tokenizer.path")
+"""Keys that the launcher fills in when it prepares data.corpus."""
+
+
+def refused_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
+    """An error for each key in which a resolved new spec is another run than the stored one.
+
+    A corpus is compared by content: by the names that its prepared files have in the cache, once they are known.
+    """
+    findings = []
+    for path, now, before in _differences(new, stored):
+        if _changeable(path) or (path in _PREPARED and _same_preparation(new, stored, now, before)):
+            continue
+        message = (
+            f"the run began with {path}={_shown(before)} and cannot go on with {_shown(now)}: "
+            "give the old value, or another run.directory"
+        )
+        numbers = {"stored": before, "new": now}
+        findings.append(Finding("run.changed", "error", path, message, numbers, (f"{path}={_shown(before)}",)))
+    return findings
+
+
+def allowed_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
+    """A note for each key that a rerun changes and may change; data.cache_directory and run.* are left out."""
+    return [
+        Finding(
+            "run.changed", "note", path, f"{path}: {_shown(before)} -> {_shown(now)}", {"stored": before, "new": now}
+        )
+        for path, now, before in _differences(new, stored)
+        if _changeable(path) and not path.startswith(("run.", "data."))
+    ]
+
+
+def _differences(new: RunSpec, stored: RunSpec) -> Iterator[tuple[str, Any, Any]]:
+    for path, _, _ in leaves(RunSpec):
+        section, _, key = path.partition(".")
+        now, before = getattr(getattr(new, section), key), getattr(getattr(stored, section), key)
+        if now != before:
+            yield path, now, before
+
+
+def _changeable(path: str) -> bool:
+    return any(path == entry or (entry.endswith(".") and path.startswith(entry)) for entry in CHANGEABLE)
+
+
+def _same_preparation(new: RunSpec, stored: RunSpec, now: str | None, before: str | None) -> bool:
+    if new.data.corpus is None or new.data.corpus != stored.data.corpus:
+        return False
+    if now is None or before is None:  # not prepared yet
+        return True
+    return Path(now).parts[-2:] == Path(before).parts[-2:]  # <hash of the content>/<file>
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
