@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
 def local_values(tensor: Tensor) -> Tensor:
     """This rank's part of a parameter, gradient or moment, sharing its memory; no gradient flows through it."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def replication(tensor: Tensor) -> int:

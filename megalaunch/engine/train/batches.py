@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.data.errors import DataError
 from megalaunch.engine.mesh import Mesh
 
@@ -64,11 +63,9 @@ class BatchShape:
         return [range(first, first + width) for first in firsts]
 
 
-def batch_shape(spec: RunSpec, mesh: Mesh) -> BatchShape:
+def batch_shape(global_batch_size: int, mesh: Mesh) -> BatchShape:
     """This rank's share of every global batch."""
-    if spec.batch.micro_batch_size is None:
-        raise ValueError("batch.micro_batch_size is still null: the launcher resolves it before workers start")
-    return BatchShape(spec.batch.global_batch_size, spec.batch.micro_batch_size, mesh.data_rank, mesh.data_size)
+    return BatchShape(global_batch_size, mesh.topology.micro_batch_size, mesh.data_rank, mesh.data_size)
 
 
 class TrainBatches:

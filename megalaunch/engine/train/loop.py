@@ -45,7 +45,7 @@ class Loop:
     def __init__(self, trainee: Trainee, directory: RunDirectory, record: Record, stop: StopRequest) -> None:
         self._trainee, self._directory, self._record, self._stop = trainee, directory, record, stop
         self._spec, self._mesh = trainee.spec, trainee.mesh
-        self._shape = batch_shape(trainee.spec, trainee.mesh)
+        self._shape = batch_shape(trainee.spec.batch.global_batch_size, trainee.mesh)
         self._position = Position(step=0, tokens=0)
         self._saved: Path | None = None
         self._validation: float | None = None

@@ -1,0 +1,167 @@
+"""The oracle of layout tests: the same model on one process in fp32, in plain torch, against a layout's numbers.
+
+Tolerances of the design: every gradient to 1e-5 of its own largest value, the gradient norm to 1e-6, parameters
+after three AdamW steps to 1e-5 of their largest value.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megalaunch.config.schema import RunSpec, build_run_spec
+from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.model.init import initialise
+from megalaunch.engine.train.assemble import sharded_model
+from megalaunch.engine.train.batches import TrainBatches, batch_shape
+from megalaunch.engine.train.evaluate import validation_loss
+from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.step import Step, forward_backward
+from megalaunch.plan.topology import Topology
+
+STEPS = 3
+VOCABULARY, SEQUENCE = 61, 12  # odd on purpose: neither divides evenly over ranks
+
+
+def small_spec(**values: object) -> RunSpec:
+    """A resolved spec of a decoder with grouped queries; `values` by dotted path with `__` for the dot."""
+    data = {
+        "model": {
+            "num_layers": 3,
+            "hidden_size": 24,
+            "ffn_hidden_size": 40,
+            "num_attention_heads": 6,
+            "num_query_groups": 2,
+            "head_dim": 4,
+            "vocab_size": VOCABULARY,
+        },
+        "parallel": {"dp": 1},
+        "precision": {"compute": "fp32"},
+        "platform": {"chip": "cpu"},
+        "cluster": {"devices_per_node": 1},
+        "optimizer": {"lr": 1e-3, "epsilon": 1e-5, "clip_grad": 0.5},
+        "schedule": {"shape": "constant", "decay_steps": STEPS},
+        "batch": {"sequence_length": SEQUENCE, "micro_batch_size": 2, "global_batch_size": 8},
+        "train": {"steps": STEPS, "seed": 7},
+    }
+    for path, value in values.items():
+        section, key = path.split("__")
+        data.setdefault(section, {})[key] = value
+    data["cluster"]["devices_per_node"] = data["parallel"]["dp"]
+    return build_run_spec(data)
+
+
+class RandomSamples:
+    """Sample i is a fixed random row; a stand-in for the training order."""
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.random.default_rng(index).integers(0, VOCABULARY, SEQUENCE + 1)
+
+    def describe(self, index: int) -> str:
+        return f"row {index}"
+
+
+class UnevenRows:
+    """Validation rows of different numbers of valid tokens, one of them with none."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        row = np.random.default_rng(100 + index).integers(0, VOCABULARY, SEQUENCE + 1)
+        return row, np.arange(SEQUENCE) < 3 * index
+
+
+@dataclass
+class Numbers:
+    """Everything a layout is held to."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    validation: float
+
+
+def one_process(spec: RunSpec) -> Numbers:
+    """The reference: no sharding, no accumulation, torch's own loss, clipping and AdamW."""
+    model = build_decoder(spec.model)
+    initialise(model, spec.train.seed)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": spec.optimizer.weight_decay}, {"params": vectors, "weight_decay": 0}]
+    betas = (spec.optimizer.beta1, spec.optimizer.beta2)
+    adamw = torch.optim.AdamW(groups, lr=spec.optimizer.lr, betas=betas, eps=spec.optimizer.epsilon, foreach=False)
+    rows, size = RandomSamples(), spec.batch.global_batch_size
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        batch = torch.from_numpy(np.stack([rows[i] for i in range(step * size, (step + 1) * size)]))
+        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        adamw.zero_grad()
+        loss.backward()
+        if step == 0:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), spec.optimizer.clip_grad).item())
+        losses.append(loss.item())
+        adamw.step()
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return Numbers(losses, norms, gradients, parameters, _plain_validation(model))
+
+
+def _plain_validation(model: torch.nn.Module) -> float:
+    rows, total, count = UnevenRows(), 0.0, 0
+    with torch.no_grad():
+        for index in range(len(rows)):
+            row, valid = rows[index]
+            tokens = torch.from_numpy(row)
+            losses = F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:], reduction="none")
+            total += losses[torch.from_numpy(valid)].sum().item()
+            count += int(valid.sum())
+    return total / count
+
+
+def on_ranks(spec: RunSpec) -> Numbers | None:
+    """The same three steps by the engine on this rank of an initialised group; rank 0 returns the numbers."""
+    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    model = sharded_model(spec, mesh)
+    optimizer = NamedAdamW(model, spec.optimizer)
+    samples = RandomSamples()
+    batches = TrainBatches(samples, batch_shape(spec.batch.global_batch_size, mesh), mesh.device)
+    total = spec.batch.global_batch_size * SEQUENCE
+    forward_backward(model, batches.of(1), total, spec)
+    gradients = {name: _whole(p.grad) for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = None
+    step = Step(spec, mesh, model, optimizer, samples)
+    results = [step.run(number, batches.of(number), None) for number in range(1, STEPS + 1)]
+    batches.close()
+    validation = validation_loss(model, UnevenRows(), spec.batch.micro_batch_size or 1, mesh, lambda: None)
+    assert not isinstance(validation, signal.Signals)
+    parameters = {name: _whole(p.detach()) for name, p in model.named_parameters()}
+    numbers = Numbers([r.loss for r in results], [r.grad_norm for r in results], gradients, parameters, validation)
+    return numbers if mesh.rank == 0 else None
+
+
+def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None, "a parameter got no gradient"
+    return tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def assert_same(found: Numbers, expected: Numbers) -> None:
+    """Hold a layout's numbers to the oracle's, naming the first parameter that differs."""
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-6)
+    np.testing.assert_allclose(found.validation, expected.validation, rtol=1e-6)
+    for kind in ("gradients", "parameters"):
+        mine, reference = getattr(found, kind), getattr(expected, kind)
+        assert mine.keys() == reference.keys()
+        for name, value in reference.items():
+            difference = (torch.as_tensor(mine[name]) - value).abs().max().item()
+            limit = 1e-5 * value.abs().max().item()
+            assert difference <= limit, f"{kind} of {name}: off by {difference:.2e}, allowed {limit:.2e}"

@@ -1,0 +1,39 @@
+"""Every data-parallel layout gives the numbers of one process, gradient by gradient."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.forked_ranks import run_ranks
+from tests.oracle import assert_same, on_ranks, one_process, small_spec
+
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return one_process(small_spec())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 4), (2, 1), (4, 2), (4, 1)])
+def test_layout_equals_one_process(expected, ranks, micro, strategy):
+    spec = small_spec(parallel__dp=ranks, parallel__data_sharding=strategy, batch__micro_batch_size=micro)
+    assert_same(run_ranks(ranks, on_ranks, spec)[0], expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_replicas_equal_one_process(expected, strategy):
+    spec = small_spec(parallel__dp=4, parallel__replicas=2, parallel__data_sharding=strategy, batch__micro_batch_size=1)
+    assert_same(run_ranks(4, on_ranks, spec)[0], expected)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_tied_embeddings_equal_one_process(strategy):
+    tied = small_spec(model__tied_embeddings=True)
+    spec = small_spec(
+        model__tied_embeddings=True, parallel__dp=2, parallel__data_sharding=strategy, batch__micro_batch_size=2
+    )
+    found, expected = run_ranks(2, on_ranks, spec)[0], one_process(tied)
+    assert "head.weight" not in expected.gradients
+    assert_same(found, expected)

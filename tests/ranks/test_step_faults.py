@@ -1,0 +1,100 @@
+"""Numbers that are not finite, unreadable batches and stop signals are noticed on every rank alike, in time."""
+
+from __future__ import annotations
+
+import signal
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalaunch.data.errors import DataError
+from megalaunch.engine.ending import Ending
+from megalaunch.engine.layout import local_values
+from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.train.agreement import agree, agree_to_stop
+from megalaunch.engine.train.assemble import sharded_model
+from megalaunch.engine.train.batches import TrainBatches, batch_shape
+from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.step import Step
+from megalaunch.plan.topology import Topology
+from tests.forked_ranks import run_ranks
+from tests.oracle import RandomSamples, small_spec
+
+
+class FailingSamples(RandomSamples):
+    """Sample 13 (step 2, rank 1) cannot be read."""
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if index == 13:
+            raise DataError("token 99 is no id of a vocabulary of 61", file="corpus.bin")
+        return super().__getitem__(index)
+
+
+def _two_steps(poison: str, samples: RandomSamples) -> dict[str, object]:
+    spec = small_spec(parallel__dp=2, batch__micro_batch_size=2)
+    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    model = sharded_model(spec, mesh)
+    step = Step(spec, mesh, model, NamedAdamW(model, spec.optimizer), samples)
+    batches = TrainBatches(samples, batch_shape(8, mesh), mesh.device)
+    step.run(1, batches.of(1), None)
+    if poison == "loss" and mesh.rank == 1:
+        model.head.register_forward_hook(lambda *_: _[2] * torch.nan)
+    if poison == "gradient" and mesh.rank == 1:
+        model.norm.register_full_backward_hook(lambda *_: (_[1][0] * torch.inf,))
+    weights = [local_values(p).clone() for p in model.parameters()]
+    try:
+        step.run(2, batches.of(2), None)
+    except Ending as ending:
+        same = all(torch.equal(a, local_values(b)) for a, b in zip(weights, model.parameters(), strict=True))
+        return {"code": int(ending.exit_code), "reason": ending.reason, "step": ending.step, "unchanged": same}
+    finally:
+        batches.close()
+    return {"code": 0}
+
+
+def test_a_loss_that_is_not_finite_names_rank_and_samples_before_the_update():
+    answers = run_ranks(2, _two_steps, "loss", RandomSamples())
+    assert answers[0] == answers[1]
+    assert answers[0]["code"] == 7
+    assert answers[0]["step"] == 1
+    assert answers[0]["unchanged"]
+    assert "loss of step 2 is not finite" in answers[0]["reason"]
+    assert "on rank 1 (dp1)" in answers[0]["reason"]
+    assert "10 (row 10)" in answers[0]["reason"]
+    assert "8 (row 8)" not in answers[0]["reason"]
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_update():
+    answers = run_ranks(2, _two_steps, "gradient", RandomSamples())
+    assert answers[0] == answers[1]
+    assert (answers[0]["code"], answers[0]["unchanged"]) == (7, True)
+    assert "gradient norm of step 2" in answers[0]["reason"]
+
+
+def test_an_unreadable_batch_ends_every_rank_with_its_reason():
+    answers = run_ranks(2, _two_steps, "", FailingSamples())
+    assert answers[0] == answers[1]
+    assert answers[0]["code"] == 3
+    assert answers[0]["unchanged"]
+    assert "token 99" in answers[0]["reason"]
+
+
+def _votes(first: signal.Signals | None, second: signal.Signals | None) -> list[object]:
+    received = (first, second)[dist.get_rank()]
+    verdict = agree(torch.tensor(1.5), torch.tensor(8.0, dtype=torch.float64), received)
+    return [verdict.stop, agree_to_stop(received, torch.device("cpu")), verdict.loss, verdict.grad_norm]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "elected"),
+    [
+        (None, None, None),
+        (None, signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGINT, None, signal.SIGINT),
+        (signal.SIGTERM, signal.SIGINT, signal.SIGINT),
+    ],
+)
+def test_one_ranks_signal_stops_all(first, second, elected):
+    assert run_ranks(2, _votes, first, second) == [[elected, elected, 3.0, 4.0]] * 2

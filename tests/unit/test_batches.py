@@ -1,0 +1,63 @@
+"""A global batch is dealt out without loss or overlap, whatever the number of ranks, and read errors travel."""
+
+import numpy as np
+import pytest
+import torch
+
+from megalaunch.data.errors import DataError
+from megalaunch.engine.train.batches import BatchShape, TrainBatches
+
+
+class Counting:
+    """Sample i holds the number i everywhere."""
+
+    def __getitem__(self, index):
+        return np.full(5, index, dtype=np.int64)
+
+    def describe(self, index):
+        return f"row {index}"
+
+
+class Broken(Counting):
+    """Sample 3 cannot be read."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise self.error
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)])
+def test_every_sample_of_a_step_is_seen_once(ranks, micro):
+    shapes = [BatchShape(8, micro, rank, ranks) for rank in range(ranks)]
+    seen = [index for shape in shapes for group in shape.indices(3) for index in group]
+    assert sorted(seen) == list(range(16, 24))
+
+
+def test_microbatches_are_dealt_as_megatron_deals_them():
+    assert [list(group) for group in BatchShape(8, 2, 1, 2).indices(1)] == [[2, 3], [6, 7]]
+
+
+def test_labels_follow_inputs_and_steps_may_be_asked_in_any_order():
+    batches = TrainBatches(Counting(), BatchShape(4, 2, 0, 1), torch.device("cpu"))
+    for step in (1, 2, 7, 1):
+        batch = batches.of(step)
+        assert batch.indices == tuple(range((step - 1) * 4, step * 4))
+        assert batch.microbatches[1].tokens[:, 0].tolist() == [step * 4 - 2, step * 4 - 1]
+        assert batch.microbatches[0].labels.shape == (2, 4)
+        assert batch.valid_tokens == 16
+    batches.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [(DataError("token 9 is no id", file="x.bin"), "token 9 is no id"), (OSError("gone"), "could not be read: gone")],
+)
+def test_a_batch_that_cannot_be_read_says_why(error, shown):
+    batches = TrainBatches(Broken(error), BatchShape(4, 4, 0, 1), torch.device("cpu"))
+    assert shown in (batches.of(1).problem or "")
+    assert batches.of(2).problem is None
+    batches.close()

@@ -1,0 +1,85 @@
+"""The decoder against first principles: causality, grouped queries, rotation, initial weights."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.model.attention import attend
+from megalaunch.engine.model.init import initial_value, initialise
+from megalaunch.engine.model.rope import rotate, rotation_of
+from megalaunch.plan.parameters import count_parameters
+from tests.oracle import small_spec
+
+
+@pytest.fixture(scope="module")
+def model():
+    decoder = build_decoder(small_spec().model)
+    initialise(decoder, 3)
+    return decoder
+
+
+def test_a_position_sees_only_its_past(model):
+    tokens = torch.arange(10)[None]
+    changed = tokens.clone()
+    changed[0, 6] = 50
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[0, :6], after[0, :6])
+    assert not torch.allclose(before[0, 6:], after[0, 6:])
+
+
+def test_parameter_count_is_the_planners():
+    for spec in (small_spec(), small_spec(model__tied_embeddings=True)):
+        decoder = build_decoder(spec.model)
+        assert sum(p.numel() for p in decoder.parameters()) == count_parameters(spec.model).total
+
+
+@pytest.mark.parametrize("queries", [1, 3, 7])
+def test_attention_by_definition(queries):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 6, queries, 4, generator=generator)
+    k, v = (torch.randn(2, 2, 7, 4, generator=generator) for _ in range(2))
+    scores = q @ k.repeat_interleave(3, dim=1).mT / math.sqrt(4)
+    future = torch.arange(7)[None, :] > torch.arange(7 - queries, 7)[:, None]
+    expected = scores.masked_fill(future, -math.inf).softmax(-1) @ v.repeat_interleave(3, dim=1)
+    torch.testing.assert_close(attend(q, k, v), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rotation_turns_pairs_and_depends_on_distance_only():
+    x = torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
+    y = torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(1))
+
+    def score(first, second):
+        a = rotate(x, rotation_of(torch.tensor([first]), 8, 100.0, torch.float32))
+        b = rotate(y, rotation_of(torch.tensor([second]), 8, 100.0, torch.float32))
+        return (a * b).sum().item()
+
+    assert score(5, 2) == pytest.approx(score(13, 10), abs=1e-5)
+    assert score(5, 2) != pytest.approx(score(5, 4), abs=1e-3)
+    pair = rotate(torch.tensor([[1.0, 0.0]]), rotation_of(torch.tensor([1]), 2, 100.0, torch.float32))
+    assert pair.tolist()[0] == pytest.approx([math.cos(1), math.sin(1)])
+
+
+def test_initial_weights_depend_on_seed_and_name_only(model):
+    config = model.config
+    one = initial_value("layers.0.mlp.up_proj.weight", torch.Size([40, 24]), config, 3)
+    assert torch.equal(one, dict(model.named_parameters())["layers.0.mlp.up_proj.weight"])
+    assert not torch.equal(one, initial_value("layers.1.mlp.up_proj.weight", torch.Size([40, 24]), config, 3))
+    assert not torch.equal(one, initial_value("layers.0.mlp.up_proj.weight", torch.Size([40, 24]), config, 4))
+
+
+def test_initial_spread(model):
+    config = replace(model.config, num_layers=8)
+    shape = torch.Size([400, 400])
+    plain = initial_value("layers.0.attention.q_proj.weight", shape, config, 0).std().item()
+    writer = initial_value("layers.0.attention.o_proj.weight", shape, config, 0).std().item()
+    assert plain == pytest.approx(config.init_std, rel=0.02)
+    assert writer == pytest.approx(config.init_std / 4, rel=0.02)
+    assert initial_value("norm.weight", torch.Size([5]), config, 0).tolist() == [1] * 5
+
+
+def test_an_open_vocabulary_is_named():
+    with pytest.raises(ValueError, match="vocab_size"):
+        build_decoder(replace(small_spec().model, vocab_size=None))
