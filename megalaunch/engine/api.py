@@ -1,0 +1,75 @@
+"""What commands and library users call; everything else of the engine may move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.inference.generate import generate_tokens
+from megalaunch.engine.inference.load import LanguageModel, find_checkpoint, load_language_model
+from megalaunch.engine.inference.sampling import Sampling
+from megalaunch.engine.inference.text import text_of
+
+__all__ = ["CheckpointError", "LanguageModel", "Sampling", "continue_text", "generate", "length_note", "open_model"]
+
+
+def generate(source: Path, prompt: str, max_new_tokens: int = 200, sampling: Sampling | None = None) -> str:
+    """What the model of a run or checkpoint directory writes after `prompt` (the prompt is not repeated).
+
+    Raises as `open_model` and `continue_text` do.
+    """
+    return "".join(continue_text(open_model(source), prompt, max_new_tokens, sampling))
+
+
+def open_model(source: Path, report: Callable[[str], None] = lambda message: None) -> LanguageModel:
+    """The model of a run directory's newest valid checkpoint, or of a checkpoint directory, on the best device here.
+
+    `report` hears of checkpoints that are passed over. Raises NotADirectoryError when `source` is neither, and
+    CheckpointError when there is no valid checkpoint.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return load_language_model(find_checkpoint(source, report), device)
+
+
+def continue_text(
+    model: LanguageModel, prompt: str, max_new_tokens: int = 200, sampling: Sampling | None = None
+) -> Iterator[str]:
+    """Yield the text after `prompt` piece by piece, until the document ends or `max_new_tokens` are written.
+
+    Raises ValueError at once, not at the first piece, when the prompt is empty or too long for the model.
+    """
+    tokens = model.tokenizer.encode(prompt)
+    if not tokens:
+        raise ValueError("the prompt is empty: give the model at least a word to continue")
+    longest = model.spec.model.max_position_embeddings
+    if len(tokens) + max_new_tokens > longest:
+        raise ValueError(
+            f"the prompt of {len(tokens)} tokens and {max_new_tokens} new ones are more than the "
+            f"{longest} that the model is made for (model.max_position_embeddings)"
+        )
+    return _continue(model, tokens, max_new_tokens, sampling or Sampling())
+
+
+def length_note(model: LanguageModel, prompt: str, max_new_tokens: int) -> str | None:
+    """A warning when the text may outgrow the samples that the model was trained on, else None."""
+    trained, asked = model.spec.batch.sequence_length, len(model.tokenizer.encode(prompt)) + max_new_tokens
+    if asked <= trained:
+        return None
+    return f"the text may grow to {asked} tokens; this model was trained on {trained} at a time and may lose the thread"
+
+
+def _continue(model: LanguageModel, tokens: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
+    end_id = model.tokenizer.eod_id
+    drawn = generate_tokens(
+        model.decoder,
+        torch.tensor([tokens]),
+        max_new_tokens,
+        sampling,
+        end_id=end_id,
+        vocabulary=model.tokenizer.vocab_size,
+    )
+    written = (int(token) for (token,) in drawn)
+    return text_of(model.tokenizer, tokens, (token for token in written if token != end_id))

@@ -1,0 +1,7 @@
+"""What the parts of a run's checkpoint are called; whoever writes or reads one imports the names from here."""
+
+from __future__ import annotations
+
+SPEC_FILE = "spec.yaml"
+TOKENIZER_FILE = "tokenizer.json"
+WEIGHTS = "model."  # before the name of each of the decoder's parameters

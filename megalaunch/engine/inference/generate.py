@@ -1,0 +1,58 @@
+"""Token after token from a decoder, each step over the new positions only.
+
+Shapes: B batch, S prompt length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megalaunch.engine.inference.cache import LayerCache, make_cache
+from megalaunch.engine.inference.sampling import Sampler, Sampling
+from megalaunch.engine.model.decoder import Decoder
+
+
+def generate_tokens(
+    model: Decoder,
+    prompts_BS: Tensor,
+    max_new_tokens: int,
+    sampling: Sampling,
+    end_id: int | None = None,
+    vocabulary: int | None = None,
+) -> Iterator[Tensor]:
+    """Yield the next token of every prompt, [B] int64 on the CPU, up to `max_new_tokens` times.
+
+    A row that has written `end_id` yields `end_id` from then on; when all rows have, it ends. Ids from
+    `vocabulary` on are never written (a model's table may be larger than its tokenizer).
+    """
+    batch, length = prompts_BS.shape
+    if length == 0:
+        raise ValueError("a prompt needs at least one token")
+    weight = model.embedding.weight
+    cache = make_cache(model.config, batch, length + max_new_tokens, weight.dtype, weight.device)
+    sampler = Sampler(sampling, batch)
+    ended = torch.zeros(batch, dtype=torch.bool)
+    tokens_BS = prompts_BS
+    for _ in range(max_new_tokens):
+        logits_BV = next_logits(model, tokens_BS, cache)
+        next_B = sampler.next_tokens(logits_BV[:, :vocabulary])
+        if end_id is not None:
+            next_B = next_B.masked_fill(ended, end_id)
+            ended |= next_B == end_id
+        yield next_B
+        if ended.all():
+            return
+        tokens_BS = next_B[:, None]
+
+
+@torch.inference_mode()
+def next_logits(model: Decoder, tokens_BS: Tensor, cache: Sequence[LayerCache]) -> Tensor:
+    """Logits [B, V] of the token after the last of these; they follow what the cache holds, and are added to it."""
+    tokens_BS = tokens_BS.to(model.embedding.weight.device)
+    seen = cache[0].length
+    positions_S = torch.arange(seen, seen + tokens_BS.shape[1], device=tokens_BS.device)
+    logits_BSV: Tensor = model(tokens_BS, positions_S, cache)
+    return logits_BSV[:, -1]

@@ -1,0 +1,90 @@
+"""A language model from what training left: decoder, tokenizer and spec, all out of one checkpoint directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megalaunch.config.schema import RunSpec, SpecError
+from megalaunch.config.spec_file import read_spec
+from megalaunch.data.errors import DataError
+from megalaunch.data.tokenizer import Tokenizer, load_tokenizer
+from megalaunch.engine.checkpoint.catalogue import CATALOGUE
+from megalaunch.engine.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
+from megalaunch.engine.checkpoint.manifest import MANIFEST
+from megalaunch.engine.checkpoint.store import CheckpointError, newest_valid, read_tensors, verify_checkpoint
+from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.precision.policy import compute_format
+from megalaunch.rundir.paths import RunDirectory, checkpoint_step
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A decoder ready to be asked, with its tokenizer; `checkpoint` is where it came from."""
+
+    checkpoint: Path
+    spec: RunSpec
+    decoder: Decoder
+    tokenizer: Tokenizer
+
+
+def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
+    """The checkpoint meant by a run directory (its newest valid one) or a checkpoint directory; it is verified.
+
+    `report` hears of those passed over. Raises NotADirectoryError when it is neither, and CheckpointError when
+    nothing there is valid.
+    """
+    if (source / MANIFEST).exists() or (source / CATALOGUE).exists() or checkpoint_step(source) is not None:
+        problems = verify_checkpoint(source)
+        if problems:
+            raise CheckpointError(f"the checkpoint {source} cannot be trusted: {'; '.join(problems)}")
+        return source
+    run = RunDirectory(source)
+    if not run.checkpoints.is_dir() and not run.spec.is_file():
+        what = "has neither a checkpoint nor a run in it" if source.is_dir() else "is no directory"
+        raise NotADirectoryError(f"{source} {what}; give a run directory or one of its checkpoints/step_<number>")
+    refused: list[str] = []
+
+    def pass_over(checkpoint: Path, problems: list[str]) -> None:
+        refused.append(checkpoint.name)
+        report(f"{checkpoint} is passed over: {'; '.join(problems)}")
+
+    found = newest_valid(run.checkpoints, pass_over)
+    if found is None:
+        reason = f"all of them are damaged: {', '.join(refused)}" if refused else "the run has not saved one yet"
+        raise CheckpointError(f"{run.checkpoints} holds no valid checkpoint ({reason})")
+    return found
+
+
+def load_language_model(checkpoint: Path, device: torch.device) -> LanguageModel:
+    """Load a verified checkpoint; raises CheckpointError when something in it is missing or does not fit.
+
+    On a CPU the decoder computes in fp32 (one token a step is bound by memory), elsewhere in the run's format.
+    """
+    try:
+        spec = read_spec(checkpoint / SPEC_FILE)
+        tokenizer = load_tokenizer(checkpoint / TOKENIZER_FILE)
+        dtype = torch.float32 if device.type == "cpu" else compute_format(spec.precision)
+        decoder = _decoder(checkpoint, spec, dtype, device)
+    except (SpecError, DataError, OSError, ValueError) as error:
+        raise CheckpointError(f"no text can be generated from {checkpoint}: {error}") from error
+    return LanguageModel(checkpoint, spec, decoder, tokenizer)
+
+
+def _decoder(checkpoint: Path, spec: RunSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
+    with torch.device("meta"):
+        decoder = build_decoder(spec.model)
+    shapes = {name: parameter.shape for name, parameter in decoder.named_parameters()}
+    weights = read_tensors(checkpoint, [WEIGHTS + name for name in shapes])
+    for name, shape in shapes.items():
+        stored = weights[WEIGHTS + name]
+        if stored.shape != shape:
+            raise ValueError(f"{name} has the shape {list(stored.shape)} there; {SPEC_FILE} means {list(shape)}")
+    placed = {name: weights.pop(WEIGHTS + name).to(device, dtype) for name in shapes}
+    decoder.load_state_dict(placed, strict=False, assign=True)  # not strict: a tied head has no tensor of its own
+    decoder.tie()
+    return decoder.eval()
