@@ -22,6 +22,7 @@ _RECORD_SUFFIXES = {".jsonl", ".ndjson"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # A lone text file is cut into documents after a blank line once this long, after any line once four times as long.
 _SECTION_BYTES = 4096
+_CORRECT_SOURCE = "Correct data.corpus, or allow reading."
 _ONLY_UTF8 = "Convert it to UTF-8 (iconv -f latin1 -t utf-8 ...), or leave it out by a glob."
 
 
@@ -47,7 +48,10 @@ class CorpusFile:
 
     def size(self) -> int:
         """Bytes in it."""
-        return self.path.stat().st_size
+        try:
+            return self.path.stat().st_size
+        except OSError as error:
+            raise cannot("read it", self.path, error, _CORRECT_SOURCE) from error
 
     def sha256(self) -> str:
         """Hash of its content."""
@@ -96,12 +100,15 @@ def find_corpus(source: str, json_key: str) -> Corpus:
         root = Path(sysconfig.get_paths()["stdlib"])
         return Corpus(_below(root, _STANDARD_LIBRARY_LEAVES_OUT, ".py"), json_key)
     path = Path(source).expanduser()
-    if path.is_dir():
-        return Corpus(_below(path, set(), ""), json_key)
-    if path.exists():
-        return Corpus((CorpusFile(path, path.name),), json_key)
-    if glob.has_magic(source):
-        return Corpus(_matching(str(path)), json_key)
+    try:
+        if path.is_dir():
+            return Corpus(_below(path, set(), ""), json_key)
+        if path.is_file():
+            return Corpus((CorpusFile(path, path.name),), json_key)
+        if glob.has_magic(source):
+            return Corpus(_matching(str(path)), json_key)
+    except OSError as error:
+        raise cannot("read it", Path(error.filename or path), error, _CORRECT_SOURCE) from error
     raise DataError(
         "no such corpus", file=path, fix=f"data.corpus takes a file, a folder, a glob or {STANDARD_LIBRARY}."
     )
@@ -112,7 +119,7 @@ def open_source(path: Path) -> BufferedReader:
     try:
         return path.open("rb")
     except OSError as error:
-        raise cannot("read it", path, error, "Correct data.corpus, or allow reading.") from error
+        raise cannot("read it", path, error, _CORRECT_SOURCE) from error
 
 
 def record_text(line: bytes, json_key: str, path: Path, number: int) -> str:
@@ -202,8 +209,11 @@ def _sections(file: CorpusFile, source: BufferedReader) -> Iterator[Document]:
 
 
 def _below(root: Path, left_out: set[str], suffix: str) -> tuple[CorpusFile, ...]:
+    def fail(error: OSError) -> None:
+        raise error  # os.walk would pass over a folder that it may not list
+
     found = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=fail):
         # Pruned in place, so that a folder left out is not even listed.
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         paths = (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith("."))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,13 +41,14 @@ class UnfinishedFile:
         """Remove the hidden file, if it was not published."""
         if not self.file.closed:
             self.path.unlink(missing_ok=True)
-            self.file.close()
+            with suppress(OSError):  # closing writes what is buffered, and the disk may be full
+                self.file.close()
 
 
 def _open_alone(path: Path) -> BinaryIO:
     """Open `path` empty for writing, as its only writer; DataError when another process writes it."""
     while True:
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b")
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "r+b")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
