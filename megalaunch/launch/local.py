@@ -43,7 +43,7 @@ def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunVi
         write_spec(spec, directory.spec)
         with directory.overrides.open("a", encoding="utf-8") as file:
             file.write(shlex.join(launch.words) + "\n")
-        view = RunView(spec, directory, launch.scale, from_now=True)
+        view = RunView(spec, directory, launch.scale)
         record_event(directory, "launch", words=list(launch.words), workers=workers, command=command)
     except OSError as error:
         fix = "free space there, or name another run.directory" if error.errno == 28 else "name another run.directory"

@@ -13,6 +13,7 @@ from megalaunch.rundir.lines import Record
 
 STARTING_SILENCE = 9.0  # outside of steps a reader must never wonder for 10 s whether anything happens
 TRAINING_SILENCE = 60.0
+_BEFORE_STEPS = ("restart", "phase", "resumed", "metrics_cut", "checkpoint_refused")  # the rest comes after them
 
 
 class PlainDisplay:
@@ -21,7 +22,7 @@ class PlainDisplay:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._spoke = self._began = time.monotonic()
-        self._gone = False
+        self._gone = self._steps_seen = False
 
     def say(self, line: str) -> None:
         """Print one line now."""
@@ -35,18 +36,27 @@ class PlainDisplay:
     def update(self, view: RunView) -> None:
         """Print what is new since the last call."""
         for event in view.fresh_events:
-            if line := sentence(event):
-                self.say(line)
+            if event.get("event") == "restart":
+                self._steps_seen = False
+            if event.get("event") in _BEFORE_STEPS:
+                self._say_event(event)
         interval = view.spec.measure.log_interval
         for record in view.fresh_steps:
+            self._steps_seen = True
             step = int(record["step"])
-            if step > view.shown_step:
-                view.shown_step = step
-                if step % interval == 0 or step == view.last_step or step == 1:
-                    self.say(step_line(view, record))
+            if step % interval == 0 or step in (1, view.last_step):
+                self.say(step_line(view, record))
         for record in view.fresh_validations:
             self.say(f"step {record['step']}  validation loss {loss_of(number(record, 'validation_loss'))}")
+        for event in view.fresh_events:
+            if event.get("event") not in _BEFORE_STEPS:
+                self._say_event(event)
         self._break_silence(view)
+
+    def _say_event(self, event: Record) -> None:
+        # Between steps a phase shows in what it leaves: a validation loss, a checkpoint.
+        if (line := sentence(event)) and not (self._steps_seen and event.get("event") == "phase"):
+            self.say(line)
 
     def _break_silence(self, view: RunView) -> None:
         now = time.monotonic()

@@ -48,7 +48,8 @@ def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchEnd) -> li
     lines = [f"megalaunch: {_title(code, spec)} (exit code {outcome.exit_code})"]
     if failure is None:
         lines += _field("reason", outcome.reason, 4)
-        lines += _details(outcome.details)
+        if code not in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
+            lines += _details(outcome.details)
     else:
         lines += _failure_lines(failure, directory)
     if code not in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
@@ -75,8 +76,9 @@ def _failure_lines(failure: Failure, directory: RunDirectory) -> list[str]:
 
 def _details(details: dict[str, object]) -> list[str]:
     lines = []
-    for key, value in list(details.items())[:6]:
-        lines += _field(key.replace("_", " "), str(value), 2)
+    for key, value in [item for item in details.items() if item[1] is not None][:6]:
+        shown = ", ".join(str(part) for part in value) if isinstance(value, list) else str(value)
+        lines += _field(key.replace("_", " "), shown, 2)
     return lines
 
 

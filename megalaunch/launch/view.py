@@ -24,19 +24,23 @@ class Scale:
 
 
 class RunView:
-    """Refreshed by `refresh`; `fresh_*` hold what came since the last refresh, `stepping` is off in other phases."""
+    """Refreshed by `refresh`; `fresh_*` hold what came since the last refresh, `stepping` is true while steps come in.
 
-    def __init__(self, spec: RunSpec, directory: RunDirectory, scale: Scale, from_now: bool) -> None:
+    What the files hold at the beginning is history: it is in the figures, but not fresh. `attach` takes the phase
+    from it too, for a launch that goes on elsewhere.
+    """
+
+    def __init__(self, spec: RunSpec, directory: RunDirectory, scale: Scale, attach: bool = False) -> None:
         self.spec, self.directory, self.scale = spec, directory, scale
         self._metrics = LineFollower(directory.metrics)
-        self._events = LineFollower(directory.events, at_end=from_now)
+        self._events = LineFollower(directory.events)
         self._clear()
-        self.fresh_steps: list[Record] = []
-        self.fresh_validations: list[Record] = []
-        self.fresh_events: list[Record] = []
+        self._known_step = self._known_validation = 0
         self.phase, self.stepping = "starting", False
         self.refresh()
-        self.shown_step = self.step if from_now else 0
+        self.fresh_steps, self.fresh_validations, self.fresh_events = [], [], []
+        if not attach:
+            self.phase, self.stepping = "starting", False
 
     def _clear(self) -> None:
         self.latest: Record | None = None
@@ -45,20 +49,20 @@ class RunView:
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def refresh(self) -> None:
-        """Read what was appended; a rewritten metrics file replaces what was known."""
+        """Read what was appended; a rewritten metrics file replaces what was known, its cut steps come anew."""
         records, rewritten = self._metrics.read_new()
         if rewritten:
             self._clear()
-        self.fresh_steps = [record for record in records if "loss" in record and "step" in record]
-        self.fresh_validations = [record for record in records if "validation_loss" in record and "step" in record]
-        for record in self.fresh_steps:
+        steps = [record for record in records if "loss" in record and "step" in record]
+        validations = [record for record in records if "validation_loss" in record and "step" in record]
+        for record in steps:
             self.latest = record
             self.losses.append(number(record, "loss"))
             self._step_seconds.append(number(record, "step_seconds"))
-        if self.fresh_validations:
-            self.validation = self.fresh_validations[-1]
-        if rewritten:
-            self.shown_step = min(self.shown_step, self.step)
+        self.validation = validations[-1] if validations else self.validation
+        self.fresh_steps = [record for record in steps if number(record, "step") > self._known_step]
+        self.fresh_validations = [v for v in validations if number(v, "step") > self._known_validation]
+        self._known_step, self._known_validation = self.step, int(number(self.validation or {"step": 0}, "step"))
         self.fresh_events, _ = self._events.read_new()
         for event in self.fresh_events:
             if event.get("event") in ("phase", "restart"):

@@ -1,0 +1,135 @@
+"""What may hold a run: new, begun, foreign, not writable; and what run.resume makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launching import tiny_spec
+
+from megalaunch.config.schema import SpecError
+from megalaunch.config.spec_file import write_spec
+from megalaunch.launch.directory import RunDirectoryError, create_folders, inspect_run, leave_run, take_run
+from megalaunch.launch.resume import decide
+from megalaunch.rundir.outcome import Outcome, write_outcome
+from megalaunch.rundir.paths import RunDirectory
+
+
+def begun(root: Path, spec=None, code=0, step=20) -> RunDirectory:
+    directory = RunDirectory(root)
+    root.mkdir(parents=True, exist_ok=True)
+    write_spec(spec or tiny_spec(), directory.spec)
+    directory.metrics.write_text(json.dumps({"step": 1, "loss": 2.0}) + "\n")
+    directory.checkpoint(step).mkdir(parents=True)
+    write_outcome(directory.outcome, Outcome(code, "as a test says", step))
+    return directory
+
+
+def test_a_new_directory(tmp_path):
+    directory = RunDirectory(tmp_path / "a" / "b")
+    assert inspect_run(directory).kind == "new"
+    lock = take_run(directory)
+    assert inspect_run(directory).kind == "new"
+    leave_run(directory, lock)
+    assert not directory.root.exists()  # nothing was begun, nothing stays
+
+
+def test_a_launch_that_died_before_its_first_step_left_a_new_one(tmp_path):
+    directory = RunDirectory(tmp_path)
+    write_spec(tiny_spec(), directory.spec)
+    directory.overrides.write_text("x\n")
+    create_folders(directory)
+    assert inspect_run(directory).kind == "new"
+
+
+def test_a_begun_run(tmp_path):
+    state = inspect_run(begun(tmp_path))
+    assert (state.kind, state.checkpoints, state.outcome.step) == ("begun", (20,), 20)
+    assert state.stored == tiny_spec()
+
+
+def test_a_strangers_directory(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    (tmp_path / "lock").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"is no run directory: it holds thesis\.tex"):
+        inspect_run(RunDirectory(tmp_path))
+
+
+def test_files_beside_a_run_do_no_harm(tmp_path):
+    begun(tmp_path)
+    (tmp_path / "notes.txt").write_text("")
+    assert inspect_run(RunDirectory(tmp_path)).kind == "begun"
+
+
+def test_a_run_without_its_spec(tmp_path):
+    begun(tmp_path).spec.unlink()
+    with pytest.raises(RunDirectoryError, match="holds a run without its spec"):
+        inspect_run(RunDirectory(tmp_path))
+
+
+def test_a_broken_spec_is_named(tmp_path):
+    begun(tmp_path).spec.write_text("version: 99\n")
+    with pytest.raises(SpecError, match=r"spec\.yaml: version: is 99"):
+        inspect_run(RunDirectory(tmp_path))
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(RunDirectoryError, match="is no directory"):
+        inspect_run(RunDirectory(tmp_path / "run"))
+    with pytest.raises(RunDirectoryError, match="is not writable"):
+        take_run(RunDirectory(tmp_path / "run" / "below"))
+
+
+def test_a_place_that_takes_no_files():
+    with pytest.raises(RunDirectoryError, match=r"/proc/nothing is not writable \(No such file or directory\)"):
+        take_run(RunDirectory(Path("/proc/nothing")))
+
+
+def test_stale_positions_and_outcome_go_before_a_launch(tmp_path):
+    directory = begun(tmp_path)
+    create_folders(directory)
+    directory.progress(0).write_text("{}")
+    directory.rank_log(0).write_text("kept")
+    create_folders(directory)
+    assert not directory.progress(0).exists()
+    assert not directory.outcome.exists()
+    assert directory.rank_log(0).read_text() == "kept"
+
+
+def test_starting_and_continuing(tmp_path):
+    spec = tiny_spec(run__directory=str(tmp_path))
+    new = inspect_run(RunDirectory(tmp_path))
+    assert decide(new, spec).action == "start"
+    with pytest.raises(RunDirectoryError, match=r"run\.resume=required, and .* holds no begun run"):
+        decide(new, tiny_spec(run__directory=str(tmp_path), run__resume="required"))
+    stopped = inspect_run(begun(tmp_path, code=75, step=7))
+    assert decide(stopped, spec).action == "continue"
+    with pytest.raises(RunDirectoryError, match=r"run\.resume=never"):
+        decide(stopped, tiny_spec(run__directory=str(tmp_path), run__resume="never"))
+
+
+@pytest.mark.parametrize(
+    ("values", "action"),
+    [
+        ({}, "report"),
+        ({"train__steps": 19}, "report"),
+        ({"train__stop_at": 20}, "report"),
+        ({"train__steps": 21}, "continue"),
+        ({"train__steps": 40, "train__stop_at": 20}, "report"),
+        ({"train__steps": 40, "train__stop_at": 21}, "continue"),
+    ],
+)
+def test_a_finished_run_is_reported_not_started_anew(tmp_path, values, action):
+    assert decide(inspect_run(begun(tmp_path)), tiny_spec(**values)).action == action
+
+
+def test_raising_the_steps_says_what_stays(tmp_path):
+    decision = decide(
+        inspect_run(begun(tmp_path)), tiny_spec(train__steps=40, schedule__decay_steps=20, data__num_samples=160)
+    )
+    (note,) = decision.notes
+    assert "train.steps raised from 20 to 40" in note
+    assert "schedule.decay_steps=20" in note
+    assert "first 160 samples" in note

@@ -1,0 +1,278 @@
+"""What a person sees, from the run's files alone: lines without a terminal, a panel in one, summary, plot."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import tiny_spec
+from rich.console import Console
+
+from megalaunch.launch.directory import create_folders
+from megalaunch.launch.follow import LineFollower
+from megalaunch.launch.live import LiveDisplay, panel, sparkline
+from megalaunch.launch.plain import PlainDisplay
+from megalaunch.launch.plot import plot_run, smoothed
+from megalaunch.launch.summary import run_summary
+from megalaunch.launch.view import RunView, Scale
+from megalaunch.launch.words import bytes_of_memory, duration
+from megalaunch.rundir.events import record_event
+from megalaunch.rundir.lines import append_line, keep_lines
+from megalaunch.rundir.outcome import Outcome
+from megalaunch.rundir.paths import RunDirectory
+
+SCALE = Scale(step_flops=10**12, devices=2, peak_flops=2.5e12)
+
+
+def step(number: int, **changes) -> dict:
+    record = {
+        "step": number,
+        "loss": 8.0 / number,
+        "grad_norm": 0.5,
+        "learning_rate": 1e-3,
+        "tokens": 2048 * number,
+        "tokens_per_second": 4096.0,
+        "step_seconds": 0.5,
+        "memory_bytes": 3 * 2**29,
+    }
+    return {**record, **changes}
+
+
+@pytest.fixture
+def directory(tmp_path) -> RunDirectory:
+    found = RunDirectory(tmp_path)
+    create_folders(found)
+    return found
+
+
+def spec(**values):
+    return tiny_spec(measure__log_interval=5, **values)
+
+
+def test_a_growing_file_gives_each_whole_line_once(tmp_path):
+    path = tmp_path / "lines"
+    follower = LineFollower(path)
+    assert follower.read_new() == ([], False)
+    append_line(path, {"a": 1})
+    with path.open("a") as file:
+        file.write('{"a": ')
+    assert follower.read_new() == ([{"a": 1}], False)
+    with path.open("a") as file:
+        file.write("2}\nnot json\n")
+    assert follower.read_new() == ([{"a": 2}], False)
+    keep_lines(path, lambda record: record["a"] == 1)
+    assert follower.read_new() == ([{"a": 1}], True)
+    assert follower.read_new() == ([], False)
+
+
+def test_lines_without_a_terminal(directory):
+    stream = io.StringIO()
+    view = RunView(spec(), directory, SCALE)
+    display = PlainDisplay(stream)
+    record_event(directory, "phase", phase="building", elapsed_seconds=3.2)
+    for number in range(1, 8):
+        append_line(directory.metrics, step(number))
+    append_line(directory.metrics, {"step": 5, "validation_loss": 4.5})
+    record_event(directory, "checkpoint", step=7, path="x", seconds=0.25)
+    view.refresh()
+    display.update(view)
+    lines = stream.getvalue().splitlines()
+    assert lines == [
+        "building (3 s since the start)",
+        lines[1],
+        "step  5/20  loss 1.6000  grad norm 0.500  lr 1.00e-03  4,096 tokens/s  1 TFLOP/s  MFU 40.0%  1.5 GiB"
+        "  6 s left",
+        "step 5  validation loss 4.5000",
+        "checkpoint of step 7 saved (0.2 s)",
+    ]
+    assert lines[1].startswith("step  1/20  loss 8.0000")
+
+
+def test_steps_that_are_redone_after_a_cut_are_shown_again(directory):
+    stream = io.StringIO()
+    view = RunView(spec(), directory, SCALE)
+    display = PlainDisplay(stream)
+    for number in range(1, 13):
+        append_line(directory.metrics, step(number))
+    view.refresh()
+    display.update(view)
+    keep_lines(directory.metrics, lambda record: record["step"] <= 6)
+    view.refresh()
+    display.update(view)
+    assert view.step == 6
+    for number in range(7, 13):
+        append_line(directory.metrics, step(number))
+    view.refresh()
+    display.update(view)
+    shown = [line.split("/")[0].split()[-1] for line in stream.getvalue().splitlines()]
+    assert shown == ["1", "5", "10", "10"]
+
+
+def test_a_resumed_run_shows_only_what_is_new(directory):
+    for number in range(1, 11):
+        append_line(directory.metrics, step(number))
+    record_event(directory, "note", message="old")
+    stream = io.StringIO()
+    view = RunView(spec(), directory, SCALE)
+    display = PlainDisplay(stream)
+    display.update(view)
+    for number in range(11, 16):
+        append_line(directory.metrics, step(number))
+    view.refresh()
+    display.update(view)
+    assert [line[:10] for line in stream.getvalue().splitlines()] == ["step 15/20"]
+
+
+def test_silence_is_broken_while_nothing_steps(directory, monkeypatch):
+    stream = io.StringIO()
+    view = RunView(spec(), directory, SCALE)
+    display = PlainDisplay(stream)
+    record_event(directory, "phase", phase="loading torch", elapsed_seconds=0.0)
+    view.refresh()
+    display.update(view)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 9.5)
+    view.refresh()
+    display.update(view)
+    assert stream.getvalue().splitlines()[1].startswith("still loading torch (step 0, 1")
+    append_line(directory.metrics, step(2))
+    view.refresh()
+    display.update(view)
+    record_event(directory, "phase", phase="validating", elapsed_seconds=40.0)
+    record_event(directory, "phase", phase="training", elapsed_seconds=40.0)
+    append_line(directory.metrics, step(3))
+    view.refresh()
+    display.update(view)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 30)
+    view.refresh()
+    display.update(view)
+    assert len(stream.getvalue().splitlines()) == 2  # a step may take its time
+    monkeypatch.setattr(time, "monotonic", lambda: now + 80)
+    display.update(view)
+    assert "still training (step 3" in stream.getvalue()
+
+
+def test_a_closed_pipe_does_not_end_the_run(directory):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    display = PlainDisplay(Gone())
+    display.say("x")
+    display.say("y")
+
+
+def test_the_panel_shows_everything(directory):
+    view = RunView(spec(run__name="quick"), directory, SCALE)
+    for number in range(1, 11):
+        append_line(directory.metrics, step(number))
+    append_line(directory.metrics, {"step": 10, "validation_loss": 4.25})
+    view.refresh()
+    console = Console(width=100, file=io.StringIO(), force_terminal=False)
+    console.print(panel(view, 65))
+    text = console.file.getvalue()
+    for part in (
+        "quick · training · 1 min 05 s",
+        "step 10/20  50%  5 s left",
+        "loss 0.8000",
+        "validation 4.2500",
+        "grad norm 0.500",
+        "lr 1.00e-03",
+        "tokens/s 4,096",
+        "tokens 20,480",
+        "memory 1.5 GiB",
+        "TFLOP/s 1",
+        "MFU 40.0%",
+        str(directory.root)[:20],
+    ):
+        assert part in text, part
+
+
+def test_the_panel_before_the_first_step(directory):
+    view = RunView(spec(), directory, Scale(10**12, 2, None))
+    console = Console(width=100, file=io.StringIO())
+    console.print(panel(view, 1))
+    text = console.file.getvalue()
+    assert "starting" in text
+    assert "loss -" in text
+    assert "MFU" not in text
+    assert "nan" not in text
+
+
+def test_the_live_display_draws_and_leaves(directory):
+    stream = io.StringIO()
+    view = RunView(spec(), directory, SCALE)
+    display = LiveDisplay(Console(width=100, file=stream, force_terminal=True))
+    record_event(directory, "restart", attempt=1, reason="rank 1 [dp1] was killed")
+    append_line(directory.metrics, step(1))
+    view.refresh()
+    display.update(view)
+    display.close()
+    assert "restart 1: rank 1 [dp1] was killed" in stream.getvalue()
+    assert "step 1/20" in stream.getvalue()
+    assert stream.getvalue().count("\x1b[?25l") <= stream.getvalue().count("\x1b[?25h")  # the cursor is there
+
+
+def test_the_sparkline():
+    assert sparkline([1.0, 2.0, 3.0]) == "▁▅█"
+    assert sparkline([1.0, float("nan"), 3.0]) == "▁ █"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([float("nan")]) == ""
+
+
+def test_words():
+    assert [duration(s) for s in (0.4, 59, 65, 7625, float("nan"))] == ["0 s", "59 s", "1 min 05 s", "2 h 07 min", "-"]
+    assert [bytes_of_memory(b) for b in (2**20, 3 * 2**29)] == ["1 MiB", "1.5 GiB"]
+
+
+def test_the_summary(directory):
+    for number in range(1, 21):
+        append_line(directory.metrics, step(number, loss=4.0 if number > 10 else 6.0))
+    append_line(directory.metrics, {"step": 20, "validation_loss": 4.5})
+    directory.checkpoint(10).mkdir()
+    directory.checkpoint(20).mkdir()
+    (directory.checkpoints / ".step_00000030.unfinished").mkdir()
+    directory.sample.write_text("def main():\n    pass\n")
+    lines = run_summary(spec(), directory, Outcome(0, "finished all 20 steps", 20))
+    assert lines == [
+        "fake: finished all 20 steps",
+        "  training loss    5.0000 (mean of the last 20 steps)",
+        "  validation loss  4.5000 (step 20)",
+        "  tokens           40,960 seen in 10 s of steps, 4,096 tokens/s on average",
+        f"  checkpoint       {directory.checkpoint(20)}",
+        "  the model wrote",
+        "    | def main():",
+        "    |     pass",
+    ]
+
+
+def test_the_plot(directory):
+    pytest.importorskip("matplotlib")
+    assert plot_run(directory, "x") is None
+    for number in range(1, 21):
+        append_line(directory.metrics, step(number))
+    append_line(directory.metrics, {"step": 20, "validation_loss": 4.5})
+    path = plot_run(directory, "x")
+    assert path == directory.plots / "loss.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [entry.name for entry in directory.plots.iterdir()] == ["loss.png"]
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_smoothing_ends_at_each_value():
+    assert smoothed([1.0, 2.0]) == [1.0, 2.0]
+    assert smoothed([0.0] * 99 + [2.0])[-1] == 1.0
+
+
+def test_a_metrics_line_with_holes_is_shown(directory):
+    view = RunView(spec(), directory, SCALE)
+    append_line(directory.metrics, json.loads('{"step": 5, "loss": NaN, "step_seconds": null}'))
+    view.refresh()
+    stream = io.StringIO()
+    PlainDisplay(stream).update(view)
+    assert "loss nan" in stream.getvalue()
+    assert Path(directory.metrics).exists()

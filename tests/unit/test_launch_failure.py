@@ -1,0 +1,118 @@
+"""Naming the culprit among victims, and a report that fits in fifteen lines."""
+
+from __future__ import annotations
+
+import pytest
+from launching import tiny_spec
+
+from megalaunch.launch.agent_log import exit_codes
+from megalaunch.launch.failure import Failure, explain_end, first_failure
+from megalaunch.launch.ranks import Rank
+from megalaunch.launch.report import failure_report
+from megalaunch.launch.supervise import LaunchEnd
+from megalaunch.rundir.outcome import ExitCode, Outcome
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.progress import Progress
+
+
+def rank(number: int, code: int | None = None, step: int = 5, held_on: bool = False) -> Rank:
+    progress = Progress(number, 100 + number, 0, f"dp{number}", "step", step, 9, 1000.0 + number)
+    return Rank(progress, None, 0.0, ended=True, return_code=code, held_on=held_on)
+
+
+def event(number: int, exception: str, message: str, time: float = 1.0) -> dict[str, object]:
+    where = {"rank": number, "coordinates": f"dp{number}", "phase": "step", "step": 5}
+    return {"event": "worker_failed", "time": time, **where, "exception": exception, "message": message}
+
+
+LOST = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"
+
+
+def test_an_exception_beats_a_lost_connection_that_was_reported_earlier():
+    events = [event(0, "RuntimeError", LOST, time=1.0), event(1, "ValueError", "bad", time=2.0)]
+    found = first_failure(0, events, {0: rank(0, 1), 1: rank(1, 1)}, {}, 5)
+    assert (found.rank, found.exception, found.message) == (1, "ValueError", "bad")
+
+
+def test_a_silent_death_beats_a_lost_connection():
+    found = first_failure(0, [event(0, "RuntimeError", LOST)], {0: rank(0, 1), 1: rank(1, -9)}, {}, 5)
+    assert (found.rank, found.coordinates, found.exception) == (1, "dp1", "SIGKILL")
+    assert found.message == "killed from outside, possibly because memory ran out"
+
+
+def test_the_agents_log_knows_how_it_ended(tmp_path):
+    log = tmp_path / "agent.log"
+    log.write_text(
+        "E1121 api.py:1018] failed (exitcode: -11) local_rank: 1 (pid: 101) of binary: /usr/bin/python\n"
+        "  rank      : 0 (local_rank: 0)\n  exitcode  : 1 (pid: 100)\n  exitcode  : -15 (pid: 99)\n"
+    )
+    assert exit_codes(log) == {101: -11, 100: 1, 99: -15}
+    found = first_failure(0, [], {0: rank(0), 1: rank(1)}, exit_codes(log), 5)
+    assert (found.rank, found.exception) == (0, "exit code 1")
+    found = first_failure(0, [event(0, "RuntimeError", LOST)], {0: rank(0), 1: rank(1)}, exit_codes(log), 5)
+    assert (found.rank, found.exception) == (1, "SIGSEGV")
+
+
+def test_those_the_agent_ended_come_last():
+    found = first_failure(0, [], {0: rank(0, -15), 1: rank(1, -9)}, {}, 5)
+    assert found.rank == 1
+
+
+def test_who_held_on_while_the_others_timed_out_hung():
+    timed_out = event(0, "RuntimeError", "Timed out waiting 30000ms for recv operation to complete")
+    found = first_failure(0, [timed_out], {0: rank(0, 1), 1: rank(1, -9, held_on=True)}, {}, 5)
+    assert (found.rank, found.exception) == (1, "hang")
+
+
+def test_only_victims():
+    found = first_failure(0, [event(1, "RuntimeError", LOST, 2.0), event(0, "RuntimeError", LOST, 1.0)], {}, {}, 5)
+    assert found.rank == 0
+
+
+def test_nobody_reported():
+    found = first_failure(0, [], {}, {}, 0)
+    assert (found.rank, found.who) == (None, "the agent")
+
+
+@pytest.mark.parametrize(
+    ("code", "name"), [(-9, "SIGKILL"), (-11, "SIGSEGV"), (3, "exit code 3"), (-64, "SIGRTMAX"), (None, "ended")]
+)
+def test_ends_in_words(code, name):
+    assert explain_end(code)[0] == name
+
+
+def test_a_report_of_a_crash(tmp_path):
+    failure = Failure(2, 1, "dp1", "step", 7, "ValueError", "too " + "long " * 200)
+    end = LaunchEnd(Outcome(5, "rank 1", 6, {"rank": 1}), failure)
+    lines = failure_report(tiny_spec(), RunDirectory(tmp_path), end)
+    assert len(lines) <= 15
+    assert max(map(len, lines)) <= 120
+    text = "\n".join(lines)
+    for part in ("exit code 5", "rank 1 (dp1)", "step 7", "attempt 3", "ValueError: too long", "rank_1.log", "next"):
+        assert part in text
+    assert text.count("[...]") == 1
+
+
+def test_a_report_without_a_culprit_quotes_the_agents_log(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.logs.mkdir()
+    (directory.logs / "agent.log").write_text("\n".join(f"line {n}" for n in range(50)) + "\nNo module named torch\n")
+    end = LaunchEnd(Outcome(5, "x", 0), Failure(0, None, "", "starting", 0, "ended", "no worker reported anything"))
+    lines = failure_report(tiny_spec(), directory, end)
+    assert len(lines) <= 15
+    assert "  | No module named torch" in lines
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 7, 75, 130])
+def test_a_report_of_an_end_on_purpose(tmp_path, code):
+    details = {"samples": ["sample 12: document 3"], "rank": 1, "loss": None}
+    lines = failure_report(tiny_spec(), RunDirectory(tmp_path), LaunchEnd(Outcome(code, "the reason", 7, details)))
+    assert f"(exit code {code})" in lines[0]
+    assert "the reason" in lines[1]
+    assert any("sample 12: document 3" in line for line in lines) == (code < 75)
+    assert "next" in lines[-1]
+    assert len(lines) <= 15
+
+
+def test_a_finished_run_has_no_report(tmp_path):
+    assert failure_report(tiny_spec(), RunDirectory(tmp_path), LaunchEnd(Outcome(ExitCode.DONE, "", 7))) == []
