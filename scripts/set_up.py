@@ -26,22 +26,30 @@ class SetUpError(Exception):
 
 def main(root: Path, extras: str, fingerprint: str) -> None:
     """Leave a finished .venv with a stamp; raises SetUpError."""
-    lock = os.open(root, os.O_RDONLY)  # held until this process ends, however it ends
+    lock = os.open(root, os.O_RDONLY)  # the kernel gives it back however this process ends
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        say("another set-up of this checkout is running; waiting for it")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another set-up of this checkout is running; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        bring_up_to_date(root, extras, fingerprint, lock)
+    finally:
+        os.close(lock)
+
+
+def bring_up_to_date(root: Path, extras: str, fingerprint: str, lock: int) -> None:
+    """The set-up itself, by the holder of the lock; extras of an earlier one stay."""
     venv = root / ".venv"
     had = stamp_fields(venv)
-    wanted = sorted({*extras.split(","), *had[1].split(",")} - {""}, key=["train", "dev"].index)
-    if had == [fingerprint, ",".join(wanted), str((venv / "bin/python").resolve())]:
+    wanted = ",".join(sorted({*extras.split(","), *had[1].split(",")} - {""}, key=["train", "dev"].index))
+    if had == [fingerprint, wanted, str((venv / "bin/python").resolve())]:
         return  # the one that was waited for did it
     check_disk(root)
     started = time.monotonic()
     make_venv(venv)
-    install(root, venv, ",".join(wanted))
-    write_stamp(venv, fingerprint, ",".join(wanted))
+    install(root, venv, wanted, lock)
+    write_stamp(venv, fingerprint, wanted)
     say(f"the environment is ready ({time.monotonic() - started:.0f} s)")
 
 
@@ -102,15 +110,18 @@ def works(venv: Path, code: str) -> bool:
     return python.exists() and subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
 
 
-def install(root: Path, venv: Path, extras: str) -> None:
-    """pip install megalaunch with its extras at the versions that were tested; pip's words go to .venv/set_up.log."""
+def install(root: Path, venv: Path, extras: str, lock: int) -> None:
+    """pip install megalaunch with its extras at the versions that were tested; pip's words go to .venv/set_up.log.
+
+    pip inherits the lock: if this process is killed, the next set-up waits until pip has ended too.
+    """
     say(f"installing megalaunch[{extras}] with pip at the versions of constraints.txt; this takes a few minutes once")
-    words = [venv / "bin/python", "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
+    words = [str(venv / "bin/python"), "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
     words += ["-c", "constraints.txt", "-e", f".[{extras}]"]
     lines: list[str] = []
     with (
         (venv / "set_up.log").open("w", encoding="utf-8") as log,
-        subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as pip,
+        subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(lock,)) as pip,
     ):
         for line in lines_of(pip):
             log.write(line + "\n")
