@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     progress.report("loading torch")
     try:
         spec = read_spec(path)
-        from megalaunch.engine.train.life import live
+        from megalaunch.engine.life import live
 
         live(spec, directory, rank, progress, stop)
     except BaseException as error:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-from tests.forked_ranks import run_ranks
-from tests.oracle import assert_same, on_ranks, one_process, small_spec
+from forked_ranks import run_ranks
+from oracle import assert_same, on_ranks, one_process, small_spec
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from forked_ranks import run_ranks
+from oracle import RandomSamples, small_spec
 
 from megalaunch.data.errors import DataError
 from megalaunch.engine.ending import Ending
@@ -19,8 +21,6 @@ from megalaunch.engine.train.batches import TrainBatches, batch_shape
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.step import Step
 from megalaunch.plan.topology import Topology
-from tests.forked_ranks import run_ranks
-from tests.oracle import RandomSamples, small_spec
 
 
 class FailingSamples(RandomSamples):

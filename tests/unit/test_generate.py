@@ -19,8 +19,8 @@ from megalaunch.engine.inference.text import text_of
 GREEDY = Sampling(temperature=0)
 
 
-def cache_for(model, batch: int, capacity: int):
-    return make_cache(model.config, batch, capacity, torch.float32, torch.device("cpu"))
+def cache_for(model, capacity: int):
+    return make_cache(model.config.num_layers, capacity)
 
 
 @pytest.mark.parametrize("cuts", [[1] * 12, [12], [5, 1, 1, 5], [3, 4, 5]])
@@ -29,7 +29,7 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(cuts: list[int]):
     tokens = torch.randint(0, 300, (3, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         whole = model(tokens)
-    cache, start = cache_for(model, 3, 12), 0
+    cache, start = cache_for(model, 12), 0
     for size in cuts:
         logits = next_logits(model, tokens[:, start : start + size], cache)
         start += size
@@ -39,7 +39,7 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(cuts: list[int]):
 def test_the_cache_refuses_what_does_not_fit():
     model = tiny_decoder()
     with pytest.raises(ValueError, match="the cache holds 4 positions, 5 are asked for"):
-        next_logits(model, torch.zeros(1, 5, dtype=torch.int64), cache_for(model, 1, 4))
+        next_logits(model, torch.zeros(1, 5, dtype=torch.int64), cache_for(model, 4))
 
 
 def test_greedy_takes_what_repeated_whole_passes_take():

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from oracle import small_spec
 
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.model.attention import attend
 from megalaunch.engine.model.init import initial_value, initialise
 from megalaunch.engine.model.rope import rotate, rotation_of
 from megalaunch.plan.parameters import count_parameters
-from tests.oracle import small_spec
 
 
 @pytest.fixture(scope="module")

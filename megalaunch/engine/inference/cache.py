@@ -5,18 +5,19 @@ One contiguous block a layer, of a size known from the start, so that a step cop
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-
-from megalaunch.engine.model.decoder import DecoderConfig
 
 
 class LayerCache:
-    """Keys and values of one layer, [B, G, capacity, D]; `length` positions of them are filled."""
+    """Keys and values of one layer, [B, G, capacity, D]; `length` positions of them are filled.
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self._keys = torch.empty(shape, dtype=dtype, device=device)
-        self._values = torch.empty(shape, dtype=dtype, device=device)
+    Memory is taken with the first keys, in their format and on their device.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
         self.length = 0
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,17 +26,17 @@ class LayerCache:
         Raises ValueError when they do not fit.
         """
         end = self.length + keys.shape[2]
-        if end > self._keys.shape[2]:
-            raise ValueError(f"the cache holds {self._keys.shape[2]} positions, {end} are asked for")
+        if end > self._capacity:
+            raise ValueError(f"the cache holds {self._capacity} positions, {end} are asked for")
+        if self._keys is None or self._values is None:
+            batch, groups, _, head_dim = keys.shape
+            self._keys, self._values = (keys.new_empty(batch, groups, self._capacity, head_dim) for _ in range(2))
         self._keys[:, :, self.length : end] = keys
         self._values[:, :, self.length : end] = values
         self.length = end
         return self._keys[:, :, :end], self._values[:, :, :end]
 
 
-def make_cache(
-    config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
-) -> list[LayerCache]:
-    """An empty cache for `batch` sequences of up to `capacity` tokens, one entry a layer."""
-    shape = (batch, config.num_groups, capacity, config.head_dim)
-    return [LayerCache(shape, dtype, device) for _ in range(config.num_layers)]
+def make_cache(num_layers: int, capacity: int) -> list[LayerCache]:
+    """An empty cache for sequences of up to `capacity` tokens, one entry a layer."""
+    return [LayerCache(capacity) for _ in range(num_layers)]

@@ -31,8 +31,7 @@ def generate_tokens(
     batch, length = prompts_BS.shape
     if length == 0:
         raise ValueError("a prompt needs at least one token")
-    weight = model.embedding.weight
-    cache = make_cache(model.config, batch, length + max_new_tokens, weight.dtype, weight.device)
+    cache = make_cache(model.config.num_layers, length + max_new_tokens)
     sampler = Sampler(sampling, batch)
     ended = torch.zeros(batch, dtype=torch.bool)
     tokens_BS = prompts_BS
@@ -48,7 +47,7 @@ def generate_tokens(
         tokens_BS = next_B[:, None]
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: a sharded model keeps what it gathers
 def next_logits(model: Decoder, tokens_BS: Tensor, cache: Sequence[LayerCache]) -> Tensor:
     """Logits [B, V] of the token after the last of these; they follow what the cache holds, and are added to it."""
     tokens_BS = tokens_BS.to(model.embedding.weight.device)

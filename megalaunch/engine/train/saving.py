@@ -9,13 +9,14 @@ from pathlib import Path
 from torch import Tensor
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.engine.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.store import load_checkpoint, read_document, save_checkpoint
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.rundir.paths import RunDirectory
 
-SPEC_FILE, TOKENIZER_FILE, POSITION = "spec.yaml", "tokenizer.json", "position"
+_POSITION = "position"
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Position:
 
 def state_tensors(model: Decoder, optimizer: NamedAdamW) -> Mapping[str, Tensor]:
     """Weights (`model.<name>`) and moments (`optimizer.<moment>.<name>`), global shapes, sharing memory."""
-    weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    weights = {WEIGHTS + name: parameter.detach() for name, parameter in model.named_parameters()}
     return weights | optimizer.states()
 
 
@@ -38,7 +39,7 @@ def save_run(directory: RunDirectory, spec: RunSpec, model: Decoder, optimizer: 
     files = {SPEC_FILE: directory.spec}
     if spec.tokenizer.path is not None:
         files[TOKENIZER_FILE] = Path(spec.tokenizer.path)
-    documents = {POSITION: {"step": position.step, "tokens": position.tokens}}
+    documents = {_POSITION: {"step": position.step, "tokens": position.tokens}}
     save_checkpoint(target, state_tensors(model, optimizer), documents, files)
     return target
 
@@ -46,9 +47,9 @@ def save_run(directory: RunDirectory, spec: RunSpec, model: Decoder, optimizer: 
 def restore_run(checkpoint: Path, model: Decoder, optimizer: NamedAdamW) -> Position:
     """Fill model and optimizer in place; returns where the run goes on. Collective."""
     load_checkpoint(checkpoint, state_tensors(model, optimizer))
-    document = read_document(checkpoint, POSITION)
+    document = read_document(checkpoint, _POSITION)
     if not isinstance(document, Mapping) or not all(isinstance(document.get(k), int) for k in ("step", "tokens")):
-        raise CheckpointError(f"{checkpoint / POSITION}.json holds no step and tokens")
+        raise CheckpointError(f"{checkpoint / _POSITION}.json holds no step and tokens")
     position = Position(int(str(document["step"])), int(str(document["tokens"])))
     optimizer.set_updates(position.step)
     return position

@@ -9,6 +9,7 @@ from megalaunch.data.errors import DataError
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.ending import Ending
 from megalaunch.engine.group import join, leave, local_device
+from megalaunch.engine.inference.sample import sample_text
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.process import StopRequest
 from megalaunch.engine.train.agreement import gather_objects
@@ -57,9 +58,15 @@ def _train(
     loop = Loop(trainee, directory, record, stop)
     try:
         loop.resume()
-        return loop.run()
+        ending = loop.run()
     except CheckpointError as error:  # the same on every rank
         raise Ending(ExitCode.CHECKPOINT, str(error), loop.step) from error
+    if ending.exit_code == ExitCode.DONE and loop.step >= spec.train.steps:
+        record.phase("sampling")
+        text = sample_text(spec, trainee.model)
+        if text is not None and record.is_first:
+            directory.sample.write_text(text, encoding="utf-8")
+    return ending
 
 
 def _assembled(spec: RunSpec, topology: Topology, device: torch.device, rank: int) -> Trainee:
