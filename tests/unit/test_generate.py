@@ -120,6 +120,12 @@ def test_distributions_are_exact(sampling: Sampling, first: list[float], second:
     )
 
 
+def test_top_p_stops_at_the_token_that_reaches_it():
+    logits = torch.tensor([[0.0, 0.0, -math.inf, -math.inf]])  # halves, exactly
+    assert distribution(logits, Sampling(temperature=1.0, top_p=0.5)).tolist() == [[1, 0, 0, 0]]
+    assert distribution(logits, Sampling(temperature=1.0, top_p=0.51)).tolist() == [[0.5, 0.5, 0, 0]]
+
+
 def test_a_tiny_temperature_is_greedy_and_not_nan():
     logits = torch.tensor([[1e4, 3.0, 1e4 + 8, -1e4]])
     assert distribution(logits, Sampling(temperature=1e-30)).tolist() == [[0, 0, 1, 0]]

@@ -6,7 +6,6 @@ DCP plans who writes and reads which part under any layout; its default storage 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -49,20 +47,6 @@ class _Share:
 
     path: str
     needed: int
-
-
-class ShardPlanner(DefaultSavePlanner):
-    """DCP's planner for flat names; a rank that owns no rows of a tensor writes nothing for it."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def create_local_plan(self) -> SavePlan:
-        """The default plan without empty parts (kept only for a tensor that is empty as a whole)."""
-        plan = super().create_local_plan()
-        items = [item for item in plan.items if math.prod(_data(item).chunk.sizes) or not math.prod(_data(item).size)]
-        self.plan = replace(plan, items=items)
-        return self.plan
 
 
 class CheckpointWriter(StorageWriter):

@@ -15,7 +15,7 @@ from typing import TypeAlias, Union
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -26,7 +26,7 @@ from megalaunch.engine.checkpoint.manifest import MANIFEST, is_plain_name, verif
 from megalaunch.engine.checkpoint.publish import discard
 from megalaunch.engine.checkpoint.ranks import coordination_group, on_every_rank
 from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, MappedFile
-from megalaunch.engine.checkpoint.storage import CheckpointReader, CheckpointWriter, ShardPlanner, stored_part
+from megalaunch.engine.checkpoint.storage import CheckpointReader, CheckpointWriter, stored_part
 
 __all__ = [
     "JSON",
@@ -64,7 +64,7 @@ def save_checkpoint(
             save(
                 dict(tensors),
                 storage_writer=writer,
-                planner=ShardPlanner(),
+                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=coordination_group(),
                 no_dist=not dist.is_initialized(),
             )
