@@ -20,7 +20,7 @@ _TERMINAL_INTERVAL, _PLAIN_INTERVAL = 0.2, 10.0  # seconds between two progress 
 
 
 def preprocess(
-    inputs: Annotated[list[str], typer.Argument(help="Files, folders or globs of text or jsonl.")],
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUTS", help="Files, folders or globs of text or jsonl.")],
     output_prefix: Annotated[Path, typer.Option(help="The files are OUTPUT_PREFIX_<key>_document.bin and .idx.")],
     tokenizer: Annotated[Path, typer.Option(help="A tokenizer.json.")],
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one a core.")] = None,
