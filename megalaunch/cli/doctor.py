@@ -1,0 +1,145 @@
+"""`megalaunch doctor`: what this machine has, what is missing for what, and what the engine runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from megalaunch.platform.detect import Machine
+    from megalaunch.platform.packages import PackageState
+
+GIB = 2**30
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False) -> None:
+    """Tell what this machine has, what is missing for what, and what the engine can run."""
+    from megalaunch.platform.detect import detect_machine
+    from megalaunch.platform.packages import inspect_packages
+
+    machine, packages = detect_machine(), inspect_packages()
+    report = build_report(machine, packages)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        typer.echo(report_text(report))
+
+
+def build_report(machine: Machine, packages: list[PackageState]) -> dict[str, Any]:
+    """Everything that doctor tells, as plain data; sizes in bytes, peaks in FLOP/s."""
+    import platform
+    import shutil
+    from pathlib import Path
+
+    import megalaunch
+    from megalaunch.plan.supported import LIMITS
+
+    chip = machine.chip
+    return {
+        "megalaunch": megalaunch.__version__,
+        "python": platform.python_version(),
+        "machine": {
+            "chip": chip.name,
+            "devices": machine.devices,
+            "device_memory_bytes": chip.memory_bytes,
+            "peak_flops": dict(chip.peak_flops),
+            "native_bf16": chip.native_bf16,
+            "cores": machine.cores,
+            "memory_bytes": machine.memory_bytes,
+            "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
+            "notes": list(machine.notes),
+        },
+        "packages": [
+            {"name": state.package.name, "version": state.version, "purpose": state.package.purpose}
+            for state in packages
+        ],
+        "problems": [*_package_problems(packages), *_device_problems(machine, packages)],
+        "engine": [{"key": limit.path, "runs": list(limit.supported), "meaning": limit.meaning} for limit in LIMITS],
+    }
+
+
+def _package_problems(packages: list[PackageState]) -> list[dict[str, str]]:
+    problems = []
+    for state in packages:
+        if state.problem is None:
+            continue
+        package = state.package
+        target = f"'megalaunch[{package.extra}]'" if package.extra else "megalaunch"
+        again = "" if state.version is None else f"--upgrade --force-reinstall {package.name} "
+        problems.append(
+            {
+                "problem": f"{package.name} {state.problem}",
+                "needed_for": package.purpose,
+                "fix": f"pip install {again}{target}",
+            }
+        )
+    return problems
+
+
+def _device_problems(machine: Machine, packages: list[PackageState]) -> list[dict[str, str]]:
+    """GPUs that are here and that the installed torch does not see."""
+    torch = next((state for state in packages if state.package.name == "torch"), None)
+    if torch is None or torch.problem is not None or machine.devices == 0 or torch.said == str(machine.devices):
+        return []
+    cpu_build = (torch.version or "").endswith("+cpu")
+    return [
+        {
+            "problem": f"torch {torch.version} sees {torch.said or 'no'} of {machine.devices} {machine.chip.name}",
+            "needed_for": "training on GPUs",
+            "fix": "install torch's CUDA build in place of its CPU build"
+            if cpu_build
+            else "compare the driver's CUDA version (nvidia-smi) with torch's build",
+        }
+    ]
+
+
+def report_text(report: dict[str, Any]) -> str:
+    """The report as aligned lines."""
+    machine = report["machine"]
+    lines = [f"megalaunch {report['megalaunch']}, Python {report['python']}", "", "machine"]
+    lines += _columns(
+        [
+            ("chip", _chip_text(machine)),
+            ("cores", str(machine["cores"])),
+            ("memory", f"{machine['memory_bytes'] / GIB:.1f} GiB"),
+            ("disk", f"{machine['free_disk_bytes'] / GIB:.1f} GiB free in this folder"),
+            *(("note", note) for note in machine["notes"]),
+        ]
+    )
+    lines += ["", "packages"]
+    lines += _columns([(entry["name"], entry["version"] or "-", entry["purpose"]) for entry in report["packages"]])
+    lines += ["", "missing" if report["problems"] else "nothing is missing"]
+    for problem in report["problems"]:
+        lines += [f"  {problem['problem']} (for: {problem['needed_for']})", f"    fix: {problem['fix']}"]
+    if report["engine"]:
+        lines += ["", "the engine runs (other values are checked and planned, not trained)"]
+        lines += _columns([(row["key"], _values(row["runs"]), row["meaning"]) for row in report["engine"]])
+    return "\n".join(lines)
+
+
+def _chip_text(machine: dict[str, Any]) -> str:
+    if machine["devices"] == 0:
+        unit = machine["native_bf16"]
+        return "cpu; " + (f"bf16 by {unit}" if unit else "no unit that multiplies bf16, so auto computes in fp32")
+    memory = machine["device_memory_bytes"]
+    peak = machine["peak_flops"].get("bf16")
+    parts = [f"{machine['devices']} x {machine['chip']}"]
+    parts += [f"{memory / GIB:.1f} GiB each"] if memory else []
+    parts += [f"{peak / 1e12:g} TFLOP/s in bf16"] if peak else []
+    return ", ".join(parts)
+
+
+def _values(values: list[Any]) -> str:
+    words = {None: "null", False: "false", True: "true"}
+    return " | ".join(words[value] if value is None or isinstance(value, bool) else str(value) for value in values)
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows as indented lines, every column but the last padded to its widest word."""
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    return [
+        ("  " + "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True))).rstrip() for row in rows
+    ]

@@ -1,0 +1,115 @@
+"""Which of the packages that megalaunch builds on are here, and whether they really work.
+
+Versions come from the installed metadata; whether a package works is asked in a process of its own, so that a
+broken one (a wrong build, a missing library) breaks nothing here, and torch stays out of this process.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+IMPORT_TIMEOUT = 60.0  # seconds; torch's first import from a cold disk takes most of it
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package by its distribution name; `extra` is the extra of ours that brings it (None: always installed).
+
+    `purpose` says what cannot be done without it, `probe` is Python that fails where it does not work.
+    """
+
+    name: str
+    extra: str | None
+    purpose: str
+    probe: str
+
+
+PACKAGES = (
+    Package("tokenizers", None, "preprocess, train, generate", "import tokenizers"),
+    Package(
+        "torch", "train", "train, generate", "import torch, torch.distributed; print(torch.cuda.device_count())"
+    ),
+    Package("safetensors", "train", "checkpoints of train, generate", "import safetensors.torch"),
+    Package("matplotlib", "train", "the plot of train", "import matplotlib.figure"),
+)
+
+
+@dataclass(frozen=True)
+class PackageState:
+    """What was found: `version` None means not installed; `problem` None means that it works.
+
+    `said` is what the probe printed, "" without one.
+    """
+
+    package: Package
+    version: str | None
+    problem: str | None
+    said: str
+
+
+def inspect_packages(packages: Sequence[Package] = PACKAGES) -> list[PackageState]:
+    """The state of each package, in the given order; the probes run side by side."""
+    versions = {package.name: installed_version(package.name) for package in packages}
+    probes = {
+        package.name: subprocess.Popen(
+            [sys.executable, "-c", package.probe], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for package in packages
+        if versions[package.name] is not None
+    }
+    states = []
+    for package in packages:
+        version = versions[package.name]
+        if version is None:
+            states.append(PackageState(package, None, "is not installed", ""))
+            continue
+        said, problem = _answer(probes[package.name])
+        least = least_version(package.name)
+        if problem is None and least is not None and _numbers(version) < _numbers(least):
+            problem = f"is older than {least}"
+        states.append(PackageState(package, version, problem, said))
+    return states
+
+
+def installed_version(name: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def least_version(name: str) -> str | None:
+    """The least version that megalaunch's own metadata asks for, or None where it names none."""
+    try:
+        required = importlib.metadata.requires("megalaunch") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for requirement in required:
+        if re.match(rf"{re.escape(name)}\b(?!-)", requirement, re.IGNORECASE):
+            least = re.search(r">=\s*([\d.]+)", requirement.partition(";")[0])
+            return least[1] if least else None
+    return None
+
+
+def _answer(probe: subprocess.Popen[str]) -> tuple[str, str | None]:
+    """What a probe printed, and what is wrong (None: nothing)."""
+    try:
+        said, complaint = probe.communicate(timeout=IMPORT_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        probe.kill()
+        probe.communicate()
+        return "", f"could not be imported in {IMPORT_TIMEOUT:g} s"
+    if probe.returncode != 0:
+        lines = complaint.strip().splitlines()
+        return "", f"cannot be imported: {lines[-1] if lines else f'exit {probe.returncode}'}"
+    return said.strip(), None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

@@ -1,0 +1,111 @@
+"""`megalaunch doctor`: what it tells, what it finds missing or broken, and each fix."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalaunch.cli.doctor import build_report, report_text
+from megalaunch.plan.supported import LIMITS
+from megalaunch.platform import packages as packages_module
+from megalaunch.platform.detect import Machine
+from megalaunch.platform.facts import CHIPS
+from megalaunch.platform.packages import PACKAGES, Package, PackageState, inspect_packages, least_version
+
+TORCH = next(package for package in PACKAGES if package.name == "torch")
+MEGALAUNCH = Path(sys.executable).with_name("megalaunch")
+
+
+def machine(chip: str = "cpu", devices: int = 0, notes: tuple[str, ...] = ()) -> Machine:
+    return Machine(CHIPS[chip], devices, 8, 64 * 2**30, notes)
+
+
+def works(package: Package, version: str = "1.0", said: str = "") -> PackageState:
+    return PackageState(package, version, None, said)
+
+
+def test_the_command_here():
+    done = subprocess.run([MEGALAUNCH, "doctor", "--json"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["problems"] == []
+    assert {row["key"] for row in report["engine"]} == {limit.path for limit in LIMITS}
+    text = report_text(report)
+    assert "nothing is missing" in text
+    assert all(limit.path in text for limit in LIMITS)
+
+
+def test_a_machine_with_gpus():
+    states = [works(TORCH, "2.13.0", "8")]
+    text = report_text(build_report(machine("h100", 8, ("a note.",)), states))
+    assert "  chip    8 x h100, 79.6 GiB each, 989 TFLOP/s in bf16\n" in text
+    assert "  memory  64.0 GiB\n" in text
+    assert "  note    a note.\n" in text
+    assert "nothing is missing" in text
+
+
+def test_an_unknown_gpu_claims_no_peak():
+    assert "  chip    1 x cuda\n" in report_text(build_report(machine("cuda", 1), [works(TORCH, "2.13.0", "1")]))
+
+
+@pytest.mark.parametrize(
+    ("version", "said", "fix"),
+    [("2.13.0+cpu", "0", "install torch's CUDA build"), ("2.13.0", "6", "compare the driver's CUDA version")],
+)
+def test_gpus_that_torch_does_not_see(version, said, fix):
+    problems = build_report(machine("h200", 8), [works(TORCH, version, said)])["problems"]
+    assert len(problems) == 1
+    assert problems[0]["problem"] == f"torch {version} sees {said} of 8 h200"
+    assert problems[0]["fix"].startswith(fix)
+
+
+def test_what_is_missing_names_what_for_and_the_extra():
+    report = build_report(machine(), [PackageState(TORCH, None, "is not installed", "")])
+    assert report["problems"] == [
+        {
+            "problem": "torch is not installed",
+            "needed_for": "train, generate",
+            "fix": "pip install 'megalaunch[train]'",
+        }
+    ]
+    assert "missing\n  torch is not installed (for: train, generate)\n    fix: pip install" in report_text(report)
+
+
+def test_states_of_packages(monkeypatch):
+    monkeypatch.setattr(packages_module, "IMPORT_TIMEOUT", 1.0)
+    monkeypatch.setattr(packages_module, "least_version", {"typer": "99.1"}.get)
+    states = inspect_packages(
+        [
+            Package("no-such-distribution", "train", "x", "pass"),
+            Package("pyyaml", None, "x", "print(3)"),
+            Package("rich", None, "x", "raise ImportError('undefined symbol: abc')"),
+            Package("omegaconf", None, "x", "import os; os._exit(7)"),
+            Package("numpy", None, "x", "import time; time.sleep(60)"),
+            Package("typer", None, "x", "pass"),
+        ]
+    )
+    assert [state.problem for state in states[:5]] == [
+        "is not installed",
+        None,
+        "cannot be imported: ImportError: undefined symbol: abc",
+        "cannot be imported: exit 7",
+        "could not be imported in 1 s",
+    ]
+    assert states[1].said == "3"
+    assert states[5].problem == "is older than 99.1"
+
+
+def test_a_broken_package_is_to_be_installed_anew():
+    broken = PackageState(TORCH, "2.13.0", "cannot be imported: x", "")
+    fix = build_report(machine(), [broken])["problems"][0]["fix"]
+    assert fix == "pip install --upgrade --force-reinstall torch 'megalaunch[train]'"
+
+
+def test_least_versions_come_from_our_own_metadata():
+    assert least_version("torch") == "2.11"
+    assert least_version("hydra-core") == "1.3.2"
+    assert least_version("tor") is None
