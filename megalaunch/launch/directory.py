@@ -10,7 +10,7 @@ from typing import Literal
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.spec_file import read_spec
-from megalaunch.launch.lock import RunLock
+from megalaunch.launch.lock import RunLock, holder_is_alive, read_holder
 from megalaunch.rundir.outcome import Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
@@ -81,6 +81,12 @@ def leave_run(directory: RunDirectory, lock: RunLock) -> None:
     lock.release()
     with contextlib.suppress(OSError):
         directory.root.rmdir()
+
+
+def run_is_held(directory: RunDirectory) -> bool:
+    """Whether a launcher runs it now."""
+    holder = read_holder(directory.lock)
+    return holder is not None and holder_is_alive(holder, directory.lock)
 
 
 def create_folders(directory: RunDirectory) -> None:

@@ -10,6 +10,8 @@ from megalaunch.rundir.lines import Record
 def sentence(event: Record) -> str | None:
     """One line for an event, or None for those that nobody needs to see while the run goes on."""
     match event.get("event"):
+        case "launch":
+            return f"starting {event.get('workers')} workers"
         case "phase":
             return f"{event.get('phase')}{_after(event)}"
         case "resumed":

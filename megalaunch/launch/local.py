@@ -51,7 +51,7 @@ def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunVi
         raise RunDirectoryError(message, fix) from error
     display = open_display(view)
     agent: Agent | None = None
-    stop.watching = True  # from here on a signal is passed on to the workers
+    stop.watching = True  # from here on a signal is for the workers; after them there is nothing left to stop
     try:
         environment = agent_environment(os.environ, os.getpid(), workers, launch.cores)
         agent = Agent(command, environment, agent_log(directory))
@@ -59,6 +59,5 @@ def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunVi
     finally:
         if agent is not None:
             agent.end()
-        stop.watching = False
         if display is not None:
             display.close()

@@ -8,12 +8,19 @@ from typing import TextIO
 
 from megalaunch.launch.happening import sentence
 from megalaunch.launch.view import RunView, number
-from megalaunch.launch.words import bytes_of_memory, count_of, duration, loss_of
+from megalaunch.launch.words import bytes_of_memory, count_of, duration, flops_of, loss_of
 from megalaunch.rundir.lines import Record
 
 STARTING_SILENCE = 9.0  # outside of steps a reader must never wonder for 10 s whether anything happens
 TRAINING_SILENCE = 60.0
-_BEFORE_STEPS = ("restart", "phase", "resumed", "metrics_cut", "checkpoint_refused")  # the rest comes after them
+_BEFORE_STEPS = (
+    "launch",
+    "restart",
+    "phase",
+    "resumed",
+    "metrics_cut",
+    "checkpoint_refused",
+)  # the rest comes after them
 
 
 class PlainDisplay:
@@ -41,13 +48,13 @@ class PlainDisplay:
             if event.get("event") in _BEFORE_STEPS:
                 self._say_event(event)
         interval = view.spec.measure.log_interval
-        for record in view.fresh_steps:
-            self._steps_seen = True
+        for record in view.fresh_metrics:
             step = int(record["step"])
-            if step % interval == 0 or step in (1, view.last_step):
+            if "loss" not in record:
+                self.say(validation_line(record))
+            elif step % interval == 0 or step in (1, view.last_step):
                 self.say(step_line(view, record))
-        for record in view.fresh_validations:
-            self.say(f"step {record['step']}  validation loss {loss_of(number(record, 'validation_loss'))}")
+        self._steps_seen = self._steps_seen or view.stepping
         for event in view.fresh_events:
             if event.get("event") not in _BEFORE_STEPS:
                 self._say_event(event)
@@ -68,6 +75,11 @@ class PlainDisplay:
         """Nothing to put back."""
 
 
+def validation_line(record: Record) -> str:
+    """A validation's line."""
+    return f"step {record['step']}  validation loss {loss_of(number(record, 'validation_loss'))}"
+
+
 def step_line(view: RunView, record: Record) -> str:
     """One step's line."""
     width = len(str(view.last_step))
@@ -79,7 +91,7 @@ def step_line(view: RunView, record: Record) -> str:
         f"{count_of(number(record, 'tokens_per_second'))} tokens/s",
     ]
     if view.device_flops:
-        parts.append(f"{view.device_flops / 1e12:.3g} TFLOP/s")
+        parts.append(flops_of(view.device_flops))
     if view.utilization:
         parts.append(f"MFU {view.utilization:.1%}")
     parts.append(bytes_of_memory(number(record, "memory_bytes")))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from statistics import fmean
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.launch.follow import LineFollower
+from megalaunch.plan.flops import step_flops
+from megalaunch.platform.facts import CHIPS
 from megalaunch.rundir.lines import Record
 from megalaunch.rundir.paths import RunDirectory
 
 _RECENT_STEPS = 50
+_PACE_STEPS = 20  # before that the wall clock says little
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,13 @@ class Scale:
     step_flops: int
     devices: int
     peak_flops: float | None
+
+
+def scale_of(spec: RunSpec) -> Scale:
+    """The scale of a resolved spec."""
+    chip = CHIPS.get(spec.platform.chip)
+    peak = chip.peak_flops.get(spec.precision.compute) if chip else None
+    return Scale(step_flops(spec), spec.cluster.nodes * int(spec.cluster.devices_per_node), peak)
 
 
 class RunView:
@@ -34,11 +45,14 @@ class RunView:
         self.spec, self.directory, self.scale = spec, directory, scale
         self._metrics = LineFollower(directory.metrics)
         self._events = LineFollower(directory.events)
+        self._pace_from: tuple[float, int] | None = None
         self._clear()
-        self._known_step = self._known_validation = 0
+        self._known = (0, 0)
         self.phase, self.stepping = "starting", False
         self.refresh()
-        self.fresh_steps, self.fresh_validations, self.fresh_events = [], [], []
+        self.fresh_metrics: list[Record] = []
+        self.fresh_events: list[Record] = []
+        self._pace_from = None  # history came all at once
         if not attach:
             self.phase, self.stepping = "starting", False
 
@@ -47,28 +61,38 @@ class RunView:
         self.validation: Record | None = None
         self.losses: deque[float] = deque(maxlen=200)
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._pace_from = None
 
     def refresh(self) -> None:
         """Read what was appended; a rewritten metrics file replaces what was known, its cut steps come anew."""
         records, rewritten = self._metrics.read_new()
+        records = [record for record in records if "step" in record and (_is_step(record) or _is_validation(record))]
+        known_step, known_validation = self._known
         if rewritten:
             self._clear()
-        steps = [record for record in records if "loss" in record and "step" in record]
-        validations = [record for record in records if "validation_loss" in record and "step" in record]
-        for record in steps:
-            self.latest = record
-            self.losses.append(number(record, "loss"))
-            self._step_seconds.append(number(record, "step_seconds"))
-        self.validation = validations[-1] if validations else self.validation
-        self.fresh_steps = [record for record in steps if number(record, "step") > self._known_step]
-        self.fresh_validations = [v for v in validations if number(v, "step") > self._known_validation]
-        self._known_step, self._known_validation = self.step, int(number(self.validation or {"step": 0}, "step"))
+        for record in records:
+            self._take(record)
+        self._known = (self.step, int(number(self.validation, "step")) if self.validation else 0)
+        self.fresh_metrics = [
+            record
+            for record in records
+            if number(record, "step") > (known_step if _is_step(record) else known_validation)
+        ]
         self.fresh_events, _ = self._events.read_new()
         for event in self.fresh_events:
             if event.get("event") in ("phase", "restart"):
                 self.phase, self.stepping = str(event.get("phase", "starting again")), False
-        if self.fresh_steps:
+        if any(_is_step(record) for record in self.fresh_metrics):
+            self._pace_from = self._pace_from or (time.monotonic(), self.step)
             self.stepping = True
+
+    def _take(self, record: Record) -> None:
+        if _is_step(record):
+            self.latest = record
+            self.losses.append(number(record, "loss"))
+            self._step_seconds.append(number(record, "step_seconds"))
+        else:
+            self.validation = record
 
     @property
     def step(self) -> int:
@@ -83,15 +107,24 @@ class RunView:
 
     @property
     def seconds_left(self) -> float | None:
-        """Steps to go times the mean of the recent ones; None before the first step."""
+        """Steps to go at the pace seen so far, validations and checkpoints included; None before the first step."""
+        if self._mean_step is None:
+            return None
+        pace = self._mean_step
+        if self._pace_from is not None and self.step - self._pace_from[1] >= _PACE_STEPS:
+            pace = max(pace, (time.monotonic() - self._pace_from[0]) / (self.step - self._pace_from[1]))
+        return pace * max(0, self.last_step - self.step)
+
+    @property
+    def _mean_step(self) -> float | None:
         recent = [seconds for seconds in self._step_seconds if seconds > 0]
-        return fmean(recent) * max(0, self.last_step - self.step) if recent else None
+        return fmean(recent) if recent else None
 
     @property
     def device_flops(self) -> float | None:
         """FLOP/s of one device over the recent steps; None before the first step."""
-        recent = [seconds for seconds in self._step_seconds if seconds > 0]
-        return self.scale.step_flops / fmean(recent) / self.scale.devices if recent else None
+        seconds = self._mean_step
+        return None if seconds is None else self.scale.step_flops / seconds / self.scale.devices
 
     @property
     def utilization(self) -> float | None:
@@ -104,3 +137,11 @@ def number(record: Record | None, key: str) -> float:
     """A number of a record, or NaN where it has none."""
     value = record.get(key) if record else None
     return float(value) if isinstance(value, (int, float)) else float("nan")
+
+
+def _is_step(record: Record) -> bool:
+    return "loss" in record
+
+
+def _is_validation(record: Record) -> bool:
+    return "validation_loss" in record

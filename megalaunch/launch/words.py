@@ -29,6 +29,13 @@ def count_of(value: float) -> str:
     return f"{value:,.0f}" if math.isfinite(value) else "-"
 
 
+def flops_of(rate: float | None) -> str:
+    """FLOP/s of one device: `412 TFLOP/s`, `85.3 GFLOP/s`."""
+    if not rate or not math.isfinite(rate):
+        return "- TFLOP/s"
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.3g} GFLOP/s"
+
+
 def loss_of(value: float) -> str:
     """A loss in nats to four digits; NaN and infinity by name."""
     return f"{value:.4f}"

@@ -185,7 +185,7 @@ def test_the_panel_shows_everything(directory):
         "tokens/s 4,096",
         "tokens 20,480",
         "memory 1.5 GiB",
-        "TFLOP/s 1",
+        "per device 1 TFLOP/s",
         "MFU 40.0%",
         str(directory.root)[:20],
     ):

@@ -1,0 +1,166 @@
+"""From command-line words to a run that may start: composed, checked, held against its directory, its data prepared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+
+from megalaunch.rundir.outcome import ExitCode
+
+if TYPE_CHECKING:
+    from megalaunch.config.compose import Composition
+    from megalaunch.config.schema import RunSpec
+    from megalaunch.data.prepare import PreparedData
+    from megalaunch.launch.directory import RunDirectoryError, RunState
+    from megalaunch.launch.resume import Decision
+    from megalaunch.plan.findings import Finding
+    from megalaunch.platform.detect import Machine
+    from megalaunch.rundir.paths import RunDirectory
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run that may start: resolved, checked, and held against what is in its directory."""
+
+    composition: Composition
+    spec: RunSpec
+    machine: Machine
+    directory: RunDirectory
+    state: RunState
+    decision: Decision
+
+
+def plan_run(words: list[str], starts: bool) -> PlannedRun:
+    """Compose, resolve, check and show; refuses with every problem at once. `starts`: here and now."""
+    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.render import problems_text
+    from megalaunch.config.compose import compose
+    from megalaunch.config.errors import ConfigError
+    from megalaunch.config.schema import SpecError
+    from megalaunch.launch.directory import RunDirectoryError, inspect_run
+    from megalaunch.launch.resume import decide
+    from megalaunch.plan.resolve import resolve
+    from megalaunch.platform.detect import detect_machine
+    from megalaunch.rundir.paths import RunDirectory
+
+    try:
+        composition = compose(words)
+    except ConfigError as error:
+        refuse(problems_text(error.problems))
+    machine = detect_machine()
+    recipe = composition.choices.get("recipe")
+    spec = resolve(composition.spec, machine, recipe).spec
+    directory = RunDirectory(Path(str(spec.run.directory)))
+    try:
+        state = inspect_run(directory)
+    except RunDirectoryError as error:
+        refuse_directory(error)
+    except SpecError as error:
+        refuse(f"error: {error}\nfix:  name another run.directory")
+    if state.stored is not None:
+        spec = resolve(composition.spec, machine, recipe, state.stored).spec
+    try:
+        planned = PlannedRun(composition, spec, machine, directory, state, decide(state, spec))
+    except RunDirectoryError as error:
+        refuse_directory(error)
+    _check(planned, starts)
+    return planned
+
+
+def _check(planned: PlannedRun, starts: bool) -> None:
+    """Refuse what is wrong, show what is doubtful and what will run."""
+    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.render import findings_text, run_table
+    from megalaunch.plan.check import check
+    from megalaunch.plan.findings import has_errors
+    from megalaunch.plan.resolve import machine_mismatch
+    from megalaunch.plan.run_changes import allowed_changes, refused_changes
+    from megalaunch.plan.topology import Topology
+
+    spec, stored = planned.spec, planned.state.stored
+    findings = check(spec, planned.composition.origins, purpose="train")
+    if starts:
+        findings += machine_mismatch(spec, planned.machine)
+    else:  # other machines, or the user's own hands, may start it
+        findings = [_as_note(finding) if finding.rule == "launcher.multi_node" else finding for finding in findings]
+    if stored is not None:
+        findings += refused_changes(spec, stored)
+    if has_errors(findings):
+        text = findings_text([finding for finding in findings if finding.severity != "note"])
+        several = any(finding.rule == "launcher.multi_node" for finding in findings)
+        refuse("\n".join([text, *(command_lines(planned) if several else [])]))
+    typer.echo(run_table(spec, Topology.of(spec)))
+    shown = [finding for finding in findings if finding.severity == "warning"]
+    if shown:
+        typer.echo(findings_text(shown))
+    for note in allowed_changes(spec, stored) if stored is not None else []:
+        typer.echo(f"  {note.message}")
+    for line in planned.decision.notes:
+        typer.echo(line)
+
+
+def _as_note(finding: Finding) -> Finding:
+    return replace(finding, severity="note")
+
+
+def command_lines(planned: PlannedRun) -> list[str]:
+    """What starts the agent of each machine, to read or to paste."""
+    from megalaunch.launch.commands import node_commands, shown_commands
+
+    return ["", "command", *shown_commands(node_commands(planned.spec, planned.directory.spec))]
+
+
+def with_data(planned: PlannedRun) -> RunSpec:
+    """The spec with the paths of its prepared data; refuses data that cannot be used, or that the run had not."""
+    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.render import findings_text
+    from megalaunch.data.errors import DataError
+    from megalaunch.data.prepare import prepare
+    from megalaunch.launch.patience import Patience
+    from megalaunch.plan.run_changes import refused_changes
+
+    try:
+        with Patience(typer.echo) as patience:
+            prepared = prepare(planned.spec.data, planned.spec.tokenizer, patience.say)
+    except DataError as error:
+        refuse(f"error: {error}", ExitCode.DATA)
+    spec = _with_prepared(planned, prepared)
+    changes = refused_changes(spec, planned.state.stored) if planned.state.stored is not None else []
+    if changes:
+        refuse(findings_text(changes))
+    validation = f", {prepared.validation_tokens:,} for validation" if prepared.validation_tokens else ""
+    typer.echo(f"data: {prepared.train_tokens:,} tokens{validation}; vocabulary {prepared.vocab_size:,}")
+    return spec
+
+
+def _with_prepared(planned: PlannedRun, prepared: PreparedData) -> RunSpec:
+    from megalaunch.cli.exit import refuse
+    from megalaunch.config.schema import with_values
+
+    spec = planned.spec
+    values: dict[str, Any] = {
+        "data.train_prefix": str(prepared.train_prefix),
+        "data.validation_prefix": str(prepared.validation_prefix) if prepared.validation_prefix else None,
+        "tokenizer.path": str(prepared.tokenizer_path),
+    }
+    origin = planned.composition.origins.get("model.vocab_size")
+    given = origin is not None and origin.kind != "default" and not origin.open
+    size = spec.model.vocab_size
+    if not given or size is None:
+        values["model.vocab_size"] = prepared.vocab_size
+    elif size < prepared.vocab_size:
+        refuse(
+            f"error: model.vocab_size={size} is smaller than the tokenizer's {prepared.vocab_size}\n"
+            f"fix:  model.vocab_size={prepared.vocab_size}, or leave it out"
+        )
+    return with_values(spec, values)
+
+
+def refuse_directory(error: RunDirectoryError) -> NoReturn:
+    """End the command: the directory cannot hold this run."""
+    from megalaunch.cli.exit import refuse
+
+    refuse(f"error: {error}\nfix:  {error.fix}")

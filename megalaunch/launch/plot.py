@@ -1,0 +1,55 @@
+"""plots/loss.png: training and validation loss over the steps, and the learning rate below them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+from megalaunch.launch.view import number
+from megalaunch.rundir.lines import Record, read_lines
+from megalaunch.rundir.paths import RunDirectory
+
+
+def plot_run(directory: RunDirectory, title: str) -> Path | None:
+    """Draw the metrics, None when there are none. Raises ImportError without matplotlib, OSError on a full disk."""
+    records = list(read_lines(directory.metrics))
+    steps = [record for record in records if "loss" in record]
+    validations = [record for record in records if "validation_loss" in record]
+    if not steps:
+        return None
+    # The object interface draws without a window system and without global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    at = _column(steps, "step")
+    losses = _column(steps, "loss")
+    loss_axes.plot(at, losses, color="tab:blue", alpha=0.3, linewidth=0.8)
+    loss_axes.plot(at, smoothed(losses), color="tab:blue", label="training")
+    if validations:
+        points = _column(validations, "step"), _column(validations, "validation_loss")
+        loss_axes.plot(*points, color="tab:orange", marker="o", label="validation")
+    loss_axes.set(ylabel="loss (nats per token)", title=title)
+    loss_axes.grid(alpha=0.3)
+    loss_axes.legend()
+    rate_axes.plot(at, _column(steps, "learning_rate"), color="tab:green")
+    rate_axes.set(xlabel="step", ylabel="learning rate")
+    rate_axes.grid(alpha=0.3)
+    directory.plots.mkdir(exist_ok=True)
+    path = directory.plots / "loss.png"
+    unfinished = path.with_name(".loss.unfinished")
+    figure.savefig(unfinished, format="png", dpi=120)
+    unfinished.replace(path)
+    return path
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Means over a window that ends at each value, a fiftieth of the whole wide."""
+    width = max(1, len(values) // 50)
+    return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
+
+
+def _column(records: list[Record], key: str) -> list[float]:
+    return [number(record, key) for record in records]

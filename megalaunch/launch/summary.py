@@ -1,0 +1,81 @@
+"""What a launch came to: final losses, tokens, speed, where checkpoint and plot are, and what the model wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.launch.directory import RunState
+from megalaunch.launch.view import number
+from megalaunch.launch.words import count_of, duration, loss_of
+from megalaunch.rundir.lines import read_lines
+from megalaunch.rundir.outcome import ExitCode, Outcome
+from megalaunch.rundir.paths import RunDirectory
+
+_LAST_STEPS = 20
+_SAMPLE_LINES = 12
+
+
+def run_summary(spec: RunSpec, directory: RunDirectory, outcome: Outcome) -> list[str]:
+    """The lines for a run that reached an end on purpose; figures are read from the run directory."""
+    done = outcome.exit_code == ExitCode.DONE
+    lines = [f"{spec.run.name}: {outcome.reason}" if done else f"{spec.run.name}: stopped at step {outcome.step}"]
+    lines += _metrics_lines(directory)
+    for name, path in (("checkpoint", newest_checkpoint(directory)), ("plot", directory.plots / "loss.png")):
+        if path is not None and path.exists():
+            lines.append(_line(name, str(path)))
+    return lines + _sample_lines(directory)
+
+
+def newest_checkpoint(directory: RunDirectory) -> Path | None:
+    """The checkpoint of the highest step, valid or not, or None."""
+    from megalaunch.rundir.paths import checkpoint_step
+
+    if not directory.checkpoints.is_dir():
+        return None
+    found = [path for path in directory.checkpoints.iterdir() if checkpoint_step(path) is not None]
+    return max(found, default=None)
+
+
+def _metrics_lines(directory: RunDirectory) -> list[str]:
+    records = list(read_lines(directory.metrics))
+    steps = [record for record in records if "loss" in record]
+    validations = [record for record in records if "validation_loss" in record]
+    lines = []
+    if steps:
+        last = steps[-_LAST_STEPS:]
+        mean = fmean(number(record, "loss") for record in last)
+        lines.append(_line("training loss", f"{loss_of(mean)} (mean of the last {len(last)} steps)"))
+    if validations:
+        at = validations[-1]["step"]
+        lines.append(_line("validation loss", f"{loss_of(number(validations[-1], 'validation_loss'))} (step {at})"))
+    if steps:
+        tokens = number(steps[-1], "tokens")
+        seconds = sum(number(record, "step_seconds") for record in steps)
+        rate = f", {count_of(tokens / seconds)} tokens/s on average" if seconds > 0 else ""
+        lines.append(_line("tokens", f"{count_of(tokens)} seen in {duration(seconds)} of steps{rate}"))
+    return lines
+
+
+def _sample_lines(directory: RunDirectory) -> list[str]:
+    try:
+        text = directory.sample.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    lines = text.rstrip().splitlines()
+    more = ["    | ..."] if len(lines) > _SAMPLE_LINES else []
+    return ["  the model wrote", *(f"    | {line}" for line in lines[:_SAMPLE_LINES]), *more]
+
+
+def finished_report(spec: RunSpec, directory: RunDirectory, state: RunState) -> list[str]:
+    """What is said instead of starting a finished run anew."""
+    assert state.outcome is not None
+    return [
+        *run_summary(spec, directory, state.outcome),
+        "This run is finished. Raise train.steps to go on with it, or name another run.directory for a new one.",
+    ]
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<16} {value}"
