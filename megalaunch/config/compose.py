@@ -20,7 +20,7 @@ from megalaunch.config.schema import RunSpec, SpecError, SpecProblem, build_run_
 from megalaunch.config.words import COMMAND_LINE, Words, split_words
 from megalaunch.config.yaml_file import YamlProblem, load_yaml
 
-_SCHEMA, _PRIMARY = "schema", "megalaunch"
+_PRIMARY = "megalaunch"
 _FILE_PREFIX = "file/"  # recipes given by path are stored apart from those with a name
 
 
@@ -106,27 +106,45 @@ def _merge(sources: _Sources) -> tuple[dict[str, Any], dict[str, str | None]]:
     from omegaconf import OmegaConf
 
     store = ConfigStore.instance()
-    store.store(name=_SCHEMA, node=schema_defaults())
     groups: list[Any] = [{group: option} for group, option in sources.primary.items()]
-    store.store(name=_PRIMARY, node={"defaults": [_SCHEMA, "_self_", *groups]})
+    store.store(name=_PRIMARY, node={"defaults": ["_self_", *groups]})
     for (group, option), values in sources.options.items():
         store.store(group=group, name=option, node=_nested(values.values).get(group, {}), package=group)
-    for recipe in sources.chain:
+    for recipe, node in zip(sources.chain, _recipe_nodes(sources.chain), strict=True):
         *folder, name = _stored_name(recipe.name).split("/")
-        store.store(group="/".join(["recipe", *folder]), name=name, node=_recipe_node(recipe), package="_global_")
+        store.store(group="/".join(["recipe", *folder]), name=name, node=node, package="_global_")
     chosen = sources.words.choices
     overrides = [f"{g}={_stored_name(o) if g == 'recipe' else o}" for g, o in chosen.items()]
     with initialize(version_base="1.3", config_path=None):
         config = hydra_compose(config_name=_PRIMARY, overrides=overrides, return_hydra_config=True)
     choices = dict(config.hydra.runtime.choices)
-    merged = {section: OmegaConf.to_container(config[section], resolve=False) for section in schema_defaults()}
-    return merged, {group: choices.get(group) for group in GROUPS} | {"recipe": chosen.get("recipe")}
+    data = schema_defaults()  # below what Hydra merged: that is faster than to have it merge all of them
+    for section, keys in data.items():
+        if section in config:
+            merged: Any = OmegaConf.to_container(config[section], resolve=False)
+            keys.update(merged)
+    return data, {group: choices.get(group) for group in GROUPS} | {"recipe": chosen.get("recipe")}
 
 
-def _recipe_node(recipe: Recipe) -> dict[str, Any]:
-    defaults: list[Any] = [f"/recipe/{_stored_name(parent)}" for parent in recipe.parents]
-    defaults += [{f"override /{group}": option} for group, (option, _) in recipe.options.items()]
-    return {"defaults": [*defaults, "_self_"], **_nested(recipe.body.values)}
+def _recipe_nodes(chain: Sequence[Recipe]) -> list[dict[str, Any]]:
+    """What Hydra gets for each recipe: parents once each and in order, the options of the whole chain in the last.
+
+    (Of two overrides of one group Hydra takes that of the outermost file, and of two siblings the first; here the
+    later one wins, as with values.)
+    """
+    nodes: list[dict[str, Any]] = []
+    known: set[str] = set()
+    included: set[str] = set()
+    for recipe in chain:
+        parents = [parent for parent in recipe.parents if parent in known and parent not in included]
+        included.update(parents)
+        known.add(recipe.name)
+        defaults: list[Any] = [f"/recipe/{_stored_name(parent)}" for parent in parents]
+        if recipe is chain[-1]:
+            options = {group: option for r in chain for group, (option, _) in r.options.items()}
+            defaults += [{f"override /{group}": option} for group, option in options.items()]
+        nodes.append({"defaults": [*defaults, "_self_"], **_nested(recipe.body.values)})
+    return nodes
 
 
 def _stored_name(recipe: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megalaunch.config.keys import GROUPS, SECTIONS, nearest_key, schema_keys, suggestion
+from megalaunch.config.keys import GROUPS, SECTIONS, schema_keys, suggestion
 from megalaunch.config.options import option_names
 from megalaunch.config.schema import SpecProblem
 
@@ -27,7 +27,7 @@ def split_words(words: Sequence[str], problems: list[SpecProblem]) -> Words:
         key, equals, value = word.partition("=")
         problem = _refused(word, key, equals, value)
         if problem:
-            problems.append(SpecProblem(key or word, problem, COMMAND_LINE))
+            problems.append(SpecProblem(key.lstrip("+~") or word, problem, COMMAND_LINE))
         elif key in schema_keys():
             result.values.append((key, value))
         elif key in result.choices:
@@ -40,7 +40,7 @@ def split_words(words: Sequence[str], problems: list[SpecProblem]) -> Words:
 
 def _refused(word: str, key: str, equals: str, value: str) -> str:
     if word.startswith("+"):
-        return f"+ adds keys, and a run spec has no others than the schema's; write {_plain(word)}"
+        return _plus(word.lstrip("+"))
     if word.startswith("~"):
         return f"~ takes keys away, and a run spec keeps all of them; {_instead_of_removing(key.lstrip('~'))}"
     if not equals:
@@ -68,11 +68,11 @@ def _bad_choice(group: str, value: str) -> str:
     return ""
 
 
-def _plain(word: str) -> str:
-    plain = word.lstrip("+")
+def _plus(plain: str) -> str:
     key = plain.partition("=")[0]
-    near = None if key in schema_keys() or key in (*GROUPS, "recipe") else nearest_key(key)
-    return f"{near}={plain.partition('=')[2]}" if near else plain
+    if key in schema_keys() or key in (*GROUPS, "recipe"):
+        return f"is no new key, so it needs no +; write {plain}"
+    return f"unknown key{suggestion(key)} (+ would add it, and a run spec has the schema's keys only)"
 
 
 def _instead_of_removing(key: str) -> str:

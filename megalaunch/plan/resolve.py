@@ -31,12 +31,10 @@ def resolve(spec: RunSpec, machine: Machine, recipe: str | None, stored: RunSpec
     new words leave them open.
     """
     notes: list[Finding] = []
-    for changes in (
-        _kept(spec, stored) if stored else {},
-        _machine_values(spec, machine),
-        _run_names(spec, recipe),
-    ):
-        spec = _apply(spec, changes, notes)
+    if stored is not None:
+        spec = _apply(spec, _kept(spec, stored), notes)
+    spec = _apply(spec, _machine_values(spec, machine), notes)
+    spec = _apply(spec, _run_names(spec, recipe), notes)
     spec, derived = derive(spec)
     return Resolution(spec, (*notes, *derived, *_emulated(spec, machine)))
 

@@ -1,0 +1,22 @@
+"""Specs for tests: composed from words, resolved on a machine that is made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megalaunch.config.compose import Composition, compose
+from megalaunch.config.schema import RunSpec
+from megalaunch.plan.resolve import resolve
+from megalaunch.platform.detect import Machine
+from megalaunch.platform.facts import CHIPS
+
+LAPTOP = Machine(CHIPS["cpu"], devices=0, cores=2, memory_bytes=8 * 2**30, notes=())
+AMX_SERVER = replace(LAPTOP, chip=replace(CHIPS["cpu"], native_bf16="AMX"))
+H100_NODE = Machine(CHIPS["h100"], devices=8, cores=64, memory_bytes=2**40, notes=())
+
+
+def resolved(*words: str, machine: Machine = LAPTOP, stored: RunSpec | None = None) -> tuple[RunSpec, Composition]:
+    """The resolved spec of some words, and the composition it comes from."""
+    composition = compose(words)
+    recipe = composition.choices.get("recipe")
+    return resolve(composition.spec, machine, recipe, stored).spec, composition

@@ -1,0 +1,177 @@
+import re
+
+import pytest
+
+from megalaunch.config.compose import compose
+from megalaunch.config.errors import ConfigError
+from megalaunch.config.keys import schema_defaults, schema_keys
+from megalaunch.config.schema import build_run_spec, spec_to_dict
+
+
+def problems(*words):
+    with pytest.raises(ConfigError) as caught:
+        compose(words)
+    return {problem.path: problem for problem in caught.value.problems}
+
+
+def test_a_recipe_beats_options_which_beat_defaults():
+    composition = compose(["recipe=llama3_8b"])
+    spec = composition.spec
+    assert (spec.model.num_layers, spec.parallel.cp, spec.platform.chip) == (32, 2, "h100")
+    assert spec.parallel.data_sharding == "optim_grads_params"
+    assert spec.optimizer.lr == 3e-4
+    assert spec.optimizer.beta2 == 0.95
+    assert composition.choices["recipe"] == "llama3_8b"
+    assert composition.choices["parallel"] == "cp2zero3"
+    assert composition.words == ("recipe=llama3_8b",)
+
+
+def test_the_order_of_words_does_not_matter():
+    one = compose(["recipe=llama3_8b", "parallel=tp4pp4", "train.steps=7"])
+    other = compose(["train.steps=7", "parallel=tp4pp4", "recipe=llama3_8b"])
+    assert one.spec == other.spec
+    assert (one.spec.parallel.tp, one.spec.parallel.pp, one.spec.parallel.cp) == (4, 4, 1)
+
+
+def test_a_typed_option_replaces_the_recipes_option_whole():
+    assert compose(["recipe=llama3_8b", "parallel=tp2"]).spec.parallel.data_sharding == "optim"
+
+
+def test_typed_values_beat_typed_options_in_any_order_and_the_last_value_wins():
+    for words in (["parallel.tp=2", "parallel=tp4pp4"], ["parallel=tp4pp4", "parallel.tp=8", "parallel.tp=2"]):
+        spec = compose(["recipe=llama3_8b", *words]).spec
+        assert (spec.parallel.tp, spec.parallel.pp) == (2, 4)
+
+
+def test_composing_again_starts_from_nothing():
+    first = compose(["recipe=quickstart"]).spec
+    compose(["recipe=llama3_8b", "parallel=tp4pp4", "optimizer.lr=1"])
+    assert compose(["recipe=quickstart"]).spec == first
+
+
+def test_where_values_come_from():
+    origins = compose(["recipe=llama3_8b", "parallel=tp4pp4", "train.steps=7"]).origins
+    assert (origins["train.steps"].kind, origins["train.steps"].where) == ("command line", "command line")
+    assert (origins["parallel.tp"].kind, origins["parallel.tp"].where) == ("group", "parallel=tp4pp4")
+    assert origins["optimizer.lr"].kind == "recipe"
+    assert origins["optimizer.lr"].where.endswith("llama3_8b.yaml:18:3")
+    assert origins["model.num_layers"].where.endswith("conf/model/llama3_8b.yaml:4:1")
+    assert origins["model.num_layers"].where.startswith("model=llama3_8b, ")
+    assert (origins["parallel.cp"].kind, origins["train.seed"].kind) == ("default", "default")
+    assert origins["parallel.dp"].open
+    assert not origins["parallel.tp"].open
+    assert set(origins) == set(schema_keys())
+
+
+def test_an_open_value_is_open_wherever_it_was_given():
+    origins = compose(["recipe=quickstart", "parallel.dp=2"]).origins
+    assert origins["batch.micro_batch_size"].open  # null in the recipe
+    assert not origins["parallel.dp"].open
+
+
+def test_all_problems_come_at_once_with_their_places():
+    found = problems("recipe=tiny", "train.lrr=3", "train.steps=abc", "optimiser.lr=1", "model=tinny", "batch.x=1")
+    assert found["train.lrr"].message == "unknown key; did you mean 'optimizer.lr'?"
+    assert found["optimiser.lr"].message == "unknown key; did you mean 'optimizer.lr'?"
+    assert found["train.steps"].message == "needs a whole number, got 'abc' (str)"
+    assert found["model"].message.startswith("there is no model=tinny; did you mean 'tiny'?")
+    assert "batch.x" in found
+    assert len(found) == 5
+    assert {problem.where for problem in found.values()} == {"command line"}
+
+
+@pytest.mark.parametrize(
+    ("word", "path", "message"),
+    [
+        ("+train.steps=3", "train.steps", r"needs no \+; write train.steps=3"),
+        ("++train.foo=3", "train.foo", "unknown key"),
+        ("+junk.a=1", "junk.a", "unknown key"),
+        ("~parallel", "parallel", "~ takes keys away, .* pick another option"),
+        ("~train.stop_at", "train.stop_at", "write train.stop_at=null"),
+        ("~train.steps=3", "train.steps", "leave the word out"),
+        ("paralel=tp2", "paralel", "unknown key; did you mean 'parallel'"),
+        ("prallel.tp=2", "prallel.tp", "did you mean 'parallel.tp'"),
+        ("lr=1", "lr", "did you mean 'optimizer.lr'"),
+        ("train=5", "train", "is a section; set one of its keys, e.g. train.steps"),
+        ("recipe/x=5", "recipe/x", "GROUP=OPTION and SECTION.KEY=VALUE"),
+        ("model@foo=tiny", "model@foo", "GROUP=OPTION"),
+        ("tiny", "tiny", r"is no KEY=VALUE word; did you mean model=tiny\?"),
+        ("train.steps", "train.steps", "is no KEY=VALUE word; write train.steps=VALUE"),
+        ("train.steps=1,2", "train.steps", r"names several values \(1,2\); one run has one, e.g. train.steps=1"),
+        ("optimizer.lr=choice(1e-3,1e-4)", "optimizer.lr", "e.g. optimizer.lr=1e-3"),
+        ("train.steps=range(1,4)", "train.steps", "names several values"),
+        ("parallel=tp2,tp4", "parallel", "names several options; one run has one, e.g. parallel=tp2"),
+        ("parallel=", "parallel", "needs the name of an option"),
+        ("train.steps=[1", "train.steps", "cannot read the value"),
+        ("train.steps={a:1}", "train.steps", "needs a whole number"),
+        ("train.steps=2.5", "train.steps", r"needs a whole number, got 2.5 \(float\)"),
+        ("train.steps=true", "train.steps", r"needs a whole number, got True \(bool\)"),
+        ("train.steps=null", "train.steps", "needs a whole number, got None"),
+        ("train.steps=0", "train.steps", "must be at least 1, got 0"),
+        ("train.steps=???", "train.steps", "has no value"),
+        ("optimizer.lr=nan", "optimizer.lr", "needs a number"),
+        ("optimizer.lr=1" + "0" * 400, "optimizer.lr", "needs a number"),
+        ("schedule.shape=cosin", "schedule.shape", "needs constant | .*did you mean 'cosine'"),
+        ("parallel.sequence_parallel=1", "parallel.sequence_parallel", "needs true or false"),
+        ("run.name=${oc.env:SECRET_TOKEN}", "run.name", "may not read the environment variable SECRET_TOKEN"),
+        ("run.name=${train.steps}", "run.name", "only .*oc.env"),
+        ("train.steps=${oc.decode:1}", "train.steps", "only .*oc.env"),
+        ("run.directory=${oc.env:MEGALAUNCH_NOT_SET}", "run.directory", "which is not set"),
+        ("=3", "=3", "unknown key"),
+    ],
+)
+def test_what_words_are_refused_and_how(word, path, message):
+    found = problems("recipe=tiny", word)
+    assert list(found) == [path]
+    assert re.search(message, found[path].message), found[path].message
+    assert found[path].where == "command line" or "no value" in message
+
+
+def test_two_recipes_or_options_are_refused():
+    assert "recipe=tiny and recipe=quickstart" in problems("recipe=tiny", "recipe=quickstart")["recipe"].message
+    assert "parallel=tp2 and parallel=tp4" in problems("recipe=tiny", "parallel=tp2", "parallel=tp4")["parallel"].message
+
+
+def test_no_recipe_is_one_problem():
+    assert list(problems()) == ["recipe"]
+    assert "recipe=quickstart" in problems()["recipe"].message
+    assert list(problems("recipe=quickstrat")) == ["recipe"]
+    assert "did you mean 'quickstart'" in problems("recipe=quickstrat")["recipe"].message
+
+
+def test_a_run_without_a_recipe_needs_a_model_and_its_numbers():
+    words = ["model=tiny", "batch.sequence_length=8", "batch.global_batch_size=2", "train.steps=1"]
+    assert compose(words).spec.model.hidden_size == 32
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("data.corpus=/a b/c,d/[x]*{y}.txt", "/a b/c,d/[x]*{y}.txt"),
+        ("data.corpus='quoted, too'", "quoted, too"),
+        ("data.corpus=it's", "it's"),
+        ("data.corpus=$HOME (1)\n~", "$HOME (1)\n~"),
+        ("data.corpus=1e3", "1e3"),
+        ("data.corpus=null", None),
+        ("data.corpus=a=b", "a=b"),
+        ("data.corpus=", ""),
+    ],
+)
+def test_text_is_taken_as_typed(word, value):
+    assert compose(["recipe=tiny", word]).spec.data.corpus == value
+
+
+def test_environment_variables_on_the_allow_list(monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    spec = compose(["recipe=tiny", "run.directory=${oc.env:SCRATCH}/runs/${oc.env:MEGALAUNCH_X,one}"]).spec
+    assert spec.run.directory == "/scratch/me/runs/one"
+
+
+def test_the_builder_gives_back_what_composition_made():
+    spec = compose(["recipe=llama3_8b"]).spec
+    assert build_run_spec(spec_to_dict(spec)) == spec
+
+
+def test_every_key_has_a_meaning():
+    assert all(key.field.metadata["meaning"] for key in schema_keys().values())
+    assert {f"{section}.{key}" for section, keys in schema_defaults().items() for key in keys} == set(schema_keys())

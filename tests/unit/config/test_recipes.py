@@ -1,0 +1,158 @@
+import os
+
+import pytest
+
+from megalaunch.config.compose import compose
+from megalaunch.config.errors import ConfigError
+from megalaunch.config.keys import GROUPS
+from megalaunch.config.options import CONF, option_names
+from megalaunch.config.recipes import find_recipe, read_summary, recipe_files
+
+HEADER = "# @package _global_\n# A test recipe.\n"
+PARENT = "defaults:\n  - tiny\n  - _self_\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MEGALAUNCH_RECIPES", raising=False)
+    return tmp_path
+
+
+def write(path, text, header=HEADER):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(header + text)
+
+
+def problems(*words):
+    with pytest.raises(ConfigError) as caught:
+        compose(words)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("word", ["./mine.yaml", "mine.yaml", "sub/a b.yml", "{folder}/mine.yaml"])
+def test_a_recipe_by_path(folder, word):
+    word = word.format(folder=folder)
+    write(folder / word, PARENT + "train: {steps: 33}\n")
+    spec = compose([f"recipe={word}", "parallel=tp2"]).spec
+    assert (spec.train.steps, spec.parallel.tp, spec.model.name) == (33, 2, "tiny")
+
+
+def test_names_are_found_here_and_in_the_variable_and_may_have_folders(folder, monkeypatch):
+    write(folder / "recipes/here.yaml", PARENT + "train: {steps: 1}\n")
+    write(folder / "recipes/twice.yaml", PARENT + "train: {steps: 2}\n")
+    write(folder / "more/twice.yaml", PARENT + "train: {steps: 3}\n")
+    write(folder / "more/team/x.yaml", PARENT + "train: {steps: 4}\n")
+    monkeypatch.setenv("MEGALAUNCH_RECIPES", os.pathsep.join(["more", "missing"]))
+    steps = {name: compose([f"recipe={name}"]).spec.train.steps for name in ("here", "twice", "team/x")}
+    assert steps == {"here": 1, "twice": 3, "team/x": 4}
+    assert {"here", "team/x", "tiny", "quickstart"} <= set(recipe_files())
+    assert read_summary(recipe_files()["here"]) == "A test recipe."
+
+
+def test_a_child_wins_over_its_parents(folder):
+    write(folder / "recipes/parent.yaml", "defaults:\n  - llama3_8b\n  - override /parallel: tp4\n  - _self_\n"
+          "train: {steps: 5, seed: 6}\n")  # fmt: skip
+    write(folder / "recipes/child.yaml", "defaults:\n  - parent\n  - override /parallel: tp8\n  - _self_\n"
+          "train: {steps: 9}\n")  # fmt: skip
+    composition = compose(["recipe=child"])
+    spec = composition.spec
+    assert (spec.train.steps, spec.train.seed, spec.parallel.tp, spec.model.num_layers) == (9, 6, 8, 32)
+    assert composition.origins["train.steps"].where == "recipes/child.yaml:7:9"
+    assert composition.origins["train.seed"].where == "recipes/parent.yaml:7:19"
+    assert compose(["recipe=child", "parallel=pp2"]).spec.parallel.tp == 1
+
+
+def test_of_two_parents_the_later_wins_and_a_common_ancestor_counts_once(folder):
+    write(folder / "recipes/left.yaml", "defaults:\n  - tiny\n  - override /parallel: tp2\ntrain: {steps: 1, seed: 1}\n")
+    write(folder / "recipes/right.yaml", "defaults:\n  - tiny\n  - override /parallel: pp2\ntrain: {steps: 2}\n")
+    write(folder / "recipes/both.yaml", "defaults:\n  - left\n  - right\n")
+    spec = compose(["recipe=both"]).spec
+    assert (spec.train.steps, spec.train.seed, spec.parallel.tp, spec.parallel.pp) == (2, 1, 1, 2)
+
+
+def test_all_faults_of_a_recipe_come_at_once_with_line_and_column(folder):
+    write(folder / "bad.yaml", "defaults:\n  - tiny\n  - override /modell: tiny\n  - override model: tiny\n"
+          "  - parallel: tp2\n  - override /platform: h1000\n  - 3\n  - _self_\n"
+          "train:\n  stepps: 3\n  seed: {a: 1}\ntrian: 5\nmodel: tiny\nbatch:\n  global_batch_size: eight\n")  # fmt: skip
+    found = {problem.where: problem.message for problem in problems("recipe=bad.yaml")}
+    assert found["bad.yaml:5:5"].startswith("there is no group 'modell'; did you mean 'model'")
+    assert found["bad.yaml:6:5"] == "write `- override /model: tiny`"
+    assert found["bad.yaml:7:5"] == "write `- override /parallel: tp2`"
+    assert found["bad.yaml:8:5"].startswith("there is no platform=h1000; did you mean 'h100'")
+    assert found["bad.yaml:9:5"].startswith("an entry is `- override /GROUP: OPTION`")
+    assert found["bad.yaml:12:3"] == "unknown key; did you mean 'train.steps'?"
+    assert found["bad.yaml:13:3"] == "needs one value, not a list or further keys"
+    assert found["bad.yaml:14:1"] == "unknown key; did you mean 'train'?"
+    assert found["bad.yaml:15:1"].endswith("`- override /model: tiny`")
+    assert found["bad.yaml:17:3"] == "needs a whole number, got 'eight' (str)"
+    assert len(found) == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "header", "message"),
+    [
+        (PARENT, "# no header\n", "first line is `# @package _global_`"),
+        ("defaults:\n  - _self_\n  - tiny\n", HEADER, "_self_ stands last"),
+        ("defaults: tiny\n", HEADER, "defaults is a list"),
+        ("defaults:\n  - ../secret\n", HEADER, "starts from a recipe's name, not from '../secret'"),
+        ("defaults:\n  - /etc/x.yaml\n", HEADER, "starts from a recipe's name"),
+        ("defaults:\n  - tinny\n", HEADER, "there is no recipe 'tinny'; did you mean 'tiny'"),
+        ("defaults:\n  - override /parallel: 3\n", HEADER, "needs the name of an option"),
+        ("a: [1\n", HEADER, "is no YAML"),
+        ("run: {name: '${oc.env:AWS_SECRET}'}\n", HEADER, "may not read the environment variable AWS_SECRET"),
+        ("run: {name: '${hydra:job.name}'}\n", HEADER, "only ${oc.env:NAME} is"),
+        ("run: {_target_: os.system}\n", HEADER, "'_target_' is refused"),
+        ("hydra: {run: {dir: /tmp}}\n", HEADER, "unknown key"),
+    ],
+)
+def test_what_a_recipe_may_not_hold(folder, text, header, message):
+    write(folder / "bad.yaml", text, header)
+    found = problems("recipe=bad.yaml")
+    assert any(message in problem.message for problem in found), found
+    assert all(problem.where.startswith("bad.yaml") for problem in found)
+
+
+def test_a_recipe_that_starts_from_itself(folder):
+    write(folder / "recipes/a.yaml", "defaults:\n  - b\n")
+    write(folder / "recipes/b.yaml", "defaults:\n  - a\n")
+    assert [p.message for p in problems("recipe=a")] == ["starts from itself: a -> b -> a"]
+
+
+def test_a_missing_path(folder):
+    (problem,) = problems("recipe=./no.yaml")
+    assert "cannot be read" in problem.message
+
+
+@pytest.mark.parametrize("key", ["parallel: {tp: 8}", "precision: {compute: fp32}", "platform: {chip: cpu}"])
+def test_a_recipe_that_would_mask_is_refused_with_the_fix(folder, key):
+    write(folder / "mask.yaml", f"{PARENT}{key}\n")
+    (problem,) = problems("recipe=mask.yaml")
+    assert f"- override /{key.partition(':')[0]}:" in problem.message
+    assert problem.where.startswith("mask.yaml:6:")
+
+
+def test_a_typed_option_that_the_recipe_hides_is_refused_unless_the_key_is_typed(folder):
+    write(folder / "mask.yaml", f"{PARENT}model: {{num_layers: 3}}\n")
+    (problem,) = problems("recipe=mask.yaml", "model=llama3_8b")
+    assert (problem.path, problem.where) == ("model.num_layers", "mask.yaml:6:9")
+    assert "model.num_layers=32" in problem.message
+    spec = compose(["recipe=mask.yaml", "model=llama3_8b", "model.num_layers=32"]).spec
+    assert (spec.model.num_layers, spec.model.hidden_size) == (32, 4096)
+    assert compose(["recipe=mask.yaml"]).spec.model.num_layers == 3
+
+
+def test_names_cannot_leave_their_folders(folder):
+    write(folder / "secret.yaml", PARENT)
+    (folder / "recipes").mkdir()
+    assert find_recipe("../secret") is None
+    assert "no recipe '../secret'" in problems("recipe=../secret")[0].message
+
+
+def test_every_option_file_composes():
+    for group in GROUPS:
+        assert option_names(group), group
+        for name in option_names(group):
+            spec = compose(["recipe=tiny", f"{group}={name}"]).spec
+            assert spec is not None
+    assert {path.parent.name for path in CONF.glob("*/*.yaml")} == set(GROUPS)

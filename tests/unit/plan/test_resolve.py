@@ -1,0 +1,129 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_specs import AMX_SERVER, H100_NODE, LAPTOP, resolved
+
+from megalaunch.config.compose import compose
+from megalaunch.config.schema import with_values
+from megalaunch.plan.resolve import derive, machine_mismatch, resolve
+from megalaunch.platform.facts import CHIPS
+
+
+def notes(*words, machine=LAPTOP, stored=None):
+    composition = compose(words)
+    found = resolve(composition.spec, machine, composition.choices.get("recipe"), stored).notes
+    return {note.path: note for note in found}
+
+
+def test_every_derived_value_is_a_note():
+    found = notes("recipe=quickstart")
+    assert {note.severity for note in found.values()} == {"note"}
+    assert {note.rule for note in found.values()} == {"derived"}
+    before, (after, _) = compose(["recipe=quickstart"]).spec, resolved("recipe=quickstart")
+    changed = {
+        f"{section}.{key}"
+        for section in before.__dataclass_fields__
+        for key in getattr(before, section).__dataclass_fields__
+        if getattr(getattr(before, section), key) != getattr(getattr(after, section), key)
+    }
+    assert set(found) == changed
+    assert found["parallel.dp"].message == "2 (world / (tp x pp x cp))"
+    assert found["batch.micro_batch_size"].numbers == {"value": 4}
+
+
+@pytest.mark.parametrize(("dp", "micro"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_the_quickstart_fits_one_to_eight_workers(dp, micro):
+    spec, _ = resolved("recipe=quickstart", f"parallel.dp={dp}")
+    assert (spec.cluster.devices_per_node, spec.batch.micro_batch_size) == (dp, micro)
+    node = replace(H100_NODE, devices=dp)
+    spec, _ = resolved("recipe=quickstart", machine=node)
+    assert (spec.platform.chip, spec.parallel.dp, spec.batch.micro_batch_size) == ("h100", dp, micro)
+    assert spec.precision.compute == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "dp"),
+    [
+        (["parallel=tp2"], 2, 1),
+        (["parallel=tp2", "cluster.cpu_workers=4"], 4, 2),
+        (["parallel=tp2pp2"], 4, 1),
+        (["parallel=tp2dp3"], 6, 3),
+        (["cluster.cpu_workers=1"], 1, 1),
+        (["parallel=tp2", "cluster.nodes=2"], 2, 2),
+        (["parallel=tp2dp2", "cluster.nodes=2"], 2, 2),
+    ],
+)
+def test_a_processor_has_the_workers_that_the_layout_needs(words, devices, dp):
+    spec, _ = resolved("recipe=tiny", *words)
+    assert (spec.cluster.devices_per_node, spec.parallel.dp) == (devices, dp)
+
+
+def test_precision_follows_the_chip():
+    assert resolved("recipe=tiny")[0].precision.compute == "fp32"
+    assert resolved("recipe=tiny", machine=AMX_SERVER)[0].precision.compute == "bf16"
+    assert resolved("recipe=tiny", "platform=h200")[0].precision.compute == "bf16"
+    assert "AMX" in notes("recipe=tiny", machine=AMX_SERVER)["precision.compute"].message
+
+
+def test_bf16_on_a_processor_without_it_is_a_warning():
+    warning = notes("recipe=tiny", "precision=bf16")["precision.compute"]
+    assert (warning.rule, warning.severity) == ("precision.native", "warning")
+    assert "precision.compute" not in notes("recipe=tiny", "precision=bf16", machine=AMX_SERVER)
+    assert "precision.compute" not in notes("recipe=tiny", "precision=bf16", "platform=h100")
+
+
+def test_a_gpu_recipe_on_a_laptop_keeps_its_world_and_an_unsaid_one_stays_open():
+    spec, _ = resolved("recipe=llama3_8b")
+    assert (spec.platform.chip, spec.cluster.devices_per_node, spec.parallel.dp) == ("h100", 8, 4)
+    spec, _ = resolved("recipe=llama3_8b", "cluster.devices_per_node=auto")
+    assert (spec.cluster.devices_per_node, spec.parallel.dp) == ("auto", None)
+
+
+def test_names_and_directories(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert resolved("recipe=tiny")[0].run.directory == str(tmp_path / "runs/tiny")
+    assert resolved("recipe=tiny", "run.name=a")[0].run.directory == str(tmp_path / "runs/a")
+    assert resolved("recipe=tiny", "run.directory=x/y")[0].run.directory == str(tmp_path / "x/y")
+    assert resolved("recipe=tiny", "run.directory=~/z")[0].run.directory == str(Path.home() / "z")
+    (tmp_path / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - tiny\n")
+    assert resolved("recipe=./mine.yaml")[0].run.name == "mine"
+    spec = compose(["recipe=tiny"]).spec
+    assert resolve(spec, LAPTOP, None).spec.run.name == "tiny"
+    assert resolve(spec, LAPTOP, "team/llama").spec.run.name == "team_llama"
+
+
+def test_horizons_follow_the_steps_and_stay_as_they_began():
+    first, _ = resolved("recipe=tiny", "data.corpus=x")
+    assert (first.schedule.decay_steps, first.data.num_samples) == (20, 160)
+    prepared = with_values(first, {"model.vocab_size": 300})
+    longer, _ = resolved("recipe=tiny", "data.corpus=x", "train.steps=40", stored=prepared)
+    assert (longer.train.steps, longer.schedule.decay_steps, longer.data.num_samples) == (40, 20, 160)
+    assert longer.model.vocab_size == 300
+    found = notes("recipe=tiny", "train.steps=40", stored=prepared)
+    assert found["schedule.decay_steps"].message == "20 (as when the run began)"
+    asked, _ = resolved("recipe=tiny", "schedule.decay_steps=40", stored=prepared)
+    assert asked.schedule.decay_steps == 40
+    elsewhere, _ = resolved("recipe=tiny", stored=first, machine=AMX_SERVER)
+    assert elsewhere.precision.compute == "fp32"
+
+
+def test_resolving_twice_changes_nothing():
+    for words in (["recipe=quickstart"], ["recipe=llama3_8b", "parallel=tp4pp4"]):
+        spec, _ = resolved(*words)
+        assert derive(spec) == (spec, [])
+        assert resolve(spec, LAPTOP, "other").spec == spec
+
+
+def test_a_machine_that_cannot_be_a_node():
+    spec, _ = resolved("recipe=llama3_8b")
+    (finding,) = machine_mismatch(spec, LAPTOP)
+    assert (finding.rule, finding.path) == ("platform.this_machine", "platform.chip")
+    assert "made for h100, and this machine has no accelerator (cpu)" in finding.message
+    (finding,) = machine_mismatch(spec, replace(H100_NODE, devices=4))
+    assert (finding.path, finding.numbers) == ("cluster.devices_per_node", {"devices_per_node": 8, "devices": 4})
+    assert machine_mismatch(spec, H100_NODE) == []
+    on_cpu, _ = resolved("recipe=tiny", "platform=cpu", machine=H100_NODE)
+    assert on_cpu.platform.chip == "cpu"
+    assert machine_mismatch(on_cpu, H100_NODE) == []
+    assert CHIPS["h100"] == H100_NODE.chip

@@ -1,0 +1,106 @@
+import pytest
+from made_specs import LAPTOP, resolved
+
+from megalaunch.config.schema import RunSpec, with_values
+from megalaunch.config.schema.build import leaves
+from megalaunch.plan.resolve import resolve
+from megalaunch.plan.run_changes import CHANGEABLE, allowed_changes, refused_changes
+
+WORDS = ("recipe=tiny", "data.corpus=x")
+CACHE = "/cache/corpora/0123/"
+PREPARED = {
+    "data.train_prefix": f"{CACHE}train",
+    "data.validation_prefix": f"{CACHE}validation",
+    "tokenizer.path": f"{CACHE}tokenizer.json",
+    "model.vocab_size": 300,
+}
+
+
+def stored():
+    return with_values(resolved(*WORDS)[0], PREPARED)
+
+
+def rerun(*words, values=None):
+    spec, _ = resolved(*WORDS, *words, stored=stored())
+    return with_values(spec, values or {})
+
+
+def refused(*words, values=None):
+    return [finding.path for finding in refused_changes(rerun(*words, values=values), stored())]
+
+
+def test_the_same_words_are_the_same_run_before_and_after_preparation():
+    assert refused() == []
+    assert refused(values=PREPARED) == []
+    assert allowed_changes(rerun(values=PREPARED), stored()) == []
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "train.steps=40",
+        "train.stop_at=3",
+        "train.validation_interval=1",
+        "measure.log_interval=5",
+        "parallel=dp4",
+        "parallel=zero3dp1",
+        "cluster.cpu_workers=1",
+        "launcher.max_restarts=0",
+        "checkpoint.interval=1",
+        "batch.micro_batch_size=1",
+        "run.name=other",
+        "run.resume=required",
+        "data.cache_directory=/elsewhere",
+    ],
+)
+def test_what_may_change(word):
+    assert refused(word) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "paths"),
+    [
+        ("model.num_layers=3", ["model.num_layers"]),
+        ("model.rope_theta=5", ["model.rope_theta"]),
+        ("train.seed=5", ["train.seed"]),
+        ("optimizer.lr=0.5", ["optimizer.lr"]),
+        ("schedule.min_lr=0.0", ["schedule.min_lr"]),
+        ("schedule.decay_steps=40", ["schedule.decay_steps"]),
+        ("batch.global_batch_size=16", ["batch.global_batch_size"]),
+        ("batch.sequence_length=16", ["batch.sequence_length"]),
+        ("tokenizer.vocab_size=512", ["tokenizer.vocab_size"]),
+        ("data.num_samples=7", ["data.num_samples"]),
+        ("data.append_eod=false", ["data.append_eod"]),
+        ("precision=bf16", ["precision.compute"]),
+        ("data.corpus=y", ["data.corpus", "data.train_prefix", "data.validation_prefix", "tokenizer.path"]),
+    ],
+)
+def test_what_makes_another_run(word, paths):
+    assert refused(word) == paths
+    first = refused_changes(rerun(word), stored())[0]
+    assert "give the old value, or another run.directory" in first.message
+    assert first.severity == "error"
+
+
+def test_a_corpus_that_changed_under_its_name_is_another_run():
+    other = {key: str(value).replace("0123", "9999") for key, value in PREPARED.items() if key != "model.vocab_size"}
+    assert refused(values=other) == ["data.train_prefix", "data.validation_prefix", "tokenizer.path"]
+    moved = {key: str(value).replace("/cache", "/mnt/cache") for key, value in PREPARED.items() if "." in str(value)}
+    assert refused(values={k: v for k, v in moved.items() if k != "model.vocab_size"}) == []
+
+
+def test_an_allowed_change_is_said():
+    (note,) = allowed_changes(rerun("train.steps=40"), stored())
+    assert note.message == "train.steps: 20 -> 40"
+    assert note.severity == "note"
+
+
+def test_the_list_names_keys_that_exist():
+    paths = [path for path, _, _ in leaves(RunSpec)]
+    for entry in CHANGEABLE:
+        assert any(path == entry or (entry.endswith(".") and path.startswith(entry)) for path in paths), entry
+
+
+def test_stored_horizons_come_back():
+    spec = resolve(resolved(*WORDS)[1].spec, LAPTOP, "tiny", stored()).spec
+    assert spec.data.num_samples == stored().data.num_samples

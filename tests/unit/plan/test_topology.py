@@ -1,0 +1,98 @@
+import pytest
+from made_specs import resolved
+
+from megalaunch.config.schema import with_values
+from megalaunch.plan.topology import RankGrid, Topology
+
+DEFAULTS = dict(
+    tp=1, pp=1, cp=1, dp=1, ep=1, etp=1, edp=1, replicas=1, shards=1, micro_batch_size=1, microbatches=1, nodes=1
+)
+
+
+def topology(**degrees):
+    values = DEFAULTS | degrees
+    world = values["tp"] * values["pp"] * values["cp"] * values["dp"]
+    return Topology(**values, devices_per_node=world)
+
+
+def test_megatrons_dense_order_of_16_ranks():
+    """Golden: produced by Megatron-LM's own rank generator for tp2 cp2 dp2 pp2."""
+    grid = topology(tp=2, cp=2, dp=2, pp=2).dense
+    assert grid.world == 16
+    assert grid.group(0, "tp") == [0, 1]
+    assert grid.group(0, "cp") == [0, 2]
+    assert grid.group(0, "dp") == [0, 4]
+    assert grid.group(0, "pp") == [0, 8]
+    assert grid.group(0, "dp", "cp") == [0, 2, 4, 6]
+    assert grid.group(15, "tp") == [14, 15]
+    assert grid.groups("pp")[-1] == [7, 15]
+
+
+def test_megatrons_expert_order():
+    """Golden: etp1 ep4 pp2 over 16 ranks."""
+    grid = topology(dp=8, pp=2, ep=4, edp=2).expert
+    assert grid.group(0, "ep") == [0, 1, 2, 3]
+    assert grid.group(0, "edp") == [0, 4]
+    assert grid.group(0, "pp") == [0, 8]
+
+
+def test_groups_of_an_axis_partition_the_world():
+    grid = RankGrid((("tp", 2), ("cp", 3), ("dp", 2), ("pp", 2)))
+    for names in (("tp",), ("cp", "dp"), ("tp", "pp"), ()):
+        groups = grid.groups(*names)
+        assert sorted(rank for group in groups for rank in group) == list(range(24))
+
+
+def test_coordinates_name_the_axes_above_one():
+    t = topology(tp=2, cp=2, dp=2, pp=2)
+    assert [t.coordinates(rank) for rank in (0, 1, 6, 13)] == [
+        "pp0 dp0 cp0 tp0",
+        "pp0 dp0 cp0 tp1",
+        "pp0 dp1 cp1 tp0",
+        "pp1 dp1 cp0 tp1",
+    ]
+    assert topology(dp=2).coordinates(1) == "dp1"
+    assert topology().coordinates(0) == "dp0"
+    assert topology(dp=4, ep=2, edp=2).coordinates(3) == "dp3 ep1"
+    with pytest.raises(ValueError, match="outside a world of 2"):
+        topology(dp=2).coordinates(2)
+
+
+@pytest.mark.parametrize(
+    ("words", "replicas", "shards"),
+    [
+        (["parallel=dp4"], 1, 4),
+        (["parallel=dp4zero0"], 4, 1),
+        (["parallel=dp4hsdp2"], 2, 2),
+        (["parallel=dp1"], 1, 1),
+        (["parallel=zero0dp1"], 1, 1),
+    ],
+)
+def test_what_data_parallel_ranks_share(words, replicas, shards):
+    spec, _ = resolved("recipe=tiny", *words)
+    t = Topology.of(spec)
+    assert (t.replicas, t.shards, t.dp) == (replicas, shards, replicas * shards)
+
+
+def test_of_a_resolved_spec():
+    spec, _ = resolved("recipe=llama3_8b", "cluster.nodes=2")
+    t = Topology.of(spec)
+    assert (t.world, t.dp, t.cp, t.microbatches, t.nodes, t.devices_per_node) == (16, 8, 2, 16, 2, 8)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"parallel.dp": 3},
+        {"parallel.dp": None},
+        {"parallel.replicas": 3},
+        {"batch.micro_batch_size": 3},
+        {"batch.micro_batch_size": None},
+        {"cluster.devices_per_node": "auto"},
+        {"parallel.ep": 3},
+    ],
+)
+def test_what_does_not_divide_has_no_topology(values):
+    spec, _ = resolved("recipe=llama3_8b")
+    with pytest.raises(ValueError, match=r"not the world|does not divide|is not resolved"):
+        Topology.of(with_values(spec, values))
