@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from megalaunch.kernels.swiglu import swiglu
 
 
 class GatedMLP(nn.Module):
@@ -17,4 +18,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
-        return self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH))
+        return self.down_proj(swiglu(self.gate_proj(x_BSH), self.up_proj(x_BSH)))

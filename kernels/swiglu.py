@@ -1,0 +1,51 @@
+"""SwiGLU's elementwise half, silu(gate) * up: the plain-torch reference and the dispatch to the Triton kernel.
+
+Plain torch keeps three activations for the backward pass (gate, up, silu(gate)); the kernel keeps two and reads
+and writes each value once. Source: Shazeer 2020, "GLU Variants Improve Transformer".
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, elementwise, of the shape and dtype of both: by the kernel on CUDA, else by the reference."""
+    return swiglu_fused(gate, up) if gate.is_cuda and _has_triton() else swiglu_reference(gate, up)
+
+
+def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
+    """What every other implementation is held to."""
+    return F.silu(gate) * up
+
+
+def swiglu_fused(gate: Tensor, up: Tensor) -> Tensor:
+    """The Triton kernel, with its own backward pass; arithmetic in fp32 whatever the dtype."""
+    return _FusedSwiglu.apply(gate.contiguous(), up.contiguous())
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+class _FusedSwiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        from megalaunch.kernels.swiglu_triton import forward
+
+        ctx.save_for_backward(gate, up)
+        return forward(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        from megalaunch.kernels.swiglu_triton import backward
+
+        gate, up = ctx.saved_tensors
+        return backward(gradients[0].contiguous(), gate, up)

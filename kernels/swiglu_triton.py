@@ -1,0 +1,49 @@
+"""The Triton side of swiglu.py; imported only where Triton is installed and wanted."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024  # elements a program handles
+
+
+@triton.jit
+def _forward(gate_ptr, up_ptr, out_ptr, size, BLOCK: tl.constexpr):  # noqa: ANN001
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+@triton.jit
+def _backward(d_out_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, size, BLOCK: tl.constexpr):  # noqa: ANN001
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    d_out = tl.load(d_out_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    tl.store(d_gate_ptr + at, d_out * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
+    tl.store(d_up_ptr + at, d_out * gate * sigmoid, mask=inside)
+
+
+def forward(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up of two contiguous tensors; arithmetic in fp32 whatever the dtype."""
+    out = torch.empty_like(gate)
+    _forward[_programs(gate)](gate, up, out, gate.numel(), BLOCK=_BLOCK)
+    return out
+
+
+def backward(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up from that of the output, all contiguous."""
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+    _backward[_programs(gate)](d_out, gate, up, d_gate, d_up, gate.numel(), BLOCK=_BLOCK)
+    return d_gate, d_up
+
+
+def _programs(tensor: Tensor) -> tuple[int]:
+    return (triton.cdiv(tensor.numel(), _BLOCK),)
