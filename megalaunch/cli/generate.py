@@ -39,6 +39,7 @@ def generate(
     try:
         sampling = api.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         model = api.open_model(source, report=lambda message: typer.echo(message, err=True))
+        api.fit_threads(model)
         pieces = api.continue_text(model, prompt, max_new_tokens, sampling)
         note = api.length_note(model, prompt, max_new_tokens)
         if note:

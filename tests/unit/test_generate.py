@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -237,3 +239,21 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path):
 
     with pytest.raises(CheckpointError, match=r"gate_proj.weight has the shape \[48, 32\] there; spec.yaml means"):
         load_language_model(run.checkpoint(1), torch.device("cpu"))
+
+
+def test_a_small_model_writes_on_one_thread(tmp_path: Path):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        api.fit_threads(api.open_model(make_run(tmp_path / "run", steps=(1,)).root))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_generating_imports_no_trainer():
+    """DTensor, FSDP2 and DCP double the time until the first word."""
+    heavy = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+    script = f"import sys, megalaunch.engine.api; print([m for m in {heavy} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "[]\n", result.stderr

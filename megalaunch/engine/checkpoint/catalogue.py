@@ -13,13 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.manifest import is_plain_name
@@ -47,37 +40,6 @@ class StoredTensor:
 
 
 Catalogue = Mapping[str, StoredTensor]
-
-
-def catalogue_of(metadata: Metadata, files: Mapping[MetadataIndex, str]) -> dict[str, StoredTensor]:
-    """The catalogue of what DCP planned; `files` says where each chunk was written."""
-    catalogue = {}
-    for name, stored in metadata.state_dict_metadata.items():
-        assert isinstance(stored, TensorStorageMetadata)
-        chunks = tuple(
-            Chunk(tuple(chunk.offsets), tuple(chunk.sizes), files[MetadataIndex(name, chunk.offsets)])
-            for chunk in stored.chunks
-        )
-        catalogue[name] = StoredTensor(stored.properties.dtype, tuple(stored.size), chunks)
-    return catalogue
-
-
-def metadata_of(catalogue: Catalogue) -> Metadata:
-    """What DCP needs to plan a load. `storage_data` maps each chunk to its file."""
-    stored = {
-        name: TensorStorageMetadata(
-            properties=TensorProperties(dtype=tensor.dtype),
-            size=torch.Size(tensor.shape),
-            chunks=[
-                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in tensor.chunks
-            ],
-        )
-        for name, tensor in catalogue.items()
-    }
-    places = {
-        MetadataIndex(name, chunk.offsets): chunk.file for name, tensor in catalogue.items() for chunk in tensor.chunks
-    }
-    return Metadata(state_dict_metadata=dict(stored), storage_data=places)
 
 
 def catalogue_text(catalogue: Catalogue) -> str:

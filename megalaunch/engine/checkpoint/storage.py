@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -27,9 +33,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from megalaunch.engine.checkpoint import publish
-from megalaunch.engine.checkpoint.catalogue import CATALOGUE, Catalogue, catalogue_of, catalogue_text, metadata_of
+from megalaunch.engine.checkpoint.catalogue import CATALOGUE, Catalogue, Chunk, StoredTensor, catalogue_text
 from megalaunch.engine.checkpoint.errors import CheckpointError, free_bytes, no_space, write_error
 from megalaunch.engine.checkpoint.manifest import MANIFEST, manifest_text
+from megalaunch.engine.checkpoint.read import stored_part
 from megalaunch.engine.checkpoint.safetensors_file import (
     FileRecord,
     HashedFile,
@@ -110,7 +117,7 @@ class CheckpointWriter(StorageWriter):
         assert self.unfinished is not None
         places = {result.index: result.storage_data for share in results for result in share}
         shards: set[FileRecord] = set(places.values())
-        catalogue = catalogue_of(metadata, {index: record.name for index, record in places.items()})
+        catalogue = _catalogue_of(metadata, {index: record.name for index, record in places.items()})
         try:
             _require_visible(self.unfinished, self._directory, shards)
             texts = {CATALOGUE: catalogue_text(catalogue), **self._texts}
@@ -139,7 +146,7 @@ class CheckpointReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint holds."""
-        return metadata_of(self._catalogue)
+        return _metadata_of(self._catalogue)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Remember which file holds which part."""
@@ -172,12 +179,35 @@ class CheckpointReader(StorageReader):
         return future
 
 
-def stored_part(file: MappedFile, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of a file. Raises CheckpointError when it is not what the catalogue says."""
-    part = file.tensor(name)
-    if part.dtype != dtype or part.shape != shape:
-        raise CheckpointError(f"{file.path}: {name!r} is {part.dtype} {list(part.shape)}, {CATALOGUE} says otherwise")
-    return part
+def _catalogue_of(metadata: Metadata, files: Mapping[MetadataIndex, str]) -> dict[str, StoredTensor]:
+    """The catalogue of what DCP planned; `files` says where each chunk was written."""
+    catalogue = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)
+        chunks = tuple(
+            Chunk(tuple(chunk.offsets), tuple(chunk.sizes), files[MetadataIndex(name, chunk.offsets)])
+            for chunk in stored.chunks
+        )
+        catalogue[name] = StoredTensor(stored.properties.dtype, tuple(stored.size), chunks)
+    return catalogue
+
+
+def _metadata_of(catalogue: Catalogue) -> Metadata:
+    """What DCP needs to plan a load. `storage_data` maps each chunk to its file."""
+    stored = {
+        name: TensorStorageMetadata(
+            properties=TensorProperties(dtype=tensor.dtype),
+            size=torch.Size(tensor.shape),
+            chunks=[
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in tensor.chunks
+            ],
+        )
+        for name, tensor in catalogue.items()
+    }
+    places = {
+        MetadataIndex(name, chunk.offsets): chunk.file for name, tensor in catalogue.items() for chunk in tensor.chunks
+    }
+    return Metadata(state_dict_metadata=dict(stored), storage_data=places)
 
 
 def _stored_part(file: MappedFile, index: MetadataIndex, catalogue: Catalogue) -> torch.Tensor:

@@ -5,12 +5,10 @@ A directory of safetensors shards, `tensors.json`, documents as JSON, copied fil
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias, Union
 
 import torch
 import torch.distributed as dist
@@ -25,8 +23,9 @@ from megalaunch.engine.checkpoint.history import newest_valid, remove_old
 from megalaunch.engine.checkpoint.manifest import MANIFEST, is_plain_name, verify_checkpoint
 from megalaunch.engine.checkpoint.publish import discard
 from megalaunch.engine.checkpoint.ranks import coordination_group, on_every_rank
-from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, MappedFile
-from megalaunch.engine.checkpoint.storage import CheckpointReader, CheckpointWriter, stored_part
+from megalaunch.engine.checkpoint.read import JSON, read_document, read_tensors
+from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES
+from megalaunch.engine.checkpoint.storage import CheckpointReader, CheckpointWriter
 
 __all__ = [
     "JSON",
@@ -39,9 +38,6 @@ __all__ = [
     "save_checkpoint",
     "verify_checkpoint",
 ]
-
-JSON: TypeAlias = Union[Mapping[str, "JSON"], "list[JSON]", str, int, float, bool, None]
-_SHOWN = 8  # names of tensors in one error
 
 
 def save_checkpoint(
@@ -92,46 +88,6 @@ def load_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor]) -> Non
         )
 
 
-def read_document(directory: Path, name: str) -> JSON:
-    """The document that was saved as `name`. Raises CheckpointError."""
-    path = directory / f"{name}.json"
-    try:
-        document: JSON = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    return document
-
-
-def read_tensors(directory: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Whole tensors on the CPU, in one process without a process group; `names=None` reads all of them.
-
-    Raises CheckpointError when one is missing or a file is not what the catalogue says.
-    """
-    catalogue = read_catalogue(directory)
-    wanted = list(catalogue) if names is None else list(names)
-    missing = [name for name in wanted if name not in catalogue]
-    if missing:
-        raise CheckpointError(f"the checkpoint {directory} holds no {_listed(missing)}")
-    files: dict[str, MappedFile] = {}
-    return {name: _whole(directory, name, catalogue, files) for name in wanted}
-
-
-def _whole(directory: Path, name: str, catalogue: Catalogue, files: dict[str, MappedFile]) -> torch.Tensor:
-    stored = catalogue[name]
-    parts = []
-    for chunk in stored.chunks:  # every part is checked before memory is taken for the whole
-        if chunk.file not in files:
-            files[chunk.file] = MappedFile(directory / chunk.file)
-        parts.append(stored_part(files[chunk.file], name, stored.dtype, chunk.shape))
-    whole = torch.empty(stored.shape, dtype=stored.dtype)
-    for chunk, part in zip(stored.chunks, parts, strict=True):
-        box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.shape, strict=True))
-        whole[box] = part
-    return whole
-
-
 def _require_names(tensors: Mapping[str, object], documents: Mapping[str, object], files: Mapping[str, object]) -> None:
     """Programming errors, found before anything is written."""
     names = [MANIFEST, CATALOGUE, *files, *(f"{name}.json" for name in documents)]
@@ -177,8 +133,3 @@ def _dcp_errors(directory: Path, action: str) -> Iterator[None]:
         raise CheckpointError(
             f"cannot {action} the checkpoint {directory}: rank {rank}: {type(cause).__name__}: {cause}"
         ) from failure
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -14,11 +14,12 @@ from megalaunch.data.errors import DataError
 from megalaunch.data.tokenizer import Tokenizer, load_tokenizer
 from megalaunch.engine.checkpoint.catalogue import CATALOGUE
 from megalaunch.engine.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
-from megalaunch.engine.checkpoint.manifest import MANIFEST
-from megalaunch.engine.checkpoint.store import CheckpointError, newest_valid, read_tensors, verify_checkpoint
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.history import newest_valid
+from megalaunch.engine.checkpoint.manifest import MANIFEST, verify_checkpoint
+from megalaunch.engine.checkpoint.read import read_tensors
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.model.decoder import Decoder
-from megalaunch.engine.precision.policy import compute_format
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 
@@ -68,11 +69,18 @@ def load_language_model(checkpoint: Path, device: torch.device) -> LanguageModel
     try:
         spec = read_spec(checkpoint / SPEC_FILE)
         tokenizer = load_tokenizer(checkpoint / TOKENIZER_FILE)
-        dtype = torch.float32 if device.type == "cpu" else compute_format(spec.precision)
-        decoder = _decoder(checkpoint, spec, dtype, device)
+        decoder = _decoder(checkpoint, spec, _format(spec, device), device)
     except (SpecError, DataError, OSError, ValueError) as error:
         raise CheckpointError(f"no text can be generated from {checkpoint}: {error}") from error
     return LanguageModel(checkpoint, spec, decoder, tokenizer)
+
+
+def _format(spec: RunSpec, device: torch.device) -> torch.dtype:
+    if device.type == "cpu":
+        return torch.float32
+    from megalaunch.engine.precision.policy import compute_format  # FSDP2 comes with it, a second of imports
+
+    return compute_format(spec.precision)
 
 
 def _decoder(checkpoint: Path, spec: RunSpec, dtype: torch.dtype, device: torch.device) -> Decoder:

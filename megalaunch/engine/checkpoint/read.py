@@ -1,0 +1,73 @@
+"""Read a checkpoint in one process: documents, and whole tensors put together from their parts.
+
+Nothing here needs a process group or DCP, whose import takes longer than reading a small checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TypeAlias, Union
+
+import torch
+
+from megalaunch.engine.checkpoint.catalogue import CATALOGUE, Catalogue, read_catalogue
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.safetensors_file import MappedFile
+
+JSON: TypeAlias = Union[Mapping[str, "JSON"], "list[JSON]", str, int, float, bool, None]
+_SHOWN = 8  # names of tensors in one error
+
+
+def read_document(directory: Path, name: str) -> JSON:
+    """The document that was saved as `name`. Raises CheckpointError."""
+    path = directory / f"{name}.json"
+    try:
+        document: JSON = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    return document
+
+
+def read_tensors(directory: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU, in one process without a process group; `names=None` reads all of them.
+
+    Raises CheckpointError when one is missing or a file is not what the catalogue says.
+    """
+    catalogue = read_catalogue(directory)
+    wanted = list(catalogue) if names is None else list(names)
+    missing = [name for name in wanted if name not in catalogue]
+    if missing:
+        raise CheckpointError(f"the checkpoint {directory} holds no {_listed(missing)}")
+    files: dict[str, MappedFile] = {}
+    return {name: _whole(directory, name, catalogue, files) for name in wanted}
+
+
+def _whole(directory: Path, name: str, catalogue: Catalogue, files: dict[str, MappedFile]) -> torch.Tensor:
+    stored = catalogue[name]
+    parts = []
+    for chunk in stored.chunks:  # every part is checked before memory is taken for the whole
+        if chunk.file not in files:
+            files[chunk.file] = MappedFile(directory / chunk.file)
+        parts.append(stored_part(files[chunk.file], name, stored.dtype, chunk.shape))
+    whole = torch.empty(stored.shape, dtype=stored.dtype)
+    for chunk, part in zip(stored.chunks, parts, strict=True):
+        box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.shape, strict=True))
+        whole[box] = part
+    return whole
+
+
+def stored_part(file: MappedFile, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of a file. Raises CheckpointError when it is not what the catalogue says."""
+    part = file.tensor(name)
+    if part.dtype != dtype or part.shape != shape:
+        raise CheckpointError(f"{file.path}: {name!r} is {part.dtype} {list(part.shape)}, {CATALOGUE} says otherwise")
+    return part
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
