@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def local_values(tensor: Tensor) -> Tensor:
@@ -21,3 +21,11 @@ def replication(tensor: Tensor) -> int:
     for axis, placement in enumerate(tensor.placements):
         copies *= tensor.device_mesh.size(axis) if placement.is_replicate() else 1
     return copies
+
+
+def placed_like(tensor: Tensor, value: Tensor) -> Tensor:
+    """The global `value`, the same on every rank, on the device and in the layout of `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return value.to(tensor.device)
+    # Every rank has the whole value already, so nothing needs to be sent: src_data_rank=None.
+    return distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)

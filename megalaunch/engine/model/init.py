@@ -7,8 +7,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from megalaunch.engine.layout import placed_like
 from megalaunch.engine.model.decoder import Decoder, DecoderConfig
 
 # Projections that write into the residual stream; their spread shrinks with depth (GPT-2, Megatron).
@@ -32,11 +32,4 @@ def initialise(model: Decoder, seed: int) -> None:
     """Fill every parameter of a model that has memory, sharded or not."""
     for name, parameter in model.named_parameters():
         value = initial_value(name, parameter.shape, model.config, seed).to(parameter.dtype)
-        if isinstance(parameter, DTensor):
-            # Every rank draws the same global tensor, so nothing needs to be sent: src_data_rank=None.
-            sharded = distribute_tensor(
-                value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
-            parameter.copy_(sharded)
-        else:
-            parameter.copy_(value)
+        parameter.copy_(placed_like(parameter, value))

@@ -1,0 +1,294 @@
+"""The rules of the house as functions over a source tree: who may import whom, and what no file may hold.
+
+Each rule takes a Tree and yields one line a violation; tests/unit/test_architecture.py runs them on ours and
+on made-up trees that break them.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+LAUNCHER_WING = ("cli", "config", "plan", "launch", "data", "platform", "rundir")
+
+# Room -> what it may import of ours, besides itself. DESIGN section 2, and `rundir`, which both wings share.
+ARROWS = {
+    "rundir": (),
+    "config": (),
+    "platform": ("config.schema",),
+    "data": ("config.schema",),
+    "plan": ("config.schema", "platform"),
+    "launch": ("config.schema", "config.spec_file", "plan", "data", "platform", "rundir"),
+    "kernels": ("platform",),
+    "engine": ("config.schema", "config.spec_file", "plan", "data", "platform", "kernels", "rundir"),
+    "cli": ("config", "plan", "data", "platform", "launch", "rundir", "engine.api"),
+    "__main__": ("cli",),
+}
+
+# From the ground up; a floor imports only from floors below it, and rooms of one floor do not know each other.
+ENGINE_FLOORS = (
+    ("process", "ending", "group", "measure", "precision", "mesh"),
+    ("layout",),
+    ("collectives",),
+    ("model",),
+    ("families", "parallel"),
+    ("checkpoint",),
+    ("train", "inference"),
+    ("life",),
+    ("api", "worker"),
+)
+
+FOREIGN_TO_LAUNCHER = ("torch", "safetensors", "transformer_engine", "triton", "transformers")
+FOREIGN_TO_ENGINE = ("hydra", "omegaconf", "typer", "click", "rich")
+UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
+GRAB_BAGS = ("utils", "util", "helpers", "helper", "common", "manager", "base", "misc")
+UNFINISHED = ("TO" + "DO", "FIX" + "ME", "X" * 3, "Not" + "ImplementedError")
+LONGEST_FILE = 500
+LONGEST_FUNCTION = 60
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a module imports: `target` is dotted and absolute; `lazy` means inside a function."""
+
+    target: str
+    line: int
+    lazy: bool
+    typing_only: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    """A parsed file. `name` is dotted below megalaunch ("plan.check"), "" for the package itself."""
+
+    name: str
+    path: str
+    text: str
+    tree: ast.Module
+    is_package: bool
+
+    @property
+    def room(self) -> str:
+        return self.name.partition(".")[0]
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        return list(_imports(self))
+
+
+class Tree:
+    """All Python files below ROOT/megalaunch, its symlinks followed, by dotted name."""
+
+    def __init__(self, root: Path) -> None:
+        self.modules: dict[str, Module] = {}
+        for folder, _, files in os.walk(root / "megalaunch", followlinks=True):
+            for file in files:
+                if file.endswith(".py"):
+                    self._add(root, Path(folder) / file)
+
+    def _add(self, root: Path, path: Path) -> None:
+        parts = path.relative_to(root / "megalaunch").with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        text = path.read_text(encoding="utf-8")
+        self.modules[name] = Module(name, str(path.relative_to(root)), text, ast.parse(text), is_package)
+
+    def ours(self, target: str) -> str | None:
+        """The module of ours that an import names ("plan.check"), or None for anything else."""
+        package, _, name = target.partition(".")
+        if package != "megalaunch":
+            return None
+        while name and name not in self.modules:  # `from x import name`: the module is the longest known prefix
+            name = name.rpartition(".")[0]
+        return name
+
+
+def _imports(module: Module) -> Iterator[Import]:
+    stack: list[tuple[ast.AST, bool, bool]] = [(module.tree, False, False)]
+    while stack:
+        node, lazy, typing_only = stack.pop()
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, lazy, typing_only) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = _absolute(module, node)
+            yield from (Import(f"{source}.{alias.name}", node.lineno, lazy, typing_only) for alias in node.names)
+        elif isinstance(node, ast.Call) and _dotted(node.func).rpartition(".")[2] in ("import_module", "__import__"):
+            names = [argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)]
+            yield from (Import(str(name), node.lineno, lazy, typing_only) for name in names)
+        inside = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if isinstance(node, ast.If) and _dotted(node.test).endswith("TYPE_CHECKING"):
+            stack += [(child, inside, True) for child in node.body]
+            stack += [(child, inside, typing_only) for child in node.orelse]
+        else:
+            stack += [(child, inside, typing_only) for child in ast.iter_child_nodes(node)]
+
+
+def _absolute(module: Module, node: ast.ImportFrom) -> str:
+    if node.level == 0:
+        return node.module or ""
+    parts = ["megalaunch", *(part for part in module.name.split(".") if part)]
+    parts = parts[: len(parts) - node.level + (1 if module.is_package else 0)]
+    return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def _dotted(node: ast.AST) -> str:
+    """`a.b.c` of a name or attribute chain, "" for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return ""
+
+
+def _within(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def wrong_arrows(tree: Tree) -> Iterator[str]:
+    """Imports of ours that the table does not allow; `cli` takes `engine.api` only inside functions."""
+    for module in tree.modules.values():
+        for entry in module.imports:
+            name = tree.ours(entry.target)
+            if not name or name.partition(".")[0] == module.room:
+                continue
+            where = f"{module.path}:{entry.line}"
+            if not _within(name, ARROWS.get(module.room, ())):
+                yield f"{where}: {module.room or 'the package'} may not import {name}"
+            elif module.room == "cli" and _within(name, ("engine",)) and not entry.lazy and not entry.typing_only:
+                yield f"{where}: {name} only inside a command's body"
+
+
+def wrong_floors(tree: Tree) -> Iterator[str]:
+    """Imports inside the engine that go up, or sideways."""
+    floor_of = {room: floor for floor, rooms in enumerate(ENGINE_FLOORS) for room in rooms}
+    for module in tree.modules.values():
+        if module.room != "engine" or module.name == "engine":
+            continue
+        room = module.name.split(".")[1]
+        if room not in floor_of:
+            yield f"{module.path}:1: engine.{room} has no floor in ENGINE_FLOORS"
+            continue
+        for entry in module.imports:
+            name = tree.ours(entry.target) or ""
+            other = name.split(".")[1] if name.startswith("engine.") else room
+            if other != room and floor_of.get(other, len(ENGINE_FLOORS)) >= floor_of[room]:
+                yield f"{module.path}:{entry.line}: engine.{room} may not import {name}"
+
+
+def foreign_imports(tree: Tree) -> Iterator[str]:
+    """Torch in the launcher wing, front-end packages in the engine, torch.distributed in model files, click."""
+    for module in tree.modules.values():
+        for entry in module.imports:
+            where = f"{module.path}:{entry.line}"
+            if module.room != "engine" and module.room != "kernels" and _within(entry.target, FOREIGN_TO_LAUNCHER):
+                yield f"{where}: the launcher wing never imports {entry.target}"
+            if module.room in LAUNCHER_WING and _within(entry.target, ("matplotlib",)) and not entry.lazy:
+                yield f"{where}: matplotlib is no part of the plain install; import it inside the function"
+            if module.room in ("engine", "kernels") and _within(entry.target, FOREIGN_TO_ENGINE):
+                yield f"{where}: the engine never imports {entry.target}"
+            if _within(module.name, ("engine.model",)) and _within(entry.target, ("torch.distributed",)):
+                yield f"{where}: model files know no process group ({entry.target})"
+            if _within(entry.target, ("click",)):
+                yield f"{where}: typer brings its own click; import nothing of click"
+
+
+def circles(tree: Tree) -> Iterator[str]:
+    """Modules that import each other in a circle (imports for types only aside)."""
+    edges = {
+        module.name: {
+            name
+            for entry in module.imports
+            if not entry.typing_only and (name := tree.ours(entry.target)) and name != module.name
+        }
+        for module in tree.modules.values()
+    }
+    finished: set[str] = set()
+    for start in sorted(edges):
+        path: list[str] = []
+        stack: list[tuple[str, bool]] = [(start, False)]
+        while stack:
+            name, leaving = stack.pop()
+            if leaving:
+                path.pop()
+                finished.add(name)
+            elif name in path:
+                yield " -> ".join([*path[path.index(name) :], name])
+            elif name not in finished:
+                path.append(name)
+                stack.append((name, True))
+                stack += [(other, False) for other in sorted(edges[name])]
+
+
+def bare_to_local(tree: Tree) -> Iterator[str]:
+    """`.to_local(` outside engine/layout.py: there, and only there, a gradient gets its label."""
+    for module in tree.modules.values():
+        if module.name == "engine.layout":
+            continue
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute) and node.attr == "to_local":
+                yield f"{module.path}:{node.lineno}: use layout.local(param)"
+
+
+def unsafe_code(path: str, tree: ast.Module) -> Iterator[str]:
+    """Shells, unpickling, code from data."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            for name in names:
+                if name.partition(".")[0] in UNPICKLERS:
+                    yield f"{path}:{node.lineno}: no {name}: it runs code from files"
+        elif isinstance(node, ast.Call):
+            for reason in _unsafe_call(node):
+                yield f"{path}:{node.lineno}: {reason}"
+
+
+def _unsafe_call(node: ast.Call) -> Iterator[str]:
+    name = _dotted(node.func)
+    keywords = {word.arg: word.value for word in node.keywords}
+    for switch in ("shell", "allow_pickle", "trust_remote_code"):
+        value = keywords.get(switch)
+        if value is not None and not (isinstance(value, ast.Constant) and value.value is False):
+            yield f"{switch} must not be anything but False"
+    if name in ("np.load", "numpy.load") and "allow_pickle" not in keywords:
+        yield f"{name} must say allow_pickle=False"
+    forbidden = (
+        "os.system",
+        "os.popen",
+        "subprocess.getoutput",
+        "subprocess.getstatusoutput",
+        "torch.load",
+        "torch.save",
+    )
+    if name in (*forbidden, "eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load"):
+        yield f"no {name}"
+
+
+def unfinished_words(path: str, text: str) -> Iterator[str]:
+    """Marks of something left for later."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for word in UNFINISHED:
+            if word in line:
+                yield f"{path}:{number}: {word}"
+
+
+def too_long(path: str, text: str, tree: ast.Module) -> Iterator[str]:
+    """Files and functions over the limits of DESIGN section 7."""
+    lines = text.count("\n")
+    if lines > LONGEST_FILE:
+        yield f"{path}:1: {lines} lines, the limit is {LONGEST_FILE}"
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > LONGEST_FUNCTION:
+                yield f"{path}:{node.lineno}: {node.name} has {length} lines, the limit is {LONGEST_FUNCTION}"
+
+
+def grab_bags(tree: Tree) -> Iterator[str]:
+    """Modules whose name says nothing about what is in them."""
+    for module in tree.modules.values():
+        if module.name.rpartition(".")[2] in GRAB_BAGS:
+            yield f"{module.path}:1: a name that says what the file is for"

@@ -1,0 +1,246 @@
+"""The house keeps its rules: arrows, floors, torch-free wing, no circles, safety, sizes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import architecture_rules as rules
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TREE_RULES = (
+    rules.wrong_arrows,
+    rules.wrong_floors,
+    rules.foreign_imports,
+    rules.circles,
+    rules.bare_to_local,
+    rules.grab_bags,
+)
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return rules.Tree(ROOT)
+
+
+def sources(*folders: str):
+    """Every Python file below the folders, as (path, text, tree)."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            yield str(path.relative_to(ROOT)), text, ast.parse(text)
+
+
+def test_the_tree_is_whole(ours):
+    assert {"cli.app", "config.schema", "engine.worker", "kernels", "plan.check", "launch.supervise"} <= set(
+        ours.modules
+    )
+    known = {*rules.ARROWS, "", "conf", "recipes"}
+    assert {module.room for module in ours.modules.values()} <= known  # a new room needs its arrows
+
+
+@pytest.mark.parametrize("rule", TREE_RULES, ids=lambda rule: rule.__name__)
+def test_tree_rule(ours, rule):
+    assert list(rule(ours)) == []
+
+
+def test_nothing_unsafe():
+    assert [
+        line for path, _, tree in sources("megalaunch", "kernels", "scripts") for line in rules.unsafe_code(path, tree)
+    ] == []
+
+
+def test_nothing_unfinished():
+    folders = ("megalaunch", "kernels", "scripts", "tests")
+    assert [line for path, text, _ in sources(*folders) for line in rules.unfinished_words(path, text)] == []
+
+
+def test_sizes():
+    folders = ("megalaunch", "kernels", "scripts", "tests")
+    assert [line for path, text, tree in sources(*folders) for line in rules.too_long(path, text, tree)] == []
+
+
+@pytest.mark.parametrize("words", [["--help"], ["validate-config", "recipe=quickstart"], ["recipes", "list"]])
+def test_torch_stays_out_of_these_commands(words):
+    code = (
+        "import json, sys\n"
+        f"sys.argv = ['megalaunch', *{words!r}]\n"
+        "from megalaunch.cli.app import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    code = end.code\n"
+        "print(json.dumps([code, sorted(set(sys.modules) & {'torch', 'safetensors', 'matplotlib', 'pandas'})]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, []], done.stderr
+
+
+# Below: each rule finds its fault in a made-up tree, and lets the right form pass.
+
+
+@pytest.fixture
+def made_up(tmp_path):
+    def make(files: dict[str, str]) -> rules.Tree:
+        for name, text in files.items():
+            path = tmp_path / "megalaunch" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return rules.Tree(tmp_path)
+
+    return make
+
+
+NEIGHBOURS = {
+    f"{name}.py": ""
+    for name in (
+        "config/schema/__init__", "config/spec_file", "config/compose", "plan/check", "data/corpus", "platform/facts",
+        "launch/local", "cli/train", "engine/api", "engine/worker", "engine/mesh", "engine/layout",
+        "engine/model/decoder", "engine/train/loop", "engine/checkpoint/store", "rundir/paths", "kernels/__init__",
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "fault"),
+    [
+        ("plan/x.py", "from megalaunch.config.schema import RunSpec", None),
+        ("plan/x.py", "from megalaunch.config import compose", "plan may not import config.compose"),
+        ("plan/x.py", "from megalaunch.launch import local", "plan may not import launch.local"),
+        ("plan/x.py", "from ..launch import local", "plan may not import launch.local"),
+        ("plan/x.py", "import megalaunch.cli.train", "plan may not import cli.train"),
+        ("plan/x.py", "def f():\n    from megalaunch.rundir import paths", "plan may not import rundir.paths"),
+        ("data/x.py", "from megalaunch.plan.check import check", "data may not import plan.check"),
+        ("rundir/x.py", "from megalaunch.config.schema import RunSpec", "rundir may not import config.schema"),
+        ("config/x.py", "from megalaunch.platform.facts import CHIPS", "config may not import platform.facts"),
+        ("launch/x.py", "from megalaunch.rundir.paths import RunDirectory", None),
+        ("launch/x.py", "from megalaunch.engine import api", "launch may not import engine.api"),
+        ("engine/x.py", "from megalaunch.config.spec_file import read_spec", None),
+        ("engine/x.py", "from megalaunch.launch.local import run", "engine may not import launch.local"),
+        ("engine/x.py", "from megalaunch.config.compose import compose", "engine may not import config.compose"),
+        ("kernels/x.py", "from megalaunch.platform import facts", None),
+        ("kernels/x.py", "from megalaunch.engine.model import decoder", "kernels may not import engine.model.decoder"),
+        ("cli/x.py", "def f():\n    from megalaunch.engine.api import generate", None),
+        ("cli/x.py", "from megalaunch.engine.api import generate", "engine.api only inside a command's body"),
+        ("cli/x.py", "def f():\n    import megalaunch.engine.worker", "cli may not import engine.worker"),
+        ("cli/x.py", "import_module('megalaunch.engine.worker')", "cli may not import engine.worker"),
+        ("newroom/x.py", "from megalaunch.plan import check", "newroom may not import plan.check"),
+        ("__init__.py", "from megalaunch.plan import check", "the package may not import plan.check"),
+    ],
+)  # fmt: skip
+def test_arrows_are_checked(made_up, file, line, fault):
+    found = list(rules.wrong_arrows(made_up({**NEIGHBOURS, file: line})))
+    assert len(found) == (0 if fault is None else 1)
+    assert fault is None or found[0].endswith(fault)
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "fault"),
+    [
+        ("engine/train/x.py", "from megalaunch.engine.model.decoder import Decoder", None),
+        ("engine/train/x.py", "from megalaunch.engine.train.loop import train", None),
+        ("engine/layout.py", "from megalaunch.engine.mesh import Mesh", None),
+        ("engine/mesh.py", "from megalaunch.engine.layout import local", "engine.mesh may not import engine.layout"),
+        (
+            "engine/model/x.py",
+            "from megalaunch.engine.train import loop",
+            "engine.model may not import engine.train.loop",
+        ),
+        ("engine/inference/x.py", "from ..train import loop", "engine.inference may not import engine.train.loop"),
+        ("engine/train/x.py", "from megalaunch.engine.worker import main", "engine.train may not import engine.worker"),
+        ("engine/misplaced.py", "", "engine.misplaced has no floor in ENGINE_FLOORS"),
+    ],
+)
+def test_floors_are_checked(made_up, file, line, fault):
+    found = list(rules.wrong_floors(made_up({**NEIGHBOURS, file: line})))
+    assert len(found) == (0 if fault is None else 1)
+    assert fault is None or found[0].endswith(fault)
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "faulty"),
+    [
+        ("cli/x.py", "def f():\n    import torch", True),
+        ("data/x.py", "import torch.nn as nn", True),
+        ("plan/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", True),
+        ("__init__.py", "import torch", True),
+        ("data/x.py", "import torchvision", False),
+        ("launch/x.py", "def f():\n    import matplotlib.pyplot", False),
+        ("launch/x.py", "import matplotlib.pyplot", True),
+        ("engine/x.py", "import torch", False),
+        ("engine/x.py", "def f():\n    from hydra import compose", True),
+        ("engine/x.py", "import typer", True),
+        ("kernels/x.py", "import triton", False),
+        ("engine/model/x.py", "import torch.nn.functional", False),
+        ("engine/model/x.py", "import torch.distributed as dist", True),
+        ("engine/model/x.py", "from torch import distributed", True),
+        ("engine/train/x.py", "import torch.distributed", False),
+        ("cli/x.py", "from click import echo", True),
+    ],
+)
+def test_foreign_imports_are_checked(made_up, file, line, faulty):
+    assert len(list(rules.foreign_imports(made_up({file: line})))) == faulty
+
+
+def test_circles_are_found(made_up):
+    tree = made_up(
+        {
+            "plan/a.py": "from megalaunch.plan.b import x",
+            "plan/b.py": "def f():\n    from megalaunch.plan import c",
+            "plan/c.py": "from . import a",
+            "plan/d.py": "from megalaunch.plan import a",
+            "plan/e.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megalaunch.plan import f",
+            "plan/f.py": "from megalaunch.plan import e",
+        }
+    )
+    assert list(rules.circles(tree)) == ["plan.a -> plan.b -> plan.c -> plan.a"]
+
+
+def test_bare_to_local_is_found(made_up):
+    tree = made_up({"engine/layout.py": "x.to_local()", "engine/x.py": "a = 1\np.to_local(grad_placements=q)"})
+    assert list(rules.bare_to_local(tree)) == ["megalaunch/engine/x.py:2: use layout.local(param)"]
+
+
+def test_grab_bags_are_found(made_up):
+    tree = made_up({"plan/utils.py": "", "plan/base/x.py": "", "plan/baseline.py": ""})
+    assert len(list(rules.grab_bags(tree))) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "faulty"),
+    [
+        ("subprocess.run(x, shell=True)", True),
+        ("subprocess.run(x, shell=flag)", True),
+        ("subprocess.run(x, shell=False)", False),
+        ("os.system('x')", True),
+        ("import pickle", True),
+        ("from pickle import loads", True),
+        ("import picklewrong", False),
+        ("torch.load(p)", True),
+        ("np.load(p)", True),
+        ("np.load(p, allow_pickle=True)", True),
+        ("np.load(p, mmap_mode='r', allow_pickle=False)", False),
+        ("yaml.load(t)", True),
+        ("yaml.safe_load(t)", False),
+        ("eval(t)", True),
+        ("model.eval()", False),
+    ],
+)
+def test_unsafe_code_is_found(line, faulty):
+    assert len(list(rules.unsafe_code("x.py", ast.parse(line)))) == faulty
+
+
+def test_unfinished_words_are_found():
+    word = rules.UNFINISHED[0]
+    assert list(rules.unfinished_words("x.py", f"a = 1\n# {word}: later\n")) == [f"x.py:2: {word}"]
+
+
+def test_sizes_are_checked():
+    long_function = "def f():\n" + "    x = 1\n" * rules.LONGEST_FUNCTION
+    assert len(list(rules.too_long("x.py", long_function, ast.parse(long_function)))) == 1
+    fitting = "def f():\n" + "    x = 1\n" * (rules.LONGEST_FUNCTION - 1)
+    assert list(rules.too_long("x.py", fitting, ast.parse(fitting))) == []
+    long_file = "x = 1\n" * (rules.LONGEST_FILE + 1)
+    assert len(list(rules.too_long("x.py", long_file, ast.parse(long_file)))) == 1
