@@ -1,0 +1,190 @@
+"""`megalaunch train`: what it refuses before anything starts, what a dry run shows, and one whole tiny run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import signal
+import time
+
+import pytest
+from launching import events_of, steps_of
+from training import tiny_words, train_tiny
+from typer.testing import CliRunner
+
+from megalaunch.cli.app import app
+from megalaunch.config.spec_file import read_spec
+from megalaunch.launch.directory import take_run
+from megalaunch.rundir.outcome import read_outcome
+from megalaunch.rundir.paths import RunDirectory
+
+
+def invoke(*words: str):
+    return CliRunner().invoke(app, ["train", *words])
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_without_torch_it_names_the_extra(folder, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
+    result = invoke(*tiny_words(folder))
+    assert result.exit_code == 2
+    assert "training needs torch" in result.stderr
+    assert "pip install 'megalaunch[train]'" in result.stderr
+    assert invoke("--dry-run", *tiny_words(folder)).exit_code == 0
+
+
+def test_a_dry_run_prints_the_command_and_leaves_nothing(folder):
+    result = invoke("--dry-run", *tiny_words(folder))
+    assert result.exit_code == 0, result.output
+    (command,) = [line for line in result.stdout.splitlines() if "torch.distributed.run" in line]
+    argv = shlex.split(command)
+    assert argv[1:4] == ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    assert argv[-3:] == ["-m", "megalaunch.engine.worker", str(folder / "run" / "spec.yaml")]
+    assert "39,072 parameters" in result.stdout
+    assert sorted(path.name for path in folder.iterdir()) == ["corpus"]
+
+
+def test_a_dry_run_shows_the_command_of_each_machine(folder):
+    result = invoke("--dry-run", *tiny_words(folder, "cluster.nodes=2"))
+    assert result.exit_code == 0, result.output
+    commands = [shlex.split(line) for line in result.stdout.splitlines() if "torch.distributed.run" in line]
+    assert [command[-5] for command in commands] == ["--rdzv-conf=is_host=1", "--rdzv-conf=is_host=0"]
+    assert all("--nnodes=2" in command and "--rdzv-id=tiny" in command for command in commands)
+
+
+def test_several_machines_are_refused_by_name_with_their_commands(folder):
+    result = invoke(*tiny_words(folder, "cluster.nodes=2"))
+    assert result.exit_code == 2
+    assert "[launcher.multi_node]" in result.stderr
+    assert "fix:  cluster.nodes=1" in result.stderr
+    assert result.stderr.count("-m torch.distributed.run") == 2
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train.stepz=3"], "did you mean"),
+        (["+train.steps=3"], "needs no +"),
+        (["parallel=tp2"], "[engine.unsupported]"),
+        (["batch.global_batch_size=7"], "batch.global_batch_size"),
+        (["run.resume=required"], "run.resume=required"),
+        (["model.vocab_size=300"], "vocab_size 300 is smaller"),
+    ],
+)
+def test_words_that_cannot_run(folder, words, said):
+    result = invoke(*tiny_words(folder, *words))
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert not (folder / "run").exists()
+
+
+def test_bad_data_has_its_own_exit_code_and_leaves_nothing(folder):
+    result = invoke(*tiny_words(folder, "data.corpus=nowhere"))
+    assert result.exit_code == 3
+    assert "nowhere" in result.stderr
+    assert not (folder / "run").exists()
+
+
+def test_a_foreign_directory(folder):
+    words = tiny_words(folder)
+    (folder / "run").mkdir()
+    (folder / "run" / "letters.doc").write_text("")
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert "is no run directory: it holds letters.doc" in result.stderr
+    assert [path.name for path in (folder / "run").iterdir()] == ["letters.doc"]
+
+
+def test_a_directory_that_cannot_be_made(folder):
+    result = invoke(*tiny_words(folder, "run.directory=/proc/run"))
+    assert result.exit_code == 2
+    assert "/proc/run is not writable" in result.stderr
+
+
+def test_a_held_directory_names_its_holder_within_a_second(folder):
+    directory = RunDirectory(folder / "run")
+    lock = take_run(directory)
+    try:
+        began = time.monotonic()
+        result = invoke(*tiny_words(folder))
+        assert time.monotonic() - began < 2  # a loaded test machine; 0.5 s when idle
+    finally:
+        lock.release()
+    assert result.exit_code == 2
+    assert f"is in use: process {os.getpid()} on " in result.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_while_the_data_is_prepared(folder, monkeypatch, number, code):
+    import megalaunch.data.prepare
+
+    def interrupted(data, tokenizer, report):
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+
+    monkeypatch.setattr(megalaunch.data.prepare, "prepare", interrupted)
+    before = signal.getsignal(number)
+    result = invoke(*tiny_words(folder))
+    assert result.exit_code == code
+    assert "stopped before the workers were started" in result.stderr
+    assert not (folder / "run").exists()
+    assert signal.getsignal(number) is before
+
+
+def test_preparing_only(folder):
+    result = invoke("--prepare-only", *tiny_words(folder, "cluster.nodes=2"))
+    assert result.exit_code == 0, result.output
+    spec = read_spec(folder / "run" / "spec.yaml")
+    assert spec.data.train_prefix.startswith(str(folder / "cache"))
+    assert spec.tokenizer.path.endswith("tokenizer.json")
+    assert spec.model.vocab_size <= 320
+    assert result.stdout.count("-m torch.distributed.run") == 2
+    assert "does not exist" not in result.stdout
+
+
+def test_a_whole_run_then_its_report_then_its_extension(folder):
+    code, out, err = train_tiny(folder)
+    assert (code, err) == (0, ""), err
+    directory = RunDirectory(folder / "run")
+    assert steps_of(directory) == [*range(1, 11), 10, *range(11, 21), 20]
+    for part in (
+        "39,072 parameters",
+        "starting 2 workers",
+        "step 20/20  loss",
+        "step 20  validation loss",
+        "checkpoint of step 20 saved",
+        "finished all 20 steps",
+        f"checkpoint       {directory.checkpoint(20)}",
+        f"plot             {directory.plots / 'loss.png'}",
+        "the model wrote",
+    ):
+        assert part in out, part
+
+    began = time.monotonic()
+    code, out, err = train_tiny(folder)
+    assert time.monotonic() - began < 10
+    assert (code, err) == (0, "")
+    assert "This run is finished." in out
+    assert len(events_of(directory, "launch")) == 1
+
+    code, out, err = train_tiny(folder, "optimizer.lr=1", "train.seed=3")
+    assert code == 2
+    assert "the run began with optimizer.lr=0.01" in err
+    assert "the run began with train.seed=1234" in err
+
+    code, out, err = train_tiny(folder, "train.steps=22", "measure.log_interval=2", "parallel.dp=1")
+    assert (code, err) == (0, ""), err
+    assert "schedule.decay_steps=20" in out
+    assert "continuing after step 20" in out
+    assert steps_of(directory)[-3:] == [21, 22, 22]
+    assert read_spec(directory.spec).schedule.decay_steps == 20
+    assert read_outcome(directory.outcome).step == 22
+    assert len(directory.overrides.read_text().splitlines()) == 2

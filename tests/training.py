@@ -1,0 +1,68 @@
+"""Running `megalaunch train recipe=tiny` on a small corpus of made-up text, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megalaunch.launch.process import descendants, kill_all
+
+ROOT = Path(__file__).parents[1]
+MEGALAUNCH = (sys.executable, "-c", "from megalaunch.cli.app import main; main()")
+
+
+def make_corpus(folder: Path, documents: int = 12) -> Path:
+    """A few documents of words in some order, the same every time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = random.Random(7)
+    words = ("the", "a", "one", "of", "many", "small", "tests", "count", "words", "until", "they", "are", "done", "\n")
+    for number in range(documents):
+        text = " ".join(source.choice(words) for _ in range(400))
+        (folder / f"document_{number:02d}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def tiny_words(folder: Path, *more: str) -> list[str]:
+    """The words of a tiny run in folder/run; `more` come last and win."""
+    corpus = make_corpus(folder / "corpus")
+    return [
+        "recipe=tiny",
+        f"data.corpus={corpus}",
+        f"data.cache_directory={folder / 'cache'}",
+        f"run.directory={folder / 'run'}",
+        "platform=cpu",
+        "precision=fp32",
+        *more,
+    ]
+
+
+@contextmanager
+def training(folder: Path, *more: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """`megalaunch train` on a tiny run; on leaving, nothing that it started is left, whatever the test found."""
+    process = subprocess.Popen(
+        [*MEGALAUNCH, "train", *tiny_words(folder, *more)],
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        left = descendants(process.pid)
+        process.kill()
+        process.communicate()
+        kill_all(left, 5)
+
+
+def train_tiny(folder: Path, *more: str, **environment: str) -> tuple[int, str, str]:
+    """Train to the end: (exit code, stdout, stderr)."""
+    with training(folder, *more, **environment) as process:
+        out, err = process.communicate(timeout=120)
+        return process.returncode, out, err
