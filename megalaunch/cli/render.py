@@ -68,7 +68,8 @@ def _model(spec: RunSpec) -> str:
     size = f"{count_parameters(model).total:,} parameters, " if model.vocab_size is not None else ""
     heads = f"{model.num_attention_heads} heads in {model.num_query_groups} groups"
     shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}"
-    return f"{model.name}: {size}{shape}, vocabulary {_number(model.vocab_size)}"
+    vocabulary = "open until the tokenizer is known" if model.vocab_size is None else _number(model.vocab_size)
+    return f"{model.name}: {size}{shape}, vocabulary {vocabulary}"
 
 
 def _batch(spec: RunSpec, topology: Topology) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
 from megalaunch.config.schema.setting import setting
 
 
@@ -12,7 +10,6 @@ from megalaunch.config.schema.setting import setting
 class OptimizerSpec:
     """AdamW with decoupled weight decay; vectors (norms, biases) are not decayed."""
 
-    name: Literal["adamw"] = setting("adamw", "Update rule.")
     lr: float = setting(3e-4, "Peak learning rate.", minimum=0)
     beta1: float = setting(0.9, "Decay of the first moment.", minimum=0)
     beta2: float = setting(0.95, "Decay of the second moment.", minimum=0)

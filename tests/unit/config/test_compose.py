@@ -129,7 +129,9 @@ def test_what_words_are_refused_and_how(word, path, message):
 
 def test_two_recipes_or_options_are_refused():
     assert "recipe=tiny and recipe=quickstart" in problems("recipe=tiny", "recipe=quickstart")["recipe"].message
-    assert "parallel=tp2 and parallel=tp4" in problems("recipe=tiny", "parallel=tp2", "parallel=tp4")["parallel"].message
+    assert (
+        "parallel=tp2 and parallel=tp4" in problems("recipe=tiny", "parallel=tp2", "parallel=tp4")["parallel"].message
+    )
 
 
 def test_no_recipe_is_one_problem():

@@ -64,7 +64,9 @@ def test_a_child_wins_over_its_parents(folder):
 
 
 def test_of_two_parents_the_later_wins_and_a_common_ancestor_counts_once(folder):
-    write(folder / "recipes/left.yaml", "defaults:\n  - tiny\n  - override /parallel: tp2\ntrain: {steps: 1, seed: 1}\n")
+    write(
+        folder / "recipes/left.yaml", "defaults:\n  - tiny\n  - override /parallel: tp2\ntrain: {steps: 1, seed: 1}\n"
+    )
     write(folder / "recipes/right.yaml", "defaults:\n  - tiny\n  - override /parallel: pp2\ntrain: {steps: 2}\n")
     write(folder / "recipes/both.yaml", "defaults:\n  - left\n  - right\n")
     spec = compose(["recipe=both"]).spec

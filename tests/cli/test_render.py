@@ -1,0 +1,41 @@
+from made_specs import resolved
+
+from megalaunch.cli.render import findings_text, run_table
+from megalaunch.plan.findings import Finding
+from megalaunch.plan.topology import Topology
+
+
+def test_the_table_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    spec, _ = resolved("recipe=quickstart", "batch.micro_batch_size=2")
+    assert run_table(spec, Topology.of(spec), train_tokens=2_662_400).splitlines() == [
+        "  model      quickstart: 5,048,576 parameters, 4 layers, hidden 256, 4 heads in 2 groups, vocabulary 4,096",
+        "  layout     1 x 2 cpu: dp 2, data sharding optim",
+        "  precision  fp32, gradients summed in fp32",
+        "  batch      8 = micro 2 x dp 2 x 2 microbatches; sequence 256; 2,048 tokens a step",
+        "  length     650 steps, 1,331,200 tokens (0.50 epochs of 2,662,400)",
+        "  data       python-stdlib",
+        f"  run        {tmp_path}/runs/quickstart",
+    ]
+
+
+def test_the_table_before_the_vocabulary_is_known():
+    spec, _ = resolved("recipe=tiny")
+    text = run_table(spec, Topology.of(spec))
+    assert "tiny: 2 layers" in text
+    assert "vocabulary open until the tokenizer is known" in text
+    assert "none named yet" in text
+
+
+def test_findings_as_text():
+    found = [
+        Finding("parallel.x", "error", "parallel.tp", "too much", {}, ("parallel.tp=1", "a=1 b=2"), "command line"),
+        Finding("y", "warning", "z", "hm"),
+        Finding("derived", "note", "parallel.dp", "2 (because)"),
+    ]
+    assert findings_text(found, {"dp": 2000}) == (
+        "error: parallel.tp  [parallel.x]\n  too much\n  from: command line\n"
+        "  fix:  parallel.tp=1   or   a=1 b=2\n\n"
+        "warning: z  [y]\n  hm\n\nnotes\n  parallel.dp = 2 (because)\n\nderived\n  dp  2,000\n\n1 error, 1 warning"
+    )
+    assert findings_text([]) == "valid"

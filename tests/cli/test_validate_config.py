@@ -1,0 +1,141 @@
+"""`megalaunch validate-config`, `recipes` and the command itself, run as a user runs them."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import megalaunch
+from megalaunch.cli.app import COMMANDS, app
+
+run = CliRunner()
+
+
+def validate(*words):
+    return run.invoke(app, ["validate-config", *words])
+
+
+@pytest.mark.parametrize("words", [("recipe=llama3_8b", "parallel=tp4pp4"), ("parallel=tp4pp4", "recipe=llama3_8b")])
+def test_tp4pp4_on_one_machine_is_exactly_one_error_with_its_fix(words):
+    result = validate(*words)
+    assert result.exit_code == 2
+    assert result.output.count("error: ") == 1
+    assert "the world has 8 devices (1 x 8); the layout needs 16 (tp 4 x pp 4)" in result.output
+    assert "fix:  cluster.nodes=2" in result.output
+    assert result.output.rstrip().endswith("1 error, 1 warning")
+    fixed = validate(*words, "cluster.nodes=2")
+    assert fixed.exit_code == 0
+    assert fixed.output.rstrip().endswith("valid, 1 warning")
+
+
+def test_json_holds_all_of_it():
+    result = validate("recipe=llama3_8b", "parallel=tp3pp7", "--json")
+    report = json.loads(result.output)
+    assert (result.exit_code, report["valid"]) == (2, False)
+    errors = [f for f in report["findings"] if f["severity"] == "error"]
+    assert {f["rule"] for f in errors} == {
+        "parallel.world", "parallel.layers_by_pp", "parallel.ffn_by_tp", "parallel.heads_by_tp", "parallel.groups_by_tp",
+    }  # fmt: skip
+    assert set(errors[0]) == {"rule", "severity", "path", "origin", "message", "numbers", "fixes"}
+    assert all(f["fixes"] for f in errors)
+    right = json.loads(validate("--json", "recipe=quickstart", "cluster.cpu_workers=2", "platform=cpu").output)
+    assert right["valid"] is True
+    assert right["derived"] | {"dp": 2, "parameters": 5_048_576, "microbatches": 1} == right["derived"]
+    assert {f["rule"] for f in right["findings"]} == {"derived"}
+
+
+def test_words_that_do_not_compose_are_findings_too():
+    result = validate("recipe=quickstart", "train.stepps=3", "--json")
+    (finding,) = json.loads(result.output)["findings"]
+    assert (result.exit_code, finding["path"], finding["origin"]) == (2, "train.stepps", "command line")
+    text = validate("recipe=quickstart", "train.stepps=3", "modell=tiny", "optimizer.lr=fast")
+    assert text.exit_code == 2
+    assert "did you mean 'train.steps'" in text.output
+    assert "did you mean 'model'" in text.output
+    assert "needs a number, got 'fast'" in text.output
+    assert text.output.rstrip().endswith("3 errors")
+
+
+def test_explain_a_value():
+    result = validate("recipe=llama3_8b", "--explain", "optimizer.lr")
+    assert result.exit_code == 0
+    assert result.output.startswith("optimizer.lr = 0.0003\n")
+    assert "llama3_8b.yaml:18:3" in result.output
+    assert validate("recipe=llama3_8b", "--explain", "optimizer.lrr").exit_code == 2
+
+
+def test_no_words_at_all():
+    result = validate()
+    assert result.exit_code == 2
+    assert "recipe=quickstart" in result.output
+
+
+def test_recipes_list_and_show(tmp_path, monkeypatch):
+    listed = run.invoke(app, ["recipes", "list"])
+    assert listed.exit_code == 0
+    assert [line.split()[0] for line in listed.stdout.splitlines()][:3] == ["llama3_8b", "quickstart", "tiny"]
+    shown = run.invoke(app, ["recipes", "show", "quickstart"])
+    assert shown.output.startswith("# @package _global_\n")
+    whole = run.invoke(app, ["recipes", "show", "quickstart", "--whole"])
+    assert "num_layers: 4" in whole.output
+    unknown = run.invoke(app, ["recipes", "show", "quickstrat"])
+    assert unknown.exit_code == 2
+    assert "did you mean 'quickstart'" in unknown.output
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - tiny\n")
+    assert run.invoke(app, ["recipes", "show", "./mine.yaml"]).exit_code == 0
+
+
+def test_version_help_and_an_unknown_command():
+    assert run.invoke(app, ["--version"]).output == f"megalaunch {megalaunch.__version__}\n"
+    text = run.invoke(app, ["--help"]).output
+    for name, entry in COMMANDS.items():
+        assert f"  {name}" in text
+        assert entry.help in text  # not cut off at 80 columns
+    unknown = run.invoke(app, ["validat-config"])
+    assert unknown.exit_code == 2
+    assert "No such command 'validat-config'" in unknown.output
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "recipes show"])
+def test_every_command_shows_its_own_options(name):
+    result = run.invoke(app, [*name.split(), "--help"])
+    assert result.exit_code == 0, result.output
+    assert "Usage: " in result.output
+    assert "--help" in result.output
+
+
+def test_a_command_that_cannot_be_imported_breaks_no_other(monkeypatch):
+    monkeypatch.setitem(sys.modules, "megalaunch.cli.watch", None)
+    assert run.invoke(app, ["--help"]).exit_code == 0
+    assert run.invoke(app, ["recipes", "list"]).exit_code == 0
+    assert isinstance(run.invoke(app, ["watch", "x"]).exception, ImportError)
+
+
+HEAVY = ("torch", "numpy", "rich", "tokenizers", "hydra", "matplotlib", "pandas")
+
+
+@pytest.mark.parametrize(
+    ("words", "allowed"),
+    [(["--help"], ()), (["recipes", "list"], ()), (["validate-config", "recipe=tiny"], ("hydra",))],
+)
+def test_what_a_command_imports(words, allowed):
+    code = f"import sys\nfrom megalaunch.cli.app import app\ntry:\n    app({words!r})\nexcept SystemExit:\n    pass\n"
+    code += f"print([n for n in {HEAVY!r} if n in sys.modules], file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == str(list(allowed))
+
+
+def test_a_recipe_of_a_megabyte_of_noise_ends_soon(tmp_path):
+    import random
+
+    path = tmp_path / "noise.yaml"
+    path.write_text("# @package _global_\n" + "".join(random.Random(1).choices("ab{}[]:-\n \"'&*!#|>%@", k=1_000_000)))
+    began = time.perf_counter()
+    result = validate(f"recipe={path}")
+    assert time.perf_counter() - began < 2
+    assert result.exit_code == 2
+    assert "bytes long" in result.output

@@ -1,0 +1,110 @@
+"""No setting without a reader: every leaf of the schema is used by code outside config/ and printing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import megalaunch
+from megalaunch.config.keys import SECTIONS, schema_keys
+from megalaunch.config.schema.build import annotations_of
+from megalaunch.config.schema import RunSpec
+from megalaunch.plan.supported import LIMITS
+
+PACKAGE = Path(megalaunch.__file__).parent
+ROOMS = ("plan", "data", "launch", "platform", "engine", "rundir")
+SECTION_OF_TYPE = {annotations_of(RunSpec)[section].__name__: section for section in SECTIONS}
+
+
+def keys_read_in(source: str) -> Iterator[str]:
+    """`spec.train.steps`; `train.steps` after `train = spec.train`; `data.corpus` of a parameter `data: DataSpec`."""
+    tree = ast.parse(source)
+    names = dict(_names_of_sections(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            section = _section_of(node.value, names)
+            if section:
+                yield f"{section}.{node.attr}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            section = _section_of(node.args[0], names)
+            values = [node.args[1]] if isinstance(node.args[1], ast.Constant) else _loop_values(tree, node.args[1])
+            yield from (f"{section}.{value.value}" for value in values if section)
+
+
+def _section_of(node: ast.expr, names: dict[str, str]) -> str | None:
+    if isinstance(node, ast.Attribute) and node.attr in SECTIONS and _is_spec(node.value):
+        return node.attr
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):  # self.settings, self._data
+        return names.get(node.attr)
+    return None
+
+
+def _is_spec(node: ast.expr) -> bool:
+    return "spec" in (getattr(node, "attr", "") or getattr(node, "id", "")) or (
+        isinstance(node, ast.Name | ast.Attribute) and getattr(node, "id", "") in ("stored", "new")
+    )
+
+
+def _names_of_sections(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) or (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            name = node.arg if isinstance(node, ast.arg) else node.target.id
+            written = ast.unparse(node.annotation).split(" |")[0].strip("'\"") if node.annotation else ""
+            if written in SECTION_OF_TYPE:
+                yield name, SECTION_OF_TYPE[written]
+                yield f"_{name}", SECTION_OF_TYPE[written]
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs = zip(target.elts, node.value.elts, strict=False) if (
+                    isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)) else [(target, node.value)]  # fmt: skip
+                for left, right in pairs:
+                    name = getattr(left, "id", None) or getattr(left, "attr", None)
+                    if name and isinstance(right, ast.Attribute) and right.attr in SECTIONS and _is_spec(right.value):
+                        yield name, right.attr
+
+
+def _loop_values(tree: ast.AST, name: ast.expr) -> list[ast.Constant]:
+    """Constants that a loop variable runs over."""
+    return [
+        constant
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For | ast.comprehension) and ast.unparse(name) in ast.unparse(node.target)
+        for constant in ast.walk(node.iter)
+        if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
+    ]
+
+
+def keys_read() -> set[str]:
+    found: set[str] = set()
+    for room in ROOMS:
+        for path in (PACKAGE / room).rglob("*.py"):
+            if path != PACKAGE / "plan" / "supported.py":
+                found.update(keys_read_in(path.read_text(encoding="utf-8")))
+    return found
+
+
+def test_every_key_has_a_reader():
+    unread = set(schema_keys()) - keys_read() - {limit.path for limit in LIMITS}
+    assert not unread, f"settings that nothing reads: {sorted(unread)}"
+
+
+def test_the_walk_sees_what_code_does():
+    source = """
+def f(spec, data: DataSpec, x):
+    t, s = spec.train, self.spec.schedule
+    for beta in ("beta1", "beta2"):
+        getattr(spec.optimizer, beta)
+    return t.steps + s.min_lr + data.corpus + spec.batch.sequence_length + x.seed
+"""
+    assert set(keys_read_in(source)) >= {
+        "train.steps", "schedule.min_lr", "data.corpus", "batch.sequence_length", "optimizer.beta1", "optimizer.beta2",
+    }  # fmt: skip
+    assert "train.seed" not in set(keys_read_in(source))
+    assert set(keys_read_in("'train.steps'")) == set()
+
+
+def test_limits_name_keys_that_exist():
+    assert {limit.path for limit in LIMITS} <= set(schema_keys())
