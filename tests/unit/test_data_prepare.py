@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import multiprocessing
 import os
 import shutil
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tokenizers
 from token_files import sentences, small_tokenizer, write_jsonl, write_tokens
 
 from megalaunch.config.schema.data import DataSpec
@@ -135,6 +137,25 @@ def test_another_vocabulary_gives_other_files(data):
     second, _ = run(data, TokenizerSpec(vocab_size=310))
     assert (first.vocab_size, second.vocab_size) == (300, 310)
     assert first.train_prefix != second.train_prefix
+
+
+def test_another_key_of_the_same_records_gives_other_files(data):
+    lines = [json.dumps({"text": text, "body": text[::-1]}) + "\n" for text in sentences(50)]
+    Path(data.corpus).write_text("".join(lines), encoding="utf-8")
+    assert run(data)[0].train_prefix != run(dataclasses.replace(data, json_key="body"))[0].train_prefix
+
+
+def test_other_names_give_other_files(data, tmp_path):
+    """The name of a document decides its side."""
+    first, _ = run(data)
+    renamed = shutil.copy(data.corpus, tmp_path / "other.jsonl")
+    assert run(dataclasses.replace(data, corpus=str(renamed)))[0].train_prefix != first.train_prefix
+
+
+def test_another_version_of_the_tokenizer_library_gives_other_files(data, monkeypatch):
+    first, _ = run(data)
+    monkeypatch.setattr(tokenizers, "__version__", "0.0")
+    assert run(data)[0].train_prefix != first.train_prefix
 
 
 def test_a_given_tokenizer_is_kept_with_the_files(data, tmp_path):

@@ -1,5 +1,6 @@
 """Preprocessing: Megatron's documents, the same bytes by any number of workers, bad records named and counted."""
 
+import contextlib
 import json
 import os
 import signal
@@ -80,8 +81,31 @@ def test_one_and_several_workers_write_the_same_bytes(tmp_path, tokenizer_path, 
     assert results[0].counts.skipped == len(BAD)
 
 
+def test_only_a_few_chunks_are_in_memory(tmp_path, tokenizer_path, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 100)
+    real, drawn, most = module._chunks, 0, 0
+
+    def counted(*arguments):
+        nonlocal drawn
+        for chunk in real(*arguments):
+            drawn += 1
+            yield chunk
+
+    def show(progress: Progress) -> None:
+        nonlocal shown, most
+        shown += 1
+        most = max(most, drawn - shown)
+
+    shown = 0
+    monkeypatch.setattr(module, "_chunks", counted)
+    path = write_jsonl(tmp_path / "in.jsonl", sentences(200))
+    preprocess([str(path)], tmp_path / "out", Settings(tokenizer_path, workers=2), show)
+    assert shown == drawn > 50
+    assert most <= 4
+
+
 @given(st.lists(st.lists(st.text(max_size=8), max_size=3), min_size=1, max_size=12), st.integers(1, 60))
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 def test_chunks_do_not_show(tmp_path_factory, tokenizer_path, documents, chunk):
     folder = tmp_path_factory.mktemp("chunks")
     path = folder / "in.jsonl"
@@ -241,7 +265,11 @@ def running(tmp_path, tokenizer_path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline().strip().isdigit()
+    started = children_of(process.pid)
     yield process
+    for pid in started:  # what a test proves dead must not outlive a failure of it
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.kill()
     process.communicate()
 

@@ -1,10 +1,11 @@
 """Sample order: Megatron's goldens, a naive walk as the reference, what follows past the request."""
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import write_tokens
 
@@ -87,6 +88,7 @@ corpora = st.lists(st.integers(0, 12), min_size=1, max_size=20).filter(any)
 
 
 @given(corpora, st.integers(1, 9), st.integers(1, 60), st.integers(0, 2**32 - 1))
+@settings(deadline=None)  # machines are busy
 def test_starts_equal_the_naive_walk(lengths, sequence_length, num_samples, seed):
     order = order_of(lengths, sequence_length, num_samples, seed)
     assert len(order.shuffle) >= num_samples
@@ -100,6 +102,7 @@ def test_starts_equal_the_naive_walk(lengths, sequence_length, num_samples, seed
 
 
 @given(corpora, st.integers(1, 9), st.integers(1, 60))
+@settings(deadline=None)  # machines are busy
 def test_samples_are_the_joined_documents_cut(tmp_path_factory, lengths, sequence_length, num_samples):
     samples = GPTSamples(numbered(tmp_path_factory.mktemp("cut"), lengths), sequence_length, num_samples, 7)
     order = samples.order
@@ -108,6 +111,47 @@ def test_samples_are_the_joined_documents_cut(tmp_path_factory, lengths, sequenc
         start = int(order.shuffle[index]) * sequence_length
         assert samples[index].tolist() == stream[start : start + sequence_length + 1].tolist()
         assert samples[index].dtype == np.int64
+
+
+def naive_order(documents: int, epoch_tokens: int, sequence_length: int, num_samples: int, seed: int):
+    """Megatron's document and shuffle index, step by step as its documentation of the order reads."""
+    epochs = 1
+    while epochs * epoch_tokens < num_samples * sequence_length + 1:
+        epochs += 1
+    total = (epochs * epoch_tokens - 1) // sequence_length
+    apart = False
+    if epochs > 1:
+        before_last = ((epochs - 1) * epoch_tokens - 1) // sequence_length
+        last, per_epoch = num_samples - before_last, (epoch_tokens - 1) // sequence_length
+        assert 0 <= last <= per_epoch + 1
+        apart = last < math.floor(0.80 * per_epoch)
+    random = np.random.RandomState(seed)
+    parts = [(epochs - 1, range(before_last)), (1, range(before_last, total))] if apart else [(epochs, range(total))]
+    joined, shuffled = [], []
+    for copies, _ in parts:
+        part = np.array(list(range(documents)) * copies, np.int32)
+        random.shuffle(part)
+        joined += part.tolist()
+    for _, samples in parts:
+        part = np.array(samples, np.uint32)
+        random.shuffle(part)
+        shuffled += part.tolist()
+    return joined, shuffled
+
+
+@given(corpora, st.integers(1, 9), st.integers(1, 60), st.integers(0, 2**32 - 1))
+@settings(deadline=None)  # machines are busy
+def test_the_order_equals_the_naive_one(lengths, sequence_length, num_samples, seed):
+    order = order_of(lengths, sequence_length, num_samples, seed)
+    expected = naive_order(len(lengths), sum(lengths), sequence_length, num_samples, seed)
+    assert (order.documents.tolist(), order.shuffle.tolist()) == expected
+
+
+@pytest.mark.parametrize("num_samples", range(1, 41))
+def test_the_border_of_the_last_epoch_is_megatrons(num_samples):
+    """Ten samples an epoch: 8 of the last one are shuffled with the rest, 7 apart."""
+    order = order_of([1] * 41, 4, num_samples, 5)
+    assert (order.documents.tolist(), order.shuffle.tolist()) == naive_order(41, 41, 4, num_samples, 5)
 
 
 def test_only_the_sequences_of_a_split_are_seen(tmp_path):
@@ -157,6 +201,11 @@ def test_describe_names_documents_and_tokens(tmp_path):
     assert samples[5].tolist() == [12, 13, 14, 5, 6]
 
 
+def test_describe_passes_over_empty_documents(tmp_path):
+    samples = GPTSamples(numbered(tmp_path, [0, 2, 0, 0, 3, 0]), 4, None, 1)
+    assert samples.describe(0).count(" tokens ") == 2
+
+
 def test_describe_stays_one_line(tmp_path):
     samples = GPTSamples(numbered(tmp_path, [1] * 40), 19, None, 1)
     assert samples.describe(0).count(" tokens ") == 6
@@ -194,6 +243,7 @@ def test_a_negative_token_is_named(tmp_path):
 
 
 @given(corpora, st.integers(1, 9))
+@settings(deadline=None)  # machines are busy
 def test_validation_predicts_every_token_once(tmp_path_factory, lengths, sequence_length):
     rows = ValidationSamples(numbered(tmp_path_factory.mktemp("rows"), lengths), sequence_length)
     inputs, labels = [], []
