@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import importlib
 import os
 import pickle
 import signal
@@ -51,6 +52,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     after `timeout` seconds raises RanksFailed here, and no rank outlives the call.
     """
     torch.set_num_threads(1)  # before the fork: a forked OpenMP pool would hang
+    _import_for_ranks()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[_Rank] = []
         try:
@@ -68,6 +70,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 def run_ranks_fixture() -> Callable[..., list[Any]]:
     """`run_ranks` as a fixture, for tests that would rather not import it."""
     return run_ranks
+
+
+def _import_for_ranks() -> None:
+    """FSDP2 imports torch._dynamo (0.9 s) with its first forward pass: once here, or in every rank of every test."""
+    if "torch.distributed.fsdp" in sys.modules:
+        importlib.import_module("torch._dynamo")
 
 
 def _fork_rank(
