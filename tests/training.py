@@ -27,13 +27,14 @@ def make_corpus(folder: Path, documents: int = 12) -> Path:
     return folder
 
 
-def tiny_words(folder: Path, *more: str) -> list[str]:
-    """The words of a tiny run in folder/run; `more` come last and win."""
-    corpus = make_corpus(folder / "corpus")
+def tiny_words(folder: Path, *more: str, shared: Path | None = None) -> list[str]:
+    """The words of a tiny run in folder/run, on a corpus that several tests may share."""
+    shared = folder if shared is None else shared
+    corpus = make_corpus(shared / "corpus")
     return [
         "recipe=tiny",
         f"data.corpus={corpus}",
-        f"data.cache_directory={folder / 'cache'}",
+        f"data.cache_directory={shared / 'cache'}",
         f"run.directory={folder / 'run'}",
         "platform=cpu",
         "precision=fp32",
@@ -42,10 +43,12 @@ def tiny_words(folder: Path, *more: str) -> list[str]:
 
 
 @contextmanager
-def training(folder: Path, *more: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def training(
+    folder: Path, *more: str, shared: Path | None = None, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
     """`megalaunch train` on a tiny run; on leaving, nothing that it started is left, whatever the test found."""
     process = subprocess.Popen(
-        [*MEGALAUNCH, "train", *tiny_words(folder, *more)],
+        [*MEGALAUNCH, "train", *tiny_words(folder, *more, shared=shared)],
         cwd=folder,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
@@ -61,8 +64,8 @@ def training(folder: Path, *more: str, **environment: str) -> Iterator[subproces
         kill_all(left, 5)
 
 
-def train_tiny(folder: Path, *more: str, **environment: str) -> tuple[int, str, str]:
+def train_tiny(folder: Path, *more: str, shared: Path | None = None, **environment: str) -> tuple[int, str, str]:
     """Train to the end: (exit code, stdout, stderr)."""
-    with training(folder, *more, **environment) as process:
+    with training(folder, *more, shared=shared, **environment) as process:
         out, err = process.communicate(timeout=120)
         return process.returncode, out, err

@@ -7,8 +7,11 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.engine.process import LAUNCHER_PID_VARIABLE
 from megalaunch.platform.facts import CHIPS
 
 
@@ -30,12 +33,31 @@ def local_device(spec: RunSpec) -> tuple[torch.device, str | None]:
 
 
 def join(spec: RunSpec, device: torch.device) -> None:
-    """Meet the other ranks; a collective that takes longer than `launcher.timeout` fails."""
+    """Meet the other ranks; a collective that takes much longer than `launcher.timeout` fails.
+
+    Under the launcher it is the launcher that ends a hang, since it can name who is behind: it gets to go first.
+    """
+    watched = LAUNCHER_PID_VARIABLE in os.environ
+    timeout = datetime.timedelta(seconds=spec.launcher.timeout * (1.5 if watched else 1.0))
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(seconds=spec.launcher.timeout),
+        store=PrefixStore(_store_prefix(), store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def _store_prefix() -> str:
+    """Keeps the attempts of one agent apart: its store outlives a restart, with the dead workers' addresses in it.
+
+    Read by a faster rank, those end a restart with "connection refused". Several agents count restarts differently;
+    they need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives each rendezvous a store of its own.
+    """
+    single = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    return f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if single else "attempt"
 
 
 def leave() -> None:

@@ -26,13 +26,18 @@ def node_commands(spec: RunSpec, spec_file: Path, worker_module: str = WORKER_MO
     worker = [f"--max-restarts={spec.launcher.max_restarts}", "-m", worker_module, str(spec_file)]
     if spec.cluster.nodes == 1:
         return [[*agent, "--standalone", "--local-addr=localhost", *worker]]
+    # Else workers that are started again read the addresses of dead ones from the store that the agents share.
+    fresh_store = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
     meeting = [
         f"--nnodes={spec.cluster.nodes}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={_FIRST_NODE}:{RENDEZVOUS_PORT}",
         f"--rdzv-id={spec.run.name}",
     ]
-    return [[*agent, *meeting, f"--rdzv-conf=is_host={int(node == 0)}", *worker] for node in range(spec.cluster.nodes)]
+    return [
+        [*fresh_store, *agent, *meeting, f"--rdzv-conf=is_host={int(node == 0)}", *worker]
+        for node in range(spec.cluster.nodes)
+    ]
 
 
 def shown_commands(commands: Sequence[Sequence[str]]) -> list[str]:

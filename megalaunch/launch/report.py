@@ -75,10 +75,11 @@ def _failure_lines(failure: Failure, directory: RunDirectory) -> list[str]:
 
 
 def _details(details: dict[str, object]) -> list[str]:
-    lines = []
-    for key, value in [item for item in details.items() if item[1] is not None][:6]:
-        shown = ", ".join(str(part) for part in value) if isinstance(value, list) else str(value)
-        lines += _field(key.replace("_", " "), shown, 2)
+    """What can be said in a line; deeper evidence stays in outcome.json."""
+    lines: list[str] = []
+    for key, value in details.items():
+        if isinstance(value, (str, int, float)) and len(lines) < 6:
+            lines += _field(key.replace("_", " "), str(value), 2)
     return lines
 
 

@@ -105,7 +105,7 @@ def test_a_report_without_a_culprit_quotes_the_agents_log(tmp_path):
 
 @pytest.mark.parametrize("code", [2, 3, 4, 7, 75, 130])
 def test_a_report_of_an_end_on_purpose(tmp_path, code):
-    details = {"samples": ["sample 12: document 3"], "rank": 1, "loss": None}
+    details = {"samples": "sample 12: document 3", "rank": 1, "loss": None, "ranks": [{"rank": 0}]}
     lines = failure_report(tiny_spec(), RunDirectory(tmp_path), LaunchEnd(Outcome(code, "the reason", 7, details)))
     assert f"(exit code {code})" in lines[0]
     assert "the reason" in lines[1]
