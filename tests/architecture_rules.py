@@ -31,7 +31,8 @@ ARROWS = {
 
 # From the ground up; a floor imports only from floors below it, and rooms of one floor do not know each other.
 ENGINE_FLOORS = (
-    ("process", "ending", "group", "measure", "precision", "mesh"),
+    ("process", "ending"),
+    ("group", "measure", "precision", "mesh"),
     ("layout",),
     ("collectives",),
     ("model",),

@@ -6,7 +6,6 @@ after three AdamW steps to 1e-5 of their largest value.
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,15 +133,15 @@ def on_ranks(spec: RunSpec) -> Numbers | None:
     samples = RandomSamples()
     batches = TrainBatches(samples, batch_shape(spec.batch.global_batch_size, mesh), mesh.device)
     total = spec.batch.global_batch_size * SEQUENCE
-    forward_backward(model, batches.of(1), total, spec)
+    forward_backward(model, batches.of(1, STEPS), total, spec)
     gradients = {name: _whole(p.grad) for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = None
     step = Step(spec, mesh, model, optimizer, samples)
-    results = [step.run(number, batches.of(number), None) for number in range(1, STEPS + 1)]
+    results = [step.run(number, batches.of(number, STEPS), None) for number in range(1, STEPS + 1)]
     batches.close()
-    validation = validation_loss(model, UnevenRows(), spec.batch.micro_batch_size or 1, mesh, lambda: None)
-    assert not isinstance(validation, signal.Signals)
+    validation = validation_loss(model, UnevenRows(), spec.batch.micro_batch_size or 1, mesh, lambda problem: True)
+    assert validation is not None
     parameters = {name: _whole(p.detach()) for name, p in model.named_parameters()}
     numbers = Numbers([r.loss for r in results], [r.grad_norm for r in results], gradients, parameters, validation)
     return numbers if mesh.rank == 0 else None

@@ -11,25 +11,31 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.engine.ending import Problem
 from megalaunch.engine.process import LAUNCHER_PID_VARIABLE
 from megalaunch.platform.facts import CHIPS
+from megalaunch.rundir.outcome import ExitCode
 
 
-def local_device(spec: RunSpec) -> tuple[torch.device, str | None]:
-    """This worker's device, and what is wrong with it if the run was made for another kind."""
+def local_device(spec: RunSpec) -> tuple[torch.device, Problem | None]:
+    """This worker's device; with a problem, where the run was made for a kind that it does not have, the CPU."""
     chip = CHIPS[spec.platform.chip]
     if chip.device == "cpu":
         return torch.device("cpu"), None
     if chip.device != "cuda":
-        return torch.device("cpu"), f"the engine has no {chip.device} back end; platform {spec.platform.chip} needs one"
+        return _no_device(f"the engine has no {chip.device} back end; platform {spec.platform.chip} needs one")
     if not torch.cuda.is_available():
-        return torch.device("cpu"), f"torch {torch.__version__} finds no CUDA device; the run was made for {chip.name}"
+        return _no_device(f"torch {torch.__version__} finds no CUDA device; the run was made for {chip.name}")
     local_rank = int(os.environ["LOCAL_RANK"])
     if local_rank >= torch.cuda.device_count():
-        return torch.device("cpu"), f"worker {local_rank} has no device: torch finds {torch.cuda.device_count()}"
+        return _no_device(f"worker {local_rank} of this machine has no device: torch finds {torch.cuda.device_count()}")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device, None
+
+
+def _no_device(reason: str) -> tuple[torch.device, Problem]:
+    return torch.device("cpu"), Problem(ExitCode.CONFIGURATION, reason)
 
 
 def join(spec: RunSpec, device: torch.device) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
+
+import torch.distributed as dist
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.data.errors import DataError
+from megalaunch.data.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.ending import Ending
+from megalaunch.engine.ending import Ending, Problem
 from megalaunch.engine.group import join, leave, local_device
 from megalaunch.engine.inference.sample import sample_text
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.process import StopRequest
-from megalaunch.engine.train.agreement import gather_objects
+from megalaunch.engine.train.agreement import end_together, gather_objects
 from megalaunch.engine.train.assemble import assemble
 from megalaunch.engine.train.loop import Loop, Trainee
 from megalaunch.engine.train.record import Record
@@ -26,57 +29,63 @@ def live(spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWr
     """Everything between a worker's start and its exit; returns when all ranks ended on purpose together."""
     record = Record(directory, rank, progress)
     topology = Topology.of(spec)
-    progress.coordinates = topology.coordinates(rank)
+    if rank < topology.world:
+        progress.coordinates = topology.coordinates(rank)
     record.phase("joining")
     device, problem = local_device(spec)
     join(spec, device)
     try:
-        ending = _train(spec, directory, record, stop, topology, rank, device, problem)
+        end_together(_wrong_world(topology) or problem, step=0)
+        record.phase("building")
+        ending = _train(assemble(spec, make_mesh(topology, device, rank)), directory, record, stop)
     except Ending as planned:
         ending = planned
     if record.is_first:
         write_outcome(directory.outcome, Outcome(ending.exit_code, ending.reason, ending.step, ending.details))
-        record.event("outcome", exit_code=int(ending.exit_code), reason=ending.reason)
+    record.event("outcome", exit_code=int(ending.exit_code), reason=ending.reason)
     leave()
 
 
-def _train(
-    spec: RunSpec,
-    directory: RunDirectory,
-    record: Record,
-    stop: StopRequest,
-    topology: Topology,
-    rank: int,
-    device: torch.device,
-    problem: str | None,
-) -> Ending:
-    problems = [text for text in gather_objects(problem) if text]
-    if problems:
-        raise Ending(ExitCode.CONFIGURATION, str(problems[0]), 0)
-    record.phase("building")
-    trainee = _assembled(spec, topology, device, rank)
+def _wrong_world(topology: Topology) -> Problem | None:
+    """Workers started by hand may be too few or too many."""
+    started = dist.get_world_size()
+    if started == topology.world:
+        return None
+    return Problem(
+        ExitCode.CONFIGURATION,
+        f"the spec is laid out over {topology.world} workers ({topology.nodes} machines with "
+        f"{topology.devices_per_node} each), but {started} were started: set torchrun's --nnodes and --nproc-per-node",
+    )
+
+
+def _train(trainee: Trainee, directory: RunDirectory, record: Record, stop: StopRequest) -> Ending:
     loop = Loop(trainee, directory, record, stop)
     try:
         loop.resume()
         ending = loop.run()
     except CheckpointError as error:  # the same on every rank
         raise Ending(ExitCode.CHECKPOINT, str(error), loop.step) from error
-    if ending.exit_code == ExitCode.DONE and loop.step >= spec.train.steps:
-        record.phase("sampling")
-        text = sample_text(spec, trainee.model)
-        if text is not None and record.is_first:
-            directory.sample.write_text(text, encoding="utf-8")
+    if ending.exit_code == ExitCode.DONE and loop.step >= trainee.spec.train.steps:
+        _write_sample(trainee, record)
     return ending
 
 
-def _assembled(spec: RunSpec, topology: Topology, device: torch.device, rank: int) -> Trainee:
-    """The trainee, or an Ending on every rank when any of them cannot read the data."""
-    trainee, problem = None, None
+def _write_sample(trainee: Trainee, record: Record) -> None:
+    """The model is trained and saved: whatever keeps it from writing a sample is worth a note, and no more."""
+    spec = trainee.spec
+    if not spec.train.sample_prompt or spec.tokenizer.path is None:
+        return
+    record.phase("sampling")
+    tokenizer, missing = None, None
     try:
-        trainee = assemble(spec, make_mesh(topology, device, rank))
+        tokenizer = load_tokenizer(Path(spec.tokenizer.path))
     except DataError as error:
-        problem = str(error)
-    problems = [text for text in gather_objects(problem) if text]
-    if problems or trainee is None:
-        raise Ending(ExitCode.DATA, str(problems[0]), 0)
-    return trainee
+        missing = str(error)
+    reasons = [reason for reason in gather_objects(missing) if reason]
+    if tokenizer is None or reasons:
+        record.event("note", message=f"no sample was written: {reasons[0]}")
+        return
+    try:
+        record.sample(sample_text(spec, trainee.model, tokenizer))
+    except ValueError as error:  # the same on every rank
+        record.event("note", message=f"no sample was written: {error}")

@@ -9,10 +9,12 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
+REPEAT_SECONDS = 1.0
 LAUNCHER_PID_VARIABLE = "MEGALAUNCH_LAUNCHER_PID"
 
 
@@ -51,10 +53,15 @@ def own_output(log: Path) -> None:
 
 
 class StopRequest:
-    """Remembers the first SIGTERM or SIGINT; the loop acts on it at a safe point. A second one ends at once."""
+    """Remembers the first SIGTERM or SIGINT; the loop acts on it at a safe point. A second one ends at once.
+
+    The same signal again within REPEAT_SECONDS is the same request: a scheduler that signals all processes of a job
+    reaches a worker directly and through its agent.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._received_at = 0.0
 
     def install(self) -> None:
         """Catch both signals from now on; must run in the main thread."""
@@ -62,6 +69,8 @@ class StopRequest:
             signal.signal(number, self._received)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._received_at = signal.Signals(number), now
+        elif self.signal != number or now - self._received_at > REPEAT_SECONDS:
             os._exit(128 + number)
-        self.signal = signal.Signals(number)

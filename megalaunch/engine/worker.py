@@ -7,6 +7,7 @@ Nothing heavy is imported before the worker has tied its life to its parent's.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -21,27 +22,31 @@ if TYPE_CHECKING:
     from megalaunch.rundir.progress import ProgressWriter
 
 
+USAGE = """usage: torchrun --nproc-per-node N -m megalaunch.engine.worker RUN/spec.yaml
+`megalaunch train` writes the spec and starts the workers; with --prepare-only it writes the spec and shows the commands
+that start them by hand"""
+
+
 def main(arguments: list[str]) -> int:
     """Run one rank; returns 0 for an end on purpose (the outcome says which), raises for a crash."""
     die_with_parent()
     stop = StopRequest()
     stop.install()
     if len(arguments) != 1 or "RANK" not in os.environ:
-        print(
-            "usage: torchrun --nproc-per-node N -m megalaunch.engine.worker RUN/spec.yaml\n"
-            "(`megalaunch train` writes the spec and starts the workers; --dry-run shows the command)",
-            file=sys.stderr,
-        )
+        print(USAGE, file=sys.stderr)
+        return 2
+    path = Path(arguments[0]).absolute()
+    if not path.is_file():  # before anything is written beside it
+        print(f"{path} is no file\n{USAGE}", file=sys.stderr)
         return 2
     from megalaunch.config.spec_file import read_spec
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.rundir.progress import ProgressWriter
 
-    path = Path(arguments[0]).resolve()
     directory, rank = RunDirectory(path.parent), int(os.environ["RANK"])
     own_output(directory.rank_log(rank))
     faulthandler.enable()
-    progress = ProgressWriter(directory.progress(rank), rank, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    progress = ProgressWriter(directory.progress(rank), rank, _attempt())
     progress.report("loading torch")
     try:
         spec = read_spec(path)
@@ -49,10 +54,16 @@ def main(arguments: list[str]) -> int:
 
         live(spec, directory, rank, progress, stop)
     except BaseException as error:
-        _report_crash(directory, progress, rank, error)
+        with contextlib.suppress(OSError):  # a full disk: the traceback still reaches the log, if anything does
+            _report_crash(directory, progress, rank, error)
         raise
     progress.report("done")
     return 0
+
+
+def _attempt() -> int:
+    """How often the agent has started this group of workers before."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _report_crash(directory: RunDirectory, progress: ProgressWriter, rank: int, error: BaseException) -> None:
@@ -68,7 +79,7 @@ def _report_crash(directory: RunDirectory, progress: ProgressWriter, rank: int, 
         exception=type(error).__name__,
         message=str(error)[:2000],
         trace=traceback.format_exc()[-4000:],
-        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        attempt=_attempt(),
     )
 
 

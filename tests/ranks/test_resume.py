@@ -4,84 +4,29 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from forked_ranks import RanksFailed, run_ranks
-from oracle import VOCABULARY, small_spec
-from token_files import write_tokens
+from forked_ranks import RanksFailed
+from looped_run import Rank, metrics, run_loop, ten_steps
 
 from megalaunch.config.schema import RunSpec, with_values
-from megalaunch.config.spec_file import write_spec
 from megalaunch.engine.checkpoint.store import read_tensors, verify_checkpoint
-from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.process import StopRequest
-from megalaunch.engine.train.assemble import assemble
-from megalaunch.engine.train.loop import Loop
-from megalaunch.engine.train.record import Record
-from megalaunch.plan.topology import Topology
 from megalaunch.rundir.lines import append_line, read_lines
 from megalaunch.rundir.paths import RunDirectory
-from megalaunch.rundir.progress import ProgressWriter
-
-SAME = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
 
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory) -> RunSpec:
-    folder, random = tmp_path_factory.mktemp("tokens"), np.random.default_rng(0)
-    documents = [random.integers(0, VOCABULARY, size).tolist() for size in random.integers(5, 90, 60)]
-    train = write_tokens(folder / "train", documents)
-    validation = write_tokens(folder / "validation", documents[:9])
-    return small_spec(
-        data__train_prefix=str(train),
-        data__validation_prefix=str(validation),
-        data__num_samples=80,
-        train__steps=10,
-        train__validation_interval=3,
-        schedule__shape="cosine",
-        schedule__decay_steps=10,
-        schedule__warmup_steps=2,
-        parallel__dp=2,
-    )
+    return ten_steps(tmp_path_factory.mktemp("tokens"))
 
 
-def _live(spec: RunSpec, root: Path, stop_during: int | None = None) -> str:
-    directory = RunDirectory(root)
-    for folder in (directory.logs, directory.checkpoints):
-        folder.mkdir(parents=True, exist_ok=True)
-    rank, stop = dist.get_rank(), StopRequest()
-    if rank == 0:
-        write_spec(spec, directory.spec)
-    dist.barrier()
-    trainee = assemble(spec, make_mesh(Topology.of(spec), torch.device("cpu"), rank))
-    if stop_during is not None and rank == 1:
-        read, training = type(trainee.training).__getitem__, trainee.training
-
-        class Interrupting(type(training)):
-            """Receives a signal while a sample of that step is read."""
-
-            def __getitem__(self, index: int) -> np.ndarray:
-                if index // spec.batch.global_batch_size == stop_during - 1:
-                    stop.signal = signal.SIGTERM
-                return read(self, index)
-
-        training.__class__ = Interrupting
-    loop = Loop(trainee, directory, Record(directory, rank, ProgressWriter(directory.progress(rank), rank, 0)), stop)
-    loop.resume()
-    return loop.run().reason
-
-
-def run(spec: RunSpec, root: Path, stop_during: int | None = None) -> str:
-    return run_ranks(spec.parallel.dp, _live, spec, root, stop_during)[0]
-
-
-def metrics(root: Path) -> list[dict]:
-    return [{key: line[key] for key in SAME if key in line} for line in read_lines(RunDirectory(root).metrics)]
+def run(spec: RunSpec, root: Path, spoil: Callable[[Rank], None] = lambda rank: None) -> str:
+    return run_loop(spec, root, spoil).reason
 
 
 def assert_same_run(one: Path, other: Path, step: int = 10) -> None:
@@ -112,8 +57,17 @@ def test_stop_and_resume_is_exact(spec, tmp_path, precision, strategy):
 
 def test_a_signal_saves_and_the_run_goes_on_exactly(spec, tmp_path):
     assert run(spec, tmp_path / "whole") == "finished all 10 steps"
+
+    def spoil(rank: Rank) -> None:
+        def interrupt(index: int) -> None:
+            if index // 8 == 5:
+                rank.stop.signal = signal.SIGTERM
+
+        if rank.rank == 1:
+            rank.during("training", interrupt)
+
     # The batch of step 6 is read ahead while step 5 runs, so the signal is seen by the end of 5 or of 6.
-    reason = run(spec, tmp_path / "parts", stop_during=6)
+    reason = run(spec, tmp_path / "parts", spoil)
     assert reason.startswith("stopped by SIGTERM after step")
     run(spec, tmp_path / "parts")
     assert_same_run(tmp_path / "whole", tmp_path / "parts")

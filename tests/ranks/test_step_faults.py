@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 
 import numpy as np
@@ -38,14 +39,15 @@ def _two_steps(poison: str, samples: RandomSamples) -> dict[str, object]:
     model = sharded_model(spec, mesh)
     step = Step(spec, mesh, model, NamedAdamW(model, spec.optimizer), samples)
     batches = TrainBatches(samples, batch_shape(8, mesh), mesh.device)
-    step.run(1, batches.of(1), None)
+    step.run(1, batches.of(1, 2), None)
     if poison == "loss" and mesh.rank == 1:
-        model.head.register_forward_hook(lambda *_: _[2] * torch.nan)
+        passes = itertools.count()
+        model.head.register_forward_hook(lambda module, x, logits: logits * (torch.nan if next(passes) == 1 else 1))
     if poison == "gradient" and mesh.rank == 1:
         model.norm.register_full_backward_hook(lambda *_: (_[1][0] * torch.inf,))
     weights = [local_values(p).clone() for p in model.parameters()]
     try:
-        step.run(2, batches.of(2), None)
+        step.run(2, batches.of(2, 2), None)
     except Ending as ending:
         same = all(torch.equal(a, local_values(b)) for a, b in zip(weights, model.parameters(), strict=True))
         return {"code": int(ending.exit_code), "reason": ending.reason, "step": ending.step, "unchanged": same}
@@ -62,15 +64,15 @@ def test_a_loss_that_is_not_finite_names_rank_and_samples_before_the_update():
     assert answers[0]["unchanged"]
     assert "loss of step 2 is not finite" in answers[0]["reason"]
     assert "on rank 1 (dp1)" in answers[0]["reason"]
-    assert "10 (row 10)" in answers[0]["reason"]
-    assert "8 (row 8)" not in answers[0]["reason"]
+    assert "in the microbatch of row 14; row 15." in answers[0]["reason"]  # the second of two on that rank
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_update():
     answers = run_ranks(2, _two_steps, "gradient", RandomSamples())
     assert answers[0] == answers[1]
     assert (answers[0]["code"], answers[0]["unchanged"]) == (7, True)
-    assert "gradient norm of step 2" in answers[0]["reason"]
+    assert "gradient norm of step 2 is inf" in answers[0]["reason"] or "is nan" in answers[0]["reason"]
+    assert "in samples 8 to 15." in answers[0]["reason"]
 
 
 def test_an_unreadable_batch_ends_every_rank_with_its_reason():
@@ -84,7 +86,8 @@ def test_an_unreadable_batch_ends_every_rank_with_its_reason():
 def _votes(first: signal.Signals | None, second: signal.Signals | None) -> list[object]:
     received = (first, second)[dist.get_rank()]
     verdict = agree(torch.tensor(1.5), torch.tensor(8.0, dtype=torch.float64), received)
-    return [verdict.stop, agree_to_stop(received, torch.device("cpu")), verdict.loss, verdict.grad_norm]
+    between_steps = agree_to_stop(received, None, 1, torch.device("cpu"))
+    return [verdict.stop, between_steps, verdict.loss, verdict.grad_norm]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from megalaunch.data.errors import DataError
+from megalaunch.engine.ending import Problem
 from megalaunch.engine.train.batches import BatchShape, TrainBatches
+from megalaunch.rundir.outcome import ExitCode
 
 
 class Counting:
@@ -44,8 +46,9 @@ def test_microbatches_are_dealt_as_megatron_deals_them():
 def test_labels_follow_inputs_and_steps_may_be_asked_in_any_order():
     batches = TrainBatches(Counting(), BatchShape(4, 2, 0, 1), torch.device("cpu"))
     for step in (1, 2, 7, 1):
-        batch = batches.of(step)
-        assert batch.indices == tuple(range((step - 1) * 4, step * 4))
+        batch = batches.of(step, last=9)
+        first = (step - 1) * 4
+        assert batch.indices == (range(first, first + 2), range(first + 2, first + 4))
         assert batch.microbatches[1].tokens[:, 0].tolist() == [step * 4 - 2, step * 4 - 1]
         assert batch.microbatches[0].labels.shape == (2, 4)
         assert batch.valid_tokens == 16
@@ -54,10 +57,12 @@ def test_labels_follow_inputs_and_steps_may_be_asked_in_any_order():
 
 @pytest.mark.parametrize(
     ("error", "shown"),
-    [(DataError("token 9 is no id", file="x.bin"), "token 9 is no id"), (OSError("gone"), "could not be read: gone")],
+    [(DataError("token 9 is no id", file="x.bin"), "x.bin: token 9 is no id"), (OSError("gone"), "gone")],
 )
 def test_a_batch_that_cannot_be_read_says_why(error, shown):
     batches = TrainBatches(Broken(error), BatchShape(4, 4, 0, 1), torch.device("cpu"))
-    assert shown in (batches.of(1).problem or "")
-    assert batches.of(2).problem is None
+    reason = f"the training tokens of step 1 cannot be read: {error}"
+    assert batches.of(1, last=2).problem == Problem(ExitCode.DATA, reason)
+    assert shown in reason
+    assert batches.of(2, last=2).problem is None
     batches.close()

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.data.tokenizer import load_tokenizer
+from megalaunch.data.tokenizer import Tokenizer
 from megalaunch.engine.inference.generate import generate_tokens
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.inference.text import text_of
 from megalaunch.engine.model.decoder import Decoder
 
 
-def sample_text(spec: RunSpec, model: Decoder) -> str | None:
-    """`train.sample_prompt` and what the model adds to it; None when the run asks for no sample.
+def sample_text(spec: RunSpec, model: Decoder, tokenizer: Tokenizer) -> str:
+    """`train.sample_prompt` and what the model adds to it.
 
-    Every rank computes the same text, since each pass through a sharded model needs all of them.
+    Every rank computes the same text, since each pass through a sharded model needs all of them. Raises ValueError
+    on all of them when the prompt fills the model's context.
     """
-    prompt, path = spec.train.sample_prompt, spec.tokenizer.path
-    if not prompt or path is None:
-        return None
-    tokenizer = load_tokenizer(Path(path))
-    tokens = tokenizer.encode(prompt)
-    room = spec.model.max_position_embeddings - len(tokens)
+    prompt = spec.train.sample_prompt or ""
+    tokens, longest = tokenizer.encode(prompt), spec.model.max_position_embeddings
+    if not 0 < len(tokens) < longest:
+        raise ValueError(
+            f"train.sample_prompt has {len(tokens)} tokens, the model is made for {longest} in all "
+            "(model.max_position_embeddings)"
+        )
     drawn = generate_tokens(
         model,
         torch.tensor([tokens]),
-        min(spec.train.sample_tokens, room),
+        min(spec.train.sample_tokens, longest - len(tokens)),
         Sampling(seed=spec.train.seed),
         end_id=tokenizer.eod_id,
         vocabulary=tokenizer.vocab_size,

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalaunch.engine.ending import Ending, Problem
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -25,11 +27,14 @@ class Verdict:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def total_valid_tokens(mine: int, unreadable: bool, device: torch.device) -> tuple[int, bool]:
-    """Labels with a loss over all ranks, and whether any rank failed to read its batch."""
-    both = torch.tensor([mine, int(unreadable)], dtype=torch.int64, device=device)
-    dist.all_reduce(both)
-    return int(both[0]), bool(both[1])
+def total_valid_tokens(mine: int, problem: Problem | None, step: int, device: torch.device) -> int:
+    """Labels with a loss over all ranks; raises an Ending on every rank when any has a problem."""
+    sums = torch.tensor([mine, int(problem is not None)], dtype=torch.int64, device=device)
+    dist.all_reduce(sums)
+    tokens, problems = sums.tolist()
+    if problems:
+        end_together(problem, step)
+    return int(tokens)
 
 
 def agree(loss: Tensor, squared_norm: Tensor, received: signal.Signals | None) -> Verdict:
@@ -41,11 +46,17 @@ def agree(loss: Tensor, squared_norm: Tensor, received: signal.Signals | None) -
     return Verdict(total_loss, math.sqrt(total_square), _elected(votes))
 
 
-def agree_to_stop(received: signal.Signals | None, device: torch.device) -> signal.Signals | None:
-    """The signal that any rank received, on every rank."""
-    votes = _ballot(received).to(device)
-    dist.all_reduce(votes)
-    return _elected(votes.tolist())
+def agree_to_stop(
+    received: signal.Signals | None, problem: Problem | None, step: int, device: torch.device
+) -> signal.Signals | None:
+    """The signal that any rank received, on every rank; raises an Ending on every rank when any has a problem."""
+    trouble = torch.tensor([float(problem is not None)], dtype=torch.float64)
+    shares = torch.cat((trouble, _ballot(received))).to(device)
+    dist.all_reduce(shares)
+    problems, *votes = shares.tolist()
+    if problems:
+        end_together(problem, step)
+    return _elected(votes)
 
 
 def _ballot(received: signal.Signals | None) -> Tensor:
@@ -57,6 +68,13 @@ def _elected(votes: list[float]) -> signal.Signals | None:
     if interrupts:
         return signal.SIGINT
     return signal.SIGTERM if terminations else None
+
+
+def end_together(problem: Problem | None, step: int) -> None:
+    """Raise an Ending after `step` on every rank when any has a problem: the lowest such rank's. Collective."""
+    for found in gather_objects(problem):
+        if isinstance(found, Problem):
+            raise Ending(found.exit_code, found.reason, step)
 
 
 def gather_objects(mine: object) -> list[object]:

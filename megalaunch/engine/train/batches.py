@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from megalaunch.data.errors import DataError
+from megalaunch.engine.ending import Problem
 from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.train.loss import IGNORED
+from megalaunch.rundir.outcome import ExitCode
 
 
 class Samples(Protocol):
@@ -26,7 +29,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Inputs and labels, [B, S] int64 each; a label of -100 has no loss."""
+    """Inputs and labels, [B, S] int64 each; an IGNORED label has no loss."""
 
     tokens: Tensor
     labels: Tensor
@@ -34,16 +37,15 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Everything one rank computes in one step; `problem` says why it could not be read."""
+    """Everything one rank computes in one step: M microbatches and their samples' indices.
 
-    indices: tuple[int, ...]
-    microbatches: tuple[MicroBatch, ...]
-    problem: str | None = None
+    `valid_tokens` counts the labels that have a loss. `problem` says why the batch could not be read.
+    """
 
-    @property
-    def valid_tokens(self) -> int:
-        """Labels that have a loss."""
-        return sum(int((batch.labels >= 0).sum()) for batch in self.microbatches)
+    indices: tuple[range, ...]
+    microbatches: tuple[MicroBatch, ...] = ()
+    valid_tokens: int = 0
+    problem: Problem | None = None
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,12 @@ class BatchShape:
     data_rank: int
     data_size: int
 
-    def indices(self, step: int) -> list[range]:
+    def indices(self, step: int) -> tuple[range, ...]:
         """The sample indices of each of this rank's microbatches in `step` (the first is 1)."""
         start, width = (step - 1) * self.global_batch_size, self.micro_batch_size
         count = self.global_batch_size // (width * self.data_size)
         firsts = (start + (m * self.data_size + self.data_rank) * width for m in range(count))
-        return [range(first, first + width) for first in firsts]
+        return tuple(range(first, first + width) for first in firsts)
 
 
 def batch_shape(global_batch_size: int, mesh: Mesh) -> BatchShape:
@@ -76,37 +78,34 @@ class TrainBatches:
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: tuple[int, Future[StepBatch]] | None = None
 
-    def of(self, step: int) -> StepBatch:
-        """This rank's part of step `step`, on the device."""
+    def of(self, step: int, last: int) -> StepBatch:
+        """This rank's part of step `step`, on the device. Nothing is read past step `last`: it may never be wanted,
+        and samples past those requested cost a shuffle of all documents.
+        """
         if self._ahead is None or self._ahead[0] != step:
             self._ahead = (step, self._reader.submit(self._read, step))
         batch = self._ahead[1].result()
-        self._ahead = (step + 1, self._reader.submit(self._read, step + 1))
-        return StepBatch(
-            batch.indices,
-            tuple(
-                MicroBatch(m.tokens.to(self._device, non_blocking=True), m.labels.to(self._device, non_blocking=True))
-                for m in batch.microbatches
-            ),
-            batch.problem,
-        )
+        self._ahead = (step + 1, self._reader.submit(self._read, step + 1)) if step < last else None
+        return replace(batch, microbatches=tuple(self._on_device(microbatch) for microbatch in batch.microbatches))
 
     def close(self) -> None:
         """Stop reading ahead."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
+    def _on_device(self, batch: MicroBatch) -> MicroBatch:
+        return MicroBatch(
+            batch.tokens.to(self._device, non_blocking=True), batch.labels.to(self._device, non_blocking=True)
+        )
+
     def _read(self, step: int) -> StepBatch:
-        groups = self._shape.indices(step)
-        flat = tuple(index for group in groups for index in group)
+        indices = self._shape.indices(step)
         try:
-            rows = [self._samples[index] for index in flat]
-        except DataError as error:
-            return StepBatch(flat, (), str(error))
-        except OSError as error:
-            return StepBatch(flat, (), f"the training tokens could not be read: {error}")
-        width = self._shape.micro_batch_size
-        stacks = (rows[first : first + width] for first in range(0, len(rows), width))
-        return StepBatch(flat, tuple(_microbatch(stack, self._device.type == "cuda") for stack in stacks))
+            rows = [[self._samples[index] for index in group] for group in indices]
+        except (DataError, OSError) as error:
+            reason = f"the training tokens of step {step} cannot be read: {error}"
+            return StepBatch(indices, problem=Problem(ExitCode.DATA, reason))
+        microbatches = tuple(_microbatch(group, pin=self._device.type == "cuda") for group in rows)
+        return StepBatch(indices, microbatches, sum(int((m.labels != IGNORED).sum()) for m in microbatches))
 
 
 def _microbatch(rows: Sequence[npt.NDArray[np.int64]], pin: bool) -> MicroBatch:

@@ -10,13 +10,14 @@ from pathlib import Path
 from megalaunch.config.schema import RunSpec
 from megalaunch.data.gpt_samples import GPTSamples
 from megalaunch.data.validation_samples import ValidationSamples
+from megalaunch.engine.checkpoint.ranks import from_first_rank
 from megalaunch.engine.checkpoint.store import newest_valid, remove_old
-from megalaunch.engine.ending import Ending
+from megalaunch.engine.ending import Ending, Problem
 from megalaunch.engine.measure.memory import peak_bytes
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.process import StopRequest
-from megalaunch.engine.train.agreement import gather_objects
+from megalaunch.engine.train.agreement import agree_to_stop, end_together
 from megalaunch.engine.train.batches import TrainBatches, batch_shape
 from megalaunch.engine.train.evaluate import validation_loss
 from megalaunch.engine.train.optimizer import NamedAdamW
@@ -40,7 +41,7 @@ class Trainee:
 
 
 class Loop:
-    """One worker's view of a run; every method is called on all ranks alike."""
+    """One worker's view of a run; every method is called on all ranks alike, and may raise an Ending on all alike."""
 
     def __init__(self, trainee: Trainee, directory: RunDirectory, record: Record, stop: StopRequest) -> None:
         self._trainee, self._directory, self._record, self._stop = trainee, directory, record, stop
@@ -48,8 +49,15 @@ class Loop:
         self._shape = batch_shape(trainee.spec.batch.global_batch_size, trainee.mesh)
         self._position = Position(step=0, tokens=0)
         self._saved: Path | None = None
+        self._asked_to_stop: signal.Signals | None = None  # agreed upon by all ranks
+        self._validated_step = 0
         self._validation: float | None = None
         self._loss: float | None = None
+
+    @property
+    def step(self) -> int:
+        """The last finished step."""
+        return self._position.step
 
     def resume(self) -> None:
         """Continue from the newest valid checkpoint, if there is one; drop the metrics that come after it."""
@@ -58,105 +66,115 @@ class Loop:
         if self._saved is not None:
             self._record.phase("loading")
             self._position = restore_run(self._saved, self._trainee.model, self._trainee.optimizer)
-            self._record.event("resumed", step=self._position.step, checkpoint=str(self._saved))
-        self._record.cut_after(self._position.step)
+            self._record.event("resumed", step=self.step, checkpoint=str(self._saved))
+        self._record.cut_after(self.step)
+        self._validated_step = from_first_rank(self._record.last_validation)
 
     def run(self) -> Ending:
         """Train to `train.steps`, `train.stop_at` or a stop signal; returns how it ended (or raises an Ending)."""
         batches = TrainBatches(self._trainee.training, self._shape, self._mesh.device)
         step = Step(self._spec, self._mesh, self._trainee.model, self._trainee.optimizer, self._trainee.training)
         try:
+            self._hear_signals()
             self._validate_if_due()
-            self._record.phase("training", self._position.step)
-            while self._position.step < self._last_step:
-                stop = self._one_step(step, batches)
-                if stop is not None:
-                    return self._stopped(stop)
+            self._record.phase("training", self.step)
+            while self._asked_to_stop is None and self.step < self._last_step:
+                self._one_step(step, batches)
+                self._validate_if_due()
+                self._save_if_due()
         finally:
             batches.close()
-        return self._finished()
-
-    @property
-    def step(self) -> int:
-        """The last finished step."""
-        return self._position.step
+        if self._asked_to_stop is not None:
+            self._record.event("stop_requested", signal=self._asked_to_stop.name)
+        if self.step > 0:
+            self._save()
+        return self._ending()
 
     @property
     def _last_step(self) -> int:
         return min(self._spec.train.steps, self._spec.train.stop_at or self._spec.train.steps)
 
-    def _one_step(self, step: Step, batches: TrainBatches) -> signal.Signals | None:
-        number, started = self._position.step + 1, time.perf_counter()
+    def _hear_signals(self, problem: Problem | None = None) -> None:
+        """Between steps: agree whether any rank was asked to stop, or has a problem."""
+        problem = problem or self._record.problem
+        self._asked_to_stop = agree_to_stop(self._stop.signal, problem, self.step, self._mesh.device)
+
+    def _one_step(self, step: Step, batches: TrainBatches) -> None:
+        number, started = self.step + 1, time.perf_counter()
         self._record.at("step", number)
-        result = step.run(number, batches.of(number), self._stop.signal)
+        batch = batches.of(number, self._last_step)
+        result = step.run(number, batch, self._stop.signal, self._record.problem)
         self._position = Position(number, self._position.tokens + result.tokens)
-        self._loss = result.loss
+        self._loss, self._asked_to_stop = result.loss, result.stop
         seconds = time.perf_counter() - started
         self._record.step(number, result, self._position.tokens, seconds, peak_bytes(self._mesh.device))
-        stop = result.stop if result.stop is not None else self._validate_if_due()
-        if stop is None and self._save_due(number):
-            self._save()
-        return stop
 
-    def _validate_if_due(self) -> signal.Signals | None:
-        """Validate after the current step if it is due and not on record; a stop signal cuts it short."""
-        number, interval = self._position.step, self._spec.train.validation_interval
-        due = number == self._spec.train.steps or (interval > 0 and number > 0 and number % interval == 0)
-        on_record = gather_objects(self._record.is_first and self._record.has_validation(number))[0] if due else True
-        if self._trainee.validation is None or on_record:
-            return None
-        self._record.phase("validating", number)
-        loss = validation_loss(
-            self._trainee.model,
-            self._trainee.validation,
-            self._shape.micro_batch_size,
-            self._mesh,
-            lambda: self._stop.signal,
-        )
-        if isinstance(loss, signal.Signals):
-            return loss
-        self._validation = loss
-        self._record.validation(number, loss)
-        self._record.phase("training", number)
-        return None
+    def _validate_if_due(self) -> None:
+        """Validate after the current step if that is due and not on record: a resume makes up what a stop cut short."""
+        rows, steps, interval = self._trainee.validation, self._spec.train.steps, self._spec.train.validation_interval
+        due = self.step == steps or (interval > 0 and self.step > 0 and self.step % interval == 0)
+        if not due or rows is None or self._asked_to_stop is not None or self.step == self._validated_step:
+            return
 
-    def _save_due(self, step: int) -> bool:
+        def may_go_on(problem: Problem | None) -> bool:
+            self._record.at("validating", self.step)
+            self._hear_signals(problem)
+            return self._asked_to_stop is None
+
+        self._record.phase("validating", self.step)
+        loss = validation_loss(self._trainee.model, rows, self._shape.micro_batch_size, self._mesh, may_go_on)
+        if loss is not None:
+            self._validation, self._validated_step = loss, self.step
+            self._record.validation(self.step, loss)
+        self._record.phase("training", self.step)
+
+    def _save_if_due(self) -> None:
         interval = self._spec.checkpoint.interval
-        return interval > 0 and step % interval == 0 and step < self._last_step
+        due = interval > 0 and self.step % interval == 0 and self.step < self._last_step
+        if due and self._asked_to_stop is None:  # a run that stops saves at its end
+            self._save()
+            self._hear_signals()
 
     def _save(self) -> None:
-        if self._saved == self._directory.checkpoint(self._position.step):
+        end_together(self._record.problem, self.step)  # a checkpoint vouches for the metrics up to its step
+        if self._saved == self._directory.checkpoint(self.step):
             return
         started = time.perf_counter()
-        self._record.phase("saving", self._position.step)
+        self._record.phase("saving", self.step)
         trainee = self._trainee
         self._saved = save_run(self._directory, self._spec, trainee.model, trainee.optimizer, self._position)
+        seconds = time.perf_counter() - started
+        self._record.event("checkpoint", step=self.step, path=str(self._saved), seconds=seconds)
         if self._record.is_first:
-            remove_old(self._directory.checkpoints, self._spec.checkpoint.keep_last, known_valid=self._saved)
-        self._record.event(
-            "checkpoint", step=self._position.step, path=str(self._saved), seconds=time.perf_counter() - started
-        )
+            self._remove_old(self._saved)
+
+    def _remove_old(self, newest: Path) -> None:
+        try:
+            remove_old(self._directory.checkpoints, self._spec.checkpoint.keep_last, known_valid=newest)
+        except OSError as error:  # what is saved is saved
+            self._record.event("note", message=f"old checkpoints could not be removed: {error}")
 
     def _refused(self, path: Path, problems: list[str]) -> None:
         self._record.event("checkpoint_refused", path=str(path), reason="; ".join(problems))
 
-    def _details(self) -> dict[str, object]:
-        return {
+    def _ending(self) -> Ending:
+        details = {
             "loss": self._loss,
             "validation_loss": self._validation,
             "tokens": self._position.tokens,
             "checkpoint": str(self._saved) if self._saved else None,
         }
+        stop = self._asked_to_stop
+        if stop is None:
+            return Ending(ExitCode.DONE, self._done_reason(), self.step, details)
+        code = ExitCode.INTERRUPTED if stop == signal.SIGINT else ExitCode.PREEMPTED
+        return Ending(code, f"stopped by {stop.name} after step {self.step}", self.step, details)
 
-    def _stopped(self, received: signal.Signals) -> Ending:
-        self._record.event("stop_requested", signal=received.name)
-        self._save()
-        code = ExitCode.INTERRUPTED if received == signal.SIGINT else ExitCode.PREEMPTED
-        step = self._position.step
-        return Ending(code, f"stopped by {received.name} after step {step}", step, self._details())
-
-    def _finished(self) -> Ending:
-        self._save()
-        step, steps = self._position.step, self._spec.train.steps
-        reason = f"finished all {steps} steps" if step >= steps else f"stopped after step {step} of {steps} as asked"
-        return Ending(ExitCode.DONE, reason, step, self._details())
+    def _done_reason(self) -> str:
+        steps, stop_at = self._spec.train.steps, self._spec.train.stop_at
+        if self.step > self._last_step:
+            key = f"train.steps={steps}" if self._last_step == steps else f"train.stop_at={stop_at}"
+            return f"nothing to do: the run is at step {self.step}, past {key}"
+        if self.step == steps:
+            return f"finished all {steps} steps"
+        return f"stopped after step {self.step} of {steps} as asked"

@@ -43,18 +43,20 @@ class NamedAdamW:
 
     def states(self) -> dict[str, Tensor]:
         """Moments by flat name (`optimizer.exp_avg.<parameter>`), made as zeros before the first step."""
-        flat = {}
+        flat: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             state = self._adamw.state[parameter]
-            for moment in _MOMENTS:
-                if moment not in state:
-                    state[moment] = torch.zeros_like(parameter)
-                flat[f"optimizer.{moment}.{name}"] = state[moment]
+            if not state:
+                state.update({moment: torch.zeros_like(parameter) for moment in _MOMENTS}, step=_count(0, parameter))
+            flat |= {f"optimizer.{moment}.{name}": state[moment] for moment in _MOMENTS}
         return flat
 
     def set_updates(self, count: int) -> None:
         """Tell AdamW how many updates the moments have seen (its bias correction depends on it)."""
         for parameter in self._parameters.values():
-            self._adamw.state[parameter]["step"] = torch.tensor(
-                float(count), dtype=torch.float32, device=parameter.device
-            )
+            self._adamw.state[parameter]["step"] = _count(count, parameter)
+
+
+def _count(updates: int, parameter: Tensor) -> Tensor:
+    """AdamW's own form of a step count: the fused update wants it on the parameter's device."""
+    return torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)

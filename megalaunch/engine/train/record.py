@@ -1,22 +1,31 @@
-"""What the workers tell the outside: metrics lines, events, phases."""
+"""What the workers tell the outside: metrics lines, events, phases, the sample."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 
+from megalaunch.engine.ending import Problem
 from megalaunch.engine.train.step import StepResult
 from megalaunch.rundir.events import EventName, record_event
 from megalaunch.rundir.lines import append_line, keep_lines, read_lines
+from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
 
 
 class Record:
-    """Rank 0 writes metrics and events; every rank writes its own progress."""
+    """Rank 0 writes metrics and events; every rank writes its own progress.
+
+    A file that cannot be written raises nothing: it would leave the other ranks waiting. It becomes `problem`, which
+    the loop brings up at the ranks' next agreement, and before it saves a step whose line may be missing.
+    """
 
     def __init__(self, directory: RunDirectory, rank: int, progress: ProgressWriter) -> None:
         self._directory, self._first, self._progress = directory, rank == 0, progress
         self._started = time.monotonic()
+        self.problem: Problem | None = None
 
     @property
     def is_first(self) -> bool:
@@ -29,45 +38,62 @@ class Record:
         self.event("phase", phase=name, step=self._progress.step, elapsed_seconds=time.monotonic() - self._started)
 
     def at(self, phase: str, step: int) -> None:
-        """Progress inside the loop: no event."""
+        """Still moving, inside the loop: progress without an event."""
         self._progress.report(phase, step)
 
     def event(self, name: EventName, **details: object) -> None:
         """Append an event, once for all ranks."""
-        if self._first:
-            record_event(self._directory, name, **details)
+        self._write(self._directory.events, lambda: record_event(self._directory, name, **details))
 
     def step(self, step: int, result: StepResult, total_tokens: int, seconds: float, memory_bytes: int) -> None:
-        """Append the metrics line of a step."""
-        if self._first:
-            append_line(
-                self._directory.metrics,
-                {
-                    "step": step,
-                    "loss": result.loss,
-                    "grad_norm": result.grad_norm,
-                    "learning_rate": result.learning_rate,
-                    "tokens": total_tokens,
-                    "tokens_per_second": result.tokens / seconds,
-                    "step_seconds": seconds,
-                    "memory_bytes": memory_bytes,
-                },
-            )
+        """Append the metrics line of a step; `seconds` is how long it took, `total_tokens` counts from step 1."""
+        line = {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "tokens": total_tokens,
+            "tokens_per_second": result.tokens / seconds,
+            "step_seconds": seconds,
+            "memory_bytes": memory_bytes,
+        }
+        self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, line))
 
     def validation(self, step: int, loss: float) -> None:
         """Append the metrics line of a validation."""
-        if self._first:
-            append_line(self._directory.metrics, {"step": step, "validation_loss": loss})
+        line = {"step": step, "validation_loss": loss}
+        self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, line))
 
-    def has_validation(self, step: int) -> bool:
-        """Whether the validation after `step` is on record."""
-        return any(
-            line.get("step") == step and "validation_loss" in line for line in read_lines(self._directory.metrics)
+    def sample(self, text: str) -> None:
+        """Keep what the finished model wrote; without it nothing is lost, so a failure is a note."""
+        if not self._first:
+            return
+        try:
+            self._directory.sample.write_text(text, encoding="utf-8")
+        except OSError as error:
+            self.event("note", message=f"the sample could not be kept: {error}")
+
+    def last_validation(self) -> int:
+        """The step of the newest validation on record, 0 when there is none."""
+        return max(
+            (line["step"] for line in read_lines(self._directory.metrics) if "validation_loss" in line), default=0
         )
 
     def cut_after(self, step: int) -> None:
         """Drop the metrics of steps that will be computed again."""
-        if self._first:
+
+        def cut() -> None:
             lines = keep_lines(self._directory.metrics, lambda line: line.get("step", 0) <= step)
             if lines:
                 self.event("metrics_cut", after_step=step, lines=lines)
+
+        self._write(self._directory.metrics, cut)
+
+    def _write(self, path: Path, write: Callable[[], object]) -> None:
+        if not self._first:
+            return
+        try:
+            write()
+        except OSError as error:
+            reason = f"{path} cannot be written: {error.strerror}; make that possible, then run the same command again"
+            self.problem = self.problem or Problem(ExitCode.CHECKPOINT, reason)

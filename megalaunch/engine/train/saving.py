@@ -11,6 +11,7 @@ from torch import Tensor
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.ranks import from_first_rank
 from megalaunch.engine.checkpoint.store import load_checkpoint, read_document, save_checkpoint
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.train.optimizer import NamedAdamW
@@ -45,9 +46,9 @@ def save_run(directory: RunDirectory, spec: RunSpec, model: Decoder, optimizer: 
 
 
 def restore_run(checkpoint: Path, model: Decoder, optimizer: NamedAdamW) -> Position:
-    """Fill model and optimizer in place; returns where the run goes on. Collective."""
+    """Fill model and optimizer in place; returns where the run goes on. Collective; raises CheckpointError alike."""
     load_checkpoint(checkpoint, state_tensors(model, optimizer))
-    document = read_document(checkpoint, _POSITION)
+    document = from_first_rank(lambda: read_document(checkpoint, _POSITION))
     if not isinstance(document, Mapping) or not all(isinstance(document.get(k), int) for k in ("step", "tokens")):
         raise CheckpointError(f"{checkpoint / _POSITION}.json holds no step and tokens")
     position = Position(int(str(document["step"])), int(str(document["tokens"])))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 from dataclasses import asdict, dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.engine.ending import Ending
+from megalaunch.engine.ending import Ending, Problem
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.parallel.data import announce_microbatch
@@ -20,6 +21,8 @@ from megalaunch.engine.train.loss import summed_token_loss
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.schedule import learning_rate
 from megalaunch.rundir.outcome import ExitCode
+
+_SAMPLES_SHOWN = 4  # in the reason; outcome.json holds all
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Evidence:
-    """What one rank knows about a step whose numbers are not finite."""
+    """A rank with microbatches whose loss is not finite, and the samples in them."""
 
     rank: int
-    finite_loss: bool
     samples: list[str]
 
 
@@ -49,48 +51,59 @@ class Step:
         self._spec, self._mesh, self._model, self._optimizer = spec, mesh, model, optimizer
         self._samples = samples
 
-    def run(self, step: int, batch: StepBatch, received: signal.Signals | None) -> StepResult:
-        """Step number `step`; raises Ending on every rank, before the update, when a batch or a number is bad."""
-        tokens, unreadable = total_valid_tokens(batch.valid_tokens, batch.problem is not None, self._mesh.device)
-        if unreadable:
-            problems = [problem for problem in gather_objects(batch.problem) if problem]
-            raise Ending(ExitCode.DATA, str(problems[0]), step - 1)
-        loss = forward_backward(self._model, batch, tokens, self._spec)
+    def run(
+        self, step: int, batch: StepBatch, received: signal.Signals | None, problem: Problem | None = None
+    ) -> StepResult:
+        """Step number `step`; raises Ending on every rank, before the update, when a batch or a number is bad.
+
+        `received` and `problem` are what this rank alone knows so far.
+        """
+        tokens = total_valid_tokens(batch.valid_tokens, problem or batch.problem, step - 1, self._mesh.device)
+        losses = forward_backward(self._model, batch, tokens, self._spec)
         parameters = self._optimizer.parameters
-        verdict = agree(loss, local_squared_norm(parameters), received)
+        verdict = agree(losses.sum(), local_squared_norm(parameters), received)
         if not verdict.finite:
-            self._refuse(step, batch, loss, verdict)
+            self._refuse(step, batch, losses, verdict)
         clip(parameters, verdict.grad_norm, self._spec.optimizer.clip_grad)
         rate = learning_rate(self._spec.schedule, self._spec.optimizer.lr, step)
         self._optimizer.step(rate)
         return StepResult(verdict.loss, verdict.grad_norm, rate, tokens, verdict.stop)
 
-    def _refuse(self, step: int, batch: StepBatch, loss: Tensor, verdict: Verdict) -> None:
-        mine = _Evidence(
-            self._mesh.rank,
-            bool(torch.isfinite(loss)),
-            [f"{index} ({self._samples.describe(index)})" for index in batch.indices],
-        )
-        everyone = [evidence for evidence in gather_objects(mine) if isinstance(evidence, _Evidence)]
-        guilty = [evidence for evidence in everyone if not evidence.finite_loss]
-        what, accused = ("loss", guilty) if guilty else ("gradient norm", everyone)
-        ranks = ", ".join(f"{e.rank} ({self._mesh.topology.coordinates(e.rank)})" for e in accused)
+    def _refuse(self, step: int, batch: StepBatch, losses: Tensor, verdict: Verdict) -> NoReturn:
+        """End the run on every rank, with the samples of the microbatches that are to blame."""
+        finite = torch.isfinite(losses).tolist()
+        bad = [index for indices, good in zip(batch.indices, finite, strict=True) if not good for index in indices]
+        mine = _Evidence(self._mesh.rank, [self._samples.describe(index) for index in bad])
+        guilty = [found for found in gather_objects(mine) if isinstance(found, _Evidence) and found.samples]
         raise Ending(
             ExitCode.NON_FINITE,
-            f"the {what} of step {step} is not finite (loss {verdict.loss}, gradient norm {verdict.grad_norm}) "
-            f"on rank {ranks}; samples {'; '.join(accused[0].samples)}. The weights of step {step - 1} are unchanged: "
-            "lower optimizer.lr, lengthen schedule.warmup_steps or look at these samples",
+            f"{self._accusation(step, guilty, verdict)}. The update was not made: lower optimizer.lr, lengthen "
+            "schedule.warmup_steps or look at these samples",
             step - 1,
-            {"ranks": [asdict(evidence) for evidence in accused]},
+            {"ranks": [asdict(evidence) for evidence in guilty]},
+        )
+
+    def _accusation(self, step: int, guilty: list[_Evidence], verdict: Verdict) -> str:
+        if guilty:
+            ranks = ", ".join(f"{e.rank} ({self._mesh.topology.coordinates(e.rank)})" for e in guilty)
+            samples = [sample for evidence in guilty for sample in evidence.samples]
+            more = f"; and {len(samples) - _SAMPLES_SHOWN} more" if len(samples) > _SAMPLES_SHOWN else ""
+            shown = "; ".join(samples[:_SAMPLES_SHOWN])
+            return f"the loss of step {step} is not finite on rank {ranks}, in the microbatch of {shown}{more}"
+        # A gradient is a sum over ranks by the time anyone sees it: no rank stands out.
+        size = self._spec.batch.global_batch_size
+        return (
+            f"the gradient norm of step {step} is {verdict.grad_norm} though its loss is {verdict.loss:.4g}, "
+            f"in samples {(step - 1) * size} to {step * size - 1}"
         )
 
 
 def forward_backward(model: Decoder, batch: StepBatch, total_tokens: int, spec: RunSpec) -> Tensor:
-    """Accumulate the gradients of all microbatches; returns this rank's share of the mean token loss (fp32 scalar)."""
-    share = torch.zeros((), dtype=torch.float32, device=batch.microbatches[0].tokens.device)
+    """Accumulate the gradients of all M microbatches; returns each one's share of the mean token loss, fp32 [M]."""
+    losses = []
     for number, microbatch in enumerate(batch.microbatches, start=1):
         announce_microbatch(model, spec.parallel.data_sharding, last=number == len(batch.microbatches))
         loss = summed_token_loss(model(microbatch.tokens), microbatch.labels) / max(total_tokens, 1)
         torch.autograd.backward(loss)
-        share += loss.detach()
-    return share
+        losses.append(loss.detach())
+    return torch.stack(losses)
