@@ -2,6 +2,8 @@
 
 FAKE_FAULT="kind:rank:step[:attempts]" with kind raise|kill|hang|stop|exit; attempts: how many attempts it strikes.
 FAKE_STEP_SECONDS: length of a step. FAKE_IGNORE_STOP=1: stop signals have no effect.
+FAKE_ORPHAN=1: it does not die with its parent.
+FAKE_ABORT_AT_END=1: rank 0 aborts after it has written the outcome.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from megalaunch.rundir.progress import ProgressWriter, read_progress
 
 
 def main() -> None:
-    die_with_parent()
+    if not os.environ.get("FAKE_ORPHAN"):
+        die_with_parent()
     stop = StopRequest()
     stop.install()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -63,7 +63,11 @@ def _sample_lines(directory: RunDirectory) -> list[str]:
         text = directory.sample.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    lines = text.rstrip().splitlines()
+    # A model may write anything, and a terminal obeys control characters.
+    lines = [
+        "".join(c if c.isprintable() or c == "\t" else "\N{MIDDLE DOT}" for c in line)
+        for line in text.rstrip().splitlines()
+    ]
     more = ["    | ..."] if len(lines) > _SAMPLE_LINES else []
     return ["  the model wrote", *(f"    | {line}" for line in lines[:_SAMPLE_LINES]), *more]
 

@@ -100,7 +100,9 @@ class Supervisor:
         self._show()
         if self._outcome_since is not None:
             late = now - self._outcome_since > TEARDOWN_SECONDS
-            return renewed or late or self._stop.count > 1
+            # An abort during teardown is no failure, and the agent must not start the workers again for it.
+            aborted = renewed or any(rank.return_code for rank in self._ranks.ended)
+            return aborted or late or self._stop.count > 1
         self._judge_failures(now, renewed, agent_ended)
         if self._stop.count:
             return self._follow_stop(now)

@@ -236,7 +236,7 @@ def test_the_summary(directory):
     directory.checkpoint(10).mkdir()
     directory.checkpoint(20).mkdir()
     (directory.checkpoints / ".step_00000030.unfinished").mkdir()
-    directory.sample.write_text("def main():\n    pass\n")
+    directory.sample.write_text("def main():\n    pass\x1b[2J\n")
     lines = run_summary(spec(), directory, Outcome(0, "finished all 20 steps", 20))
     assert lines == [
         "fake: finished all 20 steps",
@@ -246,7 +246,7 @@ def test_the_summary(directory):
         f"  checkpoint       {directory.checkpoint(20)}",
         "  the model wrote",
         "    | def main():",
-        "    |     pass",
+        "    |     pass\N{MIDDLE DOT}[2J",
     ]
 
 

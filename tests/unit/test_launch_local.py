@@ -162,6 +162,7 @@ def test_an_abort_after_the_outcome_is_no_failure(tmp_path):
     code, _, err = run_fake(tmp_path, tiny_spec(), FAKE_ABORT_AT_END="1")
     assert (code, err) == (0, "")
     assert events_of(run_of(tmp_path), "restart") == []
+    assert len(events_of(run_of(tmp_path), "phase")) == 1  # the agent had no time to start the workers again
 
 
 @pytest.mark.parametrize("whom", ["launcher", "agent"])
@@ -183,3 +184,16 @@ def test_nothing_outlives_a_killed_launcher_or_agent(tmp_path, whom):
     # Nothing needs cleaning up before the next launch.
     code, _, err = run_fake(tmp_path, tiny_spec())
     assert (code, err) == (0, "")
+
+
+def test_workers_that_outlive_their_agent_are_found_and_ended(tmp_path):
+    directory = run_of(tmp_path)
+    with launched(tmp_path, tiny_spec(train__steps=10000), FAKE_ORPHAN="1") as process:
+        wait_until(lambda: len(steps_of(directory)) > 3)
+        agent, *workers = [found.pid for found in descendants(process.pid)]
+        assert len(workers) == 2
+        os.kill(agent, signal.SIGKILL)
+        wait_until(lambda: not running(workers), seconds=5)
+        _, err = process.communicate(timeout=10)
+    assert process.returncode == ExitCode.CRASH
+    assert len(err.splitlines()) <= 15
