@@ -21,8 +21,7 @@ from megalaunch.rundir.outcome import ExitCode
 def test_before_the_launch_a_signal_leaves_at_once():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(StopBeforeLaunch) as stopped, StopSignals():
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1)
+        signal.raise_signal(signal.SIGTERM)
     assert stopped.value.exit_code == ExitCode.PREEMPTED
     assert signal.getsignal(signal.SIGTERM) is before
 
