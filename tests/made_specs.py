@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from megalaunch.config.compose import Composition, compose
 from megalaunch.config.schema import RunSpec
@@ -15,8 +16,14 @@ AMX_SERVER = replace(LAPTOP, chip=replace(CHIPS["cpu"], native_bf16="AMX"))
 H100_NODE = Machine(CHIPS["h100"], devices=8, cores=64, memory_bytes=2**40, notes=())
 
 
+@cache
+def composed(*words: str) -> Composition:
+    """Composition takes a tenth of a second, and many tests start from the same words."""
+    return compose(words)
+
+
 def resolved(*words: str, machine: Machine = LAPTOP, stored: RunSpec | None = None) -> tuple[RunSpec, Composition]:
     """The resolved spec of some words, and the composition it comes from."""
-    composition = compose(words)
+    composition = composed(*words)
     recipe = composition.choices.get("recipe")
     return resolve(composition.spec, machine, recipe, stored).spec, composition

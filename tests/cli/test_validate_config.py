@@ -37,8 +37,12 @@ def test_json_holds_all_of_it():
     assert (result.exit_code, report["valid"]) == (2, False)
     errors = [f for f in report["findings"] if f["severity"] == "error"]
     assert {f["rule"] for f in errors} == {
-        "parallel.world", "parallel.layers_by_pp", "parallel.ffn_by_tp", "parallel.heads_by_tp", "parallel.groups_by_tp",
-    }  # fmt: skip
+        "parallel.world",
+        "parallel.layers_by_pp",
+        "parallel.ffn_by_tp",
+        "parallel.heads_by_tp",
+        "parallel.groups_by_tp",
+    }
     assert set(errors[0]) == {"rule", "severity", "path", "origin", "message", "numbers", "fixes"}
     assert all(f["fixes"] for f in errors)
     right = json.loads(validate("--json", "recipe=quickstart", "cluster.cpu_workers=2", "platform=cpu").output)

@@ -30,22 +30,23 @@ def _larger_worlds(at: Situation) -> Iterator[Fix]:
     per_node, nodes = at.spec.cluster.devices_per_node, at.spec.cluster.nodes
     if not isinstance(per_node, int):
         return
-    copies = at.spec.parallel.dp or 1
-    enough = at.shards * copies // math.gcd(at.shards * copies, per_node)
-    yield {"cluster.nodes": enough}
+    need = at.shards * (at.spec.parallel.dp or 1)
+    enough = need // math.gcd(need, per_node)  # the fewest machines that divide
+    yield {"cluster.nodes": -(-nodes // enough) * enough}
     if nodes > enough:
         yield {"cluster.nodes": nodes // enough * enough}
-        yield {"cluster.nodes": -(-nodes // enough) * enough}
 
 
 def _smaller_layouts(at: Situation) -> Iterator[Fix]:
-    p = at.spec.parallel
+    world = at.world or 0
     for axis in ("pp", "tp", "cp"):
-        degree = getattr(p, axis)
-        for smaller in range(degree - 1, 0, -1):
-            if at.world is not None and at.world % (at.shards // degree * smaller) == 0:
-                yield {f"parallel.{axis}": smaller}
-                break
+        degree = getattr(at.spec.parallel, axis)
+        rest = at.shards // degree
+
+        def legal(smaller: int, degree: int = degree, rest: int = rest) -> bool:
+            return smaller < degree and world % (rest * smaller) == 0
+
+        yield from nearest(f"parallel.{axis}", min(degree, world // rest + 1), legal, 1)
 
 
 @rule("parallel.dp_assertion", "A given dp is the one that the world leaves.")

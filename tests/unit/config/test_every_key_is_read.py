@@ -8,8 +8,8 @@ from pathlib import Path
 
 import megalaunch
 from megalaunch.config.keys import SECTIONS, schema_keys
-from megalaunch.config.schema.build import annotations_of
 from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.build import annotations_of
 from megalaunch.plan.supported import LIMITS
 
 PACKAGE = Path(megalaunch.__file__).parent
@@ -43,9 +43,8 @@ def _section_of(node: ast.expr, names: dict[str, str]) -> str | None:
 
 
 def _is_spec(node: ast.expr) -> bool:
-    return "spec" in (getattr(node, "attr", "") or getattr(node, "id", "")) or (
-        isinstance(node, ast.Name | ast.Attribute) and getattr(node, "id", "") in ("stored", "new")
-    )
+    name = getattr(node, "attr", "") or getattr(node, "id", "")
+    return "spec" in name or name in ("stored", "new")
 
 
 def _names_of_sections(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -58,12 +57,16 @@ def _names_of_sections(tree: ast.AST) -> Iterator[tuple[str, str]]:
                 yield f"_{name}", SECTION_OF_TYPE[written]
         elif isinstance(node, ast.Assign):
             for target in node.targets:
-                pairs = zip(target.elts, node.value.elts, strict=False) if (
-                    isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)) else [(target, node.value)]  # fmt: skip
-                for left, right in pairs:
-                    name = getattr(left, "id", None) or getattr(left, "attr", None)
-                    if name and isinstance(right, ast.Attribute) and right.attr in SECTIONS and _is_spec(right.value):
-                        yield name, right.attr
+                yield from _assigned(target, node.value)
+
+
+def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, str]]:
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        for left, right in zip(target.elts, value.elts, strict=False):
+            yield from _assigned(left, right)
+    name = getattr(target, "id", None) or getattr(target, "attr", None)
+    if name and isinstance(value, ast.Attribute) and value.attr in SECTIONS and _is_spec(value.value):
+        yield name, value.attr
 
 
 def _loop_values(tree: ast.AST, name: ast.expr) -> list[ast.Constant]:

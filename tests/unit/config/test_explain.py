@@ -15,5 +15,5 @@ def test_one_key_a_section_and_an_unknown_key():
     ]
     assert "given as null and derived" in explain_key("batch.micro_batch_size", composition, spec)
     assert explain_key("optimizer", composition, spec).count("from: ") == 6
-    with pytest.raises(ConfigError, match="did you mean 'train.steps'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'train\.steps'"):
         explain_key("train.step", composition, spec)

