@@ -7,7 +7,7 @@ from megalaunch.plan.topology import Topology
 
 def test_the_table_of_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    spec, _ = resolved("recipe=quickstart", "batch.micro_batch_size=2")
+    spec, _ = resolved("recipe=quickstart", "batch.micro_batch_size=2", "batch.sequence_length=256", "train.steps=650")
     assert run_table(spec, Topology.of(spec), train_tokens=2_662_400).splitlines() == [
         "  model      quickstart: 5,048,576 parameters, 4 layers, hidden 256, 4 heads in 2 groups, vocabulary 4,096",
         "  layout     1 x 2 cpu: dp 2, data sharding optim",
