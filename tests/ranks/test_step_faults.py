@@ -64,7 +64,9 @@ def test_a_loss_that_is_not_finite_names_rank_and_samples_before_the_update():
     assert answers[0]["unchanged"]
     assert "loss of step 2 is not finite" in answers[0]["reason"]
     assert "on rank 1 (dp1)" in answers[0]["reason"]
-    assert "in the microbatch of row 14; row 15." in answers[0]["reason"]  # the second of two on that rank
+    assert (
+        "in the microbatch of: row 14; row 15; the update was not made" in answers[0]["reason"]
+    )  # the second of two on that rank
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_update():
@@ -72,7 +74,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update():
     assert answers[0] == answers[1]
     assert (answers[0]["code"], answers[0]["unchanged"]) == (7, True)
     assert "gradient norm of step 2 is inf" in answers[0]["reason"] or "is nan" in answers[0]["reason"]
-    assert "in samples 8 to 15." in answers[0]["reason"]
+    assert "in samples 8 to 15;" in answers[0]["reason"]
 
 
 def test_an_unreadable_batch_ends_every_rank_with_its_reason():

@@ -77,8 +77,7 @@ class Step:
         guilty = [found for found in gather_objects(mine) if isinstance(found, _Evidence) and found.samples]
         raise Ending(
             ExitCode.NON_FINITE,
-            f"{self._accusation(step, guilty, verdict)}. The update was not made: lower optimizer.lr, lengthen "
-            "schedule.warmup_steps or look at these samples",
+            f"{self._accusation(step, guilty, verdict)}; the update was not made",
             step - 1,
             {"ranks": [asdict(evidence) for evidence in guilty]},
         )
@@ -89,7 +88,7 @@ class Step:
             samples = [sample for evidence in guilty for sample in evidence.samples]
             more = f"; and {len(samples) - _SAMPLES_SHOWN} more" if len(samples) > _SAMPLES_SHOWN else ""
             shown = "; ".join(samples[:_SAMPLES_SHOWN])
-            return f"the loss of step {step} is not finite on rank {ranks}, in the microbatch of {shown}{more}"
+            return f"the loss of step {step} is not finite on rank {ranks}, in the microbatch of: {shown}{more}"
         # A gradient is a sum over ranks by the time anyone sees it: no rank stands out.
         size = self._spec.batch.global_batch_size
         return (
