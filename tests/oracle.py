@@ -24,7 +24,7 @@ from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.step import Step, forward_backward
 from megalaunch.plan.topology import Topology
 
-STEPS = 3
+STEPS, WARMUP = 3, 2
 VOCABULARY, SEQUENCE = 61, 12  # odd on purpose: neither divides evenly over ranks
 
 
@@ -45,7 +45,7 @@ def small_spec(**values: object) -> RunSpec:
         "platform": {"chip": "cpu"},
         "cluster": {"devices_per_node": 1},
         "optimizer": {"lr": 1e-3, "epsilon": 1e-5, "clip_grad": 0.5},
-        "schedule": {"shape": "constant", "decay_steps": STEPS},
+        "schedule": {"shape": "constant", "warmup_steps": WARMUP, "decay_steps": STEPS},
         "batch": {"sequence_length": SEQUENCE, "micro_batch_size": 2, "global_batch_size": 8},
         "train": {"steps": STEPS, "seed": 7},
     }
@@ -108,6 +108,8 @@ def one_process(spec: RunSpec) -> Numbers:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), spec.optimizer.clip_grad).item())
         losses.append(loss.item())
+        for group in adamw.param_groups:
+            group["lr"] = spec.optimizer.lr * min(1, (step + 1) / WARMUP)
         adamw.step()
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return Numbers(losses, norms, gradients, parameters, _plain_validation(model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import signal
 
 import numpy as np
@@ -16,7 +17,7 @@ from megalaunch.data.errors import DataError
 from megalaunch.engine.ending import Ending
 from megalaunch.engine.layout import local_values
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.train.agreement import agree, agree_to_stop
+from megalaunch.engine.train.agreement import Verdict, agree, agree_to_stop
 from megalaunch.engine.train.assemble import sharded_model
 from megalaunch.engine.train.batches import TrainBatches, batch_shape
 from megalaunch.engine.train.optimizer import NamedAdamW
@@ -83,6 +84,13 @@ def test_an_unreadable_batch_ends_every_rank_with_its_reason():
     assert answers[0]["code"] == 3
     assert answers[0]["unchanged"]
     assert "token 99" in answers[0]["reason"]
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.inf, 1.0), (1.0, math.inf), (math.nan, math.nan)])
+def test_either_number_alone_stops_the_update(loss, norm):
+    """An infinite loss can have a finite gradient: a label whose logit is -inf."""
+    assert not Verdict(loss, norm, None).finite
+    assert Verdict(1.0, 1.0, None).finite
 
 
 def _votes(first: signal.Signals | None, second: signal.Signals | None) -> list[object]:

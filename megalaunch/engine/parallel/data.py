@@ -56,9 +56,10 @@ def units(model: Decoder) -> list[FSDPModule]:
 
 
 def announce_microbatch(model: Decoder, strategy: DataSharding, last: bool) -> None:
-    """Before each backward pass: communicate now, or only accumulate?"""
-    if not isinstance(model, FSDPModule) or SWITCHES[strategy].sync_every_microbatch:
+    """Before each microbatch of a sharded model: reduce its gradients, or only add them up until the `last`?"""
+    if SWITCHES[strategy].sync_every_microbatch:
         return
+    assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
     model.set_requires_gradient_sync(last)
     model.set_is_last_backward(last)
     model.set_reshard_after_backward(last)
