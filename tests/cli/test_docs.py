@@ -1,0 +1,80 @@
+"""The documents hold: links lead somewhere, commands are valid, printed output is what the command prints."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MEGALAUNCH = str(Path(sys.executable).with_name("megalaunch"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words after `scripts/run` or `megalaunch` in every sh block of a page."""
+    found = []
+    for block in blocks(page, "sh"):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words and words[0] in ("scripts/run", "megalaunch"):
+                found.append(words[1:])
+    return found
+
+
+ALL_COMMANDS = sorted({tuple(words) for page in PAGES for words in commands(page)})
+TRANSCRIPTS = [
+    block for page in PAGES for block in blocks(page, "console") if block.startswith("$ megalaunch validate")
+]
+
+
+def call(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([MEGALAUNCH, *words], cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_exist(page):
+    for name in re.findall(r"`((?:megalaunch|tests|conf|recipes|kernels|scripts|docs)/[\w./]+)`", page.read_text()):
+        if "NAME" not in name:
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+@pytest.mark.parametrize("words", ALL_COMMANDS, ids=" ".join)
+def test_commands_are_valid(words, tmp_path):
+    """train is checked up to the launch; commands that need a trained run are held to their options only."""
+    words = [word for word in words if word != "--prepare-only"]
+    if words[0] == "train":
+        done = call([*words, "--dry-run"], tmp_path)
+    elif words[0] in ("watch", "generate", "preprocess"):
+        shown = call([words[0], "--help"], tmp_path).stdout
+        assert all(word in shown for word in words if word.startswith("--"))
+        return
+    else:
+        done = call(words, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda text: text.splitlines()[0])
+def test_printed_output_is_real(transcript):
+    command, _, printed = transcript.partition("\n")
+    done = call(shlex.split(command)[2:], ROOT)
+    assert printed.strip() in done.stdout + done.stderr
+
+
+def test_there_is_something_to_test():
+    assert len(ALL_COMMANDS) >= 8
+    assert len(TRANSCRIPTS) >= 3
