@@ -225,13 +225,13 @@ def circles(tree: Tree) -> Iterator[str]:
 
 
 def bare_to_local(tree: Tree) -> Iterator[str]:
-    """`.to_local(` outside engine/layout.py: there, and only there, a gradient gets its label."""
+    """`.to_local(` outside engine/layout.py: the one file that decides what a gradient through it means."""
     for module in tree.modules.values():
         if module.name == "engine.layout":
             continue
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Attribute) and node.attr == "to_local":
-                yield f"{module.path}:{node.lineno}: use layout.local(param)"
+                yield f"{module.path}:{node.lineno}: only engine/layout.py opens a DTensor"
 
 
 def unsafe_code(path: str, tree: ast.Module) -> Iterator[str]:
