@@ -20,7 +20,7 @@ from megalaunch.engine.train.assemble import assemble
 from megalaunch.engine.train.loop import Loop, Trainee
 from megalaunch.engine.train.record import Record
 from megalaunch.plan.topology import Topology
-from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
+from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
 
@@ -31,6 +31,7 @@ def live(spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWr
     topology = Topology.of(spec)
     if rank < topology.world:
         progress.coordinates = topology.coordinates(rank)
+    record.reserve_outcome()
     record.phase("joining")
     device, problem = local_device(spec)
     join(spec, device)
@@ -40,9 +41,7 @@ def live(spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWr
         ending = _train(assemble(spec, make_mesh(topology, device, rank)), directory, record, stop)
     except Ending as planned:
         ending = planned
-    if record.is_first:
-        write_outcome(directory.outcome, Outcome(ending.exit_code, ending.reason, ending.step, ending.details))
-    record.event("outcome", exit_code=int(ending.exit_code), reason=ending.reason)
+    record.outcome(ending)
     leave()
 
 

@@ -1,4 +1,4 @@
-"""What the workers tell the outside: metrics lines, events, phases, the sample."""
+"""What the workers tell the outside: metrics, events, phases, the sample, and in the end the outcome."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megalaunch.engine.ending import Problem
+from megalaunch.engine.ending import Ending, Problem
 from megalaunch.engine.train.step import StepResult
 from megalaunch.rundir.events import EventName, record_event
 from megalaunch.rundir.lines import append_line, keep_lines, read_lines
-from megalaunch.rundir.outcome import ExitCode
+from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
 
@@ -73,6 +73,17 @@ class Record:
         except OSError as error:
             self.event("note", message=f"the sample could not be kept: {error}")
 
+    def reserve_outcome(self) -> None:
+        """At the start: make sure that the end can be told on a full disk too."""
+        self._write(self._directory.outcome, lambda: reserve_outcome(self._directory.outcome))
+
+    def outcome(self, ending: Ending) -> None:
+        """Say how the run ended, once for all ranks; raises OSError when even that cannot be written."""
+        if self._first:
+            outcome = Outcome(ending.exit_code, ending.reason, ending.step, ending.details)
+            write_outcome(self._directory.outcome, outcome)
+        self.event("outcome", exit_code=int(ending.exit_code), reason=ending.reason)
+
     def last_validation(self) -> int:
         """The step of the newest validation on record, 0 when there is none."""
         return max(
@@ -95,5 +106,5 @@ class Record:
         try:
             write()
         except OSError as error:
-            reason = f"{path} cannot be written: {error.strerror}; make that possible, then run the same command again"
+            reason = f"{path} cannot be written: {error.strerror}; mend that, then run the same command again"
             self.problem = self.problem or Problem(ExitCode.CHECKPOINT, reason)
