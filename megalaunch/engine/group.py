@@ -7,7 +7,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megalaunch.config.schema import RunSpec
@@ -38,22 +38,42 @@ def _no_device(reason: str) -> tuple[torch.device, Problem]:
     return torch.device("cpu"), Problem(ExitCode.CONFIGURATION, reason)
 
 
-def join(spec: RunSpec, device: torch.device) -> None:
-    """Meet the other ranks; a collective that takes much longer than `launcher.timeout` fails.
+def join(spec: RunSpec) -> tuple[torch.device, Problem | None]:
+    """Meet the other ranks; returns this worker's device, and why the run cannot be: the same on every rank.
 
-    Under the launcher it is the launcher that ends a hang, since it can name who is behind: it gets to go first.
+    A collective that takes much longer than `launcher.timeout` fails. Under the launcher it is the launcher that ends
+    a hang, since it can name who is behind: it gets to go first.
     """
     watched = LAUNCHER_PID_VARIABLE in os.environ
     timeout = datetime.timedelta(seconds=spec.launcher.timeout * (1.5 if watched else 1.0))
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    rendezvous_store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store = PrefixStore(_store_prefix(), rendezvous_store)
+    device, problem = local_device(spec)
+    # Before the group is made: NCCL would wait for the rank that has no device.
+    problem = first_problem(store, rank, world_size, problem)
+    on_gpu = device.type == "cuda" and problem is None
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore(_store_prefix(), store),
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if on_gpu else None,
     )
+    return device, problem
+
+
+def first_problem(store: Store, rank: int, world_size: int, mine: Problem | None) -> Problem | None:
+    """The problem of the lowest rank that has one, on every rank, without a process group. Blocks for all ranks.
+
+    Only configurations are wrong this early, so the reason is all that has to travel.
+    """
+    store.set(f"problem_{rank}", mine.reason if mine else "")
+    if rank == 0:
+        reasons = [store.get(f"problem_{other}").decode() for other in range(world_size)]
+        store.set("problem", next((reason for reason in reasons if reason), ""))
+    reason = store.get("problem").decode()
+    return Problem(ExitCode.CONFIGURATION, reason) if reason else None
 
 
 def _store_prefix() -> str:

@@ -11,7 +11,7 @@ from megalaunch.data.errors import DataError
 from megalaunch.data.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.ending import Ending, Problem
-from megalaunch.engine.group import join, leave, local_device
+from megalaunch.engine.group import join, leave
 from megalaunch.engine.inference.sample import sample_text
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.process import StopRequest
@@ -33,8 +33,7 @@ def live(spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWr
         progress.coordinates = topology.coordinates(rank)
     record.reserve_outcome()
     record.phase("joining")
-    device, problem = local_device(spec)
-    join(spec, device)
+    device, problem = join(spec)
     try:
         end_together(_wrong_world(topology) or problem, step=0)
         record.phase("building")

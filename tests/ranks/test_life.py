@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from looped_run import events, prepared_directory, ten_steps
@@ -30,7 +31,7 @@ def spec(tmp_path_factory) -> RunSpec:
 def live_on(ranks: int, spec: RunSpec, root: Path, spoil: Callable[[int], None] = lambda rank: None) -> Outcome:
     def body() -> None:
         directory, rank = prepared_directory(spec, root), dist.get_rank()
-        life.join, life.leave = (lambda spec, device: None), dist.barrier  # the ranks have met already
+        life.join, life.leave = (lambda spec: (torch.device("cpu"), None)), dist.barrier  # the ranks have met already
         spoil(rank)
         life.live(spec, directory, rank, ProgressWriter(directory.progress(rank), rank, 0), StopRequest())
 

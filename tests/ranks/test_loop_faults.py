@@ -78,15 +78,15 @@ def test_a_stop_during_a_save_needs_no_second_one(spec, tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_full_for_metrics_ends_all_ranks_and_loses_no_line(spec, tmp_path, monkeypatch):
-    saving = with_values(spec, {"checkpoint.interval": 3})
+    saving = with_values(spec, {"checkpoint.interval": 2})
 
     def spoil(rank: Rank) -> None:
         real = record_module.append_line
 
         def full(path, record):
-            if path.name == "metrics.jsonl" and record["step"] == 6:
+            if path.name == "metrics.jsonl" and record["step"] == 4:
                 descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-                os.write(descriptor, b'{"step": 6, "lo')
+                os.write(descriptor, b'{"step": 4, "lo')
                 os.close(descriptor)
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
             real(path, record)
@@ -95,11 +95,10 @@ def test_a_disk_that_is_full_for_metrics_ends_all_ranks_and_loses_no_line(spec, 
 
     run_loop(saving, tmp_path / "whole")
     ending = run_loop(saving, tmp_path / "parts", spoil)
-    assert (int(ending.exit_code), ending.step) == (4, 6)
+    assert (int(ending.exit_code), ending.step) == (4, 4)
     assert f"{tmp_path / 'parts' / 'metrics.jsonl'} cannot be written: No space left on device" in ending.reason
-    assert [event["step"] for event in events(tmp_path / "parts", "checkpoint")] == [
-        3
-    ]  # a save of 6 would lose its line
+    saved = [event["step"] for event in events(tmp_path / "parts", "checkpoint")]
+    assert saved == [2]  # one of step 4 would go on without its line
     run_loop(saving, tmp_path / "parts")
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
 
@@ -154,18 +153,25 @@ def test_a_long_validation_shows_that_it_moves(spec, tmp_path):
     assert all(line.startswith("validating ") for line in seen)
 
 
-def test_validation_votes_before_any_forward_pass_leaves_the_model_sharded(spec, tmp_path):
-    """Cut short at once, at ZeRO-3, the model is still what the checkpoint of a resume needs."""
-    layout = with_values(spec, {"parallel.data_sharding": "optim_grads_params"})
+@pytest.mark.parametrize(
+    ("precision", "strategy", "row"),
+    [("fp32", "optim_grads_params", 0), ("bf16", "optim", 5)],
+    ids=["at_once", "later"],
+)
+def test_a_validation_cut_short_leaves_the_weights_as_they_are_saved(spec, tmp_path, precision, strategy, row):
+    """Before its first forward pass, or after some that gathered parameters and cast them."""
+    layout = {"precision.compute": precision, "parallel.data_sharding": strategy, "batch.micro_batch_size": 1}
+    small = with_values(spec, layout | {"train.steps": 4})
 
     def spoil(rank: Rank) -> None:
         def interrupt(index: int) -> None:
-            rank.stop.signal = signal.SIGTERM
+            if index == row:
+                rank.stop.signal = signal.SIGTERM
 
         rank.during("validation", interrupt)
 
-    run_loop(layout, tmp_path / "whole")
-    ending = run_loop(layout, tmp_path / "parts", spoil)
+    run_loop(small, tmp_path / "whole")
+    ending = run_loop(small, tmp_path / "parts", spoil)
     assert (int(ending.exit_code), ending.step) == (75, 3)
-    run_loop(layout, tmp_path / "parts")
+    run_loop(small, tmp_path / "parts")
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")

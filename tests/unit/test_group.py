@@ -1,0 +1,54 @@
+"""Joining: a device that one worker lacks is known to all of them before any backend waits for it."""
+
+import os
+from dataclasses import replace
+from threading import Thread
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import small_spec
+
+from megalaunch.engine import group
+from megalaunch.engine.ending import Problem
+from megalaunch.engine.group import first_problem, local_device
+from megalaunch.platform.facts import CHIPS
+from megalaunch.rundir.outcome import ExitCode
+
+NO_DEVICE = Problem(ExitCode.CONFIGURATION, "worker 1 of this machine has no device: torch finds 1")
+
+
+@pytest.mark.parametrize("problems", [(None, None, None), (None, NO_DEVICE, None), (NO_DEVICE, None, None)])
+def test_every_rank_hears_of_a_problem(problems):
+    store, heard = dist.HashStore(), {}
+
+    def be(rank: int) -> None:
+        heard[rank] = first_problem(store, rank, 3, problems[rank])
+
+    ranks = [Thread(target=be, args=(rank,)) for rank in (2, 1, 0)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(10)
+    assert heard == dict.fromkeys(range(3), NO_DEVICE if any(problems) else None)
+
+
+@pytest.mark.parametrize(
+    ("chip", "devices", "said"),
+    [
+        ("cpu", 0, None),
+        ("h100", 0, "finds no CUDA device; the run was made for"),
+        ("h100", 1, "worker 1 of this machine has no device: torch finds 1"),
+        ("made_up", 0, "the engine has no musa back end"),
+    ],
+)
+def test_a_device_that_is_not_there(monkeypatch, chip, devices, said):
+    monkeypatch.setitem(os.environ, "LOCAL_RANK", "1")
+    made_up = replace(CHIPS["h100"], name="made_up", device="musa")
+    monkeypatch.setattr(group, "CHIPS", {**CHIPS, "made_up": made_up})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    spec = small_spec()
+    device, problem = local_device(replace(spec, platform=replace(spec.platform, chip=chip)))
+    assert device == torch.device("cpu")
+    assert (problem is None) if said is None else (said in problem.reason)
