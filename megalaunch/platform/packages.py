@@ -31,9 +31,7 @@ class Package:
 
 PACKAGES = (
     Package("tokenizers", None, "preprocess, train, generate", "import tokenizers"),
-    Package(
-        "torch", "train", "train, generate", "import torch, torch.distributed; print(torch.cuda.device_count())"
-    ),
+    Package("torch", "train", "train, generate", "import torch, torch.distributed; print(torch.cuda.device_count())"),
     Package("safetensors", "train", "checkpoints of train, generate", "import safetensors.torch"),
     Package("matplotlib", "train", "the plot of train", "import matplotlib.figure"),
 )
