@@ -37,7 +37,9 @@ class Counted(TorchDispatchMode):
 
 def _one_step(spec: RunSpec) -> dict[str, int]:
     mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
-    model = sharded_model(spec, mesh)
+    with Counted() as building:
+        model = sharded_model(spec, mesh)
+    assert not building.calls, "every rank draws its own part of the initial weights"
     batches = TrainBatches(RandomSamples(), batch_shape(8, mesh), mesh.device)
     batch = batches.of(1, last=1)
     batches.close()

@@ -61,7 +61,6 @@ def announce_microbatch(model: Decoder, strategy: DataSharding, last: bool) -> N
         return
     assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
     model.set_requires_gradient_sync(last)
-    model.set_is_last_backward(last)
     model.set_reshard_after_backward(last)
 
 
