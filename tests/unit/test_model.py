@@ -10,6 +10,7 @@ from oracle import small_spec
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.model.attention import attend
 from megalaunch.engine.model.init import initial_value, initialise
+from megalaunch.engine.model.norm import RMSNorm
 from megalaunch.engine.model.rope import rotate, rotation_of
 from megalaunch.plan.parameters import count_parameters
 
@@ -60,6 +61,16 @@ def test_rotation_turns_pairs_and_depends_on_distance_only():
     assert score(5, 2) != pytest.approx(score(5, 4), abs=1e-3)
     pair = rotate(torch.tensor([[1.0, 0.0]]), rotation_of(torch.tensor([1]), 2, 100.0, torch.float32))
     assert pair.tolist()[0] == pytest.approx([math.cos(1), math.sin(1)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_by_definition(dtype):
+    norm = RMSNorm(6, epsilon=0.5).to(dtype)
+    norm.weight.data = torch.arange(1, 7).to(dtype)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 0.5).sqrt() * torch.arange(1, 7)
+    torch.testing.assert_close(norm(x), expected.to(dtype))
 
 
 def test_initial_weights_depend_on_seed_and_name_only(model):
