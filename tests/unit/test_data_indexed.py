@@ -7,6 +7,7 @@ import signal
 import struct
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -237,19 +238,22 @@ def test_a_killed_writer_leaves_nothing_under_a_final_name(tmp_path):
     assert IndexedTokens(prefix).stream.tolist() == [1, 2]
 
 
-@pytest.fixture
+@contextmanager
 def files_of_1000_bytes_at_most():
+    """Around the writing alone: pytest's own output may go to a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(("documents", "length"), [(1, 100_000), (100, 8), (2, 300)])
-@pytest.mark.usefixtures("files_of_1000_bytes_at_most")
 def test_a_full_disk_is_named_wherever_it_shows(tmp_path, documents, length):
     """In the tokens at once, in the index (100 documents), or when buffered tokens are forced out."""
-    with pytest.raises(DataError, match=r"x: cannot write it: File too large\. Free space there"):
+    said = pytest.raises(DataError, match=r"x: cannot write it: File too large\. Free space there")
+    with said, files_of_1000_bytes_at_most():
         write_tokens(tmp_path / "x", [[1] * length] * documents)
     assert list(tmp_path.iterdir()) == []
 
