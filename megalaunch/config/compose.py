@@ -7,6 +7,7 @@ problems of words and files are reported at once, each with the place it comes f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from megalaunch.config.masks import masked
 from megalaunch.config.options import CONF, FileValues, load_option, shown_path
 from megalaunch.config.recipes import Recipe, is_path, load_chain
 from megalaunch.config.schema import RunSpec, SpecError, SpecProblem, build_run_spec
+from megalaunch.config.schema.paths import entry_at, put
 from megalaunch.config.words import COMMAND_LINE, Words, split_words
 from megalaunch.config.yaml_file import YamlProblem, load_yaml
 
@@ -119,10 +121,10 @@ def _merge(sources: _Sources) -> tuple[dict[str, Any], dict[str, str | None]]:
         config = hydra_compose(config_name=_PRIMARY, overrides=overrides, return_hydra_config=True)
     choices = dict(config.hydra.runtime.choices)
     data = schema_defaults()  # below what Hydra merged: that is faster than to have it merge all of them
-    for section, keys in data.items():
-        if section in config:
-            merged: Any = OmegaConf.to_container(config[section], resolve=False)
-            keys.update(merged)
+    merged: Any = OmegaConf.to_container(config, resolve=False)
+    for path in schema_keys():
+        with suppress(KeyError):
+            put(data, path, entry_at(merged, path))
     return data, {group: choices.get(group) for group in GROUPS} | {"recipe": chosen.get("recipe")}
 
 
@@ -156,8 +158,7 @@ def _stored_name(recipe: str) -> str:
 def _nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     data: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
-        section, _, key = path.partition(".")
-        data.setdefault(section, {})[key] = value
+        put(data, path, value)
     return data
 
 
@@ -169,8 +170,8 @@ def _apply_values(data: dict[str, Any], words: Words, problems: list[SpecProblem
         if problem:
             problems.append(SpecProblem(path, problem, COMMAND_LINE))
             continue
-        section, _, key = path.partition(".")
-        data[section][key] = typed[path] = value
+        typed[path] = value
+        put(data, path, value)
     return typed
 
 
@@ -198,6 +199,8 @@ def _plain_value(path: str, raw: str) -> tuple[Any, str | None]:
         first = raw.strip("[]()").split(",")[0].rpartition("(")[2].strip()
         return None, f"names several values ({raw}); one run has one, e.g. {path}={first}"
     value = parsed.value()
+    if isinstance(value, list) and schema_keys()[path].takes_list:
+        return value, None
     return value if isinstance(value, str | int | float | bool | type(None)) else str(value), None
 
 
@@ -220,8 +223,7 @@ def _origins(sources: _Sources, choices: Mapping[str, str | None], typed: Mappin
 def _with_open(origins: Mapping[str, Origin], data: Mapping[str, Mapping[str, Any]]) -> dict[str, Origin]:
     marked = {}
     for path, origin in origins.items():
-        section, _, key = path.partition(".")
-        marked[path] = replace(origin, open=data[section][key] in (None, "auto"))
+        marked[path] = replace(origin, open=entry_at(data, path) in (None, "auto"))
     return marked
 
 

@@ -10,6 +10,7 @@ from megalaunch.config.errors import ConfigError
 from megalaunch.config.keys import Key, schema_keys, suggestion
 from megalaunch.config.schema import RunSpec, SpecProblem
 from megalaunch.config.schema.build import describe
+from megalaunch.config.schema.paths import value_at
 
 
 def explain_key(path: str, composition: Composition, resolved: RunSpec) -> str:
@@ -22,7 +23,7 @@ def explain_key(path: str, composition: Composition, resolved: RunSpec) -> str:
 
 def _lines(key: Key, composition: Composition, resolved: RunSpec) -> str:
     origin = composition.origins[key.path]
-    given, final = _value(composition.spec, key.path), _value(resolved, key.path)
+    given, final = value_at(composition.spec, key.path), value_at(resolved, key.path)
     derived = f", given as {_shown(given)} and derived" if given != final else ""
     default = "none" if key.field.default is MISSING else _shown(key.field.default)
     unit = f" [{key.field.metadata['unit']}]" if key.field.metadata["unit"] else ""
@@ -34,11 +35,6 @@ def _lines(key: Key, composition: Composition, resolved: RunSpec) -> str:
             f"  takes: {describe(key.annotation)}; default: {default}",
         ]
     )
-
-
-def _value(spec: RunSpec, path: str) -> Any:
-    section, _, name = path.partition(".")
-    return getattr(getattr(spec, section), name)
 
 
 def _shown(value: Any) -> str:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_origin
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.build import leaves
+from megalaunch.config.schema.paths import put
 
-GROUPS = ("model", "parallel", "precision", "platform", "optimizer", "schedule", "data", "launcher")
+GROUPS = ("model", "parallel", "precision", "platform", "recompute", "optimizer", "schedule", "data", "launcher")
 """Sections that have option files: `model=llama3_8b`."""
 
 SECTIONS = tuple(entry.name for entry in fields(RunSpec))
@@ -36,6 +37,12 @@ class Key:
         return str in options and all(option in (str, type(None)) for option in options)
 
     @property
+    def takes_list(self) -> bool:
+        """True when a list of values is legal."""
+        options = (self.annotation, *getattr(self.annotation, "__args__", ()))
+        return any(get_origin(option) is tuple for option in options)
+
+    @property
     def takes_null(self) -> bool:
         """True when null is a legal value."""
         return type(None) in getattr(self.annotation, "__args__", ())
@@ -51,9 +58,13 @@ def schema_defaults() -> dict[str, dict[str, Any]]:
     """The defaults as nested plain data; `???` where a key has none."""
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for path, key in schema_keys().items():
-        section, _, name = path.partition(".")
-        values[section][name] = MISSING_VALUE if key.field.default is MISSING else key.field.default
+        put(values, path, MISSING_VALUE if key.field.default is MISSING else key.field.default)
     return values
+
+
+def is_section(path: str) -> bool:
+    """True for `model` and `model.moe`: what holds keys."""
+    return any(key.startswith(f"{path}.") for key in schema_keys())
 
 
 def nearest_key(word: str) -> str | None:

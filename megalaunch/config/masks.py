@@ -8,6 +8,7 @@ from typing import Any
 from megalaunch.config.options import FileValues
 from megalaunch.config.recipes import Recipe
 from megalaunch.config.schema import SpecProblem
+from megalaunch.config.schema.paths import entry_at
 from megalaunch.config.words import Words
 
 
@@ -24,8 +25,7 @@ def masked(
         if group == "recipe":
             continue
         for path, wanted in options[group, option].values.items():
-            section, _, key = path.partition(".")
-            value = data[section][key]
+            value = entry_at(data, path)
             if path in typed or value == wanted:
                 continue
             recipe = next(r for r in reversed(chain) if path in r.body.values)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.config.interpolation import interpolate
-from megalaunch.config.keys import GROUPS, SECTIONS, schema_keys, suggestion
+from megalaunch.config.keys import GROUPS, is_section, schema_keys, suggestion
 from megalaunch.config.layouts import GRAMMAR, LayoutError, layout_values
 from megalaunch.config.schema import SpecProblem
 from megalaunch.config.schema.build import did_you_mean
@@ -84,15 +84,15 @@ def file_values(file: YamlFile, prefix: str, problems: list[SpecProblem]) -> Fil
             place = file.place(local)
             if key in schema_keys():
                 _leaf(key, value, place)
-            elif key in SECTIONS and isinstance(value, Mapping):
+            elif is_section(key) and isinstance(value, Mapping):
                 visit(value, f"{local}.")
-            elif key in SECTIONS:
+            elif is_section(key):
                 problems.append(SpecProblem(key, _not_a_section(key, value), place))
             else:
                 problems.append(SpecProblem(key, f"unknown key{suggestion(key)}", place))
 
     def _leaf(key: str, value: Any, place: str) -> None:
-        if isinstance(value, Mapping | list):
+        if isinstance(value, Mapping) or (isinstance(value, list) and not schema_keys()[key].takes_list):
             problems.append(SpecProblem(key, "needs one value, not a list or further keys", place))
             return
         if isinstance(value, str):

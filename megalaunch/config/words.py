@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megalaunch.config.keys import GROUPS, SECTIONS, schema_keys, suggestion
+from megalaunch.config.keys import GROUPS, is_section, schema_keys, suggestion
 from megalaunch.config.options import option_names
 from megalaunch.config.schema import SpecProblem
 
@@ -49,7 +49,7 @@ def _refused(word: str, key: str, equals: str, value: str) -> str:
         return ""
     if key in (*GROUPS, "recipe"):
         return _bad_choice(key, value)
-    if key in SECTIONS:
+    if is_section(key):
         first = next(path for path in schema_keys() if path.startswith(f"{key}."))
         return f"is a section; set one of its keys, e.g. {first}=..."
     if "/" in key or "@" in key:

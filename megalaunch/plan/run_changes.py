@@ -8,6 +8,7 @@ from typing import Any
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.build import leaves
+from megalaunch.config.schema.paths import value_at
 from megalaunch.plan.findings import Finding
 
 CHANGEABLE = (
@@ -18,9 +19,11 @@ CHANGEABLE = (
     "checkpoint.",
     "measure.",
     "run.",
+    "recompute.",
     "batch.micro_batch_size",
     "data.cache_directory",
     "train.steps",
+    "train.compile",
     "train.stop_at",
     "train.validation_interval",
     "train.sample_prompt",
@@ -63,8 +66,7 @@ def allowed_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
 
 def _differences(new: RunSpec, stored: RunSpec) -> Iterator[tuple[str, Any, Any]]:
     for path, _, _ in leaves(RunSpec):
-        section, _, key = path.partition(".")
-        now, before = getattr(getattr(new, section), key), getattr(getattr(stored, section), key)
+        now, before = value_at(new, path), value_at(stored, path)
         if now != before:
             yield path, now, before
 

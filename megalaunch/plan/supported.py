@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.paths import value_at
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,24 @@ class Limit:
 
 
 LIMITS = (
+    Limit("model.family", ("llama",), "families with other blocks or tensor names"),
+    Limit("model.position_embedding", ("rope",), "learned or no positions"),
+    Limit("model.activation", ("swiglu",), "other feed-forward blocks"),
+    Limit("model.activation_clamp", (None,), "clamped activations"),
+    Limit("model.norm", ("rmsnorm",), "LayerNorm"),
+    Limit("model.qk_norm", ("none",), "norms of queries and keys"),
+    Limit("model.qkv_bias", (False,), "biases of queries, keys and values"),
+    Limit("model.attention_output_bias", (False,), "bias of attention's output"),
+    Limit("model.mlp_bias", (False,), "biases of the feed-forward block"),
+    Limit("model.sliding_window", (None,), "sliding windows"),
+    Limit("model.attention_sinks", (False,), "attention sinks"),
+    Limit("model.hidden_dropout", (0.0,), "dropout"),
+    Limit("model.attention_dropout", (0.0,), "dropout of attention"),
+    Limit("model.rope.fraction", (1.0,), "partly rotated heads"),
+    Limit("model.rope.scaling", ("none",), "stretched rotary positions"),
+    Limit("model.moe.num_experts", (None,), "mixture of experts"),
+    Limit("model.mla.kv_lora_rank", (None,), "latent attention"),
+    Limit("model.mtp.num_layers", (0,), "multi-token prediction"),
     Limit("parallel.tp", (1,), "tensor parallelism"),
     Limit("parallel.pp", (1,), "pipeline parallelism"),
     Limit("parallel.cp", (1,), "context parallelism"),
@@ -29,13 +48,38 @@ LIMITS = (
     Limit("parallel.etp", (None, 1), "tensor parallelism inside experts"),
     Limit("parallel.vpp", (None, 1), "interleaved pipeline stages"),
     Limit("parallel.sequence_parallel", (False,), "sequence parallelism"),
+    Limit("parallel.cp_dynamic", (False,), "context-parallel groups by length"),
+    Limit("parallel.overlap_grad_reduce", (True,), "reducing gradients after the backward pass only"),
+    Limit("parallel.overlap_param_gather", (True,), "gathering parameters only when they are needed"),
+    Limit("precision.compute", ("auto", "fp32", "bf16"), "fp16 and fp8"),
+    Limit("precision.gradients", ("fp32",), "gradients kept in bf16"),
+    Limit("precision.moments", ("fp32",), "moments in bf16"),
+    Limit("precision.residual", ("compute",), "a residual stream in fp32"),
+    Limit("recompute.granularity", ("none",), "recomputing activations"),
+    Limit("recompute.offload_layers", (0,), "activations in host memory"),
+    Limit("optimizer.name", ("adamw",), "other optimizers"),
+    Limit("optimizer.embedding_lr", (None,), "a rate of its own for embedding and head"),
+    Limit("optimizer.skip_above_norm", (None,), "skipping steps of a large gradient"),
+    Limit("optimizer.offload_fraction", (0.0,), "optimizer states in host memory"),
+    Limit("schedule.warmup_init_lr", (0.0,), "a warm-up that starts above 0"),
+    Limit("batch.ramp", (None,), "batches that grow"),
+    Limit("data.blend", ((),), "blended prefixes"),
+    Limit("data.validation_blend", ((),), "blended validation prefixes"),
+    Limit("data.split", (None,), "a split of one prefix"),
+    Limit("data.mock", (False,), "made-up tokens"),
+    Limit("data.reset_positions", (False,), "positions by document"),
+    Limit("data.reset_attention", (False,), "attention within documents"),
+    Limit("data.mask_eod_loss", (False,), "no loss at the end of a document"),
+    Limit("data.fim_rate", (0.0,), "fill-in-the-middle"),
+    Limit("checkpoint.keep_every", (0,), "checkpoints kept for good"),
+    Limit("checkpoint.asynchronous", (False,), "saving beside training"),
+    Limit("train.compile", (False,), "compiled layers"),
 )
 
 
 def unsupported(spec: RunSpec) -> Iterator[tuple[Limit, Any]]:
     """Every limit that the spec goes beyond, with its value."""
     for limit in LIMITS:
-        section, _, key = limit.path.partition(".")
-        value = getattr(getattr(spec, section), key)
+        value = value_at(spec, limit.path)
         if value not in limit.supported:
             yield limit, value

@@ -89,6 +89,9 @@ def test_initial_spread(model):
     assert plain == pytest.approx(config.init_std, rel=0.02)
     assert writer == pytest.approx(config.init_std / 4, rel=0.02)
     assert initial_value("norm.weight", torch.Size([5]), config, 0).tolist() == [1] * 5
+    table = replace(config, embedding_init_std=3.0)
+    assert initial_value("embedding.weight", shape, table, 0).std().item() == pytest.approx(3.0, rel=0.02)
+    assert initial_value("head.weight", shape, table, 0).std().item() == pytest.approx(config.init_std, rel=0.02)
 
 
 def test_an_open_vocabulary_is_named():

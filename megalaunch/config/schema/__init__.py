@@ -19,8 +19,10 @@ from megalaunch.config.schema.measure import MeasureSpec
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.config.schema.optimizer import OptimizerSpec
 from megalaunch.config.schema.parallel import ParallelSpec
+from megalaunch.config.schema.paths import put
 from megalaunch.config.schema.platform import PlatformSpec
 from megalaunch.config.schema.precision import PrecisionSpec
+from megalaunch.config.schema.recompute import RecomputeSpec
 from megalaunch.config.schema.run import RunSection
 from megalaunch.config.schema.schedule import ScheduleSpec
 from megalaunch.config.schema.tokenizer import TokenizerSpec
@@ -36,6 +38,7 @@ class RunSpec:
     model: ModelSpec
     parallel: ParallelSpec
     precision: PrecisionSpec
+    recompute: RecomputeSpec
     platform: PlatformSpec
     cluster: ClusterSpec
     data: DataSpec
@@ -64,6 +67,5 @@ def with_values(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
     """The spec with some leaves replaced, by dotted path (`{"parallel.dp": 2}`); checked again."""
     data = spec_to_dict(spec)
     for path, value in values.items():
-        section, _, key = path.partition(".")
-        data[section][key] = value
+        put(data, path, value)
     return build_run_spec(data)

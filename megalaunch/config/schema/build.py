@@ -91,14 +91,24 @@ def _leaf(annotation: Any, value: Any, entry: Field[Any], path: str, problems: l
     for option in _options(annotation):
         fits, typed = _convert(option, value)
         if fits:
-            minimum = entry.metadata.get("minimum")
-            if minimum is not None and isinstance(typed, (int, float)) and typed < minimum:
-                problems.append(SpecProblem(path, f"must be at least {minimum}, got {_shown(value)}"))
+            problems += [SpecProblem(path, message) for message in _beyond_limits(typed, entry)]
             return typed
     problems.append(
         SpecProblem(path, f"needs {describe(annotation)}, got {_shown(value)}{_choice_hint(annotation, value)}")
     )
     return None
+
+
+def _beyond_limits(typed: Any, entry: Field[Any]) -> Iterator[str]:
+    """What is too small or too large; every item of a list is held to the limits."""
+    minimum, maximum = entry.metadata["minimum"], entry.metadata["maximum"]
+    for number in typed if isinstance(typed, tuple) else (typed,):
+        if not isinstance(number, (int, float)) or isinstance(number, bool):
+            continue
+        if minimum is not None and number < minimum:
+            yield f"must be at least {minimum}, got {_shown(number)}"
+        if maximum is not None and number > maximum:
+            yield f"must be at most {maximum}, got {_shown(number)}"
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
@@ -112,6 +122,8 @@ def _convert(option: Any, value: Any) -> tuple[bool, Any]:
         return value is None, None
     if get_origin(option) is Literal:
         return value in get_args(option) and not isinstance(value, bool), value
+    if get_origin(option) is tuple:
+        return _items(get_args(option)[0], value)
     if option is bool:
         return isinstance(value, bool), value
     if isinstance(value, bool):
@@ -121,6 +133,13 @@ def _convert(option: Any, value: Any) -> tuple[bool, Any]:
     if option is float:
         return _finite(value)
     return isinstance(value, option), value
+
+
+def _items(kind: Any, value: Any) -> tuple[bool, tuple[Any, ...] | None]:
+    if not isinstance(value, (list, tuple)):
+        return False, None
+    converted = [_convert(kind, item) for item in value]
+    return all(fits for fits, _ in converted), tuple(item for _, item in converted)
 
 
 def _finite(value: Any) -> tuple[bool, float | None]:
@@ -133,14 +152,16 @@ def _finite(value: Any) -> tuple[bool, float | None]:
 
 def describe(annotation: Any) -> str:
     """An annotation in a user's words: `a whole number or null`."""
+    return " or ".join(_described(option) for option in _options(annotation))
+
+
+def _described(option: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    parts = []
-    for option in _options(annotation):
-        if get_origin(option) is Literal:
-            parts.append(" | ".join(str(choice) for choice in get_args(option)))
-        else:
-            parts.append(words[option])
-    return " or ".join(parts)
+    if get_origin(option) is Literal:
+        return " | ".join(str(choice) for choice in get_args(option))
+    if get_origin(option) is tuple:
+        return f"a list of ({_described(get_args(option)[0])})"
+    return words[option]
 
 
 def _choice_hint(annotation: Any, value: Any) -> str:

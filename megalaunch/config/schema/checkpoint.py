@@ -13,3 +13,5 @@ class CheckpointSpec:
 
     interval: int = setting(0, "Steps between checkpoints, 0: only when the run ends or stops.", "steps", minimum=0)
     keep_last: int = setting(2, "Newest checkpoints kept, 0: all.", minimum=0)
+    keep_every: int = setting(0, "Checkpoints of every n-th step are kept for good; 0: none.", "steps", minimum=0)
+    asynchronous: bool = setting(False, "Training goes on while a checkpoint is written.")

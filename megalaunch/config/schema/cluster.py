@@ -16,6 +16,9 @@ class ClusterSpec:
     devices_per_node: int | Literal["auto"] = setting(
         "auto", "Devices of each machine; auto: those found here, or on a CPU what the layout needs.", minimum=1
     )
+    node_bandwidth: float | None = setting(
+        None, "Of one device to other machines; null: the chip's usual network.", "GB/s", minimum=0
+    )
     cpu_workers: int = setting(
         2, "Workers on a machine without accelerators when the layout leaves dp open.", minimum=1
     )

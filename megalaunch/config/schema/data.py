@@ -22,6 +22,19 @@ class DataSpec:
     )
     train_prefix: str | None = setting(None, "Path of prepared training tokens, without .bin/.idx.")
     validation_prefix: str | None = setting(None, "Path of prepared validation tokens, without .bin/.idx.")
+    blend: tuple[str, ...] = setting(
+        (), "Prepared training prefixes to mix, each `PREFIX` or `WEIGHT PREFIX`; in place of train_prefix."
+    )
+    validation_blend: tuple[str, ...] = setting((), "The same for validation.")
+    split: str | None = setting(
+        None, "Parts of one blend for training, validation and test, `969,30,1`; null: all of it trains."
+    )
+    mock: bool = setting(False, "Made-up tokens, for measuring.")
+    reset_positions: bool = setting(False, "Positions start again after each document of a sample.")
+    reset_attention: bool = setting(False, "Attention does not cross from document to document.")
+    mask_eod_loss: bool = setting(False, "Predicting from an end-of-document token has no loss.")
+    fim_rate: float = setting(0.0, "Part of the documents turned to fill-in-the-middle.", minimum=0, maximum=1)
+    fim_spm_rate: float = setting(0.5, "Part of those in suffix-prefix-middle order.", minimum=0, maximum=1)
     cache_directory: str = setting("~/.cache/megalaunch", "Where prepared corpora are kept, by content.")
     append_eod: bool = setting(True, "End every document with the end-of-document token.")
     num_samples: int | None = setting(

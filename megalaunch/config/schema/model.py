@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from megalaunch.config.schema.mla import LatentAttentionSpec
+from megalaunch.config.schema.moe import MoESpec
+from megalaunch.config.schema.mtp import MultiTokenSpec
+from megalaunch.config.schema.rope import RopeSpec
 from megalaunch.config.schema.setting import setting
+
+Family = Literal["gpt", "llama", "mistral", "mixtral", "qwen2", "qwen3", "deepseek", "gpt_oss", "olmoe"]
+Activation = Literal["swiglu", "geglu", "quick_geglu", "gelu", "gelu_tanh", "relu", "squared_relu"]
+GATED: frozenset[Activation] = frozenset({"swiglu", "geglu", "quick_geglu"})
+"""Activations whose feed-forward block has a gate beside its up projection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,16 +22,39 @@ class ModelSpec:
     """Shape of one decoder. `???` in YAML and no default here mean that a model option must say it."""
 
     name: str = setting("custom", "Name shown in tables and reports.")
-    family: Literal["llama"] = setting("llama", "Family file that assembles the decoder and names its tensors.")
+    family: Family = setting("llama", "Family file that assembles the decoder and names its tensors.")
     num_layers: int = setting(meaning="Decoder layers.", minimum=1)
     hidden_size: int = setting(meaning="Width of the residual stream.", minimum=1)
-    ffn_hidden_size: int = setting(meaning="Inner width of the feed-forward block.", minimum=1)
+    ffn_hidden_size: int = setting(meaning="Inner width of a dense feed-forward block.", minimum=1)
     num_attention_heads: int = setting(meaning="Query heads.", minimum=1)
     num_query_groups: int | None = setting(None, "Key/value heads; null: one per query head.", minimum=1)
     head_dim: int | None = setting(None, "Width of one head; null: hidden_size / num_attention_heads.", minimum=1)
     vocab_size: int | None = setting(None, "Vocabulary; null: that of the tokenizer.", minimum=1)
     max_position_embeddings: int = setting(131072, "Longest sequence the model is made for.", "tokens", minimum=1)
-    norm_epsilon: float = setting(1e-5, "Added to the mean square inside RMSNorm.", minimum=0)
-    rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", minimum=1)
+    position_embedding: Literal["rope", "learned", "none"] = setting("rope", "How a token knows where it stands.")
+    activation: Activation = setting(
+        "swiglu", "Of the feed-forward block; quick_geglu: gate * sigmoid(1.702 gate) * (up + 1)."
+    )
+    activation_clamp: float | None = setting(None, "Gate and up are clamped to this size; null: not.", minimum=0)
+    norm: Literal["rmsnorm", "layernorm"] = setting("rmsnorm", "Before each block and before the head.")
+    norm_epsilon: float = setting(1e-5, "Added to the mean square (or variance) inside a norm.", minimum=0)
+    qk_norm: Literal["none", "head", "full"] = setting(
+        "none", "Norm of queries and keys: of each head alone, or over all heads together."
+    )
+    qkv_bias: bool = setting(False, "Biases of the query, key and value projections.")
+    attention_output_bias: bool = setting(False, "Bias of attention's output projection.")
+    mlp_bias: bool = setting(False, "Biases of the feed-forward projections, experts included.")
+    sliding_window: int | None = setting(None, "Tokens that a query sees, itself included; null: all.", minimum=1)
+    full_attention_every: int | None = setting(
+        None, "With a sliding window: every n-th layer sees all tokens; null: none does.", minimum=1
+    )
+    attention_sinks: bool = setting(False, "A learned logit a head joins each softmax, and is then dropped.")
+    hidden_dropout: float = setting(0.0, "Dropout after each block.", minimum=0, maximum=1)
+    attention_dropout: float = setting(0.0, "Dropout of the attention weights.", minimum=0, maximum=1)
     tied_embeddings: bool = setting(False, "The head reuses the embedding matrix.")
     init_std: float = setting(0.02, "Standard deviation of the initial weights.", minimum=0)
+    embedding_init_std: float | None = setting(None, "The same of the embedding; null: init_std.", minimum=0)
+    rope: RopeSpec = field(default_factory=RopeSpec)
+    moe: MoESpec = field(default_factory=MoESpec)
+    mla: LatentAttentionSpec = field(default_factory=LatentAttentionSpec)
+    mtp: MultiTokenSpec = field(default_factory=MultiTokenSpec)

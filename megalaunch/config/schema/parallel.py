@@ -8,6 +8,8 @@ from typing import Literal
 from megalaunch.config.schema.setting import setting
 
 DataSharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+ContextExchange = Literal["p2p", "a2a", "allgather", "a2a+p2p"]
+Schedule = Literal["auto", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,4 +27,31 @@ class ParallelSpec:
     data_sharding: DataSharding = setting(
         "optim", "What data-parallel ranks divide: nothing, optimizer states, + gradients, + parameters (ZeRO 0-3)."
     )
-    replicas: int = setting(1, "Copies of the sharded model (HSDP); dp = replicas * shards.", minimum=1)
+    replicas: int = setting(1, "Copies of the sharded model (HSDP); dp * cp = replicas * shards.", minimum=1)
+    schedule: Schedule = setting("auto", "Order of microbatches; auto: interleaved where vpp > 1, else 1f1b.")
+    stage_layout: str | None = setting(
+        None,
+        "Stages in Megatron's letters, E embedding, t layer, m MTP, L loss, | between stages: `Et*3|(tt|)*28...L`.",
+    )
+    first_stage_layers: int | None = setting(None, "Layers of the first stage; null: an even share.", minimum=0)
+    last_stage_layers: int | None = setting(None, "Layers of the last stage; null: an even share.", minimum=0)
+    embedding_as_layer: bool = setting(False, "The embedding counts as a layer when layers are shared out.")
+    head_as_layer: bool = setting(False, "The head and its loss count as a layer when layers are shared out.")
+    microbatch_group: int | None = setting(
+        None, "Microbatches of one virtual stage before the next (interleaved); null: pp.", minimum=1
+    )
+    cp_exchange: ContextExchange | tuple[ContextExchange, ...] = setting(
+        "p2p", "How context-parallel ranks see each other's keys; a list: one for each layer."
+    )
+    cp_hierarchy: tuple[int, ...] = setting(
+        (), "Sizes of a2a inside and p2p outside (a2a+p2p); empty: none.", minimum=1
+    )
+    cp_dynamic: bool = setting(False, "Packed documents get context-parallel groups by their length.")
+    expert_dispatch: Literal["alltoall", "allgather", "flex"] = setting(
+        "alltoall", "How tokens reach their experts; flex: a fused library (DeepEP)."
+    )
+    overlap_grad_reduce: bool = setting(True, "Gradients are reduced while the backward pass goes on.")
+    overlap_param_gather: bool = setting(True, "Parameters are gathered while earlier layers compute.")
+    overlap_tp: bool = setting(False, "Tensor-parallel exchanges run beside their matmuls.")
+    overlap_pipeline: bool = setting(False, "Stages send and receive while they compute (interleaved).")
+    overlap_experts: bool = setting(False, "Expert exchanges run beside another microbatch's compute.")

@@ -16,6 +16,7 @@ class ScheduleSpec:
         "cosine", "How the rate falls after the warm-up."
     )
     warmup_steps: int = setting(0, "Steps from 0 to the peak rate.", "steps", minimum=0)
+    warmup_init_lr: float = setting(0.0, "Rate at which the warm-up starts.", minimum=0)
     decay_steps: int | None = setting(None, "Step at which min_lr is reached; null: train.steps.", "steps", minimum=1)
     min_lr: float = setting(0.0, "Rate at and after decay_steps.", minimum=0)
     wsd_decay_steps: int = setting(0, "Length of the final fall of the wsd shape.", "steps", minimum=0)

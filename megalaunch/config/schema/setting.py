@@ -1,4 +1,4 @@
-"""How a field of the run spec is declared: default, one-line meaning and unit in one place.
+"""How a field of the run spec is declared: default, one-line meaning, unit and limits in one place.
 
 Command-line help, completion and the reference pages are generated from these declarations.
 """
@@ -9,11 +9,17 @@ from dataclasses import MISSING, field
 from typing import Any
 
 
-def setting(default: Any = MISSING, meaning: str = "", unit: str = "", minimum: float | None = None) -> Any:
+def setting(
+    default: Any = MISSING,
+    meaning: str = "",
+    unit: str = "",
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
     """Declare one dataclass field.
 
-    `meaning` is one sentence for help and docs, `unit` its unit ("tokens", "steps", ...), and
-    `minimum` the smallest legal number, checked when the spec is built.
+    `meaning` is one sentence for help and docs, `unit` its unit ("tokens", "steps", ...), `minimum` and
+    `maximum` the smallest and largest legal number (of each item of a list), checked when the spec is built.
     """
-    metadata = {"meaning": meaning, "unit": unit, "minimum": minimum}
+    metadata = {"meaning": meaning, "unit": unit, "minimum": minimum, "maximum": maximum}
     return field(default=default, metadata=metadata)

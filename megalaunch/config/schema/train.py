@@ -15,5 +15,6 @@ class TrainSpec:
     stop_at: int | None = setting(None, "Stop resumably after this step; null: at the end.", "steps", minimum=1)
     seed: int = setting(1234, "Seed of weights and data order.", minimum=0)
     validation_interval: int = setting(100, "Steps between validations, 0: only at the end.", "steps", minimum=0)
+    compile: bool = setting(False, "Each layer is compiled by torch.compile.")
     sample_prompt: str | None = setting(None, "Prompt continued by the model at the end; null: no sample.")
     sample_tokens: int = setting(64, "Length of that continuation.", "tokens", minimum=1)

@@ -19,7 +19,8 @@ def decoder_config(model: ModelSpec) -> DecoderConfig:
         head_dim=model.head_dim or model.hidden_size // model.num_attention_heads,
         vocab_size=model.vocab_size,
         norm_epsilon=model.norm_epsilon,
-        rope_theta=model.rope_theta,
+        rope_theta=model.rope.theta,
         tied_embeddings=model.tied_embeddings,
         init_std=model.init_std,
+        embedding_init_std=model.init_std if model.embedding_init_std is None else model.embedding_init_std,
     )

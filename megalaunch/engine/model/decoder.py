@@ -33,6 +33,7 @@ class DecoderConfig:
     rope_theta: float
     tied_embeddings: bool
     init_std: float
+    embedding_init_std: float
 
 
 class DecoderLayer(nn.Module):

@@ -13,13 +13,14 @@ from megalaunch.engine.model.decoder import Decoder, DecoderConfig
 
 # Projections that write into the residual stream; their spread shrinks with depth (GPT-2, Megatron).
 _RESIDUAL_WRITERS = ("attention.o_proj.weight", "mlp.down_proj.weight")
+_EMBEDDING = "embedding.weight"
 
 
 def initial_value(name: str, shape: torch.Size, config: DecoderConfig, seed: int) -> Tensor:
     """The global fp32 tensor of one parameter: ones for norms, else a normal draw of its own generator."""
     if len(shape) == 1:
         return torch.ones(shape)
-    std = config.init_std
+    std = config.embedding_init_std if name == _EMBEDDING else config.init_std
     if name.endswith(_RESIDUAL_WRITERS):
         std /= math.sqrt(2 * config.num_layers)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

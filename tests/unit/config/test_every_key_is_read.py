@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import megalaunch
-from megalaunch.config.keys import SECTIONS, schema_keys
+from megalaunch.config.keys import schema_keys
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.build import annotations_of
 from megalaunch.plan.supported import LIMITS
 
 PACKAGE = Path(megalaunch.__file__).parent
 ROOMS = ("plan", "data", "launch", "platform", "engine", "rundir")
-SECTION_OF_TYPE = {annotations_of(RunSpec)[section].__name__: section for section in SECTIONS}
+
+
+def sections_of(kind: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """`model`, `model.moe`, ... and their dataclasses."""
+    for name, annotation in annotations_of(kind).items():
+        if is_dataclass(annotation) and isinstance(annotation, type):
+            yield f"{prefix}{name}", annotation
+            yield from sections_of(annotation, f"{prefix}{name}.")
+
+
+SECTIONS = {path.rpartition(".")[2]: path for path, _ in sections_of(RunSpec)}
+SECTION_OF_TYPE = {kind.__name__: path for path, kind in sections_of(RunSpec)}
 
 
 def keys_read_in(source: str) -> Iterator[str]:
     """`spec.train.steps`; `train.steps` after `train = spec.train`; `data.corpus` of a parameter `data: DataSpec`."""
     tree = ast.parse(source)
-    names = dict(_names_of_sections(tree))
+    names = _names_of_sections(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             section = _section_of(node.value, names)
@@ -33,8 +45,10 @@ def keys_read_in(source: str) -> Iterator[str]:
 
 
 def _section_of(node: ast.expr, names: dict[str, str]) -> str | None:
-    if isinstance(node, ast.Attribute) and node.attr in SECTIONS and _is_spec(node.value):
-        return node.attr
+    if isinstance(node, ast.Attribute) and node.attr in SECTIONS:
+        outer, _, _ = SECTIONS[node.attr].rpartition(".")
+        if _section_of(node.value, names) == outer if outer else _is_spec(node.value):
+            return SECTIONS[node.attr]
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):  # self.settings, self._data
@@ -47,26 +61,29 @@ def _is_spec(node: ast.expr) -> bool:
     return "spec" in name or name in ("stored", "new")
 
 
-def _names_of_sections(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def _names_of_sections(tree: ast.AST) -> dict[str, str]:
+    names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.arg) or (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             name = node.arg if isinstance(node, ast.arg) else node.target.id
             written = ast.unparse(node.annotation).split(" |")[0].strip("'\"") if node.annotation else ""
             if written in SECTION_OF_TYPE:
-                yield name, SECTION_OF_TYPE[written]
-                yield f"_{name}", SECTION_OF_TYPE[written]
+                names |= {name: SECTION_OF_TYPE[written], f"_{name}": SECTION_OF_TYPE[written]}
         elif isinstance(node, ast.Assign):
             for target in node.targets:
-                yield from _assigned(target, node.value)
+                names |= dict(_assigned(target, node.value, names))
+    return names
 
 
-def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, str]]:
+def _assigned(target: ast.expr, value: ast.expr, names: dict[str, str]) -> Iterator[tuple[str, str]]:
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
         for left, right in zip(target.elts, value.elts, strict=False):
-            yield from _assigned(left, right)
+            yield from _assigned(left, right, names)
     name = getattr(target, "id", None) or getattr(target, "attr", None)
-    if name and isinstance(value, ast.Attribute) and value.attr in SECTIONS and _is_spec(value.value):
-        yield name, value.attr
+    if name and isinstance(value, ast.Attribute) and value.attr in SECTIONS:
+        section = _section_of(value, names)
+        if section:
+            yield name, section
 
 
 def _loop_values(tree: ast.AST, name: ast.expr) -> list[ast.Constant]:
@@ -100,12 +117,14 @@ def f(spec, data: DataSpec, x):
     t, s = spec.train, self.spec.schedule
     for beta in ("beta1", "beta2"):
         getattr(spec.optimizer, beta)
-    return t.steps + s.min_lr + data.corpus + spec.batch.sequence_length + x.seed
+    moe = spec.model.moe
+    return t.steps + s.min_lr + data.corpus + spec.batch.sequence_length + x.seed + moe.top_k + x.rope.theta
 """
     assert set(keys_read_in(source)) >= {
         "train.steps", "schedule.min_lr", "data.corpus", "batch.sequence_length", "optimizer.beta1", "optimizer.beta2",
+        "model.moe.top_k",
     }  # fmt: skip
-    assert "train.seed" not in set(keys_read_in(source))
+    assert not {"train.seed", "model.rope.theta"} & set(keys_read_in(source))
     assert set(keys_read_in("'train.steps'")) == set()
 
 

@@ -9,6 +9,7 @@ from made_specs import H100_NODE, LAPTOP, resolved
 from megalaunch.config.compose import Origin
 from megalaunch.config.keys import schema_keys
 from megalaunch.config.schema import RunSpec, SpecError, with_values
+from megalaunch.config.schema.paths import value_at
 from megalaunch.plan.check import check
 from megalaunch.plan.findings import has_errors
 from megalaunch.plan.resolve import resolve
@@ -63,8 +64,7 @@ MACHINES = st.sampled_from([LAPTOP, H100_NODE])
 def origins_of(spec: RunSpec) -> dict[str, Origin]:
     found = {}
     for path in schema_keys():
-        section, _, key = path.partition(".")
-        value = getattr(getattr(spec, section), key)
+        value = value_at(spec, path)
         found[path] = Origin("command line", "command line", value in (None, "auto"))
     return found
 

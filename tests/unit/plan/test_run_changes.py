@@ -61,7 +61,7 @@ def test_what_may_change(word):
     ("word", "paths"),
     [
         ("model.num_layers=3", ["model.num_layers"]),
-        ("model.rope_theta=5", ["model.rope_theta"]),
+        ("model.rope.theta=5", ["model.rope.theta"]),
         ("train.seed=5", ["train.seed"]),
         ("optimizer.lr=0.5", ["optimizer.lr"]),
         ("schedule.min_lr=0.0", ["schedule.min_lr"]),

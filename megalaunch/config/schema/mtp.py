@@ -1,0 +1,15 @@
+"""The `model.mtp` section: multi-token prediction (DeepSeek-V3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalaunch.config.schema.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTokenSpec:
+    """Extra blocks after the decoder, each predicting one token further ahead."""
+
+    num_layers: int = setting(0, "Depths of further prediction.", minimum=0)
+    loss_coeff: float = setting(0.1, "Weight of their mean loss.", minimum=0)
