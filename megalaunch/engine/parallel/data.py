@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megalaunch.config.schema.parallel import DataSharding
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.parallel.gloo import ExchangeReduceScatter
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ def shard(model: Decoder, mesh: Mesh, strategy: DataSharding, precision: MixedPr
         # Gloo knows no pre-multiplied sum, hence the forced plain one.
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_gradient_divide_factor(1.0)
+        if mesh.device.type == "cpu":
+            unit.set_custom_reduce_scatter(ExchangeReduceScatter())
 
 
 def units(model: Decoder) -> list[FSDPModule]:
