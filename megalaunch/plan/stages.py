@@ -1,0 +1,106 @@
+"""Which layers each pipeline stage holds, in the order in which a microbatch passes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.plan.stage_faults import Division, StageFault, stage_faults
+from megalaunch.plan.stage_layout import LayoutError, expanded
+
+MAX_LAYERS = 100_000  # no model has as many, and a list of them still fits
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: `layers` are indices of decoder layers, `mtp` depths of multi-token prediction (from 0).
+
+    `rank` is its place on the pp axis, `chunk` its number on that rank.
+    """
+
+    rank: int
+    chunk: int
+    layers: tuple[int, ...]
+    mtp: tuple[int, ...]
+    embedding: bool
+    head: bool
+
+
+class StageError(ValueError):
+    """There are no stages; `faults` lists every reason."""
+
+    def __init__(self, faults: tuple[StageFault, ...]) -> None:
+        self.faults = faults
+        super().__init__("; ".join(fault.message for fault in faults))
+
+
+def stages_of(spec: RunSpec) -> tuple[Stage, ...]:
+    """The stages in the order in which a microbatch passes them; raises StageError with every reason.
+
+    Stage s lives on pp rank s % pp as chunk s // pp; under zbv and dualpipev the second chunks run backwards.
+    """
+    return _stages(Division.of(spec))
+
+
+def virtual_stages(spec: RunSpec) -> int:
+    """Stages of one pipeline rank: `parallel.vpp`, or what the layout says; 1 where that cannot be told."""
+    p = spec.parallel
+    if p.stage_layout is None:
+        return p.vpp or 1
+    try:
+        stages = expanded(p.stage_layout)
+    except LayoutError:
+        return p.vpp or 1
+    return max(1, len(stages) // p.pp)
+
+
+@lru_cache(maxsize=4096)
+def _stages(division: Division) -> tuple[Stage, ...]:
+    faults = stage_faults(division)
+    if not faults and division.counted > MAX_LAYERS:
+        message = f"{division.counted} layers are more than the {MAX_LAYERS} that can be listed"
+        faults = (StageFault("model.num_layers", "model.num_layers", message, {"num_layers": division.layers}),)
+    if faults:
+        raise StageError(faults)
+    counts, depths = _shares(division)
+    stages, next_layer, next_depth = [], 0, 0
+    chunks = len(counts) // division.pp
+    for number, (count, depth) in enumerate(zip(counts, depths, strict=True)):
+        stages.append(
+            Stage(
+                rank=division.rank_of(number, chunks),
+                chunk=number // division.pp,
+                layers=tuple(range(next_layer, next_layer + count)),
+                mtp=tuple(range(next_depth, next_depth + depth)),
+                embedding=number == 0,
+                head=number == len(counts) - 1,
+            )
+        )
+        next_layer, next_depth = next_layer + count, next_depth + depth
+    return tuple(stages)
+
+
+def _shares(division: Division) -> tuple[list[int], list[int]]:
+    """Decoder layers and MTP depths of every stage, of a division without faults."""
+    if division.layout is not None:
+        stages = expanded(division.layout)
+        return [stage.count("t") for stage in stages], [stage.count("m") for stage in stages]
+    vpp = division.vpp or 1
+    number = division.pp * vpp
+    if division.first is None and division.last is None:
+        counts = [division.counted // number] * number
+        counts[0] -= division.embedding_counts
+        counts[-1] -= division.head_counts
+    else:
+        by_rank = _by_rank(division)
+        counts = [by_rank[division.rank_of(stage, vpp)] // vpp for stage in range(number)]
+    return counts, [0] * (number - 1) + [division.mtp]
+
+
+def _by_rank(division: Division) -> list[int]:
+    given = (division.first is not None) + (division.last is not None)
+    rest = division.layers - (division.first or 0) - (division.last or 0)
+    middle = [rest // (division.pp - given)] * (division.pp - given) if division.pp > given else []
+    first = [] if division.first is None else [division.first]
+    return [*first, *middle, *([] if division.last is None else [division.last])]
