@@ -59,6 +59,22 @@ def build_section(section: type[T], data: Any, prefix: str = "") -> T:
     return value
 
 
+@cache
+def _leaf_table(section: type) -> dict[str, tuple[Any, Field[Any]]]:
+    return {path: (annotation, entry) for path, annotation, entry in leaves(section)}
+
+
+def checked_leaves(section: type, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The values of known leaves, typed; None when a path is none; raises SpecError with every value that is wrong."""
+    table, problems = _leaf_table(section), list[SpecProblem]()
+    if any(path not in table or value == "???" for path, value in values.items()):
+        return None
+    typed = {path: _leaf(table[path][0], value, table[path][1], path, problems) for path, value in values.items()}
+    if problems:
+        raise SpecError(problems)
+    return typed
+
+
 def did_you_mean(word: str, known: list[str]) -> str:
     """`; did you mean 'x'?` for the nearest known word, or nothing."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)

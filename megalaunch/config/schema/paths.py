@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
+
+S = TypeVar("S")
 
 
 def value_at(spec: Any, path: str) -> Any:
@@ -24,3 +27,16 @@ def put(data: MutableMapping[str, Any], path: str, value: Any) -> None:
     for section in sections:
         level = level.setdefault(section, {})
     level[name] = value
+
+
+def replaced(spec: S, values: Mapping[str, Any]) -> S:
+    """The spec (or section) with some leaves replaced; the values are taken as they are, already checked."""
+    direct = {path: value for path, value in values.items() if "." not in path}
+    inner: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        if "." in path:
+            section, _, rest = path.partition(".")
+            inner.setdefault(section, {})[rest] = value
+    for section, below in inner.items():
+        direct[section] = replaced(getattr(spec, section), below)
+    return replace(spec, **direct)  # type: ignore[type-var]
