@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
+from megalaunch.config.axes import Choices, Interval
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.interpolation import interpolate
 from megalaunch.config.keys import GROUPS, schema_defaults, schema_keys
 from megalaunch.config.masks import masked
-from megalaunch.config.options import CONF, FileValues, load_option, shown_path
-from megalaunch.config.recipes import Recipe, is_path, load_chain
+from megalaunch.config.options import CONF, FileValues, load_option, option_names, shown_path
+from megalaunch.config.recipes import Recipe, is_path, load_chain, recipe_files
 from megalaunch.config.schema import RunSpec, SpecError, SpecProblem, build_run_spec
 from megalaunch.config.schema.paths import entry_at, put
 from megalaunch.config.words import COMMAND_LINE, Words, split_words
@@ -53,47 +56,86 @@ class _Sources:
     """All that is read before Hydra merges it."""
 
     words: Words
+    options: dict[tuple[str, str], FileValues] = field(default_factory=dict)
     primary: dict[str, str | None] = field(default_factory=dict)
     chain: list[Recipe] = field(default_factory=list)
-    options: dict[tuple[str, str], FileValues] = field(default_factory=dict)
 
 
 def compose(words: Sequence[str]) -> Composition:
     """Compose a run spec; raises ConfigError with every problem of the words and the files they name."""
-    problems: list[SpecProblem] = []
-    sources = _Sources(split_words(words, problems))
-    _read_files(sources, problems)
-    incomplete = bool(problems)
-    data, choices = _merge(sources)
-    typed = _apply_values(data, sources.words, problems)
-    origins = _origins(sources, choices, typed)
-    if not problems:
-        problems += masked(sources.words, sources.options, sources.chain, data, typed)
-    try:
-        spec = build_run_spec(data)
-    except SpecError as error:
-        problems += _located(error.problems, origins, sources, incomplete)
-    if problems:
-        raise ConfigError(problems)
-    shown = {group: option for group, option in choices.items() if option}
-    return Composition(spec, _with_open(origins, data), shown, tuple(words))
+    return Composer().compose(words)
 
 
-def _read_files(sources: _Sources, problems: list[SpecProblem]) -> None:
+class Composer:
+    """Composes many lists of words: files are read once, and Hydra merges once for each recipe.
+
+    Another option of a group replaces that group's section alone (an option file sets nothing else), so only
+    the first composition with a recipe is slow.
+    """
+
+    def __init__(self) -> None:
+        self._chains: dict[str, list[Recipe]] = {}
+        self._options: dict[tuple[str, str], FileValues] = {}
+        self._merged: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, str | None]]] = {}
+
+    def compose(self, words: Sequence[str]) -> Composition:
+        """As the function of that name."""
+        problems: list[SpecProblem] = []
+        sources = _Sources(split_words(words, problems), dict(self._options))
+        _read_files(sources, self._chains, problems)
+        incomplete = bool(problems)
+        if not incomplete:
+            self._options.update(sources.options)
+        data, choices = self._merge(sources)
+        typed = _apply_values(data, sources.words, problems)
+        origins = _origins(sources, choices, typed)
+        if not problems:
+            problems += masked(sources.words, sources.options, sources.chain, data, typed)
+        try:
+            spec = build_run_spec(data)
+        except SpecError as error:
+            problems += _located(error.problems, origins, sources, incomplete)
+        if problems:
+            raise ConfigError(problems)
+        shown = {group: option for group, option in choices.items() if option}
+        return Composition(spec, _with_open(origins, data), shown, tuple(words))
+
+    def _merge(self, sources: _Sources) -> tuple[dict[str, Any], dict[str, str | None]]:
+        key = tuple(recipe.name for recipe in sources.chain)
+        if key not in self._merged:
+            self._merged[key] = _merge(sources)
+        merged, choices = self._merged[key]
+        data, wanted = deepcopy(merged), _chosen(sources)
+        for group in GROUPS:
+            if wanted[group] != choices[group]:
+                _exchange(data, group, wanted[group], sources)
+        return data, wanted
+
+
+@cache
+def _primary_options() -> Mapping[str, str | None]:
+    """The option of each group that conf/config.yaml names."""
     path = CONF / "config.yaml"
     try:
         entries = load_yaml(path, shown_path(path)).data["defaults"]
     except YamlProblem as problem:
         raise ConfigError([SpecProblem("conf", problem.message, problem.where)]) from problem
-    sources.primary = {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
+    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
+
+
+def _read_files(sources: _Sources, chains: dict[str, list[Recipe]], problems: list[SpecProblem]) -> None:
+    sources.primary = dict(_primary_options())
     chosen = sources.words.choices
     if "recipe" in chosen:
-        sources.chain = load_chain(chosen["recipe"], COMMAND_LINE, problems)
-        if not sources.chain or sources.chain[-1].name != chosen["recipe"]:
+        word, before = chosen["recipe"], len(problems)
+        sources.chain = chains[word] if word in chains else load_chain(word, COMMAND_LINE, problems)
+        if len(problems) == before:
+            chains[word] = sources.chain
+        if not sources.chain or sources.chain[-1].name != word:
             del chosen["recipe"]
     wanted = [(group, option, COMMAND_LINE) for group, option in chosen.items() if group != "recipe"]
     wanted += [(group, option, where) for r in sources.chain for group, (option, where) in r.options.items()]
-    wanted += [(group, option, shown_path(path)) for group, option in sources.primary.items() if option]
+    wanted += [(group, option, "conf/config.yaml") for group, option in sources.primary.items() if option]
     for group, option, where in wanted:
         if (group, option) not in sources.options:
             values = load_option(group, option, where, problems)
@@ -126,6 +168,23 @@ def _merge(sources: _Sources) -> tuple[dict[str, Any], dict[str, str | None]]:
         with suppress(KeyError):
             put(data, path, entry_at(merged, path))
     return data, {group: choices.get(group) for group in GROUPS} | {"recipe": chosen.get("recipe")}
+
+
+def _chosen(sources: _Sources) -> dict[str, str | None]:
+    """The option of each group: the words' before the recipe's before the primary file's."""
+    picked: dict[str, str | None] = {group: sources.primary.get(group) for group in GROUPS}
+    picked |= {group: option for recipe in sources.chain for group, (option, _) in recipe.options.items()}
+    return picked | {"recipe": None} | sources.words.choices
+
+
+def _exchange(data: dict[str, Any], group: str, option: str | None, sources: _Sources) -> None:
+    """Put another option's values into a group's section: over the defaults, below the recipe's values."""
+    layers = [sources.options[group, option].values if option else {}, *(r.body.values for r in sources.chain)]
+    data[group] = schema_defaults()[group]
+    for values in layers:
+        for path, value in values.items():
+            if path.startswith(f"{group}."):
+                put(data, path, value)
 
 
 def _recipe_nodes(chain: Sequence[Recipe]) -> list[dict[str, Any]]:
@@ -182,6 +241,35 @@ def _text_value(path: str, raw: str) -> tuple[str | None, str | None]:
     if len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "'\"":
         raw = raw[1:-1]
     return interpolate(raw)
+
+
+def read_axis(path: str, raw: str) -> Choices | Interval | None:
+    """What a sweep word ranges over (Hydra's choice, range, interval, glob, and values with commas); None: one value.
+
+    Raises ValueError with the reason for a sweep that cannot be read.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Glob, IntervalSweep
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_override(f"{path}={raw}")
+        if not parsed.is_sweep_override():
+            return None
+        sweep: Any = parsed.value()
+        if isinstance(sweep, IntervalSweep):
+            low, high = sweep.start or 0.0, sweep.end or 0.0
+            return Interval(low, high, "log" in sweep.tags, isinstance(low, int) and isinstance(high, int))
+        if isinstance(sweep, Glob):
+            names = list(recipe_files()) if path == "recipe" else option_names(path) if path in GROUPS else []
+            return Choices(tuple(sorted(sweep.filter(names))))
+        if getattr(sweep, "shuffle", False):
+            raise ValueError("shuffle gives another order each time; --sampler random has one that can be continued")
+        return Choices(tuple(dict.fromkeys(parsed.sweep_string_iterator())))
+    except HydraException as error:
+        if path in schema_keys() and schema_keys()[path].is_text:
+            return None  # free text may hold brackets and commas
+        raise ValueError(f"cannot read {raw!r}: {str(error).splitlines()[0]}") from error
 
 
 def _plain_value(path: str, raw: str) -> tuple[Any, str | None]:
