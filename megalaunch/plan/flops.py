@@ -1,33 +1,78 @@
-"""Floating-point operations of a training step, counted as Megatron-LM counts them (causal attention).
+"""Floating-point operations of a training step, counted as Megatron-LM counts them.
 
-One multiply-add is 2, forward and backward 3 passes: 6 for each weight and token. Norms, the embedding look-up
-and recomputation are not counted.
+One multiply-add is 2, forward and backward 3 passes: 6 for each weight and token. Norms, routers, the embedding
+look-up and recomputation are not counted; a sliding window counts as if there were none.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.model import GATED, ModelSpec
+from megalaunch.plan.layers import layers_of
+from megalaunch.plan.parameters import check_resolved
 
 
-def step_flops(spec: RunSpec) -> int:
+def step_flops(spec: RunSpec, *, full_attention: bool = False) -> int:
     """Model FLOPs of one optimizer step over all devices, of a resolved spec; ValueError while a shape is open.
 
-    Equals `num_floating_point_operations` of Megatron-LM for dense decoders with a gated feed-forward block.
+    Equals `num_floating_point_operations` of Megatron-LM since March 2025: attention counts what a causal mask
+    leaves. With `full_attention` it counts the whole square, as most published MFU figures do.
     """
-    model, batch = spec.model, spec.batch
-    if model.head_dim is None or model.num_query_groups is None or model.vocab_size is None:
-        raise ValueError("the model is not resolved: head_dim, num_query_groups or vocab_size is open")
-    tokens = batch.global_batch_size * batch.sequence_length
-    pairs = batch.global_batch_size * batch.sequence_length**2
-    hidden, queries = model.hidden_size, model.num_attention_heads * model.head_dim
-    keys = model.num_query_groups * model.head_dim
-    projections = 6 * tokens * (hidden * (queries + 2 * keys) + queries * hidden)
-    core = 6 * pairs * queries  # scores and values, half of them masked
-    feed_forward = 6 * tokens * hidden * model.ffn_hidden_size * 3
-    logits = 6 * tokens * hidden * model.vocab_size
-    return model.num_layers * (projections + core + feed_forward) + logits
+    tokens = spec.batch.global_batch_size * spec.batch.sequence_length
+    return sequence_flops(spec.model, tokens, spec.batch.sequence_length, full_attention=full_attention)
 
 
-def flops_per_token(spec: RunSpec) -> float:
+def flops_per_token(spec: RunSpec, *, full_attention: bool = False) -> float:
     """Model FLOPs of one trained token."""
-    return step_flops(spec) / (spec.batch.global_batch_size * spec.batch.sequence_length)
+    tokens = spec.batch.global_batch_size * spec.batch.sequence_length
+    return step_flops(spec, full_attention=full_attention) / tokens
+
+
+def sequence_flops(model: ModelSpec, tokens: int, sequence_length: int, *, full_attention: bool = False) -> int:
+    """Model FLOPs of `tokens` in sequences of one length; raises ValueError while a shape is open."""
+    _, _, vocab = check_resolved(model)
+    layers = layers_of(model)
+    depths = model.mtp.num_layers
+    attention = len(layers) * attention_weights(model)
+    core = len(layers) * core_widths(model) * sequence_length  # scores and values of the whole square
+    feed_forward = sum(mlp_weights(model, experts=layer.experts) for layer in layers)
+    logits = model.hidden_size * vocab * (1 + depths)
+    further = depths * (3 * model.hidden_size + 2 * model.hidden_size**2)  # Megatron counts the three norms here
+    weights = attention + feed_forward + logits + further
+    return 6 * tokens * weights + (6 if full_attention else 3) * tokens * core  # a causal mask leaves half of it
+
+
+@lru_cache(maxsize=64)
+def attention_weights(model: ModelSpec) -> int:
+    """Weights of one layer's attention that a token is multiplied with."""
+    head_dim, groups, _ = check_resolved(model)
+    heads, hidden, mla = model.num_attention_heads, model.hidden_size, model.mla
+    if mla.kv_lora_rank is None:
+        queries = heads * head_dim
+        return hidden * (queries + 2 * groups * head_dim) + queries * hidden
+    head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    query = hidden * heads * head
+    if mla.q_lora_rank is not None:
+        query = mla.q_lora_rank * (hidden + heads * head + 1)  # the + 1 is the latent's norm
+    keys = mla.kv_lora_rank * (hidden + heads * (mla.qk_nope_head_dim + mla.v_head_dim) + 1)
+    return query + keys + hidden * mla.qk_rope_head_dim + heads * mla.v_head_dim * hidden
+
+
+def core_widths(model: ModelSpec) -> int:
+    """Width of the scores' products plus that of the values, over all heads: 2 x heads x head_dim if ordinary."""
+    head_dim, _, _ = check_resolved(model)
+    mla = model.mla
+    if mla.kv_lora_rank is None:
+        return 2 * model.num_attention_heads * head_dim
+    return model.num_attention_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
+
+
+def mlp_weights(model: ModelSpec, *, experts: bool) -> int:
+    """Weights of one layer's feed-forward block that a token is multiplied with."""
+    matrices = 3 if model.activation in GATED else 2
+    width = model.ffn_hidden_size
+    if experts:
+        width = (model.moe.ffn_hidden_size or width) * model.moe.top_k + model.moe.shared_ffn_hidden_size
+    return matrices * model.hidden_size * width

@@ -1,40 +1,184 @@
-"""How many parameters a model has, counted from its shape."""
+"""How many parameters a model has, counted from its shape, by layer and by kind.
+
+Counted is what an optimizer trains: biases, sinks and the router's own bias too, but not the balance bias of
+auxiliary-loss-free routing, which no gradient reaches, and no rotary tables.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import lru_cache
 
-from megalaunch.config.schema.model import ModelSpec
+from megalaunch.config.schema.model import GATED, ModelSpec
+from megalaunch.plan.layers import Layer, layers_of
+
+
+@dataclass(frozen=True)
+class LayerParameters:
+    """Global counts of one layer by kind, and so by how they are divided.
+
+    `attention`, `dense_mlp` and `shared_experts` divide by tp (keys and values only as far as there are query
+    groups), `routed_experts` by ep x etp. `latent` (the down projections of latent attention), `router`, `norms`
+    and `mtp_projection` are whole on every tensor-parallel rank.
+    """
+
+    attention: int = 0
+    latent: int = 0
+    dense_mlp: int = 0
+    routed_experts: int = 0
+    shared_experts: int = 0
+    router: int = 0
+    norms: int = 0
+    mtp_projection: int = 0
+
+    @property
+    def total(self) -> int:
+        """All parameters of the layer."""
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters by kind; `head` is 0 when the embedding matrix is reused."""
+    """Parameters by kind: the decoder's first, `mtp` those of the further depths, `head` 0 when tied.
+
+    `embedding` is the table of tokens, `positions` that of learned positions, `feed_forward` the dense blocks and
+    shared experts, `idle_experts` the part of `routed_experts` that a given token does not meet.
+    """
 
     embedding: int
+    positions: int
     attention: int
     feed_forward: int
+    routed_experts: int
+    idle_experts: int
+    router: int
     norms: int
     head: int
+    mtp: int
+
+    @property
+    def decoder(self) -> int:
+        """All but the depths of multi-token prediction: what is published as a model's size."""
+        blocks = self.attention + self.feed_forward + self.routed_experts + self.router + self.norms
+        return self.embedding + self.positions + blocks + self.head
 
     @property
     def total(self) -> int:
         """All trained parameters."""
-        return self.embedding + self.attention + self.feed_forward + self.norms + self.head
+        return self.decoder + self.mtp
+
+    @property
+    def active(self) -> int:
+        """Parameters of the decoder that a token meets: only its own experts, the embedding table whole.
+
+        So counts Mistral; DeepSeek and OpenAI leave out the input embedding: `active - embedding`.
+        """
+        return self.decoder - self.idle_experts
 
 
-def count_parameters(model: ModelSpec) -> ParameterCount:
-    """The exact count of a Llama-style decoder (no biases); raises ValueError while a shape is open."""
+def check_resolved(model: ModelSpec) -> tuple[int, int, int]:
+    """head_dim, num_query_groups and vocab_size; raises ValueError, naming them, while one is open."""
     if model.head_dim is None or model.num_query_groups is None or model.vocab_size is None:
         raise ValueError("the model is not resolved: head_dim, num_query_groups or vocab_size is open")
-    hidden, layers = model.hidden_size, model.num_layers
-    queries = model.num_attention_heads * model.head_dim
-    keys = model.num_query_groups * model.head_dim
-    table = model.vocab_size * hidden
+    return model.head_dim, model.num_query_groups, model.vocab_size
+
+
+@lru_cache(maxsize=64)
+def count_parameters(model: ModelSpec) -> ParameterCount:
+    """The exact count of a decoder; raises ValueError while a shape is open."""
+    _, _, vocab = check_resolved(model)
+    table = vocab * model.hidden_size
+    layers = layers_of(model)
+    counts = [layer_parameters(model, layer) for layer in layers]
+    decoder = [count for layer, count in zip(layers, counts, strict=True) if not layer.mtp]
+    routed = sum(count.routed_experts for count in decoder)
+    experts = model.moe.num_experts or 1
     return ParameterCount(
         embedding=table,
-        attention=layers * (2 * hidden * queries + 2 * hidden * keys),  # q and o; k and v
-        feed_forward=layers * 3 * hidden * model.ffn_hidden_size,  # gate, up, down
-        norms=(2 * layers + 1) * hidden,
+        positions=position_parameters(model),
+        attention=sum(count.attention + count.latent for count in decoder),
+        feed_forward=sum(count.dense_mlp + count.shared_experts for count in decoder),
+        routed_experts=routed,
+        idle_experts=routed // experts * max(0, experts - model.moe.top_k),
+        router=sum(count.router for count in decoder),
+        norms=sum(count.norms for count in decoder) + norm_parameters(model, model.hidden_size),
         head=0 if model.tied_embeddings else table,
+        mtp=sum(count.total for count in counts) - sum(count.total for count in decoder),
     )
+
+
+@lru_cache(maxsize=1024)
+def layer_parameters(model: ModelSpec, layer: Layer) -> LayerParameters:
+    """Global counts of one layer; raises ValueError while a shape is open."""
+    attention, latent, inner_norms = _attention(model)
+    moe, hidden = model.moe, model.hidden_size
+    dense = routed = shared = router = projection = 0
+    if layer.experts and moe.num_experts is not None:
+        routed = moe.num_experts * mlp_parameters(model, moe.ffn_hidden_size or model.ffn_hidden_size)
+        shared = mlp_parameters(model, moe.shared_ffn_hidden_size) if moe.shared_ffn_hidden_size else 0
+        router = moe.num_experts * (hidden + moe.router_bias)
+    else:
+        dense = mlp_parameters(model, model.ffn_hidden_size)
+    norms = 2
+    if layer.mtp:  # norms of the stream, of the next embedding and before the head; both streams to one width
+        projection = 2 * hidden * hidden
+        norms += 3
+    return LayerParameters(
+        attention=attention,
+        latent=latent,
+        dense_mlp=dense,
+        routed_experts=routed,
+        shared_experts=shared,
+        router=router,
+        norms=norms * norm_parameters(model, hidden) + inner_norms,
+        mtp_projection=projection,
+    )
+
+
+def position_parameters(model: ModelSpec) -> int:
+    """The table of learned positions."""
+    return model.max_position_embeddings * model.hidden_size if model.position_embedding == "learned" else 0
+
+
+def norm_parameters(model: ModelSpec, width: int) -> int:
+    """Weight of a norm, and its bias where it is a LayerNorm."""
+    return width * (2 if model.norm == "layernorm" else 1)
+
+
+def mlp_parameters(model: ModelSpec, width: int) -> int:
+    """One feed-forward block of an inner width: (gate,) up and down, with their biases."""
+    inner = width * (2 if model.activation in GATED else 1)
+    biases = inner + model.hidden_size if model.mlp_bias else 0
+    return model.hidden_size * (inner + width) + biases
+
+
+def _attention(model: ModelSpec) -> tuple[int, int, int]:
+    """Projections that heads share out, those that they do not, and norms inside."""
+    head_dim, groups, _ = check_resolved(model)
+    heads, hidden, mla = model.num_attention_heads, model.hidden_size, model.mla
+    sinks = heads if model.attention_sinks else 0
+    if mla.kv_lora_rank is not None:
+        return _latent_attention(model, mla.kv_lora_rank, sinks)
+    queries, keys = heads * head_dim, groups * head_dim
+    weights = hidden * (queries + 2 * keys) + queries * hidden
+    biases = (queries + 2 * keys if model.qkv_bias else 0) + (hidden if model.attention_output_bias else 0)
+    norms = {
+        "none": 0,
+        "head": 2 * norm_parameters(model, head_dim),
+        "full": norm_parameters(model, queries) + norm_parameters(model, keys),
+    }[model.qk_norm]
+    return weights + biases + sinks, 0, norms
+
+
+def _latent_attention(model: ModelSpec, kv_rank: int, sinks: int) -> tuple[int, int, int]:
+    """DeepSeek-V2 report, section 2.1: keys and values from one latent beside a rotary key, queries perhaps too."""
+    heads, hidden, mla = model.num_attention_heads, model.hidden_size, model.mla
+    query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    up = kv_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    out = heads * mla.v_head_dim * hidden + (hidden if model.attention_output_bias else 0)
+    down = hidden * (kv_rank + mla.qk_rope_head_dim)
+    norms = norm_parameters(model, kv_rank)
+    if mla.q_lora_rank is None:
+        return hidden * query + up + out + sinks, down, norms
+    norms += norm_parameters(model, mla.q_lora_rank)
+    return mla.q_lora_rank * query + up + out + sinks, down + hidden * mla.q_lora_rank, norms

@@ -1,0 +1,51 @@
+"""The layers of a decoder, one by one: which have experts, which see a window only, which predict further ahead.
+
+Everything that counts by layer (parameters, FLOPs, memory, stages) starts from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megalaunch.config.schema.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer; `window` is the tokens that a query sees (None: all), `mtp` marks a depth after the decoder."""
+
+    index: int
+    experts: bool
+    window: int | None
+    mtp: bool
+
+
+@lru_cache(maxsize=64)
+def layers_of(model: ModelSpec) -> tuple[Layer, ...]:
+    """The decoder's layers in order, then one for each depth of multi-token prediction.
+
+    Such a depth is built like the last decoder layer (DeepSeek-V3 report, section 2.2), and follows it in `index`.
+    """
+    decoder = tuple(
+        Layer(index, has_experts(model, index), _window(model, index), mtp=False) for index in range(model.num_layers)
+    )
+    last = decoder[-1]
+    depths = range(model.num_layers, model.num_layers + model.mtp.num_layers)
+    return decoder + tuple(Layer(index, last.experts, last.window, mtp=True) for index in depths)
+
+
+def has_experts(model: ModelSpec, index: int) -> bool:
+    """Layer `dense_layers` and every n-th after it, as Megatron's moe_layer_freq counts them."""
+    moe = model.moe
+    if moe.num_experts is None or index < moe.dense_layers:
+        return False
+    return (index - moe.dense_layers) % moe.every == 0
+
+
+def _window(model: ModelSpec, index: int) -> int | None:
+    """With full_attention_every n the layers n-1, 2n-1, ... see all tokens, as GPT-OSS alternates them."""
+    every = model.full_attention_every
+    if every is not None and (index + 1) % every == 0:
+        return None
+    return model.sliding_window
