@@ -1,8 +1,47 @@
-"""Batch math: how one step's samples are divided over ranks and microbatches."""
+"""Batch math: how many samples each step has, and how they are divided over ranks and microbatches."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
 from megalaunch.config.schema import RunSpec
+
+_SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_ENTRY = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)([KMBT]?):(\d{1,18})", re.IGNORECASE)
+
+
+class RampError(ValueError):
+    """The text is no ramp; the message says which entry is wrong and why."""
+
+
+@dataclass(frozen=True)
+class RampStage:
+    """From `tokens` trained tokens on, a step has `samples` samples."""
+
+    tokens: int
+    samples: int
+
+
+def parse_ramp(text: str) -> tuple[RampStage, ...]:
+    """`0:512 2B:1024` as stages, as they are written (order is a rule's business); raises RampError.
+
+    A threshold is a number of tokens with K, M, B or T for thousands, millions, billions or trillions.
+    """
+    words = text.split()
+    if not words:
+        raise RampError("is empty: write TOKENS:SAMPLES from 0 on, as in '0:512 2B:1024'")
+    return tuple(_stage(word) for word in words)
+
+
+def ramp_of(spec: RunSpec) -> tuple[RampStage, ...]:
+    """The stages of a run's batch: one without a ramp; raises RampError when the ramp cannot be read."""
+    if spec.batch.ramp is None:
+        return (RampStage(0, spec.batch.global_batch_size),)
+    return _parsed(spec.batch.ramp)
 
 
 def own_share(global_batch_size: int, dp: int) -> int | None:
@@ -11,11 +50,88 @@ def own_share(global_batch_size: int, dp: int) -> int | None:
     return None if rest else share
 
 
+def smallest_unit(spec: RunSpec) -> int:
+    """The most samples that divide the batch of every step: global_batch_size, or what all of a ramp's have in common.
+
+    A ramp that cannot be read counts as none; a rule reports it.
+    """
+    return math.gcd(spec.batch.global_batch_size, *(stage.samples for stage in _stages(spec)))
+
+
+def batch_at(spec: RunSpec, consumed: int) -> int:
+    """Samples of the step that starts after `consumed` samples, as Megatron-LM's step schedule counts.
+
+    A stage holds from the first step that starts at or after its threshold; raises RampError.
+    """
+    samples = 0
+    for stage in ramp_of(spec):
+        if samples == 0 or stage.tokens // spec.batch.sequence_length <= consumed:
+            samples = stage.samples
+    return samples
+
+
+def samples_after(spec: RunSpec, steps: int) -> int:
+    """Samples of the first `steps` steps, in closed form for each stage of a ramp.
+
+    A ramp that cannot be read counts as none; a rule reports it.
+    """
+    consumed = 0
+    for stage_steps, samples in _steps_of_stages(spec, steps):
+        consumed += stage_steps * samples
+    return consumed
+
+
+def steps_of_stages(spec: RunSpec) -> tuple[int, ...]:
+    """Steps of the run in each stage of its ramp (0: it is never used); raises RampError."""
+    ramp_of(spec)
+    return tuple(steps for steps, _ in _steps_of_stages(spec, spec.train.steps))
+
+
 def tokens_per_step(spec: RunSpec) -> int:
-    """Tokens of one optimizer step, over all devices."""
+    """Tokens of one optimizer step over all devices, of the last batch size where there is a ramp."""
     return spec.batch.global_batch_size * spec.batch.sequence_length
 
 
 def samples_requested(spec: RunSpec) -> int:
-    """Training samples of the whole run: train.steps * batch.global_batch_size."""
-    return spec.train.steps * spec.batch.global_batch_size
+    """Training samples of the whole run: train.steps * batch.global_batch_size, less while a ramp lasts."""
+    return samples_after(spec, spec.train.steps)
+
+
+def tokens_requested(spec: RunSpec) -> int:
+    """Tokens of the whole run."""
+    return samples_requested(spec) * spec.batch.sequence_length
+
+
+def _stage(word: str) -> RampStage:
+    match = _ENTRY.fullmatch(word)
+    if match is None:
+        raise RampError(f"{word[:40]!r} is not TOKENS:SAMPLES (as in '0:512' or '2.5B:1024')")
+    number, suffix, samples = match.groups()
+    if int(samples) == 0:
+        raise RampError(f"{word!r} is a batch of no samples")
+    whole, _, part = number.partition(".")
+    scale = _SCALES[suffix.upper()]  # in whole numbers: a float would round thresholds
+    tokens, rest = divmod(int(whole + part) * scale, 10 ** len(part))
+    if rest:
+        raise RampError(f"{word!r} is no whole number of tokens")
+    return RampStage(tokens, int(samples))
+
+
+_parsed = lru_cache(maxsize=256)(parse_ramp)
+
+
+def _stages(spec: RunSpec) -> tuple[RampStage, ...]:
+    try:
+        return ramp_of(spec)
+    except RampError:
+        return (RampStage(0, spec.batch.global_batch_size),)
+
+
+def _steps_of_stages(spec: RunSpec, steps: int) -> Iterator[tuple[int, int]]:
+    """(steps, samples a step) of each stage, within `steps` steps."""
+    stages, consumed, left = _stages(spec), 0, steps
+    ends: list[int | None] = [stage.tokens // spec.batch.sequence_length for stage in stages[1:]]
+    for stage, end in zip(stages, [*ends, None], strict=True):
+        taken = left if end is None else min(left, max(0, -(-(end - consumed) // stage.samples)))
+        consumed, left = consumed + taken * stage.samples, left - taken
+        yield taken, stage.samples

@@ -8,22 +8,12 @@ from typing import Any, Protocol
 from megalaunch.config.schema import RunSpec, SpecError, with_values
 from megalaunch.plan import rules as _all_rules  # noqa: F401  (registers them)
 from megalaunch.plan.findings import Finding, in_order
-from megalaunch.plan.resolve import derive
+from megalaunch.plan.resolve import OPEN_VALUES, derive
 from megalaunch.plan.rules.registry import RULES, Broken, Fix, Purpose, Situation
 from megalaunch.platform.facts import CHIPS
 
 MAX_FIXES = 3
 _PROOFS = 12  # candidates tried for one finding
-
-_DERIVABLE: Mapping[str, Any] = {
-    "model.num_query_groups": None,
-    "model.head_dim": None,
-    "model.vocab_size": None,
-    "parallel.dp": None,
-    "batch.micro_batch_size": None,
-    "schedule.decay_steps": None,
-    "data.num_samples": None,
-}  # what `derive` fills in, with its open value
 
 _Key = tuple[str, str]  # rule and path: which finding it is
 
@@ -99,7 +89,7 @@ def _works(fix: Fix, key: _Key, spec: RunSpec, purpose: Purpose, errors: set[_Ke
 
 def _reopened(spec: RunSpec, origins: Mapping[str, HasOrigin] | None) -> RunSpec:
     """The spec with its derived values open again, so that a fix moves them too."""
-    candidates = dict(_DERIVABLE)
+    candidates: dict[str, Any] = dict(OPEN_VALUES)
     chip = CHIPS.get(spec.platform.chip)
     if chip is not None and chip.device == "cpu":
         candidates["cluster.devices_per_node"] = "auto"

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from megalaunch.config.schema import RunSpec, with_values
-from megalaunch.plan.batch import own_share, samples_requested
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.paths import replaced
+from megalaunch.plan.batch import own_share, samples_requested, smallest_unit
 from megalaunch.plan.findings import Finding
+from megalaunch.plan.stages import virtual_stages
 from megalaunch.platform.detect import Machine
 from megalaunch.platform.facts import CHIPS, ChipFacts
+
+OPEN_VALUES: Mapping[str, Any] = MappingProxyType(
+    {
+        "model.num_query_groups": None,
+        "model.head_dim": None,
+        "model.vocab_size": None,
+        "model.embedding_init_std": None,
+        "model.moe.ffn_hidden_size": None,
+        "parallel.etp": None,
+        "parallel.schedule": "auto",
+        "parallel.dp": None,
+        "batch.micro_batch_size": None,
+        "schedule.decay_steps": None,
+        "data.num_samples": None,
+    }
+)
+"""What `derive` fills in wherever a run is planned, with the value that leaves it open."""
 
 _Changes = dict[str, tuple[Any, str]]  # by key: the value, and why
 
@@ -42,7 +63,7 @@ def resolve(spec: RunSpec, machine: Machine, recipe: str | None, stored: RunSpec
 def derive(spec: RunSpec) -> tuple[RunSpec, list[Finding]]:
     """The part of `resolve` that needs no machine: shapes, dp, micro batch and horizons from the spec alone."""
     notes: list[Finding] = []
-    for step in (_model_shape, _devices_of_cpu, _data_parallel, _micro_batch, _horizons):
+    for step in (_model_shape, _experts, _pipeline, _devices_of_cpu, _data_parallel, _micro_batch, _horizons):
         spec = _apply(spec, step(spec), notes)
     return spec, notes
 
@@ -87,7 +108,7 @@ def _apply(spec: RunSpec, changes: _Changes, notes: list[Finding]) -> RunSpec:
         return spec
     for path, (value, why) in changes.items():
         notes.append(Finding("derived", "note", path, f"{value} ({why})", {"value": value}))
-    return with_values(spec, {path: value for path, (value, _) in changes.items()})
+    return replaced(spec, {path: value for path, (value, _) in changes.items()})
 
 
 def _kept(spec: RunSpec, stored: RunSpec) -> _Changes:
@@ -144,12 +165,36 @@ def _model_shape(spec: RunSpec) -> _Changes:
     model, changes = spec.model, _Changes()
     if model.num_query_groups is None:
         changes["model.num_query_groups"] = (model.num_attention_heads, "one key/value head per query head")
-    if model.head_dim is None and model.hidden_size % model.num_attention_heads == 0:
+    if model.head_dim is None and model.mla.kv_lora_rank is not None:
+        width = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
+        changes["model.head_dim"] = (width, "mla.qk_nope_head_dim + mla.qk_rope_head_dim")
+    elif model.head_dim is None and model.hidden_size % model.num_attention_heads == 0:
         width = model.hidden_size // model.num_attention_heads
         changes["model.head_dim"] = (width, "hidden_size / num_attention_heads")
     if model.vocab_size is None and spec.tokenizer.path is None and spec.data.corpus is not None:
         changes["model.vocab_size"] = (spec.tokenizer.vocab_size, "tokenizer.vocab_size")
+    if model.embedding_init_std is None:
+        changes["model.embedding_init_std"] = (model.init_std, "model.init_std")
     return changes
+
+
+def _experts(spec: RunSpec) -> _Changes:
+    moe, changes = spec.model.moe, _Changes()
+    if moe.num_experts is None:
+        return changes
+    if moe.ffn_hidden_size is None:
+        changes["model.moe.ffn_hidden_size"] = (spec.model.ffn_hidden_size, "model.ffn_hidden_size")
+    if spec.parallel.etp is None:
+        changes["parallel.etp"] = (1, "experts are not split")
+    return changes
+
+
+def _pipeline(spec: RunSpec) -> _Changes:
+    if spec.parallel.pp == 1 or spec.parallel.schedule != "auto":
+        return {}
+    if virtual_stages(spec) > 1:
+        return {"parallel.schedule": ("interleaved", "there are virtual stages")}
+    return {"parallel.schedule": ("1f1b", "one stage a pipeline rank")}
 
 
 def _devices_of_cpu(spec: RunSpec) -> _Changes:
@@ -158,14 +203,14 @@ def _devices_of_cpu(spec: RunSpec) -> _Changes:
     if spec.cluster.devices_per_node != "auto" or facts is None or facts.device != "cpu":
         return {}
     p = spec.parallel
-    shards = p.tp * p.pp * p.cp
+    shards = math.lcm(p.tp * p.pp * p.cp * p.replicas, p.pp * p.ep * (p.etp or 1))  # both grids divide
     if p.dp is None:
         workers, why = (
             shards * max(1, spec.cluster.cpu_workers // shards),
             "the layout's need within cluster.cpu_workers",
         )
     else:
-        workers, why = -(-shards * p.dp // spec.cluster.nodes), "tp x pp x cp x dp on a processor"
+        workers, why = -(-p.tp * p.pp * p.cp * p.dp // spec.cluster.nodes), "tp x pp x cp x dp on a processor"
     return {"cluster.devices_per_node": (workers, why)}
 
 
@@ -180,8 +225,9 @@ def _data_parallel(spec: RunSpec) -> _Changes:
 def _micro_batch(spec: RunSpec) -> _Changes:
     if spec.batch.micro_batch_size is not None or spec.parallel.dp is None:
         return {}
-    share = own_share(spec.batch.global_batch_size, spec.parallel.dp)
-    return {} if share is None else {"batch.micro_batch_size": (share, "global_batch_size / dp")}
+    share = own_share(smallest_unit(spec), spec.parallel.dp)
+    why = "global_batch_size / dp" if spec.batch.ramp is None else "the largest share of every batch of the ramp"
+    return {} if share is None else {"batch.micro_batch_size": (share, why)}
 
 
 def _horizons(spec: RunSpec) -> _Changes:
@@ -189,5 +235,8 @@ def _horizons(spec: RunSpec) -> _Changes:
     if spec.schedule.decay_steps is None:
         changes["schedule.decay_steps"] = (spec.train.steps, "train.steps")
     if spec.data.num_samples is None:
-        changes["data.num_samples"] = (samples_requested(spec), "train.steps x global_batch_size")
+        changes["data.num_samples"] = (
+            samples_requested(spec),
+            "train.steps x global_batch_size" if spec.batch.ramp is None else "the batches of train.steps",
+        )
     return changes

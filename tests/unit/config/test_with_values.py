@@ -33,7 +33,7 @@ def test_what_is_replaced_is_typed_and_the_rest_stays(values):
     "values",
     [
         {"parallel.tp": 0},
-        {"parallel.tp": "two", "model.moe.top_k": True},
+        {"model.moe.top_k": True, "parallel.tp": "two"},
         {"model.hiden_size": 3},
         {"train.steps": "???"},
         {"precision.fp8.recipe": "mxfp9"},
