@@ -38,6 +38,7 @@ LIMITS = (
     Limit("model.attention_dropout", (0.0,), "dropout of attention"),
     Limit("model.rope.fraction", (1.0,), "partly rotated heads"),
     Limit("model.rope.scaling", ("none",), "stretched rotary positions"),
+    Limit("model.rope.truncate", (True,), "yarn ramps that end between dimensions"),
     Limit("model.moe.num_experts", (None,), "mixture of experts"),
     Limit("model.mla.kv_lora_rank", (None,), "latent attention"),
     Limit("model.mtp.num_layers", (0,), "multi-token prediction"),

@@ -21,5 +21,6 @@ class RopeSpec:
     high_frequency_factor: float = setting(4.0, "Shortest wave stretched: original / this (llama3).", minimum=0)
     beta_fast: float = setting(32.0, "Turns within the original context above which nothing changes (yarn).", minimum=0)
     beta_slow: float = setting(1.0, "Turns below which all is stretched (yarn).", minimum=0)
+    truncate: bool = setting(True, "The ends of the ramp between both are rounded to whole dimensions (yarn).")
     mscale: float = setting(1.0, "Growth of the attention scale with the factor (yarn).", minimum=0)
     mscale_all_dim: float = setting(0.0, "The same for the softmax scale of latent attention (yarn).", minimum=0)
