@@ -1,9 +1,10 @@
-"""Rules of the layout: how the world, the heads and the widths divide over the axes."""
+"""Rules of the two grids: world = dp x pp x cp x tp for dense layers, edp x pp x ep x etp for routed experts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 from megalaunch.plan.rules.nearby import nearest
 from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
@@ -11,7 +12,7 @@ from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
 
 @rule("parallel.world", "The world divides into copies of the model: world = dp x pp x cp x tp.")
 def world(at: Situation) -> Iterator[Broken]:
-    """The dense grid has no remainder."""
+    """Every device has one place on each axis of the dense grid, so nothing may remain."""
     p, cluster = at.spec.parallel, at.spec.cluster
     if at.world is None or at.world % at.shards == 0:
         return
@@ -22,7 +23,7 @@ def world(at: Situation) -> Iterator[Broken]:
         "cluster.nodes",
         f"the world has {at.world} devices ({cluster.nodes} x {cluster.devices_per_node}); the layout {lacks} ({need})",
         {"world": at.world, "need": at.shards, **degrees},
-        (*_larger_worlds(at), *_smaller_layouts(at)),
+        (*_larger_worlds(at), *_smaller_layouts(at), *_other_layouts(at)),
     )
 
 
@@ -49,6 +50,17 @@ def _smaller_layouts(at: Situation) -> Iterator[Fix]:
         yield from nearest(f"parallel.{axis}", min(degree, world // rest + 1), legal, 1)
 
 
+def _other_layouts(at: Situation) -> Iterator[Fix]:
+    """Pairs of tp and pp, powers of two near the wrong ones, that divide the world together."""
+    p, world = at.spec.parallel, at.world or 0
+    powers = [2**n for n in range(8)]
+    pairs = [
+        (tp, pp) for tp, pp in product(powers, powers) if world % (tp * pp * p.cp) == 0 and tp != p.tp and pp != p.pp
+    ]
+    for tp, pp in sorted(pairs, key=lambda pair: abs(math.log2(pair[0] / p.tp)) + abs(math.log2(pair[1] / p.pp)))[:4]:
+        yield {"parallel.tp": tp, "parallel.pp": pp}
+
+
 @rule("parallel.dp_assertion", "A given dp is the one that the world leaves.")
 def dp_assertion(at: Situation) -> Iterator[Broken]:
     """dp is derived; a dp that is given asserts the result."""
@@ -72,21 +84,35 @@ def dp_assertion(at: Situation) -> Iterator[Broken]:
 
 @rule("parallel.ep_needs_experts", "Expert parallelism divides experts, so the model has some.")
 def ep_needs_experts(at: Situation) -> Iterator[Broken]:
-    """All families so far are dense."""
-    for axis in ("ep", "etp"):
-        degree = getattr(at.spec.parallel, axis)
-        if degree is not None and degree > 1:
+    """In a dense model ep and etp would divide nothing, and their ranks would idle."""
+    p = at.spec.parallel
+    for axis, degree in (("ep", p.ep), ("etp", p.etp or 1)):
+        if degree > 1 and not at.has_experts:
             yield Broken(
                 f"parallel.{axis}",
                 f"{axis} {degree} divides experts, and {at.spec.model.name} has none",
                 {axis: degree},
-                ({f"parallel.{axis}": 1},),
+                ({f"parallel.{axis}": 1}, {"parallel.ep": 1, "parallel.etp": 1}),
             )
+
+
+@rule("parallel.dispatch_needs_experts", "A way of sending tokens to experts is chosen for a model that has experts.")
+def dispatch_needs_experts(at: Situation) -> Iterator[Broken]:
+    """In a dense model the choice has no effect."""
+    dispatch = at.spec.parallel.expert_dispatch
+    if dispatch != "alltoall" and not at.has_experts:
+        yield Broken(
+            "parallel.expert_dispatch",
+            f"expert_dispatch={dispatch} has no effect: {at.spec.model.name} has no experts",
+            {},
+            ({"parallel.expert_dispatch": "alltoall"},),
+            "warning",
+        )
 
 
 @rule("parallel.expert_world", "The world divides over the expert grid: world = edp x pp x ep x etp.")
 def expert_world(at: Situation) -> Iterator[Broken]:
-    """Both grids lie over the same ranks."""
+    """Routed experts lie over the same ranks as dense layers, in a grid of their own."""
     p = at.spec.parallel
     need = p.pp * p.ep * (p.etp or 1)
     if at.world is None or at.world % need == 0 or (p.ep == 1 and (p.etp or 1) == 1):
@@ -105,7 +131,7 @@ def expert_world(at: Situation) -> Iterator[Broken]:
 
 @rule("parallel.replicas_by_dp", "Whole copies of the sharded model fit into dp: dp = replicas x shards.")
 def replicas_by_dp(at: Situation) -> Iterator[Broken]:
-    """HSDP shards within a replica and sums over replicas."""
+    """HSDP shards within a replica and sums over replicas; context-parallel ranks share their replica."""
     replicas, dp = at.spec.parallel.replicas, at.dp
     if dp is not None and dp % replicas:
         yield Broken(
@@ -113,6 +139,22 @@ def replicas_by_dp(at: Situation) -> Iterator[Broken]:
             f"dp {dp} does not divide into {replicas} replicas",
             {"dp": dp, "replicas": replicas},
             (*nearest("parallel.replicas", replicas, lambda n: dp % n == 0),),
+        )
+
+
+@rule("parallel.replicas_by_expert_dp", "Whole copies of the experts fit into expert dp, too.")
+def replicas_by_expert_dp(at: Situation) -> Iterator[Broken]:
+    """The optimizer's shards are made of both grids with the same number of replicas."""
+    replicas, edp = at.spec.parallel.replicas, at.edp
+    if at.has_experts and edp is not None and at.dp is not None and at.dp % replicas == 0 and edp % replicas:
+        yield Broken(
+            "parallel.replicas",
+            f"expert dp {edp} does not divide into {replicas} replicas",
+            {"expert_dp": edp, "replicas": replicas},
+            (
+                *nearest("parallel.replicas", replicas, lambda n: edp % n == 0, 2),
+                *nearest("parallel.ep", at.spec.parallel.ep, lambda n: n < at.spec.parallel.ep),
+            ),
         )
 
 
@@ -129,65 +171,46 @@ def replicas_need_sharding(at: Situation) -> Iterator[Broken]:
         )
 
 
-@rule("parallel.heads_by_tp", "Every tensor-parallel rank holds whole query heads.")
-def heads_by_tp(at: Situation) -> Iterator[Broken]:
-    """Attention is divided by head."""
-    yield from _by_tp(at, "heads", "model.num_attention_heads", at.spec.model.num_attention_heads)
+@rule("parallel.replicas_leave_shards", "A replica has more than one data-parallel rank to shard over.")
+def replicas_leave_shards(at: Situation) -> Iterator[Broken]:
+    """With as many replicas as ranks every rank holds a whole copy, and data_sharding saves no memory."""
+    p = at.spec.parallel
+    if p.replicas > 1 and p.data_sharding != "no_shard" and p.cp == 1 and at.dp == p.replicas:
+        yield Broken(
+            "parallel.replicas",
+            f"replicas {p.replicas} is all of dp {at.dp}: data_sharding={p.data_sharding} divides nothing",
+            {"replicas": p.replicas, "dp": at.dp},
+            ({"parallel.replicas": 1}, {"parallel.replicas": 1, "parallel.data_sharding": "no_shard"}),
+            "warning",
+        )
 
 
-@rule("parallel.ffn_by_tp", "The feed-forward width divides over tensor-parallel ranks.")
-def ffn_by_tp(at: Situation) -> Iterator[Broken]:
-    """Its columns are divided, then its rows."""
-    yield from _by_tp(at, "ffn_hidden_size", "model.ffn_hidden_size", at.spec.model.ffn_hidden_size)
-
-
-@rule("parallel.vocab_by_tp", "The vocabulary divides over tensor-parallel ranks.")
-def vocab_by_tp(at: Situation) -> Iterator[Broken]:
-    """Embedding and head are divided by row."""
-    vocab, tp = at.spec.model.vocab_size, at.spec.parallel.tp
-    if vocab is not None and vocab % tp:
-        derived = vocab == at.spec.tokenizer.vocab_size and at.spec.tokenizer.path is None
-        key = "tokenizer.vocab_size" if derived and at.spec.data.corpus else "model.vocab_size"
+@rule("parallel.tp_within_machine", "A tensor-parallel group lies within one machine.")
+def tp_within_machine(at: Situation) -> Iterator[Broken]:
+    """Its exchanges stand before and behind every matmul, and between machines they are ten times slower."""
+    tp, per_node = at.spec.parallel.tp, at.spec.cluster.devices_per_node
+    if not isinstance(per_node, int) or at.spec.cluster.nodes == 1 or tp == 1 or per_node % tp == 0:
+        return
+    if at.world is not None and at.world % at.shards == 0:
         yield Broken(
             "parallel.tp",
-            f"a vocabulary of {vocab} does not divide by tp {tp}",
-            {"vocab_size": vocab, "tp": tp},
-            ({key: -(-vocab // tp) * tp}, *_legal_tp(at)),
+            f"tp {tp} does not divide {per_node} devices of a machine: some groups reach over the network",
+            {"tp": tp, "devices_per_node": per_node},
+            (*nearest("parallel.tp", tp, lambda n: per_node % n == 0),),
+            "warning",
         )
 
 
-@rule("parallel.groups_by_tp", "Key/value heads divide over tp, or tp divides over them.")
-def groups_by_tp(at: Situation) -> Iterator[Broken]:
-    """With more ranks than key/value heads each head is held by several ranks."""
-    groups, tp = at.spec.model.num_query_groups, at.spec.parallel.tp
-    if groups is not None and groups % tp and tp % groups:
+@rule("parallel.gathers_by_microbatch", "Parameters are not gathered anew for every microbatch of a pipeline.")
+def gathers_by_microbatch(at: Situation) -> Iterator[Broken]:
+    """optim_grads_params frees parameters behind each use, and a pipeline uses them once a microbatch and direction."""
+    p = at.spec.parallel
+    if p.data_sharding == "optim_grads_params" and p.pp > 1 and (at.dp or 1) * p.cp > 1 and (at.microbatches or 1) > 1:
         yield Broken(
-            "parallel.tp",
-            f"{groups} key/value heads and tp {tp}: neither divides the other",
-            {"num_query_groups": groups, "tp": tp},
-            (*_legal_tp(at),),
+            "parallel.data_sharding",
+            f"optim_grads_params in a pipeline of pp {p.pp} gathers every parameter "
+            f"for each of {at.microbatches} microbatches",
+            {"pp": p.pp, "microbatches": at.microbatches},
+            ({"parallel.data_sharding": "optim"}, {"parallel.data_sharding": "optim_grads"}),
+            "warning",
         )
-
-
-def _by_tp(at: Situation, name: str, key: str, width: int) -> Iterator[Broken]:
-    tp = at.spec.parallel.tp
-    if width % tp:
-        numbers = {key.partition(".")[2]: width, "tp": tp}
-        yield Broken("parallel.tp", f"{name} {width} does not divide by tp {tp}", numbers, (*_legal_tp(at),))
-
-
-def _legal_tp(at: Situation) -> Iterator[Fix]:
-    """Degrees that suit every width of the model and the world, the nearest first."""
-    model, p = at.spec.model, at.spec.parallel
-    rest = at.shards // p.tp
-
-    def legal(tp: int) -> bool:
-        groups = model.num_query_groups or model.num_attention_heads
-        widths = (model.num_attention_heads, model.ffn_hidden_size, model.vocab_size or 0)
-        return (
-            all(width % tp == 0 for width in widths)
-            and (groups % tp == 0 or tp % groups == 0)
-            and (at.world is None or at.world % rest != 0 or at.world % (rest * tp) == 0)
-        )
-
-    return nearest("parallel.tp", p.tp, legal)

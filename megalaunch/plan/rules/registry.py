@@ -1,16 +1,20 @@
 """How a rule is written: a small function of a `Situation` that yields what is broken, under an id.
 
-A rule offers fixes freely; the checker shows only those that it has proven to work.
+A rule offers fixes freely; the checker shows only those that it has proven to work. The function's docstring says
+why the rule holds: the reference page of the rules prints it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.plan.findings import Severity
+from megalaunch.plan.stage_faults import Division, StageFault, stage_faults
+from megalaunch.plan.stages import virtual_stages
 
 Purpose = Literal["validate", "train"]
 Fix = Mapping[str, Any]
@@ -24,23 +28,62 @@ class Situation:
     spec: RunSpec
     purpose: Purpose = "validate"
 
-    @property
+    @cached_property
     def world(self) -> int | None:
         """Devices in all; None while devices_per_node is open."""
         per_node = self.spec.cluster.devices_per_node
         return self.spec.cluster.nodes * per_node if isinstance(per_node, int) else None
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Devices that hold one copy of the model: tp * pp * cp."""
         p = self.spec.parallel
         return p.tp * p.pp * p.cp
 
-    @property
+    @cached_property
     def dp(self) -> int | None:
         """The data-parallel degree where it is sure: given and equal to what the world leaves."""
         dp = self.spec.parallel.dp
         return dp if dp is not None and dp * self.shards == self.world else None
+
+    @cached_property
+    def edp(self) -> int | None:
+        """The data-parallel degree of routed experts, where the expert grid divides the world."""
+        p = self.spec.parallel
+        if self.world is None:
+            return None
+        edp, rest = divmod(self.world, p.pp * p.ep * (p.etp or 1))
+        return edp if edp and not rest else None
+
+    @cached_property
+    def chunks(self) -> int:
+        """Virtual stages of one pipeline rank (1: none), as given or as the stage layout says."""
+        return virtual_stages(self.spec)
+
+    @cached_property
+    def microbatches(self) -> int | None:
+        """Microbatches of one rank and step at the full batch, where they are a whole number."""
+        batch = self.spec.batch
+        if self.dp is None or batch.micro_batch_size is None:
+            return None
+        count, rest = divmod(batch.global_batch_size, batch.micro_batch_size * self.dp)
+        return None if rest else count
+
+    @cached_property
+    def stage_faults(self) -> tuple[StageFault, ...]:
+        """All that is wrong with how layers are divided over stages; empty: `stages_of` gives them."""
+        return stage_faults(Division.of(self.spec))
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """True for a mixture of experts."""
+        return self.spec.model.moe.num_experts is not None
+
+    @cached_property
+    def has_dense_layers(self) -> bool:
+        """True when some layer has a dense feed-forward block."""
+        moe = self.spec.model.moe
+        return moe.num_experts is None or moe.dense_layers > 0 or moe.every > 1
 
     @property
     def before_launch(self) -> Severity:
@@ -69,6 +112,21 @@ class Rule:
     id: str
     sentence: str
     check: Check
+
+    @property
+    def domain(self) -> str:
+        """The part of the id before the dot."""
+        return self.id.partition(".")[0]
+
+    @property
+    def why(self) -> str:
+        """Why it must hold: the function's docstring, on one line."""
+        return " ".join((self.check.__doc__ or "").split())
+
+    @property
+    def anchor(self) -> str:
+        """Its heading's anchor in docs/reference/rules.md."""
+        return self.id.replace(".", "-")
 
 
 RULES: dict[str, Rule] = {}

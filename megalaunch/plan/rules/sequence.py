@@ -8,19 +8,6 @@ from megalaunch.plan.rules.nearby import multiples, nearest
 from megalaunch.plan.rules.registry import Broken, Situation, rule
 
 
-@rule("parallel.sp_needs_tp", "Sequence parallelism lives between tensor-parallel regions, so tp is above 1.")
-def sp_needs_tp(at: Situation) -> Iterator[Broken]:
-    """With tp 1 there is no one to share a sequence with."""
-    p = at.spec.parallel
-    if p.sequence_parallel and p.tp == 1:
-        yield Broken(
-            "parallel.sequence_parallel",
-            "sequence_parallel shares a sequence among tensor-parallel ranks, and tp is 1",
-            {"tp": 1},
-            ({"parallel.sequence_parallel": False},),
-        )
-
-
 @rule("parallel.sequence_by_cp", "A sequence divides into 2 x cp chunks, two for each context-parallel rank.")
 def sequence_by_cp(at: Situation) -> Iterator[Broken]:
     """A causal mask is balanced by giving each rank one early and one late chunk."""

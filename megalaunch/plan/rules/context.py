@@ -1,0 +1,192 @@
+"""Rules of how context-parallel ranks see each other's keys: exchange, hierarchy, groups by length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megalaunch.plan.rules.nearby import nearest
+from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
+
+
+def _exchanges(at: Situation) -> tuple[str, ...]:
+    """The kinds of exchange that are asked for, each once."""
+    exchange = at.spec.parallel.cp_exchange
+    return (exchange,) if isinstance(exchange, str) else tuple(dict.fromkeys(exchange))
+
+
+@rule("parallel.cp_exchange_by_layer", "A list of exchanges has one entry for each decoder layer.")
+def cp_exchange_by_layer(at: Situation) -> Iterator[Broken]:
+    """Each layer looks its own entry up."""
+    exchange, layers = at.spec.parallel.cp_exchange, at.spec.model.num_layers
+    if not isinstance(exchange, str) and len(exchange) != layers:
+        yield Broken(
+            "parallel.cp_exchange",
+            f"cp_exchange lists {len(exchange)} layers, and the model has {layers}",
+            {"entries": len(exchange), "num_layers": layers},
+            tuple({"parallel.cp_exchange": kind} for kind in (*_exchanges(at), "p2p")),
+        )
+
+
+@rule("parallel.cp_exchange_needs_cp", "A way of exchanging keys is chosen where there are ranks to exchange with.")
+def cp_exchange_needs_cp(at: Situation) -> Iterator[Broken]:
+    """With cp 1 every rank has all keys, and the choice has no effect."""
+    p = at.spec.parallel
+    if p.cp == 1 and _exchanges(at) not in (("p2p",), ()):
+        yield Broken(
+            "parallel.cp_exchange",
+            f"cp_exchange={'+'.join(_exchanges(at))} has no effect: cp is 1",
+            {"cp": 1},
+            ({"parallel.cp_exchange": "p2p"}, {"parallel.cp_exchange": "p2p", "parallel.cp_hierarchy": ()}),
+            "warning",
+        )
+
+
+@rule("parallel.cp_hierarchy_missing", "An exchange on two levels (a2a+p2p) says how large each is.")
+def cp_hierarchy_missing(at: Situation) -> Iterator[Broken]:
+    """Heads are exchanged within the inner groups (a2a), keys go around between them (p2p)."""
+    p = at.spec.parallel
+    if p.cp > 1 and "a2a+p2p" in _exchanges(at) and len(p.cp_hierarchy) != 2:
+        said = f"cp_hierarchy has {len(p.cp_hierarchy)}" if p.cp_hierarchy else "cp_hierarchy has none"
+        yield Broken(
+            "parallel.cp_hierarchy",
+            f"a2a+p2p needs two sizes whose product is cp {p.cp}, a2a inside and p2p outside; {said}",
+            {"cp": p.cp, "sizes": len(p.cp_hierarchy)},
+            (
+                *({"parallel.cp_hierarchy": pair} for pair in _pairs(p.cp)),
+                {"parallel.cp_exchange": "p2p", "parallel.cp_hierarchy": ()},
+            ),
+        )
+
+
+@rule("parallel.cp_hierarchy_by_cp", "The sizes of a context-parallel hierarchy multiply to cp.")
+def cp_hierarchy_by_cp(at: Situation) -> Iterator[Broken]:
+    """Every rank has one place on each level."""
+    p = at.spec.parallel
+    whole = math.prod(p.cp_hierarchy)
+    if p.cp_hierarchy and whole != p.cp:
+        fixes: list[Fix] = [{"parallel.cp_hierarchy": pair} for pair in _pairs(p.cp)]
+        fixes += [{"parallel.cp": whole}, {"parallel.cp_hierarchy": ()}]
+        yield Broken(
+            "parallel.cp_hierarchy",
+            f"cp_hierarchy {' x '.join(map(str, p.cp_hierarchy))} = {whole} is not cp {p.cp}",
+            {"cp_hierarchy": list(p.cp_hierarchy), "product": whole, "cp": p.cp},
+            tuple(fixes),
+        )
+
+
+@rule("parallel.cp_hierarchy_unused", "A hierarchy is given for an exchange that has levels.")
+def cp_hierarchy_unused(at: Situation) -> Iterator[Broken]:
+    """Only a2a+p2p reads it."""
+    p = at.spec.parallel
+    if p.cp_hierarchy and "a2a+p2p" not in _exchanges(at):
+        yield Broken(
+            "parallel.cp_hierarchy",
+            f"cp_hierarchy has no effect: cp_exchange is {' and '.join(_exchanges(at)) or 'an empty list'}",
+            {"cp_hierarchy": list(p.cp_hierarchy)},
+            ({"parallel.cp_hierarchy": ()}, {"parallel.cp_exchange": "a2a+p2p"}),
+            "warning",
+        )
+
+
+def _pairs(cp: int) -> Iterator[tuple[int, int]]:
+    """Two sizes above 1 that multiply to cp, small inner ones first."""
+    for inner in range(2, min(cp, 65)):
+        if cp % inner == 0:
+            yield inner, cp // inner
+
+
+@rule("parallel.heads_by_cp", "An exchange of heads (a2a) gives every context-parallel rank whole heads.")
+def heads_by_cp(at: Situation) -> Iterator[Broken]:
+    """Ulysses attention trades a part of the sequence of all heads for all of the sequence of some heads."""
+    p, heads, size = at.spec.parallel, at.spec.model.num_attention_heads, _a2a_size(at)
+    if size > 1 and heads % p.tp == 0 and (heads // p.tp) % size:
+        yield Broken(
+            "parallel.cp_exchange",
+            f"{heads // p.tp} heads of a rank ({heads} / tp {p.tp}) do not divide by the a2a size {size}",
+            {"num_attention_heads": heads, "tp": p.tp, "size": size},
+            (*_other_exchange(at), *nearest("parallel.cp", p.cp, lambda n: (heads // p.tp) % n == 0)),
+        )
+
+
+@rule("parallel.groups_by_cp", "Key/value heads of a rank divide over an a2a exchange, or it over them.")
+def groups_by_cp(at: Situation) -> Iterator[Broken]:
+    """Key/value heads are exchanged like query heads; fewer of them than ranks are repeated, equally often."""
+    model, p, size = at.spec.model, at.spec.parallel, _a2a_size(at)
+    groups = model.num_query_groups
+    if groups is None or model.mla.kv_lora_rank is not None or size == 1 or (groups % p.tp and p.tp % groups):
+        return
+    own = max(1, groups // p.tp)
+    if own % size and size % own:
+        yield Broken(
+            "parallel.cp_exchange",
+            f"{own} key/value heads of a rank ({groups} / tp {p.tp}) and the a2a size {size}: "
+            "neither divides the other",
+            {"num_query_groups": groups, "tp": p.tp, "size": size},
+            (*_other_exchange(at), *nearest("parallel.cp", p.cp, lambda n: own % n == 0 or n % own == 0)),
+        )
+
+
+def _a2a_size(at: Situation) -> int:
+    """Ranks that exchange heads with each other."""
+    p, kinds = at.spec.parallel, _exchanges(at)
+    inner = p.cp_hierarchy[0] if len(p.cp_hierarchy) == 2 and math.prod(p.cp_hierarchy) == p.cp else 1
+    return max(p.cp if "a2a" in kinds else 1, inner if "a2a+p2p" in kinds else 1)
+
+
+def _other_exchange(at: Situation) -> Iterator[Fix]:
+    yield (
+        {"parallel.cp_exchange": "p2p", "parallel.cp_hierarchy": ()}
+        if at.spec.parallel.cp_hierarchy
+        else {"parallel.cp_exchange": "p2p"}
+    )
+    yield {"parallel.cp_exchange": "allgather"}
+    if at.spec.parallel.cp_exchange == "a2a":
+        for pair in _pairs(at.spec.parallel.cp):
+            yield {"parallel.cp_exchange": "a2a+p2p", "parallel.cp_hierarchy": pair}
+
+
+@rule("parallel.dynamic_cp_stages", "Context-parallel groups by length are made without a pipeline.")
+def dynamic_cp_stages(at: Situation) -> Iterator[Broken]:
+    """Microbatches of different groups would meet in one stage."""
+    p = at.spec.parallel
+    if p.cp_dynamic and p.pp > 1:
+        yield _dynamic(at, f"cp_dynamic needs one pipeline stage, and pp is {p.pp}", {"pp": p.pp}, {"parallel.pp": 1})
+
+
+@rule("parallel.dynamic_cp_groups", "Context-parallel groups by length halve a power of two of ranks.")
+def dynamic_cp_groups(at: Situation) -> Iterator[Broken]:
+    """Groups of 1, 2, 4, ... ranks are cut from dp x cp."""
+    p, dp = at.spec.parallel, at.dp
+    if p.cp_dynamic and dp is not None and (dp * p.cp) & (dp * p.cp - 1):
+        ranks = dp * p.cp
+        message = f"cp_dynamic cuts groups of 1, 2, 4, ... from dp {dp} x cp {p.cp} = {ranks}, which is no power of two"
+        yield _dynamic(at, message, {"dp": dp, "cp": p.cp, "ranks": ranks})
+
+
+@rule("parallel.dynamic_cp_latent", "Context-parallel groups by length are made for ordinary attention.")
+def dynamic_cp_latent(at: Situation) -> Iterator[Broken]:
+    """Latent attention gathers its latent over one fixed group."""
+    if at.spec.parallel.cp_dynamic and at.spec.model.mla.kv_lora_rank is not None:
+        yield _dynamic(at, f"cp_dynamic does not go with the latent attention of {at.spec.model.name}", {})
+
+
+@rule("parallel.dynamic_cp_documents", "Context-parallel groups by length are made for packed documents.")
+def dynamic_cp_documents(at: Situation) -> Iterator[Broken]:
+    """A sample whose attention crosses documents has one length, and one group."""
+    if at.spec.parallel.cp_dynamic and not at.spec.data.reset_attention:
+        message = "cp_dynamic sorts documents by length, and data.reset_attention is off: samples are of one length"
+        yield _dynamic(at, message, {}, {"data.reset_attention": True})
+
+
+@rule("parallel.dynamic_cp_exchange", "Context-parallel groups by length pass keys around (p2p).")
+def dynamic_cp_exchange(at: Situation) -> Iterator[Broken]:
+    """The number of heads cannot divide over groups of every size, and a hierarchy has one size."""
+    others = [kind for kind in _exchanges(at) if kind != "p2p"]
+    if at.spec.parallel.cp_dynamic and others:
+        message = f"cp_dynamic changes the size of groups, which cp_exchange={'+'.join(others)} cannot"
+        yield _dynamic(at, message, {}, {"parallel.cp_exchange": "p2p", "parallel.cp_hierarchy": ()})
+
+
+def _dynamic(at: Situation, message: str, numbers: dict[str, int], *fixes: Fix) -> Broken:
+    return Broken("parallel.cp_dynamic", message, numbers, (*fixes, {"parallel.cp_dynamic": False}))

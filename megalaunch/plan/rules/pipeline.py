@@ -1,0 +1,221 @@
+"""Rules of the order in which microbatches pass a pipeline: schedules, groups, overlap, bubble."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalaunch.plan.rules.nearby import multiples, nearest
+from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
+from megalaunch.plan.stage_faults import V_SCHEDULES
+
+_ONE_CHUNK = ("gpipe", "1f1b")
+
+
+@rule("parallel.schedule_needs_pp", "An order of microbatches is chosen for a pipeline.")
+def schedule_needs_pp(at: Situation) -> Iterator[Broken]:
+    """With pp 1 microbatches follow each other, and the choice has no effect."""
+    p = at.spec.parallel
+    if p.pp == 1 and p.schedule != "auto":
+        yield Broken(
+            "parallel.schedule",
+            f"schedule={p.schedule} has no effect: pp is 1",
+            {"pp": 1},
+            ({"parallel.schedule": "auto"},),
+            "warning",
+        )
+
+
+@rule("parallel.interleaved_needs_vpp", "The interleaved schedule has virtual stages to interleave.")
+def interleaved_needs_vpp(at: Situation) -> Iterator[Broken]:
+    """With one stage a rank it would be 1f1b."""
+    p = at.spec.parallel
+    if p.schedule == "interleaved" and p.pp > 1 and at.chunks == 1:
+        yield Broken(
+            "parallel.schedule",
+            "schedule=interleaved needs more than one stage a rank, and vpp is 1",
+            {"vpp": 1},
+            ({"parallel.schedule": "1f1b"}, {"parallel.vpp": 2}, {"parallel.schedule": "auto"}),
+        )
+
+
+@rule("parallel.one_stage_schedule", "The schedules gpipe and 1f1b have one stage a rank.")
+def one_stage_schedule(at: Situation) -> Iterator[Broken]:
+    """They pass a microbatch through every rank once."""
+    p = at.spec.parallel
+    if p.schedule in _ONE_CHUNK and p.pp > 1 and at.chunks > 1:
+        yield Broken(
+            "parallel.schedule",
+            f"schedule={p.schedule} has one stage a rank, and this division has {at.chunks}",
+            {"vpp": at.chunks},
+            ({"parallel.schedule": "interleaved"}, {"parallel.vpp": None}),
+        )
+
+
+@rule("parallel.v_schedule", "The schedules zbv and dualpipev have exactly two stages a rank.")
+def v_schedule(at: Situation) -> Iterator[Broken]:
+    """A microbatch goes down the ranks through the first stages, and back up through the second."""
+    p = at.spec.parallel
+    if p.schedule in V_SCHEDULES and p.pp > 1 and at.chunks != 2:
+        yield Broken(
+            "parallel.vpp",
+            f"schedule={p.schedule} needs exactly two stages a rank, and there "
+            f"{'is 1' if at.chunks == 1 else f'are {at.chunks}'}",
+            {"vpp": at.chunks},
+            ({"parallel.vpp": 2}, {"parallel.schedule": "auto"}),
+        )
+
+
+@rule("parallel.enough_microbatches", "There are at least as many microbatches as stages for 1f1b and dualpipev.")
+def enough_microbatches(at: Situation) -> Iterator[Broken]:
+    """Their warm-up fills every stage once before anything goes back."""
+    p, count = at.spec.parallel, at.microbatches
+    stages = p.pp * at.chunks
+    if p.pp > 1 and count is not None and p.schedule in ("1f1b", "dualpipev") and count < stages:
+        yield Broken(
+            "batch.global_batch_size",
+            f"{count} microbatches of a rank and step are fewer than {stages} stages, which {p.schedule} needs",
+            {"microbatches": count, "stages": stages},
+            (*_more_microbatches(at, stages), {"parallel.schedule": "gpipe"}),
+        )
+
+
+@rule("parallel.full_pipeline", "A pipeline is full for some of the time: microbatches are no fewer than pp.")
+def full_pipeline(at: Situation) -> Iterator[Broken]:
+    """Otherwise some rank idles at every moment."""
+    p, count = at.spec.parallel, at.microbatches
+    needed = p.schedule in ("1f1b", "dualpipev", "interleaved")  # these refuse it
+    if p.pp > 1 and count is not None and count < p.pp and not needed:
+        yield Broken(
+            "batch.global_batch_size",
+            f"{count} microbatches never fill a pipeline of pp {p.pp}",
+            {"microbatches": count, "pp": p.pp},
+            (*_more_microbatches(at, p.pp),),
+            "warning",
+        )
+
+
+def _more_microbatches(at: Situation, count: int) -> Iterator[Fix]:
+    """Smaller microbatches first, then a larger batch."""
+    batch, dp = at.spec.batch, at.dp
+    micro = batch.micro_batch_size
+    if dp is None or micro is None:
+        return
+    share = batch.global_batch_size // dp
+    yield from nearest(
+        "batch.micro_batch_size", micro, lambda n: n < micro and share % n == 0 and share // n >= count, 1
+    )
+    yield {"batch.global_batch_size": count * micro * dp}
+    yield from nearest("parallel.pp", at.spec.parallel.pp, lambda n: n < at.spec.parallel.pp, 3)
+
+
+@rule("parallel.vpp_microbatches", "Interleaved stages take microbatches in whole groups of pp.")
+def vpp_microbatches(at: Situation) -> Iterator[Broken]:
+    """Each rank runs pp microbatches of one chunk before those of the next chunk."""
+    p, count = at.spec.parallel, at.microbatches
+    if not _interleaved(at) or p.microbatch_group is not None or count is None or count % p.pp == 0:
+        return
+    yield Broken(
+        "batch.global_batch_size",
+        f"{count} microbatches do not divide into groups of pp {p.pp}, which vpp {at.chunks} needs",
+        {"microbatches": count, "pp": p.pp, "vpp": at.chunks},
+        (*_whole_groups(at, p.pp), {"parallel.vpp": None}),
+    )
+
+
+@rule("parallel.microbatch_group_bounds", "A group of microbatches is no smaller than pp and no larger than the step.")
+def microbatch_group_bounds(at: Situation) -> Iterator[Broken]:
+    """A smaller group would wait for its own first microbatch; a larger one would never be whole."""
+    p, count = at.spec.parallel, at.microbatches
+    group = p.microbatch_group
+    if group is None or not _interleaved(at) or (group >= p.pp and (count is None or group <= count)):
+        return
+    upper = f" and at most {count} microbatches" if count is not None else ""
+    yield Broken(
+        "parallel.microbatch_group",
+        f"microbatch_group {group} must be at least pp {p.pp}{upper}",
+        {"microbatch_group": group, "pp": p.pp, "microbatches": count},
+        (
+            *nearest("parallel.microbatch_group", group, lambda n: p.pp <= n <= (count or n), 2),
+            {"parallel.microbatch_group": None},
+            {"parallel.vpp": None, "parallel.microbatch_group": None},
+        ),
+    )
+
+
+@rule("parallel.microbatch_group_rest", "The last group of microbatches is whole, or no smaller than pp.")
+def microbatch_group_rest(at: Situation) -> Iterator[Broken]:
+    """A ragged last group must still fill the pipeline."""
+    p, count = at.spec.parallel, at.microbatches
+    group = p.microbatch_group
+    if group is None or count is None or not _interleaved(at) or not p.pp <= group <= count:
+        return
+    rest = count % group
+    if 0 < rest < p.pp:
+        yield Broken(
+            "parallel.microbatch_group",
+            f"{count} microbatches in groups of {group} leave a last group of {rest}, smaller than pp {p.pp}",
+            {"microbatches": count, "microbatch_group": group, "rest": rest, "pp": p.pp},
+            (
+                *nearest(
+                    "parallel.microbatch_group",
+                    group,
+                    lambda n: p.pp <= n <= count and (count % n == 0 or count % n >= p.pp),
+                ),
+                *_whole_groups(at, group),
+            ),
+        )
+
+
+@rule("parallel.microbatch_group_needs_vpp", "A group of microbatches is one of an interleaved schedule.")
+def microbatch_group_needs_vpp(at: Situation) -> Iterator[Broken]:
+    """Other schedules have no groups, and the setting has no effect."""
+    p = at.spec.parallel
+    if p.microbatch_group is not None and not _interleaved(at):
+        yield Broken(
+            "parallel.microbatch_group",
+            f"microbatch_group {p.microbatch_group} has no effect: the schedule is not interleaved",
+            {"microbatch_group": p.microbatch_group},
+            ({"parallel.microbatch_group": None}, {"parallel.vpp": 2}),
+            "warning",
+        )
+
+
+@rule("parallel.zero_bubble_rounds", "The zero-bubble schedule runs rounds of equally many microbatches.")
+def zero_bubble_rounds(at: Situation) -> Iterator[Broken]:
+    """There are microbatches // pp rounds, and none may be ragged."""
+    p, count = at.spec.parallel, at.microbatches
+    if p.schedule != "zero_bubble" or p.pp == 1 or count is None:
+        return
+    rounds = max(1, count // p.pp)
+    if count % rounds:
+        yield Broken(
+            "batch.global_batch_size",
+            f"{count} microbatches do not divide into {rounds} rounds ({count} // pp {p.pp})",
+            {"microbatches": count, "rounds": rounds, "pp": p.pp},
+            (*_whole_groups(at, p.pp), {"parallel.schedule": "auto"}),
+        )
+
+
+@rule("parallel.overlap_pipeline_needs_vpp", "Sending beside computing is a part of the interleaved schedule.")
+def overlap_pipeline_needs_vpp(at: Situation) -> Iterator[Broken]:
+    """With one stage a rank there is no other chunk to compute meanwhile."""
+    p = at.spec.parallel
+    if p.overlap_pipeline and (p.pp == 1 or at.chunks == 1):
+        why = "pp is 1" if p.pp == 1 else "there is one stage a rank"
+        yield Broken(
+            "parallel.overlap_pipeline",
+            f"overlap_pipeline sends a chunk while another one computes, and {why}",
+            {"pp": p.pp, "vpp": at.chunks},
+            ({"parallel.overlap_pipeline": False}, {"parallel.vpp": 2}),
+        )
+
+
+def _interleaved(at: Situation) -> bool:
+    p = at.spec.parallel
+    return p.pp > 1 and at.chunks > 1 and p.schedule in ("auto", "interleaved")
+
+
+def _whole_groups(at: Situation, group: int) -> Iterator[Fix]:
+    batch, dp = at.spec.batch, at.dp
+    if dp is not None and batch.micro_batch_size is not None:
+        yield from multiples("batch.global_batch_size", batch.global_batch_size, batch.micro_batch_size * dp * group)
