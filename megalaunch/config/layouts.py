@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 _SHARDINGS = {"zero0": "no_shard", "zero1": "optim", "zero2": "optim_grads", "zero3": "optim_grads_params"}
@@ -45,3 +46,25 @@ def _meaning(match: re.Match[str]) -> tuple[str, Any]:
     if axis:
         return axis, int(degree)
     return "sequence_parallel", True
+
+
+def layout_name(values: Mapping[str, Any]) -> str | None:
+    """The name that means these `parallel` keys, or None when there is none; the inverse of `layout_values`.
+
+    >>> layout_name({"tp": 4, "data_sharding": "optim_grads_params"})
+    'tp4zero3'
+    """
+    words = {sharding: name for name, sharding in _SHARDINGS.items()}
+    parts = []
+    for key, value in values.items():
+        if key in ("tp", "pp", "cp", "ep", "etp", "vpp", "dp") and isinstance(value, int):
+            parts.append(f"{key}{value}")
+        elif key == "replicas":
+            parts.append(f"hsdp{value}")
+        elif key == "data_sharding" and value in words:
+            parts.append(words[value])
+        elif key == "sequence_parallel" and value is True:
+            parts.append("sp")
+        else:
+            return None
+    return "".join(parts) or None

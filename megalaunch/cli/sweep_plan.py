@@ -1,0 +1,89 @@
+"""Which points of a sweep may run: all are composed and checked before the first starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from megalaunch.config.sweep_words import SweepWords, Values
+from megalaunch.launch.sweep.fit import too_big
+from megalaunch.launch.sweep.folder import Definition, Metric, Sampler, SweepFolder
+from megalaunch.launch.sweep.judge import Judge, Judged
+from megalaunch.launch.sweep.sampling import grid, random_points
+from megalaunch.platform.detect import Machine, detect_machine
+
+_DRAWS_PER_TRIAL = 20  # points drawn in vain for each that was asked for
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for; `trials` None: all."""
+
+    words: SweepWords
+    name: str
+    sampler: Sampler
+    metric: Metric
+    trials: int | None
+    seed: int
+    retry_failed: bool
+
+    @property
+    def folder(self) -> SweepFolder:
+        """Where the sweep is."""
+        return SweepFolder(Path("sweeps") / self.name)
+
+    @property
+    def definition(self) -> Definition:
+        """What must be the same when it is continued."""
+        return Definition(self.words.typed, self.sampler, self.seed, self.metric)
+
+
+@dataclass(frozen=True)
+class PlannedSweep:
+    """The points known before the start; tpe proposes its own while it goes, with the same judge."""
+
+    request: Request
+    machine: Machine
+    judge: Judge
+    judged: list[Judged] = field(default_factory=list)
+
+    @property
+    def runnable(self) -> list[Judged]:
+        """The points that may run, as many as were asked for."""
+        return list(islice((point for point in self.judged if point.runs), self.request.trials))
+
+    @property
+    def left_out(self) -> list[Judged]:
+        """The points that cannot run."""
+        return [point for point in self.judged if not point.runs]
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """How many points each rule leaves out; a point may break several."""
+        return Counter(rule for point in self.left_out for rule in {finding.rule for finding in point.reasons})
+
+
+def plan_sweep(request: Request, starts: bool) -> PlannedSweep:
+    """Judge the points of a grid, or as many drawn ones as are needed; for tpe the points of the grid or a sample."""
+    machine = detect_machine()
+    planned = PlannedSweep(request, machine, Judge(request.words, request.folder, machine, starts, too_big))
+    if request.sampler == "tpe" and starts:
+        return planned  # it proposes what to judge
+    wanted = request.trials if request.sampler != "grid" else None
+    found = 0
+    for number, values in enumerate(_points(request), 1):
+        if wanted is not None and (found == wanted or number > _DRAWS_PER_TRIAL * wanted):
+            break
+        judged = planned.judge.judge(number, values)
+        planned.judged.append(judged)
+        found += judged.runs
+    return planned
+
+
+def _points(request: Request) -> Iterator[Values]:
+    if request.sampler == "grid":
+        return grid(request.words.axes)
+    return random_points(request.words.axes, request.seed)

@@ -1,0 +1,113 @@
+"""What a trial came to, read from its run directory, and which of them is best.
+
+A trial ranks only when its outcome says that it was done; what a failed one measured before counts for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Literal
+
+from megalaunch.config.sweep_words import Values
+from megalaunch.launch.sweep.folder import Metric
+from megalaunch.launch.view import number
+from megalaunch.rundir.lines import Record, read_lines
+from megalaunch.rundir.outcome import ExitCode, read_outcome
+from megalaunch.rundir.paths import RunDirectory
+
+State = Literal["waiting", "unfinished", "done", "failed"]
+WARM_UP_STEPS = 2  # at least; a tenth of the steps in a longer run
+_RESUMABLE = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second of all devices: the median over `steps` steady steps, and the middle half around it."""
+
+    median: float
+    low: float
+    high: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """One trial; `reason` says why it does not rank. `seconds` is the time in steps, `loss` the last one."""
+
+    number: int
+    values: Values
+    state: State
+    exit_code: int | None = None
+    reason: str = ""
+    steps: int = 0
+    seconds: float = 0.0
+    speed: Speed | None = None
+    loss: float | None = None
+    validation_loss: float | None = None
+
+    def score(self, metric: Metric) -> float | None:
+        """The metric of a trial that is done; None for any other, and for what is no number."""
+        if self.state != "done":
+            return None
+        value = self.validation_loss if metric == "validation_loss" else self.speed.median if self.speed else None
+        return value if value is not None and math.isfinite(value) else None
+
+
+def result_of(trial: int, values: Values, directory: RunDirectory) -> TrialResult:
+    """Read a trial's outcome and metrics; "waiting" when it was never launched."""
+    outcome = read_outcome(directory.outcome)
+    steps = [record for record in read_lines(directory.metrics) if "loss" in record]
+    if outcome is None and not steps:
+        return TrialResult(trial, values, "waiting")
+    state: State = "unfinished"
+    if outcome is not None and outcome.exit_code not in _RESUMABLE:
+        state = "done" if outcome.exit_code == ExitCode.DONE else "failed"
+    return TrialResult(
+        trial,
+        values,
+        state,
+        outcome.exit_code if outcome else None,
+        outcome.reason if outcome and state != "done" else "",
+        len(steps),
+        math.fsum(number(record, "step_seconds") for record in steps),
+        speed_of(steps),
+        number(steps[-1], "loss") if steps else None,
+        _last_validation(directory),
+    )
+
+
+def speed_of(steps: Sequence[Record]) -> Speed | None:
+    """Over the steps after warm-up; None when fewer than two are left."""
+    skipped = max(WARM_UP_STEPS, len(steps) // 10)
+    rates = [rate for record in steps[skipped:] if math.isfinite(rate := number(record, "tokens_per_second"))]
+    if len(rates) < 2:
+        return None
+    low, _, high = quantiles(rates, n=4, method="inclusive")
+    return Speed(median(rates), low, high, len(rates))
+
+
+def _last_validation(directory: RunDirectory) -> float | None:
+    losses = [number(record, "validation_loss") for record in read_lines(directory.metrics)]
+    finite = [loss for loss in losses if not math.isnan(loss)]
+    return finite[-1] if finite else None
+
+
+def ranked(results: Sequence[TrialResult], metric: Metric) -> list[TrialResult]:
+    """Those that rank, the best first; equal ones in the order of their numbers."""
+    scored = [(score, result) for result in results if (score := result.score(metric)) is not None]
+    sign = 1 if metric == "validation_loss" else -1
+    return [result for _, result in sorted(scored, key=lambda pair: (sign * pair[0], pair[1].number))]
+
+
+def unranked_reason(result: TrialResult, metric: Metric) -> str:
+    """Why it has no rank; "" when it has one."""
+    if result.score(metric) is not None:
+        return ""
+    if result.state != "done":
+        return result.reason or result.state
+    if metric == "validation_loss":
+        return "no validation loss was measured" if result.validation_loss is None else "validation loss not finite"
+    return f"{result.steps} steps are too few for a speed; {WARM_UP_STEPS + 2} are needed"

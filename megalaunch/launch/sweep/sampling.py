@@ -1,0 +1,39 @@
+"""Which points of a sweep are tried, in which order: all of them, or some by chance."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from random import Random
+
+from megalaunch.config.axes import Choices, Interval
+from megalaunch.config.sweep_words import Values
+
+Axes = Mapping[str, Choices | Interval]
+_REPEATS = 1000  # draws in a row that bring nothing new: the space is used up
+
+
+def grid(axes: Axes) -> Iterator[Values]:
+    """Every point, the last axis fastest; raises ValueError when an axis is an interval."""
+    columns = []
+    for key, axis in axes.items():
+        if isinstance(axis, Interval):
+            raise ValueError(f"{key} is an interval, of which a grid has no points")
+        columns.append(axis.values)
+    for row in itertools.product(*columns):
+        yield dict(zip(axes, row, strict=True))
+
+
+def random_points(axes: Axes, seed: int) -> Iterator[Values]:
+    """Points by chance, none twice; the same for the same seed, so that a sweep can be continued."""
+    random = Random(seed)
+    seen: set[tuple[str, ...]] = set()
+    repeats = 0
+    while repeats < _REPEATS:
+        row = tuple(axis.draw(random) for axis in axes.values())
+        if row in seen:
+            repeats += 1
+            continue
+        seen.add(row)
+        repeats = 0
+        yield dict(zip(axes, row, strict=True))

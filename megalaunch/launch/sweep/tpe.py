@@ -1,0 +1,66 @@
+"""Points proposed from what earlier ones came to (tree-structured Parzen estimator), by optuna."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from megalaunch.config.axes import Interval
+from megalaunch.config.sweep_words import Values
+from megalaunch.launch.sweep.folder import Metric
+from megalaunch.launch.sweep.sampling import Axes
+
+
+class TreeSampler:
+    """Proposes values and learns from scores; raises ImportError without optuna.
+
+    It keeps nothing on disk: a sweep that is continued teaches it the finished trials again.
+    """
+
+    def __init__(self, axes: Axes, metric: Metric, seed: int) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._optuna: Any = optuna
+        self._axes = axes
+        direction: Literal["minimize", "maximize"] = "minimize" if metric == "validation_loss" else "maximize"
+        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=4)
+        self._study = optuna.create_study(direction=direction, sampler=sampler)
+
+    def propose(self) -> Values:
+        """The next point. It is forgotten unless `learn` is told what it came to."""
+        trial = self._study.ask()
+        values = {key: self._suggest(trial, key) for key in self._axes}
+        self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
+        return values
+
+    def learn(self, values: Values, score: float | None) -> None:
+        """What a point came to; None: it cannot run, or failed."""
+        states = self._optuna.trial.TrialState
+        distributions = {key: self._distribution(key) for key in self._axes}
+        parameters = {key: self._parameter(key, word) for key, word in values.items()}
+        state = states.FAIL if score is None else states.COMPLETE
+        self._study.add_trial(
+            self._optuna.trial.create_trial(params=parameters, distributions=distributions, value=score, state=state)
+        )
+
+    def _suggest(self, trial: Any, key: str) -> str:
+        axis = self._axes[key]
+        if not isinstance(axis, Interval):
+            return str(trial.suggest_categorical(key, list(axis.values)))
+        if axis.whole:
+            return axis.word(trial.suggest_int(key, int(axis.low), int(axis.high), log=axis.log))
+        return axis.word(trial.suggest_float(key, axis.low, axis.high, log=axis.log))
+
+    def _distribution(self, key: str) -> Any:
+        axis, kinds = self._axes[key], self._optuna.distributions
+        if not isinstance(axis, Interval):
+            return kinds.CategoricalDistribution(list(axis.values))
+        if axis.whole:
+            return kinds.IntDistribution(int(axis.low), int(axis.high), log=axis.log)
+        return kinds.FloatDistribution(axis.low, axis.high, log=axis.log)
+
+    def _parameter(self, key: str, word: str) -> Any:
+        axis = self._axes[key]
+        if not isinstance(axis, Interval):
+            return word
+        return int(word) if axis.whole else float(word)
