@@ -14,6 +14,7 @@ DeviceKind = Literal["cpu", "cuda", "musa", "txda"]
 
 _MIB = 2**20
 _TERA = 1e12
+_GIGA = 1e9
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class ChipFacts:
     `device` is torch's name of the device type. `memory_bytes` is what the driver reports for one device
     (None: the host's memory, or unknown). `peak_flops` maps a format ("bf16", "fp16", "fp8", "tf32", "fp32")
     to dense peak FLOP/s of one device; a format that is absent has no published figure. `native_bf16` names
-    the unit that multiplies bf16, or is None where bf16 would be emulated.
+    the unit that multiplies bf16, or is None where bf16 would be emulated. `memory_bandwidth` is that of the
+    device's own memory, `link_bandwidth` what one device sends to others of its node, `network_bandwidth` what it
+    usually sends to other nodes, all in bytes/s and one way; `devices_per_node` is how many a link domain holds.
     """
 
     name: str
@@ -33,46 +36,166 @@ class ChipFacts:
     communication: str
     visible_devices_variable: str | None
     native_bf16: str | None
+    memory_bandwidth: float | None = None
+    link_bandwidth: float | None = None
+    network_bandwidth: float | None = None
+    devices_per_node: int | None = None
 
 
 def _peaks(**teraflops: float) -> Mapping[str, float]:
     return MappingProxyType({name: value * _TERA for name, value in teraflops.items()})
 
 
-def _nvidia(name: str, memory_mib: int | None, peaks: Mapping[str, float], native_bf16: str | None) -> ChipFacts:
-    memory_bytes = None if memory_mib is None else memory_mib * _MIB
-    return ChipFacts(name, "cuda", memory_bytes, peaks, "nccl", "CUDA_VISIBLE_DEVICES", native_bf16)
+@dataclass(frozen=True)
+class _Moves:
+    """How fast a chip moves bytes, in GB/s, one way; data sheets count links both ways."""
+
+    memory: float | None = None
+    link: float | None = None
+    network: float | None = None
+    together: int | None = None
 
 
-# Memory is what the vendor's driver tool reports for one device. Peaks are dense: data sheets headline the doubled
-# figure "with sparsity". fp8 is absent where the chip has no fp8 unit.
+def _chip(
+    name: str,
+    device: DeviceKind,
+    memory_mib: int | None,
+    peaks: Mapping[str, float],
+    native_bf16: str | None,
+    moves: _Moves = _Moves(),
+) -> ChipFacts:
+    communication, variable = _SOFTWARE.get(name, _SOFTWARE[device])
+    return ChipFacts(
+        name=name,
+        device=device,
+        memory_bytes=None if memory_mib is None else memory_mib * _MIB,
+        peak_flops=peaks,
+        communication=communication,
+        visible_devices_variable=variable,
+        native_bf16=native_bf16,
+        memory_bandwidth=_bytes(moves.memory),
+        link_bandwidth=_bytes(moves.link),
+        network_bandwidth=_bytes(moves.network),
+        devices_per_node=moves.together,
+    )
+
+
+def _bytes(giga: float | None) -> float | None:
+    return None if giga is None else giga * _GIGA
+
+
+# Communication library, and the variable that hides devices. torch's ROCm build names AMD's chips cuda, RCCL nccl.
+_SOFTWARE: Mapping[str, tuple[str, str | None]] = {
+    "cpu": ("gloo", None),
+    "cuda": ("nccl", "CUDA_VISIBLE_DEVICES"),
+    "mi300x": ("nccl", "HIP_VISIBLE_DEVICES"),
+    "musa": ("mccl", "MUSA_VISIBLE_DEVICES"),
+}
+_TENSOR_CORES = "tensor cores"
+
+# Memory is what the vendor's driver tool reports for one device; where no such report is at hand, the data sheet's
+# figure. Peaks are dense: data sheets headline the doubled figure "with sparsity". fp8 is absent where the chip has
+# no fp8 unit. The network is that of the vendor's own system: one adapter a device, 50 GB/s at 400 Gb/s.
 _ROWS = (
     # Detection fills in the unit that multiplies bf16 on this processor.
-    ChipFacts("cpu", "cpu", None, _peaks(), "gloo", None, None),
+    _chip("cpu", "cpu", None, _peaks(), None),
     # Any NVIDIA GPU without a row of its own; detection fills in memory and bf16 support.
-    _nvidia("cuda", None, _peaks(), None),
-    # NVIDIA A100 data sheet.
-    _nvidia("a100_40gb", 40960, _peaks(bf16=312, fp16=312, tf32=156, fp32=19.5), "tensor cores"),
-    _nvidia("a100_80gb", 81920, _peaks(bf16=312, fp16=312, tf32=156, fp32=19.5), "tensor cores"),
-    # NVIDIA H100 data sheet: the SXM5 card, the PCIe card, the NVL card.
-    _nvidia("h100", 81559, _peaks(bf16=989, fp16=989, fp8=1979, tf32=494.5, fp32=67), "tensor cores"),
-    _nvidia("h100_pcie", 81559, _peaks(bf16=756, fp16=756, fp8=1513, tf32=378, fp32=51), "tensor cores"),
-    _nvidia("h100_nvl", 95830, _peaks(bf16=835, fp16=835, fp8=1671, tf32=417.5, fp32=60), "tensor cores"),
-    # NVIDIA H200 data sheet, SXM: H100's compute, more and faster memory.
-    _nvidia("h200", 143771, _peaks(bf16=989, fp16=989, fp8=1979, tf32=494.5, fp32=67), "tensor cores"),
-    # NVIDIA HGX B200 and GB200 NVL72 data sheets, an eighth and a seventy-second of the system.
-    _nvidia("b200", 183359, _peaks(bf16=2250, fp16=2250, fp8=4500, tf32=1125, fp32=75), "tensor cores"),
-    _nvidia("gb200", 189471, _peaks(bf16=2500, fp16=2500, fp8=5000, tf32=1250, fp32=80), "tensor cores"),
-    # AMD Instinct MI300X data sheet; torch's ROCm build names the device cuda and RCCL nccl.
-    ChipFacts(
+    _chip("cuda", "cuda", None, _peaks(), None),
+    # NVIDIA A100 data sheet (SXM): 1,555 and 2,039 GB/s; NVLink 3, 600 GB/s both ways; DGX A100: 200 Gb/s a GPU.
+    _chip(
+        "a100_40gb",
+        "cuda",
+        40960,
+        _peaks(bf16=312, fp16=312, tf32=156, fp32=19.5),
+        _TENSOR_CORES,
+        _Moves(1555, 300, 25, 8),
+    ),
+    _chip(
+        "a100_80gb",
+        "cuda",
+        81920,
+        _peaks(bf16=312, fp16=312, tf32=156, fp32=19.5),
+        _TENSOR_CORES,
+        _Moves(2039, 300, 25, 8),
+    ),
+    # NVIDIA H100 data sheet. SXM5: 3.35 TB/s, NVLink 4, 900 GB/s both ways; DGX H100: 400 Gb/s a GPU.
+    _chip(
+        "h100",
+        "cuda",
+        81559,
+        _peaks(bf16=989, fp16=989, fp8=1979, tf32=494.5, fp32=67),
+        _TENSOR_CORES,
+        _Moves(3350, 450, 50, 8),
+    ),
+    # The PCIe card: 80 GB, 2.0 TB/s, PCIe 5 x16 at 64 GB/s a way (the bridge joins pairs only). No usual network.
+    _chip(
+        "h100_pcie",
+        "cuda",
+        81559,
+        _peaks(bf16=756, fp16=756, fp8=1513, tf32=378, fp32=51),
+        _TENSOR_CORES,
+        _Moves(2000, 64, None, None),
+    ),
+    # The NVL card: 94 GB, 3.9 TB/s; NVLink joins two cards, the rest goes over PCIe 5 x16.
+    _chip(
+        "h100_nvl",
+        "cuda",
+        95830,
+        _peaks(bf16=835, fp16=835, fp8=1671, tf32=417.5, fp32=60),
+        _TENSOR_CORES,
+        _Moves(3900, 64, None, None),
+    ),
+    # NVIDIA H200 data sheet, SXM: H100's compute, more and faster memory (141 GB, 4.8 TB/s).
+    _chip(
+        "h200",
+        "cuda",
+        143771,
+        _peaks(bf16=989, fp16=989, fp8=1979, tf32=494.5, fp32=67),
+        _TENSOR_CORES,
+        _Moves(4800, 450, 50, 8),
+    ),
+    # NVIDIA HGX B200 data sheet, an eighth of the system: 180 GB (driver: 183,359 MiB), 8 TB/s (HGX: 7.7); NVLink 5,
+    # 1.8 TB/s both ways; DGX B200: 400 Gb/s a GPU.
+    _chip(
+        "b200",
+        "cuda",
+        183359,
+        _peaks(bf16=2250, fp16=2250, fp8=4500, tf32=1125, fp32=75),
+        _TENSOR_CORES,
+        _Moves(7700, 900, 50, 8),
+    ),
+    # NVIDIA GB200 NVL72 data sheet, a seventy-second of the rack: 13.4 TB (186 GB) and 576 TB/s (8 TB/s); one NVLink
+    # domain of 72, here by compute tray of 4; 400 Gb/s a GPU.
+    _chip(
+        "gb200",
+        "cuda",
+        189471,
+        _peaks(bf16=2500, fp16=2500, fp8=5000, tf32=1250, fp32=80),
+        _TENSOR_CORES,
+        _Moves(8000, 900, 50, 72),
+    ),
+    # AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s; Infinity Fabric, 7 links of 64 GB/s a way; 400 Gb/s a GPU.
+    _chip(
         "mi300x",
         "cuda",
-        196592 * _MIB,
+        196592,
         _peaks(bf16=1307.4, fp16=1307.4, fp8=2614.9, tf32=653.7, fp32=163.4),
-        "nccl",
-        "HIP_VISIBLE_DEVICES",
         "matrix cores",
+        _Moves(5300, 448, 50, 8),
     ),
+    # Moore Threads MTT S4000, as announced in December 2023: 48 GB, 768 GB/s, MTLink 1.0 with 240 GB/s both ways,
+    # eight in an MCCX D800 server. Its network was not announced.
+    _chip(
+        "mtt_s4000",
+        "musa",
+        48 * 1024,
+        _peaks(bf16=100, fp16=100, tf32=50, fp32=25),
+        _TENSOR_CORES,
+        _Moves(768, 120, None, 8),
+    ),
+    # Moore Threads MTT S5000, as reported in 2026: 80 GB, 1.6 TB/s, 784 GB/s between cards (both ways), 1000 TFLOP/s
+    # with fp8. Figures of other formats were not reported.
+    _chip("mtt_s5000", "musa", 80 * 1024, _peaks(fp8=1000), _TENSOR_CORES, _Moves(1600, 392, None, 8)),
 )
 
 CHIPS: Mapping[str, ChipFacts] = MappingProxyType({row.name: row for row in _ROWS})

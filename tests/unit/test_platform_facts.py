@@ -37,10 +37,30 @@ def test_the_table_agrees_with_itself():
         if not peaks:
             continue
         assert facts.native_bf16
+        assert facts.memory_bandwidth > facts.link_bandwidth > (facts.network_bandwidth or 0)
+        if "bf16" not in peaks:
+            assert name == "mtt_s5000"  # only its fp8 figure was reported
+            continue
         assert peaks["bf16"] == peaks["fp16"] > peaks["tf32"] > peaks["fp32"]
         if "fp8" in peaks:  # dense figures double with each halving of the format; sparse ones would break this
             assert peaks["fp8"] == pytest.approx(2 * peaks["bf16"], rel=2e-3)
         assert peaks["bf16"] == pytest.approx(2 * peaks["tf32"], rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("chip", "memory", "link", "network"),
+    [
+        ("a100_80gb", 2.039e12, 300e9, 25e9),
+        ("h100", 3.35e12, 450e9, 50e9),
+        ("h200", 4.8e12, 450e9, 50e9),
+        ("gb200", 8e12, 900e9, 50e9),
+        ("mi300x", 5.3e12, 448e9, 50e9),
+        ("mtt_s4000", 768e9, 120e9, None),
+    ],
+)
+def test_published_bandwidths_one_way(chip, memory, link, network):
+    facts = CHIPS[chip]
+    assert (facts.memory_bandwidth, facts.link_bandwidth, facts.network_bandwidth) == (memory, link, network)
 
 
 def test_facts_cannot_be_changed():

@@ -1,0 +1,176 @@
+"""Seconds that exchanges take on their wires, by axis: where a group lies, how much each device sends.
+
+Ring algorithms: an all-gather or reduce-scatter of V bytes over n devices sends V (n-1)/n from each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.plan.cost import constants as c
+from megalaunch.plan.topology import Topology
+from megalaunch.platform.facts import ChipFacts
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Bytes a second that one device sends inside a node and to others, and how many devices a node has."""
+
+    link: float
+    network: float
+    node: int
+
+    @classmethod
+    def of(cls, spec: RunSpec, chip: ChipFacts, node: int) -> Wires:
+        """Those of a chip, with `cluster.node_bandwidth` where it is given; a missing figure is the default's."""
+        given = spec.cluster.node_bandwidth
+        network = given * 1e9 if given else chip.network_bandwidth or c.DEFAULT_NETWORK.value
+        link = chip.link_bandwidth or c.DEFAULT_LINK.value
+        return cls(link * c.LINK.value, network * c.NETWORK.value, node)
+
+    def inside(self, size: int, stride: int) -> int:
+        """How many of a group's members share a node; its members are `stride` ranks apart."""
+        return max(1, min(size, self.node // stride))
+
+    def ring(self, volume: float, size: int, stride: int) -> float:
+        """Seconds to gather (or reduce and scatter) `volume` bytes; members of one node share their adapters."""
+        if size == 1:
+            return 0.0
+        inside = self.inside(size, stride)
+        pace = self.link if inside == size else min(self.link, inside * self.network)
+        return volume * (size - 1) / size / pace
+
+    def all_to_all(self, volume: float, size: int, stride: int) -> float:
+        """Seconds until every member has sent each other an equal part of its `volume` bytes."""
+        if size == 1:
+            return 0.0
+        inside = self.inside(size, stride)
+        return max(volume * (size - inside) / size / self.network, volume * (inside - 1) / size / self.link)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Seconds of one kind of communication: what the step waits for, and what hides behind compute."""
+
+    exposed: float = 0.0
+    hidden: float = 0.0
+
+    def times(self, count: float) -> Exchange:
+        """As many of them."""
+        return Exchange(self.exposed * count, self.hidden * count)
+
+
+def tensor_parallel(spec: RunSpec, topology: Topology, wires: Wires, tokens: float, experts: bool) -> Exchange:
+    """One layer and one microbatch: two regions, entered and left, both passes (Korthikanti et al. 2022, figure 5).
+
+    With sequence parallelism inputs are gathered once more for the gradients of weights, beside another matmul.
+    Experts need no such exchange: their tokens travel on the ep axis.
+    """
+    if topology.tp == 1:
+        return Exchange()
+    regions = 1 if experts and not spec.model.moe.shared_ffn_hidden_size else 2
+    one = wires.ring(tokens * spec.model.hidden_size * 2, topology.tp, 1)
+    waiting, beside = one * 4 * regions, one * regions if spec.parallel.sequence_parallel else 0.0
+    if not spec.parallel.overlap_tp:
+        return Exchange(waiting, beside)
+    exposed = waiting * c.TP_EXPOSED.value
+    return Exchange(exposed, waiting - exposed + beside)
+
+
+def context_parallel(
+    spec: RunSpec, topology: Topology, wires: Wires, tokens: float, widths: tuple[float, float], attention: float
+) -> Exchange:
+    """One layer and one microbatch; `widths` of queries and of keys with values, `attention` seconds to hide behind.
+
+    p2p (Liu et al. 2023): keys and values go around, both passes, and their gradients in the second. a2a (Jacobs et
+    al. 2023): all four tensors change from sequence to heads and back. allgather: keys and values at once.
+    """
+    cp, tp = topology.cp, topology.tp
+    if cp == 1:
+        return Exchange()
+    queries, keys = widths
+    ways = spec.parallel.cp_exchange
+    way = ways if isinstance(ways, str) else ways[0]
+    if way == "a2a":
+        return Exchange(2 * wires.all_to_all(tokens * 2 * (2 * queries + keys), cp, tp))
+    ring = 3 * wires.ring(cp * tokens * keys * 2, cp, tp)
+    if way == "allgather":
+        return Exchange(ring)
+    if way == "a2a+p2p" and spec.parallel.cp_hierarchy:
+        inner = spec.parallel.cp_hierarchy[0]
+        both = 2 * wires.all_to_all(tokens * 2 * (2 * queries + keys), inner, tp)
+        ring = 3 * wires.ring(cp // inner * tokens * keys * 2, cp // inner, tp * inner)
+        return Exchange(both + max(0.0, ring - attention), min(ring, attention))
+    return Exchange(max(0.0, ring - attention), min(ring, attention))
+
+
+def expert_parallel(spec: RunSpec, topology: Topology, wires: Wires, tokens: float) -> Exchange:
+    """One layer with experts and one microbatch: tokens go and come back, both passes."""
+    if topology.ep * topology.etp == 1:
+        return Exchange()
+    part = topology.tp if spec.parallel.sequence_parallel else 1
+    volume = tokens / part * spec.model.moe.top_k * spec.model.hidden_size * 2
+    seconds = 4 * wires.all_to_all(volume, topology.ep, topology.etp)
+    seconds += 4 * wires.ring(volume * topology.etp, topology.etp, 1)
+    exposed = seconds * (c.EP_EXPOSED.value if spec.parallel.overlap_experts else 1.0)
+    return Exchange(exposed, seconds - exposed)
+
+
+def pipeline(spec: RunSpec, topology: Topology, wires: Wires, tokens: float, chunks: int) -> Exchange:
+    """One microbatch on one rank: its activation on and its gradient back, for every chunk."""
+    if topology.pp == 1:
+        return Exchange()
+    part = topology.tp if spec.parallel.sequence_parallel else 1
+    between = wires.node < topology.world
+    pace = wires.network if between else wires.link
+    seconds = 2 * chunks * tokens / part * spec.model.hidden_size * 2 / pace
+    return Exchange(0.0, seconds) if spec.parallel.overlap_pipeline else Exchange(seconds)
+
+
+def data_parallel(
+    spec: RunSpec, topology: Topology, wires: Wires, held: tuple[float, float], unit: float, window: float
+) -> Exchange:
+    """One step: gradients reduced and parameters gathered, for `held` dense and expert parameters of one device.
+
+    `window` is the compute of one microbatch, which both hide behind; what belongs to the last `unit` cannot hide.
+    Whole sharding gathers twice and reduces once each microbatch.
+    """
+    p = spec.parallel
+    reduce_bytes = 2 if spec.precision.reduce == "bf16" else 4
+    rounds = topology.microbatches if p.data_sharding in ("optim_grads", "optim_grads_params") else 1
+    gathers = 2 * topology.microbatches if p.data_sharding == "optim_grads_params" else 1
+    dense, experts = held
+    dp = topology.dp * topology.cp
+
+    def ring(size: float) -> float:
+        return size * dense and wires.ring(size * dense, dp, topology.tp)
+
+    def expert_ring(size: float) -> float:
+        return wires.ring(size * experts, topology.edp, topology.ep * topology.etp) if experts else 0.0
+
+    reducing = (ring(reduce_bytes) + expert_ring(reduce_bytes)) * rounds
+    gathering = (ring(2) + expert_ring(2)) * (gathers if p.data_sharding != "no_shard" else 0)
+    if p.data_sharding == "no_shard":
+        reducing *= 2  # an all-reduce is both
+    share = unit / max(1.0, dense + experts)
+    hidden = 0.0
+    for seconds, overlaps, times in (
+        (reducing, p.overlap_grad_reduce, rounds),
+        (gathering, p.overlap_param_gather, max(1, gathers)),
+    ):
+        if overlaps:
+            room = window * (2 / 3 if times == rounds else 1 / 3) * max(1, times / (2 if gathers > 1 else 1))
+            hidden += min(seconds * (1 - share / times), room)
+    return Exchange(reducing + gathering - hidden, hidden)
+
+
+def key_widths(model: ModelSpec, tp: int) -> tuple[float, float]:
+    """Widths on one rank of queries, and of keys and values together."""
+    if model.mla.kv_lora_rank:
+        heads = model.num_attention_heads / tp
+        query = heads * (model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim)
+        return query, query + heads * model.mla.v_head_dim
+    head_dim, groups = model.head_dim or 0, model.num_query_groups or 1
+    return model.num_attention_heads * head_dim / tp, 2 * head_dim * max(1.0, groups / tp)

@@ -1,0 +1,200 @@
+"""Time of one layer for one microbatch on one device: matmuls, attention and what memory bounds, both passes.
+
+A roofline by operator kind: every matmul at its efficiency, attention at its own, the rest at memory's pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megalaunch.config.schema.model import GATED, ModelSpec
+from megalaunch.config.schema.recompute import RecomputeModule
+from megalaunch.plan.cost import constants as c
+from megalaunch.plan.layers import Layer
+
+BACKWARD = 2.0  # gradients of inputs and of weights: two matmuls for each of the forward pass
+ATTENTION_BACKWARD_FLOPS = 2.5  # five products for two: scores are computed again (FlashAttention-2, section 3.1)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a chip does in a second: FLOP of 16-bit work and of matmuls in the format of the run, bytes of memory."""
+
+    attention_flops: float
+    matmul_flops: float
+    head_flops: float
+    memory: float
+    float8: bool
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One microbatch on one device: `tokens` of its part of a sequence, and how widths are divided."""
+
+    tokens: int
+    sequence: int
+    cp: int
+    tp: int
+    ep: int
+    etp: int
+    sequence_parallel: bool
+    again: tuple[RecomputeModule, ...]
+    full_again: bool
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer and one microbatch, both passes; `again` is forward work that recomputation repeats."""
+
+    matmul: float
+    attention: float
+    memory: float
+    again: float
+    forward: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.matmul + self.attention + self.memory + self.again
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """[rows, k] x [k, n], `count` times; `part` is the recomputed module that repeats it."""
+
+    rows: float
+    k: float
+    n: float
+    part: RecomputeModule | None = None
+    count: float = 1.0
+
+
+def matmul_seconds(rows: float, k: float, n: float, flops: float) -> float:
+    """One product of a forward pass."""
+    edge = 1 + c.MATMUL_HALF.value * (1 / rows + 1 / k + 1 / n)
+    return 2 * rows * k * n * edge / flops
+
+
+@lru_cache(maxsize=8192)
+def layer_time(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> LayerTime:
+    """Seconds of one layer."""
+    forward = again = 0.0
+    for product in _matmuls(model, kind, shape):
+        seconds = matmul_seconds(product.rows, product.k, product.n, device.matmul_flops) * product.count
+        forward += seconds
+        again += seconds if product.part in shape.again else 0.0
+    attention, attention_back = _attention(model, kind, shape, device)
+    memory = _traffic(model, kind, shape, device) / device.memory
+    again += attention if "attention" in shape.again else 0.0
+    if shape.full_again:
+        again = forward + attention + memory / 3
+    return LayerTime(
+        matmul=forward * (1 + BACKWARD),
+        attention=attention + attention_back,
+        memory=memory,
+        again=again,
+        forward=forward + attention + memory / 3,
+    )
+
+
+def _matmuls(model: ModelSpec, kind: Layer, shape: Shape) -> Iterator[Matmul]:
+    """Products of the forward pass of one layer on one device."""
+    rows, hidden, tp = shape.tokens, model.hidden_size, shape.tp
+    yield from _latent_projections(model, shape) if model.mla.kv_lora_rank else _projections(model, shape)
+    gate = 2 if model.activation in GATED else 1
+    if kind.mtp:
+        yield Matmul(rows / (tp if shape.sequence_parallel else 1), 2 * hidden, hidden)
+    if not kind.experts:
+        yield Matmul(rows, hidden, gate * model.ffn_hidden_size / tp, "mlp")
+        yield Matmul(rows, model.ffn_hidden_size / tp, hidden, "mlp")
+        return
+    moe = model.moe
+    experts, width = moe.num_experts or 1, (moe.ffn_hidden_size or model.ffn_hidden_size) / shape.etp
+    held = max(1.0, experts / shape.ep)
+    arriving = rows * moe.top_k * shape.etp / tp if shape.sequence_parallel else rows * moe.top_k
+    yield Matmul(arriving / held, hidden, gate * width, "moe", held)
+    yield Matmul(arriving / held, width, hidden, "moe", held)
+    yield Matmul(rows / (tp if shape.sequence_parallel else 1), hidden, experts, "moe")
+    if moe.shared_ffn_hidden_size:
+        yield Matmul(rows, hidden, gate * moe.shared_ffn_hidden_size / tp, "shared_experts")
+        yield Matmul(rows, moe.shared_ffn_hidden_size / tp, hidden, "shared_experts")
+
+
+def _projections(model: ModelSpec, shape: Shape) -> Iterator[Matmul]:
+    heads, groups, head_dim = model.num_attention_heads, model.num_query_groups or 1, model.head_dim or 0
+    queries, keys = heads * head_dim / shape.tp, head_dim * max(groups / shape.tp, 1.0)
+    yield Matmul(shape.tokens, model.hidden_size, queries + 2 * keys)
+    yield Matmul(shape.tokens, queries, model.hidden_size)
+
+
+def _latent_projections(model: ModelSpec, shape: Shape) -> Iterator[Matmul]:
+    """DeepSeek-V2 report, section 2.1; the down projections are whole on every rank, over a part of the tokens."""
+    mla, hidden, heads = model.mla, model.hidden_size, model.num_attention_heads / shape.tp
+    part = shape.tokens / (shape.tp if shape.sequence_parallel else 1)
+    query, rank = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), mla.kv_lora_rank or 1
+    if mla.q_lora_rank:
+        yield Matmul(part, hidden, mla.q_lora_rank)
+        yield Matmul(shape.tokens, mla.q_lora_rank, query)
+    else:
+        yield Matmul(shape.tokens, hidden, query)
+    yield Matmul(part, hidden, rank + mla.qk_rope_head_dim)
+    yield Matmul(shape.tokens, rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim), "mla_up")
+    yield Matmul(shape.tokens, heads * mla.v_head_dim, hidden)
+
+
+def head_widths(model: ModelSpec) -> tuple[float, float]:
+    """Widths of a query/key head and of a value head."""
+    if model.mla.kv_lora_rank:
+        return model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
+    return model.head_dim or 0, model.head_dim or 0
+
+
+def _attention(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> tuple[float, float]:
+    """Seconds of scores and values, forward and backward, half of them masked or all within a window."""
+    query, value = head_widths(model)
+    seen = shape.sequence / 2
+    if kind.window is not None and kind.window < shape.sequence:
+        seen = kind.window * (1 - kind.window / (2 * shape.sequence))
+    flops = 2 * shape.tokens * seen * (query + value) * model.num_attention_heads / shape.tp
+    narrow = c.NARROW_HEADS.value if query <= 64 else 1.0
+    length = shape.sequence / shape.cp
+    forward = c.ATTENTION_FORWARD.value * length / (length + c.ATTENTION_FORWARD_HALF.value) * narrow
+    backward = c.ATTENTION_BACKWARD.value * length / (length + c.ATTENTION_BACKWARD_HALF.value) * narrow
+    seconds = flops / device.attention_flops
+    return seconds / forward, ATTENTION_BACKWARD_FLOPS * seconds / backward
+
+
+def _traffic(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> float:
+    """Bytes through memory of norms, residuals, rotations and activations, both passes, in 16 bits.
+
+    Values touched a token: 16 h for two norms and residuals, 4 for each rotated value, 8 for each inner one of a
+    gated block and 5 of a plain one (facts of a roofline that meets one device's published rates).
+    """
+    hidden, tp = model.hidden_size, shape.tp
+    part = tp if shape.sequence_parallel else 1
+    query, _ = head_widths(model)
+    groups = model.num_attention_heads if model.mla.kv_lora_rank else model.num_query_groups or 1
+    rotated = query * (model.num_attention_heads + groups) / tp
+    inner = 8 if model.activation in GATED else 5
+    values = 16 * hidden / part + 4 * rotated
+    casts = 2 * hidden
+    if kind.experts:
+        moe = model.moe
+        width = moe.top_k * (moe.ffn_hidden_size or model.ffn_hidden_size) / part
+        values += inner * (width + moe.shared_ffn_hidden_size / tp)
+        values += c.DISPATCH_TRAFFIC.value * moe.top_k * hidden / part
+        casts += 2 * moe.top_k * hidden / part + 3 * width
+    else:
+        values += inner * model.ffn_hidden_size / tp
+        casts += 2 * hidden + 3 * model.ffn_hidden_size / tp
+    casts += 2 * rotated
+    return shape.tokens * (2 * values + (c.CAST_TRAFFIC.value * casts if device.float8 else 0.0))
+
+
+def head_time(model: ModelSpec, shape: Shape, device: Device) -> float:
+    """Seconds of head and loss for one microbatch, both passes."""
+    vocabulary = (model.vocab_size or 1) / shape.tp
+    matmul = matmul_seconds(shape.tokens, model.hidden_size, vocabulary, device.head_flops) * (1 + BACKWARD)
+    return matmul + shape.tokens * vocabulary * c.LOGIT_TRAFFIC.value / device.memory

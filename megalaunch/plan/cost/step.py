@@ -1,0 +1,287 @@
+"""Seconds of one optimizer step by kind: compute, what communication is waited for, bubble, optimizer.
+
+The slowest pipeline rank sets the pace of every microbatch; the others fill and drain the pipeline around it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.plan.cost import communication as wire
+from megalaunch.plan.cost import constants as c
+from megalaunch.plan.cost.communication import Exchange, Wires
+from megalaunch.plan.cost.layer import Device, LayerTime, Shape, head_time, layer_time
+from megalaunch.plan.flops import sequence_flops
+from megalaunch.plan.layers import Layer
+from megalaunch.plan.shares import Chunk, chunks_by_rank, held_by_rank
+from megalaunch.plan.topology import Topology
+from megalaunch.platform.facts import CHIPS, ChipFacts
+
+_BUBBLE = {"zero_bubble": 1 / 3, "zbv": 0.0, "dualpipev": 0.0}  # of 1F1B's, Qi et al. 2024
+
+
+class UnknownCost(ValueError):
+    """The chip's speed is not known, so there is no time to give."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on the slowest rank, and what follows from them; `exchanges` by axis, exposed and hidden.
+
+    `matmul`, `attention`, `memory`, `head`, `again` (recomputation) and `gaps` are compute. MFU is of the 16-bit
+    peak, whatever the format of the matmuls.
+    """
+
+    matmul: float
+    attention: float
+    memory: float
+    head: float
+    again: float
+    gaps: float
+    exchanges: dict[str, Exchange]
+    bubble: float
+    optimizer: float
+    tokens: int
+    world: int
+    flops: int
+    full_flops: int
+    peak: float
+
+    @property
+    def compute(self) -> float:
+        """Seconds in which the device computes."""
+        return self.matmul + self.attention + self.memory + self.head + self.again + self.gaps
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which it waits for communication."""
+        return sum(exchange.exposed for exchange in self.exchanges.values())
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return self.compute + self.exposed + self.bubble + self.optimizer
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        """Trained tokens."""
+        return self.tokens / self.world / self.total
+
+    @property
+    def flops_per_device(self) -> float:
+        """Model FLOP/s of one device, attention counted as a causal mask leaves it."""
+        return self.flops / self.world / self.total
+
+    @property
+    def mfu_causal(self) -> float:
+        """Model FLOPs over what the peak would allow."""
+        return self.flops_per_device / self.peak
+
+    @property
+    def mfu_full(self) -> float:
+        """The same with the whole square of attention counted, as many published figures do."""
+        return self.full_flops / self.world / self.total / self.peak
+
+
+@dataclass(frozen=True)
+class _RankTime:
+    """Seconds of one microbatch on one pipeline rank."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    head: float = 0.0
+    again: float = 0.0
+    tp: Exchange = Exchange()
+    cp: Exchange = Exchange()
+    ep: Exchange = Exchange()
+
+    @property
+    def compute(self) -> float:
+        return self.matmul + self.attention + self.memory + self.head + self.again
+
+    @property
+    def total(self) -> float:
+        waits = self.tp.exposed + self.cp.exposed + self.ep.exposed
+        runs_beside = self.tp.hidden + self.cp.hidden + self.ep.hidden
+        return self.compute * (1 + c.GAPS.value) + waits + runs_beside * c.OVERLAP_SLOWDOWN.value
+
+
+def step_time(spec: RunSpec) -> StepTime:
+    """Seconds of one step of a resolved spec.
+
+    Raises UnknownCost for a chip without figures, ValueError (StageError among them) where the spec does not divide.
+    """
+    chip = CHIPS.get(spec.platform.chip)
+    device = _device(chip, spec.precision.compute)
+    assert chip is not None
+    topology = Topology.of(spec)
+    wires = Wires.of(spec, chip, _domain(chip, topology))
+    ranks = chunks_by_rank(spec)
+    kinds = _kind_times(spec, topology, device, wires, ranks)
+    times = [_rank_time(chunks, kinds, _head(spec, topology, device, chunks)) for chunks in ranks]
+    slowest = max(range(len(times)), key=lambda rank: times[rank].total)
+    return _assembled(spec, topology, device, wires, times, slowest)
+
+
+def _assembled(
+    spec: RunSpec, topology: Topology, device: Device, wires: Wires, times: list[_RankTime], slowest: int
+) -> StepTime:
+    worst, microbatches = times[slowest], topology.microbatches
+    chunks = len(chunks_by_rank(spec)[slowest])
+    held = held_by_rank(spec, topology.tp, topology.ep * topology.etp)[slowest]
+    tokens = topology.micro_batch_size * spec.batch.sequence_length / topology.cp
+    exchanges = {
+        "tp": worst.tp.times(microbatches),
+        "cp": worst.cp.times(microbatches),
+        "ep": worst.ep.times(microbatches),
+        "pp": wire.pipeline(spec, topology, wires, tokens, chunks).times(microbatches),
+        "dp": wire.data_parallel(spec, topology, wires, (held.dense, held.experts), held.layer, worst.compute),
+    }
+    hidden = worst.tp.hidden + worst.cp.hidden + worst.ep.hidden
+    peak = CHIPS[spec.platform.chip].peak_flops.get("bf16", device.attention_flops)
+    flops, full = _model_flops(spec)
+    return StepTime(
+        matmul=worst.matmul * microbatches,
+        attention=worst.attention * microbatches,
+        memory=worst.memory * microbatches,
+        head=worst.head * microbatches,
+        again=worst.again * microbatches,
+        gaps=(worst.compute * c.GAPS.value + hidden * c.OVERLAP_SLOWDOWN.value) * microbatches,
+        exchanges=exchanges,
+        bubble=_bubble(spec, times, slowest, chunks),
+        optimizer=_optimizer(spec, topology, held.dense, held.experts, device),
+        tokens=spec.batch.global_batch_size * spec.batch.sequence_length,
+        world=topology.world,
+        flops=flops,
+        full_flops=full,
+        peak=peak,
+    )
+
+
+def _device(chip: ChipFacts | None, compute: str) -> Device:
+    """What a chip does in a second in the run's format."""
+    if chip is None or chip.memory_bandwidth is None or not chip.peak_flops:
+        raise UnknownCost(
+            f"the speed of {chip.name if chip else 'this chip'} is not known: no peak FLOP/s in its facts"
+        )
+    name = {"fp16": "fp16", "fp32": "tf32"}.get(compute, "bf16")
+    peak = chip.peak_flops.get(name)
+    if peak is None or (compute == "fp8" and "fp8" not in chip.peak_flops):
+        raise UnknownCost(f"{chip.name} has no known peak in {name if peak is None else 'fp8'}")
+    head = peak * c.MATMUL_16.value
+    float8 = compute == "fp8"
+    return Device(
+        attention_flops=peak,
+        matmul_flops=chip.peak_flops["fp8"] * c.MATMUL_8.value if float8 else head,
+        head_flops=head,
+        memory=chip.memory_bandwidth * c.MEMORY.value,
+        float8=float8,
+    )
+
+
+def _domain(chip: ChipFacts, topology: Topology) -> int:
+    """Devices that the fast links join: a node's, or a whole rack's where the chip's links go that far."""
+    return max(topology.devices_per_node, min(topology.world, chip.devices_per_node or 0))
+
+
+def _kind_times(
+    spec: RunSpec, topology: Topology, device: Device, wires: Wires, ranks: tuple[tuple[Chunk, ...], ...]
+) -> dict[Layer, _RankTime]:
+    """One layer of every kind there is, with its exchanges."""
+    shape = _shape(spec, topology)
+    widths = wire.key_widths(spec.model, topology.tp)
+    kinds = {kind for chunks in ranks for chunk in chunks for kind, _ in chunk.kinds}
+    found = {}
+    for kind in kinds:
+        time: LayerTime = layer_time(spec.model, kind, shape, device)
+        found[kind] = _RankTime(
+            matmul=time.matmul,
+            attention=time.attention,
+            memory=time.memory,
+            again=time.again,
+            tp=wire.tensor_parallel(spec, topology, wires, shape.tokens, kind.experts),
+            cp=wire.context_parallel(spec, topology, wires, shape.tokens, widths, time.attention),
+            ep=wire.expert_parallel(spec, topology, wires, shape.tokens) if kind.experts else Exchange(),
+        )
+    return found
+
+
+def _shape(spec: RunSpec, topology: Topology) -> Shape:
+    recompute, length = spec.recompute, spec.batch.sequence_length
+    return Shape(
+        tokens=topology.micro_batch_size * length // topology.cp,
+        sequence=length,
+        cp=topology.cp,
+        tp=topology.tp,
+        ep=topology.ep,
+        etp=topology.etp,
+        sequence_parallel=spec.parallel.sequence_parallel,
+        again=recompute.modules if recompute.granularity == "selective" else (),
+        full_again=recompute.granularity == "full",
+    )
+
+
+def _head(spec: RunSpec, topology: Topology, device: Device, chunks: tuple[Chunk, ...]) -> float:
+    """Seconds of the heads of one rank: the model's and those of further depths."""
+    heads = sum(chunk.head + chunk.depths for chunk in chunks)
+    return heads * _head_time(spec.model, _shape(spec, topology), device) if heads else 0.0
+
+
+_head_time = lru_cache(maxsize=1024)(head_time)
+
+
+def _rank_time(chunks: tuple[Chunk, ...], kinds: dict[Layer, _RankTime], head: float) -> _RankTime:
+    counts: dict[Layer, int] = {}
+    for chunk in chunks:
+        for kind, count in chunk.kinds:
+            counts[kind] = counts.get(kind, 0) + count
+    pairs = [(kinds[kind], count) for kind, count in counts.items()]
+
+    def summed(axis: str) -> Exchange:
+        each = [(getattr(time, axis), count) for time, count in pairs]
+        return Exchange(sum(e.exposed * n for e, n in each), sum(e.hidden * n for e, n in each))
+
+    return _RankTime(
+        matmul=sum(time.matmul * count for time, count in pairs),
+        attention=sum(time.attention * count for time, count in pairs),
+        memory=sum(time.memory * count for time, count in pairs),
+        head=head,
+        again=sum(time.again * count for time, count in pairs),
+        tp=summed("tp"),
+        cp=summed("cp"),
+        ep=summed("ep"),
+    )
+
+
+def _bubble(spec: RunSpec, times: list[_RankTime], slowest: int, chunks: int) -> float:
+    """Seconds in which the slowest rank waits for the pipeline to fill and drain: the others' share of a microbatch.
+
+    Narayanan et al. 2021b: (pp - 1) (forward + backward) / chunks.
+    """
+    others = sum(time.total for rank, time in enumerate(times) if rank != slowest)
+    v_shaped = spec.parallel.schedule in ("zbv", "dualpipev")
+    return others / (1 if v_shaped else chunks) * _BUBBLE.get(spec.parallel.schedule, 1.0)
+
+
+def _optimizer(spec: RunSpec, topology: Topology, dense: float, experts: float, device: Device) -> float:
+    """Seconds to read and write the states of one device's part."""
+    if spec.parallel.data_sharding == "no_shard":
+        owned = dense + experts
+    else:
+        owned = dense / (topology.shards * topology.cp) + experts / max(1, topology.edp // spec.parallel.replicas)
+    return owned * c.OPTIMIZER_TRAFFIC.value / device.memory
+
+
+def _model_flops(spec: RunSpec) -> tuple[int, int]:
+    tokens = spec.batch.global_batch_size * spec.batch.sequence_length
+    causal, full = _sequence_flops(spec.model, spec.batch.sequence_length)
+    return causal * tokens // spec.batch.sequence_length, full * tokens // spec.batch.sequence_length
+
+
+@lru_cache(maxsize=256)
+def _sequence_flops(model: ModelSpec, length: int) -> tuple[int, int]:
+    return sequence_flops(model, length, length), sequence_flops(model, length, length, full_attention=True)
