@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megalaunch.config.schema import RunSpec, build_run_spec
+from megalaunch.data.row import Row
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.init import initialise
@@ -59,8 +60,8 @@ def small_spec(**values: object) -> RunSpec:
 class RandomSamples:
     """Sample i is a fixed random row; a stand-in for the training order."""
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        return np.random.default_rng(index).integers(0, VOCABULARY, SEQUENCE + 1)
+    def __getitem__(self, index: int) -> Row:
+        return Row(np.random.default_rng(index).integers(0, VOCABULARY, SEQUENCE + 1))
 
     def describe(self, index: int) -> str:
         return f"row {index}"
@@ -72,9 +73,9 @@ class UnevenRows:
     def __len__(self) -> int:
         return 5
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, index: int) -> Row:
         row = np.random.default_rng(100 + index).integers(0, VOCABULARY, SEQUENCE + 1)
-        return row, np.arange(SEQUENCE) < 3 * index
+        return Row(row, np.arange(SEQUENCE) < 3 * index)
 
 
 @dataclass
@@ -100,7 +101,7 @@ def one_process(spec: RunSpec) -> Numbers:
     rows, size = RandomSamples(), spec.batch.global_batch_size
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
-        batch = torch.from_numpy(np.stack([rows[i] for i in range(step * size, (step + 1) * size)]))
+        batch = torch.from_numpy(np.stack([rows[i].tokens for i in range(step * size, (step + 1) * size)]))
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         adamw.zero_grad()
         loss.backward()
@@ -119,11 +120,11 @@ def _plain_validation(model: torch.nn.Module) -> float:
     rows, total, count = UnevenRows(), 0.0, 0
     with torch.no_grad():
         for index in range(len(rows)):
-            row, valid = rows[index]
-            tokens = torch.from_numpy(row)
+            row = rows[index]
+            tokens = torch.from_numpy(row.tokens)
             losses = F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:], reduction="none")
-            total += losses[torch.from_numpy(valid)].sum().item()
-            count += int(valid.sum())
+            total += losses[torch.from_numpy(row.counted)].sum().item()
+            count += int(row.counted.sum())
     return total / count
 
 

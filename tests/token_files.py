@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from megalaunch.config.schema import RunSpec, build_run_spec
 from megalaunch.data.token_writer import TokenWriter, token_type
 from megalaunch.data.tokenizer import train_tokenizer
 
@@ -34,3 +35,19 @@ def small_tokenizer(path: Path, vocab_size: int = 300) -> Path:
 def write_jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
     path.write_text("".join(json.dumps({key: text}) + "\n" for text in texts), encoding="utf-8")
     return path
+
+
+def prepared_spec(
+    sequence_length: int = 3, vocab_size: int = 4000, seed: int = 1, tokenizer: Path | None = None, **data: object
+) -> RunSpec:
+    """The spec of a run on prepared data, with 50 samples asked for unless `num_samples` says otherwise."""
+    shape = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1}
+    return build_run_spec(
+        {
+            "model": {**shape, "vocab_size": vocab_size},
+            "data": {"num_samples": 50, **data},
+            "tokenizer": {"path": None if tokenizer is None else str(tokenizer)},
+            "batch": {"sequence_length": sequence_length, "global_batch_size": 1},
+            "train": {"steps": 1, "seed": seed},
+        }
+    )

@@ -22,12 +22,15 @@ def split_ranges(split: str, count: int) -> tuple[range, range, range]:
     return range(begin, first), range(first, second), range(second, end)
 
 
-def training_and_validation(train_prefix: Path, validation_prefix: Path | None, count: int) -> tuple[range, range]:
+def training_and_validation(
+    train_prefix: Path, validation_prefix: Path | None, count: int, split: str | None = None
+) -> tuple[range, range]:
     """The parts of the `count` sequences under `train_prefix` to train on and to validate on.
 
-    Where both prefixes are the same file, the default split shares it out; else all of it is for training.
+    Where both prefixes are the same file, `split` (None: Megatron's default) shares it out; else all of it is for
+    training.
     """
     if validation_prefix == train_prefix:
-        training, validation, _ = split_ranges(DEFAULT_SPLIT, count)
+        training, validation, _ = split_ranges(split or DEFAULT_SPLIT, count)
         return training, validation
     return range(count), range(0)

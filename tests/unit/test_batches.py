@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megalaunch.data.errors import DataError
+from megalaunch.data.row import Row
 from megalaunch.engine.ending import Problem
 from megalaunch.engine.train.batches import BatchShape, TrainBatches
 from megalaunch.rundir.outcome import ExitCode
@@ -14,7 +15,7 @@ class Counting:
     """Sample i holds the number i everywhere."""
 
     def __getitem__(self, index):
-        return np.full(5, index, dtype=np.int64)
+        return Row(np.full(5, index, dtype=np.int64))
 
     def describe(self, index):
         return f"row {index}"

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import write_tokens
+from token_files import prepared_spec, write_tokens
 
-from megalaunch.config.schema.data import DataSpec
 from megalaunch.data.errors import DataError
-from megalaunch.data.gpt_samples import GPTSamples, sample_order
+from megalaunch.data.gpt_samples import GPTSamples
+from megalaunch.data.sample_order import sample_order
 from megalaunch.data.source import open_training, open_validation
 from megalaunch.data.split import split_ranges
 from megalaunch.data.token_writer import TokenWriter, token_type
@@ -248,7 +248,7 @@ def test_validation_predicts_every_token_once(tmp_path_factory, lengths, sequenc
     rows = ValidationSamples(numbered(tmp_path_factory.mktemp("rows"), lengths), sequence_length)
     inputs, labels = [], []
     for index in range(len(rows)):
-        tokens, valid = rows[index]
+        tokens, valid = rows[index].tokens, rows[index].counted
         assert tokens.shape == (sequence_length + 1,)
         assert tokens.dtype == np.int64
         assert valid.shape == (sequence_length,)
@@ -283,23 +283,23 @@ def test_split_is_megatrons(split, count, parts):
 
 def test_the_engine_opens_what_the_spec_names(tmp_path):
     prefix = str(numbered(tmp_path, [4] * 1000))
-    shared = DataSpec(train_prefix=prefix, validation_prefix=prefix, num_samples=50)
-    training, validation = open_training(shared, 3, 1, 4000), open_validation(shared, 3, 4000)
-    assert training.sequences == range(969)
+    shared = prepared_spec(train_prefix=prefix, validation_prefix=prefix)
+    assert open_training(shared).samples.sequences == range(969)
+    validation = open_validation(shared)
     assert validation is not None
-    assert validation[0][0].tolist() == [3876, 3877, 3878, 3879]
-    assert validation.num_tokens == 30 * 4
-    alone = DataSpec(train_prefix=prefix, num_samples=50)
-    assert open_training(alone, 3, 1, 4000).sequences == range(1000)
-    assert open_validation(alone, 3, 4000) is None
+    assert validation[0].tokens.tolist() == [3876, 3877, 3878, 3879]
+    assert len(validation) == 40  # (30 * 4 - 1) / 3, rounded up
+    alone = prepared_spec(train_prefix=prefix)
+    assert open_training(alone).samples.sequences == range(1000)
+    assert open_validation(alone) is None
     other = write_tokens(tmp_path / "other", [[1, 2, 3]])
-    two = DataSpec(train_prefix=prefix, validation_prefix=str(other), num_samples=50)
-    assert open_training(two, 3, 1, 4000).sequences == range(1000)
-    validation = open_validation(two, 3, 4000)
+    two = prepared_spec(train_prefix=prefix, validation_prefix=str(other))
+    assert open_training(two).samples.sequences == range(1000)
+    validation = open_validation(two)
     assert validation is not None
-    assert validation[0][1].tolist() == [True, True, False]
+    assert validation[0].counted.tolist() == [True, True, False]
 
 
 def test_unprepared_data_is_refused():
     with pytest.raises(DataError, match="the data is not prepared"):
-        open_training(DataSpec(corpus="python-stdlib"), 3, 1, 300)
+        open_training(prepared_spec(corpus="python-stdlib"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megalaunch.config.schema.setting import setting
 
@@ -11,10 +12,16 @@ STANDARD_LIBRARY = "python-stdlib"
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """Either a corpus of text that is prepared once, or prefixes of `.bin/.idx` files made earlier."""
+    """A corpus of text or conversations that is prepared once, or prefixes of `.bin/.idx` files made earlier."""
 
     corpus: str | None = setting(
         None, f"File, folder or glob of text or jsonl; `{STANDARD_LIBRARY}`: Python's own sources found here."
+    )
+    chat: str | None = setting(
+        None, "File, folder or glob of jsonl conversations to tune on, one a line; only answers have a loss."
+    )
+    chat_template: Literal["chatml", "llama3", "zephyr", "plain"] = setting(
+        "chatml", "How a conversation is written as text."
     )
     json_key: str = setting("text", "Key of the text in a jsonl record.")
     validation_every: int = setting(
@@ -26,16 +33,25 @@ class DataSpec:
         (), "Prepared training prefixes to mix, each `PREFIX` or `WEIGHT PREFIX`; in place of train_prefix."
     )
     validation_blend: tuple[str, ...] = setting((), "The same for validation.")
-    split: str | None = setting(
-        None, "Parts of one blend for training, validation and test, `969,30,1`; null: all of it trains."
+    validation_tokens: int | None = setting(
+        None, "Tokens of the validation text that are validated on; null: all.", "tokens", minimum=2
     )
-    mock: bool = setting(False, "Made-up tokens, for measuring.")
+    split: str | None = setting(
+        None,
+        "Parts of the training prefixes for training, validation and test, `969,30,1`; null: all of a blend trains.",
+    )
+    mock: bool = setting(False, "Made-up tokens of a model.vocab_size, for measuring; needs no data.")
     reset_positions: bool = setting(False, "Positions start again after each document of a sample.")
     reset_attention: bool = setting(False, "Attention does not cross from document to document.")
     mask_eod_loss: bool = setting(False, "Predicting from an end-of-document token has no loss.")
     fim_rate: float = setting(0.0, "Part of the documents turned to fill-in-the-middle.", minimum=0, maximum=1)
     fim_spm_rate: float = setting(0.5, "Part of those in suffix-prefix-middle order.", minimum=0, maximum=1)
-    cache_directory: str = setting("~/.cache/megalaunch", "Where prepared corpora are kept, by content.")
+    fim_tokens: tuple[str, ...] = setting(
+        (), "Tokens before prefix, middle and suffix, in this order; empty: found by their usual names."
+    )
+    cache_directory: str = setting(
+        "~/.cache/megalaunch", "Where prepared corpora and sample orders are kept, by content."
+    )
     append_eod: bool = setting(True, "End every document with the end-of-document token.")
     num_samples: int | None = setting(
         None, "Training samples the order is drawn for; null: train.steps * batch.global_batch_size.", minimum=1

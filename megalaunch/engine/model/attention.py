@@ -32,23 +32,43 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, num_groups * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
-    def forward(self, x_BSH: Tensor, rotation: Rotation, store: KeyValueStore | None = None) -> Tensor:
-        """[B, S, H] -> [B, S, H]; with a store the keys of earlier positions are seen too."""
+    def forward(
+        self,
+        x_BSH: Tensor,
+        rotation: Rotation,
+        store: KeyValueStore | None = None,
+        visible_B1SS: Tensor | None = None,
+    ) -> Tensor:
+        """[B, S, H] -> [B, S, H]; with a store the keys of earlier positions are seen too.
+
+        `visible_B1SS` (bool): which keys each query sees, in place of all earlier ones; not with a store.
+        """
         q_BNSD = rotate(self._heads(self.q_proj(x_BSH)), rotation)
         k_BGTD = rotate(self._heads(self.k_proj(x_BSH)), rotation)
         v_BGTD = self._heads(self.v_proj(x_BSH))
         if store is not None:
             k_BGTD, v_BGTD = store.extend(k_BGTD, v_BGTD)
-        out_BNSD = attend(q_BNSD, k_BGTD, v_BGTD)
+        out_BNSD = attend(q_BNSD, k_BGTD, v_BGTD, visible_B1SS)
         return self.o_proj(out_BNSD.transpose(1, 2).flatten(2))
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
 
-def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
-    """Causal attention of the last S of T positions over all T: [B, N, S, D]."""
+def within_documents(documents_BS: Tensor) -> Tensor:
+    """Which keys each query sees: earlier ones and itself, of its own document. [B, 1, S, S] bool.
+
+    `documents_BS` are document numbers; equal ones need not be neighbours.
+    """
+    same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
+    return same_BSS.tril().unsqueeze(1)
+
+
+def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, visible_B1SS: Tensor | None = None) -> Tensor:
+    """Causal attention of the last S of T positions over all T, or over what is `visible`: [B, N, S, D]."""
     queries, keys = q_BNSD.shape[2], k_BGTD.shape[2]
+    if visible_B1SS is not None:
+        return F.scaled_dot_product_attention(q_BNSD, k_BGTD, v_BGTD, attn_mask=visible_B1SS, enable_gqa=True)
     if queries in (1, keys):
         return F.scaled_dot_product_attention(
             q_BNSD, k_BGTD, v_BGTD, is_causal=queries > 1, enable_gqa=q_BNSD.shape[1] != k_BGTD.shape[1]

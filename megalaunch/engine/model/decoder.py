@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megalaunch.engine.model.attention import Attention, KeyValueStore
+from megalaunch.engine.model.attention import Attention, KeyValueStore, within_documents
 from megalaunch.engine.model.mlp import GatedMLP
 from megalaunch.engine.model.norm import RMSNorm
 from megalaunch.engine.model.rope import Rotation, rotation_of
@@ -46,9 +46,15 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
         self.mlp = GatedMLP(config.hidden_size, config.ffn_hidden_size)
 
-    def forward(self, x_BSH: Tensor, rotation: Rotation, store: KeyValueStore | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BSH: Tensor,
+        rotation: Rotation,
+        store: KeyValueStore | None = None,
+        visible_B1SS: Tensor | None = None,
+    ) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
-        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, store)
+        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, store, visible_B1SS)
         return x_BSH + self.mlp(self.mlp_norm(x_BSH))
 
 
@@ -72,17 +78,21 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens_BS: Tensor,
-        positions_S: Tensor | None = None,
+        positions: Tensor | None = None,
         stores: Sequence[KeyValueStore] | None = None,
+        documents_BS: Tensor | None = None,
     ) -> Tensor:
         """Logits of the token after each position.
 
-        `positions_S`: positions of these tokens, 0, 1, ... when None. `stores`: one a layer, for generation.
+        `positions`: of these tokens, [S] or [B, S]; 0, 1, ... when None. `stores`: one a layer, for generation.
+        `documents_BS`: numbers of the documents the tokens belong to, which do not see each other; all see all when
+        None.
         """
-        if positions_S is None:
-            positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        if positions is None:
+            positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        visible_B1SS = None if documents_BS is None else within_documents(documents_BS)
         x_BSH = self.embedding(tokens_BS)
-        rotation = rotation_of(positions_S, self.config.head_dim, self.config.rope_theta, x_BSH.dtype)
+        rotation = rotation_of(positions, self.config.head_dim, self.config.rope_theta, x_BSH.dtype)
         for index, layer in enumerate(self.layers.values()):
-            x_BSH = layer(x_BSH, rotation, stores[index] if stores is not None else None)
+            x_BSH = layer(x_BSH, rotation, stores[index] if stores is not None else None, visible_B1SS)
         return self.head(self.norm(x_BSH))

@@ -9,20 +9,24 @@ from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of every position's angles, [S, D], ready to multiply heads with."""
+    """Cosines and sines of every position's angles, [S, D] or [B, 1, S, D], ready to multiply heads with."""
 
     cos: Tensor
     sin: Tensor
 
 
 def rotation_of(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
-    """The rotation at integer `positions` [S]; angles are computed in fp32, never in a half format.
+    """The rotation at integer `positions`, [S] for all samples or [B, S] for each.
+
+    Angles are computed in fp32, never in a half format.
 
     It is a function and no buffer: a buffer is lost when a model made on the meta device is given memory.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions.to(torch.float32)[:, None] * (1.0 / theta**exponents)[None, :]
+    angles = positions.to(torch.float32)[..., None] * (1.0 / theta**exponents)
     both_halves = torch.cat((angles, angles), dim=-1)
+    if positions.dim() == 2:
+        both_halves = both_halves.unsqueeze(1)  # alike for all heads
     return Rotation(both_halves.cos().to(dtype), both_halves.sin().to(dtype))
 
 

@@ -6,9 +6,9 @@ import torch
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.data.errors import DataError
-from megalaunch.data.gpt_samples import GPTSamples
+from megalaunch.data.row import Rows
 from megalaunch.data.source import open_training, open_validation
-from megalaunch.data.validation_samples import ValidationSamples
+from megalaunch.data.validation_samples import FiniteRows
 from megalaunch.engine.ending import Problem
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.mesh import Mesh
@@ -25,7 +25,7 @@ from megalaunch.rundir.outcome import ExitCode
 def assemble(spec: RunSpec, mesh: Mesh) -> Trainee:
     """Build and open everything; raises an Ending on every rank when any cannot open the tokens. Collective."""
     model = sharded_model(spec, mesh)
-    training, validation = _open_tokens(spec, model.config.vocab_size)
+    training, validation = _open_tokens(spec)
     return Trainee(spec, mesh, model, NamedAdamW(model, spec.optimizer), training, validation)
 
 
@@ -40,11 +40,10 @@ def sharded_model(spec: RunSpec, mesh: Mesh) -> Decoder:
     return model
 
 
-def _open_tokens(spec: RunSpec, vocab_size: int) -> tuple[GPTSamples, ValidationSamples | None]:
-    opened, problem, length = None, None, spec.batch.sequence_length
+def _open_tokens(spec: RunSpec) -> tuple[Rows, FiniteRows | None]:
+    opened, problem = None, None
     try:
-        training = open_training(spec.data, length, spec.train.seed, vocab_size)
-        opened = training, open_validation(spec.data, length, vocab_size)
+        opened = open_training(spec), open_validation(spec)
     except (DataError, OSError) as error:
         problem = Problem(ExitCode.DATA, str(error))
     end_together(problem, step=0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotReady
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,39 +14,50 @@ import torch
 from torch import Tensor
 
 from megalaunch.data.errors import DataError
+from megalaunch.data.row import Row, Rows
 from megalaunch.engine.ending import Problem
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.train.loss import IGNORED
 from megalaunch.rundir.outcome import ExitCode
 
-
-class Samples(Protocol):
-    """What the training order offers: sample i as S + 1 token ids, and where they come from."""
-
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]: ...
-
-    def describe(self, index: int) -> str: ...
+_STEPS_AHEAD = 2
+_PATIENCE = 2.0  # seconds after which a wait for tokens is told, and told again
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Inputs and labels, [B, S] int64 each; an IGNORED label has no loss."""
+    """Inputs and labels, [B, S] int64 each; an IGNORED label has no loss.
+
+    `positions` and `documents` ([B, S] int64) as in data's Row; None as there.
+    """
 
     tokens: Tensor
     labels: Tensor
+    positions: Tensor | None = None
+    documents: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """The same with every tensor changed."""
+        parts = (self.tokens, self.labels, self.positions, self.documents)
+        tokens, labels, positions, documents = (None if part is None else change(part) for part in parts)
+        assert tokens is not None
+        assert labels is not None
+        return MicroBatch(tokens, labels, positions, documents)
 
 
 @dataclass(frozen=True)
 class StepBatch:
     """Everything one rank computes in one step: M microbatches and their samples' indices.
 
-    `valid_tokens` counts the labels that have a loss. `problem` says why the batch could not be read.
+    `valid_tokens` counts the labels that have a loss. `problem` says why the batch could not be read, `waited` how
+    many seconds the caller stood still for it.
     """
 
     indices: tuple[range, ...]
     microbatches: tuple[MicroBatch, ...] = ()
     valid_tokens: int = 0
     problem: Problem | None = None
+    waited: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,44 +83,84 @@ def batch_shape(global_batch_size: int, mesh: Mesh) -> BatchShape:
 
 
 class TrainBatches:
-    """Reads step k + 1 while step k is computed."""
+    """Reads the next steps while step k is computed.
 
-    def __init__(self, samples: Samples, shape: BatchShape, device: torch.device) -> None:
-        self._samples, self._shape, self._device = samples, shape, device
+    A pure function of (rows, shape, step): nothing of it needs saving. `waiting` hears the number of a step whose
+    tokens keep the caller waiting, every two seconds.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        shape: BatchShape,
+        device: torch.device,
+        waiting: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self._rows, self._shape, self._device, self._waiting = rows, shape, device, waiting
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        self._ahead: tuple[int, Future[StepBatch]] | None = None
+        self._ahead: dict[int, Future[StepBatch]] = {}
 
     def of(self, step: int, last: int) -> StepBatch:
         """This rank's part of step `step`, on the device. Nothing is read past step `last`: it may never be wanted,
         and samples past those requested cost a shuffle of all documents.
+
+        Raises whatever went wrong on the reading thread, except for what its batch tells as a `problem`.
         """
-        if self._ahead is None or self._ahead[0] != step:
-            self._ahead = (step, self._reader.submit(self._read, step))
-        batch = self._ahead[1].result()
-        self._ahead = (step + 1, self._reader.submit(self._read, step + 1)) if step < last else None
-        return replace(batch, microbatches=tuple(self._on_device(microbatch) for microbatch in batch.microbatches))
+        started = time.perf_counter()
+        wanted = range(step, min(step + _STEPS_AHEAD, last) + 1)
+        for number in [number for number in self._ahead if number not in wanted]:
+            self._ahead.pop(number).cancel()
+        for number in (step, *wanted):
+            if number not in self._ahead:
+                self._ahead[number] = self._reader.submit(self._read, number)
+        batch = self._result(step)
+        waited = time.perf_counter() - started
+        on_device = tuple(
+            microbatch.map(lambda part: part.to(self._device, non_blocking=True)) for microbatch in batch.microbatches
+        )
+        return replace(batch, microbatches=on_device, waited=waited)
 
     def close(self) -> None:
         """Stop reading ahead."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
-    def _on_device(self, batch: MicroBatch) -> MicroBatch:
-        return MicroBatch(
-            batch.tokens.to(self._device, non_blocking=True), batch.labels.to(self._device, non_blocking=True)
-        )
+    def _result(self, step: int) -> StepBatch:
+        future = self._ahead.pop(step)
+        while True:
+            try:
+                return future.result(timeout=_PATIENCE)
+            except NotReady:
+                if future.done():  # a TimeoutError of the reading itself
+                    raise
+                self._waiting(step)
 
     def _read(self, step: int) -> StepBatch:
         indices = self._shape.indices(step)
         try:
-            rows = [[self._samples[index] for index in group] for group in indices]
+            groups = [[self._rows[index] for index in group] for group in indices]
         except (DataError, OSError) as error:
             reason = f"the training tokens of step {step} cannot be read: {error}"
             return StepBatch(indices, problem=Problem(ExitCode.DATA, reason))
-        microbatches = tuple(_microbatch(group, pin=self._device.type == "cuda") for group in rows)
+        microbatches = tuple(microbatch(group) for group in groups)
+        if self._device.type == "cuda":
+            microbatches = tuple(one.map(Tensor.pin_memory) for one in microbatches)
         return StepBatch(indices, microbatches, sum(int((m.labels != IGNORED).sum()) for m in microbatches))
 
 
-def _microbatch(rows: Sequence[npt.NDArray[np.int64]], pin: bool) -> MicroBatch:
-    stacked = torch.from_numpy(np.stack(rows))
-    tokens, labels = stacked[:, :-1].contiguous(), stacked[:, 1:].contiguous()
-    return MicroBatch(tokens.pin_memory(), labels.pin_memory()) if pin else MicroBatch(tokens, labels)
+def microbatch(rows: Sequence[Row]) -> MicroBatch:
+    """Rows of one length as tensors on the CPU."""
+    stacked = torch.from_numpy(np.stack([row.tokens for row in rows]))
+    tokens, labels = stacked[:, :-1].clone(), stacked[:, 1:].clone()  # of a single row, `contiguous` would be a view
+    for row, label in zip(rows, labels, strict=True):
+        if row.counted is not None:
+            label[torch.from_numpy(~row.counted)] = IGNORED
+    positions = _stacked([row.positions for row in rows], np.arange(tokens.shape[1]))
+    documents = _stacked([row.documents for row in rows], np.zeros(tokens.shape[1], np.int64))
+    return MicroBatch(tokens, labels, positions, documents)
+
+
+def _stacked(parts: Sequence[npt.NDArray[np.int64] | None], otherwise: npt.NDArray[np.int64]) -> Tensor | None:
+    """[B, S], or None when no row has its own; `otherwise` [S] stands in where only some do."""
+    if all(part is None for part in parts):
+        return None
+    return torch.from_numpy(np.stack([otherwise if part is None else part for part in parts]))

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megalaunch.data.errors import DataError
+from megalaunch.data.validation_samples import FiniteRows
 from megalaunch.engine.ending import Problem
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.parallel.data import release
+from megalaunch.engine.train.batches import MicroBatch, microbatch
 from megalaunch.engine.train.loss import IGNORED, summed_token_loss
 from megalaunch.rundir.outcome import ExitCode
-
-
-class ValidationRows(Protocol):
-    """Row i: S + 1 token ids, and which of the S labels count."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]: ...
 
 
 @torch.no_grad()
 def validation_loss(
     model: Decoder,
-    rows: ValidationRows,
+    rows: FiniteRows,
     rows_at_once: int,
     mesh: Mesh,
     may_go_on: Callable[[Problem | None], bool],
@@ -48,22 +40,23 @@ def validation_loss(
         if not may_go_on(problem) or batch is None:
             release(model)
             return None
-        tokens, labels = (part.to(mesh.device) for part in batch)
-        sums[0] += summed_token_loss(model(tokens), labels)
-        sums[1] += (labels != IGNORED).sum()
+        batch = batch.map(lambda part: part.to(mesh.device))
+        logits = model(batch.tokens, batch.positions, documents_BS=batch.documents)
+        sums[0] += summed_token_loss(logits, batch.labels)
+        sums[1] += (batch.labels != IGNORED).sum()
     release(model)
     dist.all_reduce(sums)
     return float(sums[0] / sums[1])
 
 
-def _read(rows: ValidationRows, indices: range) -> tuple[tuple[Tensor, Tensor] | None, Problem | None]:
-    """Inputs and labels, [B, S] int64 each, or why they cannot be read; past the end no label counts."""
-    tokens, labels = [], []
+def _read(rows: FiniteRows, indices: range) -> tuple[MicroBatch | None, Problem | None]:
+    """The rows as a batch, or why they cannot be read; past the end no label counts."""
+    read = []
     try:
         for index in indices:
-            row, valid = rows[min(index, len(rows) - 1)]
-            tokens.append(row[:-1])
-            labels.append(np.where(valid & (index < len(rows)), row[1:], IGNORED))
+            row = rows[min(index, len(rows) - 1)]
+            past = index >= len(rows)
+            read.append(replace(row, counted=np.zeros(len(row.tokens) - 1, np.bool_)) if past else row)
     except (DataError, OSError) as error:
         return None, Problem(ExitCode.DATA, f"the validation tokens cannot be read: {error}")
-    return (torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels))), None
+    return microbatch(read), None

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.data.gpt_samples import GPTSamples
-from megalaunch.data.validation_samples import ValidationSamples
+from megalaunch.data.row import Rows
+from megalaunch.data.validation_samples import FiniteRows
 from megalaunch.engine.checkpoint.ranks import from_first_rank
 from megalaunch.engine.checkpoint.store import newest_valid, remove_old
 from megalaunch.engine.ending import Ending, Problem
@@ -36,8 +36,8 @@ class Trainee:
     mesh: Mesh
     model: Decoder
     optimizer: NamedAdamW
-    training: GPTSamples
-    validation: ValidationSamples | None
+    training: Rows
+    validation: FiniteRows | None
 
 
 class Loop:
@@ -72,7 +72,12 @@ class Loop:
 
     def run(self) -> Ending:
         """Train to `train.steps`, `train.stop_at` or a stop signal; returns how it ended (or raises an Ending)."""
-        batches = TrainBatches(self._trainee.training, self._shape, self._mesh.device)
+        batches = TrainBatches(
+            self._trainee.training,
+            self._shape,
+            self._mesh.device,
+            waiting=lambda step: self._record.at("waiting for tokens", step),
+        )
         step = Step(self._spec, self._mesh, self._trainee.model, self._trainee.optimizer, self._trainee.training)
         try:
             self._hear_signals()
@@ -107,7 +112,7 @@ class Loop:
         self._position = Position(number, self._position.tokens + result.tokens)
         self._loss, self._asked_to_stop = result.loss, result.stop
         seconds = time.perf_counter() - started
-        self._record.step(number, result, self._position.tokens, seconds, peak_bytes(self._mesh.device))
+        self._record.step(number, result, self._position.tokens, seconds, peak_bytes(self._mesh.device), batch.waited)
 
     def _validate_if_due(self) -> None:
         """Validate after the current step if that is due and not on record: a resume makes up what a stop cut short."""

@@ -45,8 +45,13 @@ class Record:
         """Append an event, once for all ranks."""
         self._write(self._directory.events, lambda: record_event(self._directory, name, **details))
 
-    def step(self, step: int, result: StepResult, total_tokens: int, seconds: float, memory_bytes: int) -> None:
-        """Append the metrics line of a step; `seconds` is how long it took, `total_tokens` counts from step 1."""
+    def step(
+        self, step: int, result: StepResult, total_tokens: int, seconds: float, memory_bytes: int, waited: float
+    ) -> None:
+        """Append the metrics line of a step: it took `seconds`, of which it `waited` for tokens.
+
+        `total_tokens` counts from step 1.
+        """
         line = {
             "step": step,
             "loss": result.loss,
@@ -55,6 +60,7 @@ class Record:
             "tokens": total_tokens,
             "tokens_per_second": result.tokens / seconds,
             "step_seconds": seconds,
+            "data_seconds": waited,
             "memory_bytes": memory_bytes,
         }
         self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, line))

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.data.row import Rows
 from megalaunch.engine.ending import Ending, Problem
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.parallel.data import announce_microbatch
 from megalaunch.engine.train.agreement import Verdict, agree, gather_objects, total_valid_tokens
-from megalaunch.engine.train.batches import Samples, StepBatch
+from megalaunch.engine.train.batches import StepBatch
 from megalaunch.engine.train.clip import clip, local_squared_norm
 from megalaunch.engine.train.loss import summed_token_loss
 from megalaunch.engine.train.optimizer import NamedAdamW
@@ -47,7 +48,7 @@ class _Evidence:
 class Step:
     """Count tokens, forward and backward, agree, clip, update."""
 
-    def __init__(self, spec: RunSpec, mesh: Mesh, model: Decoder, optimizer: NamedAdamW, samples: Samples) -> None:
+    def __init__(self, spec: RunSpec, mesh: Mesh, model: Decoder, optimizer: NamedAdamW, samples: Rows) -> None:
         self._spec, self._mesh, self._model, self._optimizer = spec, mesh, model, optimizer
         self._samples = samples
 
@@ -102,7 +103,8 @@ def forward_backward(model: Decoder, batch: StepBatch, total_tokens: int, spec: 
     losses = []
     for number, microbatch in enumerate(batch.microbatches, start=1):
         announce_microbatch(model, spec.parallel.data_sharding, last=number == len(batch.microbatches))
-        loss = summed_token_loss(model(microbatch.tokens), microbatch.labels) / max(total_tokens, 1)
+        logits = model(microbatch.tokens, microbatch.positions, documents_BS=microbatch.documents)
+        loss = summed_token_loss(logits, microbatch.labels) / max(total_tokens, 1)
         torch.autograd.backward(loss)
         losses.append(loss.detach())
     return torch.stack(losses)

@@ -1,0 +1,168 @@
+"""Several sources mixed by weight: which source gives sample i, and which of its samples, as in Megatron's blends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalaunch.data.errors import DataError
+from megalaunch.data.row import TokenSamples
+
+# Megatron asks each source for this much more than its share, so that rounding never leaves it short.
+_SURPLUS = 0.005
+_MANY_SOURCES = 24  # from here on numpy finds the largest of the shortfalls faster than a plain loop
+_EXTENSION = 1 << 16  # samples past the request are dealt out in blocks of so many
+
+
+@dataclass(frozen=True)
+class Ingredient:
+    """One entry of `data.blend`: `PREFIX` or `WEIGHT PREFIX`."""
+
+    prefix: Path
+    weight: float | None
+
+
+def parse_blend(entries: Sequence[str], key: str = "data.blend") -> tuple[Ingredient, ...]:
+    """The entries as prefixes with weights, all or none of them; DataError otherwise, or for a weight not above 0."""
+    found = []
+    for entry in entries:
+        first, _, rest = entry.strip().partition(" ")
+        weight = _number(first) if rest.strip() else None
+        if weight is not None and not (math.isfinite(weight) and weight > 0):
+            raise DataError(f"the weight of {key} entry `{entry}` is not above 0", fix="Leave the prefix out instead.")
+        prefix = Path(entry.strip() if weight is None else rest.strip()).expanduser().absolute()
+        found.append(Ingredient(prefix, weight))
+    if len({ingredient.weight is None for ingredient in found}) > 1:
+        raise DataError(f"{key} has weights for some prefixes only", fix="Give each a weight (`0.3 PREFIX`), or none.")
+    return tuple(found)
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def normalised(weights: Sequence[float]) -> list[float]:
+    """Shares that sum to 1, divided in float64 as Megatron does (which does so twice on the way)."""
+    array = np.array(weights, np.float64)
+    return [float(share) for share in array / np.sum(array)]
+
+
+def blended(
+    weights: Sequence[float | None], num_samples: int, source: Callable[[int, int | None], TokenSamples]
+) -> TokenSamples:
+    """The samples of several sources; `source(i, n)` opens number i for n samples (None: one epoch).
+
+    With weights each source gives its share of `num_samples`. Without, each is asked for one epoch and gives in
+    proportion to what it has. A single source without a weight is given as it is.
+    """
+    if len(weights) == 1 and weights[0] is None:
+        return source(0, num_samples)
+    given = [weight for weight in weights if weight is not None]
+    if given:
+        shares = normalised(given)
+        targets = [math.ceil(num_samples * share) for share in shares]
+        sources = [source(i, math.ceil(target * (1 + _SURPLUS))) for i, target in enumerate(targets)]
+        return BlendedSamples(sources, normalised(shares), sum(targets))
+    sources = [source(i, None) for i in range(len(weights))]
+    sizes = [len(one) for one in sources]
+    return BlendedSamples(sources, normalised(sizes), min(num_samples, sum(sizes)))
+
+
+class BlendedSamples:
+    """`size` samples of several sources, each time from the one that lags furthest behind its share.
+
+    Indices past `size` go on in the same way, for ever: what was given is never reordered.
+    """
+
+    def __init__(self, sources: Sequence[TokenSamples], shares: Sequence[float], size: int) -> None:
+        self.sources, self._dealer = sources, _Dealer(shares)
+        self._blocks = [self._dealer.deal(size)]
+
+    def __len__(self) -> int:
+        return len(self._blocks[0])
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """The tokens of sample `index`, int64 [S + 1]."""
+        source, number = self.place(index)
+        return self.sources[source][number]
+
+    def describe(self, index: int) -> str:
+        """Where the tokens of sample `index` stand."""
+        source, number = self.place(index)
+        return f"sample {index} of the blend: {self.sources[source].describe(number)}"
+
+    def place(self, index: int) -> tuple[int, int]:
+        """(source, number of its sample) of sample `index`."""
+        if index < 0:
+            raise IndexError(f"sample {index}: samples count from 0")
+        if index < len(self):
+            return self._blocks[0].at(index)
+        block, inside = divmod(index - len(self), _EXTENSION)
+        while len(self._blocks) <= block + 1:
+            self._blocks.append(self._dealer.deal(_EXTENSION))
+        return self._blocks[block + 1].at(inside)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Consecutive samples of a blend: which source gives each, and which of its samples; both [n]."""
+
+    source: NDArray[np.int16]
+    number: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def at(self, index: int) -> tuple[int, int]:
+        return int(self.source[index]), int(self.number[index])
+
+
+class _Dealer:
+    """Deals samples to the source with the largest error `share * max(t, 1) - count`; the first of equals."""
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        self._shares, self._counts, self._dealt = list(shares), [0] * len(shares), 0
+
+    def deal(self, size: int) -> _Block:
+        """The next `size` samples."""
+        before = list(self._counts)
+        source = self._by_numpy(size) if len(self._shares) >= _MANY_SOURCES else self._by_loop(size)
+        self._dealt += size
+        number = np.empty(size, np.int64)
+        for index, count in enumerate(before):
+            mine = source == index
+            number[mine] = np.arange(count, self._counts[index])
+        return _Block(source, number)
+
+    def _by_loop(self, size: int) -> NDArray[np.int16]:
+        shares, counts, chosen = self._shares, self._counts, np.empty(size, np.int16)
+        others = range(1, len(shares))
+        first_share = shares[0]
+        for place in range(size):
+            step = float(self._dealt + place) or 1.0
+            best, error = 0, first_share * step - counts[0]
+            for index in others:
+                mine = shares[index] * step - counts[index]
+                if mine > error:
+                    best, error = index, mine
+            chosen[place] = best
+            counts[best] += 1
+        return chosen
+
+    def _by_numpy(self, size: int) -> NDArray[np.int16]:
+        shares, counts = np.array(self._shares), np.array(self._counts, np.float64)
+        chosen = np.empty(size, np.int16)
+        for place in range(size):
+            best = int(np.argmax(shares * (float(self._dealt + place) or 1.0) - counts))
+            chosen[place] = best
+            counts[best] += 1
+        self._counts = [int(count) for count in counts]
+        return chosen

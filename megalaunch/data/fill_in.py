@@ -1,0 +1,109 @@
+"""Fill-in-the-middle (Bavarian et al., 2022): part of the documents are reordered so that their middle comes last.
+
+The choices, characters and all, are those of Megatron's FIM dataset; each sample has a generator of its own, so that
+it is the same whatever was read before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalaunch.data.errors import DataError
+from megalaunch.data.row import TokenSamples
+from megalaunch.data.tokenizer import Tokenizer
+
+# Nothing in a tokenizer.json says which tokens mark the parts; these are the names that published models use.
+_KNOWN_MARKS = (
+    ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
+    ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+    ("<fim-prefix>", "<fim-middle>", "<fim-suffix>"),
+    ("<PRE>", "<MID>", "<SUF>"),
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581end\uff5c>", "<\uff5cfim\u2581hole\uff5c>"),
+)
+_STREAM = 0xF13  # sets these draws apart from others of the same seed
+_UNREADABLE = "\ufffd"  # what a cut character decodes to
+
+
+@dataclass(frozen=True)
+class FillMarks:
+    """Ids of the tokens before the parts of a document, and of the one that ends it."""
+
+    prefix: int
+    middle: int
+    suffix: int
+    eod: int
+
+
+def fill_marks(tokenizer: Tokenizer, names: Sequence[str], eod: int, path: Path) -> FillMarks:
+    """The marks of a tokenizer: `names` for prefix, middle and suffix, or the first known ones that it has."""
+    for candidate in (tuple(names),) if names else _KNOWN_MARKS:
+        ids = [tokenizer.encode(name) for name in candidate]
+        if len(ids) == 3 and all(len(tokens) == 1 for tokens in ids):
+            (prefix,), (middle,), (suffix,) = ids
+            return FillMarks(prefix, middle, suffix, eod)
+    looked = ", ".join(names) if names else " or ".join(marks[0] for marks in _KNOWN_MARKS)
+    raise DataError(
+        f"it has no tokens for fill-in-the-middle (looked for {looked})",
+        file=path,
+        fix="Set data.fim_tokens=[PREFIX,MIDDLE,SUFFIX] to three tokens of it, or data.fim_rate=0.",
+    )
+
+
+class FilledSamples:
+    """The samples of `source`, in which a document (or the part of one that is there) may be reordered.
+
+    With probability `rate` a document becomes prefix, suffix, middle (PSM), or with `spm_rate` of those suffix,
+    prefix, middle (SPM). What does not fit any more is cut off; what is missing is filled with `marks.eod`.
+    """
+
+    def __init__(
+        self, source: TokenSamples, tokenizer: Tokenizer, marks: FillMarks, rate: float, spm_rate: float, seed: int
+    ) -> None:
+        self._source, self._tokenizer, self._marks = source, tokenizer, marks
+        self._rate, self._spm_rate, self._seed = rate, spm_rate, seed
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def describe(self, index: int) -> str:
+        """Where the tokens of sample `index` stand."""
+        return self._source.describe(index)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """The tokens of sample `index`, int64 [S + 1]."""
+        random = np.random.RandomState([self._seed, _STREAM, *divmod(index, 2**32)])
+        tokens = self._source[index]
+        parts: list[NDArray[np.int64]] = []
+        start = 0
+        for end in np.flatnonzero(tokens == self._marks.eod).tolist():
+            if end > start:
+                parts.append(self._reordered(tokens[start:end], random))
+            parts.append(tokens[end : end + 1])
+            start = end + 1
+        if start < len(tokens):
+            parts.append(self._reordered(tokens[start:], random))
+        joined = np.concatenate(parts)[: len(tokens)]
+        return np.pad(joined, (0, len(tokens) - len(joined)), constant_values=self._marks.eod)
+
+    def _reordered(self, document: NDArray[np.int64], random: np.random.RandomState) -> NDArray[np.int64]:
+        if not random.binomial(1, self._rate):
+            return document
+        text = self._tokenizer.decode(document.tolist())
+        first, second = sorted(random.randint(low=0, high=len(text) + 1, size=2).tolist())
+        suffix_first = random.binomial(1, self._spm_rate)
+        if _UNREADABLE in text or not text:  # the sample begins or ends inside a character
+            return document
+        prefix, middle, suffix = (
+            self._tokenizer.encode(part) for part in (text[:first], text[first:second], text[second:])
+        )
+        marks = self._marks
+        if suffix_first:
+            order = [marks.prefix, marks.suffix, *suffix, marks.middle, *prefix, *middle]
+        else:
+            order = [marks.prefix, *prefix, marks.suffix, *suffix, marks.middle, *middle]
+        return np.array(order, np.int64)
