@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,12 +29,18 @@ class RampStage:
 def parse_ramp(text: str) -> tuple[RampStage, ...]:
     """`0:512 2B:1024` as stages, as they are written (order is a rule's business); raises RampError.
 
-    A threshold is a number of tokens with K, M, B or T for thousands, millions, billions or trillions.
+    Commas separate entries as well as blanks do. A threshold is a number of tokens with K, M, B or T for thousands,
+    millions, billions or trillions.
     """
-    words = text.split()
+    words = text.replace(",", " ").split()
     if not words:
         raise RampError("is empty: write TOKENS:SAMPLES from 0 on, as in '0:512 2B:1024'")
     return tuple(_stage(word) for word in words)
+
+
+def written_ramp(stages: Iterable[RampStage]) -> str:
+    """The text of some stages, without blanks: `0:512,2B:1024`."""
+    return ",".join(f"{_short(stage.tokens)}:{stage.samples}" for stage in stages)
 
 
 def ramp_of(spec: RunSpec) -> tuple[RampStage, ...]:
@@ -115,6 +121,13 @@ def _stage(word: str) -> RampStage:
     if rest:
         raise RampError(f"{word!r} is no whole number of tokens")
     return RampStage(tokens, int(samples))
+
+
+def _short(tokens: int) -> str:
+    for suffix, scale in reversed(_SCALES.items()):
+        if tokens and tokens % scale == 0:
+            return f"{tokens // scale}{suffix}"
+    return "0"
 
 
 _parsed = lru_cache(maxsize=256)(parse_ramp)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from megalaunch.config.schema import RunSpec, SpecError, with_values
 from megalaunch.plan import rules as _all_rules  # noqa: F401  (registers them)
-from megalaunch.plan.findings import Finding, in_order
+from megalaunch.plan.findings import Finding, as_word, in_order
 from megalaunch.plan.resolve import OPEN_VALUES, derive
 from megalaunch.plan.rules.registry import RULES, Broken, Fix, Purpose, Situation
 from megalaunch.platform.facts import CHIPS
@@ -66,7 +66,7 @@ def _proven(key: _Key, item: Broken, spec: RunSpec, purpose: Purpose, errors: se
     """The first candidates that remove the finding and add no error, as override words."""
     shown: list[str] = []
     for fix in _first(item.fixes, _PROOFS):
-        words = " ".join(f"{path}={_word(value)}" for path, value in fix.items())
+        words = " ".join(f"{path}={as_word(value)}" for path, value in fix.items())
         if words not in shown and _works(fix, key, spec, purpose, errors):
             shown.append(words)
             if len(shown) == MAX_FIXES:
@@ -100,11 +100,3 @@ def _reopened(spec: RunSpec, origins: Mapping[str, HasOrigin] | None) -> RunSpec
         if path != "batch.micro_batch_size" and derive(opened)[0] == derive(spec)[0]:
             spec = opened
     return spec
-
-
-def _word(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)

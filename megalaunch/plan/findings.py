@@ -27,6 +27,17 @@ class Finding:
     origin: str = ""
 
 
+def as_word(value: Any) -> str:
+    """A value as a user writes it behind `key=`: `null`, `true`, `[a,b]`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return f"[{','.join(as_word(item) for item in value)}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def has_errors(findings: list[Finding]) -> bool:
     """True when at least one finding is an error."""
     return any(finding.severity == "error" for finding in findings)

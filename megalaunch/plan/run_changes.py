@@ -9,7 +9,7 @@ from typing import Any
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.build import leaves
 from megalaunch.config.schema.paths import value_at
-from megalaunch.plan.findings import Finding
+from megalaunch.plan.findings import Finding, as_word
 
 CHANGEABLE = (
     "parallel.",
@@ -45,11 +45,11 @@ def refused_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
         if _changeable(path) or (path in _PREPARED and _same_preparation(new, stored, now, before)):
             continue
         message = (
-            f"the run began with {path}={_shown(before)} and cannot go on with {_shown(now)}: "
+            f"the run began with {path}={as_word(before)} and cannot go on with {as_word(now)}: "
             "give the old value, or another run.directory"
         )
         numbers = {"stored": before, "new": now}
-        findings.append(Finding("run.changed", "error", path, message, numbers, (f"{path}={_shown(before)}",)))
+        findings.append(Finding("run.changed", "error", path, message, numbers, (f"{path}={as_word(before)}",)))
     return findings
 
 
@@ -57,7 +57,7 @@ def allowed_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
     """A note for each key that a rerun changes and may change; data.cache_directory and run.* are left out."""
     return [
         Finding(
-            "run.changed", "note", path, f"{path}: {_shown(before)} -> {_shown(now)}", {"stored": before, "new": now}
+            "run.changed", "note", path, f"{path}: {as_word(before)} -> {as_word(now)}", {"stored": before, "new": now}
         )
         for path, now, before in _differences(new, stored)
         if _changeable(path) and not path.startswith(("run.", "data."))
@@ -81,9 +81,3 @@ def _same_preparation(new: RunSpec, stored: RunSpec, now: str | None, before: st
     if now is None or before is None:  # not prepared yet
         return True
     return Path(now).parts[-2:] == Path(before).parts[-2:]  # <hash of the content>/<file>
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from megalaunch.config.schema.model import GATED, ModelSpec
 from megalaunch.plan.rules.nearby import multiples, nearest
 from megalaunch.plan.rules.registry import Broken, Situation, rule
+from megalaunch.platform.facts import CHIPS
 
 
 @rule("model.head_dim", "The hidden size divides into heads unless model.head_dim is given.")
@@ -13,7 +15,7 @@ def head_dim(at: Situation) -> Iterator[Broken]:
     """Only an indivisible width leaves head_dim open."""
     model = at.spec.model
     hidden, heads = model.hidden_size, model.num_attention_heads
-    if model.head_dim is None and hidden % heads:
+    if model.head_dim is None and model.mla.kv_lora_rank is None and hidden % heads:
         yield Broken(
             "model.num_attention_heads",
             f"hidden_size {hidden} does not divide by {heads} heads, and model.head_dim is not given",
@@ -28,8 +30,9 @@ def head_dim(at: Situation) -> Iterator[Broken]:
 @rule("model.head_dim_even", "Rotary positions turn pairs of a head's numbers, so its width is even.")
 def head_dim_even(at: Situation) -> Iterator[Broken]:
     """Half of the width is the number of frequencies."""
-    width = at.spec.model.head_dim
-    if width is not None and width % 2:
+    model, width = at.spec.model, at.spec.model.head_dim
+    whole = model.position_embedding == "rope" and model.mla.kv_lora_rank is None and model.rope.fraction == 1
+    if whole and width is not None and width % 2:
         yield Broken(
             "model.head_dim",
             f"head_dim {width} is odd, and rotary positions turn pairs",
@@ -53,7 +56,7 @@ def heads_by_groups(at: Situation) -> Iterator[Broken]:
 
 @rule("model.positions", "A sequence is no longer than the model has positions.")
 def positions(at: Situation) -> Iterator[Broken]:
-    """Beyond max_position_embeddings the rotary frequencies mean nothing."""
+    """Beyond max_position_embeddings a learned position has no row, and rotary frequencies mean nothing."""
     length, limit = at.spec.batch.sequence_length, at.spec.model.max_position_embeddings
     if length > limit:
         yield Broken(
@@ -76,3 +79,132 @@ def vocab_covers_tokenizer(at: Situation) -> Iterator[Broken]:
             {"vocab_size": vocab, "tokenizer_vocab_size": tokens},
             ({"tokenizer.vocab_size": vocab}, {"model.vocab_size": tokens}),
         )
+
+
+@rule("model.clamp_needs_gate", "What is clamped is the gate and what it opens for.")
+def clamp_needs_gate(at: Situation) -> Iterator[Broken]:
+    """activation_clamp is defined for feed-forward blocks with a gate (GPT-OSS)."""
+    model = at.spec.model
+    if model.activation_clamp is not None and model.activation not in GATED:
+        yield Broken(
+            "model.activation_clamp",
+            f"activation_clamp {model.activation_clamp:g} needs a gated activation ({', '.join(sorted(GATED))}), "
+            f"and model.activation is {model.activation}",
+            {"activation_clamp": model.activation_clamp},
+            ({"model.activation_clamp": None}, {"model.activation": "swiglu"}),
+        )
+
+
+@rule("model.clamp_positive", "Activations are clamped to a size above 0.")
+def clamp_positive(at: Situation) -> Iterator[Broken]:
+    """At 0 nothing passes."""
+    if at.spec.model.activation_clamp == 0:
+        yield Broken(
+            "model.activation_clamp",
+            "an activation_clamp of 0 lets nothing through; null clamps nothing",
+            {"activation_clamp": 0.0},
+            ({"model.activation_clamp": None}, {"model.activation_clamp": 7.0}),
+        )
+
+
+@rule("model.dropout", "Dropout leaves something.")
+def dropout(at: Situation) -> Iterator[Broken]:
+    """At 1 every number is dropped, and what is left is divided by 0."""
+    for key in ("hidden_dropout", "attention_dropout"):
+        if getattr(at.spec.model, key) == 1:
+            yield Broken(
+                f"model.{key}", f"{key} 1 drops everything", {key: 1.0}, ({f"model.{key}": 0.1}, {f"model.{key}": 0.0})
+            )
+
+
+@rule("model.init_std", "Initial weights differ from 0.")
+def init_std(at: Situation) -> Iterator[Broken]:
+    """With all matrices 0 every gradient but the last is 0, too, and nothing is ever learned."""
+    if at.spec.model.init_std == 0:
+        yield Broken(
+            "model.init_std",
+            "init_std 0 starts with weights of 0, from which nothing is learned",
+            {"init_std": 0.0},
+            ({"model.init_std": 0.02},),
+            severity="warning",
+        )
+
+
+@rule("model.norm_epsilon", "A norm divides by more than 0.")
+def norm_epsilon(at: Situation) -> Iterator[Broken]:
+    """A row of zeros, as dropout or padding makes them, has a mean square of 0."""
+    if at.spec.model.norm_epsilon == 0:
+        yield Broken(
+            "model.norm_epsilon",
+            "with norm_epsilon 0 the norm of a row of zeros is 0 / 0",
+            {"norm_epsilon": 0.0},
+            ({"model.norm_epsilon": 1e-5}, {"model.norm_epsilon": 1e-6}),
+        )
+
+
+@rule("model.widths_alignment", "Widths are multiples of 8, the grain of 16-bit tensor cores.")
+def widths_alignment(at: Situation) -> Iterator[Broken]:
+    """Other widths are padded inside every matmul, or computed by far slower kernels (NVIDIA's matmul guide)."""
+    model, chip = at.spec.model, CHIPS.get(at.spec.platform.chip)
+    if chip is None or chip.device == "cpu" or at.spec.precision.compute == "fp32":
+        return
+    widths = {"hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_hidden_size}
+    if model.head_dim is not None and model.mla.kv_lora_rank is None:
+        widths["head_dim"] = model.head_dim
+    for key, width in widths.items():
+        if width % 8:
+            yield Broken(
+                f"model.{key}",
+                f"{key} {width} is no multiple of 8, so that 16-bit matmuls are slow",
+                {key: width},
+                (*multiples(f"model.{key}", width, 8),),
+                severity="warning",
+            )
+
+
+@rule("model.vocab_alignment", "The vocabulary is a multiple of 64, which the head's matmul likes.")
+def vocab_alignment(at: Situation) -> Iterator[Broken]:
+    """Published models keep their sizes; one of your own gains a few percent of a step by a few unused rows."""
+    vocab, chip = at.spec.model.vocab_size, CHIPS.get(at.spec.platform.chip)
+    if vocab is None or chip is None or chip.device == "cpu" or vocab % 64 == 0:
+        return
+    padded = -(-vocab // 64) * 64
+    yield Broken(
+        "model.vocab_size",
+        f"vocab_size {vocab} is no multiple of 64: {padded} would make the head's matmul faster",
+        {"vocab_size": vocab, "padded": padded},
+        ({"model.vocab_size": padded},),
+        severity="note",
+    )
+
+
+_BLOCKS: dict[str, tuple[Callable[[ModelSpec], bool], tuple[str, ...]]] = {
+    "experts": (
+        lambda model: model.moe.num_experts is not None,
+        ("mixtral", "qwen3", "deepseek", "gpt_oss", "olmoe"),
+    ),
+    "shared experts": (
+        lambda model: model.moe.num_experts is not None and model.moe.shared_ffn_hidden_size > 0,
+        ("deepseek",),
+    ),
+    "latent attention": (lambda model: model.mla.kv_lora_rank is not None, ("deepseek",)),
+    "multi-token prediction": (lambda model: model.mtp.num_layers > 0, ("deepseek",)),
+    "attention sinks": (lambda model: model.attention_sinks, ("gpt_oss",)),
+    "learned positions": (lambda model: model.position_embedding == "learned", ("gpt",)),
+    "norms of queries and keys": (lambda model: model.qk_norm != "none", ("qwen3", "olmoe")),
+}  # block: whether a model has it, and the families whose published checkpoints have names for it
+
+
+@rule("model.family_blocks", "The family's published checkpoints have names for every block of the model.")
+def family_blocks(at: Situation) -> Iterator[Broken]:
+    """A family names tensors as Hugging Face does; what it has no name for trains, but is not exported or imported."""
+    model = at.spec.model
+    for block, (present, families) in _BLOCKS.items():
+        if present(model) and model.family not in families:
+            yield Broken(
+                "model.family",
+                f"family {model.family} has no names for {block}: such a model trains, but does not export "
+                f"(families that have: {', '.join(families)})",
+                fixes=tuple({"model.family": family} for family in families),
+                severity="warning",
+            )

@@ -1,0 +1,78 @@
+"""Rules of when checkpoints are written, and which are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalaunch.plan.rules.dependent import Dependent, depends
+from megalaunch.plan.rules.nearby import multiples
+from megalaunch.plan.rules.registry import Broken, Situation, rule
+
+_LONG = 1000  # steps without a checkpoint that are worth a word
+
+depends(
+    Dependent(
+        "checkpoint.idle",
+        "Keeping every n-th checkpoint, and saving beside training, go with checkpoints on the way.",
+        "checkpoint.interval writes them; the last one is saved when nothing is left to do.",
+        ("checkpoint.keep_every", "checkpoint.asynchronous"),
+        "checkpoint.interval",
+        lambda spec: spec.checkpoint.interval > 0,
+        "there are no checkpoints before the end (checkpoint.interval is 0)",
+    )
+)
+
+
+@rule("checkpoint.keep_by_interval", "Checkpoints that are kept for good are some of those that are written.")
+def keep_by_interval(at: Situation) -> Iterator[Broken]:
+    """keep_every is a multiple of interval."""
+    interval, every = at.spec.checkpoint.interval, at.spec.checkpoint.keep_every
+    if interval > 0 and every % interval:
+        yield Broken(
+            "checkpoint.keep_every",
+            f"keep_every {every} is no multiple of interval {interval}",
+            {"keep_every": every, "interval": interval},
+            (*multiples("checkpoint.keep_every", every, interval), {"checkpoint.keep_every": 0}),
+        )
+
+
+@rule("checkpoint.keep_within_run", "A checkpoint that is kept for good lies within the run.")
+def keep_within_run(at: Situation) -> Iterator[Broken]:
+    """The last step is always saved, and kept as the newest."""
+    every, interval, steps = at.spec.checkpoint.keep_every, at.spec.checkpoint.interval, at.spec.train.steps
+    if interval > 0 and every > steps:
+        yield Broken(
+            "checkpoint.keep_every",
+            f"keep_every {every} is more than the {steps} steps of the run: none is kept for good",
+            {"keep_every": every, "steps": steps},
+            ({"checkpoint.keep_every": interval}, {"checkpoint.keep_every": 0}),
+            severity="warning",
+        )
+
+
+@rule("checkpoint.within_run", "A checkpoint on the way lies within the run.")
+def within_run(at: Situation) -> Iterator[Broken]:
+    """With an interval longer than the run only the end is saved."""
+    interval, steps = at.spec.checkpoint.interval, at.spec.train.steps
+    if interval > steps > _LONG:
+        yield Broken(
+            "checkpoint.interval",
+            f"interval {interval} is more than the {steps} steps of the run: a crash loses all of it",
+            {"interval": interval, "steps": steps},
+            ({"checkpoint.interval": max(1, steps // 10)},),
+            severity="warning",
+        )
+
+
+@rule("checkpoint.none", "A long run saves on the way.")
+def none(at: Situation) -> Iterator[Broken]:
+    """A crash loses what was trained since the last checkpoint."""
+    steps = at.spec.train.steps
+    if at.spec.checkpoint.interval == 0 and steps > _LONG:
+        yield Broken(
+            "checkpoint.interval",
+            f"nothing is saved before the end of {steps} steps: a crash loses all of them (a signal saves)",
+            {"steps": steps},
+            ({"checkpoint.interval": max(1, min(500, steps // 10))},),
+            severity="warning",
+        )

@@ -1,0 +1,236 @@
+"""Rules of 8-bit matmuls: which chips have them, and which sizes their blocks divide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megalaunch.plan.rules.dependent import Dependent, depends
+from megalaunch.plan.rules.nearby import multiples
+from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
+from megalaunch.platform.facts import CHIPS
+
+GRAIN = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
+"""Numbers that an 8-bit matmul takes at once (16), or that share a scale (DeepSeek-V3: 128, OCP MX: 32)."""
+
+_BLACKWELL = ("b200", "gb200")
+
+depends(
+    Dependent(
+        "fp8.idle",
+        "The settings of precision.fp8 go with 8-bit matmuls.",
+        "precision.compute=fp8 turns them on.",
+        ("precision.fp8.",),
+        "precision.compute",
+        lambda spec: spec.precision.compute == "fp8",
+        "precision.compute is not fp8",
+    )
+)
+depends(
+    Dependent(
+        "fp8.history_idle",
+        "A history of largest values gives the delayed scale.",
+        "Other recipes scale by the numbers at hand.",
+        ("precision.fp8.amax_history",),
+        "precision.fp8.recipe",
+        lambda spec: spec.precision.compute != "fp8" or spec.precision.fp8.recipe == "delayed",
+        "precision.fp8.recipe is not delayed",
+    )
+)
+
+
+def _grain(at: Situation) -> int | None:
+    """What sizes must divide by, or None without fp8."""
+    precision = at.spec.precision
+    return GRAIN[precision.fp8.recipe] if precision.compute == "fp8" else None
+
+
+def _coarse(at: Situation, key: str, width: int | None, parts: int = 1, step: int = 1) -> Iterator[Broken]:
+    """A width whose part is no multiple of the recipe's grain; fixes are multiples of `step`, too.
+
+    A width that does not divide into its parts is another rule's.
+    """
+    grain, recipe = _grain(at), at.spec.precision.fp8.recipe
+    if grain is None or width is None or width % parts or (width // parts) % grain == 0:
+        return
+    split = f" / {parts} = {width // parts}" if parts > 1 else ""
+    coarser: list[Fix] = [{"precision.fp8.recipe": "tensorwise"}] if grain > 16 else []
+    yield Broken(
+        key,
+        f"{key.removeprefix('model.')} {width}{split} is no multiple of {grain}, which fp8 ({recipe}) needs",
+        {"width": width, "parts": parts, "grain": grain},
+        (*multiples(key, width, math.lcm(grain * parts, step)), *coarser, {"precision.compute": "bf16"}),
+    )
+
+
+@rule("fp8.chip", "The chip multiplies 8-bit numbers.")
+def chip(at: Situation) -> Iterator[Broken]:
+    """Hopper and MI300 were the first that do."""
+    facts = CHIPS.get(at.spec.platform.chip)
+    if at.spec.precision.compute != "fp8" or facts is None or "fp8" in facts.peak_flops:
+        return
+    if facts.peak_flops:
+        yield Broken("precision.compute", f"{facts.name} has no unit for fp8", fixes=({"precision.compute": "bf16"},))
+    elif facts.device == "cpu":
+        yield Broken(
+            "precision.compute",
+            "a processor has no unit for fp8: it only imitates one, slowly",
+            fixes=({"precision.compute": "fp32"}, {"precision.compute": "bf16"}),
+            severity="warning",
+        )
+
+
+@rule("fp8.mxfp8_chip", "Scales of 32 numbers (mxfp8) are multiplied by Blackwell.")
+def mxfp8_chip(at: Situation) -> Iterator[Broken]:
+    """Its tensor cores read the scales; others have no such instruction."""
+    facts = CHIPS.get(at.spec.platform.chip)
+    known = facts is not None and "fp8" in facts.peak_flops
+    if _grain(at) == 32 and known and at.spec.platform.chip not in _BLACKWELL:
+        yield Broken(
+            "precision.fp8.recipe",
+            f"mxfp8 needs Blackwell ({', '.join(_BLACKWELL)}), and the run is made for {at.spec.platform.chip}",
+            fixes=({"precision.fp8.recipe": "blockwise"}, {"precision.fp8.recipe": "rowwise"}),
+        )
+
+
+@rule("fp8.library_chip", "Transformer Engine runs on NVIDIA GPUs.")
+def library_chip(at: Situation) -> Iterator[Broken]:
+    """Its kernels are CUDA's."""
+    facts = CHIPS.get(at.spec.platform.chip)
+    asked = at.spec.precision.compute == "fp8" and at.spec.precision.fp8.implementation == "transformer_engine"
+    if asked and facts is not None and facts.visible_devices_variable != "CUDA_VISIBLE_DEVICES":
+        yield Broken(
+            "precision.fp8.implementation",
+            f"Transformer Engine has no kernels for {facts.name}",
+            fixes=({"precision.fp8.implementation": "native"},),
+        )
+
+
+@rule("fp8.hidden_size", "The width of the residual stream divides by the grain of fp8.")
+def hidden_size(at: Situation) -> Iterator[Broken]:
+    """It is summed over, or written, by every matmul. Megatron finds out in the first step."""
+    model = at.spec.model
+    yield from _coarse(at, "model.hidden_size", model.hidden_size, step=model.num_attention_heads)
+
+
+@rule("fp8.ffn", "A rank's part of the feed-forward width divides by the grain of fp8.")
+def ffn(at: Situation) -> Iterator[Broken]:
+    """It is split over tp before it is multiplied."""
+    if at.has_dense_layers:
+        yield from _coarse(at, "model.ffn_hidden_size", at.spec.model.ffn_hidden_size, at.spec.parallel.tp)
+
+
+@rule("fp8.expert_ffn", "A rank's part of an expert's width divides by the grain of fp8.")
+def expert_ffn(at: Situation) -> Iterator[Broken]:
+    """It is split over etp before it is multiplied."""
+    if at.has_experts:
+        yield from _coarse(
+            at, "model.moe.ffn_hidden_size", at.spec.model.moe.ffn_hidden_size, at.spec.parallel.etp or 1
+        )
+
+
+@rule("fp8.shared_ffn", "A rank's part of the shared experts' width divides by the grain of fp8.")
+def shared_ffn(at: Situation) -> Iterator[Broken]:
+    """It is split over tp before it is multiplied."""
+    if at.has_experts:
+        key = "model.moe.shared_ffn_hidden_size"
+        yield from _coarse(at, key, at.spec.model.moe.shared_ffn_hidden_size, at.spec.parallel.tp)
+
+
+@rule("fp8.heads", "A rank's query and key/value heads together divide by the grain of fp8.")
+def heads(at: Situation) -> Iterator[Broken]:
+    """heads x head_dim is what attention's projections write and read."""
+    grain, model, tp = _grain(at), at.spec.model, at.spec.parallel.tp
+    if grain is None or model.head_dim is None or model.mla.kv_lora_rank is not None:
+        return
+    counts = {"num_attention_heads": model.num_attention_heads, "num_query_groups": model.num_query_groups}
+    for key, count in counts.items():
+        if count is None or (count % tp and tp % count):
+            continue
+        width = max(1, count // tp) * model.head_dim
+        if width % grain:
+            yield Broken(
+                "model.head_dim",
+                f"a rank's {max(1, count // tp)} heads of {model.head_dim} ({key} {count}) are {width} wide, "
+                f"no multiple of {grain}, which fp8 ({at.spec.precision.fp8.recipe}) needs",
+                {key: count, "head_dim": model.head_dim, "tp": tp, "grain": grain},
+                (
+                    *multiples("model.head_dim", model.head_dim, grain // math.gcd(grain, max(1, count // tp))),
+                    {"precision.fp8.recipe": "tensorwise"},
+                    {"precision.compute": "bf16"},
+                ),
+            )
+            return
+
+
+@rule("fp8.latent", "The latents of latent attention divide by the grain of fp8.")
+def latent(at: Situation) -> Iterator[Broken]:
+    """Their up projections sum over them."""
+    mla = at.spec.model.mla
+    if mla.kv_lora_rank is not None:
+        yield from _coarse(at, "model.mla.kv_lora_rank", mla.kv_lora_rank)
+        yield from _coarse(at, "model.mla.q_lora_rank", mla.q_lora_rank)
+
+
+@rule("fp8.tokens", "The tokens of a microbatch on one rank divide by the grain of fp8.")
+def tokens(at: Situation) -> Iterator[Broken]:
+    """A weight's gradient sums over them."""
+    grain, batch, cp = _grain(at), at.spec.batch, at.spec.parallel.cp
+    if grain is None or batch.micro_batch_size is None or batch.sequence_length % cp:
+        return
+    count = batch.micro_batch_size * batch.sequence_length // cp
+    if count % grain:
+        yield Broken(
+            "batch.sequence_length",
+            f"{count} tokens of a microbatch on one rank are no multiple of {grain}, which fp8 needs",
+            {"tokens": count, "micro_batch_size": batch.micro_batch_size, "cp": cp, "grain": grain},
+            (
+                *multiples("batch.sequence_length", batch.sequence_length, 2 * grain * cp),
+                {"precision.compute": "bf16"},
+            ),
+        )
+
+
+@rule("fp8.layers_delayed", "Layers that stay in bf16 go with scales at hand, not with delayed ones.")
+def layers_delayed(at: Situation) -> Iterator[Broken]:
+    """The delayed recipe keeps one history for all layers."""
+    fp8 = at.spec.precision.fp8
+    if _grain(at) and fp8.recipe == "delayed" and fp8.first_layers_bf16 + fp8.last_layers_bf16 > 0:
+        yield Broken(
+            "precision.fp8.recipe",
+            "first_layers_bf16 and last_layers_bf16 do not go with the delayed recipe",
+            {"first_layers_bf16": fp8.first_layers_bf16, "last_layers_bf16": fp8.last_layers_bf16},
+            (
+                {"precision.fp8.recipe": "tensorwise"},
+                {"precision.fp8.first_layers_bf16": 0, "precision.fp8.last_layers_bf16": 0},
+            ),
+        )
+
+
+@rule("fp8.layers_left", "Some layer computes in fp8.")
+def layers_left(at: Situation) -> Iterator[Broken]:
+    """The first and the last that stay in bf16 are fewer than all."""
+    fp8, layers = at.spec.precision.fp8, at.spec.model.num_layers
+    if _grain(at) and fp8.first_layers_bf16 + fp8.last_layers_bf16 >= layers:
+        yield Broken(
+            "precision.fp8.first_layers_bf16",
+            f"first {fp8.first_layers_bf16} and last {fp8.last_layers_bf16} layers in bf16 "
+            f"leave none of {layers} for fp8",
+            {"first": fp8.first_layers_bf16, "last": fp8.last_layers_bf16, "num_layers": layers},
+            (
+                {"precision.fp8.first_layers_bf16": 1, "precision.fp8.last_layers_bf16": 1},
+                {"precision.fp8.first_layers_bf16": 0, "precision.fp8.last_layers_bf16": 0},
+            ),
+        )
+
+
+@rule("fp8.gather_needs_shards", "8-bit parameters are gathered where parameters are sharded.")
+def gather_needs_shards(at: Situation) -> Iterator[Broken]:
+    """Without sharding each rank updates its own copy, and nothing is gathered."""
+    fp8, sharding = at.spec.precision.fp8, at.spec.parallel.data_sharding
+    if _grain(at) and fp8.param_gather and sharding == "no_shard":
+        yield Broken(
+            "precision.fp8.param_gather",
+            "param_gather needs a data_sharding other than no_shard",
+            fixes=({"parallel.data_sharding": "optim"}, {"precision.fp8.param_gather": False}),
+        )

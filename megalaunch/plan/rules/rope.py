@@ -1,0 +1,215 @@
+"""Rules of rotary positions and of their stretch beyond the length of training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from megalaunch.plan.rules.dependent import Dependent, depends
+from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
+
+depends(
+    Dependent(
+        "rope.idle",
+        "The settings of model.rope go with rotary positions.",
+        "Other positions do not read them.",
+        ("model.rope.",),
+        "model.position_embedding",
+        lambda spec: spec.model.position_embedding == "rope",
+        "model.position_embedding is not rope",
+    )
+)
+depends(
+    Dependent(
+        "rope.factor_idle",
+        "A factor stretches by some scaling.",
+        "rope.scaling says how.",
+        ("model.rope.factor",),
+        "model.rope.scaling",
+        lambda spec: spec.model.rope.scaling != "none" or spec.model.rope.original_positions is not None,
+        "model.rope.scaling is none",
+        ({"model.rope.scaling": "linear"},),
+    )
+)
+depends(
+    Dependent(
+        "rope.original_idle",
+        "The context before the stretch goes with llama3 and yarn.",
+        "They stretch waves by how often they turn in it; a stretch that is turned off keeps its numbers.",
+        ("model.rope.original_positions",),
+        "model.rope.scaling",
+        lambda spec: spec.model.rope.scaling != "linear",
+        "model.rope.scaling is linear",
+    )
+)
+depends(
+    Dependent(
+        "rope.llama3_idle",
+        "The frequency factors are parts of the llama3 scaling.",
+        "Other scalings have none.",
+        ("model.rope.low_frequency_factor", "model.rope.high_frequency_factor"),
+        "model.rope.scaling",
+        lambda spec: spec.model.rope.scaling in ("llama3", "none"),
+        "model.rope.scaling is not llama3",
+    )
+)
+depends(
+    Dependent(
+        "rope.yarn_idle",
+        "Betas, mscale and truncate are parts of the yarn scaling.",
+        "Other scalings have none.",
+        (
+            "model.rope.beta_fast",
+            "model.rope.beta_slow",
+            "model.rope.mscale",
+            "model.rope.mscale_all_dim",
+            "model.rope.truncate",
+        ),
+        "model.rope.scaling",
+        lambda spec: spec.model.rope.scaling in ("yarn", "none"),
+        "model.rope.scaling is not yarn",
+    )
+)
+
+
+def _stretched(positions: int, factor: float) -> int:
+    return int(positions * Fraction(factor))  # exact: no size of either is too large
+
+
+def _shrunk(positions: int, factor: float) -> int:
+    return int(positions / Fraction(factor))
+
+
+@rule("rope.rotated_width", "The rotated part of a head is an even number of at least 2.")
+def rotated_width(at: Situation) -> Iterator[Broken]:
+    """Rotary positions turn pairs; rope.fraction of the head takes part."""
+    model, fraction = at.spec.model, at.spec.model.rope.fraction
+    if model.position_embedding != "rope" or model.mla.kv_lora_rank is not None or model.head_dim is None:
+        return
+    width = model.head_dim * Fraction(fraction).limit_denominator(10**6)
+    if fraction == 1 or (width >= 2 and width % 2 == 0):
+        return
+    even = max(2, round(width / 2) * 2)
+    has = f"{float(width):g}" if width.denominator > 1 else str(width)
+    fixes: list[Fix] = (
+        [{"model.rope.fraction": float(Fraction(even, model.head_dim))}] if even <= model.head_dim else []
+    )
+    if fraction == 0:
+        fixes = [{"model.position_embedding": "none", "model.rope.fraction": 1.0}, *fixes]
+    yield Broken(
+        "model.rope.fraction",
+        f"fraction {fraction:g} of head_dim {model.head_dim} is {has}, and rotary positions turn pairs",
+        {"fraction": fraction, "head_dim": model.head_dim},
+        (*fixes, {"model.rope.fraction": 1.0}),
+    )
+
+
+@rule("rope.factor_one", "A stretch has a factor above 1.")
+def factor_one(at: Situation) -> Iterator[Broken]:
+    """By 1 nothing is stretched."""
+    model, rope = at.spec.model, at.spec.model.rope
+    if model.position_embedding == "rope" and rope.scaling != "none" and rope.factor == 1:
+        yield Broken(
+            "model.rope.factor",
+            f"scaling {rope.scaling} by a factor of 1 stretches nothing",
+            {"factor": 1.0},
+            (
+                {"model.rope.factor": 8.0},
+                {"model.rope.scaling": "none"},
+                {"model.rope.scaling": "none", "model.rope.original_positions": None},
+            ),
+            severity="warning",
+        )
+
+
+@rule("rope.original_missing", "The llama3 and yarn scalings know the context before the stretch.")
+def original_missing(at: Situation) -> Iterator[Broken]:
+    """Which waves are stretched depends on it."""
+    model, rope = at.spec.model, at.spec.model.rope
+    if rope.scaling in ("llama3", "yarn") and rope.original_positions is None:
+        guess = max(1, _shrunk(model.max_position_embeddings, rope.factor))
+        yield Broken(
+            "model.rope.original_positions",
+            f"scaling {rope.scaling} needs original_positions, the context before the stretch",
+            {"max_position_embeddings": model.max_position_embeddings, "factor": rope.factor},
+            ({"model.rope.original_positions": guess}, {"model.rope.original_positions": 8192}),
+        )
+
+
+@rule("rope.original_longer", "The context before the stretch is no longer than the one after it.")
+def original_longer(at: Situation) -> Iterator[Broken]:
+    """max_position_embeddings is the length after the stretch."""
+    model, rope = at.spec.model, at.spec.model.rope
+    original, longest = rope.original_positions, model.max_position_embeddings
+    if rope.scaling in ("llama3", "yarn") and original is not None and original > longest:
+        yield Broken(
+            "model.rope.original_positions",
+            f"original_positions {original} is longer than the model's {longest} positions after the stretch",
+            {"original_positions": original, "max_position_embeddings": longest},
+            (
+                {"model.max_position_embeddings": _stretched(original, rope.factor)},
+                {"model.rope.original_positions": longest},
+            ),
+            severity="warning",
+        )
+
+
+@rule("rope.llama3_waves", "The longest wave kept is longer than the shortest wave stretched.")
+def llama3_waves(at: Situation) -> Iterator[Broken]:
+    """The llama3 scaling blends between the two, and divides by their distance."""
+    rope = at.spec.model.rope
+    low, high = rope.low_frequency_factor, rope.high_frequency_factor
+    if rope.scaling == "llama3" and not 0 < low < high:
+        yield Broken(
+            "model.rope.low_frequency_factor",
+            f"low_frequency_factor {low:g} must lie between 0 and high_frequency_factor {high:g}",
+            {"low_frequency_factor": low, "high_frequency_factor": high},
+            (
+                {"model.rope.low_frequency_factor": 1.0},
+                {"model.rope.low_frequency_factor": 1.0, "model.rope.high_frequency_factor": 4.0},
+            ),
+        )
+
+
+@rule("rope.yarn_betas", "The fast beta of yarn is above the slow one.")
+def yarn_betas(at: Situation) -> Iterator[Broken]:
+    """Between them the stretch rises from nothing to all."""
+    rope = at.spec.model.rope
+    if rope.scaling == "yarn" and not 0 < rope.beta_slow < rope.beta_fast:
+        yield Broken(
+            "model.rope.beta_fast",
+            f"beta_slow {rope.beta_slow:g} must lie between 0 and beta_fast {rope.beta_fast:g}",
+            {"beta_slow": rope.beta_slow, "beta_fast": rope.beta_fast},
+            ({"model.rope.beta_fast": 32.0}, {"model.rope.beta_fast": 32.0, "model.rope.beta_slow": 1.0}),
+        )
+
+
+@rule("rope.yarn_reach", "A sequence is no longer than yarn stretches.")
+def yarn_reach(at: Situation) -> Iterator[Broken]:
+    """original_positions x factor is what it is made for."""
+    rope, length = at.spec.model.rope, at.spec.batch.sequence_length
+    if rope.scaling != "yarn" or rope.original_positions is None:
+        return
+    reach = _stretched(rope.original_positions, rope.factor)
+    if length > reach:
+        yield Broken(
+            "batch.sequence_length",
+            f"sequence_length {length} is longer than what yarn stretches to: "
+            f"{rope.original_positions} x {rope.factor:g} = {reach}",
+            {"sequence_length": length, "reach": reach},
+            ({"batch.sequence_length": reach}, {"model.rope.factor": float(-(-length // rope.original_positions))}),
+            severity="warning",
+        )
+
+
+depends(
+    Dependent(
+        "rope.mscale_idle",
+        "mscale_all_dim scales the softmax of latent attention.",
+        "Ordinary attention has mscale.",
+        ("model.rope.mscale_all_dim",),
+        "model.mla.kv_lora_rank",
+        lambda spec: spec.model.mla.kv_lora_rank is not None or spec.model.rope.scaling != "yarn",
+        "there is no latent attention (model.mla.kv_lora_rank is null)",
+    )
+)

@@ -1,0 +1,287 @@
+"""Rules of the router: how experts are chosen, and how load is kept even."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalaunch.config.schema.moe import MoESpec
+from megalaunch.plan.rules.nearby import nearest
+from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
+
+_NO_GROUPS: Fix = {"model.moe.num_groups": None, "model.moe.top_k_groups": None}
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Groups of experts, with the number of experts and of those and the groups that a token uses."""
+
+    experts: int
+    top_k: int
+    groups: int
+    used: int
+
+
+def _experts(at: Situation) -> Iterator[tuple[MoESpec, int]]:
+    """The experts' settings and their number; nothing for a dense model."""
+    moe = at.spec.model.moe
+    if moe.num_experts is not None:
+        yield moe, moe.num_experts
+
+
+def _groups(at: Situation) -> _Groups | None:
+    """The groups where both numbers of them are given."""
+    moe = at.spec.model.moe
+    if moe.num_experts is None or moe.num_groups is None or moe.top_k_groups is None:
+        return None
+    return _Groups(moe.num_experts, moe.top_k, moe.num_groups, moe.top_k_groups)
+
+
+@rule("router.top_1", "With one expert a token, its weight is not normalised.")
+def top_1(at: Situation) -> Iterator[Broken]:
+    """Normalised over one expert the weight is always 1, and the router has no gradient."""
+    for moe, experts in _experts(at):
+        if moe.top_k == 1 and experts > 1 and moe.normalize_top_k:
+            yield Broken(
+                "model.moe.normalize_top_k",
+                "with top_k 1 a normalised weight is always 1, from which the router learns nothing",
+                {"top_k": 1},
+                ({"model.moe.normalize_top_k": False}, {"model.moe.top_k": 2}),
+            )
+
+
+@rule("router.scaling", "Experts are weighted by more than 0.")
+def scaling(at: Situation) -> Iterator[Broken]:
+    """scaling_factor 0 turns all of them off."""
+    for moe, _ in _experts(at):
+        if moe.scaling_factor == 0:
+            yield Broken(
+                "model.moe.scaling_factor",
+                "scaling_factor 0 leaves nothing of the experts' output",
+                {"scaling_factor": 0.0},
+                ({"model.moe.scaling_factor": 1.0},),
+            )
+
+
+@rule("router.bias_needs_sigmoid", "A bias that steers the choice of experts goes with sigmoid scores.")
+def bias_needs_sigmoid(at: Situation) -> Iterator[Broken]:
+    """Softmax scores compete, so that a bias means something else for every token (DeepSeek-V3, section 2.1.2)."""
+    for moe, _ in _experts(at):
+        if moe.balance_bias and moe.score != "sigmoid":
+            yield Broken(
+                "model.moe.balance_bias",
+                f"balance_bias needs score=sigmoid, and it is {moe.score}",
+                fixes=(
+                    {"model.moe.score": "sigmoid"},
+                    {"model.moe.balance_bias": False},
+                    {"model.moe.balance_bias": False, "model.moe.balance_bias_rate": 1e-3},
+                ),
+            )
+
+
+@rule("router.bias_rate", "The steering bias moves exactly where there is one.")
+def bias_rate(at: Situation) -> Iterator[Broken]:
+    """Its step is balance_bias_rate."""
+    for moe, _ in _experts(at):
+        if moe.balance_bias and moe.balance_bias_rate == 0:
+            yield Broken(
+                "model.moe.balance_bias_rate",
+                "with balance_bias_rate 0 the bias stays at 0 and steers nothing",
+                {"balance_bias_rate": 0.0},
+                ({"model.moe.balance_bias_rate": 1e-3}, {"model.moe.balance_bias": False}),
+                severity="warning",
+            )
+        elif not moe.balance_bias and moe.balance_bias_rate != 1e-3:
+            yield Broken(
+                "model.moe.balance_bias_rate",
+                f"balance_bias_rate {moe.balance_bias_rate:g} has no effect: balance_bias is false",
+                {"balance_bias_rate": moe.balance_bias_rate},
+                ({"model.moe.balance_bias_rate": 1e-3}, {"model.moe.balance_bias": True}),
+                severity="warning",
+            )
+
+
+@rule("router.groups_together", "Groups of experts come with the number of them that a token uses.")
+def groups_together(at: Situation) -> Iterator[Broken]:
+    """Either alone says nothing."""
+    for moe, _ in _experts(at):
+        if moe.num_groups is None and moe.top_k_groups is not None:
+            message = f"top_k_groups {moe.top_k_groups} is given without num_groups"
+            yield Broken("model.moe.num_groups", message, {"top_k_groups": moe.top_k_groups}, (_NO_GROUPS,))
+        elif moe.num_groups is not None and moe.top_k_groups is None:
+            half = max(1, moe.num_groups // 2)
+            yield Broken(
+                "model.moe.top_k_groups",
+                f"num_groups {moe.num_groups} is given without top_k_groups",
+                {"num_groups": moe.num_groups},
+                ({"model.moe.top_k_groups": half}, {"model.moe.top_k_groups": 1}, _NO_GROUPS),
+            )
+
+
+@rule("router.experts_by_groups", "Experts divide into their groups.")
+def experts_by_groups(at: Situation) -> Iterator[Broken]:
+    """Groups are alike in size."""
+    g = _groups(at)
+    if g is not None and g.experts % g.groups:
+        yield Broken(
+            "model.moe.num_groups",
+            f"{g.experts} experts do not divide into {g.groups} groups",
+            {"num_experts": g.experts, "num_groups": g.groups},
+            (*nearest("model.moe.num_groups", g.groups, lambda n: g.experts % n == 0), _NO_GROUPS),
+        )
+
+
+@rule("router.groups_used", "A token uses no more groups than there are.")
+def groups_used(at: Situation) -> Iterator[Broken]:
+    """top_k_groups out of num_groups."""
+    g = _groups(at)
+    if g is not None and g.used > g.groups:
+        yield Broken(
+            "model.moe.top_k_groups",
+            f"top_k_groups {g.used} is more than the {g.groups} groups",
+            {"top_k_groups": g.used, "num_groups": g.groups},
+            ({"model.moe.top_k_groups": g.groups}, {"model.moe.top_k_groups": max(1, g.groups // 2)}, _NO_GROUPS),
+        )
+
+
+@rule("router.top_k_by_groups", "A token's experts divide over the groups it uses.")
+def top_k_by_groups(at: Situation) -> Iterator[Broken]:
+    """A group is scored by its best top_k / top_k_groups experts.
+
+    Megatron rounds down without a word: with fewer experts than groups every group's score is 0.
+    """
+    g = _groups(at)
+    if g is not None and g.used <= g.groups and g.top_k % g.used:
+        yield Broken(
+            "model.moe.top_k_groups",
+            f"top_k {g.top_k} does not divide by top_k_groups {g.used}",
+            {"top_k": g.top_k, "top_k_groups": g.used},
+            (
+                *nearest("model.moe.top_k_groups", g.used, lambda n: g.top_k % n == 0 and n <= g.groups, 2),
+                *nearest("model.moe.top_k", g.top_k, lambda n: n % g.used == 0, 1),
+            ),
+        )
+
+
+@rule("router.groups_hold_top_k", "The groups that a token uses hold as many experts as it needs.")
+def groups_hold_top_k(at: Situation) -> Iterator[Broken]:
+    """Otherwise some of its experts come from groups it may not use."""
+    g = _groups(at)
+    if g is None or g.used > g.groups or g.experts % g.groups or g.top_k > g.experts:
+        return
+    size = g.experts // g.groups
+    if g.used * size < g.top_k:
+        enough = nearest(
+            "model.moe.top_k_groups",
+            g.used,
+            lambda n: n <= g.groups and n * size >= g.top_k and g.top_k % n == 0,
+            2,
+        )
+        yield Broken(
+            "model.moe.top_k_groups",
+            f"{g.used} groups of {size} experts hold {g.used * size}, and a token goes to {g.top_k}",
+            {"top_k_groups": g.used, "room": g.used * size, "top_k": g.top_k},
+            (*enough, {"model.moe.top_k": g.used * size}),
+        )
+
+
+@rule("router.loss_coeff", "An auxiliary loss has a kind and a weight.")
+def loss_coeff(at: Situation) -> Iterator[Broken]:
+    """Either without the other changes nothing."""
+    for moe, _ in _experts(at):
+        if moe.balance_loss == "none" and moe.balance_loss_coeff > 0:
+            yield Broken(
+                "model.moe.balance_loss_coeff",
+                f"balance_loss_coeff {moe.balance_loss_coeff:g} has no effect: balance_loss is none",
+                {"balance_loss_coeff": moe.balance_loss_coeff},
+                ({"model.moe.balance_loss": "batch"}, {"model.moe.balance_loss_coeff": 0.0}),
+                severity="warning",
+            )
+        elif moe.balance_loss != "none" and moe.balance_loss_coeff == 0:
+            yield Broken(
+                "model.moe.balance_loss",
+                f"balance_loss={moe.balance_loss} has no effect: balance_loss_coeff is 0",
+                {"balance_loss_coeff": 0.0},
+                ({"model.moe.balance_loss_coeff": 0.01}, {"model.moe.balance_loss": "none"}),
+                severity="warning",
+            )
+
+
+@rule("router.balance", "Something keeps the experts' load even.")
+def balance(at: Situation) -> Iterator[Broken]:
+    """Without a loss, a bias or a capacity a router soon sends most tokens to few experts (Shazeer et al. 2017)."""
+    for moe, experts in _experts(at):
+        if experts > moe.top_k and moe.balance_loss == "none" and not moe.balance_bias and moe.capacity_factor is None:
+            yield Broken(
+                "model.moe.balance_loss",
+                f"nothing keeps the load of {experts} experts even: fine to tune a trained model, not to start one",
+                {"num_experts": experts},
+                ({"model.moe.balance_loss": "batch", "model.moe.balance_loss_coeff": 0.01},),
+                severity="note",
+            )
+
+
+@rule("router.precision", "The router computes in fp32.")
+def precision(at: Situation) -> Iterator[Broken]:
+    """In bf16 experts of nearly equal scores change places by rounding, which shows as spikes of the loss."""
+    for moe, _ in _experts(at):
+        if moe.router_dtype == "bf16":
+            yield Broken(
+                "model.moe.router_dtype",
+                "a router in bf16 mixes up experts of nearly equal scores",
+                fixes=({"model.moe.router_dtype": "fp32"},),
+                severity="warning",
+            )
+
+
+@rule("router.capacity", "An expert takes at least its even share.")
+def capacity(at: Situation) -> Iterator[Broken]:
+    """At 0 it takes nothing; below 1 tokens are dropped however even the load is."""
+    for moe, _ in _experts(at):
+        factor = moe.capacity_factor
+        if factor is not None and factor < 1:
+            yield Broken(
+                "model.moe.capacity_factor",
+                f"capacity_factor {factor:g} "
+                + ("lets no token reach an expert" if factor == 0 else "drops tokens even where the load is even"),
+                {"capacity_factor": factor},
+                ({"model.moe.capacity_factor": 1.25}, {"model.moe.capacity_factor": None}),
+                severity="warning" if factor else "error",
+            )
+
+
+@rule("router.pad_needs_capacity", "Experts are padded to a capacity that is given.")
+def pad_needs_capacity(at: Situation) -> Iterator[Broken]:
+    """Without one a buffer has no full size."""
+    for moe, _ in _experts(at):
+        if moe.pad_to_capacity and moe.capacity_factor is None:
+            yield Broken(
+                "model.moe.pad_to_capacity",
+                "pad_to_capacity needs capacity_factor",
+                fixes=({"model.moe.pad_to_capacity": False}, {"model.moe.capacity_factor": 1.25}),
+            )
+
+
+@rule("router.pad_without_flex", "A fused dispatch sends what there is, without padding.")
+def pad_without_flex(at: Situation) -> Iterator[Broken]:
+    """DeepEP's buffers follow the tokens that come."""
+    for moe, _ in _experts(at):
+        if moe.pad_to_capacity and at.spec.parallel.expert_dispatch == "flex":
+            yield Broken(
+                "model.moe.pad_to_capacity",
+                "pad_to_capacity does not go with expert_dispatch=flex",
+                fixes=({"model.moe.pad_to_capacity": False}, {"parallel.expert_dispatch": "alltoall"}),
+            )
+
+
+@rule("router.drop_needs_capacity", "A policy of dropping goes with a capacity.")
+def drop_needs_capacity(at: Situation) -> Iterator[Broken]:
+    """Without one no token is dropped."""
+    for moe, _ in _experts(at):
+        if moe.drop_policy != "probs" and moe.capacity_factor is None:
+            yield Broken(
+                "model.moe.drop_policy",
+                f"drop_policy={moe.drop_policy} has no effect: nothing is dropped without capacity_factor",
+                fixes=({"model.moe.drop_policy": "probs"}, {"model.moe.capacity_factor": 1.25}),
+                severity="warning",
+            )

@@ -1,0 +1,133 @@
+"""Rules of the learning rate over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalaunch.plan.rules.dependent import Dependent, depends
+from megalaunch.plan.rules.registry import Broken, Situation, rule
+
+
+@rule("schedule.warmup", "The warm-up ends before the decay does.")
+def warmup(at: Situation) -> Iterator[Broken]:
+    """Between them the rate falls."""
+    s, steps = at.spec.schedule, at.spec.schedule.decay_steps
+    if steps is not None and s.warmup_steps >= steps:
+        yield Broken(
+            "schedule.warmup_steps",
+            f"warmup_steps {s.warmup_steps} leaves nothing of decay_steps {steps}",
+            {"warmup_steps": s.warmup_steps, "decay_steps": steps},
+            ({"schedule.warmup_steps": steps // 10}, {"train.steps": 10 * s.warmup_steps}),
+        )
+
+
+@rule("schedule.min_lr", "The rate falls: min_lr is no higher than optimizer.lr.")
+def min_lr(at: Situation) -> Iterator[Broken]:
+    """A floor above the peak is a mistake."""
+    lowest, peak = at.spec.schedule.min_lr, at.spec.optimizer.lr
+    if lowest > peak:
+        yield Broken(
+            "schedule.min_lr",
+            f"min_lr {lowest:g} is higher than optimizer.lr {peak:g}",
+            {"min_lr": lowest, "lr": peak},
+            ({"schedule.min_lr": peak / 10}, {"schedule.min_lr": 0.0}, {"optimizer.lr": 10 * lowest}),
+        )
+
+
+@rule("schedule.wsd", "The final fall of a wsd schedule has a length, and fits behind the warm-up.")
+def wsd(at: Situation) -> Iterator[Broken]:
+    """Warm-up, stable, decay."""
+    s = at.spec.schedule
+    if s.shape != "wsd" or s.decay_steps is None or s.warmup_steps >= s.decay_steps:
+        return
+    room = s.decay_steps - s.warmup_steps
+    if s.wsd_decay_steps == 0 or s.wsd_decay_steps > room:
+        is_wrong = "is 0" if s.wsd_decay_steps == 0 else f"is {s.wsd_decay_steps}"
+        yield Broken(
+            "schedule.wsd_decay_steps",
+            f"wsd_decay_steps {is_wrong}; behind the warm-up there is room for 1 to {room}",
+            {"wsd_decay_steps": s.wsd_decay_steps, "room": room},
+            ({"schedule.wsd_decay_steps": max(1, room // 10)}, {"schedule.shape": "cosine"}),
+        )
+
+
+@rule("schedule.warmup_init", "The warm-up rises: warmup_init_lr is no higher than optimizer.lr.")
+def warmup_init(at: Situation) -> Iterator[Broken]:
+    """A warm-up that falls is a mistake."""
+    first, peak = at.spec.schedule.warmup_init_lr, at.spec.optimizer.lr
+    if first > peak:
+        yield Broken(
+            "schedule.warmup_init_lr",
+            f"warmup_init_lr {first:g} is higher than optimizer.lr {peak:g}",
+            {"warmup_init_lr": first, "lr": peak},
+            ({"schedule.warmup_init_lr": 0.0}, {"schedule.warmup_init_lr": peak / 10}),
+        )
+
+
+@rule("schedule.embedding_floor", "The rate of the embedding falls: min_lr is no higher than optimizer.embedding_lr.")
+def embedding_floor(at: Situation) -> Iterator[Broken]:
+    """The floor holds for every group of parameters."""
+    lowest, peak = at.spec.schedule.min_lr, at.spec.optimizer.embedding_lr
+    if peak is not None and lowest > peak:
+        yield Broken(
+            "optimizer.embedding_lr",
+            f"embedding_lr {peak:g} is lower than min_lr {lowest:g}",
+            {"embedding_lr": peak, "min_lr": lowest},
+            ({"schedule.min_lr": peak / 10}, {"optimizer.embedding_lr": None}),
+        )
+
+
+@rule("schedule.rate_zero", "No step of the run has a rate of 0.")
+def rate_zero(at: Situation) -> Iterator[Broken]:
+    """Steps behind decay_steps run at min_lr: where that is 0 they cost time and learn nothing."""
+    s, steps = at.spec.schedule, at.spec.train.steps
+    if s.shape == "constant" or s.decay_steps is None or s.min_lr > 0 or steps <= s.decay_steps + 1:
+        return
+    yield Broken(
+        "schedule.decay_steps",
+        f"steps {s.decay_steps + 1} to {steps} have a rate of 0: decay_steps is {s.decay_steps}, and min_lr 0",
+        {"decay_steps": s.decay_steps, "steps": steps},
+        (
+            {"schedule.decay_steps": steps},
+            {"schedule.min_lr": at.spec.optimizer.lr / 10},
+            {"train.steps": s.decay_steps},
+        ),
+        severity="warning",
+    )
+
+
+depends(
+    Dependent(
+        "schedule.warmup_init_idle",
+        "warmup_init_lr goes with a warm-up.",
+        "It is the rate of its first step.",
+        ("schedule.warmup_init_lr",),
+        "schedule.warmup_steps",
+        lambda spec: spec.schedule.warmup_steps > 0,
+        "there is no warm-up (schedule.warmup_steps is 0)",
+    )
+)
+depends(
+    Dependent(
+        "schedule.wsd_idle",
+        "The final fall is a part of the wsd shape.",
+        "Other shapes fall from the warm-up on.",
+        ("schedule.wsd_decay_steps", "schedule.wsd_decay_shape"),
+        "schedule.shape",
+        lambda spec: spec.schedule.shape == "wsd",
+        "schedule.shape is not wsd",
+        ({"schedule.shape": "wsd"},),
+    )
+)
+depends(
+    Dependent(
+        "schedule.constant_floor",
+        "min_lr is where a falling rate ends.",
+        "A constant rate never gets there.",
+        ("schedule.min_lr",),
+        "schedule.shape",
+        lambda spec: spec.schedule.shape != "constant",
+        "the rate is constant (schedule.shape)",
+        severity="note",
+    )
+)

@@ -1,0 +1,61 @@
+"""Rules of the length of a run, and of the text it ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalaunch.plan.rules.dependent import Dependent, depends
+from megalaunch.plan.rules.registry import Broken, Situation, rule
+
+
+@rule("train.stop_at", "A stop lies within the run.")
+def stop_at(at: Situation) -> Iterator[Broken]:
+    """stop_at is a pause before train.steps."""
+    stop, steps = at.spec.train.stop_at, at.spec.train.steps
+    if stop is not None and stop > steps:
+        yield Broken(
+            "train.stop_at",
+            f"stop_at {stop} lies behind the last step, {steps}",
+            {"stop_at": stop, "steps": steps},
+            ({"train.stop_at": None}, {"train.steps": stop}),
+        )
+
+
+@rule("train.sample_fits", "The sampled text fits into the model's context.")
+def sample_fits(at: Situation) -> Iterator[Broken]:
+    """Behind max_position_embeddings the text is cut."""
+    train, longest = at.spec.train, at.spec.model.max_position_embeddings
+    if train.sample_prompt and train.sample_tokens >= longest:
+        yield Broken(
+            "train.sample_tokens",
+            f"{train.sample_tokens} sampled tokens and their prompt are more than the model's {longest} positions",
+            {"sample_tokens": train.sample_tokens, "max_position_embeddings": longest},
+            ({"train.sample_tokens": max(1, longest // 2)},),
+            severity="warning",
+        )
+
+
+@rule("train.sample_needs_tokenizer", "A sampled text has a tokenizer to be written with.")
+def sample_needs_tokenizer(at: Situation) -> Iterator[Broken]:
+    """Made-up tokens come without one."""
+    spec = at.spec
+    if spec.train.sample_prompt and spec.data.mock and spec.tokenizer.path is None:
+        yield Broken(
+            "train.sample_prompt",
+            "there is no tokenizer to read the prompt with: the tokens are made up (data.mock)",
+            fixes=({"train.sample_prompt": None},),
+            severity="warning",
+        )
+
+
+depends(
+    Dependent(
+        "train.sample_idle",
+        "sample_tokens is the length of a sampled text.",
+        "Without a prompt none is written.",
+        ("train.sample_tokens",),
+        "train.sample_prompt",
+        lambda spec: bool(spec.train.sample_prompt),
+        "train.sample_prompt is null",
+    )
+)
