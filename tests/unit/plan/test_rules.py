@@ -1,143 +1,21 @@
-"""Each rule: one case that triggers it alone, and a near miss that is right."""
+"""How findings are found together: order, origins, fixes that are proven, purposes. (Each rule alone: rule_cases.)"""
 
 from dataclasses import replace
 
 import pytest
 from made_specs import resolved
+from rule_cases import H100, TINY
 
 from megalaunch.config.schema import with_values
 from megalaunch.plan.check import check
 from megalaunch.plan.findings import Finding, as_json, has_errors, in_order
-from megalaunch.plan.rules.registry import RULES, rule
-
-TINY = ("recipe=tiny", "data.corpus=x")
-H100 = ("platform=h100", "cluster.devices_per_node=8")
+from megalaunch.plan.rules.registry import rule
 
 
 def findings(*words, base=TINY, purpose="validate"):
     spec, composition = resolved(*base, *words)
     found = check(spec, composition.origins, purpose)
-    ahead = ("engine.unsupported", "launcher.multi_node")
-    return [finding for finding in found if purpose == "train" or finding.rule not in ahead]
-
-
-# rule: (words that break it alone, words of a near miss)
-CASES = {
-    "model.head_dim": (["model.num_attention_heads=6"], ["model.num_attention_heads=6", "model.head_dim=8"]),
-    "model.head_dim_even": (["model.head_dim=7"], ["model.head_dim=6"]),
-    "model.heads_by_groups": (["model.num_query_groups=3"], ["model.num_query_groups=4"]),
-    "model.positions": (["batch.sequence_length=1025"], ["batch.sequence_length=1024"]),
-    "model.vocab_covers_tokenizer": (["model.vocab_size=319"], ["model.vocab_size=320"]),
-    "parallel.world": ([*H100, "parallel=pp2cp2tp4"], [*H100, "parallel=pp2tp4"]),
-    "parallel.dp_assertion": ([*H100, "parallel=tp2dp2"], [*H100, "parallel=tp4dp2"]),
-    "parallel.ep_needs_experts": (["parallel=dp2ep2"], ["parallel=dp2ep1"]),
-    "parallel.replicas_by_dp": (["parallel=dp2hsdp4"], ["parallel=dp4hsdp2"]),
-    "parallel.replicas_need_sharding": (["parallel=dp4hsdp2zero0"], ["parallel=dp4hsdp2zero2"]),
-    "parallel.heads_by_tp": (
-        ["parallel=tp8", "model.num_query_groups=2"],
-        ["parallel=tp8", "model.num_attention_heads=8"],
-    ),
-    "parallel.ffn_by_tp": (["parallel=tp4", "model.ffn_hidden_size=66"], ["parallel=tp4", "model.ffn_hidden_size=68"]),
-    "parallel.vocab_by_tp": (
-        ["parallel=tp4", "tokenizer.vocab_size=322"],
-        ["parallel=tp4", "tokenizer.vocab_size=324"],
-    ),
-    "parallel.groups_by_tp": (
-        ["model.num_attention_heads=12", "model.num_query_groups=4", "parallel=tp6", "model.head_dim=2",
-         "model.ffn_hidden_size=60", "tokenizer.vocab_size=300"],
-        ["model.num_attention_heads=12", "model.num_query_groups=3", "parallel=tp6", "model.head_dim=2",
-         "model.ffn_hidden_size=60", "tokenizer.vocab_size=300"],
-    ),
-    "parallel.layers_by_pp": (["model.num_layers=3", "parallel=pp2"], ["model.num_layers=4", "parallel=pp2"]),
-    "parallel.vpp_needs_pp": (["parallel=vpp2"], ["parallel=vpp1"]),
-    "parallel.layers_by_vpp": (
-        ["parallel=pp2vpp2", "model.num_layers=6"],
-        ["parallel=pp2vpp3", "model.num_layers=6"],
-    ),
-    "parallel.vpp_microbatches": (
-        ["parallel=pp2vpp2", "model.num_layers=4", "batch.global_batch_size=6"],
-        ["parallel=pp2vpp2", "model.num_layers=4", "batch.global_batch_size=8"],
-    ),
-    "parallel.sp_needs_tp": (["parallel=sp"], ["parallel=tp2sp"]),
-    "parallel.sequence_by_cp": (
-        ["parallel=cp4", "batch.sequence_length=36"],
-        ["parallel=cp4", "batch.sequence_length=40"],
-    ),
-    "parallel.sequence_by_tp": (
-        ["parallel=tp4sp", "batch.sequence_length=30"],
-        ["parallel=tp4sp", "batch.sequence_length=28"],
-    ),
-    "batch.global_by_dp": (["parallel=dp3"], ["parallel=dp3", "batch.global_batch_size=12"]),
-    "schedule.warmup": (["schedule.warmup_steps=20"], ["schedule.warmup_steps=19"]),
-    "schedule.min_lr": (["schedule.min_lr=0.011"], ["schedule.min_lr=0.01"]),
-    "schedule.wsd": (["schedule=wsd", "schedule.wsd_decay_steps=17"], ["schedule=wsd", "schedule.wsd_decay_steps=16"]),
-    "optimizer.betas": (["optimizer.beta2=1.0"], ["optimizer.beta2=0.999"]),
-    "train.stop_at": (["train.stop_at=21"], ["train.stop_at=20"]),
-    "data.source": (["data.corpus=null"], ["data.corpus=y"]),
-    "data.validation_source": (["data.validation_prefix=PREFIX"], ["data.validation_prefix=null"]),
-    "data.tokens_exist": (
-        ["data.corpus=null", "data.train_prefix=none/at/all", "tokenizer.path=TOKENIZER"],
-        ["data.corpus=null", "data.train_prefix=PREFIX", "tokenizer.path=TOKENIZER"],
-    ),
-    "tokenizer.path": (["tokenizer.path=none/at/all.json"], ["tokenizer.path=TOKENIZER"]),
-    "tokenizer.of_tokens": (
-        ["data.corpus=null", "data.train_prefix=PREFIX"],
-        ["data.corpus=null", "data.train_prefix=PREFIX", "tokenizer.path=TOKENIZER"],
-    ),
-    "platform.chip": (["platform.chip=h1000"], ["platform.chip=h100", "cluster.devices_per_node=1"]),
-    "cluster.devices": (["platform=h100"], ["platform=h100", "cluster.devices_per_node=2"]),
-    "run.name": (["run.name=a/b"], ["run.name=a-b_c.1"]),
-}  # fmt: skip
-TOGETHER = {"parallel.expert_world": (["parallel=dp2ep3"], ["parallel=dp3ep3", "batch.global_batch_size=12"])}
-WHEN_TRAINING = {
-    "engine.unsupported": (["parallel=tp2"], ["parallel=dp2"]),
-    "launcher.multi_node": (["cluster.nodes=2"], ["cluster.nodes=1"]),
-}
-
-
-@pytest.fixture
-def files(tmp_path):
-    for name in ("t.bin", "t.idx", "tokenizer.json"):
-        (tmp_path / name).touch()
-    names = {"PREFIX": str(tmp_path / "t"), "TOKENIZER": str(tmp_path / "tokenizer.json")}
-
-    def fill(words):
-        for name, value in names.items():
-            words = [word.replace(name, value) for word in words]
-        return words
-
-    return fill
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) | set(TOGETHER) | set(WHEN_TRAINING) == set(RULES)
-    assert all(entry.sentence.endswith(".") for entry in RULES.values())
-
-
-@pytest.mark.parametrize("rule_id", CASES)
-def test_a_rule_alone_and_its_near_miss(rule_id, files):
-    broken, right = CASES[rule_id]
-    assert [finding.rule for finding in findings(*files(broken))] == [rule_id]
-    assert findings(*files(right)) == []
-
-
-@pytest.mark.parametrize("rule_id", TOGETHER)
-def test_a_rule_that_cannot_be_alone_yet(rule_id):
-    broken, right = TOGETHER[rule_id]
-    assert [f.rule for f in findings(*broken)] == ["parallel.ep_needs_experts", rule_id]
-    assert rule_id not in [f.rule for f in findings(*right)]
-
-
-@pytest.mark.parametrize("rule_id", WHEN_TRAINING)
-def test_what_only_a_launch_refuses(rule_id):
-    broken, right = WHEN_TRAINING[rule_id]
-    found = [f for f in findings(*broken, purpose="train") if f.severity == "error"]
-    assert [f.rule for f in found] == [rule_id]
-    assert found[0].fixes
-    spec, composition = resolved(*TINY, *broken)
-    looked_at = check(spec, composition.origins, "validate")
-    assert [(f.rule, f.severity) for f in looked_at] == [(rule_id, "note")]
-    assert findings(*right, purpose="train") == []
+    return [finding for finding in found if finding.severity != "note"]
 
 
 def test_data_may_be_open_in_a_plan_but_not_in_a_launch():

@@ -1,0 +1,91 @@
+"""Cases of the rules of layout: grids, tensor and context parallelism."""
+
+from rule_cases.case import H100, TINY, Case
+
+ON_H100 = (*TINY, *H100)
+TWO_MACHINES = (*ON_H100, "cluster.nodes=2", "batch.global_batch_size=64")
+EXPERTS = (*ON_H100, "model.moe.num_experts=8", "model.moe.ffn_hidden_size=32", "batch.global_batch_size=48")
+TWELVE = (*TINY, "model.num_attention_heads=12", "model.head_dim=2", "model.ffn_hidden_size=60",
+          "tokenizer.vocab_size=300")  # fmt: skip
+DYNAMIC = (*TINY, "parallel.cp_dynamic=true", "data.reset_attention=true")
+
+CASES = {
+    "parallel.world": Case("parallel=pp2cp2tp4", "parallel=pp2tp4", ON_H100),
+    "parallel.dp_assertion": Case("parallel=tp2dp2", "parallel=tp4dp2", ON_H100),
+    "parallel.ep_needs_experts": Case("parallel=dp2ep2", "parallel=dp2ep1"),
+    "parallel.dispatch_needs_experts": Case(
+        "parallel.expert_dispatch=allgather", "parallel.expert_dispatch=allgather model.moe.num_experts=4"
+    ),
+    "parallel.expert_world": Case("parallel=ep3 model.moe.num_experts=6", "parallel=ep4", EXPERTS),
+    "parallel.replicas_by_dp": Case("parallel=dp2hsdp4", "parallel=dp4hsdp2"),
+    "parallel.replicas_by_expert_dp": Case("parallel=ep4hsdp4", "parallel=ep4hsdp2", EXPERTS),
+    "parallel.replicas_need_sharding": Case("parallel=dp4hsdp2zero0", "parallel=dp4hsdp2zero2"),
+    "parallel.replicas_leave_shards": Case("parallel=dp4hsdp4", "parallel=dp4hsdp2"),
+    "parallel.tp_within_machine": Case(
+        "parallel=tp4 cluster.devices_per_node=6 cluster.nodes=2 batch.global_batch_size=96",
+        "parallel=tp2 cluster.devices_per_node=6 cluster.nodes=2 batch.global_batch_size=96",
+        (*TINY, "platform=h100"),
+    ),
+    "parallel.gathers_by_microbatch": Case("parallel=pp2dp2zero3", "parallel=pp2dp2zero2"),
+    "parallel.heads_by_tp": Case(
+        "parallel=tp8 model.num_query_groups=2", "parallel=tp8 model.num_query_groups=2 model.num_attention_heads=8"
+    ),
+    "parallel.ffn_by_tp": Case("parallel=tp4 model.ffn_hidden_size=66", "parallel=tp4 model.ffn_hidden_size=68"),
+    "parallel.shared_ffn_by_tp": Case(
+        "parallel=tp4sp model.moe.shared_ffn_hidden_size=66",
+        "parallel=tp4sp model.moe.shared_ffn_hidden_size=68",
+        EXPERTS,
+    ),
+    "parallel.expert_ffn_by_etp": Case(
+        "parallel=etp4 model.moe.ffn_hidden_size=30", "parallel=etp4 model.moe.ffn_hidden_size=28", EXPERTS
+    ),
+    "parallel.vocab_by_tp": Case("parallel=tp4 tokenizer.vocab_size=322", "parallel=tp4 tokenizer.vocab_size=324"),
+    "parallel.groups_by_tp": Case(
+        "parallel=tp6 model.num_query_groups=4", "parallel=tp6 model.num_query_groups=3", TWELVE
+    ),
+    "parallel.copied_groups": Case("parallel=tp4 model.num_query_groups=2", "parallel=tp2 model.num_query_groups=2"),
+    "parallel.sp_needs_tp": Case("parallel=sp", "parallel=tp2sp"),
+    "parallel.overlap_tp_needs_sp": Case(
+        "parallel=tp2 parallel.overlap_tp=true", "parallel=tp2sp parallel.overlap_tp=true"
+    ),
+    "parallel.sequence_by_cp": Case("parallel=cp4 batch.sequence_length=36", "parallel=cp4 batch.sequence_length=40"),
+    "parallel.sequence_by_tp": Case(
+        "parallel=tp4sp batch.sequence_length=30", "parallel=tp4sp batch.sequence_length=28"
+    ),
+    "parallel.cp_exchange_by_layer": Case(
+        "parallel=cp2 parallel.cp_exchange=[p2p,a2a,p2p]", "parallel=cp2 parallel.cp_exchange=[p2p,a2a]"
+    ),
+    "parallel.cp_exchange_needs_cp": Case("parallel.cp_exchange=a2a", "parallel=cp2 parallel.cp_exchange=a2a"),
+    "parallel.cp_hierarchy_missing": Case(
+        "parallel=cp4 parallel.cp_exchange=a2a+p2p",
+        "parallel=cp4 parallel.cp_exchange=a2a+p2p parallel.cp_hierarchy=[2,2]",
+    ),
+    "parallel.cp_hierarchy_by_cp": Case(
+        "parallel=cp4 parallel.cp_exchange=a2a+p2p parallel.cp_hierarchy=[2,4]",
+        "parallel=cp8 parallel.cp_exchange=a2a+p2p parallel.cp_hierarchy=[2,4]",
+    ),
+    "parallel.cp_hierarchy_unused": Case(
+        "parallel=cp4 parallel.cp_hierarchy=[2,2]",
+        "parallel=cp4 parallel.cp_exchange=a2a+p2p parallel.cp_hierarchy=[2,2]",
+    ),
+    "parallel.heads_by_cp": Case(
+        "parallel=cp8 parallel.cp_exchange=a2a model.num_query_groups=1",
+        "parallel=cp4 parallel.cp_exchange=a2a model.num_query_groups=1",
+    ),
+    "parallel.groups_by_cp": Case(
+        "parallel=cp6 parallel.cp_exchange=a2a model.num_query_groups=4 batch.sequence_length=48",
+        "parallel=cp6 parallel.cp_exchange=a2a model.num_query_groups=3 batch.sequence_length=48",
+        TWELVE,
+    ),
+    "parallel.dynamic_cp_stages": Case("parallel=cp2pp2", "parallel=cp2", DYNAMIC),
+    "parallel.dynamic_cp_groups": Case(
+        "parallel=cp2dp3 batch.global_batch_size=24", "parallel=cp2dp4 batch.global_batch_size=24", DYNAMIC
+    ),
+    "parallel.dynamic_cp_latent": Case(
+        "parallel=cp2 model.mla.kv_lora_rank=16 model.num_query_groups=null", "parallel=cp2", DYNAMIC
+    ),
+    "parallel.dynamic_cp_documents": Case("parallel=cp2 data.reset_attention=false", "parallel=cp2", DYNAMIC),
+    "parallel.dynamic_cp_exchange": Case(
+        "parallel=cp2 parallel.cp_exchange=allgather", "parallel=cp2 parallel.cp_exchange=p2p", DYNAMIC
+    ),
+}
