@@ -75,17 +75,19 @@ class Composer:
 
     def __init__(self) -> None:
         self._chains: dict[str, list[Recipe]] = {}
-        self._options: dict[tuple[str, str], FileValues] = {}
+        self._options: dict[str | None, dict[tuple[str, str], FileValues]] = {}  # by recipe: files may lie beside it
         self._merged: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, str | None]]] = {}
 
     def compose(self, words: Sequence[str]) -> Composition:
         """As the function of that name."""
         problems: list[SpecProblem] = []
-        sources = _Sources(split_words(words, problems), dict(self._options))
+        chosen = split_words(words, problems)
+        known = self._options.setdefault(chosen.choices.get("recipe"), {})
+        sources = _Sources(chosen, dict(known))
         _read_files(sources, self._chains, problems)
         incomplete = bool(problems)
         if not incomplete:
-            self._options.update(sources.options)
+            known.update(sources.options)
         data, choices = self._merge(sources)
         typed = _apply_values(data, sources.words, problems)
         origins = _origins(sources, choices, typed)
@@ -136,9 +138,10 @@ def _read_files(sources: _Sources, chains: dict[str, list[Recipe]], problems: li
     wanted = [(group, option, COMMAND_LINE) for group, option in chosen.items() if group != "recipe"]
     wanted += [(group, option, where) for r in sources.chain for group, (option, where) in r.options.items()]
     wanted += [(group, option, "conf/config.yaml") for group, option in sources.primary.items() if option]
+    beside = sources.chain[-1].path.parent if sources.chain and is_path(sources.chain[-1].name) else None
     for group, option, where in wanted:
         if (group, option) not in sources.options:
-            values = load_option(group, option, where, problems)
+            values = load_option(group, option, where, problems, beside)
             sources.options[group, option] = FileValues() if values is None else values
 
 

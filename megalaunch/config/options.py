@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from megalaunch.config.schema.build import did_you_mean
 from megalaunch.config.yaml_file import YamlFile, YamlProblem, load_yaml
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,35 @@ def shown_path(path: Path) -> str:
     return str(path.resolve())
 
 
-def option_names(group: str) -> list[str]:
+def option_folders(beside: Path | None = None) -> list[Path]:
+    """Where option files are looked up: those of this package, `./conf`, and `conf` beside a recipe given by path."""
+    folders = [CONF, Path("conf"), *([beside / "conf"] if beside else [])]
+    return list({folder.resolve(): folder for folder in reversed(folders)}.values())[::-1]
+
+
+def option_names(group: str, beside: Path | None = None) -> list[str]:
     """The options of a group that have a file, sorted."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    found = {path.stem for folder in option_folders(beside) for path in (folder / group).glob("*.yaml")}
+    return sorted(found)
 
 
-def load_option(group: str, name: str, where: str, problems: list[SpecProblem]) -> FileValues | None:
-    """The values of one option; None and a problem when there is no such option. `where` names who asked for it."""
-    if name in option_names(group):
-        path = CONF / group / f"{name}.yaml"
+def load_option(
+    group: str, name: str, where: str, problems: list[SpecProblem], beside: Path | None = None
+) -> FileValues | None:
+    """The values of one option; None and a problem when there is no such option. `where` names who asked for it.
+
+    A file of one's own may not have the name of one that comes with megalaunch: neither would be what is meant.
+    """
+    paths = [path for folder in option_folders(beside) if (path := folder / group / f"{name}.yaml").is_file()]
+    if not _NAME.fullmatch(name):
+        paths = []
+    if len(paths) > 1:
+        named = " and ".join(shown_path(path) for path in paths)
+        problems.append(SpecProblem(group, f"there are two {group}={name} ({named}); rename your own", where))
+        return None
+    if paths:
         try:
-            file = load_yaml(path, shown_path(path))
+            file = load_yaml(paths[0], shown_path(paths[0]))
         except YamlProblem as problem:
             problems.append(SpecProblem(group, problem.message, problem.where))
             return None
@@ -58,12 +78,11 @@ def load_option(group: str, name: str, where: str, problems: list[SpecProblem]) 
             return None
         if layout is not None:
             return FileValues({f"parallel.{key}": value for key, value in layout.items()})
-    problems.append(SpecProblem(group, _unknown_option(group, name), where))
+    problems.append(SpecProblem(group, _unknown_option(group, name, option_names(group, beside)), where))
     return None
 
 
-def _unknown_option(group: str, name: str) -> str:
-    names = option_names(group)
+def _unknown_option(group: str, name: str, names: list[str]) -> str:
     text = f"there is no {group}={name}{did_you_mean(name, names)}"
     if group == "parallel":
         return f"{text}; a layout is named by {GRAMMAR}, e.g. parallel=tp4pp4"

@@ -1,0 +1,1 @@
+"""Megatron-LM launch scripts read as data, and turned into recipes."""

@@ -1,0 +1,278 @@
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from megatron_scripts import LLAMA3_8B, MIXTRAL_8X7B
+
+from megalaunch.config.compose import compose
+from megalaunch.config.keys import schema_keys
+from megalaunch.config.megatron.arguments import keys_of, known_flags, reason_for
+from megalaunch.config.megatron.dropped_flags import DROPPED, LOST
+from megalaunch.config.megatron.imported import ScriptProblem, import_script, report_text
+from megalaunch.config.schema.paths import value_at
+from megalaunch.plan.resolve import resolve
+from megalaunch.platform.detect import detect_machine
+
+MEGALAUNCH = str(Path(sys.executable).with_name("megalaunch"))
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 "
+)
+
+
+def write(tmp_path, imported):
+    path = tmp_path / "imported.yaml"
+    path.write_text(imported.recipe.text)
+    for name, text in imported.recipe.option_files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return path
+
+
+def spec_of(tmp_path, text, **more):
+    """The resolved spec of the recipe that a script becomes."""
+    path = write(tmp_path, import_script(text, "imported", "test.sh", **more))
+    return resolve(compose([f"recipe={path}"]).spec, detect_machine(), "imported").spec
+
+
+def fates(imported):
+    return {entry.flag: (entry.fate, entry.text) for entry in imported.flags}
+
+
+def test_llama3_8b_is_the_model_that_we_ship(tmp_path):
+    spec = spec_of(tmp_path, LLAMA3_8B)
+    shipped = resolve(compose(["recipe=llama3_8b"]).spec, detect_machine(), "x").spec
+    assert spec.model == shipped.model
+    assert (spec.parallel.tp, spec.parallel.sequence_parallel, spec.parallel.data_sharding) == (2, True, "optim")
+    assert (spec.cluster.nodes, spec.cluster.devices_per_node) == (2, 8)
+    assert (spec.batch.sequence_length, spec.batch.micro_batch_size, spec.batch.global_batch_size) == (8192, 1, 128)
+    assert (spec.train.steps, spec.schedule.warmup_steps, spec.schedule.decay_steps) == (10000, 100, 10000)
+    assert (spec.optimizer.lr, spec.schedule.min_lr, spec.schedule.shape) == (3e-4, 3e-5, "cosine")
+    assert (spec.precision.compute, spec.precision.fp8.recipe, spec.precision.fp8.amax_history) == (
+        "fp8",
+        "delayed",
+        1024,
+    )
+    assert spec.precision.fp8.param_gather
+    assert spec.data.mock
+    assert (spec.checkpoint.interval, spec.train.validation_interval, spec.measure.log_interval) == (1000, 100, 1)
+
+
+def test_mixtral_8x7b_is_the_model_that_we_ship(tmp_path):
+    imported = import_script(MIXTRAL_8X7B, "imported", "mixtral.sh")
+    assert imported.recipe.picked["model"] == "mixtral_8x7b"
+    spec = spec_of(tmp_path, MIXTRAL_8X7B)
+    shipped = resolve(
+        compose(["model=mixtral_8x7b", "batch.sequence_length=1", "batch.global_batch_size=1", "train.steps=1"]).spec,
+        detect_machine(),
+        "x",
+    ).spec
+    assert spec.model == shipped.model
+    assert (spec.parallel.pp, spec.parallel.ep, spec.parallel.vpp, spec.parallel.overlap_pipeline) == (4, 8, 4, True)
+    assert (spec.cluster.nodes, spec.cluster.devices_per_node) == (8, 8)
+    assert (spec.train.steps, spec.schedule.decay_steps, spec.data.split) == (500000, 320000, "99990,8,2")
+    assert fates(imported)["--data-path"][0] == "open"
+
+
+def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
+    spec = spec_of(tmp_path, MIXTRAL_8X7B, given={"1": "/data/corpus_text_document"})
+    assert spec.data.train_prefix == "/data/corpus_text_document"
+    assert spec_of(tmp_path, LLAMA3_8B, given={"NODES": "4"}).cluster.nodes == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        ("", "model.activation", "gelu"),
+        ("", "model.hidden_dropout", 0.1),
+        ("", "model.norm", "layernorm"),
+        ("", "model.position_embedding", "learned"),
+        ("", "model.tied_embeddings", True),
+        ("", "model.ffn_hidden_size", 256),
+        ("", "model.mlp_bias", True),
+        ("", "optimizer.beta2", 0.999),
+        ("", "optimizer.weight_decay", 0.01),
+        ("", "schedule.shape", "linear"),
+        ("", "precision.compute", "fp32"),
+        ("", "parallel.data_sharding", "no_shard"),
+        ("--swiglu", "model.ffn_hidden_size", 128),
+        ("--squared-relu", "model.activation", "squared_relu"),
+        ("--quick-geglu --glu-linear-offset 1.0", "model.activation", "quick_geglu"),
+        ("--disable-bias-linear --add-qkv-bias", "model.qkv_bias", True),
+        ("--disable-bias-linear", "model.attention_output_bias", False),
+        ("--qk-layernorm", "model.qk_norm", "head"),
+        ("--window-size 127,0", "model.sliding_window", 128),
+        ("--window-size '(127,0)' --window-attn-skip-freq 2", "model.full_attention_every", 2),
+        ("--window-size 127,0 --window-attn-skip-freq [1,1,0]*2", "model.full_attention_every", 3),
+        ("--softmax-type learnable", "model.attention_sinks", True),
+        ("--position-embedding-type rope --use-rope-scaling", "model.rope.scaling", "llama3"),
+        ("--position-embedding-type rope --use-rope-scaling", "model.rope.factor", 8.0),
+        ("--position-embedding-type rope --rotary-seq-len-interpolation-factor 4", "model.rope.scaling", "linear"),
+        ("--multi-latent-attention --kv-lora-rank 32 --rotary-scaling-factor 40", "model.rope.scaling", "yarn"),
+        ("--multi-latent-attention --qk-layernorm", "model.mla.kv_lora_rank", 32),
+        ("--multi-latent-attention --qk-layernorm", "model.qk_norm", "none"),
+        ("--num-experts 4 --moe-layer-freq '([0]*1+[1]*3)'", "model.moe.dense_layers", 1),
+        ("--num-experts 4 --moe-layer-freq 2", "model.moe.every", 2),
+        ("--num-experts 4 --moe-router-pre-softmax", "model.moe.normalize_top_k", False),
+        ("--num-experts 4 --moe-router-score-function sigmoid", "model.moe.normalize_top_k", True),
+        ("--num-experts 4 --moe-aux-loss-coeff 1e-3", "model.moe.balance_loss", "batch"),
+        ("--num-experts 4", "model.moe.balance_loss", "none"),
+        ("--num-experts 4 --tensor-model-parallel-size 2", "parallel.etp", 2),
+        ("--num-experts 4 --moe-token-dispatcher-type flex", "parallel.expert_dispatch", "flex"),
+        ("--moe-router-topk 4", "model.moe.num_experts", None),
+        ("--sequence-parallel", "parallel.sequence_parallel", False),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", "parallel.vpp", 2),
+        ("--context-parallel-size 2 --cp-comm-type a2a", "parallel.cp_exchange", "a2a"),
+        ("--cp-comm-type p2p a2a p2p a2a", "parallel.cp_exchange", ("p2p", "a2a", "p2p", "a2a")),
+        ("--use-megatron-fsdp", "parallel.data_sharding", "optim_grads_params"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", "parallel.data_sharding", "optim"),
+        ("--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "parallel.replicas", 2),
+        ("--fp16", "precision.loss_scale.initial", 2.0**32),
+        ("--bf16 --grad-reduce-in-bf16", "precision.reduce", "bf16"),
+        ("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "precision.moments", "bf16"),
+        ("--recompute-activations", "recompute.modules", ("attention",)),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", "recompute.method", "block"),
+        ("--recompute-granularity selective --recompute-modules mlp layernorm", "recompute.modules", ("mlp", "norm")),
+        ("--step-batch-size-schedule '0:4 1K:8'", "batch.ramp", "0:4 1K:8"),
+        ("--lr-warmup-fraction 0.2", "schedule.warmup_steps", 2),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 3", "schedule.wsd_decay_shape", "exponential"),
+        ("--optimizer muon --muon-momentum 0.8", "optimizer.momentum", 0.8),
+        ("--optimizer-cpu-offload", "optimizer.offload_fraction", 1.0),
+        ("--data-path 0.7 /a 0.3 /b", "data.blend", ("0.7 /a", "0.3 /b")),
+        ("--data-path /a", "data.split", "969,30,1"),
+        ("--valid-data-path /v", "data.validation_prefix", "/v"),
+        ("--fim-data", "data.fim_rate", 0.5),
+        ("--distributed-timeout-minutes 5", "launcher.timeout", 300.0),
+        ("--global-batch-size=16", "batch.global_batch_size", 16),
+        ("--num_layers 6", "model.num_layers", 6),
+        ("--seed 7", "train.seed", 7),
+    ],
+)  # fmt: skip
+def test_what_flags_mean(tmp_path, flags, key, value):
+    path = write(tmp_path, import_script(SMALL + flags, "imported", "x"))
+    assert value_at(compose([f"recipe={path}"]).spec, key) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag", "fate", "text"),
+    [
+        ("--use-flash-attn", "--use-flash-attn", "dropped", "Megatron itself ignores it"),
+        ("--rampup-batch-size 16 16 100", "--rampup-batch-size", "dropped", "ignores"),
+        ("--tensorboard-dir /x", "--tensorboard-dir", "dropped", "metrics.jsonl"),
+        ("--moe-router-topk 2", "--moe-router-topk", "dropped", "without --num-experts"),
+        ("--num-query-groups 2", "--num-query-groups", "dropped", "only with --group-query-attention"),
+        ("--sequence-parallel", "--sequence-parallel", "dropped", "where tp is 1"),
+        ("--qk-l2-norm", "--qk-l2-norm", "lost", "no other norm"),
+        ("--position-embedding-type relative", "--position-embedding-type", "lost", "no relative positions"),
+        ("--softmax-type off-by-one", "--softmax-type", "lost", "learned"),
+        ("--optimizer soap", "--optimizer", "lost", "no soap"),
+        ("--num-experts 4 --moe-layer-freq [1,0,0,1]*1+[1]", "--moe-layer-freq", "lost", "every n-th"),
+        ("--lr abc", "--lr", "lost", "needs a number, got 'abc'"),
+        ("--tensor-model-paralel-size 2", "--tensor-model-paralel-size", "unknown", "--tensor-model-parallel-size"),
+        ("--save-interval", "--save-interval", "unknown", "no value"),
+        ("--data-path $DATA", "--data-path", "open", "when the script runs"),
+        ("--data-path $(ls /tmp)", "--data-path", "open", "when the script runs"),
+    ],
+)
+def test_what_becomes_of_flags_that_set_nothing(flags, flag, fate, text):
+    found = fates(import_script(SMALL + flags, "imported", "x"))[flag]
+    assert found[0] == fate
+    assert text in found[1]
+
+
+def test_every_flag_given_is_told_once():
+    imported = import_script(LLAMA3_8B, "imported", "x")
+    names = [entry.flag for entry in imported.flags]
+    assert len(names) == len(set(names)) == 51
+    assert "--never" not in names
+    assert "--wandb-project" not in names
+    assert all(entry.flag in report_text(imported) for entry in imported.flags)
+
+
+def test_an_argument_file_and_a_bare_list(tmp_path):
+    file = "# one a line\n--num-layers 4\n--hidden-size 64\n\n--num-attention-heads 4\n--swiglu\n"
+    values = import_script(file, "x", "x").values
+    assert (values["model.num_layers"], values["model.activation"]) == (4, "swiglu")
+    assert import_script(file.replace("\n", " ")[14:], "x", "x").values["model.hidden_size"] == 64
+
+
+def test_what_is_missing_is_said():
+    imported = import_script("--num-layers 4 --hidden-size 64", "x", "x")
+    assert set(imported.missing) == {
+        "model.num_attention_heads", "batch.sequence_length", "batch.global_batch_size", "train.steps",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('echo "open', 'line 1: the quote " is not closed'),
+        ("A=(1 2", r"line 1: the array's \( is not closed"),
+        ("echo hello\n", "holds no argument of Megatron-LM"),
+        ("", "holds no argument of Megatron-LM"),
+        ("\x00\x01" * 500, "holds no argument of Megatron-LM"),
+        ("A=aaaaaaaaaa\n" + "A=$A$A\n" * 40, "grows beyond"),
+        ("A=(a b c d)\n" + "A=(${A[@]} ${A[@]})\n" * 40, "grows beyond"),
+        ("--a " * 400_000, "may have 1,000,000"),
+        ("echo ${A:-" * 60 + "x" + "}" * 60, "nested deeper"),
+    ],
+)
+def test_what_is_no_script(text, message):
+    began = time.perf_counter()
+    with pytest.raises(ScriptProblem, match=message):
+        import_script(text, "x", "x")
+    assert time.perf_counter() - began < 3
+
+
+def test_nothing_is_executed_and_no_environment_is_read(tmp_path, monkeypatch):
+    marker = tmp_path / "ran"
+    monkeypatch.setenv("SECRET", "s3cret")
+    script = (
+        f"touch {marker}\nX=$(touch {marker})\nY=`touch {marker}`\nZ=$((__import__('os').system('touch {marker}')))\n"
+        f"if touch {marker}; then echo; fi\nfor i in 1; do touch {marker}; done\neval touch {marker}\n"
+        f"torchrun pretrain_gpt.py {SMALL} --seed $Z --data-path $X ${{SECRET}} --moe-layer-freq "
+        f"\"[__import__('os').system('touch {marker}')]\"\n"
+    )
+    imported = import_script(script, "x", "x")
+    assert not marker.exists()
+    assert "s3cret" not in json.dumps([entry.words for entry in imported.flags])
+    assert fates(imported)["--seed"][0] == "open"
+
+
+def test_the_tables_agree_with_the_schema_and_each_other():
+    assert [key for name in known_flags() for key in keys_of(name) if key not in schema_keys()] == []
+    exact = [word for table in (DROPPED, LOST) for row in table.values() for word in row.split()]
+    assert sorted({word for word in exact if exact.count(word) > 1}) == []
+    assert [name for name in exact if name in known_flags()] == []
+    assert all(reason_for(word.rstrip("*")) for word in exact)
+
+
+def test_the_command_writes_a_recipe_that_composes(tmp_path):
+    (tmp_path / "train.sh").write_text(LLAMA3_8B.replace("--save-interval", "--tp-comm-overlap --save-interval"))
+    words = [MEGALAUNCH, "import-megatron", "train.sh", "--output", "out/my-run.yaml", "--platform", "h100"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "mapped (" in done.stdout
+    assert (
+        tmp_path / "out/conf/parallel/my_run.yaml"
+    ).read_text() == "tp: 2\nsequence_parallel: true\noverlap_tp: true\n"
+    spec = compose([f"recipe={tmp_path}/out/my-run.yaml"]).spec
+    assert (spec.parallel.tp, spec.parallel.overlap_tp, spec.platform.chip) == (2, True, "h100")
+    again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert again.returncode == 2
+    assert re.search(r"out/my-run\.yaml.* exists; name another file, or add --force", again.stderr)
+
+
+def test_the_command_prints_json_and_reads_standard_input(tmp_path):
+    done = subprocess.run(
+        [MEGALAUNCH, "import-megatron", "-", "--json"], input=SMALL, capture_output=True, text=True, check=True
+    )
+    told = json.loads(done.stdout)
+    assert told["values"]["model.num_layers"] == 4
+    assert told["flags"][0] == {
+        "flag": "--num-layers", "words": ["4"], "fate": "mapped", "text": "model.num_layers = 4",
+    }  # fmt: skip
