@@ -1,33 +1,43 @@
-"""`megalaunch recipes list|show`: what can be run by name."""
+"""`megalaunch recipes list|show|diff`: what can be run by name."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from megalaunch.config.schema import RunSpec
+
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-    help="List the recipes, or show one.",
+    help="List the recipes, show one, or compare two.",
 )  # fmt: skip
+
+Recipe = Annotated[str, typer.Argument(help="Name of a recipe, or a path to a .yaml.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
-def list_recipes() -> None:
-    """Every recipe by name, what it is, and the folders that were looked in."""
+def list_recipes(as_json: AsJson = False) -> None:
+    """Every recipe by name: its size, devices, layout and sequence, and the folders that were looked in."""
+    import json
+    from dataclasses import asdict
+
+    from megalaunch.cli.recipe_rows import recipe_row, rows_text
     from megalaunch.config.options import shown_path
     from megalaunch.config.recipes import read_summary, recipe_files, recipe_folders
+    from megalaunch.platform.detect import detect_machine
 
-    files = recipe_files()
-    width = max((len(name) for name in files), default=0)
-    for name, path in files.items():
-        typer.echo(f"{name:<{width}}  {read_summary(path)}")
+    machine = detect_machine()
+    rows = [recipe_row(name, read_summary(path), machine) for name, path in recipe_files().items()]
+    typer.echo(json.dumps([asdict(row) for row in rows], indent=2) if as_json else rows_text(rows))
     typer.echo(f"from: {', '.join(shown_path(folder) for folder in recipe_folders())}", err=True)
 
 
 @app.command("show")
 def show_recipe(
-    name: Annotated[str, typer.Argument(help="Name of a recipe, or a path to a .yaml.")],
+    name: Recipe,
     whole: Annotated[bool, typer.Option("--whole", help="The composed run, with every default.")] = False,
 ) -> None:
     """Print a recipe's file, or with --whole the run spec that it composes to."""
@@ -50,3 +60,33 @@ def show_recipe(
     if not chain or chain[-1].name != name:
         refuse(problems_text(problems))
     typer.echo(chain[-1].text, nl=False)
+
+
+@app.command("diff")
+def diff_recipes(left: Recipe, right: Recipe, as_json: AsJson = False) -> None:
+    """What differs between the runs that two recipes come to, with every default and derived value."""
+    import json
+
+    from megalaunch.cli.recipe_rows import differences_text, spec_differences
+
+    found = spec_differences(_resolved(left), _resolved(right))
+    if as_json:
+        differences = [{"key": key, "left": one, "right": other} for key, one, other in found]
+        typer.echo(json.dumps({"left": left, "right": right, "differences": differences}, indent=2))
+    else:
+        typer.echo(differences_text((left, right), found))
+
+
+def _resolved(recipe: str) -> RunSpec:
+    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.render import problems_text
+    from megalaunch.config.compose import compose
+    from megalaunch.config.errors import ConfigError
+    from megalaunch.plan.resolve import resolve
+    from megalaunch.platform.detect import detect_machine
+
+    try:
+        composition = compose([f"recipe={recipe}"])
+    except ConfigError as error:
+        refuse(problems_text(error.problems))
+    return resolve(composition.spec, detect_machine(), recipe).spec

@@ -41,7 +41,7 @@ def refused_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
     A corpus is compared by content: by the names that its prepared files have in the cache, once they are known.
     """
     findings = []
-    for path, now, before in _differences(new, stored):
+    for path, now, before in differences(new, stored):
         if _changeable(path) or (path in _PREPARED and _same_preparation(new, stored, now, before)):
             continue
         message = (
@@ -59,12 +59,13 @@ def allowed_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
         Finding(
             "run.changed", "note", path, f"{path}: {as_word(before)} -> {as_word(now)}", {"stored": before, "new": now}
         )
-        for path, now, before in _differences(new, stored)
+        for path, now, before in differences(new, stored)
         if _changeable(path) and not path.startswith(("run.", "data."))
     ]
 
 
-def _differences(new: RunSpec, stored: RunSpec) -> Iterator[tuple[str, Any, Any]]:
+def differences(new: RunSpec, stored: RunSpec) -> Iterator[tuple[str, Any, Any]]:
+    """Every key with two values, as (dotted path, the new one, the stored one), in the order of the schema."""
     for path, _, _ in leaves(RunSpec):
         now, before = value_at(new, path), value_at(stored, path)
         if now != before:
