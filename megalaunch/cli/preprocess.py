@@ -1,4 +1,4 @@
-"""`megalaunch preprocess`: text and jsonl files to token files in Megatron's layout."""
+"""`megalaunch preprocess`: text, jsonl and parquet to token files in Megatron's layout."""
 
 from __future__ import annotations
 
@@ -7,65 +7,125 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from megalaunch.data.preprocess_settings import Format, OnBadRecord, Settings
+from megalaunch.data.preprocess_settings import EngineChoice, Format, OnBadRecord, Settings
 
 if TYPE_CHECKING:
-    from megalaunch.data.preprocess import Progress, Result
+    from megalaunch.data.preprocess import Result
+    from megalaunch.data.preprocess_state import Progress
 
 _TERMINAL_INTERVAL, _PLAIN_INTERVAL = 0.2, 10.0  # seconds between two progress lines
+_BAR = 24  # characters
 
 
-def preprocess(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUTS", help="Files, folders or globs of text or jsonl.")],
+class MegatronCommand(TyperCommand):
+    """Takes Megatron-LM's spelling of the options as well as ours."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Rewrite the words, then parse them."""
+        from megalaunch.cli.exit import refuse
+        from megalaunch.cli.megatron_words import rewrite
+        from megalaunch.rundir.outcome import ExitCode
+
+        try:
+            rewritten = rewrite(args)
+        except ValueError as error:
+            refuse(str(error), ExitCode.CONFIGURATION)
+        for text in rewritten.notes:
+            _note(text)
+        return super().parse_args(ctx, rewritten.words)
+
+
+preprocess = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@preprocess.command(cls=MegatronCommand)
+def run(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(metavar="INPUTS", help="Files, folders or globs of jsonl, parquet or text; - is stdin."),
+    ],
     output_prefix: Annotated[Path, typer.Option(help="The files are OUTPUT_PREFIX_<key>_document.bin and .idx.")],
-    tokenizer: Annotated[Path, typer.Option(help="A tokenizer.json.")],
+    tokenizer: Annotated[
+        Path, typer.Option(help="tokenizer.json, GPT-2 vocabulary, SentencePiece model, tiktoken or tekken ranks.")
+    ],
+    merges: Annotated[Path | None, typer.Option(help="Merges of a GPT-2 vocabulary; default: beside it.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one a core.")] = None,
     append_eod: Annotated[bool, typer.Option("--append-eod", help="End every document with the end token.")] = False,
-    json_key: Annotated[str, typer.Option(help="Key of the text in a jsonl record.")] = "text",
+    json_key: Annotated[
+        list[str] | None, typer.Option(help="Key (column) of the text; repeat it for several.", show_default="text")
+    ] = None,
     format: Annotated[Format, typer.Option(help="What the inputs are; auto goes by the suffix.")] = Format.AUTO,
     on_bad_record: Annotated[
         OnBadRecord, typer.Option(help="What to do with a record that cannot be read.")
     ] = OnBadRecord.STOP,
+    max_record_mb: Annotated[float, typer.Option(min=0.001, help="A larger record is a bad one.")] = 64.0,
+    engine: Annotated[
+        EngineChoice, typer.Option(help="What encodes; auto: gigatoken where its ids prove the same.")
+    ] = EngineChoice.AUTO,
+    split_sentences: Annotated[
+        bool, typer.Option("--split-sentences", help="A sequence a sentence; the files end in _sentence.")
+    ] = False,
+    language: Annotated[str, typer.Option(help="Language of the sentences.")] = "english",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that did not end.")] = False,
+    checkpoint_every: Annotated[float, typer.Option(min=0, help="Seconds of work that a kill may cost.")] = 10.0,
+    log_interval: Annotated[int | None, typer.Option(min=1, help="Documents between two progress lines.")] = None,
 ) -> None:
-    """Turn text into token files (.bin and .idx in Megatron's layout) to train on."""
+    """Turn text into token files (.bin and .idx in Megatron's layout) to train on; Megatron's options work too."""
+    settings = Settings(
+        tokenizer=tokenizer.expanduser(),
+        merges=merges,
+        workers=workers or len(os.sched_getaffinity(0)),
+        append_eod=append_eod,
+        json_keys=tuple(dict.fromkeys(json_key or ["text"])),
+        format=format,
+        on_bad_record=on_bad_record,
+        engine=engine,
+        language=language if split_sentences else None,
+        resume=resume,
+        record_bytes=int(max_record_mb * 1e6),
+        checkpoint_seconds=checkpoint_every,
+    )
+    _preprocess(inputs, output_prefix.expanduser(), settings, _progress_line(log_interval))
+
+
+def _preprocess(inputs: list[str], prefix: Path, settings: Settings, show: Callable[[Progress], None]) -> None:
     from megalaunch.cli.exit import refuse
     from megalaunch.data import preprocess as work
     from megalaunch.data.errors import DataError
     from megalaunch.rundir.outcome import ExitCode
 
-    settings = Settings(
-        tokenizer=tokenizer,
-        workers=workers or len(os.sched_getaffinity(0)),
-        append_eod=append_eod,
-        json_key=json_key,
-        format=format,
-        on_bad_record=on_bad_record,
-    )
     try:
-        result = work.preprocess(inputs, output_prefix.expanduser(), settings, _progress_line())
+        result = work.preprocess(inputs, prefix, settings, show, _note)
     except DataError as error:
         _end_line()
         refuse(str(error), ExitCode.DATA)
     except KeyboardInterrupt:
         _end_line()
-        refuse("interrupted; nothing was written", ExitCode.INTERRUPTED)
+        refuse("interrupted; nothing stands under the final names, --resume goes on", ExitCode.INTERRUPTED)
     _end_line()
     typer.echo(_summary(result))
 
 
-def _progress_line() -> Callable[[Progress], None]:
+def _note(text: str) -> None:
+    sys.stderr.write(f"note: {text}\n")
+
+
+def _progress_line(documents: int | None) -> Callable[[Progress], None]:
     """Shows progress on stderr: one line drawn over on a terminal, else a line now and then."""
     terminal = sys.stderr.isatty()
     interval = _TERMINAL_INTERVAL if terminal else _PLAIN_INTERVAL
-    shown = time.monotonic()
+    shown, counted = time.monotonic(), 0
 
     def show(progress: Progress) -> None:
-        nonlocal shown
-        if time.monotonic() - shown < interval:
+        nonlocal shown, counted
+        due = documents is not None and progress.documents // documents > counted // documents
+        counted = progress.documents
+        if time.monotonic() - shown < interval and not due:
             return
         shown = time.monotonic()
         line = _line(progress)
@@ -83,27 +143,37 @@ def _end_line() -> None:
 
 
 def _line(progress: Progress) -> str:
-    share = progress.bytes_read / max(progress.bytes_total, 1)
-    speed = progress.bytes_read / max(progress.seconds, 1e-9)
-    left = (progress.bytes_total - progress.bytes_read) / max(speed, 1e-9)
-    return (
-        f"{share:4.0%}  {progress.documents:,} documents  {progress.tokens:,} tokens  "
-        f"{speed / 1e6:.1f} MB/s  {left:,.0f} s left"
-    )
+    seconds = max(progress.seconds, 1e-9)
+    speed = progress.bytes_read / seconds
+    rates = f"{progress.documents:,} documents  {speed / 1e6:.1f} MB/s  {progress.tokens / seconds:,.0f} tokens/s"
+    if not progress.bytes_total:  # of standard input nobody knows the end
+        return f"{progress.bytes_read / 1e6:,.1f} MB  {rates}"
+    share = min(progress.bytes_read / progress.bytes_total, 1.0)
+    bar = "#" * round(share * _BAR)
+    left = max(progress.bytes_total - progress.bytes_read, 0) / max(speed, 1e-9)
+    return f"[{bar:.<{_BAR}}] {share:4.0%}  {rates}  {_duration(left)} left"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, hours = int(seconds // 60 % 60), int(seconds // 3600)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds % 60:02.0f} s"
 
 
 def _summary(result: Result) -> str:
     counts = result.counts
     lines = [
         f"{counts.written:,} documents, {counts.tokens:,} tokens, {counts.bytes_read / 1e6:,.1f} MB "
-        f"in {counts.seconds:.1f} s",
-        f"{result.prefix}.bin, .idx; report: {result.report.name}",
+        f"in {counts.seconds:.1f} s ({result.engine.name})"
     ]
-    if counts.skipped:
+    left_out = counts.skipped + counts.quarantined
+    if left_out:
         first = result.bad_records[0]
-        lines.insert(
-            1,
-            f"{counts.skipped:,} of {counts.documents:,} records left out, the first: "
-            f"{first['file']}, line {first['line']}: {first['cause']}",
-        )
+        place = first["file"] + ("" if first["line"] is None else f", line {first['line']}")
+        lines.append(f"{left_out:,} of {counts.documents:,} records left out, the first: {place}: {first['cause']}")
+    if result.quarantine is not None:
+        lines.append(f"they are in {result.quarantine}")
+    lines += [f"{prefix}.bin, .idx" for prefix in result.prefixes]
+    lines[-1] += f"; report: {result.report.name}"
     return "\n".join(lines)

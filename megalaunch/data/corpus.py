@@ -133,7 +133,11 @@ def record_text(line: bytes, json_key: str, path: Path, number: int) -> str:
 
 def record_sentences(line: bytes, json_key: str, path: Path, number: int) -> list[str]:
     """As `record_text`, for Megatron's records: the value is a text, or a list of texts (sentences)."""
-    value = _value(line, json_key, path, number)
+    return sentences_of(_value(line, json_key, path, number), json_key, path, number)
+
+
+def sentences_of(value: Any, json_key: str, path: Path, number: int) -> list[str]:
+    """The sentences that a record's value stands for; DataError when it is neither a text nor a list of texts."""
     sentences = value if isinstance(value, list) else [value]
     for sentence in sentences:
         if not isinstance(sentence, str):
@@ -145,6 +149,9 @@ def record_sentences(line: bytes, json_key: str, path: Path, number: int) -> lis
 def _value(line: bytes, json_key: str, path: Path, number: int) -> Any:
     if number == 1:
         line = line.removeprefix(_BYTE_ORDER_MARK)
+    if b"\0" in line:
+        column = line.index(b"\0") + 1
+        raise DataError(f"a NUL byte in column {column:,}: the file is damaged", file=path, record=number)
     record = _parse(decode(line, path, number), path, number)
     if not isinstance(record, dict):
         raise DataError(f"a record is a JSON object, this is {_kind(record)}", file=path, record=number)

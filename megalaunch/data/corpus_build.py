@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megalaunch.config.schema.data import DataSpec
 from megalaunch.config.schema.tokenizer import TokenizerSpec
 from megalaunch.data.corpus import Corpus, Document
-from megalaunch.data.errors import DataError, cannot
+from megalaunch.data.errors import DataError
 from megalaunch.data.token_writer import TokenWriter, token_type
-from megalaunch.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file, train_tokenizer
+from megalaunch.data.tokenizer import Tokenizer, copy_tokenizer, train_tokenizer
 
 TOKENIZER, TRAIN, VALIDATION = "tokenizer.json", "train", "validation"
 _BATCH_CHARACTERS = 1 << 20  # what is encoded at once: enough to keep all cores busy
@@ -55,11 +54,7 @@ def _tokenizer(
     path: Path, corpus: Corpus, data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]
 ) -> Tokenizer:
     if tokenizer.path is not None:
-        try:
-            shutil.copyfile(tokenizer_file(tokenizer.path), path)
-        except OSError as error:
-            raise cannot("read it", Path(tokenizer.path), error, "Correct tokenizer.path.") from error
-        return load_tokenizer(path)
+        return copy_tokenizer(tokenizer.path, path)
     report(f"training a tokenizer of {tokenizer.vocab_size:,}")
     trained = train_tokenizer((document.text for document in _training(corpus, data)), tokenizer.vocab_size, path)
     if trained.vocab_size < tokenizer.vocab_size:

@@ -1,84 +1,151 @@
-"""The part of preprocessing that worker processes do: raw records in, token ids out."""
+"""The part of preprocessing that worker processes do: chunks of raw records in, token ids out."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from multiprocessing import connection, parent_process
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalaunch.data.corpus import decode, record_sentences
+from megalaunch.data.encode_engine import Encode, encoder_of
 from megalaunch.data.errors import DataError
-from megalaunch.data.tokenizer import Tokenizer, load_tokenizer
+from megalaunch.data.input_chunks import Chunk, Unreadable
+from megalaunch.data.preprocess_settings import EngineChoice
+from megalaunch.data.read_records import records
+from megalaunch.data.sentences import splitter
+
+_LONGEST_KEPT = 1 << 20  # bytes of a bad record that are kept for the quarantine
 
 
 @dataclass(frozen=True)
-class RawRecord:
-    """One document as it stands in its file: a line of jsonl, or a whole text file (`line` None)."""
+class Recipe:
+    """All that decides the ids: `tokenizer` is the content of a tokenizer.json, `end` the end-of-document token."""
+
+    engine: EngineChoice
+    tokenizer: str
+    vocab_size: int
+    keys: tuple[str, ...]
+    end: int | None
+    dtype: np.dtype[Any]
+    language: str | None
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that was left out: `line` counts from 0 within the chunk, or from 1 in a text file (`absolute`)."""
 
     path: Path
     line: int | None
+    absolute: bool
+    cause: str
+    fix: str
     content: bytes
 
 
 @dataclass(frozen=True)
-class EncodedRecord:
-    """The sequences of one document, none for an empty one; or why it could not be encoded."""
+class KeyTokens:
+    """The documents of one key: ids in the type of the file, tokens a sequence, sequences a document (int32)."""
 
-    sequences: list[NDArray[np.int32]]
-    error: DataError | None = None
+    tokens: bytes
+    lengths: bytes
+    documents: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in it."""
+        return int(np.frombuffer(self.lengths, np.int32).sum(dtype=np.int64))
 
 
-class Encoder:
-    """Turns records into sequences as Megatron's preprocessing does.
+@dataclass
+class Encoded:
+    """One chunk's documents by key, and its bad records; records = written + len(bad), lines are those passed."""
 
-    Empty sentences are dropped; `end` (the end-of-document token, or None) is appended to the last
-    sentence of a document that has any token.
+    records: int = 0
+    lines: int = 0
+    keys: list[KeyTokens] = field(default_factory=list)
+    bad: list[BadRecord] = field(default_factory=list)
+
+
+class ChunkEncoder:
+    """Turns chunks into documents as Megatron's preprocessing does.
+
+    Empty sentences are dropped; the end token, if any, is appended to the last sentence of a document that
+    has any token. A record that is bad under one key is left out under all, so that the files stay aligned.
     """
 
-    def __init__(self, tokenizer: Tokenizer, json_key: str, end: int | None) -> None:
-        self.tokenizer, self.json_key, self.end = tokenizer, json_key, end
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._encode: Encode = encoder_of(recipe.engine, recipe.tokenizer)
+        self._split = None if recipe.language is None else splitter(recipe.language)
+        self._end = None if recipe.end is None else np.array([recipe.end])
 
-    def encode(self, records: list[RawRecord]) -> list[EncodedRecord]:
-        """One result a record, in order."""
-        return [self._encode_one(record) for record in records]
+    def encode(self, chunk: Chunk) -> Encoded:
+        """The documents of a chunk. DataError only when its file cannot be read any more."""
+        result = Encoded()
+        if isinstance(chunk.body, Unreadable):
+            result.records = result.lines = chunk.body.lines
+            result.bad.append(BadRecord(chunk.path, 0, False, chunk.body.cause, chunk.body.fix, b""))
+            result.keys = [KeyTokens(b"", b"", b"") for _ in self._recipe.keys]
+            return result
+        documents: list[list[list[NDArray[Any]]]] = []
+        for record in records(chunk, self._recipe.keys):
+            result.records += 1
+            try:
+                documents.append([self._document(sentences) for sentences in record.sentences()])
+            except DataError as error:
+                line = record.number if error.record is None or record.number is not None else error.record
+                content = record.content()[:_LONGEST_KEPT]
+                absolute = record.number is None
+                result.bad.append(BadRecord(record.path, line, absolute, error.cause, error.fix, content))
+        result.lines = result.records
+        result.keys = [self._joined([document[k] for document in documents]) for k in range(len(self._recipe.keys))]
+        return result
 
-    def _encode_one(self, record: RawRecord) -> EncodedRecord:
-        try:
-            if record.line is None:
-                sentences = [decode(record.content, record.path)]
-            else:
-                sentences = record_sentences(record.content, self.json_key, record.path, record.line)
-        except DataError as error:
-            return EncodedRecord([], error)
-        # One text a call stays on one thread: the workers are the parallelism, as many as were asked for.
-        encoded = [self.tokenizer.encode_batch([sentence])[0] for sentence in sentences]
-        sequences = [sequence for sequence in encoded if sequence]
-        if sequences and self.end is not None:
-            sequences[-1].append(self.end)
-        return EncodedRecord([np.array(sequence, dtype=np.int32) for sequence in sequences])
+    def _document(self, sentences: Sequence[str]) -> list[NDArray[Any]]:
+        if self._split is not None:
+            sentences = [part for sentence in sentences for part in self._split(sentence)]
+        sequences = [ids for ids in map(self._encode, sentences) if ids.size]
+        for ids in sequences:
+            if ids.max() >= self._recipe.vocab_size:
+                raise DataError(f"id {ids.max()} is beyond the vocabulary of {self._recipe.vocab_size:,}")
+        return sequences
+
+    def _joined(self, documents: list[list[NDArray[Any]]]) -> KeyTokens:
+        parts: list[NDArray[Any]] = []
+        lengths: list[int] = []
+        for document in documents:
+            parts += document
+            lengths += [ids.size for ids in document]
+            if document and self._end is not None:
+                parts.append(self._end)
+                lengths[-1] += 1
+        tokens = np.concatenate(parts, dtype=self._recipe.dtype, casting="unsafe") if parts else np.empty(0)
+        counts = np.array([len(document) for document in documents], np.int32)
+        return KeyTokens(tokens.tobytes(), np.array(lengths, np.int32).tobytes(), counts.tobytes())
 
 
-_encoder: Encoder | None = None  # one a worker process, set by start_worker
+_encoder: ChunkEncoder | None = None  # one a worker process, set by start_worker
 
 
-def start_worker(tokenizer: Path, json_key: str, end: int | None) -> None:
+def start_worker(recipe: Recipe) -> None:
     """Make this process a worker: load the tokenizer, leave Ctrl-C to the parent, die with the parent."""
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    _encoder = Encoder(load_tokenizer(tokenizer), json_key, end)
+    _encoder = ChunkEncoder(recipe)
 
 
-def encode_in_worker(records: list[RawRecord]) -> list[EncodedRecord]:
-    """`Encoder.encode` of the encoder that `start_worker` made in this process."""
+def encode_in_worker(chunk: Chunk) -> Encoded:
+    """`ChunkEncoder.encode` of the encoder that `start_worker` made in this process."""
     assert _encoder is not None, "start_worker runs first in every worker"
-    return _encoder.encode(records)
+    return _encoder.encode(chunk)
 
 
 def _die_with_parent() -> None:

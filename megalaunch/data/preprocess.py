@@ -1,189 +1,215 @@
-"""Text and jsonl files to one pair of token files, in order, by several processes: no torch, no process group."""
+"""Text to token files in Megatron's layout, in order, by several processes: no torch, no process group."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
-from itertools import islice
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from megalaunch.data.corpus import CorpusFile, find_corpus, open_source
-from megalaunch.data.encode_records import EncodedRecord, Encoder, RawRecord, encode_in_worker, start_worker
-from megalaunch.data.errors import DataError, cannot
-from megalaunch.data.preprocess_settings import Format, OnBadRecord, Settings
-from megalaunch.data.publish import UnfinishedFile
-from megalaunch.data.token_writer import TokenWriter, token_type
+from megalaunch.data.encode_engine import CHECKED_CHARACTERS, Engine, choose_engine
+from megalaunch.data.encode_records import ChunkEncoder, Encoded, Recipe, encode_in_worker, start_worker
+from megalaunch.data.errors import DataError
+from megalaunch.data.input_chunks import Chunk, chunks
+from megalaunch.data.input_hashes import InputHashes
+from megalaunch.data.inputs import Input, find_inputs
+from megalaunch.data.preprocess_output import Output
+from megalaunch.data.preprocess_report import write_report
+from megalaunch.data.preprocess_settings import Settings
+from megalaunch.data.preprocess_state import Progress, State, fingerprint
+from megalaunch.data.read_records import good_texts
+from megalaunch.data.token_writer import token_type
 from megalaunch.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
-
-_CHUNK_BYTES = 1 << 18
-_BAD_RECORDS_LISTED = 1000
-
-
-@dataclass
-class Progress:
-    """Counts so far; documents = written + skipped. Bytes are those of the inputs."""
-
-    bytes_total: int
-    bytes_read: int = 0
-    documents: int = 0
-    written: int = 0
-    skipped: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Result:
-    """Where the files are, the final counts, and the first bad records as (file, line, cause)."""
+    """Where the files of each key are, the final counts, and the first bad records as (file, line, cause)."""
 
-    prefix: Path
+    prefixes: tuple[Path, ...]
     report: Path
+    quarantine: Path | None
     counts: Progress
     bad_records: list[dict[str, Any]]
+    engine: Engine
 
 
 def preprocess(
-    inputs: Sequence[str], output_prefix: Path, settings: Settings, show: Callable[[Progress], None]
+    inputs: Sequence[str],
+    output_prefix: Path,
+    settings: Settings,
+    show: Callable[[Progress], None],
+    note: Callable[[str], None] = lambda text: None,
 ) -> Result:
-    """Write `<output_prefix>_<key>_document.bin/.idx`, and `.json` with counts, settings and hashes.
+    """Write `<output_prefix>_<key>_document.bin/.idx` for each key, and `.json` with counts and hashes.
 
-    Inputs are files, folders and globs; documents keep their order whatever the number of workers. `show`
-    is called after each chunk. Raises DataError, and then leaves nothing under the final names.
+    Inputs are files, folders, globs and `-`; documents keep their order whatever the number of workers.
+    `show` is called after each chunk, `note` gets what the user should know. Raises DataError; then nothing
+    stands under the final names, and what was done is kept for `settings.resume` (see preprocess_output.py).
     """
-    started = time.monotonic()
-    files = [file for source in inputs for file in find_corpus(source, settings.json_key).files]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise DataError("preprocessing was started by torchrun, once a process", fix="Start it by itself, once.")
+    found = find_inputs(inputs, settings.format)
     path = tokenizer_file(settings.tokenizer)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, settings.merges)
     end = tokenizer.require_eod(path, "Leave out --append-eod.") if settings.append_eod else None
-    prefix = output_prefix.with_name(f"{output_prefix.name}_{settings.json_key}_document")
-    counts = Progress(bytes_total=sum(file.size() for file in files))
-    bad: list[dict[str, Any]] = []
-    chunks = _chunks(files, settings.format)
-    encoded = _encoded(chunks, settings, tokenizer, path, end)
-    with TokenWriter(prefix, token_type(tokenizer.vocab_size)) as writer:
-        for records, results in encoded:
-            for record, result in zip(records, results, strict=True):
-                _write(writer, record, result, counts, bad, settings.on_bad_record)
-            counts.tokens, counts.seconds = writer.num_tokens, time.monotonic() - started
-            show(counts)
-        if not counts.documents:
-            raise DataError("the inputs hold no documents", file=", ".join(inputs), fix="Give files with text.")
-    report = _write_report(prefix, files, settings, tokenizer, counts, bad)
-    return Result(prefix, report, counts, bad)
-
-
-def _write(
-    writer: TokenWriter,
-    record: RawRecord,
-    result: EncodedRecord,
-    counts: Progress,
-    bad: list[dict[str, Any]],
-    on_bad_record: OnBadRecord,
-) -> None:
-    counts.documents += 1
-    counts.bytes_read += len(record.content)
-    if result.error is not None:
-        if on_bad_record is OnBadRecord.STOP:
-            fix = f"{result.error.fix} To leave such records out: --on-bad-record skip.".strip()
-            raise DataError(result.error.cause, file=record.path, record=result.error.record, fix=fix)
-        counts.skipped += 1
-        if len(bad) < _BAD_RECORDS_LISTED:
-            bad.append({"file": str(record.path), "line": result.error.record, "cause": result.error.cause})
-        return
-    for sequence in result.sequences:
-        writer.add_sequence(sequence)
-    writer.end_document()
-    counts.written += 1
-
-
-def _chunks(files: Sequence[CorpusFile], kind: Format) -> Iterator[list[RawRecord]]:
-    """The records of all files in order, in lists of about _CHUNK_BYTES."""
-    chunk: list[RawRecord] = []
-    size = 0
-    for record in _records(files, kind):
-        chunk.append(record)
-        size += len(record.content)
-        if size >= _CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def _records(files: Sequence[CorpusFile], kind: Format) -> Iterator[RawRecord]:
-    for file in files:
-        with open_source(file.path) as source:
-            if kind is Format.JSONL or (kind is Format.AUTO and file.holds_records):
-                for number, line in enumerate(source, start=1):
-                    yield RawRecord(file.path, number, line)
-            else:
-                yield RawRecord(file.path, None, source.read())
-
-
-def _encoded(
-    chunks: Iterator[list[RawRecord]], settings: Settings, tokenizer: Tokenizer, path: Path, end: int | None
-) -> Iterator[tuple[list[RawRecord], list[EncodedRecord]]]:
-    """Every chunk with its results, in order; at most a few chunks are in memory at a time."""
-    if settings.workers <= 1:
-        encoder = Encoder(tokenizer, settings.json_key, end)
-        yield from ((chunk, encoder.encode(chunk)) for chunk in chunks)
-        return
-    # Spawned, not forked: the tokenizer library has threads of its own in this process.
-    pool = ProcessPoolExecutor(settings.workers, get_context("spawn"), start_worker, (path, settings.json_key, end))
-    waiting: deque[tuple[list[RawRecord], Future[list[EncodedRecord]]]] = deque()
+    recipe = Recipe(
+        engine=settings.engine,
+        tokenizer=tokenizer.to_json(),
+        vocab_size=tokenizer.vocab_size,
+        keys=settings.json_keys,
+        end=end,
+        dtype=token_type(tokenizer.vocab_size),
+        language=settings.language,
+    )
+    level = "document" if settings.language is None else "sentence"
+    finals = [output_prefix.with_name(f"{output_prefix.name}_{key}_{level}") for key in settings.json_keys]
+    output = Output(output_prefix, finals, recipe.dtype)
+    job = _Job(found, settings, recipe, output, tokenizer, show, note)
+    done = False
     try:
-        for chunk in islice(chunks, 2 * settings.workers):
-            waiting.append((chunk, pool.submit(encode_in_worker, chunk)))
+        job.run()
+        if not job.state.counts.documents:
+            raise DataError("the inputs hold no documents", file=", ".join(inputs), fix="Give files with text.")
+        quarantine = job.state.counts.quarantined > 0
+        kept = finals[0].with_name(f"{output_prefix.name}_quarantine.jsonl") if quarantine else None
+        hashes = job.finish()
+        report = write_report(finals[0], found, hashes, settings, tokenizer, job.engine, job.state)
+        output.publish(kept)
+        done = True
+        return Result(tuple(finals), report, kept, job.state.counts, job.state.bad, job.engine)
+    finally:
+        output.close(keep=not done and output.saved() is not None)
+
+
+class _Job:
+    """One run over the inputs: reads, has it encoded, writes and keeps count."""
+
+    def __init__(
+        self,
+        inputs: list[Input],
+        settings: Settings,
+        recipe: Recipe,
+        output: Output,
+        tokenizer: Tokenizer,
+        show: Callable[[Progress], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self._inputs, self._settings, self._recipe, self._output = inputs, settings, recipe, output
+        self._tokenizer, self._show, self._note = tokenizer, show, note
+        self._fingerprint = fingerprint(inputs, settings, recipe)
+        saved = self._saved_state()
+        self.state = State.load(saved) if saved else State(counts=Progress(sum(entry.size for entry in inputs)))
+        output.open(saved)
+        self.engine = Engine(settings.engine)
+        self._hashes = InputHashes(inputs)
+        self._checkpointed = time.monotonic()
+        self._seconds_before = self.state.counts.seconds
+        self._started = time.monotonic()
+
+    def run(self) -> None:
+        """Bring all records from where the state stands to the end into the work folder."""
+        if self.state.complete:
+            return
+        ahead = chunks(self._inputs, self._settings, self.state.position)
+        first = list(islice(ahead, 1))
+        texts = [text for chunk in first for text in good_texts(chunk, self._recipe.keys, CHECKED_CHARACTERS)]
+        self.engine = choose_engine(self._settings.engine, self._tokenizer, self._recipe.tokenizer, texts)
+        if self.engine.note:
+            self._note(self.engine.note)
+        recipe = replace(self._recipe, engine=self.engine.name)
+        try:
+            for chunk, encoded in _encoded(chain(first, ahead), recipe, self._settings.workers):
+                self._take(chunk, encoded)
+                if time.monotonic() - self._checkpointed >= self._settings.checkpoint_seconds:
+                    self._checkpoint()
+        except (DataError, KeyboardInterrupt):
+            if self.state.counts.documents:
+                self._save_quietly()
+            raise
+
+    def finish(self) -> list[str]:
+        """Make the whole safe on disk; the hashes of the inputs."""
+        self.state.complete = True
+        self._checkpoint()
+        return self._hashes.finish()
+
+    def _take(self, chunk: Chunk, encoded: Encoded) -> None:
+        """Write a chunk and count it; DataError for its first bad record when these stop the run."""
+        quarantined = self.state.account(chunk, encoded, self._settings.on_bad_record)
+        self._output.add(encoded.keys, quarantined)
+        self.state.counts.seconds = self._seconds_before + time.monotonic() - self._started
+        self._hashes.reached(self.state.counts.bytes_read)
+        self._show(self.state.counts)
+
+    def _checkpoint(self) -> None:
+        self._output.checkpoint({"fingerprint": self._fingerprint, **self.state.to_save()})
+        self._checkpointed = time.monotonic()
+
+    def _save_quietly(self) -> None:
+        """Keep what was done before an error; the error is what the user should see."""
+        try:
+            self._checkpoint()
+        except DataError:
+            return
+
+    def _saved_state(self) -> dict[str, Any] | None:
+        saved = self._output.saved()
+        if not self._settings.resume:
+            if saved is not None:
+                self._note("starting anew; --resume would have gone on with what an earlier run had done")
+            return None
+        if any(entry.is_stdin for entry in self._inputs):
+            raise DataError("standard input cannot be read again", fix="Leave out --resume, or give a file.")
+        if saved is None:
+            self._note("there is nothing to resume; starting from the beginning")
+            return None
+        if saved["fingerprint"] != self._fingerprint:
+            changed = [key for key, value in self._fingerprint.items() if saved["fingerprint"].get(key) != value]
+            cause = f"the unfinished run had other {' and '.join(changed)}"
+            raise DataError(cause, file=self._output.folder, fix="Give the same again, or leave out --resume.")
+        return saved
+
+
+def _encoded(ahead: Iterator[Chunk], recipe: Recipe, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
+    """Every chunk with its documents, in order; at most a few chunks are in memory at a time."""
+    if workers <= 1:
+        encoder = ChunkEncoder(recipe)
+        yield from ((chunk, encoder.encode(chunk)) for chunk in ahead)
+        return
+    # Spawned, not forked: the tokenizer library may have threads of its own in this process.
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (recipe,))
+    waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
+    try:
+        with _ctrl_c_put_off():  # the pool starts its workers here, and they inherit what is put off
+            for chunk in islice(ahead, 2 * workers):
+                waiting.append((chunk, pool.submit(encode_in_worker, chunk)))
         while waiting:
             chunk, future = waiting.popleft()
-            results = future.result()
-            for following in islice(chunks, 1):
+            encoded = future.result()
+            for following in islice(ahead, 1):
                 waiting.append((following, pool.submit(encode_in_worker, following)))
-            yield chunk, results
+            yield chunk, encoded
     except BrokenProcessPool:
-        raise DataError(
-            "a worker process died, perhaps for lack of memory", fix="Give fewer --workers, or free memory."
-        ) from None
+        fix = "Give fewer --workers, or free memory; --resume goes on with what was done."
+        raise DataError("a worker process died, perhaps for lack of memory", fix=fix) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _write_report(
-    prefix: Path,
-    files: Sequence[CorpusFile],
-    settings: Settings,
-    tokenizer: Tokenizer,
-    counts: Progress,
-    bad: list[dict[str, Any]],
-) -> Path:
-    report = prefix.with_name(prefix.name + ".json")
-    path = tokenizer_file(settings.tokenizer)
-    content = {
-        "counts": asdict(counts),
-        "settings": {**asdict(settings), "tokenizer": str(path)},
-        "tokenizer": {
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            "vocab_size": tokenizer.vocab_size,
-            "eod_id": tokenizer.eod_id,
-        },
-        "inputs": [{"file": str(file.path), "bytes": file.size()} for file in files],
-        "bad_records": bad,
-    }
-    unfinished = UnfinishedFile(report)
+@contextmanager
+def _ctrl_c_put_off() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        unfinished.file.write((json.dumps(content, indent=2) + "\n").encode())
-        unfinished.sync()
-        unfinished.publish()
-    except OSError as error:
-        raise cannot("write it", report, error, "Free space there.") from error
+        yield
     finally:
-        unfinished.discard()
-    return report
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

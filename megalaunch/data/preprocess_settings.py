@@ -8,27 +8,49 @@ from pathlib import Path
 
 
 class Format(StrEnum):
-    """How inputs are read: `auto` takes `.jsonl` and `.ndjson` as jsonl, and all else as text."""
+    """How inputs are read: `auto` goes by the suffix (below that of a compression): see inputs.py."""
 
     AUTO = "auto"
     JSONL = "jsonl"
+    PARQUET = "parquet"
     TEXT = "text"
 
 
 class OnBadRecord(StrEnum):
-    """What a record that cannot be read does: end everything, or be left out and counted."""
+    """What a record that cannot be read does: end everything, be left out, or be left out and kept aside."""
 
     STOP = "stop"
     SKIP = "skip"
+    QUARANTINE = "quarantine"
+
+
+class EngineChoice(StrEnum):
+    """What encodes: `auto` takes gigatoken where it is installed and gives the ids of `tokenizers`."""
+
+    AUTO = "auto"
+    GIGATOKEN = "gigatoken"
+    TOKENIZERS = "tokenizers"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the bytes that are written, and (`workers`) how fast; a text file is one document."""
+    """What decides the bytes that are written, and how they are made; a text file is one document.
+
+    `merges` goes with a GPT-2 vocabulary file. `language` is that of the sentences to split, None: do not
+    split. A record over `record_bytes` is a bad one. About `chunk_bytes` are encoded at a time, and at
+    least every `checkpoint_seconds` the work is made safe for `resume`.
+    """
 
     tokenizer: Path
     workers: int = 1
     append_eod: bool = False
-    json_key: str = "text"
+    json_keys: tuple[str, ...] = ("text",)
     format: Format = Format.AUTO
     on_bad_record: OnBadRecord = OnBadRecord.STOP
+    merges: Path | None = None
+    engine: EngineChoice = EngineChoice.AUTO
+    language: str | None = None
+    resume: bool = False
+    record_bytes: int = 64 << 20
+    chunk_bytes: int = 2 << 20
+    checkpoint_seconds: float = 10.0

@@ -1,13 +1,18 @@
-"""Text to token ids and back, by a `tokenizer.json`; and the training of one on a corpus."""
+"""Text to token ids and back; and the training of a byte-level BPE on a corpus.
+
+Whatever kind of file a tokenizer comes in, it is turned into the one form of `tokenizer.json` (see
+tokenizer_conversion.py). Nothing from beside a tokenizer is ever run.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megalaunch.data.errors import DataError
+from megalaunch.data.errors import DataError, cannot
 
 if TYPE_CHECKING:
     import tokenizers
@@ -26,11 +31,17 @@ _END_NAMES = (
 )
 
 
-class Tokenizer:
-    """A loaded `tokenizer.json`. Nothing is put around the text: no begin or end token, no template."""
+_CONFIG = "tokenizer_config.json"
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        self._inner = inner
+
+class Tokenizer:
+    """A loaded tokenizer. Nothing is put around the text: no begin or end token, no template.
+
+    `end_name` is the end-of-document token that the file names itself, if it does.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, end_name: str | None = None) -> None:
+        self._inner, self.end_name = inner, end_name
 
     @cached_property
     def vocab_size(self) -> int:
@@ -40,7 +51,8 @@ class Tokenizer:
     @cached_property
     def eod_id(self) -> int | None:
         """Id of the token that ends a document; None when no usual name of one is in the vocabulary."""
-        ids = (self._inner.token_to_id(name) for name in _END_NAMES)
+        names = _END_NAMES if self.end_name is None else (self.end_name, *_END_NAMES)
+        ids = (self._inner.token_to_id(name) for name in names)
         return next((token for token in ids if token is not None), None)
 
     def require_eod(self, path: Path, switch: str) -> int:
@@ -58,32 +70,119 @@ class Tokenizer:
         """The ids of each text, computed on all cores."""
         return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out."""
-        return self._inner.decode(ids)
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """The text of ids, special tokens left out unless `special`."""
+        return self._inner.decode(ids, skip_special_tokens=not special)
+
+    def token(self, token_id: int) -> str | None:
+        """How a token is written in the vocabulary; None for an id that is not in it."""
+        return self._inner.id_to_token(token_id)
+
+    def special_tokens(self) -> list[str]:
+        """The tokens that stand outside the learned vocabulary, by id."""
+        return [token.content for _, token in sorted(self._inner.get_added_tokens_decoder().items())]
+
+    def to_json(self) -> str:
+        """The content of a tokenizer.json of it."""
+        return self._inner.to_str()
+
+    def kind(self) -> str:
+        """The class of its model (BPE, Unigram, ...)."""
+        return type(self._inner.model).__name__
 
 
 def tokenizer_file(path: Path | str) -> Path:
-    """The file meant by `path`: a tokenizer.json, or the folder that holds one."""
+    """The file meant by `path`: itself, or in a folder the tokenizer.json or the file of another kind."""
     path = Path(path).expanduser()
-    return path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_dir():
+        return path
+    names = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json", "encoder.json", "tokenizer.tiktoken")
+    return next((path / name for name in names if (path / name).is_file()), path / names[0])
 
 
-def load_tokenizer(path: Path | str) -> Tokenizer:
-    """Load a `tokenizer.json`; DataError when it is missing or is none. Runs no code from beside it."""
-    import tokenizers
+def load_tokenizer(path: Path | str, merges: Path | str | None = None) -> Tokenizer:
+    """Load a tokenizer.json, a GPT-2 vocabulary with its merges, a SentencePiece model, tiktoken or tekken ranks.
 
+    `merges` defaults to the merges.txt or vocab.bpe beside a GPT-2 vocabulary. Raises DataError when the file
+    is missing or is no such thing.
+    """
     path = tokenizer_file(path)
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except FileNotFoundError:
-        raise DataError("no such file", file=path, fix="Give the path of a tokenizer.json.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read it: {error}", file=path, fix="Give the path of a tokenizer.json.") from error
+        fix = "Give the path of a tokenizer.json (or of another tokenizer file, or its folder)."
+        raise DataError("no such file", file=path, fix=fix) from None
+    except OSError as error:
+        raise cannot("read it", path, error, "Give the path of a tokenizer.json.") from error
+    from megalaunch.data import tokenizer_conversion as conversion
+
+    if merges is not None:
+        return Tokenizer(conversion.of_gpt2(path, content, Path(merges).expanduser()))
+    if path.suffix == ".tiktoken" or conversion.is_tiktoken(content):
+        return Tokenizer(conversion.of_tiktoken(path, content))
+    if content.lstrip()[:1] != b"{":
+        return Tokenizer(conversion.of_sentencepiece(path, content), conversion.sentencepiece_end(content))
+    parsed = _parse(path, content)
+    if conversion.is_tekken(parsed):
+        return Tokenizer(conversion.of_tekken(path, parsed))
+    if parsed and all(type(number) is int for number in parsed.values()):
+        return Tokenizer(conversion.of_gpt2(path, content, conversion.merges_beside(path)))
+    return Tokenizer(_inner_of(path, content.decode()), _named_end(path))
+
+
+def copy_tokenizer(source: Path | str, target: Path) -> Tokenizer:
+    """Load `source` and write it to `target` as tokenizer.json: byte for byte where it is one, else converted.
+
+    The end-of-document token that stands beside it goes along, in a tokenizer_config.json of that alone.
+    Raises DataError.
+    """
+    tokenizer = load_tokenizer(source)
+    content = tokenizer_file(source).read_bytes()
+    is_ours = content.lstrip()[:1] == b"{" and "model" in json.loads(content)
     try:
-        return Tokenizer(tokenizers.Tokenizer.from_str(content))
+        target.write_bytes(content if is_ours else tokenizer.to_json().encode())
+        if tokenizer.end_name is not None:
+            (target.parent / _CONFIG).write_text(json.dumps({"eos_token": tokenizer.end_name}), encoding="utf-8")
+    except OSError as error:
+        raise cannot("write it", target, error, "Free space there.") from error
+    return tokenizer
+
+
+def tokenizer_of_json(content: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json's content that is known to be good."""
+    import tokenizers
+
+    return Tokenizer(tokenizers.Tokenizer.from_str(content))
+
+
+def _parse(path: Path, content: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"it is no tokenizer.json: {error}", file=path, fix="Save it again from its source.") from None
+    if not isinstance(parsed, dict):
+        raise DataError("it is no tokenizer.json: no JSON object", file=path, fix="Save it again from its source.")
+    return parsed
+
+
+def _inner_of(path: Path, content: str) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # the library raises no narrower class
         raise DataError(f"it is no tokenizer.json: {error}", file=path, fix="Save it again from its source.") from error
+
+
+def _named_end(path: Path) -> str | None:
+    """The `eos_token` of the tokenizer_config.json beside a tokenizer.json, which Megatron goes by."""
+    try:
+        config = json.loads((path.parent / _CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return None
+    named = config.get("eos_token") if isinstance(config, dict) else None
+    named = named.get("content") if isinstance(named, dict) else named
+    return named if isinstance(named, str) else None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> Tokenizer:

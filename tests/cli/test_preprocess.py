@@ -90,16 +90,16 @@ def test_no_torch_is_needed(tmp_path, tokenizer):
     assert done.returncode == 0, done.stderr
 
 
-def test_ctrl_c_leaves_nothing(tmp_path, tokenizer):
-    path = write_jsonl(tmp_path / "in.jsonl", [" ".join(sentences(100))] * 10_000)
+def test_ctrl_c_leaves_nothing_under_the_final_names(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "in.jsonl", [" ".join(sentences(100))] * 60_000)
     words = command(path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", "2")
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 30
-    unfinished = tmp_path / ".out_text_document.bin.unfinished"
+    unfinished = tmp_path / ".out.preprocess" / "0.bin"
     while not (unfinished.exists() and unfinished.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert (output, errors) == ("", "interrupted; nothing was written\n")
-    assert not list(tmp_path.glob("*out*"))
+    assert (output, errors) == ("", "interrupted; nothing stands under the final names, --resume goes on\n")
+    assert not list(tmp_path.glob("out*"))

@@ -327,7 +327,8 @@ def test_the_tokenizer_round_trips_any_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "cause"), [(None, "no such file"), (b"\xff\xfe", "cannot read it"), (b"[1", "it is no")]
+    ("content", "cause"),
+    [(None, "no such file"), (b"\xff\xfe", "it is no tokenizer file"), (b"{1", "it is no tokenizer.json")],
 )
 def test_a_tokenizer_that_is_none(tmp_path, content, cause):
     path = tmp_path / "t.json"

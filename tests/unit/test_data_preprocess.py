@@ -1,12 +1,14 @@
 """Preprocessing: Megatron's documents, the same bytes by any number of workers, bad records named and counted."""
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,12 @@ from hypothesis import strategies as st
 from token_files import sentences, small_tokenizer, write_jsonl
 
 from megalaunch.data import preprocess as module
+from megalaunch.data import preprocess_state
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed import IndexedTokens
-from megalaunch.data.preprocess import Progress, Result, preprocess
+from megalaunch.data.preprocess import Result, preprocess
 from megalaunch.data.preprocess_settings import Format, OnBadRecord, Settings
+from megalaunch.data.preprocess_state import Progress
 from megalaunch.data.tokenizer import Tokenizer, load_tokenizer
 
 BAD = ["{nonsense", "", '{"other": "x"}', '{"text": 7}', '["x"]']
@@ -39,7 +43,8 @@ def run(inputs: list[Path], prefix: Path, settings: Settings) -> Result:
 
 
 def written(result: Result) -> tuple[bytes, bytes]:
-    return Path(f"{result.prefix}.bin").read_bytes(), Path(f"{result.prefix}.idx").read_bytes()
+    prefix = result.prefixes[0]
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 
 def lines_with_bad(path: Path, good: int) -> Path:
@@ -57,8 +62,8 @@ def test_documents_are_megatrons(tmp_path, tokenizer_path, tokenizer, append_eod
     records = ["a ship", "", ["one", "", "two"], [], ["", ""], "the sea"]
     path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in records))
     result = run([path], tmp_path / "out", Settings(tokenizer_path, append_eod=append_eod))
-    assert result.prefix == tmp_path / "out_text_document"
-    read = IndexedTokens(result.prefix)
+    assert result.prefixes[0] == tmp_path / "out_text_document"
+    read = IndexedTokens(result.prefixes[0])
     end = [0] if append_eod else []
     encode = tokenizer.encode
     expected = [encode("a ship") + end, encode("one"), encode("two") + end, encode("the sea") + end]
@@ -69,21 +74,17 @@ def test_documents_are_megatrons(tmp_path, tokenizer_path, tokenizer, append_eod
     assert result.counts.tokens == sum(map(len, expected))
 
 
-def test_one_and_several_workers_write_the_same_bytes(tmp_path, tokenizer_path, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 3000)
+def test_one_and_several_workers_write_the_same_bytes(tmp_path, tokenizer_path):
     path = lines_with_bad(tmp_path / "in.jsonl", 2000)
-    results = [
-        run([path], tmp_path / f"out{workers}", Settings(tokenizer_path, workers, on_bad_record=OnBadRecord.SKIP))
-        for workers in (1, 2, 3)
-    ]
+    settings = Settings(tokenizer_path, on_bad_record=OnBadRecord.SKIP, chunk_bytes=3000)
+    results = [run([path], tmp_path / f"out{n}", replace(settings, workers=n)) for n in (1, 2, 3)]
     assert written(results[0]) == written(results[1]) == written(results[2])
     assert results[0].bad_records == results[1].bad_records == results[2].bad_records
     assert results[0].counts.skipped == len(BAD)
 
 
 def test_only_a_few_chunks_are_in_memory(tmp_path, tokenizer_path, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 100)
-    real, drawn, most = module._chunks, 0, 0
+    real, drawn, most = module.chunks, 0, 0
 
     def counted(*arguments):
         nonlocal drawn
@@ -97,9 +98,9 @@ def test_only_a_few_chunks_are_in_memory(tmp_path, tokenizer_path, monkeypatch):
         most = max(most, drawn - shown)
 
     shown = 0
-    monkeypatch.setattr(module, "_chunks", counted)
+    monkeypatch.setattr(module, "chunks", counted)
     path = write_jsonl(tmp_path / "in.jsonl", sentences(200))
-    preprocess([str(path)], tmp_path / "out", Settings(tokenizer_path, workers=2), show)
+    preprocess([str(path)], tmp_path / "out", Settings(tokenizer_path, workers=2, chunk_bytes=100), show)
     assert shown == drawn > 50
     assert most <= 4
 
@@ -111,11 +112,9 @@ def test_chunks_do_not_show(tmp_path_factory, tokenizer_path, documents, chunk):
     path = folder / "in.jsonl"
     path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
     whole = run([path], folder / "whole", Settings(tokenizer_path, append_eod=True))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_CHUNK_BYTES", chunk)
-        cut = run([path], folder / "cut", Settings(tokenizer_path, append_eod=True))
+    cut = run([path], folder / "cut", Settings(tokenizer_path, append_eod=True, chunk_bytes=chunk))
     assert written(whole) == written(cut)
-    assert IndexedTokens(whole.prefix).num_documents == len(documents)
+    assert IndexedTokens(whole.prefixes[0]).num_documents == len(documents)
 
 
 def test_inputs_keep_their_order(tmp_path, tokenizer_path, tokenizer):
@@ -123,7 +122,7 @@ def test_inputs_keep_their_order(tmp_path, tokenizer_path, tokenizer):
         write_jsonl(tmp_path / f"{name}.jsonl", [f"file {name}"])
     (tmp_path / "c.txt").write_text("plain\n\ntext\n")
     inputs = [tmp_path / "c.txt", tmp_path / "b.jsonl", tmp_path / "a.jsonl"]
-    read = IndexedTokens(run(inputs, tmp_path / "out", Settings(tokenizer_path)).prefix)
+    read = IndexedTokens(run(inputs, tmp_path / "out", Settings(tokenizer_path)).prefixes[0])
     texts = [tokenizer.decode(read.tokens(number).tolist()) for number in range(3)]
     assert texts == ["plain\n\ntext\n", "file b", "file a"]
 
@@ -139,9 +138,9 @@ def test_the_format_can_be_forced(tmp_path, tokenizer_path, kind, name, count):
 
 def test_another_key_names_the_files(tmp_path, tokenizer_path):
     path = write_jsonl(tmp_path / "in.jsonl", ["one"], key="body")
-    result = run([path], tmp_path / "deep" / "out.v1", Settings(tokenizer_path, json_key="body"))
-    assert result.prefix == tmp_path / "deep" / "out.v1_body_document"
-    assert IndexedTokens(result.prefix).num_documents == 1
+    result = run([path], tmp_path / "deep" / "out.v1", Settings(tokenizer_path, json_keys=("body",)))
+    assert result.prefixes[0] == tmp_path / "deep" / "out.v1_body_document"
+    assert IndexedTokens(result.prefixes[0]).num_documents == 1
 
 
 @pytest.mark.parametrize(("bad", "workers"), [*((bad, 1) for bad in BAD), ('{"text": "a\\ud800"}', 1), (BAD[0], 2)])
@@ -168,38 +167,41 @@ def test_bad_records_are_left_out_and_counted(tmp_path, tokenizer_path):
 
 
 def test_the_report_tells_all(tmp_path, tokenizer_path, monkeypatch):
-    monkeypatch.setattr(module, "_BAD_RECORDS_LISTED", 3)
+    monkeypatch.setattr(preprocess_state, "_BAD_RECORDS_LISTED", 3)
     path = lines_with_bad(tmp_path / "in.jsonl", 50)
     result = run([path], tmp_path / "out", Settings(tokenizer_path, append_eod=True, on_bad_record=OnBadRecord.SKIP))
     assert result.report == tmp_path / "out_text_document.json"
     report = json.loads(result.report.read_text())
     counts = report["counts"]
     assert counts["documents"] == 55 == counts["written"] + counts["skipped"]
-    assert counts["tokens"] == IndexedTokens(result.prefix).num_tokens
+    assert counts["tokens"] == IndexedTokens(result.prefixes[0]).num_tokens
     assert counts["bytes_read"] == counts["bytes_total"] == path.stat().st_size
     assert report["settings"] == {
         "tokenizer": str(tokenizer_path),
         "workers": 1,
         "append_eod": True,
-        "json_key": "text",
+        "json_keys": ["text"],
         "format": "auto",
         "on_bad_record": "skip",
+        "language": None,
+        "record_bytes": 64 << 20,
     }
     assert report["tokenizer"]["vocab_size"] == 300
     assert len(report["tokenizer"]["sha256"]) == 64
-    assert report["inputs"] == [{"file": str(path), "bytes": path.stat().st_size}]
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert report["inputs"] == [{"file": str(path), "bytes": path.stat().st_size, "sha256": digest}]
+    assert report["engine"]["name"] in ("gigatoken", "tokenizers")
     assert len(report["bad_records"]) == 3
 
 
-def test_progress_grows_to_the_whole(tmp_path, tokenizer_path, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 500)
+def test_progress_grows_to_the_whole(tmp_path, tokenizer_path):
     path = write_jsonl(tmp_path / "in.jsonl", sentences(100))
     seen: list[tuple[int, int]] = []
 
     def show(progress: Progress) -> None:
         seen.append((progress.bytes_read, progress.documents))
 
-    preprocess([str(path)], tmp_path / "out", Settings(tokenizer_path), show)
+    preprocess([str(path)], tmp_path / "out", Settings(tokenizer_path, chunk_bytes=500), show)
     assert len(seen) > 5
     assert seen == sorted(seen)
     assert seen[-1] == (path.stat().st_size, 100)
@@ -232,7 +234,7 @@ from pathlib import Path
 from megalaunch.data.preprocess import preprocess
 from megalaunch.data.preprocess_settings import Settings
 if __name__ == "__main__":
-    settings = Settings(Path(sys.argv[2]), workers=2)
+    settings = Settings(Path(sys.argv[2]), workers=2, chunk_bytes=50_000)
     preprocess([sys.argv[1]], Path(sys.argv[3]), settings, lambda progress: print(progress.documents, flush=True))
 """
 
@@ -259,7 +261,7 @@ def alive(pid: int) -> bool:
 @pytest.fixture
 def running(tmp_path, tokenizer_path):
     """A preprocessing of a minute or so by two workers, under way; its output prefix is `out`."""
-    path = write_jsonl(tmp_path / "in.jsonl", [" ".join(sentences(100))] * 10_000)
+    path = write_jsonl(tmp_path / "in.jsonl", [" ".join(sentences(100))] * 60_000)
     (tmp_path / "many.py").write_text(MANY)
     command = [sys.executable, tmp_path / "many.py", path, tokenizer_path, tmp_path / "out"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -292,4 +294,4 @@ def test_a_killed_worker_is_an_error_not_a_hang(running, tmp_path):
     _, errors = running.communicate(timeout=20)
     assert running.returncode == 1
     assert "a worker process died, perhaps for lack of memory. Give fewer --workers" in errors
-    assert not list(tmp_path.glob("*out*"))
+    assert not list(tmp_path.glob("out*"))

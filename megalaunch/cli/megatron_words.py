@@ -1,0 +1,84 @@
+"""Megatron-LM's spelling of the preprocessing command, rewritten into ours before the words are parsed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+# Its tokenizer types whose files are known here; which kind a file is, it says itself.
+TOKENIZER_TYPES = (
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+)
+_RENAMED = {
+    "--tokenizer-model": "--tokenizer",
+    "--vocab-file": "--tokenizer",
+    "--merge-file": "--merges",
+    "--lang": "--language",
+}
+_LISTS = {"--input": "", "--json-keys": "--json-key"}
+
+
+@dataclass
+class Rewritten:
+    """Our words, and what the user should know of the others."""
+
+    words: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def rewrite(words: Sequence[str]) -> Rewritten:
+    """Our spelling of a command line; words that are ours already stay as they are.
+
+    Raises ValueError for a tokenizer type that is not known here.
+    """
+    result, inputs = Rewritten(), []
+    left = _separated(words)
+    while left:
+        word = left.pop(0)
+        if word in _LISTS:
+            values = _values(left)
+            if word == "--input":
+                inputs += values
+            else:
+                result.words += [part for value in values for part in (_LISTS[word], value)]
+        elif word == "--tokenizer-type":
+            _check_type(left.pop(0) if left else "")
+        elif word == "--partitions":
+            number = left.pop(0) if left else "1"
+            if number != "1":
+                result.notes.append(
+                    "--partitions is not needed: all workers share the work, and documents keep the order of the "
+                    "inputs, as with --keep-sequential-samples"
+                )
+        elif word != "--keep-sequential-samples":
+            result.words.append(_RENAMED.get(word, word))
+    result.words += inputs
+    return result
+
+
+def _separated(words: Sequence[str]) -> list[str]:
+    """`--option=value` of Megatron's options as two words."""
+    known = {*_RENAMED, *_LISTS, "--tokenizer-type", "--partitions"}
+    parts: list[str] = []
+    for word in words:
+        option, equals, value = word.partition("=")
+        parts += [option, value] if equals and option in known else [word]
+    return parts
+
+
+def _values(left: list[str]) -> list[str]:
+    """Take the words of an option that may have several, up to the next option."""
+    values = []
+    while left and (left[0] == "-" or not left[0].startswith("-")):
+        values.append(left.pop(0))
+    return values
+
+
+def _check_type(name: str) -> None:
+    if name not in TOKENIZER_TYPES:
+        raise ValueError(f"--tokenizer-type {name} is not known here; known are {', '.join(TOKENIZER_TYPES)}.")

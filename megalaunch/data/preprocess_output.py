@@ -1,0 +1,141 @@
+"""What preprocessing writes: a hidden work folder that survives any end, and from it the final files.
+
+The folder holds, for each key, the tokens, the length of each sequence and the number of sequences of each
+document, and `state.json`, which says up to where all of them are safe on disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megalaunch.data.encode_records import KeyTokens
+from megalaunch.data.errors import DataError, cannot
+from megalaunch.data.index_file import copy_index
+from megalaunch.data.indexed import bin_path, idx_path
+from megalaunch.data.publish import sync_directory
+
+_PARTS = ("bin", "lengths", "documents")
+_FREE_SPACE = "Free space there, then go on with --resume; nothing stands under the final names."
+
+
+class Output:
+    """The work folder of one output prefix, held by one process; `finals` are the prefixes of its keys' files.
+
+    Raises DataError when another process writes the same prefix, or the folder cannot be written.
+    """
+
+    def __init__(self, output_prefix: Path, finals: Sequence[Path], dtype: np.dtype[Any]) -> None:
+        self.finals, self.dtype = tuple(finals), dtype
+        self.folder = output_prefix.with_name(f".{output_prefix.name}.preprocess")
+        self._state = self.folder / "state.json"
+        self._files: dict[str, int] = {}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            fix = "Wait for it, or choose another --output-prefix."
+            raise DataError("another process is writing these files", file=output_prefix, fix=fix) from None
+        except OSError as error:
+            raise cannot("write here", output_prefix, error, "Choose a folder that you may write to.") from error
+
+    def saved(self) -> dict[str, Any] | None:
+        """What the last `checkpoint` was given; None when there was none."""
+        try:
+            state = json.loads(self._state.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return state if isinstance(state, dict) and "sizes" in state else None
+
+    def open(self, saved: dict[str, Any] | None) -> None:
+        """Open the files for writing: empty, or as long as they were at the checkpoint `saved`."""
+        sizes = {} if saved is None else saved["sizes"]
+        try:
+            if saved is None:
+                self._state.unlink(missing_ok=True)
+            for name in self._names():
+                self._files[name] = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                size = int(sizes.get(name, 0))
+                if os.fstat(self._files[name]).st_size < size:
+                    raise DataError(
+                        "it is shorter than when it was saved", file=self.folder / name, fix="Start without --resume."
+                    )
+                os.ftruncate(self._files[name], size)
+                os.lseek(self._files[name], size, os.SEEK_SET)
+        except OSError as error:
+            raise cannot("write here", self.folder, error, _FREE_SPACE) from error
+
+    def add(self, keys: Sequence[KeyTokens], quarantined: Sequence[bytes]) -> None:
+        """Append the documents of a chunk, and lines for the quarantine."""
+        try:
+            for number, key in enumerate(keys):
+                self._append(f"{number}.bin", key.tokens)
+                self._append(f"{number}.lengths", key.lengths)
+                self._append(f"{number}.documents", key.documents)
+            self._append("quarantine", b"".join(quarantined))
+        except OSError as error:
+            raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
+
+    def checkpoint(self, state: dict[str, Any]) -> None:
+        """Make all that was added safe, and keep `state` with it."""
+        try:
+            for file in self._files.values():
+                os.fdatasync(file)
+            sizes = {name: os.lseek(file, 0, os.SEEK_CUR) for name, file in self._files.items()}
+            fresh = self._state.with_suffix(".new")
+            with fresh.open("w", encoding="utf-8") as written:
+                json.dump({**state, "sizes": sizes}, written)
+                written.flush()
+                os.fsync(written.fileno())
+            fresh.replace(self._state)
+        except OSError as error:
+            raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
+
+    def publish(self, quarantine: Path | None) -> None:
+        """Give all files their final names, each index last; called again, it goes on where it was stopped."""
+        try:
+            for number, final in enumerate(self.finals):
+                self._publish_key(number, final)
+            if quarantine is not None and (self.folder / "quarantine").exists():
+                (self.folder / "quarantine").replace(quarantine)
+            sync_directory(self.finals[0].parent)
+        except OSError as error:
+            raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
+
+    def _publish_key(self, number: int, final: Path) -> None:
+        part = {name: self.folder / f"{number}.{name}" for name in _PARTS}
+        index = self.folder / f"{number}.idx"
+        if part["bin"].exists():
+            with index.open("wb") as file:
+                copy_index(file, self.dtype, part["lengths"], part["documents"])
+                file.flush()
+                os.fsync(file.fileno())
+            idx_path(final).unlink(missing_ok=True)
+            part["bin"].replace(bin_path(final))
+        if index.exists():
+            index.replace(idx_path(final))
+
+    def close(self, keep: bool) -> None:
+        """Let go of the folder; it goes too, unless it is to be kept for a later resume."""
+        for file in self._files.values():
+            os.close(file)
+        if not keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+    def _append(self, name: str, content: bytes) -> None:
+        left = memoryview(content)
+        while left:
+            left = left[os.write(self._files[name], left) :]
+
+    def _names(self) -> list[str]:
+        return [f"{number}.{part}" for number in range(len(self.finals)) for part in _PARTS] + ["quarantine"]

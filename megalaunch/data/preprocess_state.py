@@ -1,0 +1,96 @@
+"""How far a preprocessing has come: its counts, its bad records, and where in the inputs it stands."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megalaunch.data.encode_records import BadRecord, Encoded, Recipe
+from megalaunch.data.errors import DataError
+from megalaunch.data.input_chunks import Chunk, Position
+from megalaunch.data.inputs import Input
+from megalaunch.data.preprocess_settings import OnBadRecord, Settings
+
+_BAD_RECORDS_LISTED = 1000
+# Raise it when the same inputs and settings would give other files than before.
+_RECIPE_VERSION = 1
+
+
+@dataclass
+class Progress:
+    """Counts so far; documents = written + skipped + quarantined. Bytes are those of the inputs as stored."""
+
+    bytes_total: int
+    bytes_read: int = 0
+    documents: int = 0
+    written: int = 0
+    skipped: int = 0
+    quarantined: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class State:
+    """All that a later run needs to go on; `line` is that of `position` in its file, from 0."""
+
+    counts: Progress
+    position: Position = field(default_factory=lambda: Position(0, 0))
+    line: int = 0
+    bad: list[dict[str, Any]] = field(default_factory=list)
+    complete: bool = False
+
+    def account(self, chunk: Chunk, encoded: Encoded, on_bad_record: OnBadRecord) -> list[bytes]:
+        """Count a chunk, and give the lines for the quarantine. DataError for a bad record that stops the run."""
+        lines = []
+        for bad in encoded.bad:
+            line = bad.line if bad.absolute or bad.line is None else self.line + bad.line + 1
+            if on_bad_record is OnBadRecord.STOP:
+                fix = f"{bad.fix} To leave such records out: --on-bad-record skip.".strip()
+                raise DataError(bad.cause, file=bad.path, record=line, fix=fix)
+            if len(self.bad) < _BAD_RECORDS_LISTED:
+                self.bad.append({"file": str(bad.path), "line": line, "cause": bad.cause})
+            if on_bad_record is OnBadRecord.QUARANTINE:
+                lines.append(_quarantine_line(bad, line))
+        counts, left_out = self.counts, len(encoded.bad)
+        counts.documents += encoded.records
+        counts.written += encoded.records - left_out
+        counts.quarantined += len(lines)
+        counts.skipped += left_out - len(lines)
+        counts.tokens += sum(key.num_tokens for key in encoded.keys)
+        counts.bytes_read += chunk.stored
+        self.line = self.line + encoded.lines if chunk.end.file == self.position.file else 0
+        self.position = chunk.end
+        return lines
+
+    def to_save(self) -> dict[str, Any]:
+        """What `load` takes."""
+        return asdict(self)
+
+    @staticmethod
+    def load(saved: dict[str, Any]) -> State:
+        """The state that was saved."""
+        return State(
+            counts=Progress(**saved["counts"]),
+            position=Position(**saved["position"]),
+            line=saved["line"],
+            bad=saved["bad"],
+            complete=saved["complete"],
+        )
+
+
+def _quarantine_line(bad: BadRecord, line: int | None) -> bytes:
+    content = bad.content.decode("utf-8", "backslashreplace")
+    entry = {"file": str(bad.path), "line": line, "cause": bad.cause, "record": content}
+    return json.dumps(entry).encode() + b"\n"
+
+
+def fingerprint(inputs: Sequence[Input], settings: Settings, recipe: Recipe) -> dict[str, str]:
+    """What must be the same for a resumed run to give the same bytes, by name."""
+    files = [[str(entry.path.absolute()), entry.format, entry.size, entry.changed] for entry in inputs]
+    options = [_RECIPE_VERSION, settings.append_eod, list(settings.json_keys), settings.language, settings.record_bytes]
+    parts = {"inputs": json.dumps(files), "tokenizer": recipe.tokenizer, "settings": json.dumps(options)}
+    return {name: hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest() for name, text in parts.items()}

@@ -1,0 +1,113 @@
+"""The records of a chunk: where each stands, and the texts it holds under the keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalaunch.data.corpus import decode, open_source, record_sentences, sentences_of
+from megalaunch.data.errors import DataError
+from megalaunch.data.input_chunks import Chunk, Lines, Rows, Span, Unreadable, WholeFiles
+
+_FIRST, _LATER = 1, 2  # line numbers to record_sentences, which looks for a byte order mark in the first
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record before its text is looked at; `number` counts from 0 in the chunk, None: it is a whole file."""
+
+    path: Path
+    number: int | None
+    keys: tuple[str, ...]
+    source: bytes | tuple[Any, ...]
+    first: bool = False
+
+    def sentences(self) -> list[Sequence[str]]:
+        """The sentences under each key; DataError saying what is wrong with the record."""
+        if self.number is None:
+            assert isinstance(self.source, bytes)
+            return [[_text(self.source, self.path)]] * len(self.keys)
+        if isinstance(self.source, bytes):
+            return _line(self.source, self.keys, self.path, _FIRST if self.first else _LATER)
+        return _row(self.source, self.keys, self.path)
+
+    def content(self) -> bytes:
+        """The record as it was read; a row of a table as JSON."""
+        if isinstance(self.source, bytes):
+            return self.source
+        return json.dumps(dict(zip(self.keys, self.source, strict=True)), default=repr).encode()
+
+
+def records(chunk: Chunk, keys: tuple[str, ...]) -> Iterator[Record]:
+    """All records of a chunk; DataError when its file cannot be read any more."""
+    body = chunk.body
+    if isinstance(body, Rows):
+        for number, values in enumerate(body.values):
+            yield Record(chunk.path, number, keys, values)
+    elif isinstance(body, WholeFiles):
+        for path in body.paths:
+            yield Record(path, None, keys, _whole(path) if body.content is None else body.content)
+    elif isinstance(body, Span | Lines):
+        content = body.content if isinstance(body, Lines) else _part(chunk.path, body)
+        lines = content.split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+        for number, line in enumerate(lines):
+            yield Record(chunk.path, number, keys, line, number == 0 and body.offset == 0)
+
+
+def good_texts(chunk: Chunk, keys: tuple[str, ...], characters: int) -> list[str]:
+    """The texts of the records at the beginning of a chunk that are not bad, until they have so many characters."""
+    texts: list[str] = []
+    if isinstance(chunk.body, Unreadable):
+        return texts
+    for record in records(chunk, keys):
+        try:
+            found = [text for sentences in record.sentences() for text in sentences]
+        except DataError:
+            continue
+        texts += found
+        characters -= sum(map(len, found))
+        if characters <= 0:
+            break
+    return texts
+
+
+def _line(line: bytes, keys: tuple[str, ...], path: Path, number: int) -> list[Sequence[str]]:
+    try:  # what nearly every line is; all else is looked into by record_sentences, which says what is wrong
+        record = json.loads(line.decode())
+        found = [record[key] for key in keys]
+        if all(type(text) is str and (text.isascii() or text.encode()) for text in found):
+            return [[text] for text in found]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return [record_sentences(line, key, path, number) for key in keys]
+
+
+def _row(values: tuple[Any, ...], keys: tuple[str, ...], path: Path) -> list[Sequence[str]]:
+    texts = (decode(value, path) if isinstance(value, bytes) else value for value in values)
+    return [sentences_of(value, key, path, _LATER) for key, value in zip(keys, texts, strict=True)]
+
+
+def _text(content: bytes, path: Path) -> str:
+    if b"\0" in content:
+        line = content.count(b"\n", 0, content.index(b"\0")) + 1
+        raise DataError("it holds NUL bytes: no text, or a damaged file", file=path, record=line)
+    return decode(content, path)
+
+
+def _whole(path: Path) -> bytes:
+    with open_source(path) as file:
+        return file.read()
+
+
+def _part(path: Path, span: Span) -> bytes:
+    with open_source(path) as file:
+        file.seek(span.offset)
+        content = file.read(span.size)
+    if len(content) != span.size:
+        raise DataError("it became shorter while it was read", file=path, fix="Start again when it is complete.")
+    return content
