@@ -34,8 +34,13 @@ def as_word(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
-        return f"[{','.join(as_word(item) for item in value)}]"
+        return f"[{','.join(_item(item) for item in value)}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _item(value: Any) -> str:
+    plain = not isinstance(value, str) or all(letter.isalnum() or letter in "._-+/:~@" for letter in value)
+    return as_word(value) if plain else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def has_errors(findings: list[Finding]) -> bool:

@@ -44,7 +44,7 @@ def sample_needs_tokenizer(at: Situation) -> Iterator[Broken]:
             "train.sample_prompt",
             "there is no tokenizer to read the prompt with: the tokens are made up (data.mock)",
             fixes=({"train.sample_prompt": None},),
-            severity="warning",
+            severity="note",
         )
 
 
