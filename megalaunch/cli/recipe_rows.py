@@ -5,12 +5,14 @@ Also the table of what differs between two of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from megalaunch.config.compose import compose
+from megalaunch.config.compose import Composer
 from megalaunch.config.errors import ConfigError
+from megalaunch.config.recipes import read_summary
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.parallel import ParallelSpec
 from megalaunch.plan.parameters import count_parameters
@@ -26,7 +28,8 @@ _NAMES = ("run.name", "run.directory", "model.name")
 class RecipeRow:
     """One recipe; what is open until data or a machine is there is None, and so is all else when `problem` is set.
 
-    `parameters` are those of the decoder, as models are named after, `active` those that a token meets, `layout` words like "tp4 pp8 sp"; "" is data parallelism alone.
+    `parameters` are those of the decoder, after which models are named, `active` those that a token meets, `layout`
+    is words like "tp4 pp8 sp"; "" is data parallelism alone.
     """
 
     name: str
@@ -41,10 +44,15 @@ class RecipeRow:
     problem: str = ""
 
 
-def recipe_row(name: str, summary: str, machine: Machine) -> RecipeRow:
-    """The row of a recipe as `machine` would run it; a recipe that does not compose says so in `problem`."""
+def recipe_rows(files: Mapping[str, Path], machine: Machine) -> list[RecipeRow]:
+    """The row of each recipe as `machine` would run it; a recipe that does not compose says so in `problem`."""
+    composer = Composer()
+    return [_row(name, read_summary(path), machine, composer) for name, path in files.items()]
+
+
+def _row(name: str, summary: str, machine: Machine, composer: Composer) -> RecipeRow:
     try:
-        composition = compose([f"recipe={name}"])
+        composition = composer.compose([f"recipe={name}"])
     except ConfigError as error:
         return RecipeRow(name, summary, problem=error.problems[0].message)
     written, spec = composition.spec, resolve(composition.spec, machine, name).spec

@@ -24,13 +24,12 @@ def list_recipes(as_json: AsJson = False) -> None:
     import json
     from dataclasses import asdict
 
-    from megalaunch.cli.recipe_rows import recipe_row, rows_text
+    from megalaunch.cli.recipe_rows import recipe_rows, rows_text
     from megalaunch.config.options import shown_path
-    from megalaunch.config.recipes import read_summary, recipe_files, recipe_folders
+    from megalaunch.config.recipes import recipe_files, recipe_folders
     from megalaunch.platform.detect import detect_machine
 
-    machine = detect_machine()
-    rows = [recipe_row(name, read_summary(path), machine) for name, path in recipe_files().items()]
+    rows = recipe_rows(recipe_files(), detect_machine())
     typer.echo(json.dumps([asdict(row) for row in rows], indent=2) if as_json else rows_text(rows))
     typer.echo(f"from: {', '.join(shown_path(folder) for folder in recipe_folders())}", err=True)
 

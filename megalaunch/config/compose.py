@@ -67,10 +67,10 @@ def compose(words: Sequence[str]) -> Composition:
 
 
 class Composer:
-    """Composes many lists of words: files are read once, and Hydra merges once for each recipe.
+    """Composes many lists of words: files are read once, and Hydra merges once.
 
-    Another option of a group replaces that group's section alone (an option file sets nothing else), so only
-    the first composition with a recipe is slow.
+    Another option of a group replaces that group's section alone (an option file sets nothing else), and another
+    recipe all of them in the same way, so only the first composition is slow.
     """
 
     def __init__(self) -> None:
@@ -103,11 +103,17 @@ class Composer:
         return Composition(spec, _with_open(origins, data), shown, tuple(words))
 
     def _merge(self, sources: _Sources) -> tuple[dict[str, Any], dict[str, str | None]]:
-        key = tuple(recipe.name for recipe in sources.chain)
+        key, wanted = tuple(recipe.name for recipe in sources.chain), _chosen(sources)
         if key not in self._merged:
-            self._merged[key] = _merge(sources)
+            if self._merged:
+                built: dict[str, Any] = {}
+                for section in schema_defaults():
+                    _exchange(built, section, wanted.get(section), sources)
+                self._merged[key] = built, wanted
+            else:
+                self._merged[key] = _merge(sources)
         merged, choices = self._merged[key]
-        data, wanted = deepcopy(merged), _chosen(sources)
+        data = deepcopy(merged)
         for group in GROUPS:
             if wanted[group] != choices[group]:
                 _exchange(data, group, wanted[group], sources)
