@@ -21,6 +21,7 @@ from megalaunch.engine.model.init import initialise
 from megalaunch.engine.train.assemble import sharded_model
 from megalaunch.engine.train.batches import TrainBatches, batch_shape
 from megalaunch.engine.train.evaluate import validation_loss
+from megalaunch.engine.train.finalize import finalize
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.step import Step, forward_backward
 from megalaunch.plan.topology import Topology
@@ -53,7 +54,8 @@ def small_spec(**values: object) -> RunSpec:
     for path, value in values.items():
         section, key = path.split("__")
         data.setdefault(section, {})[key] = value
-    data["cluster"]["devices_per_node"] = data["parallel"]["dp"]
+    p = data["parallel"]
+    data["cluster"]["devices_per_node"] = p["dp"] * p.get("tp", 1)
     return build_run_spec(data)
 
 
@@ -137,6 +139,7 @@ def on_ranks(spec: RunSpec) -> Numbers | None:
     batches = TrainBatches(samples, batch_shape(spec.batch.global_batch_size, mesh), mesh.device)
     total = spec.batch.global_batch_size * SEQUENCE
     forward_backward(model, batches.of(1, STEPS), total, spec)
+    finalize(model, mesh.tp, spec.parallel.sequence_parallel)
     gradients = {name: _whole(p.grad) for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -11,6 +12,21 @@ from megalaunch.plan.topology import Topology
 
 # Outermost first: neighbouring ranks share a tensor-parallel group (Megatron's order tp-cp-dp-pp).
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One mesh axis as this rank sees it; `group` is the name of its process group."""
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: str = ""
+
+    @classmethod
+    def of(cls, grid: DeviceMesh, name: str) -> Axis:
+        """The axis `name` of a grid."""
+        return cls(name, grid[name].size(), grid.get_local_rank(name), grid.get_group(name).group_name)
 
 
 @dataclass(frozen=True)
@@ -26,6 +42,16 @@ class Mesh:
     def data_parallel(self) -> DeviceMesh:
         """What `fully_shard` divides over: (dp_shard), or (dp_replicate, dp_shard) with several replicas."""
         return self.grid["dp_replicate", "dp_shard"] if self.topology.replicas > 1 else self.grid["dp_shard"]
+
+    @cached_property
+    def tp(self) -> Axis:
+        """The tensor-parallel axis."""
+        return Axis.of(self.grid, "tp")
+
+    @property
+    def speaks(self) -> bool:
+        """True on the one rank of each group of equals that reports its samples' tokens and loss to sums over all."""
+        return self.tp.rank == 0
 
     @property
     def data_size(self) -> int:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.layout import local_values
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.train.assemble import sharded_model
 from megalaunch.engine.train.batches import TrainBatches, batch_shape
 from megalaunch.engine.train.optimizer import NamedAdamW
@@ -47,7 +48,7 @@ def _formats(spec: RunSpec) -> dict[str, set[str]]:
         computed.update((str(inputs[0].dtype), str(output.dtype), str(module.weight.dtype)))
 
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
+        if isinstance(module, Linear):
             module.register_forward_hook(note)
     with Reduced() as reduced:
         loss = forward_backward(model, batch, 8 * SEQUENCE, spec)

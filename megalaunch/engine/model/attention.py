@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalaunch.engine.layout import COLUMNS, ROWS, ParamLayout
+from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.rope import Rotation, rotate
 
 
@@ -24,13 +27,16 @@ class KeyValueStore(Protocol):
 class Attention(nn.Module):
     """Causal attention; each of the G key/value heads serves N / G query heads."""
 
-    def __init__(self, hidden_size: int, num_heads: int, num_groups: int, head_dim: int) -> None:
+    def __init__(
+        self, hidden_size: int, num_heads: int, num_groups: int, head_dim: int, boundary: Boundary = ONE_DEVICE
+    ) -> None:
         super().__init__()
-        self.head_dim = head_dim
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, num_groups * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, num_groups * head_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.head_dim, self.boundary = head_dim, boundary
+        groups = ParamLayout(split=0, pieces=num_groups)
+        self.q_proj = Linear(hidden_size, num_heads * head_dim, COLUMNS)
+        self.k_proj = Linear(hidden_size, num_groups * head_dim, groups)
+        self.v_proj = Linear(hidden_size, num_groups * head_dim, groups)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, ROWS)
 
     def forward(
         self,
@@ -43,13 +49,14 @@ class Attention(nn.Module):
 
         `visible_B1SS` (bool): which keys each query sees, in place of all earlier ones; not with a store.
         """
-        q_BNSD = rotate(self._heads(self.q_proj(x_BSH)), rotation)
-        k_BGTD = rotate(self._heads(self.k_proj(x_BSH)), rotation)
-        v_BGTD = self._heads(self.v_proj(x_BSH))
+        queries, keys, values = self.boundary.enter(x_BSH, self.q_proj, self.k_proj, self.v_proj)
+        q_BNSD = rotate(self._heads(queries), rotation)
+        k_BGTD = rotate(self._heads(keys), rotation)
+        v_BGTD = self._heads(values)
         if store is not None:
             k_BGTD, v_BGTD = store.extend(k_BGTD, v_BGTD)
         out_BNSD = attend(q_BNSD, k_BGTD, v_BGTD, visible_B1SS)
-        return self.o_proj(out_BNSD.transpose(1, 2).flatten(2))
+        return self.boundary.leave(out_BNSD.transpose(1, 2).flatten(2), self.o_proj)
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megalaunch.engine.layout import COLUMNS
 from megalaunch.engine.model.attention import Attention, KeyValueStore, within_documents
+from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
+from megalaunch.engine.model.embedding import Embedding
+from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.mlp import GatedMLP
 from megalaunch.engine.model.norm import RMSNorm
 from megalaunch.engine.model.rope import Rotation, rotation_of
@@ -39,12 +43,12 @@ class DecoderConfig:
 class DecoderLayer(nn.Module):
     """Pre-norm residual block: attention, then the feed-forward block."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, boundary: Boundary) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.attention = Attention(config.hidden_size, config.num_heads, config.num_groups, config.head_dim)
+        self.attention = Attention(config.hidden_size, config.num_heads, config.num_groups, config.head_dim, boundary)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.mlp = GatedMLP(config.hidden_size, config.ffn_hidden_size)
+        self.mlp = GatedMLP(config.hidden_size, config.ffn_hidden_size, boundary)
 
     def forward(
         self,
@@ -59,15 +63,15 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids [B, S] -> logits [B, S, V]."""
+    """Token ids [B, S] -> logits [B, S, V]; of a rank's part of the vocabulary where a boundary divides it."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, boundary: Boundary = ONE_DEVICE) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleDict({str(index): DecoderLayer(config) for index in range(config.num_layers)})
+        self.config, self.boundary = config, boundary
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleDict({str(index): DecoderLayer(config, boundary) for index in range(config.num_layers)})
         self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = Linear(config.hidden_size, config.vocab_size, COLUMNS)
         self.tie()
 
     def tie(self) -> None:
@@ -91,8 +95,9 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         visible_B1SS = None if documents_BS is None else within_documents(documents_BS)
-        x_BSH = self.embedding(tokens_BS)
+        x_BSH = self.boundary.embed(tokens_BS, self.embedding)
         rotation = rotation_of(positions, self.config.head_dim, self.config.rope_theta, x_BSH.dtype)
         for index, layer in enumerate(self.layers.values()):
             x_BSH = layer(x_BSH, rotation, stores[index] if stores is not None else None, visible_B1SS)
-        return self.head(self.norm(x_BSH))
+        (logits_BSV,) = self.boundary.enter(self.norm(x_BSH), self.head)
+        return logits_BSV

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from megalaunch.engine.layout import placed_like
+from megalaunch.engine.layout import fill
 from megalaunch.engine.model.decoder import Decoder, DecoderConfig
 
 # Projections that write into the residual stream; their spread shrinks with depth (GPT-2, Megatron).
@@ -33,4 +33,4 @@ def initialise(model: Decoder, seed: int) -> None:
     """Fill every parameter of a model that has memory, sharded or not."""
     for name, parameter in model.named_parameters():
         value = initial_value(name, parameter.shape, model.config, seed).to(parameter.dtype)
-        parameter.copy_(placed_like(parameter, value))
+        fill(parameter, value)

@@ -42,7 +42,7 @@ def validation_loss(
             return None
         batch = batch.map(lambda part: part.to(mesh.device))
         logits = model(batch.tokens, batch.positions, documents_BS=batch.documents)
-        sums[0] += summed_token_loss(logits, batch.labels)
+        sums[0] += summed_token_loss(logits, batch.labels, model.boundary.vocabulary)
         sums[1] += (batch.labels != IGNORED).sum()
     release(model)
     dist.all_reduce(sums)

@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megalaunch.engine.collectives import maximum, start_sum
+from megalaunch.engine.mesh import Axis
 
 IGNORED = -100  # label of a position that has no loss
 
 
-def summed_token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Sum of the cross-entropies of all labels that are not IGNORED, in fp32 nats: a scalar."""
-    return F.cross_entropy(logits_BSV.float().flatten(0, 1), labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+def summed_token_loss(logits_BSV: Tensor, labels_BS: Tensor, vocabulary: Axis) -> Tensor:
+    """Sum of the cross-entropies of all labels that are not IGNORED, in fp32 nats: a scalar.
+
+    Where the axis divides the vocabulary, each rank gives the logits of its part and gets the whole loss.
+    """
+    logits, labels = logits_BSV.float().flatten(0, 1), labels_BS.flatten()
+    if vocabulary.size == 1:
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    loss: Tensor = _DividedCrossEntropy.apply(logits, labels, vocabulary)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _DividedCrossEntropy(torch.autograd.Function):
+    """log sum_v exp(z_v) - z_label over a divided vocabulary: a maximum and one sum of two numbers a token cross."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_Tv: Tensor, labels_T: Tensor, axis: Axis) -> Tensor:
+        width = logits_Tv.shape[1]
+        largest = maximum(logits_Tv.amax(dim=1), axis)
+        shifted = logits_Tv - largest[:, None]
+        columns = labels_T - axis.rank * width
+        mine = (columns >= 0) & (columns < width)
+        columns = columns.where(mine, 0)
+        label_logits = shifted.gather(1, columns[:, None])[:, 0] * mine
+        exponentials = shifted.exp_()
+        sums, label_logits = start_sum(torch.stack((exponentials.sum(dim=1), label_logits)), axis).wait()
+        counted = labels_T != IGNORED
+        ctx.save_for_backward(exponentials.div_(sums[:, None]), columns, mine, counted)
+        return ((sums.log() - label_logits) * counted).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, columns, mine, counted = ctx.saved_tensors
+        dlogits = probabilities.scatter_add(1, columns[:, None], -mine.to(probabilities.dtype)[:, None])
+        return dlogits * (counted * gradients[0])[:, None], None, None

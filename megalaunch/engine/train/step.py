@@ -18,6 +18,7 @@ from megalaunch.engine.parallel.data import announce_microbatch
 from megalaunch.engine.train.agreement import Verdict, agree, gather_objects, total_valid_tokens
 from megalaunch.engine.train.batches import StepBatch
 from megalaunch.engine.train.clip import clip, local_squared_norm
+from megalaunch.engine.train.finalize import finalize
 from megalaunch.engine.train.loss import summed_token_loss
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.schedule import learning_rate
@@ -59,10 +60,13 @@ class Step:
 
         `received` and `problem` are what this rank alone knows so far.
         """
-        tokens = total_valid_tokens(batch.valid_tokens, problem or batch.problem, step - 1, self._mesh.device)
+        speaks = self._mesh.speaks
+        mine = batch.valid_tokens if speaks else 0
+        tokens = total_valid_tokens(mine, problem or batch.problem, step - 1, self._mesh.device)
         losses = forward_backward(self._model, batch, tokens, self._spec)
+        finalize(self._model, self._mesh.tp, self._spec.parallel.sequence_parallel)
         parameters = self._optimizer.parameters
-        verdict = agree(losses.sum(), local_squared_norm(parameters), received)
+        verdict = agree(losses.sum() * float(speaks), local_squared_norm(parameters), received)
         if not verdict.finite:
             self._refuse(step, batch, losses, verdict)
         clip(parameters, verdict.grad_norm, self._spec.optimizer.clip_grad)
@@ -74,6 +78,7 @@ class Step:
         """End the run on every rank, with the samples of the microbatches that are to blame."""
         finite = torch.isfinite(losses).tolist()
         bad = [index for indices, good in zip(batch.indices, finite, strict=True) if not good for index in indices]
+        bad = bad if self._mesh.speaks else []
         mine = _Evidence(self._mesh.rank, [self._samples.describe(index) for index in bad])
         guilty = [found for found in gather_objects(mine) if isinstance(found, _Evidence) and found.samples]
         raise Ending(
@@ -104,7 +109,7 @@ def forward_backward(model: Decoder, batch: StepBatch, total_tokens: int, spec: 
     for number, microbatch in enumerate(batch.microbatches, start=1):
         announce_microbatch(model, spec.parallel.data_sharding, last=number == len(batch.microbatches))
         logits = model(microbatch.tokens, microbatch.positions, documents_BS=microbatch.documents)
-        loss = summed_token_loss(logits, microbatch.labels) / max(total_tokens, 1)
+        loss = summed_token_loss(logits, microbatch.labels, model.boundary.vocabulary) / max(total_tokens, 1)
         torch.autograd.backward(loss)
         losses.append(loss.detach())
     return torch.stack(losses)

@@ -1,0 +1,74 @@
+"""Collectives along one mesh axis: they return new tensors, and are the identity on an axis of size 1.
+
+The operators of `_c10d_functional` carry the same names in every torch that is supported. Each `start_` function
+returns at once, so that a matmul can run beside the exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalaunch.engine.mesh import Axis
+
+_OPS = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An exchange under way; `wait` returns its result, and is called once."""
+
+    sent: Tensor
+    finish: Callable[[Tensor], Tensor]
+
+    def wait(self) -> Tensor:
+        """The result, once it is there."""
+        return self.finish(_OPS.wait_tensor(self.sent))
+
+
+def start_gather(x: Tensor, dim: int, axis: Axis) -> Pending:
+    """The ranks' parts, joined along `dim` in rank order."""
+    if axis.size == 1:
+        return _done(x)
+    joined = _OPS.all_gather_into_tensor(x.contiguous(), axis.size, axis.group)
+    if dim == 0:
+        return Pending(joined, _as_it_is)
+    return Pending(joined, lambda whole: torch.cat(whole.chunk(axis.size, dim=0), dim=dim))
+
+
+def start_reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Pending:
+    """This rank's part along `dim` of the sum over ranks; `dim` divides by the axis."""
+    if axis.size == 1:
+        return _done(x)
+    parts = x if dim == 0 else torch.cat(x.chunk(axis.size, dim=dim), dim=0)
+    if x.is_cpu:  # gloo's own reduce-scatter sends everything to everyone (engine/parallel/gloo.py has the figures)
+        splits = [parts.shape[0] // axis.size] * axis.size
+        exchanged = _OPS.all_to_all_single(parts.contiguous(), splits, splits, axis.group)
+        return Pending(exchanged, lambda found: found.view(axis.size, -1, *parts.shape[1:]).sum(0))
+    return Pending(_OPS.reduce_scatter_tensor(parts.contiguous(), "sum", axis.size, axis.group), _as_it_is)
+
+
+def start_sum(x: Tensor, axis: Axis) -> Pending:
+    """The sum over ranks, on every rank."""
+    return _done(x) if axis.size == 1 else Pending(_OPS.all_reduce(x.contiguous(), "sum", axis.group), _as_it_is)
+
+
+def maximum(x: Tensor, axis: Axis) -> Tensor:
+    """The largest of the ranks' values, elementwise."""
+    return x if axis.size == 1 else _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "max", axis.group))
+
+
+def _done(x: Tensor) -> Pending:
+    return _Done(x, _as_it_is)
+
+
+class _Done(Pending):
+    def wait(self) -> Tensor:
+        return self.sent
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,56 @@
+"""Where tensor-parallel regions begin and end: what a block calls, and the one-device form of it.
+
+Shapes: B batch, S sequence, s the part of it that a rank holds between regions (S without sequence parallelism),
+H hidden, F features, V vocabulary; f and v are a rank's part of F and V.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalaunch.engine.layout import local
+from megalaunch.engine.mesh import Axis
+from megalaunch.engine.model.linear import Linear
+
+
+class Boundary(Protocol):
+    """The places where activations change hands; the identity where one device holds all."""
+
+    @property
+    def vocabulary(self) -> Axis:
+        """The axis that divides the logits."""
+
+    def embed(self, tokens_BS: Tensor, embedding: nn.Module) -> Tensor:
+        """Token ids [B, S] -> [B, s, H]."""
+
+    def enter(self, x_BsH: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
+        """All projections of the same input: [B, s, H] -> [B, S, f] each."""
+
+    def leave(self, x_BSf: Tensor, projection: Linear) -> Tensor:
+        """Project and sum over ranks: [B, S, f] -> [B, s, H]."""
+
+
+class OneDevice:
+    """No region at all."""
+
+    vocabulary = Axis("tp")
+
+    def embed(self, tokens_BS: Tensor, embedding: nn.Module) -> Tensor:
+        """[B, S] -> [B, S, H]."""
+        assert isinstance(embedding.weight, Tensor)
+        return F.embedding(tokens_BS, local(embedding.weight))
+
+    def enter(self, x_BsH: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
+        """[B, S, H] -> [B, S, F] each."""
+        return tuple(projection(x_BsH) for projection in projections)
+
+    def leave(self, x_BSf: Tensor, projection: Linear) -> Tensor:
+        """[B, S, F] -> [B, S, H]."""
+        result: Tensor = projection(x_BSf)
+        return result
+
+
+ONE_DEVICE = OneDevice()

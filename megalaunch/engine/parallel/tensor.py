@@ -1,0 +1,111 @@
+"""Tensor and sequence parallelism: a region's inputs and outputs, with their exchanges beside the matmuls.
+
+Megatron's scheme (Shoeybi et al. 2019; Korthikanti et al. 2022 for sequences). Between regions every rank holds
+all tokens, or with sequence parallelism its part s = S / tp of each sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megalaunch.engine.collectives import start_gather, start_reduce_scatter, start_sum
+from megalaunch.engine.layout import divided, layout_of, local, piece
+from megalaunch.engine.mesh import Axis
+from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.linear import Linear
+
+_SEQUENCE = 1  # the dim of S in [B, S, H]
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The boundary between regions on one tensor-parallel rank."""
+
+    axis: Axis
+    sequence_parallel: bool
+
+    @property
+    def vocabulary(self) -> Axis:
+        """Logits are divided over the same axis."""
+        return self.axis
+
+    def embed(self, tokens_BS: Tensor, embedding: nn.Module) -> Tensor:
+        """Each rank looks up the tokens of its rows; the sum over ranks has all of them. -> [B, s, H]."""
+        assert isinstance(embedding.weight, Tensor)
+        table = local(embedding.weight)
+        rows = tokens_BS - self.axis.rank * table.shape[0]
+        mine = (rows >= 0) & (rows < table.shape[0])
+        vectors = F.embedding(rows.where(mine, 0), table) * mine.unsqueeze(-1)
+        return self._sum(vectors)
+
+    def enter(self, x_BsH: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
+        """[B, s, H] -> [B, S, f] each."""
+        weights = [piece(p.weight, p.layout, self.axis.rank, self.axis.size) for p in projections]
+        outputs: tuple[Tensor, ...] = _Enter.apply(x_BsH, self.axis, self.sequence_parallel, *weights)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def leave(self, x_BSf: Tensor, projection: Linear) -> Tensor:
+        """[B, S, f] -> [B, s, H]."""
+        return self._sum(F.linear(x_BSf, local(projection.weight)))
+
+    def _sum(self, partial: Tensor) -> Tensor:
+        total: Tensor = _Leave.apply(partial, self.axis, self.sequence_parallel)  # type: ignore[no-untyped-call]
+        return total
+
+
+class _Enter(torch.autograd.Function):
+    """y_i = gather(x) W_i^T.
+
+    Backward: the gather of x, which is kept divided, runs beside dx = sum_i dy_i W_i; the reduction of dx runs
+    beside dW_i = dy_i^T x.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, divided_sequence: bool, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.divided_sequence = axis, divided_sequence
+        ctx.save_for_backward(x, *weights)
+        whole = start_gather(x, _SEQUENCE, axis).wait() if divided_sequence else x
+        return tuple(F.linear(whole, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        gathering = start_gather(x, _SEQUENCE, ctx.axis) if ctx.divided_sequence else None
+        dx = dys[0] @ weights[0]
+        for dy, weight in zip(dys[1:], weights[1:], strict=True):
+            dx = torch.addmm(dx.flatten(0, 1), dy.flatten(0, 1), weight).view_as(dx)
+        reducing = start_reduce_scatter(dx, _SEQUENCE, ctx.axis) if ctx.divided_sequence else start_sum(dx, ctx.axis)
+        rows = (gathering.wait() if gathering else x).flatten(0, 1)
+        dweights = [dy.flatten(0, 1).T @ rows for dy in dys]
+        return reducing.wait(), None, None, *dweights
+
+
+class _Leave(torch.autograd.Function):
+    """The sum of the ranks' partial results, whole or divided by sequence; backward: the gradient, whole again."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, axis: Axis, divided_sequence: bool) -> Tensor:
+        ctx.axis, ctx.divided_sequence = axis, divided_sequence
+        pending = start_reduce_scatter(partial, _SEQUENCE, axis) if divided_sequence else start_sum(partial, axis)
+        return pending.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = dys
+        return (start_gather(dy, _SEQUENCE, ctx.axis).wait() if ctx.divided_sequence else dy), None, None
+
+
+def divide(model: Decoder, axis_mesh: DeviceMesh) -> None:
+    """Make every parameter of a model on meta a DTensor over the tensor-parallel axis, as its layout says."""
+    if axis_mesh.size() == 1:
+        return
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, divided(parameter, layout_of(module), axis_mesh))
+    model.tie()

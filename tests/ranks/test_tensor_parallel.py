@@ -1,0 +1,41 @@
+"""Tensor and sequence parallelism against one process: every gradient, the norm, three steps, the validation loss."""
+
+from __future__ import annotations
+
+import pytest
+from forked_ranks import run_ranks
+from oracle import assert_same, on_ranks, one_process, small_spec
+
+VOCABULARY = 64  # divides by tp
+
+
+def _held_to_one_process(dp: int, tp: int, sequence_parallel: bool, **values: object) -> None:
+    spec = small_spec(
+        parallel__dp=dp,
+        parallel__tp=tp,
+        parallel__sequence_parallel=sequence_parallel,
+        model__vocab_size=VOCABULARY,
+        **values,
+    )
+    assert_same(run_ranks(dp * tp, on_ranks, spec)[0], one_process(spec))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_two_ranks(dp, sequence_parallel):
+    _held_to_one_process(dp, 2, sequence_parallel)
+
+
+@pytest.mark.parametrize("sharding", ["no_shard", "optim_grads_params"])
+def test_with_other_shardings_and_accumulation(sharding):
+    _held_to_one_process(2, 2, True, parallel__data_sharding=sharding, batch__micro_batch_size=1)
+
+
+def test_tied_embeddings():
+    _held_to_one_process(2, 2, True, model__tied_embeddings=True)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_more_ranks_than_key_value_heads(sequence_parallel):
+    heads = {"model__num_attention_heads": 8, "model__head_dim": 4, "model__num_query_groups": 2}
+    _held_to_one_process(1, 4, sequence_parallel, **heads)
