@@ -119,6 +119,7 @@ def with_data(planned: PlannedRun) -> RunSpec:
     """The spec with the paths of its prepared data; refuses data that cannot be used, or that the run had not."""
     from megalaunch.cli.exit import refuse
     from megalaunch.cli.render import findings_text
+    from megalaunch.cli.token_findings import token_findings
     from megalaunch.data.errors import DataError
     from megalaunch.data.prepare import prepare
     from megalaunch.launch.patience import Patience
@@ -134,7 +135,10 @@ def with_data(planned: PlannedRun) -> RunSpec:
     if changes:
         refuse(findings_text(changes))
     validation = f", {prepared.validation_tokens:,} for validation" if prepared.validation_tokens else ""
-    typer.echo(f"data: {prepared.train_tokens:,} tokens{validation}; vocabulary {prepared.vocab_size:,}")
+    tokens = "made-up tokens" if spec.data.mock else f"{prepared.train_tokens:,} tokens"
+    typer.echo(f"data: {tokens}{validation}; vocabulary {prepared.vocab_size:,}")
+    for finding in token_findings(spec):
+        typer.echo(f"{finding.severity}: {finding.message}")
     return spec
 
 
@@ -144,9 +148,11 @@ def _with_prepared(planned: PlannedRun, prepared: PreparedData) -> RunSpec:
 
     spec = planned.spec
     values: dict[str, Any] = {
-        "data.train_prefix": str(prepared.train_prefix),
-        "data.validation_prefix": str(prepared.validation_prefix) if prepared.validation_prefix else None,
-        "tokenizer.path": str(prepared.tokenizer_path),
+        "data.train_prefix": _text(prepared.train_prefix),
+        "data.validation_prefix": _text(prepared.validation_prefix),
+        "data.blend": prepared.blend,
+        "data.validation_blend": prepared.validation_blend,
+        "tokenizer.path": _text(prepared.tokenizer_path),
     }
     origin = planned.composition.origins.get("model.vocab_size")
     given = origin is not None and origin.kind != "default" and not origin.open
@@ -159,6 +165,10 @@ def _with_prepared(planned: PlannedRun, prepared: PreparedData) -> RunSpec:
             f"fix:  model.vocab_size={prepared.vocab_size}, or leave it out"
         )
     return with_values(spec, values)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def refuse_directory(error: RunDirectoryError) -> NoReturn:

@@ -20,6 +20,7 @@ def validate_config(
     """
     from megalaunch.cli.exit import refuse
     from megalaunch.cli.render import findings_json, findings_text, problems_as_findings, problems_text
+    from megalaunch.cli.token_findings import token_findings
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.plan.check import check
@@ -43,7 +44,8 @@ def validate_config(
             except ConfigError as error:
                 refuse(problems_text(error.problems))
             return
-        findings = in_order([*check(resolution.spec, composition.origins), *resolution.notes])
+        found = [*check(resolution.spec, composition.origins), *token_findings(resolution.spec)]
+        findings = in_order([*found, *resolution.notes])
         derived = derived_values(resolution.spec)
     valid = not has_errors(findings)
     typer.echo(findings_json(findings, derived) if as_json else findings_text(findings, derived))

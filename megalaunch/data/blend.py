@@ -42,6 +42,11 @@ def parse_blend(entries: Sequence[str], key: str = "data.blend") -> tuple[Ingred
     return tuple(found)
 
 
+def blend_entries(ingredients: Sequence[Ingredient]) -> tuple[str, ...]:
+    """Entries that `parse_blend` reads as these ingredients."""
+    return tuple(str(one.prefix) if one.weight is None else f"{one.weight!r} {one.prefix}" for one in ingredients)
+
+
 def _number(word: str) -> float | None:
     try:
         return float(word)

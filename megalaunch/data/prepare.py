@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megalaunch.config.schema.data import DataSpec
 from megalaunch.config.schema.tokenizer import TokenizerSpec
+from megalaunch.data.blend import blend_entries, parse_blend
 from megalaunch.data.cache import cached_directory
+from megalaunch.data.chat_build import answers_prefix, build_chat
 from megalaunch.data.corpus import Corpus, find_corpus
 from megalaunch.data.corpus_build import TOKENIZER, TRAIN, VALIDATION, build_corpus
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.indexed import IndexedTokens
-from megalaunch.data.split import DEFAULT_SPLIT, training_and_validation
+from megalaunch.data.source import Part, tokens_of, training_parts, validation_parts
+from megalaunch.data.split import DEFAULT_SPLIT
 from megalaunch.data.tokenizer import load_tokenizer, tokenizer_file
 
 # Raise it when the same corpus and settings would give other files than before.
@@ -26,47 +30,87 @@ _RECIPE_VERSION = 1
 class PreparedData:
     """What a run trains on: `documents` and `train_tokens` are the training side, the others validation.
 
-    `validation_prefix` is None when there is nothing to validate on, and equals `train_prefix` when one
-    file is shared out between both (see split.py and source.py).
+    `train_prefix` is None for blends (their entries are then absolute) and made-up tokens. `validation_prefix` is
+    None when there is nothing to validate on, and equals `train_prefix` when one file is shared out between both
+    (see split.py and source.py). Made-up tokens have no tokenizer unless one is given.
     """
 
-    train_prefix: Path
+    train_prefix: Path | None
     validation_prefix: Path | None
-    tokenizer_path: Path
+    tokenizer_path: Path | None
     vocab_size: int
     eod_id: int | None
     documents: int
     validation_documents: int
     train_tokens: int
     validation_tokens: int
+    blend: tuple[str, ...] = ()
+    validation_blend: tuple[str, ...] = ()
 
 
 def prepare(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]) -> PreparedData:
-    """Token files for training: those of `data.train_prefix`, or made from `data.corpus` and cached.
+    """Token files for training: those of `data.train_prefix` or `data.blend`, or made from `data.corpus` or
+    `data.chat` and cached.
 
     `report` gets a line for each step that takes time, and for whatever the user should know. Made files
     are kept in `data.cache_directory` under a hash of all they depend on. Raises DataError.
     """
-    if data.train_prefix is not None:
-        return _given(Path(data.train_prefix).expanduser(), data, tokenizer, report)
-    if data.corpus is None:
+    if data.mock:
+        return _made_up(tokenizer)
+    if data.blend or data.train_prefix is not None:
+        return _given(data, tokenizer, report)
+    source = data.chat if data.corpus is None else data.corpus
+    if source is None:
         raise DataError(
             "there is nothing to train on",
             fix="Set data.corpus=FILE|FOLDER|GLOB, or data.train_prefix and tokenizer.path.",
         )
-    corpus = find_corpus(data.corpus, data.json_key)
-    report(f"{data.corpus}: {len(corpus.files):,} files, {corpus.size() / 1e6:,.1f} MB")
+    corpus = find_corpus(source, data.json_key)
+    report(f"{source}: {len(corpus.files):,} files, {corpus.size() / 1e6:,.1f} MB")
+
+    def build(unfinished: Path) -> None:
+        if data.corpus is None:
+            build_chat(unfinished, corpus, data, _tokenizer_of_chat(tokenizer), report)
+        else:
+            build_corpus(unfinished, corpus, data, tokenizer, report)
+
     directory = cached_directory(
-        Path(data.cache_directory).expanduser() / "corpora",
+        Path(data.cache_directory).expanduser() / ("chats" if data.corpus is None else "corpora"),
         _content_key(corpus, data, tokenizer),
-        lambda unfinished: build_corpus(unfinished, corpus, data, tokenizer, report),
-        _is_intact,
+        build,
+        lambda found: _is_intact(found, chat=data.corpus is None),
         lambda: report("waiting for another process that prepares the same data"),
     )
     prepared = _describe(directory)
     if prepared.validation_prefix is None and data.validation_every:
         report("note: no document falls to validation, the run goes without (lower data.validation_every)")
     return prepared
+
+
+def _tokenizer_of_chat(tokenizer: TokenizerSpec) -> Path:
+    if tokenizer.path is None:
+        raise DataError(
+            "conversations need a tokenizer that exists",
+            fix="Set tokenizer.path to that of the model which is to be tuned.",
+        )
+    return tokenizer_file(tokenizer.path)
+
+
+def _made_up(tokenizer: TokenizerSpec) -> PreparedData:
+    """Nothing to prepare: tokens of a vocabulary."""
+    path = None if tokenizer.path is None else tokenizer_file(tokenizer.path).absolute()
+    loaded = None if path is None else load_tokenizer(path)
+    return PreparedData(
+        train_prefix=None,
+        validation_prefix=None,
+        tokenizer_path=path,
+        vocab_size=tokenizer.vocab_size if loaded is None else loaded.vocab_size,
+        eod_id=None if loaded is None else loaded.eod_id,
+        documents=0,
+        validation_documents=0,
+        train_tokens=0,
+        validation_tokens=0,
+    )
 
 
 def _content_key(corpus: Corpus, data: DataSpec, tokenizer: TokenizerSpec) -> str:
@@ -76,7 +120,7 @@ def _content_key(corpus: Corpus, data: DataSpec, tokenizer: TokenizerSpec) -> st
     digest = hashlib.sha256()
     for file in corpus.files:
         digest.update(f"{file.sha256()} {file.name}\n".encode("utf-8", "surrogateescape"))
-    settings = {
+    settings: dict[str, Any] = {
         "recipe": _RECIPE_VERSION,
         "tokenizers": tokenizers.__version__,
         "corpus": digest.hexdigest(),
@@ -85,6 +129,8 @@ def _content_key(corpus: Corpus, data: DataSpec, tokenizer: TokenizerSpec) -> st
         "append_eod": data.append_eod,
         "tokenizer": tokenizer.vocab_size if tokenizer.path is None else _hash_of(tokenizer_file(tokenizer.path)),
     }
+    if data.corpus is None:
+        settings["chat_template"] = data.chat_template
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -95,10 +141,13 @@ def _hash_of(path: Path) -> str:
         raise cannot("read it", path, error, "Correct tokenizer.path.") from error
 
 
-def _is_intact(directory: Path) -> bool:
+def _is_intact(directory: Path, chat: bool) -> bool:
     """Whether a cached folder holds all its files in full length; a damaged one is made anew."""
     try:
         _describe(directory)
+        if chat:
+            for side in (TRAIN, VALIDATION):
+                IndexedTokens(answers_prefix(directory / side))
     except DataError:
         return False
     return True
@@ -121,37 +170,61 @@ def _describe(directory: Path) -> PreparedData:
     )
 
 
-def _given(prefix: Path, data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]) -> PreparedData:
-    """Token files that the user made; without validation files Megatron's default split is used."""
+def _given(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]) -> PreparedData:
+    """Token files that the user made; a single prefix without validation files is split as Megatron does."""
     if tokenizer.path is None:
         raise DataError(
             "token files were given without their tokenizer",
-            file=prefix,
+            file=data.train_prefix,
             fix="Set tokenizer.path to the tokenizer.json that made them.",
         )
     path = tokenizer_file(tokenizer.path).absolute()
     loaded = load_tokenizer(path)
-    prefix = prefix.absolute()
-    second = prefix if data.validation_prefix is None else Path(data.validation_prefix).expanduser().absolute()
-    train = IndexedTokens(prefix)
-    if second == prefix:
-        report(f"note: no validation files, so {prefix.name} is shared out {DEFAULT_SPLIT} as Megatron does")
-    training, validating = training_and_validation(prefix, second, train.num_sequences)
-    validation = train
-    if second != prefix:
-        validation = IndexedTokens(second)
-        validating = range(validation.num_sequences)
-    train_tokens, validation_tokens = train.tokens_in(training), validation.tokens_in(validating)
+    data = _with_absolute_prefixes(data)
+    if data.train_prefix is not None and data.validation_prefix == data.train_prefix:
+        name, split = Path(data.train_prefix).name, data.split or DEFAULT_SPLIT
+        why = " as Megatron does" if data.split is None else ""
+        report(f"note: no validation files, so {name} is shared out {split}{why}")
+    training = training_parts(data)
+    train_tokens = sum(tokens_of(part) for part in training)
+    validating = validation_parts(data)
+    validation_tokens = sum(tokens_of(part) for part in validating)
     if validation_tokens == 0:
         report("note: there are no validation tokens, the run goes without")
+    prefix = data.validation_prefix
     return PreparedData(
-        train_prefix=prefix,
-        validation_prefix=second if validation_tokens else None,
+        train_prefix=None if data.train_prefix is None else Path(data.train_prefix),
+        validation_prefix=Path(prefix) if prefix is not None and validation_tokens else None,
         tokenizer_path=path,
         vocab_size=loaded.vocab_size,
         eod_id=loaded.eod_id,
-        documents=len(training),
-        validation_documents=len(validating),
+        documents=_documents(training),
+        validation_documents=_documents(validating),
         train_tokens=train_tokens,
         validation_tokens=validation_tokens,
+        blend=data.blend,
+        validation_blend=data.validation_blend,
+    )
+
+
+def _with_absolute_prefixes(data: DataSpec) -> DataSpec:
+    """The same files under absolute paths; a single prefix shares itself out where nothing else is for validation."""
+    blend = blend_entries(parse_blend(data.blend))
+    validation_blend = blend_entries(parse_blend(data.validation_blend, "data.validation_blend"))
+    train = None if data.train_prefix is None or blend else _absolute(data.train_prefix)
+    validation = train if data.validation_prefix is None else _absolute(data.validation_prefix)
+    if validation_blend:
+        validation = None
+    return replace(
+        data, train_prefix=train, validation_prefix=validation, blend=blend, validation_blend=validation_blend
+    )
+
+
+def _absolute(prefix: str) -> str:
+    return str(Path(prefix).expanduser().absolute())
+
+
+def _documents(parts: tuple[Part, ...]) -> int:
+    return sum(
+        IndexedTokens(part.prefix).num_sequences if part.sequences is None else len(part.sequences) for part in parts
     )

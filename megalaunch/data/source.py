@@ -104,10 +104,12 @@ def training_parts(data: DataSpec) -> tuple[Part, ...]:
 
 def validation_parts(data: DataSpec) -> tuple[Part, ...]:
     """The sequences that are validated on; none when the run has none. Raises DataError."""
+    if data.mock:
+        return ()
     if data.validation_blend:
         entries = parse_blend(data.validation_blend, "data.validation_blend")
         return tuple(Part(one.prefix, None, one.weight) for one in entries)
-    if data.blend:
+    if data.blend and data.validation_prefix is None:
         if data.split is None:
             return ()
         return tuple(
@@ -116,9 +118,10 @@ def validation_parts(data: DataSpec) -> tuple[Part, ...]:
     if data.validation_prefix is None:
         return ()
     prefix = Path(data.validation_prefix)
+    if data.validation_prefix != data.train_prefix:
+        return (Part(prefix, None, None),)
     count = IndexedTokens(prefix).num_sequences
-    shared = training_and_validation(_train_prefix(data), prefix, count, data.split)[1]
-    return (Part(prefix, shared if data.validation_prefix == data.train_prefix else None, None),)
+    return (Part(prefix, training_and_validation(prefix, prefix, count, data.split)[1], None),)
 
 
 def tokens_of(part: Part) -> int:

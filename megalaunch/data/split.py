@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megalaunch.data.errors import DataError
+
 # Megatron's own default where a data path is given without a split: training, validation, test.
 DEFAULT_SPLIT = "969, 30, 1"
 
@@ -16,10 +18,18 @@ def split_ranges(split: str, count: int) -> tuple[range, range, range]:
 
     Follows Megatron: shares normalised in float64, borders rounded half to even.
     """
-    shares = np.array([float(number) for number in re.findall(r"\.\d+|\d+(?:\.\d*)?", split)] + [0.0] * 3)[:3]
-    borders = [0.0, *np.cumsum(shares / shares.sum()).tolist()]
+    borders = [0.0, *np.cumsum(split_shares(split)).tolist()]
     begin, first, second, end = (round(border * count) for border in borders)
     return range(begin, first), range(first, second), range(second, end)
+
+
+def split_shares(split: str) -> list[float]:
+    """The shares of training, validation and test, which sum to 1. DataError for a text without a number above 0."""
+    numbers = [float(number) for number in re.findall(r"\.\d+|\d+(?:\.\d*)?", split)]
+    shares = np.array((numbers + [0.0] * 3)[:3])
+    if shares.sum() == 0:
+        raise DataError(f"data.split={split} names no part above 0", fix=f"Write it as `{DEFAULT_SPLIT}`.")
+    return [float(share) for share in shares / shares.sum()]
 
 
 def training_and_validation(

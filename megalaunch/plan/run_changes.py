@@ -10,6 +10,7 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.build import leaves
 from megalaunch.config.schema.paths import value_at
 from megalaunch.plan.findings import Finding, as_word
+from megalaunch.plan.rules.data import blend_entry
 
 CHANGEABLE = (
     "parallel.",
@@ -32,7 +33,10 @@ CHANGEABLE = (
 """Keys, or sections, that a rerun may change; every other key makes another run."""
 
 _PREPARED = ("data.train_prefix", "data.validation_prefix", "tokenizer.path")
-"""Keys that the launcher fills in when it prepares data.corpus."""
+"""Keys that the launcher fills in when it prepares data.corpus or data.chat, and makes absolute in any case."""
+
+_BLENDS = ("data.blend", "data.validation_blend")
+"""Keys whose entries the launcher makes absolute."""
 
 
 def refused_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
@@ -42,7 +46,9 @@ def refused_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
     """
     findings = []
     for path, now, before in differences(new, stored):
-        if _changeable(path) or (path in _PREPARED and _same_preparation(new, stored, now, before)):
+        if _changeable(path) or (path in _PREPARED and _same_preparation(new, stored, path, now, before)):
+            continue
+        if path in _BLENDS and _ingredients(now) == _ingredients(before):
             continue
         message = (
             f"the run began with {path}={as_word(before)} and cannot go on with {as_word(now)}: "
@@ -76,9 +82,21 @@ def _changeable(path: str) -> bool:
     return any(path == entry or (entry.endswith(".") and path.startswith(entry)) for entry in CHANGEABLE)
 
 
-def _same_preparation(new: RunSpec, stored: RunSpec, now: str | None, before: str | None) -> bool:
-    if new.data.corpus is None or new.data.corpus != stored.data.corpus:
-        return False
-    if now is None or before is None:  # not prepared yet
-        return True
-    return Path(now).parts[-2:] == Path(before).parts[-2:]  # <hash of the content>/<file>
+def _same_preparation(new: RunSpec, stored: RunSpec, path: str, now: str | None, before: str | None) -> bool:
+    made_of = (new.data.corpus, new.data.chat)
+    if any(made_of) and made_of == (stored.data.corpus, stored.data.chat):
+        if now is None or before is None:  # not prepared yet
+            return True
+        return Path(now).parts[-2:] == Path(before).parts[-2:]  # <hash of the content>/<file>
+    if now is None:  # one prefix is shared out between training and validation by the launcher
+        return path == "data.validation_prefix" and before == stored.data.train_prefix
+    return before is not None and Path(before) in (_absolute(now), _absolute(now) / "tokenizer.json")
+
+
+def _ingredients(entries: tuple[str, ...]) -> list[tuple[float | None, Path]]:
+    parts = [blend_entry(entry) for entry in entries]
+    return [(None if weight is None else float(weight), _absolute(prefix)) for weight, prefix in parts]
+
+
+def _absolute(path: str) -> Path:
+    return Path.cwd() / Path(path).expanduser()
