@@ -1,0 +1,49 @@
+"""Why one layout is predicted to be faster than another: the parts of a step in which they differ most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalaunch.plan.cost import StepTime
+
+_MEANINGS = {
+    "matmul": "in matmuls",
+    "attention": "in attention",
+    "memory": "in work bound by memory",
+    "head": "in head and loss",
+    "again": "in recomputation",
+    "gaps": "between kernels",
+    "bubble": "in the pipeline's bubble",
+    "optimizer": "in the optimizer",
+    "tp": "waiting for tensor-parallel exchanges",
+    "cp": "waiting for context-parallel exchanges",
+    "ep": "waiting for expert exchanges",
+    "pp": "waiting for pipeline exchanges",
+    "dp": "waiting for data-parallel exchanges",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Seconds of a step that one layout spends more (below 0: less) than another in one part."""
+
+    part: str
+    seconds: float
+
+    @property
+    def meaning(self) -> str:
+        """`0.42 s less in recomputation`."""
+        return f"{abs(self.seconds):.2f} s {'more' if self.seconds > 0 else 'less'} {_MEANINGS[self.part]}"
+
+
+def differences(faster: StepTime, slower: StepTime) -> list[Difference]:
+    """What the faster spends more or less than the slower, the largest difference first."""
+    first, second = _parts(faster), _parts(slower)
+    found = [Difference(part, first[part] - second[part]) for part in _MEANINGS]
+    return sorted(found, key=lambda difference: -abs(difference.seconds))
+
+
+def _parts(time: StepTime) -> dict[str, float]:
+    own = ("matmul", "attention", "memory", "head", "again", "gaps", "bubble", "optimizer")
+    parts = {name: float(getattr(time, name)) for name in own}
+    return dict.fromkeys(_MEANINGS, 0.0) | parts | {axis: e.exposed for axis, e in time.exchanges.items()}

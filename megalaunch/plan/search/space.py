@@ -1,0 +1,162 @@
+"""The layouts that a search looks at: degrees, divisions of the layers, and what is tried within each.
+
+The world's divisors bound every degree; what does not fit together is left to the rules, which say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.parallel import DataSharding, ParallelSpec
+from megalaunch.config.schema.recompute import RecomputeModule, RecomputeSpec
+
+SHORTEST_PART = 512  # tokens of a sequence that a context-parallel rank holds, at least
+LARGEST_MICRO_BATCH = 8
+MOST_VIRTUAL_STAGES = (
+    12  # the most that published runs use; the cost of a message, which grows with them, is not modelled
+)
+
+
+@dataclass(frozen=True)
+class Division:
+    """How layers are shared out: over virtual stages, with ends that count as layers or hold fewer of them."""
+
+    vpp: int | None = None
+    embedding: bool = False
+    head: bool = False
+    first: int | None = None
+    last: int | None = None
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """All of them, ascending."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def grids(spec: RunSpec, world: int, per_node: int) -> Iterator[RunSpec]:
+    """The spec under every combination of degrees; pp as far as there are layers, tp within a machine."""
+    model, p = spec.model, spec.parallel
+    longest = max(1, spec.batch.sequence_length // SHORTEST_PART)
+    experts = model.moe.num_experts
+    for tp in divisors(per_node):
+        for pp in (n for n in divisors(world) if n <= model.num_layers):
+            for cp in (n for n in divisors(world) if n <= longest):
+                for ep in (n for n in divisors(experts or 1) if n <= world // pp):
+                    for etp in (None,) if experts is None or tp == 1 else (None, tp):
+                        yield _gridded(spec, world, tp, pp, cp, ep, etp)
+
+
+def _gridded(spec: RunSpec, world: int, tp: int, pp: int, cp: int, ep: int, etp: int | None) -> RunSpec:
+    """The spec under these degrees; what only makes sense with the degrees that it had goes back to its default."""
+    p = spec.parallel
+    dp, rest = divmod(world, tp * pp * cp)
+    parallel = replace(
+        _undivided(p),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        etp=etp,
+        dp=None if rest or not dp else dp,
+        replicas=1,
+        sequence_parallel=tp > 1,
+        overlap_tp=p.overlap_tp and tp > 1,
+        schedule="auto" if p.schedule == "interleaved" else p.schedule,
+        cp_exchange=p.cp_exchange if cp > 1 and p.cp_exchange in ("p2p", "a2a", "allgather") else "p2p",
+        cp_hierarchy=(),
+        microbatch_group=None,
+    )
+    return replace(spec, parallel=parallel)
+
+
+def _undivided(parallel: ParallelSpec) -> ParallelSpec:
+    return replace(
+        parallel,
+        vpp=None,
+        embedding_as_layer=False,
+        head_as_layer=False,
+        first_stage_layers=None,
+        last_stage_layers=None,
+        stage_layout=None,
+        overlap_pipeline=False,
+    )
+
+
+def divided(spec: RunSpec, division: Division, sharding: DataSharding) -> RunSpec:
+    """The spec with its layers shared out so, and its states sharded so."""
+    parallel = replace(
+        spec.parallel,
+        data_sharding=sharding,
+        vpp=division.vpp,
+        embedding_as_layer=division.embedding,
+        head_as_layer=division.head,
+        first_stage_layers=division.first,
+        last_stage_layers=division.last,
+        overlap_pipeline=division.vpp is not None,
+    )
+    return replace(spec, parallel=parallel)
+
+
+@cache
+def divisions(layers: int, pp: int) -> tuple[Division, ...]:
+    """Even shares, with the ends counted as layers or not; where there are none, ends that hold fewer layers."""
+    if pp == 1:
+        return (Division(),)
+    found: list[Division] = []
+    for embedding, head in ((False, False), (True, True), (False, True)):
+        share, rest = divmod(layers + embedding + head, pp)
+        if not rest and share:
+            found += [Division(vpp, embedding, head) for vpp in _virtual(share)]
+    return tuple(found) or tuple(_uneven(layers, pp))
+
+
+def _virtual(*shares: int) -> Iterator[int | None]:
+    yield None
+    degrees = (n for n in divisors(shares[0]) if 1 < n <= MOST_VIRTUAL_STAGES)
+    yield from (n for n in degrees if all(share % n == 0 for share in shares))
+
+
+def _uneven(layers: int, pp: int) -> Iterator[Division]:
+    """Middle ranks of one size, ends of what is left: the last no larger than the first, as it has the head."""
+    if pp == 2:
+        yield Division(last=layers // 2)
+        return
+    for middle in range(-(-layers // pp), layers // (pp - 2) + 1):
+        left = layers - middle * (pp - 2)
+        first, last = -(-left // 2), left // 2
+        if last >= 1 and first <= middle:
+            yield from (Division(vpp, first=first, last=last) for vpp in _virtual(first, last, middle))
+            return
+
+
+def shardings(spec: RunSpec) -> tuple[DataSharding, ...]:
+    """What data-parallel ranks divide; within a pipeline gathering anew for every microbatch is for the rules."""
+    p = spec.parallel
+    if (p.dp or 1) * p.cp == 1:
+        return ("optim",)
+    return ("optim", "optim_grads_params") if p.pp > 1 else ("optim", "optim_grads", "optim_grads_params")
+
+
+def micro_batches(spec: RunSpec) -> Iterator[int]:
+    """Powers of two that a rank's share of the batch has."""
+    share = spec.batch.global_batch_size // (spec.parallel.dp or 1)
+    size = 1
+    while size <= min(LARGEST_MICRO_BATCH, share):
+        yield size
+        size *= 2
+
+
+def recomputations(spec: RunSpec) -> tuple[RecomputeSpec, ...]:
+    """From nothing to whole layers: each keeps less than the one before, and computes more again."""
+    heavy: RecomputeModule = "mlp" if spec.model.moe.num_experts is None else "moe"
+    none = replace(spec.recompute, granularity="none", method="uniform", num_layers=1, offload_layers=0)
+    return (
+        none,
+        replace(none, granularity="selective", modules=("norm", "activation")),
+        replace(none, granularity="selective", modules=("norm", heavy)),
+        replace(none, granularity="full"),
+    )

@@ -1,0 +1,188 @@
+"""`megalaunch sweep`: what a dry run says, what it refuses, and a real sweep with a trial that fails."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from launching import events_of, wait_until
+from training import MEGALAUNCH, make_corpus
+from typer.testing import CliRunner
+
+from megalaunch.cli.app import app
+from megalaunch.config.compose import compose
+from megalaunch.config.spec_file import read_spec
+from megalaunch.launch.process import descendants, kill_all
+from megalaunch.launch.sweep.folder import SweepFolder
+from megalaunch.rundir.outcome import read_outcome
+
+
+def invoke(*words: str):
+    return CliRunner().invoke(app, ["sweep", *words])
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def sweep_words(folder, *more):
+    corpus = make_corpus(folder / "corpus")
+    return [
+        "recipe=tiny",
+        f"data.corpus={corpus}",
+        f"data.cache_directory={folder / 'cache'}",
+        "platform=cpu",
+        "precision=fp32",
+        "parallel=dp1",
+        *more,
+    ]
+
+
+def test_a_dry_run_says_what_runs_and_why_the_rest_does_not(folder):
+    words = sweep_words(folder, "batch.global_batch_size=8,6,7", "optimizer.lr=choice(1e-3,3e-3)")
+    result = invoke("--dry-run", *words)
+    assert result.exit_code == 0, result.output
+    assert "6 points: 4 to run, 2 left out" in result.stdout
+    assert "batch.global_batch_size=7 optimizer.lr=0.001  left out" in result.stdout
+    data = json.loads(invoke("--dry-run", "--json", *words).stdout)
+    assert (data["to_run"], data["left_out"], sum(data["reasons"].values())) == (4, 2, 2)
+    assert [point["runs"] for point in data["points"]] == [True] * 4 + [False] * 2
+    reason = data["points"][4]["reasons"][0]
+    assert reason["severity"] == "error"
+    assert reason["rule"] in data["reasons"]
+    assert sorted(path.name for path in folder.iterdir()) == ["corpus"]
+
+
+def test_trials_bounds_what_runs(folder):
+    result = invoke("--dry-run", "--json", "--trials", "2", *sweep_words(folder, "optimizer.lr=1e-3,2e-3,3e-3"))
+    assert [point["runs"] for point in json.loads(result.stdout)["points"]] == [True, True, False]
+    words = sweep_words(folder, "optimizer.lr=tag(log,interval(1e-4,1e-2))")
+    drawn = json.loads(invoke("--dry-run", "--json", "--trials", "5", *words).stdout)
+    assert drawn["sampler"] == "random"
+    assert drawn["to_run"] == 5 <= len(drawn["points"])
+
+
+def test_a_dry_run_of_64_points_is_quick(folder):
+    words = sweep_words(folder, "train.seed=range(1,9)", "optimizer.lr=range(0.001,0.009,step=0.001)")
+    started = time.process_time()  # the machine may be busy with other tests
+    assert json.loads(invoke("--dry-run", "--json", *words).stdout)["to_run"] == 64
+    assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["recipe=tiny"], "no word names several values"),
+        (["recipe=tiny", "optimizer.lr=1,2", "--metric", "joy"], "--metric validation_loss"),
+        (["recipe=tiny", "optimizer.lr=1,2", "--sampler", "best"], "--sampler grid"),
+        (["recipe=tiny", "optimizer.lr=1,2", "--sampler", "tpe"], "--trials N"),
+        (["recipe=tiny", "optimizer.lr=interval(1,2)", "--sampler", "grid"], "--sampler random"),
+        (["recipe=tiny", "optimizer.lr=interval(1,2)"], "--trials N"),
+        (["recipe=tiny", "optimizer.lr=1,2", "--name", "../x"], "--name"),
+    ],
+)
+def test_what_is_asked_wrongly_is_refused(folder, words, said):
+    result = invoke("--dry-run", *words)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_a_sweep_in_which_nothing_can_run_starts_nothing(folder):
+    words = sweep_words(folder, "batch.global_batch_size=3,7")
+    assert invoke("--dry-run", *words).exit_code == 2
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert "0 to run, 2 left out" in result.stderr
+    assert not (folder / "sweeps").exists()
+
+
+def test_without_optuna_tpe_names_the_extra(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    result = invoke(*sweep_words(folder, "optimizer.lr=1e-3,2e-3", "--sampler", "tpe", "--trials", "1"))
+    assert result.exit_code == 2
+    assert "megalaunch[sweep]" in result.stderr
+
+
+def test_a_real_sweep_ranks_what_finished_and_is_continued(folder):
+    """Three points: one learns, one blows up after it has measured its speed, one cannot start."""
+    words = sweep_words(folder, "optimizer.weight_decay=0", "train.steps=6", "optimizer.lr=1e-2,1e30,1e-3")
+    options = ["--metric", "validation_loss", "--name", "s"]
+    first = invoke(*words, *options, "--trials", "1")
+    assert first.exit_code == 0, first.output
+    sweep = SweepFolder(folder / "sweeps" / "s")
+    begun = sweep.trial(1).metrics.read_bytes()
+
+    second = invoke(*words, *options)
+    assert second.exit_code == 0, second.output
+    assert "continuing the sweep" in second.stdout
+    assert sweep.trial(1).metrics.read_bytes() == begun
+    assert len(events_of(sweep.trial(1), "launch")) == 1
+    with sweep.results.open(newline="") as file:
+        rows = {row["trial"]: row for row in csv.DictReader(file)}
+    assert rows["2"]["state"] == "failed"
+    assert rows["2"]["rank"] == ""
+    assert rows["2"]["exit_code"] == "7"
+    assert {rows["1"]["rank"], rows["3"]["rank"]} == {"1", "2"}
+    losses = [float(rows[trial]["validation_loss"]) for trial in ("1", "3")]
+    assert rows["1" if losses[0] <= losses[1] else "3"]["rank"] == "1"
+    assert sweep.picture.read_bytes().startswith(b"\x89PNG")
+
+    best = next(row for row in rows.values() if row["rank"] == "1")
+    directory = f"run.directory={sweep.trial(int(best['trial'])).root}"
+    again = compose([f"recipe={sweep.best}", directory]).spec
+    frozen = read_spec(sweep.trial(int(best["trial"])).spec)
+    assert (again.optimizer, again.parallel.dp, again.batch) == (frozen.optimizer, frozen.parallel.dp, frozen.batch)
+    assert again.data.corpus == frozen.data.corpus
+
+    other = invoke(*words, "train.seed=5", *options)
+    assert other.exit_code == 2
+    assert "train.seed=5 is new" in other.stderr
+
+
+def test_data_that_cannot_be_read_fails_its_trial_alone(folder):
+    words = [word for word in sweep_words(folder, "train.steps=6") if not word.startswith("data.corpus")]
+    empty = folder / "empty.txt"
+    empty.write_text("")
+    result = invoke(*words, f"data.corpus={empty},{folder / 'corpus'}", "--name", "s", "--json")
+    assert result.exit_code == 0, result.output
+    trials = {trial["number"]: trial for trial in json.loads(result.stdout)["trials"]}
+    assert (trials[1]["state"], trials[1]["rank"]) == ("failed", None)
+    assert trials[1]["reason"]
+    assert (trials[2]["state"], trials[2]["rank"]) == ("done", 1)
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_the_trial_resumably(folder):
+    words = sweep_words(folder, "train.steps=100000", "checkpoint.interval=1000", "optimizer.lr=1e-3,2e-3")
+    process = subprocess.Popen(
+        [*MEGALAUNCH, "sweep", *words, "--name", "s"],
+        cwd=folder,
+        env={**os.environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    sweep = SweepFolder(folder / "sweeps" / "s")
+    try:
+        wait_until(lambda: sweep.trial(1).metrics.exists() and sweep.trial(1).metrics.stat().st_size > 500, 90)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        left = descendants(process.pid)
+        process.kill()
+        kill_all(left, 5)
+    assert process.returncode == 130, err
+    assert "the same command goes on" in err
+    assert "unfinished" in out
+    assert read_outcome(sweep.trial(1).outcome).exit_code == 130
+    assert list(sweep.trial(1).checkpoints.iterdir())
+    assert not sweep.trial(2).root.exists()
+    assert not sweep.lock.exists()

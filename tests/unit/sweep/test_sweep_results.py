@@ -1,0 +1,152 @@
+"""What trials come to: only finished ones rank, by the median of steady steps or the last validation loss."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+from made_specs import LAPTOP
+
+from megalaunch.config.compose import compose
+from megalaunch.config.recipe_text import recipe_text
+from megalaunch.config.sweep_words import read_sweep
+from megalaunch.launch.sweep.folder import (
+    Definition,
+    SweepFolder,
+    SweepFolderError,
+    begun_trials,
+    note_begun,
+    open_folder,
+)
+from megalaunch.launch.sweep.judge import Judge
+from megalaunch.launch.sweep.result import ranked, result_of, speed_of, unranked_reason
+from megalaunch.launch.sweep.sampling import grid
+from megalaunch.launch.sweep.table import draw_results, write_results
+from megalaunch.rundir.lines import append_line
+from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
+
+
+def made_trial(folder, number, rate, code=ExitCode.DONE, validation=None, steps=12):
+    directory = folder.trial(number)
+    directory.root.mkdir(parents=True)
+    for step in range(1, steps + 1):
+        first = step <= 2
+        rate_now = rate / 10 if first else rate + step
+        record = {"step": step, "loss": 3.0, "step_seconds": 0.5, "tokens_per_second": rate_now}
+        append_line(directory.metrics, record)
+    if validation is not None:
+        append_line(directory.metrics, {"step": steps, "validation_loss": validation})
+    if code is not None:
+        write_outcome(directory.outcome, Outcome(int(code), "it was so", steps))
+    return result_of(number, {"optimizer.lr": str(number)}, directory)
+
+
+def test_the_first_steps_do_not_count_and_the_spread_is_the_middle_half():
+    steps = [{"tokens_per_second": rate} for rate in (1, 1, 10, 20, 30, 40, 50)]
+    speed = speed_of(steps)
+    assert (speed.median, speed.low, speed.high, speed.steps) == (30, 20, 40, 5)
+    assert speed_of(steps[:3]) is None
+
+
+def test_a_failed_or_unfinished_trial_never_ranks(tmp_path):
+    folder = SweepFolder(tmp_path / "s")
+    slow = made_trial(folder, 1, 100.0)
+    fast = made_trial(folder, 2, 200.0)
+    crashed = made_trial(folder, 3, 900.0, ExitCode.CRASH)
+    stopped = made_trial(folder, 4, 800.0, ExitCode.INTERRUPTED)
+    killed = made_trial(folder, 5, 700.0, None)
+    short = made_trial(folder, 6, 600.0, steps=3)
+    results = [slow, fast, crashed, stopped, killed, short]
+    assert [result.number for result in ranked(results, "tokens_per_second")] == [2, 1]
+    assert [result.state for result in results] == ["done", "done", "failed", "unfinished", "unfinished", "done"]
+    assert unranked_reason(crashed, "tokens_per_second") == "it was so"
+    assert "too few" in unranked_reason(short, "tokens_per_second")
+    assert result_of(7, {}, folder.trial(7)).state == "waiting"
+
+
+def test_the_lowest_validation_loss_wins_and_nan_never_ranks(tmp_path):
+    folder = SweepFolder(tmp_path / "s")
+    results = [
+        made_trial(folder, 1, 100.0, validation=2.5),
+        made_trial(folder, 2, 200.0, validation=2.4),
+        made_trial(folder, 3, 300.0, validation=float("nan")),
+        made_trial(folder, 4, 300.0, validation=float("inf")),
+        made_trial(folder, 5, 300.0),
+    ]
+    assert [result.number for result in ranked(results, "validation_loss")] == [2, 1]
+    assert unranked_reason(results[4], "validation_loss") == "no validation loss was measured"
+
+
+def test_the_table_holds_every_point_the_best_first(tmp_path):
+    folder = SweepFolder(tmp_path / "s")
+    words = read_sweep(["recipe=tiny", "optimizer.lr=1,2", "batch.global_batch_size=7"])
+    judge = Judge(words, folder, LAPTOP, False, lambda spec: None)
+    left_out = [judge.judge(number, values) for number, values in enumerate(grid(words.axes), 8)]
+    results = [made_trial(folder, 1, 100.0), made_trial(folder, 2, 200.0), made_trial(folder, 3, 9.0, ExitCode.HANG)]
+    write_results(folder, results, left_out, "tokens_per_second")
+    with folder.results.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["rank"], row["trial"], row["state"]) for row in rows] == [
+        ("1", "2", "done"),
+        ("2", "1", "done"),
+        ("", "3", "failed"),
+        ("", "8", "left out"),
+        ("", "9", "left out"),
+    ]
+    assert rows[0]["tokens_per_second"] == "207.5"
+    assert rows[3]["reason"].count(":") >= 1
+    assert draw_results(folder, results, "tokens_per_second").read_bytes().startswith(b"\x89PNG")
+    assert draw_results(folder, results[2:], "tokens_per_second") is None
+
+
+def test_a_sweep_is_continued_only_as_itself(tmp_path):
+    folder = SweepFolder(tmp_path / "s")
+    definition = Definition(("recipe=tiny", "optimizer.lr=1,2"), "grid", 1, "validation_loss")
+    assert open_folder(folder, definition) is False
+    assert open_folder(folder, definition) is True
+    again = Definition(definition.words, "grid", 2, "tokens_per_second")  # a grid has no seed, a metric only ranks
+    assert open_folder(folder, again) is True
+    other = Definition(("recipe=tiny", "optimizer.lr=1,3"), "random", 1, "validation_loss")
+    with pytest.raises(SweepFolderError) as refused:
+        open_folder(folder, other)
+    assert "optimizer.lr=1,3 is new" in str(refused.value)
+    assert "--sampler was grid and is random" in str(refused.value)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    with pytest.raises(SweepFolderError, match="holds no sweep"):
+        open_folder(SweepFolder(tmp_path / "mine"), definition)
+
+
+def test_what_was_begun_is_remembered_once(tmp_path):
+    folder = SweepFolder(tmp_path)
+    for _ in range(2):
+        note_begun(folder, 4, {"parallel": "tp2"})
+    assert begun_trials(folder) == {4: {"parallel": "tp2"}}
+    assert len(folder.begun.read_text().splitlines()) == 1
+
+
+def test_points_that_come_to_the_same_run_run_once(tmp_path):
+    words = read_sweep(["recipe=tiny", "platform=cpu", "data.corpus=x", "parallel=dp1,dp2,tp1"])
+    judge = Judge(words, SweepFolder(tmp_path / "s"), LAPTOP, False, lambda spec: None)
+    judged = [judge.judge(number, values) for number, values in enumerate(grid(words.axes), 1)]
+    assert [point.runs for point in judged] == [True, True, False]  # two workers where the layout leaves it open
+    assert "the same run as point 2" in judged[2].reasons[0].message
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipe=tiny", "parallel=tp2", "optimizer.lr=3e-3"],
+        ["recipe=llama3_8b", "parallel.tp=4", "precision.compute=fp32", "parallel.sequence_parallel=true"],
+        ["recipe=llama3_8b", "recompute=selective", "recompute.modules=[mlp,norm]", "batch.micro_batch_size=null"],
+        ["recipe=quickstart", "parallel.schedule=gpipe", "train.sample_prompt='a: b'"],
+    ],
+)
+def test_a_composition_written_as_a_recipe_composes_to_the_same_spec(tmp_path, words):
+    composition = compose([*words, "run.name=x", f"run.directory={tmp_path}"])
+    recipe = recipe_text(composition, "words")
+    path = tmp_path / "best.yaml"
+    path.write_text(recipe.text)
+    again = compose([f"recipe={path}", *recipe.words, "run.name=x", f"run.directory={tmp_path}"])
+    assert again.spec == composition.spec
+    assert bool(recipe.words) == ("parallel.schedule=gpipe" in words)  # no option holds it, so it must be typed
