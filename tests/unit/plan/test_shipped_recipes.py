@@ -1,33 +1,117 @@
 """Every recipe that ships is valid by our own checker, at the world it declares."""
 
-import pytest
-from made_specs import H100_NODE, LAPTOP, resolved
+from functools import cache
 
+import pytest
+from made_specs import H100_NODE, LAPTOP
+
+from megalaunch.config.compose import Composer, compose
+from megalaunch.config.options import option_names
 from megalaunch.config.recipes import PACKAGED, read_summary
+from megalaunch.config.schema.model import Family
 from megalaunch.plan.check import check
-from megalaunch.plan.findings import has_errors
+from megalaunch.plan.resolve import resolve
+from megalaunch.plan.stages import stages_of
 from megalaunch.plan.topology import Topology
 
 RECIPES = sorted(path.relative_to(PACKAGED).with_suffix("").as_posix() for path in PACKAGED.rglob("*.yaml"))
+CPU_SIZED = [name for name in RECIPES if name.endswith("tiny") or name == "quickstart"]
+COMPOSER = Composer()
 
 
-def test_there_are_the_recipes_that_the_docs_name():
-    assert {"quickstart", "tiny", "llama3_8b"} <= set(RECIPES)
+@cache
+def composed(*words):
+    return COMPOSER.compose(words)
+
+
+def spec_on(machine, *words):
+    composition = composed(*words)
+    return resolve(composition.spec, machine, composition.choices["recipe"]).spec, composition
+
+
+TABLE = {  # recipe: devices, tp, pp, cp, ep, sequence
+    "llama3_8b": (8, 1, 1, 2, 1, 8192),
+    "llama3_70b": (64, 4, 4, 2, 1, 8192),
+    "llama31_405b": (1024, 8, 8, 2, 1, 8192),
+    "gpt3_175b": (128, 4, 8, 1, 1, 2048),
+    "mixtral_8x7b": (64, 1, 4, 1, 8, 4096),
+    "mixtral_8x22b": (256, 4, 4, 8, 8, 65536),
+    "deepseek_v3": (1024, 2, 16, 1, 64, 4096),
+}
+"""The layouts that published measurements used."""
+
+
+@pytest.mark.parametrize(("name", "shape"), TABLE.items())
+def test_the_layouts_of_the_table(name, shape):
+    spec, _ = spec_on(LAPTOP, f"recipe={name}")
+    p, c = spec.parallel, spec.cluster
+    assert (c.nodes * c.devices_per_node, p.tp, p.pp, p.cp, p.ep, spec.batch.sequence_length) == shape
+    assert p.sequence_parallel == (p.tp > 1)
+
+
+def test_gpt3_runs_on_512_devices_too():
+    assert errors(LAPTOP, "recipe=gpt3_175b", "cluster.nodes=64") == []
+
+
+def test_stages_of_the_recipes_that_do_not_divide_evenly():
+    large = stages_of(spec_on(LAPTOP, "recipe=llama31_405b")[0])
+    assert [len(stage.layers) for stage in large] == [1, *[2] * 62, 1]
+    deep = stages_of(spec_on(LAPTOP, "recipe=deepseek_v3")[0])
+    assert [len(stage.layers) for stage in deep] == [*[4] * 15, 1]
+    assert (deep[-1].mtp, deep[-1].head, deep[0].embedding) == ((0,), True, True)
+
+
+def errors(machine, *words):
+    spec, composition = spec_on(machine, *words)
+    return [f"{f.rule}: {f.message}" for f in check(spec, composition.origins) if f.severity == "error"]
+
+
+def words_of(name, machine):
+    """A toy's micro batch of 2 of 8 leaves room for 4 workers; an H100 node has 8."""
+    larger = name.endswith("tiny") and machine is H100_NODE
+    return (f"recipe={name}", *(("batch.global_batch_size=16",) if larger else ()))
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("machine", [LAPTOP, H100_NODE], ids=["laptop", "h100"])
 def test_a_recipe_is_valid_where_it_may_run(name, machine):
-    spec, composition = resolved(f"recipe={name}", machine=machine)
-    findings = [f for f in check(spec, composition.origins) if f.severity != "note"]
-    if name == "tiny" and machine is H100_NODE:  # micro batch 2 of 8 leaves room for 4 workers
-        spec, composition = resolved(f"recipe={name}", "batch.global_batch_size=16", machine=machine)
-        findings = [f for f in check(spec, composition.origins) if f.severity != "note"]
-    assert not has_errors(findings)
-    assert {f.rule for f in findings} <= {"data.source"}
-    assert Topology.of(spec).microbatches >= 1
+    words = words_of(name, machine)
+    assert errors(machine, *words) == []
+    assert Topology.of(spec_on(machine, *words)[0]).microbatches >= 1
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_warns_of_nothing_but_missing_data(name):
+    spec, composition = spec_on(LAPTOP, f"recipe={name}")
+    warnings = [f for f in check(spec, composition.origins) if f.severity == "warning"]
+    assert [f"{f.rule}: {f.message}" for f in warnings if f.rule != "data.source"] == []
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_says_what_it_is(name):
-    assert len(read_summary(PACKAGED / f"{name}.yaml")) > 20
+    assert 20 < len(read_summary(PACKAGED / f"{name}.yaml")) <= 100
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_exchanging_sections_composes_what_hydra_composes(name):
+    assert COMPOSER.compose([f"recipe={name}"]) == compose([f"recipe={name}"])
+
+
+def test_every_family_has_a_recipe_and_a_cpu_sized_twin():
+    families = {name: spec_on(LAPTOP, f"recipe={name}")[0].model.family for name in RECIPES}
+    twins = {family for name, family in families.items() if name.endswith("_tiny")}
+    full = {family for name, family in families.items() if name not in CPU_SIZED}
+    assert twins == full == set(Family.__args__)
+
+
+@pytest.mark.parametrize("name", CPU_SIZED)
+def test_a_cpu_sized_recipe_is_small(name):
+    spec, _ = spec_on(LAPTOP, f"recipe={name}")
+    assert spec.model.num_layers <= 4
+    assert spec.model.hidden_size <= 256
+    assert spec.batch.sequence_length * spec.batch.global_batch_size <= 2048
+
+
+def test_every_layout_file_belongs_to_a_recipe():
+    used = {spec_on(LAPTOP, f"recipe={name}")[1].choices["parallel"] for name in RECIPES}
+    assert set(option_names("parallel")) <= used

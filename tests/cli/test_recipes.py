@@ -1,0 +1,131 @@
+"""`megalaunch recipes list|show|diff`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from megalaunch.cli.recipe_rows import short
+from megalaunch.cli.recipes import app
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MEGALAUNCH_RECIPES", raising=False)
+    return tmp_path
+
+
+def run(*words):
+    return RUNNER.invoke(app, list(words))
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"# @package _global_\n# A recipe of a test.\n{text}")
+
+
+def test_list_says_size_devices_and_layout(folder):
+    result = run("list")
+    assert result.exit_code == 0
+    lines = {line.split()[0]: " ".join(line.split()) for line in result.stdout.splitlines()}
+    assert lines["recipe"] == "recipe parameters devices layout sequence what it is"
+    assert lines["llama3_70b"].startswith("llama3_70b 70.6B 64 h100 tp4 pp4 vpp5 cp2 sp 8192 Llama-3 70B")
+    assert lines["mixtral_8x7b"].startswith("mixtral_8x7b 46.7B, 12.9B a token 64 h100 pp4 vpp8 ep8 4096 Mixtral")
+    assert lines["deepseek_v3"].startswith("deepseek_v3 671B, 37.6B a token 1024 h100 tp2 pp16 ep64 sp uneven stages")
+    assert lines["quickstart"].startswith("quickstart 5.05M any 256 A small Llama")
+    assert lines["tiny"].startswith("tiny any 32 Seconds")  # its vocabulary is that of text not yet named
+    assert all(line == line.rstrip() for line in result.stdout.splitlines())
+    assert "from: " in result.stderr
+
+
+def test_list_as_json(folder):
+    rows = {row["name"]: row for row in json.loads(run("list", "--json").stdout)}
+    assert rows["llama3_8b"] == {
+        "name": "llama3_8b",
+        "summary": "Llama-3 8B pre-training at sequence 8192 on one machine of 8 H100.",
+        "model": "llama3_8b",
+        "parameters": 8_030_261_248,
+        "active": None,
+        "devices": 8,
+        "chip": "h100",
+        "layout": "cp2 zero3",
+        "sequence_length": 8192,
+        "problem": "",
+    }
+    assert rows["mixtral_8x7b"]["active"] == 12_879_925_248
+    assert rows["tiny"]["devices"] is None
+
+
+def test_a_recipe_that_does_not_compose_is_listed_with_its_problem(folder):
+    write(folder / "recipes/wrong.yaml", "defaults:\n  - tiny\n  - _self_\ntrain:\n  step: 3\n")
+    write(folder / "recipes/right.yaml", "defaults:\n  - tiny\n  - _self_\ntrain:\n  steps: 3\n")
+    result = run("list")
+    lines = {line.split()[0]: " ".join(line.split()) for line in result.stdout.splitlines()}
+    assert result.exit_code == 0
+    assert lines["wrong"] == "wrong does not compose: unknown key; did you mean 'train.steps'?"
+    assert lines["right"] == "right any 32 A recipe of a test."
+
+
+def test_show_prints_the_file_or_the_whole_run(folder):
+    assert run("show", "llama3_8b").stdout.startswith("# @package _global_\n# Llama-3 8B pre-training")
+    whole = run("show", "llama3_8b", "--whole").stdout
+    assert "data_sharding: optim_grads_params" in whole
+    assert "momentum: 0.95" in whole
+
+
+def test_diff_shows_what_differs_in_the_resolved_runs(folder):
+    write(folder / "recipes/child.yaml", "defaults:\n  - llama3_8b\n  - override /parallel: tp2\n  - _self_\n")
+    result = run("diff", "llama3_8b", "child")
+    assert result.exit_code == 0
+    assert [line.split() for line in result.stdout.splitlines()] == [
+        ["key", "llama3_8b", "child"],
+        ["parallel.tp", "1", "2"],
+        ["parallel.cp", "2", "1"],
+        ["parallel.data_sharding", "optim_grads_params", "optim"],
+    ]
+
+
+def test_diff_compares_derived_values_too(folder):
+    write(folder / "recipes/longer.yaml", "defaults:\n  - llama3_8b\n  - _self_\ntrain:\n  steps: 15001\n")
+    report = json.loads(run("diff", "llama3_8b", "longer", "--json").stdout)
+    assert (report["left"], report["right"]) == ("llama3_8b", "longer")
+    assert report["differences"] == [
+        {"key": "data.num_samples", "left": 1_920_000, "right": 1_920_128},
+        {"key": "schedule.decay_steps", "left": 15000, "right": 15001},
+        {"key": "train.steps", "left": 15000, "right": 15001},
+    ]
+
+
+def test_diff_of_equal_recipes(folder):
+    write(folder / "recipes/same.yaml", "defaults:\n  - tiny\n  - _self_\n")
+    assert run("diff", "tiny", "same").stdout == "tiny and same come to the same run\n"
+    assert json.loads(run("diff", "tiny", "same", "--json").stdout)["differences"] == []
+
+
+@pytest.mark.parametrize("words", [("diff", "tiny", "tinny"), ("diff", "tinny", "tiny"), ("show", "tinny")])
+def test_a_recipe_that_is_not_there(folder, words):
+    result = run(*words)
+    assert result.exit_code == 2
+    assert "there is no recipe 'tinny'; did you mean 'tiny'?" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (39_072, "39.1K"),
+        (999_400, "999K"),
+        (999_500, "1.00M"),
+        (8_030_261_248, "8.03B"),
+        (9_995_000_000, "10.0B"),
+        (99_950_000_000, "100B"),
+        (682_636_472_320, "683B"),
+        (1_040_000_000_000, "1.04T"),
+    ],
+)
+def test_short_counts(count, text):
+    assert short(count) == text
