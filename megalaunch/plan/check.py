@@ -9,6 +9,7 @@ from megalaunch.config.schema import RunSpec, SpecError, with_values
 from megalaunch.plan import rules as _all_rules  # noqa: F401  (registers them)
 from megalaunch.plan.findings import Finding, as_word, in_order
 from megalaunch.plan.resolve import OPEN_VALUES, derive
+from megalaunch.plan.rules.nearby import no_fixes
 from megalaunch.plan.rules.registry import RULES, Broken, Fix, Purpose, Situation
 from megalaunch.platform.facts import CHIPS
 
@@ -47,11 +48,11 @@ def check(
     about to start here.
     """
     broken = _run_rules(Situation(spec, purpose))
-    errors = {key for key, item in broken if item.severity == "error"}
+    known = {key for key, item in broken if item.severity != "note"}
     open_spec = _reopened(spec, origins)
     findings = []
     for (rule_id, path), item in broken:
-        fixes = _proven((rule_id, path), item, open_spec, purpose, errors) if item.fixes else ()
+        fixes = _proven((rule_id, path), item, open_spec, purpose, known) if item.fixes else ()
         origin = origins.get(path) if origins else None
         where = origin.where if origin and origin.kind != "default" else ""
         findings.append(Finding(rule_id, item.severity, path, item.message, item.numbers, fixes, where))
@@ -62,12 +63,12 @@ def _run_rules(at: Situation) -> list[tuple[_Key, Broken]]:
     return [((entry.id, item.path), item) for entry in RULES.values() for item in entry.check(at)]
 
 
-def _proven(key: _Key, item: Broken, spec: RunSpec, purpose: Purpose, errors: set[_Key]) -> tuple[str, ...]:
-    """The first candidates that remove the finding and add no error, as override words."""
+def _proven(key: _Key, item: Broken, spec: RunSpec, purpose: Purpose, known: set[_Key]) -> tuple[str, ...]:
+    """The first candidates that remove the finding and add no error or warning, as override words."""
     shown: list[str] = []
     for fix in _first(item.fixes, _PROOFS):
         words = " ".join(f"{path}={as_word(value)}" for path, value in fix.items())
-        if words not in shown and _works(fix, key, spec, purpose, errors):
+        if words not in shown and _works(fix, key, spec, purpose, known):
             shown.append(words)
             if len(shown) == MAX_FIXES:
                 break
@@ -78,13 +79,21 @@ def _first(fixes: Iterable[Fix], count: int) -> list[Fix]:
     return [fix for fix, _ in zip(fixes, range(count), strict=False)]
 
 
-def _works(fix: Fix, key: _Key, spec: RunSpec, purpose: Purpose, errors: set[_Key]) -> bool:
+def _works(fix: Fix, key: _Key, spec: RunSpec, purpose: Purpose, known: set[_Key]) -> bool:
     try:
         fixed, _ = derive(with_values(spec, fix))
     except SpecError:  # a candidate outside the schema's limits
         return False
-    after = _run_rules(Situation(fixed, purpose))
-    return all(found != key and (item.severity != "error" or found in errors) for found, item in after)
+    at = Situation(fixed, purpose)
+    rule_id, path = key
+    with no_fixes():
+        if any(item.path == path for item in RULES[rule_id].check(at)):  # most candidates that fail, fail here
+            return False
+        return all(
+            item.severity == "note" or (entry.id, item.path) in known
+            for entry in RULES.values()
+            for item in entry.check(at)
+        )
 
 
 def _reopened(spec: RunSpec, origins: Mapping[str, HasOrigin] | None) -> RunSpec:

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from megalaunch.plan.rules.registry import Fix
 
-_SPAN = 2048  # how far to look
+_SPAN = 1024  # how far to look
+_wanted: ContextVar[bool] = ContextVar("fixes are wanted", default=True)
+
+
+@contextmanager
+def no_fixes() -> Iterator[None]:
+    """While a fix is proven only findings count: looking for further fixes would take most of the time."""
+    token = _wanted.set(False)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
 
 
 def nearest(key: str, value: int, legal: Callable[[int], bool], count: int = 3) -> Iterator[Fix]:
     """Fixes `key=n` for the `count` legal n >= 1 nearest to `value`, smaller ones first when equally near."""
+    if not _wanted.get():
+        return
     found = 0
     for distance in range(1, _SPAN):
         for candidate in (value - distance, value + distance):
