@@ -20,13 +20,13 @@ class Constant:
 # Calibrated are MATMUL_16, MATMUL_8 and TP_EXPOSED, one row each (tests/unit/plan/test_step_time_anchors.py).
 MATMUL_16 = Constant(
     "large matmuls reach, of the 16-bit peak",
-    0.72,
-    "calibrated on Llama-3.1-8B bf16, 8 H100, dgxc-benchmarking; a lone matmul reaches 0.80 (ml-engineering MAMF)",
+    0.653,
+    "calibrated: Llama-3.1-70B bf16 on 64 H100 (dgxc); a lone matmul reaches 0.80, before power limits (MAMF)",
 )
 MATMUL_8 = Constant(
     "large matmuls reach, of the 8-bit peak",
-    0.62,
-    "calibrated on Llama3-8B FP8, 8 H100, Megatron-Bridge 25.11; a lone matmul reaches 0.71 (ml-engineering MAMF)",
+    0.615,
+    "calibrated: Llama-3.1-405B FP8 on 1024 H100 (Megatron-Bridge); a lone matmul reaches 0.71 (MAMF)",
 )
 MATMUL_HALF = Constant(
     "a matmul dimension of this size halves nothing but adds its share: efficiency / (1 + size (1/m + 1/k + 1/n))",
@@ -48,8 +48,8 @@ DEFAULT_NETWORK = Constant(
 GAPS = Constant("launches and waits between kernels, of the compute time", 0.02, "roofline against llmq, one H100")
 TP_EXPOSED = Constant(
     "tensor-parallel exchanges that overlap leaves exposed (overlap_tp)",
-    0.35,
-    "calibrated on Llama-3.1-405B bf16, 512 H100, dgxc-benchmarking",
+    0.37,
+    "calibrated: Llama-3.1-405B bf16 on 512 H100 (dgxc)",
 )
 EP_EXPOSED = Constant("expert exchanges that overlap leaves exposed (overlap_experts)", 0.2, "Qwen3-30B: +17.7 %")
 OVERLAP_SLOWDOWN = Constant("compute lost to a collective that runs beside it, of its time", 0.1, "SMs that NCCL takes")

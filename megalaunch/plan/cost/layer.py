@@ -179,7 +179,7 @@ def _traffic(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> flo
     rotated = query * (model.num_attention_heads + groups) / tp
     inner = 8 if model.activation in GATED else 5
     values = 16 * hidden / part + 4 * rotated
-    casts = 2 * hidden
+    casts: float = 2 * hidden
     if kind.experts:
         moe = model.moe
         width = moe.top_k * (moe.ffn_hidden_size or model.ffn_hidden_size) / part

@@ -21,6 +21,7 @@ class Accounting:
     `float8_weight_copies`: bytes a weight of the 8-bit copies that fp8 keeps beside compute weights.
     `unfused_attention`: attention's weights are kept, because no fused kernel runs.
     `activation_inputs`: what a gated activation keeps: gate and up (2), or silu(gate) as well (3).
+    `deferred_heads`: microbatches whose gradients of logits wait, so that the head's own gradient comes late.
     `unit_buffers`: whether a sharded unit's gradients pass through a reduction buffer.
     """
 
@@ -33,6 +34,7 @@ class Accounting:
     float8_weight_copies: float = 0.0
     unfused_attention: bool = False
     activation_inputs: int = 2
+    deferred_heads: int = 0
     unit_buffers: bool = False
 
 

@@ -77,10 +77,20 @@ def _of_rank(
     losses = sum(chunk.head + chunk.depths for chunk in chunks)
     logit = accounting.logit_bytes + format_bytes(spec.precision.compute)
     logits = losses * tokens * logit * (spec.model.vocab_size or 0) / topology.tp
+    if accounting.deferred_heads:
+        logits += losses * tokens * _deferred(spec, topology, accounting)
     # The reduction of embedding and head comes last, when activations and logits are gone.
     buffers = max(states.buffers, states.root_buffers - activations - logits)
     parameters = held.dense + held.experts
     return Memory(states.weights, states.gradients, states.optimizer, activations, logits, buffers, rank, parameters)
+
+
+def _deferred(spec: RunSpec, topology: Topology, accounting: Accounting) -> float:
+    """Bytes a token of what the head's late gradient needs: gradients of logits, and the head's inputs."""
+    microbatches = min(accounting.deferred_heads, topology.microbatches)
+    part = topology.tp if spec.parallel.sequence_parallel else 1
+    width = (spec.model.vocab_size or 0) / topology.tp + spec.model.hidden_size / part
+    return microbatches * format_bytes(spec.precision.compute) * width
 
 
 def _kept(

@@ -25,17 +25,16 @@ Divided = Literal["sequence", "tp", "whole"]
 class Widths:
     """Sizes of one layer on one tensor-parallel rank, and bytes of its formats.
 
-    `b` bytes of an activation, `i` of a matmul's kept input, `r` of the residual stream, `x` of 1 extra 8-bit copy
-    (0: none). `h` hidden; `q`, `k`, `v`, `o` widths of queries, keys, values and attention's output, on one rank;
-    `n` heads on one rank; `f` inner width on one rank, `e` of an expert, `s` of the shared experts; `g` what the
-    activation keeps of widths f (1 plain, 2 gate and up); `t` experts a token meets; `E` experts; `ql`, `kl`, `p`
-    latents of queries and keys and the rotary part; `keys` attended tokens.
+    `b` bytes of an activation, `i` of a matmul's kept input, `r` of the residual stream. `h` hidden; `q`, `k`, `v`,
+    `o` widths of queries, keys, values and attention's output, on one rank; `n` heads on one rank; `f` inner width
+    on one rank, `e` of an expert, `s` of the shared experts; `g` what the activation keeps of these widths (1 plain,
+    2 gate and up); `t` experts a token meets; `E` experts; `ql`, `kl`, `p` latents of queries and keys and the
+    rotary part; `keys` attended tokens.
     """
 
     b: float
     i: float
     r: float
-    x: float
     h: int
     q: float
     k: float
@@ -85,7 +84,8 @@ ATTENTION = (
         ("attention",),
     ),
     Row("log-sum of each softmax, fp32", lambda w: 4 * w.n, "tp", ("attention",)),
-    Row("attention's output, input of the last projection", lambda w: w.b * w.o + w.x * w.o),
+    Row("attention's output, input of the last projection", lambda w: w.i * w.o),
+    Row("the same in 16 bits, beside an 8-bit input", lambda w: (w.b - w.i) * 2 * w.o, spared_by=("attention",)),
     Row("dropout's mask", lambda w: w.h if w.dropout else 0, "sequence"),
 )
 # DeepSeek-V2 report, section 2.1: down to the latents (whole on every rank), their norms, up to heads.
@@ -212,7 +212,6 @@ def widths_of(model: ModelSpec, kind: Layer, formats: Formats, accounting: Accou
         b=b,
         i=1 if small else b,
         r=4 if formats.residual == "fp32" else b,
-        x=1 if small else 0,
         h=model.hidden_size,
         q=query,
         k=query if latent else groups * head_dim,

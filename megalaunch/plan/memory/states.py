@@ -39,7 +39,7 @@ def states_of(spec: RunSpec, topology: Topology, held: Held, accounting: Account
     on_device = 1 - spec.optimizer.offload_fraction
     moments = _MOMENTS[spec.optimizer.name] * _BYTES[spec.precision.moments] * on_device
     if not accounting.sharded_master:
-        return _whole_weights(spec, all_parameters, divided, moments + MASTER * on_device, accounting)
+        return _whole_weights(spec, held, divided, moments + MASTER * on_device, accounting)
     copy, reduced = format_bytes(spec.precision.compute), _BYTES[spec.precision.gradients]
     if spec.precision.compute == "fp8" and spec.precision.fp8.param_gather:
         copy = 1
@@ -58,22 +58,21 @@ def states_of(spec: RunSpec, topology: Topology, held: Held, accounting: Account
     )
 
 
-def _whole_weights(
-    spec: RunSpec, parameters: float, divided: float, optimizer: float, accounting: Accounting
-) -> States:
+def _whole_weights(spec: RunSpec, held: Held, divided: float, optimizer: float, accounting: Accounting) -> States:
     """Weights and gradients whole, master weights and moments divided: Megatron's distributed optimizer."""
-    fp8 = spec.precision.compute == "fp8"
-    weight: float = format_bytes(spec.precision.compute)
-    if fp8:
-        weight = accounting.float8_weight_copies if spec.precision.fp8.param_gather else weight
-        weight += 0 if spec.precision.fp8.param_gather else accounting.float8_weight_copies
+    plain = format_bytes(spec.precision.compute)
+    weight: float = plain
+    if spec.precision.compute == "fp8":
+        weight = accounting.float8_weight_copies + (0 if spec.precision.fp8.param_gather else plain)
+    weights = weight * (held.dense + held.experts - held.root) + plain * held.root  # the ends are not in 8 bits
+    whole = held.dense + held.experts
     if spec.precision.compute == "fp32":
         optimizer -= MASTER
     if spec.parallel.data_sharding == "optim_grads_params":
-        parameters = divided
+        weights, whole = plain * divided, divided
     return States(
-        weights=weight * parameters,
-        gradients=_BYTES[spec.precision.gradients] * parameters,
+        weights=weights,
+        gradients=_BYTES[spec.precision.gradients] * whole,
         optimizer=optimizer * divided,
         buffers=0.0,
         root_buffers=0.0,

@@ -1,0 +1,257 @@
+"""Published training runs as specs: layout, and what was measured (facts of NVIDIA's repositories, H100 SXM 80 GB).
+
+Where a source is silent the row says what is assumed. Nothing here is fitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalaunch.config.schema import RunSpec
+from tests.made_specs import resolved
+
+_NEMOTRON = (
+    "model=llama3_8b",
+    "model.activation=squared_relu",
+    "model.norm=layernorm",
+    "model.vocab_size=256000",
+    "model.num_query_groups=8",
+    "model.rope.fraction=0.5",
+)
+_NEMOTRON_15B = (
+    *_NEMOTRON,
+    "model.name=nemotron4_15b",
+    "model.num_layers=32",
+    "model.hidden_size=6144",
+    "model.ffn_hidden_size=24576",
+    "model.num_attention_heads=48",
+)
+_NEMOTRON_340B = (
+    *_NEMOTRON,
+    "model.name=nemotron4_340b",
+    "model.num_layers=96",
+    "model.hidden_size=18432",
+    "model.ffn_hidden_size=73728",
+    "model.num_attention_heads=96",
+)
+# Megatron-LM tests/functional_tests/test_cases/gpt/gpt3_7b_*: Megatron's defaults where its arguments are silent
+# (inner width 4 h, gelu, LayerNorm, biases, learned positions, dropout 0.1).
+_GPT_7B = (
+    "model=gpt3_6_7b",
+    "model.name=megatron_7b",
+    "model.num_query_groups=8",
+    "model.tied_embeddings=false",
+    "model.max_position_embeddings=8192",
+    "model.hidden_dropout=0.1",
+    "model.attention_dropout=0.1",
+)
+_GPT3 = ("model=gpt3_175b", "model.vocab_size=51200", "model.hidden_dropout=0.1", "model.attention_dropout=0.1")
+_BF16 = ("precision=bf16", "precision.gradients=bf16", "precision.reduce=bf16")
+_FP8 = ("precision.compute=fp8", "precision.gradients=bf16", "precision.reduce=bf16", "precision.fp8.param_gather=true")
+_OVERLAP = ("parallel.overlap_tp=true", "parallel.overlap_pipeline=true")
+
+
+@dataclass(frozen=True)
+class Published:
+    """One run. `tokens` are tokens/s/GPU, `gigabytes` the measured peak (10^9), `layout` a layout name.
+
+    `batch` is (sequence, micro batch, global batch).
+    """
+
+    name: str
+    model: tuple[str, ...]
+    gpus: int
+    layout: str
+    batch: tuple[int, int, int]
+    words: tuple[str, ...] = ()
+    tokens: float | None = None
+    gigabytes: float | None = None
+    note: str = ""
+
+    @property
+    def spec(self) -> RunSpec:
+        """The resolved spec."""
+        length, micro, total = self.batch
+        per_node = min(8, self.gpus)
+        spec, _ = resolved(
+            *self.model,
+            f"parallel={self.layout}",
+            "platform=h100",
+            f"cluster.nodes={self.gpus // per_node}",
+            f"cluster.devices_per_node={per_node}",
+            f"batch.sequence_length={length}",
+            f"batch.micro_batch_size={micro}",
+            f"batch.global_batch_size={total}",
+            "train.steps=100",
+            *self.words,
+        )
+        return spec
+
+
+DGXC = (
+    Published(
+        "Llama-3.1-8B bf16, 8",
+        ("model=llama3_8b",),
+        8,
+        "cp2zero1",
+        (8192, 1, 128),
+        _BF16,
+        10682,
+        None,
+        "dgxc 24.11-25.05",
+    ),
+    Published(
+        "Llama-3.1-70B bf16, 64",
+        ("model=llama3_70b",),
+        64,
+        "tp4pp4cp2vpp5spzero1",
+        (8192, 1, 128),
+        (*_BF16, *_OVERLAP),
+        1118,
+    ),
+    Published(
+        "Llama-3.1-405B bf16, 512",
+        ("model=llama31_405b",),
+        512,
+        "tp8pp8cp2vpp8spzero1",
+        (8192, 1, 256),
+        (*_BF16, *_OVERLAP, "parallel.embedding_as_layer=true", "parallel.head_as_layer=true"),
+        207,
+    ),
+    Published("Nemotron-4-15B bf16, 16", _NEMOTRON_15B, 16, "tp2spzero1", (4096, 2, 64), (*_BF16, *_OVERLAP), 6159),
+    Published(
+        "Nemotron-4-340B bf16, 256",
+        _NEMOTRON_340B,
+        256,
+        "tp8pp8vpp12spzero1",
+        (4096, 1, 64),
+        (*_BF16, "parallel.overlap_tp=true", "parallel.overlap_pipeline=true"),
+        228,
+        note="222 to 235 over releases",
+    ),
+    Published("GPT-3 175B bf16, 128", _GPT3, 128, "tp4pp8vpp12spzero1", (2048, 1, 256), (*_BF16, *_OVERLAP), 460),
+)
+BRIDGE = (
+    Published(
+        "Llama3-8B FP8, 8",
+        ("model=llama3_8b",),
+        8,
+        "zero3",
+        (8192, 1, 128),
+        _FP8,
+        14451,
+        note="Megatron-FSDP, 25.11; whether layers were recomputed is not said",
+    ),
+    Published(
+        "Llama3-70B FP8, 64", ("model=llama3_70b",), 64, "tp4pp8vpp5spzero1", (8192, 1, 256), (*_FP8, *_OVERLAP), 1652
+    ),
+    Published(
+        "Llama3.1-405B FP8, 1024",
+        ("model=llama31_405b",),
+        1024,
+        "tp8pp8cp2vpp8spzero1",
+        (8192, 1, 1536),
+        (*_FP8, *_OVERLAP, "parallel.embedding_as_layer=true", "parallel.head_as_layer=true"),
+        327,
+    ),
+    Published(
+        "Qwen3-8B bf16, 16",
+        ("model=qwen3_8b",),
+        16,
+        "zero1",
+        (4096, 1, 1024),
+        _BF16,
+        10456,
+        note="verification card: real data, sanity check and no tuned run",
+    ),
+)
+# Whose peaks Megatron's accounting is held to. The logging rank of Megatron-LM is the last.
+# Bridge's SFT recipe (perf_recipes/llama/h100): bf16 gradients, 8-bit parameters without cached transposes, head
+# gradients deferred over 22 microbatches; the baseline recomputes core attention, as the table of its source says.
+_SFT = ("precision.compute=fp8", "precision.gradients=bf16", "precision.fp8.param_gather=true", *_OVERLAP)
+_CORE = ("recompute=selective", "recompute.modules=[attention]")
+_MLA_MOE = (
+    "model=deepseek_v2_lite",
+    "model.num_layers=16",
+    "model.hidden_size=1024",
+    "model.ffn_hidden_size=4096",
+    "model.num_attention_heads=32",
+    "model.vocab_size=51712",
+    "model.mla.q_lora_rank=1536",
+    "model.mla.kv_lora_rank=512",
+    "model.moe.num_experts=32",
+    "model.moe.top_k=4",
+    "model.moe.ffn_hidden_size=1024",
+    "model.moe.shared_ffn_hidden_size=1024",
+    "model.moe.dense_layers=1",
+    "model.mtp.num_layers=1",
+)
+MEMORY_7B = (
+    Published(
+        "Megatron 7B, TP1 PP4 VPP8",
+        (*_GPT_7B, "model.vocab_size=131200"),
+        8,
+        "pp4vpp8zero1",
+        (8192, 1, 8),
+        ("precision=bf16",),
+        None,
+        60.72,
+    ),
+    Published(
+        "Megatron 7B, TP4",
+        (*_GPT_7B, "model.vocab_size=131584"),
+        8,
+        "tp4zero1",
+        (8192, 2, 8),
+        ("precision=bf16",),
+        None,
+        57.14,
+    ),
+)
+MEMORY_SFT = (
+    Published(
+        "Llama3-70B SFT, TP4 PP4",
+        ("model=llama3_70b",),
+        32,
+        "tp4pp4vpp5spzero1",
+        (4096, 1, 32),
+        (*_SFT, *_CORE),
+        None,
+        58.8,
+    ),
+    Published(
+        "Llama3-70B SFT, TP4 PP8",
+        ("model=llama3_70b",),
+        32,
+        "tp4pp8vpp5spzero1",
+        (4096, 1, 32),
+        (*_SFT, *_CORE),
+        None,
+        53.2,
+    ),
+    Published(
+        "Llama3-70B SFT, TP8 PP4",
+        ("model=llama3_70b",),
+        32,
+        "tp8pp4vpp5spzero1",
+        (4096, 1, 32),
+        (*_SFT, *_CORE),
+        None,
+        50.2,
+    ),
+    Published(
+        "Llama3-70B SFT, TP4 PP4, mlp again",
+        ("model=llama3_70b",),
+        32,
+        "tp4pp4vpp5spzero1",
+        (4096, 1, 32),
+        (*_SFT, "recompute=selective", "recompute.modules=[mlp]"),
+        None,
+        55.6,
+    ),
+)
+MEMORY_MOE = (
+    Published(
+        "MLA-MoE, TP2 PP2 EP4", _MLA_MOE, 8, "tp2pp2ep4vpp4spzero1", (4096, 4, 32), ("precision=bf16",), None, 60.11
+    ),
+)
