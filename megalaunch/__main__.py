@@ -1,6 +1,6 @@
 """`python -m megalaunch` is `megalaunch`."""
 
-from megalaunch.cli.app import main
+from megalaunch.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -110,5 +110,5 @@ def _options(
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line; the console script comes here by way of megalaunch.cli.main."""
     app(prog_name="megalaunch")

@@ -180,9 +180,17 @@ def _described(option: Any) -> str:
     return words[option]
 
 
+def choices_of(annotation: Any) -> list[str]:
+    """The values that can be listed: the choices of a Literal, and true and false."""
+    choices: list[str] = []
+    for option in _options(annotation):
+        choices += [str(choice) for choice in get_args(option)] if get_origin(option) is Literal else []
+        choices += ["true", "false"] if option is bool else []
+    return choices
+
+
 def _choice_hint(annotation: Any, value: Any) -> str:
-    choices = [str(c) for option in _options(annotation) if get_origin(option) is Literal for c in get_args(option)]
-    return did_you_mean(str(value), choices) if isinstance(value, str) else ""
+    return did_you_mean(str(value), choices_of(annotation)) if isinstance(value, str) else ""
 
 
 def _shown(value: Any) -> str:

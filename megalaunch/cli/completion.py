@@ -1,0 +1,230 @@
+"""Completes `GROUP=OPTION` and `SECTION.KEY=VALUE` words in bash, zsh, fish and PowerShell; Typer does the rest.
+
+Typer's own callbacks see nothing of `recipe=ll` in bash, which splits words at `=`; here the words are read as typed.
+A word that is unique so far is offered with what may follow it, so that no shell puts a space after `recipe=`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+VARIABLE = "_MEGALAUNCH_COMPLETE"
+WORD_COMMANDS = ("train", "validate-config", "plan", "sweep")
+_LAYOUT_PARTS = ("tp2", "tp4", "tp8", "pp2", "pp4", "pp8", "cp2", "ep8", "vpp2", "dp2", "hsdp2", "sp", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A whole word that could stand here, and one line about it."""
+
+    word: str
+    help: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is typed so far: whole words, the one to complete, and how much of its front the shell keeps itself."""
+
+    words: tuple[str, ...]
+    incomplete: str
+    kept: str = ""
+
+
+def complete(environment: Mapping[str, str]) -> bool:
+    """Print completions when a shell asks for those of a word; False leaves the question to Typer.
+
+    Fish asks whether there are any by the exit code (0: yes).
+    """
+    _, _, shell = environment.get(VARIABLE, "").partition("complete_")
+    if not shell:
+        return False
+    line = typed_line(shell, environment)
+    found = offers(line)
+    if found is None:
+        return False
+    if shell == "fish" and environment.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
+        raise SystemExit(0 if found else 1)
+    print(_as_shell(shell, found, line))
+    return True
+
+
+def typed_line(shell: str, environment: Mapping[str, str]) -> Line:
+    """The words of the line; bash's pieces around `=` are put together again."""
+    if shell != "bash":
+        text = environment.get("_TYPER_COMPLETE_ARGS", "")
+        words = _split(text)[1:]
+        if shell in ("powershell", "pwsh"):
+            incomplete = environment.get("_TYPER_COMPLETE_WORD_TO_COMPLETE", "")
+            return Line(tuple(words[:-1] if incomplete else words), incomplete)
+        at_end = not words or text.endswith(" ")
+        return Line(tuple(words if at_end else words[:-1]), "" if at_end else words[-1])
+    pieces = _split(environment.get("COMP_WORDS", ""))
+    cursor = int(environment.get("COMP_CWORD") or 0)
+    pieces = pieces[: cursor + 1] if cursor < len(pieces) else [*pieces, ""]
+    words, kept = [], ""
+    for index, piece in enumerate(pieces[1:], start=1):
+        if words and (piece == "=" or words[-1].endswith("=")) and not (piece == "" and index < cursor):
+            if index == cursor:
+                kept = words[-1] + (piece if piece == "=" else "")
+            words[-1] += piece
+        else:
+            words.append(piece)
+    return Line(tuple(words[:-1]), words[-1] if words else "", kept)
+
+
+def offers(line: Line) -> list[Offer] | None:
+    """What could stand at the end of a line; None when it is no word of ours."""
+    if not line.words:
+        return None
+    command, before = line.words[0], line.words[-1]
+    if command == "recipes" and line.words[1:2] in (("show",), ("diff",)):
+        return None if line.incomplete.startswith("-") else _matching(_recipes(), line.incomplete)
+    if command not in WORD_COMMANDS or line.incomplete.startswith("-"):
+        return None
+    if before == "--explain":
+        return _keys(line.incomplete, "")
+    if before.startswith("-") and "=" not in before and _takes_value(command, before):
+        return None
+    key, equals, value = line.incomplete.partition("=")
+    if not equals:
+        return _keys(key, "=")
+    front, comma, last = value.rpartition(",") if command == "sweep" else ("", "", value)
+    known = _values(key, last)
+    return _matching([Offer(f"{key}={front}{comma}{offer.word}", offer.help) for offer in known], line.incomplete)
+
+
+def _keys(incomplete: str, ending: str) -> list[Offer]:
+    """Groups, sections and keys, one level at a time; a single one with what may follow it."""
+    from megalaunch.config.keys import GROUPS, schema_keys
+
+    if ending:
+        named = [
+            Offer("recipe=", "a complete run by name"),
+            *(Offer(f"{group}=", "an option by name") for group in GROUPS),
+        ]
+    else:
+        named = []
+    level = incomplete.count(".")
+    found = {offer.word: offer for offer in named}
+    for path, key in schema_keys().items():
+        parts = path.split(".")
+        word = ".".join(parts[: level + 1])
+        if word == path:
+            found[path + ending] = Offer(path + ending, key.field.metadata["meaning"])
+        else:
+            found.setdefault(f"{word}.", Offer(f"{word}.", "a section"))
+    matching = _matching(found.values(), incomplete)
+    if len(matching) != 1:
+        return matching
+    (only,) = matching
+    if only.word.endswith("."):
+        return _keys(only.word, ending)
+    if only.word.endswith("="):
+        return [only, *(Offer(only.word + value.word, value.help) for value in _values(only.word[:-1], ""))]
+    return matching
+
+
+def _values(key: str, typed: str) -> list[Offer]:
+    """The options of a group, or the values of a key that can be listed."""
+    from megalaunch.config.keys import GROUPS
+
+    if key == "recipe":
+        return _recipes()
+    if key in GROUPS:
+        from megalaunch.config.options import option_names
+
+        layouts = [Offer(word) for word in _layouts(typed)] if key == "parallel" else []
+        return [*(Offer(name) for name in option_names(key)), *layouts]
+    return _key_values(key)
+
+
+def _key_values(key: str) -> list[Offer]:
+    from dataclasses import MISSING
+
+    from megalaunch.config.keys import schema_keys
+    from megalaunch.config.schema.build import choices_of
+
+    known = schema_keys().get(key)
+    if known is None:
+        return []
+    default = known.field.default
+    values = [str(choice) for choice in choices_of(known.annotation)]
+    values += ["null"] if known.takes_null else []
+    if not values and default is not MISSING and not isinstance(default, tuple):
+        values = [str(default)]
+    return [Offer(value, "the default" if value == _shown(default) else "") for value in values]
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value)
+
+
+def _recipes() -> list[Offer]:
+    from megalaunch.config.recipes import read_summary, recipe_files
+
+    return [Offer(name, read_summary(path)) for name, path in recipe_files().items()]
+
+
+def _layouts(typed: str) -> list[str]:
+    """`tp4` and then `tp4pp2`, `tp4zero3`, ...: one more part after those that are whole."""
+    from megalaunch.config.layouts import LayoutError, layout_values
+
+    whole = typed if typed and layout_values(typed) else re.sub(r"[a-z]+$", "", typed)
+    words = []
+    for part in _LAYOUT_PARTS:
+        try:
+            if layout_values(whole + part):
+                words.append(whole + part)
+        except LayoutError:
+            continue
+    return words
+
+
+def _takes_value(command: str, option: str) -> bool:
+    """True for an option that is followed by a value (`--devices 8`), false for a switch."""
+    from megalaunch.cli.app import load_command
+
+    for parameter in load_command(command).params:
+        if option in parameter.opts:
+            return not getattr(parameter, "is_flag", False)
+    return False
+
+
+def _matching(found: Iterable[Offer], incomplete: str) -> list[Offer]:
+    return [offer for offer in found if offer.word.startswith(incomplete)]
+
+
+def _split(text: str) -> list[str]:
+    """Words of a line that may end inside a quote."""
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    words: list[str] = []
+    try:
+        words.extend(lexer)
+    except ValueError:
+        words.append(lexer.token)
+    return words
+
+
+def _as_shell(shell: str, found: Sequence[Offer], line: Line) -> str:
+    if shell == "bash":
+        return "\n".join(offer.word[len(line.kept) :] for offer in found)
+    if shell == "zsh":
+        if not found:
+            return "_files"
+        rows = [f'"{_zsh(offer.word)}"' + (f':"{_zsh(offer.help)}"' if offer.help else "") for offer in found]
+        return "_arguments '*: :((" + "\n".join(rows) + "))'"
+    if shell == "fish":
+        return "\n".join(offer.word + (f"\t{offer.help}" if offer.help else "") for offer in found)
+    return "\n".join(f"{offer.word}:::{offer.help or ' '}" for offer in found)
+
+
+def _zsh(text: str) -> str:
+    """Text inside a quoted argument of zsh's _arguments."""
+    return re.sub(r"([\"$`])", r"\\\1", text.replace("\\", "").replace("'", "''")).replace(":", r"\\:")

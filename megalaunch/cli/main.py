@@ -1,0 +1,20 @@
+"""Entry point of the console script: answers a shell that asks for completions, else runs the command line.
+
+A shell asks at every press of the tab key, so that Typer is imported only when it has the answer.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def main() -> None:
+    """Run `megalaunch`."""
+    if "_MEGALAUNCH_COMPLETE" in os.environ:
+        from megalaunch.cli.completion import complete
+
+        if complete(os.environ):
+            return
+    from megalaunch.cli.app import app
+
+    app(prog_name="megalaunch")
