@@ -12,8 +12,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.ending import Problem
-from megalaunch.engine.process import LAUNCHER_PID_VARIABLE
 from megalaunch.platform.facts import CHIPS
+from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
 from megalaunch.rundir.outcome import ExitCode
 
 

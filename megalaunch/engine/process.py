@@ -13,9 +13,10 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
+
 _PR_SET_PDEATHSIG = 1
 REPEAT_SECONDS = 1.0
-LAUNCHER_PID_VARIABLE = "MEGALAUNCH_LAUNCHER_PID"
 
 
 def die_with_parent() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
 
 WORKER_MODULE = "megalaunch.engine.worker"
-LAUNCHER_PID_VARIABLE = "MEGALAUNCH_LAUNCHER_PID"
 RENDEZVOUS_PORT = 29400  # torchrun's own default
 _FIRST_NODE = "NODE0"  # stands for the first machine's address where no launcher knows it
 

@@ -181,6 +181,13 @@ def test_old_ones_are_removed_but_never_the_newest_valid(save: Callable[[int], P
     assert remove_old(folder, 2) == []
 
 
+def test_those_of_every_nth_step_stay(save: Callable[[int], Path]):
+    saved = [save(step) for step in (2, 3, 4, 5, 6)]
+    folder = saved[0].parent
+    assert remove_old(folder, 1, known_valid=saved[-1], keep_every=2) == [saved[3], saved[1]]
+    assert names_in(folder) == [path.name for path in (saved[0], saved[2], saved[4])]
+
+
 def test_a_step_may_be_saved_again(save: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch):
     directory = save(5)
     (directory / "shard_00000.safetensors").write_bytes(b"rotten")

@@ -28,8 +28,10 @@ def newest_valid(checkpoints: Path, refused: Callable[[Path, list[str]], None]) 
     return None
 
 
-def remove_old(checkpoints: Path, keep_last: int, known_valid: Path | None = None) -> list[Path]:
+def remove_old(checkpoints: Path, keep_last: int, known_valid: Path | None = None, keep_every: int = 0) -> list[Path]:
     """Remove all but the newest `keep_last` checkpoints (0: none) and what killed saves left; returns the removed.
+
+    Those of every `keep_every`-th step (0: no such steps) stay, and count among the newest as long as they are.
 
     For one process, while no save is under way. The newest valid one is never removed; `known_valid` (one just
     saved) spares reading the newest again to find out whether it is.
@@ -42,6 +44,8 @@ def remove_old(checkpoints: Path, keep_last: int, known_valid: Path | None = Non
     if known_valid not in kept and all(verify_checkpoint(directory) for directory in kept):
         valid = next((directory for directory in old if not verify_checkpoint(directory)), None)
         old = [directory for directory in old if directory != valid]
+    if keep_every:
+        old = [directory for directory in old if (checkpoint_step(directory) or 0) % keep_every]
     for directory in old:
         publish.remove(directory)
     return old

@@ -155,7 +155,8 @@ class Loop:
 
     def _remove_old(self, newest: Path) -> None:
         try:
-            remove_old(self._directory.checkpoints, self._spec.checkpoint.keep_last, known_valid=newest)
+            settings = self._spec.checkpoint
+            remove_old(self._directory.checkpoints, settings.keep_last, newest, settings.keep_every)
         except OSError as error:  # what is saved is saved
             self._record.event("note", message=f"old checkpoints could not be removed: {error}")
 
