@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from megalaunch.data.encode_engine import Encode, encoder_of
 from megalaunch.data.errors import DataError
-from megalaunch.data.input_chunks import Chunk, Unreadable
+from megalaunch.data.input_chunks import Chunk, Unreadable, too_long
 from megalaunch.data.preprocess_settings import EngineChoice
-from megalaunch.data.read_records import records
+from megalaunch.data.read_records import Record, records
 from megalaunch.data.sentences import splitter
 
 _LONGEST_KEPT = 1 << 20  # bytes of a bad record that are kept for the quarantine
@@ -35,6 +35,7 @@ class Recipe:
     end: int | None
     dtype: np.dtype[Any]
     language: str | None
+    record_bytes: int
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class ChunkEncoder:
         for record in records(chunk, self._recipe.keys):
             result.records += 1
             try:
+                self._check_size(record)
                 documents.append([self._document(sentences) for sentences in record.sentences()])
             except DataError as error:
                 line = record.number if error.record is None or record.number is not None else error.record
@@ -107,6 +109,12 @@ class ChunkEncoder:
         result.lines = result.records
         result.keys = [self._joined([document[k] for document in documents]) for k in range(len(self._recipe.keys))]
         return result
+
+    def _check_size(self, record: Record) -> None:
+        """A line is measured with its end, as it is where lines are only counted (input_chunks.py)."""
+        if isinstance(record.source, bytes) and len(record.source) >= self._recipe.record_bytes:
+            long = too_long(len(record.source) + 1, self._recipe.record_bytes)
+            raise DataError(long.cause, fix=long.fix)
 
     def _document(self, sentences: Sequence[str]) -> list[NDArray[Any]]:
         if self._split is not None:

@@ -6,6 +6,7 @@ Both are memory-mapped; every invariant of the index is checked when it is opene
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,21 @@ class IndexedTokens:
         if sequence == self.num_sequences:
             return self.num_tokens
         return int(self._offsets[sequence]) // self.dtype.itemsize
+
+    @property
+    def offsets(self) -> NDArray[Any]:
+        """int64 [num_sequences]: the byte of `.bin` at which each sequence begins."""
+        return self._offsets
+
+    def document_lengths(self) -> Iterator[NDArray[Any]]:
+        """int64 arrays with the tokens of each document, many documents at a time."""
+        end = self.num_tokens * self.dtype.itemsize
+        for start in range(0, self.num_documents, _CHECKED_AT_ONCE):
+            borders = np.asarray(self.documents[start : start + _CHECKED_AT_ONCE + 1])
+            inside = borders < self.num_sequences
+            positions = np.full(len(borders), end, np.int64)
+            positions[inside] = self._offsets[borders[inside]]
+            yield np.diff(positions) // self.dtype.itemsize
 
     def tokens_in(self, sequences: range) -> int:
         """Number of tokens of the sequences in a contiguous range."""

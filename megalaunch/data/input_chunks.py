@@ -119,7 +119,7 @@ def _part_with_a_long_line(file: BinaryIO, position: int, end: int, settings: Se
     if before:
         return position + before, Span(position, before)
     size = end - position
-    return end, Span(position, size) if size <= settings.record_bytes else _too_long(size, settings)
+    return end, Span(position, size) if size <= settings.record_bytes else too_long(size, settings.record_bytes)
 
 
 def _line_end(file: BinaryIO, position: int, size: int) -> int:
@@ -138,13 +138,10 @@ def _after(number: int, offset: int, size: int) -> Position:
     return Position(number + 1, 0) if offset >= size else Position(number, offset)
 
 
-def _too_long(size: int, settings: Settings) -> Unreadable:
-    limit = settings.record_bytes
-    return Unreadable(
-        f"the record has {size / 1e6:,.0f} MB, the limit is {limit / 1e6:,.0f} MB",
-        "Raise --max-record-mb if it is text that belongs here.",
-        1,
-    )
+def too_long(size: int, limit: int) -> Unreadable:
+    """What a record over the limit stands as."""
+    cause = f"the record has {size / 1e6:,.0f} MB, the limit is {limit / 1e6:,.0f} MB"
+    return Unreadable(cause, "Raise --max-record-mb if it is text that belongs here.", 1)
 
 
 def _unpacked(entry: Input, number: int, settings: Settings, start: int) -> Iterator[Chunk]:
@@ -160,7 +157,7 @@ def _unpacked(entry: Input, number: int, settings: Settings, start: int) -> Iter
             cut = held.rfind(b"\n") + 1
             if dropped and cut:  # the end of a line that was too long to hold
                 rest = held.find(b"\n") + 1
-                body: Body = _too_long(dropped + rest, settings)
+                body: Body = too_long(dropped + rest, settings.record_bytes)
                 yield Chunk(entry.path, body, stream.stored - stored, Position(number, at - len(held) + rest))
                 del held[:rest]
                 dropped, stored, cut = 0, stream.stored, cut - rest
@@ -182,7 +179,7 @@ def _unpacked(entry: Input, number: int, settings: Settings, start: int) -> Iter
         return
     left = max(stream.stored, entry.size) - stored
     if dropped:
-        yield Chunk(entry.path, _too_long(dropped + len(held), settings), left, end)
+        yield Chunk(entry.path, too_long(dropped + len(held), settings.record_bytes), left, end)
     elif held:
         yield Chunk(entry.path, Lines(at - len(held), bytes(held)), left, end)
 
@@ -191,7 +188,7 @@ def _texts(inputs: Sequence[Input], number: int, settings: Settings) -> Chunk:
     """The text file `number`, with those after it while they are small."""
     first = inputs[number]
     if first.size > settings.record_bytes:
-        return Chunk(first.path, _too_long(first.size, settings), first.size, Position(number + 1, 0))
+        return Chunk(first.path, too_long(first.size, settings.record_bytes), first.size, Position(number + 1, 0))
     if not first.is_plain:
         return _packed_text(first, number, settings)
     last, size = number + 1, first.size
@@ -210,7 +207,7 @@ def _packed_text(entry: Input, number: int, settings: Settings) -> Chunk:
         for block in Stream(entry).blocks():
             content += block
             if len(content) > settings.record_bytes:
-                return Chunk(entry.path, _too_long(len(content), settings), entry.size, end)
+                return Chunk(entry.path, too_long(len(content), settings.record_bytes), entry.size, end)
     except DamagedStream as error:
         body = Unreadable(str(error), "Copy the file again, or make it anew.", 1)
         return Chunk(entry.path, body, entry.size, end)

@@ -70,6 +70,7 @@ def preprocess(
         end=end,
         dtype=token_type(tokenizer.vocab_size),
         language=settings.language,
+        record_bytes=settings.record_bytes,
     )
     level = "document" if settings.language is None else "sentence"
     finals = [output_prefix.with_name(f"{output_prefix.name}_{key}_{level}") for key in settings.json_keys]
@@ -83,7 +84,8 @@ def preprocess(
         quarantine = job.state.counts.quarantined > 0
         kept = finals[0].with_name(f"{output_prefix.name}_quarantine.jsonl") if quarantine else None
         hashes = job.finish()
-        report = write_report(finals[0], found, hashes, settings, tokenizer, job.engine, job.state)
+        made = output.assemble()
+        report = write_report(finals[0], found, hashes, settings, tokenizer, job.engine, job.state, made)
         output.publish(kept)
         done = True
         return Result(tuple(finals), report, kept, job.state.counts, job.state.bad, job.engine)

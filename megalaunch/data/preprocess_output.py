@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megalaunch.data.block_hashes import BlockHashes, describe, hash_file
 from megalaunch.data.encode_records import KeyTokens
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.index_file import copy_index
@@ -37,6 +38,7 @@ class Output:
         self.folder = output_prefix.with_name(f".{output_prefix.name}.preprocess")
         self._state = self.folder / "state.json"
         self._files: dict[str, int] = {}
+        self._hashes = [BlockHashes() for _ in finals]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -58,27 +60,34 @@ class Output:
 
     def open(self, saved: dict[str, Any] | None) -> None:
         """Open the files for writing: empty, or as long as they were at the checkpoint `saved`."""
+        if saved is not None and saved["complete"]:
+            return  # nothing is added any more, and publishing may already have begun to move the files
         sizes = {} if saved is None else saved["sizes"]
         try:
             if saved is None:
                 self._state.unlink(missing_ok=True)
             for name in self._names():
-                self._files[name] = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                size = int(sizes.get(name, 0))
-                if os.fstat(self._files[name]).st_size < size:
-                    raise DataError(
-                        "it is shorter than when it was saved", file=self.folder / name, fix="Start without --resume."
-                    )
-                os.ftruncate(self._files[name], size)
-                os.lseek(self._files[name], size, os.SEEK_SET)
+                self._open_at(name, int(sizes.get(name, 0)))
+            for number in range(len(self.finals)):
+                size = int(sizes.get(f"{number}.bin", 0))
+                self._hashes[number] = hash_file(self.folder / f"{number}.bin", size)
         except OSError as error:
             raise cannot("write here", self.folder, error, _FREE_SPACE) from error
+
+    def _open_at(self, name: str, size: int) -> None:
+        file = self._files[name] = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if os.fstat(file).st_size < size:
+            fix = "Start without --resume."
+            raise DataError("it is shorter than when it was saved", file=self.folder / name, fix=fix)
+        os.ftruncate(file, size)
+        os.lseek(file, size, os.SEEK_SET)
 
     def add(self, keys: Sequence[KeyTokens], quarantined: Sequence[bytes]) -> None:
         """Append the documents of a chunk, and lines for the quarantine."""
         try:
             for number, key in enumerate(keys):
                 self._append(f"{number}.bin", key.tokens)
+                self._hashes[number].add(key.tokens)
                 self._append(f"{number}.lengths", key.lengths)
                 self._append(f"{number}.documents", key.documents)
             self._append("quarantine", b"".join(quarantined))
@@ -100,29 +109,45 @@ class Output:
         except OSError as error:
             raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
 
+    def assemble(self) -> dict[str, Any]:
+        """Make the indexes; size and hashes of all files by their final names, as the report holds them."""
+        described = {}
+        try:
+            for number, final in enumerate(self.finals):
+                tokens, index = self._parts(number)
+                if tokens.exists():
+                    with index.open("wb") as file:
+                        lengths, documents = (self.folder / f"{number}.{part}" for part in _PARTS[1:])
+                        copy_index(file, self.dtype, lengths, documents)
+                        file.flush()
+                        os.fsync(file.fileno())
+                    known = self._hashes[number] if self._files else hash_file(tokens)
+                    described[bin_path(final).name] = describe(tokens, known)
+                else:
+                    described[bin_path(final).name] = describe(bin_path(final))
+                described[idx_path(final).name] = describe(index if index.exists() else idx_path(final))
+        except OSError as error:
+            raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
+        return described
+
     def publish(self, quarantine: Path | None) -> None:
         """Give all files their final names, each index last; called again, it goes on where it was stopped."""
         try:
             for number, final in enumerate(self.finals):
-                self._publish_key(number, final)
+                tokens, index = self._parts(number)
+                if tokens.exists():
+                    idx_path(final).unlink(missing_ok=True)
+                    tokens.replace(bin_path(final))
+                if index.exists():
+                    index.replace(idx_path(final))
             if quarantine is not None and (self.folder / "quarantine").exists():
                 (self.folder / "quarantine").replace(quarantine)
             sync_directory(self.finals[0].parent)
         except OSError as error:
             raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
 
-    def _publish_key(self, number: int, final: Path) -> None:
-        part = {name: self.folder / f"{number}.{name}" for name in _PARTS}
-        index = self.folder / f"{number}.idx"
-        if part["bin"].exists():
-            with index.open("wb") as file:
-                copy_index(file, self.dtype, part["lengths"], part["documents"])
-                file.flush()
-                os.fsync(file.fileno())
-            idx_path(final).unlink(missing_ok=True)
-            part["bin"].replace(bin_path(final))
-        if index.exists():
-            index.replace(idx_path(final))
+    def _parts(self, number: int) -> tuple[Path, Path]:
+        return self.folder / f"{number}.bin", self.folder / f"{number}.idx"
 
     def close(self, keep: bool) -> None:
         """Let go of the folder; it goes too, unless it is to be kept for a later resume."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import megalaunch
 from megalaunch.data.encode_engine import Engine
-from megalaunch.data.errors import cannot
+from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.inputs import Input
 from megalaunch.data.preprocess_settings import Settings
 from megalaunch.data.preprocess_state import State
@@ -26,6 +26,35 @@ def report_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".json")
 
 
+def read_report(prefix: Path) -> dict[str, Any] | None:
+    """The report beside the files of a prefix; None when there is none, or it cannot be read."""
+    try:
+        report = json.loads(report_path(prefix).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return report if isinstance(report, dict) and isinstance(report.get("tokenizer"), dict) else None
+
+
+def check_report(prefix: Path, tokenizer: Tokenizer) -> str | None:
+    """A line on how the files of a prefix were made, None without a report.
+
+    Raises DataError when they were made with another vocabulary than that of `tokenizer`.
+    """
+    report = read_report(prefix)
+    if report is None:
+        return None
+    made, counts = report["tokenizer"], report.get("counts") or {}
+    if made.get("vocabulary_sha256") not in (None, tokenizer.vocabulary_hash()):
+        cause = f"its tokens were made with another tokenizer ({report.get('settings', {}).get('tokenizer')})"
+        raise DataError(cause, file=prefix, fix="Set tokenizer.path to that one, or preprocess the text again.")
+    left_out = counts.get("skipped", 0) + counts.get("quarantined", 0)
+    return (
+        f"{prefix.name}: {counts.get('written', 0):,} documents, {counts.get('tokens', 0):,} tokens"
+        + (f", {left_out:,} records left out" if left_out else "")
+        + f" (preprocessed from {len(report.get('inputs') or [])} files)"
+    )
+
+
 def write_report(
     prefix: Path,
     inputs: Sequence[Input],
@@ -34,17 +63,23 @@ def write_report(
     tokenizer: Tokenizer,
     engine: Engine,
     state: State,
+    outputs: dict[str, Any],
 ) -> Path:
-    """Write it whole or not at all; DataError when that fails."""
+    """Write it whole or not at all; DataError when that fails. `outputs` describes each file that was made."""
     path = tokenizer_file(settings.tokenizer)
     chosen = asdict(settings)
     content: dict[str, Any] = {
         "megalaunch": megalaunch.__version__,
         "counts": asdict(state.counts),
-        "settings": {"tokenizer": str(path), **{name: chosen[name] for name in _RESULT_SETTINGS}},
+        "settings": {
+            "tokenizer": str(path),
+            "merges": None if settings.merges is None else str(settings.merges),
+            **{name: chosen[name] for name in _RESULT_SETTINGS},
+        },
         "engine": {"name": engine.name, "note": engine.note},
         "tokenizer": {
             "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "vocabulary_sha256": tokenizer.vocabulary_hash(),
             "vocab_size": tokenizer.vocab_size,
             "eod_id": tokenizer.eod_id,
         },
@@ -52,6 +87,7 @@ def write_report(
             {"file": str(entry.path), "bytes": entry.size, "sha256": digest}
             for entry, digest in zip(inputs, hashes, strict=True)
         ],
+        "outputs": outputs,
         "bad_records": state.bad,
     }
     report = report_path(prefix)

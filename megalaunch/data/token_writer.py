@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalaunch.data.errors import DataError, cannot
-from megalaunch.data.indexed import HEADER, MAGIC, TOKEN_TYPES, VERSION, bin_path, idx_path
+from megalaunch.data.index_file import write_documents, write_header, write_offsets
+from megalaunch.data.indexed import bin_path, idx_path
 from megalaunch.data.publish import UnfinishedFile, sync_directory
 
 _LARGEST_UINT16_VOCABULARY = 65500  # excluded; Megatron's own border, short of 65,536
@@ -94,16 +95,11 @@ class TokenWriter:
         sync_directory(self.prefix.parent)
 
     def _write_index(self, unfinished: UnfinishedFile) -> None:
-        code = next(code for code, dtype in TOKEN_TYPES.items() if dtype == self.dtype)
         lengths = np.asarray(self._lengths, dtype="<i4")
-        offsets = np.zeros(len(lengths), dtype="<i8")
-        np.cumsum(lengths[:-1], out=offsets[1:], dtype=np.int64)
-        offsets *= self.dtype.itemsize
-        file = unfinished.file
-        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._documents)))
-        file.write(lengths.data)
-        file.write(offsets.data)
-        file.write(np.asarray(self._documents, dtype="<i8").data)
+        write_header(unfinished.file, self.dtype, len(lengths), self.num_documents)
+        unfinished.file.write(lengths.data)
+        write_offsets(unfinished.file, self.dtype, [lengths])
+        write_documents(unfinished.file, [np.diff(np.asarray(self._documents, dtype="<i8"))])
 
     def _failed(self, error: OSError) -> DataError:
         return cannot(

@@ -6,6 +6,7 @@ tokenizer_conversion.py). Nothing from beside a tokenizer is ever run.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -85,6 +86,11 @@ class Tokenizer:
     def to_json(self) -> str:
         """The content of a tokenizer.json of it."""
         return self._inner.to_str()
+
+    def vocabulary_hash(self) -> str:
+        """A sha256 of all tokens with their ids, the same in whatever form the tokenizer is stored."""
+        vocabulary = sorted((number, token) for token, number in self._inner.get_vocab(True).items())
+        return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
     def kind(self) -> str:
         """The class of its model (BPE, Unigram, ...)."""

@@ -178,6 +178,7 @@ def test_the_report_tells_all(tmp_path, tokenizer_path, monkeypatch):
     assert counts["bytes_read"] == counts["bytes_total"] == path.stat().st_size
     assert report["settings"] == {
         "tokenizer": str(tokenizer_path),
+        "merges": None,
         "workers": 1,
         "append_eod": True,
         "json_keys": ["text"],

@@ -1,0 +1,54 @@
+"""The text that a tokenizer learns from: the good records of any inputs, up to a size."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megalaunch.data.errors import DataError
+from megalaunch.data.input_chunks import Position, Unreadable, chunks
+from megalaunch.data.inputs import find_inputs
+from megalaunch.data.preprocess_settings import Format, Settings
+from megalaunch.data.publish import UnfinishedFile
+from megalaunch.data.read_records import good_texts
+from megalaunch.data.tokenizer import Tokenizer, train_tokenizer
+
+
+def train_on(
+    inputs: Sequence[str], keys: tuple[str, ...], vocab_size: int, output: Path, megabytes: float
+) -> tuple[Tokenizer, int]:
+    """Train a tokenizer on at most so much of the inputs' text and save it whole; with the characters it saw.
+
+    Records that cannot be read are passed over. Raises DataError when there is no text.
+    """
+    unfinished = UnfinishedFile(output)
+    seen = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal seen
+        for text in _texts(inputs, keys, int(megabytes * 1e6)):
+            seen += len(text)
+            yield text
+
+    try:
+        trained = train_tokenizer(counted(), vocab_size, unfinished.path)
+        if not seen:
+            raise DataError("the inputs hold no text to learn from", file=", ".join(inputs), fix="Give other files.")
+        unfinished.sync()
+        unfinished.publish()
+    finally:
+        unfinished.discard()
+    return trained, seen
+
+
+def _texts(inputs: Sequence[str], keys: tuple[str, ...], left: int) -> Iterator[str]:
+    settings = Settings(Path(), json_keys=keys)
+    for chunk in chunks(find_inputs(inputs, Format.AUTO), settings, Position(0, 0)):
+        if isinstance(chunk.body, Unreadable):
+            continue
+        for text in good_texts(chunk, keys, sys.maxsize):
+            yield text[:left]
+            left -= len(text)
+            if left <= 0:
+                return
