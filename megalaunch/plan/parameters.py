@@ -116,7 +116,7 @@ def layer_parameters(model: ModelSpec, layer: Layer) -> LayerParameters:
     if layer.experts and moe.num_experts is not None:
         routed = moe.num_experts * mlp_parameters(model, moe.ffn_hidden_size or model.ffn_hidden_size)
         shared = mlp_parameters(model, moe.shared_ffn_hidden_size) if moe.shared_ffn_hidden_size else 0
-        router = moe.num_experts * (hidden + moe.router_bias)
+        router = moe.num_experts * (hidden + model.moe.router_bias)
     else:
         dense = mlp_parameters(model, model.ffn_hidden_size)
     norms = 2

@@ -74,6 +74,8 @@ def test_show_prints_the_file_or_the_whole_run(folder):
     whole = run("show", "llama3_8b", "--whole").stdout
     assert "data_sharding: optim_grads_params" in whole
     assert "momentum: 0.95" in whole
+    write(folder / "mine.yaml", "defaults:\n  - tiny\n  - _self_\n")
+    assert run("show", "./mine.yaml").stdout == (folder / "mine.yaml").read_text()
 
 
 def test_diff_shows_what_differs_in_the_resolved_runs(folder):
