@@ -23,8 +23,8 @@ _COMPOSER = Composer()  # many cases share a recipe, which is read and merged on
 class Case:
     """Words behind `base` that break one rule alone, and words that are nearly the same and right.
 
-    PREFIX and TOKENIZER in a word stand for files that exist; `purpose` "train" is for what only a launch refuses;
-    `together` are rules that cannot but be broken with this one.
+    PREFIX, OTHER, SIXTEEN_BITS and TOKENIZER in a word stand for files that exist; `purpose` "train"
+    is for what only a launch refuses; `together` are rules that cannot but be broken with this one.
     """
 
     breaks: str
@@ -38,10 +38,10 @@ class Case:
 def findings_of(case: Case, words: str, files: Mapping[str, str] | None = None) -> list[Finding]:
     """What the checker says of a case's words; `~` in a word is a space."""
     filled = []
-    for word in words.split():
+    for word in (*case.base, *words.split()):
         for name, value in (files or {}).items():
             word = word.replace(name, value)
         filled.append(word.replace("~", " "))
-    composition = _COMPOSER.compose([*case.base, *filled])
+    composition = _COMPOSER.compose(filled)
     spec = resolve(composition.spec, case.machine, composition.choices.get("recipe")).spec
     return check(spec, composition.origins, case.purpose)

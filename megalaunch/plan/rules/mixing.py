@@ -10,7 +10,6 @@ from megalaunch.plan.rules.data import blend_entry, sources
 from megalaunch.plan.rules.dependent import Dependent, depends
 from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
 
-_MOST_SOURCES = 32767  # Megatron stores the number of a source in 16 bits, and so do we
 _SPLIT = re.compile(r"\s*\d{1,18}(\.\d{1,18})?\s*")
 
 
@@ -58,18 +57,6 @@ def blend_positive(at: Situation) -> Iterator[Broken]:
         if wrong:
             rest = tuple(entry for entry in entries if entry not in wrong)
             yield Broken(key, f"the weight of {wrong[0]!r} is no number above 0", fixes=({key: rest},) if rest else ())
-
-
-@rule("data.blend_count", "A blend has fewer than 32767 entries.")
-def blend_count(at: Situation) -> Iterator[Broken]:
-    """The source of a sample is a number of 16 bits, as in Megatron's files."""
-    for key, entries in _blends(at):
-        if len(entries) >= _MOST_SOURCES:
-            yield Broken(
-                key,
-                f"{len(entries)} entries are too many: join some with `megalaunch data merge`",
-                {"entries": len(entries), "most": _MOST_SOURCES - 1},
-            )
 
 
 @rule("data.blend_twice", "A blend names each prefix once.")

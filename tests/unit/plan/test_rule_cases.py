@@ -3,14 +3,21 @@
 import pytest
 from rule_cases import CASES, findings_of
 
+from megalaunch.data.indexed import HEADER
 from megalaunch.plan.rules.registry import RULES
 
 
 @pytest.fixture
 def files(tmp_path):
-    for name in ("t.bin", "t.idx", "tokenizer.json"):
+    for name in ("t.bin", "t.idx", "other.bin", "other.idx", "short.bin", "tokenizer.json"):
         (tmp_path / name).touch()
-    return {"PREFIX": str(tmp_path / "t"), "TOKENIZER": str(tmp_path / "tokenizer.json")}
+    (tmp_path / "short.idx").write_bytes(HEADER.pack(b"MMIDIDX\x00\x00", 1, 8, 0, 0))
+    return {
+        "PREFIX": str(tmp_path / "t"),
+        "OTHER": str(tmp_path / "other"),
+        "SIXTEEN_BITS": str(tmp_path / "short"),
+        "TOKENIZER": str(tmp_path / "tokenizer.json"),
+    }
 
 
 def errors(findings):

@@ -1,0 +1,158 @@
+"""Cases of the rules of the model's shape, attention, positions, experts and their router: breaks and near misses."""
+
+from rule_cases.case import H100, TINY, Case
+
+DEEPSEEK = ("recipe=deepseek_tiny", "data.corpus=x")
+MIXTRAL = ("recipe=mixtral_tiny", "data.corpus=x")
+ON_GPUS = (*TINY, *H100, "batch.global_batch_size=16", "precision.compute=bf16")
+
+MODEL = {
+    "model.clamp_needs_gate": Case(
+        "model.activation_clamp=7 model.activation=gelu", "model.activation_clamp=7 model.activation=quick_geglu"
+    ),
+    "model.clamp_positive": Case("model.activation_clamp=0", "model.activation_clamp=0.1"),
+    "model.dropout": Case("model.hidden_dropout=1", "model.hidden_dropout=0.9"),
+    "model.init_std": Case("model.init_std=0", "model.init_std=0.001"),
+    "model.norm_epsilon": Case("model.norm_epsilon=0", "model.norm_epsilon=1e-12"),
+    "model.widths_alignment": Case("model.ffn_hidden_size=66", "model.ffn_hidden_size=72", ON_GPUS),
+    "model.vocab_alignment": Case("model.vocab_size=321", "model.vocab_size=384", ON_GPUS),
+    "model.family_blocks": Case("model.family=llama", "model.family=qwen3", MIXTRAL),
+}
+ATTENTION = {
+    "attention.window_idle": Case(
+        "model.full_attention_every=2", "model.full_attention_every=2 model.sliding_window=8"
+    ),
+    "attention.window_everywhere_full": Case(
+        "model.full_attention_every=1 model.sliding_window=8", "model.full_attention_every=2 model.sliding_window=8"
+    ),
+    "attention.window_never_full": Case(
+        "model.full_attention_every=3 model.sliding_window=8", "model.full_attention_every=2 model.sliding_window=8"
+    ),
+    "attention.window_spans_sequence": Case("model.sliding_window=32", "model.sliding_window=31"),
+    "mla.groups": Case("model.num_query_groups=2", "model.num_query_groups=4", DEEPSEEK),
+    "mla.positions": Case(
+        "model.position_embedding=none", "model.position_embedding=rope", DEEPSEEK
+    ),
+    "mla.rotary_even": Case("model.mla.qk_rope_head_dim=5", "model.mla.qk_rope_head_dim=6", DEEPSEEK),
+    "mla.fraction": Case("model.rope.fraction=0.5", "model.rope.fraction=1", DEEPSEEK),
+    "mla.head_dim": Case("model.head_dim=8", "model.head_dim=12", DEEPSEEK),
+    "mla.plain": Case("model.qkv_bias=true", "model.qkv_bias=false", DEEPSEEK),
+    "mla.narrow": Case("model.mla.kv_lora_rank=64", "model.mla.kv_lora_rank=63", DEEPSEEK),
+    "mla.idle": Case("model.mla.v_head_dim=16", "model.mla.v_head_dim=128"),
+}  # fmt: skip
+LLAMA3 = (*TINY, "model.rope.scaling=llama3", "model.rope.factor=8", "model.rope.original_positions=128")
+YARN = (*TINY, "model.rope.scaling=yarn", "model.rope.factor=8", "model.rope.original_positions=128")
+ROPE = {
+    "rope.idle": Case(
+        "model.position_embedding=none model.rope.theta=5", "model.position_embedding=none model.rope.theta=10000"
+    ),
+    "rope.factor_idle": Case("model.rope.factor=8", "model.rope.factor=8 model.rope.scaling=linear"),
+    "rope.original_idle": Case(
+        "model.rope.scaling=linear", "model.rope.scaling=yarn", (*TINY, *LLAMA3[3:], "model.rope.factor=8")
+    ),
+    "rope.llama3_idle": Case("model.rope.low_frequency_factor=2", "model.rope.beta_slow=2", YARN),
+    "rope.yarn_idle": Case("model.rope.beta_fast=16", "model.rope.low_frequency_factor=2", LLAMA3),
+    "rope.rotated_width": Case("model.rope.fraction=0.3", "model.rope.fraction=0.25"),
+    "rope.factor_one": Case("model.rope.factor=1", "model.rope.factor=2", LLAMA3),
+    "rope.original_missing": Case("model.rope.original_positions=null", "model.rope.original_positions=1", LLAMA3),
+    "rope.original_longer": Case("model.rope.original_positions=1025", "model.rope.original_positions=1024", LLAMA3),
+    "rope.llama3_waves": Case("model.rope.low_frequency_factor=4", "model.rope.low_frequency_factor=3", LLAMA3),
+    "rope.yarn_betas": Case("model.rope.beta_slow=32", "model.rope.beta_slow=31", YARN),
+    "rope.yarn_reach": Case("model.rope.original_positions=3", "model.rope.original_positions=4", YARN),
+    "rope.mscale_idle": Case("model.rope.mscale_all_dim=1", "model.rope.mscale_all_dim=0", YARN),
+}
+MTP = {
+    "mtp.idle": Case("model.mtp.loss_coeff=0.3", "model.mtp.loss_coeff=0.1"),
+    "mtp.loss": Case("model.mtp.loss_coeff=0", "model.mtp.loss_coeff=0.01", DEEPSEEK),
+    "mtp.positions": Case(
+        "model.position_embedding=learned", "model.position_embedding=none",
+        (*TINY, "model.mtp.num_layers=1", "model.family=deepseek"),
+    ),
+    "mtp.recompute": Case(
+        "recompute.num_layers=2", "recompute.num_layers=1", (*DEEPSEEK, "recompute.granularity=full")
+    ),
+    "mtp.length": Case("model.mtp.num_layers=32", "model.mtp.num_layers=31", DEEPSEEK),
+}  # fmt: skip
+EXPERTS = {
+    "moe.idle": Case("model.moe.top_k=4", "model.moe.top_k=2"),
+    "moe.top_k": Case("model.moe.top_k=5", "model.moe.top_k=4", MIXTRAL),
+    "moe.some_layer": Case("model.moe.dense_layers=2", "model.moe.dense_layers=1", MIXTRAL),
+    "moe.every_reaches": Case("model.moe.every=3", "model.moe.every=2", MIXTRAL),
+    "moe.experts_by_ep": Case(
+        "parallel=dp3ep3 batch.global_batch_size=12", "parallel=dp2ep2 batch.global_batch_size=12", MIXTRAL
+    ),
+    "moe.tp_needs_sp": Case("parallel=tp2", "parallel=tp2sp", MIXTRAL),
+    "moe.bias_by_etp": Case(
+        "model.mlp_bias=true parallel=dp2etp2", "model.mlp_bias=false parallel=dp2etp2", MIXTRAL
+    ),
+    "moe.flex_needs_ranks": Case(
+        "parallel=ep1", "parallel=ep2",
+        (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.expert_dispatch=flex"),
+    ),
+    "moe.flex_needs_gpu": Case(
+        "parallel.expert_dispatch=flex", "parallel.expert_dispatch=alltoall", (*MIXTRAL, "parallel=dp2ep2")
+    ),
+    "moe.flex_router": Case(
+        "model.moe.router_dtype=fp64", "model.moe.router_dtype=fp32",
+        (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.expert_dispatch=flex", "parallel.ep=2"),
+    ),
+    "moe.dispatch_alone": Case(
+        "parallel.expert_dispatch=allgather", "parallel.expert_dispatch=allgather parallel.ep=2", MIXTRAL
+    ),
+}  # fmt: skip
+ROUTER = {
+    "router.top_1": Case("model.moe.top_k=1", "model.moe.top_k=1 model.moe.normalize_top_k=false", MIXTRAL),
+    "router.scaling": Case("model.moe.scaling_factor=0", "model.moe.scaling_factor=0.1", MIXTRAL),
+    "router.bias_needs_sigmoid": Case(
+        "model.moe.balance_bias=true", "model.moe.balance_bias=true model.moe.score=sigmoid", MIXTRAL
+    ),
+    "router.bias_rate": Case("model.moe.balance_bias_rate=0", "model.moe.balance_bias_rate=0.1", DEEPSEEK),
+    "router.groups_together": Case(
+        "model.moe.num_groups=2", "model.moe.num_groups=2 model.moe.top_k_groups=1", MIXTRAL
+    ),
+    "router.experts_by_groups": Case(
+        "model.moe.num_groups=3", "model.moe.num_groups=2", (*DEEPSEEK, "model.moe.top_k_groups=1")
+    ),
+    "router.groups_used": Case("model.moe.top_k_groups=5", "model.moe.top_k_groups=4 model.moe.top_k=4", DEEPSEEK),
+    "router.top_k_by_groups": Case("model.moe.top_k=3", "model.moe.top_k=4", DEEPSEEK),
+    "router.groups_hold_top_k": Case(
+        "model.moe.top_k=4", "model.moe.top_k=2", (*DEEPSEEK, "model.moe.top_k_groups=1")
+    ),
+    "router.loss_coeff": Case("model.moe.balance_loss_coeff=0", "model.moe.balance_loss_coeff=0.1", MIXTRAL),
+    "router.balance": Case(
+        "model.moe.balance_loss=none model.moe.balance_loss_coeff=0",
+        "model.moe.balance_loss=none model.moe.balance_loss_coeff=0 model.moe.capacity_factor=2",
+        MIXTRAL,
+    ),
+    "router.precision": Case("model.moe.router_dtype=bf16", "model.moe.router_dtype=fp64", MIXTRAL),
+    "router.capacity": Case("model.moe.capacity_factor=0", "model.moe.capacity_factor=1", MIXTRAL),
+    "router.pad_needs_capacity": Case(
+        "model.moe.pad_to_capacity=true", "model.moe.pad_to_capacity=true model.moe.capacity_factor=1", MIXTRAL
+    ),
+    "router.pad_without_flex": Case(
+        "parallel.expert_dispatch=flex", "parallel.expert_dispatch=alltoall",
+        (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.ep=2", "model.moe.pad_to_capacity=true",
+         "model.moe.capacity_factor=1"),
+    ),
+    "router.drop_needs_capacity": Case(
+        "model.moe.drop_policy=position", "model.moe.drop_policy=position model.moe.capacity_factor=1", MIXTRAL
+    ),
+}  # fmt: skip
+HIDDEN = (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.overlap_experts=true")
+OVERLAP = {
+    "overlap_experts.exchange": Case("parallel.ep=1", "parallel.ep=2", HIDDEN),
+    "overlap_experts.dispatch": Case(
+        "parallel.expert_dispatch=allgather", "parallel.expert_dispatch=flex", (*HIDDEN, "parallel.ep=2")
+    ),
+    "overlap_experts.stages": Case(
+        "parallel=pp2ep2", "parallel=pp2ep2vpp2", (*HIDDEN, "model.num_layers=4")
+    ),
+    "overlap_experts.recompute": Case(
+        "recompute.granularity=full", "recompute.granularity=selective", (*HIDDEN, "parallel.ep=2")
+    ),
+    "overlap_experts.precision": Case("precision.compute=fp32", "precision.compute=bf16", (*HIDDEN, "parallel.ep=2")),
+    "overlap_experts.mtp": Case(
+        "model.mtp.num_layers=2", "model.mtp.num_layers=1", (*HIDDEN, "parallel.ep=2", "model.family=deepseek")
+    ),
+}  # fmt: skip
+CASES = {**MODEL, **ATTENTION, **ROPE, **MTP, **EXPERTS, **ROUTER, **OVERLAP}

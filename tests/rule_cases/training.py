@@ -1,0 +1,164 @@
+"""Cases of the rules of batches, rates, optimizers, formats, recomputation, checkpoints: breaks and near misses."""
+
+from rule_cases.case import H100, TINY, Case
+
+FP8 = (*H100, "precision.compute=fp8", "batch.global_batch_size=16")
+FP16 = (*H100, "precision.compute=fp16", "batch.global_batch_size=16")
+ANY_GPUS = ("cluster.devices_per_node=8", "precision.compute=fp8", "batch.global_batch_size=16")
+WIDE = ("precision.fp8.recipe=mxfp8", "model.num_query_groups=4")
+DEEPSEEK = ("recipe=deepseek_tiny", "data.corpus=x")
+MIXTRAL = ("recipe=mixtral_tiny", "data.corpus=x")
+NO_CORPUS = ("recipe=tiny", "data.corpus=null")
+
+BATCH = {
+    "batch.ramp_form": Case("batch.ramp=8", "batch.ramp=0:4,1K:8"),
+    "batch.ramp_start": Case("batch.ramp=256:4,1K:8", "batch.ramp=0:4,1K:8"),
+    "batch.ramp_thresholds": Case("batch.ramp=0:4,1K:4,1K:8", "batch.ramp=0:4,1K:4,2K:8"),
+    "batch.ramp_sizes": Case("batch.ramp=0:8,1K:4,2K:8", "batch.ramp=0:4,1K:4,2K:8"),
+    "batch.ramp_end": Case("batch.ramp=0:4", "batch.ramp=0:4,1K:8"),
+    "batch.ramp_by_dp": Case("batch.ramp=0:2,1K:8", "batch.ramp=0:2,1K:8 batch.micro_batch_size=1"),
+    "batch.ramp_used": Case("batch.ramp=0:4,1M:8", "batch.ramp=0:4,2K:8"),
+}
+SCHEDULE = {
+    "schedule.warmup_init": Case("schedule.warmup_init_lr=0.02", "schedule.warmup_init_lr=0.01"),
+    "schedule.embedding_floor": Case("optimizer.embedding_lr=0.0009", "optimizer.embedding_lr=0.001"),
+    "schedule.rate_zero": Case(
+        "schedule.min_lr=0 schedule.decay_steps=10", "schedule.min_lr=0 schedule.decay_steps=19"
+    ),
+    "schedule.warmup_init_idle": Case(
+        "schedule.warmup_init_lr=0.001 schedule.warmup_steps=0", "schedule.warmup_init_lr=0.001"
+    ),
+    "schedule.wsd_idle": Case("schedule.wsd_decay_steps=5", "schedule=wsd schedule.wsd_decay_steps=5"),
+    "schedule.constant_floor": Case("schedule=constant", "schedule=constant schedule.min_lr=0"),
+}
+OPTIMIZER = {
+    "optimizer.momentum": Case("optimizer.name=sgd optimizer.momentum=1", "optimizer.name=sgd optimizer.momentum=0.99"),
+    "optimizer.rate": Case("optimizer.lr=0 schedule.min_lr=0", "optimizer.lr=1e-9 schedule.min_lr=0"),
+    "optimizer.epsilon": Case("optimizer.epsilon=0", "optimizer.epsilon=0 optimizer.name=sgd"),
+    "optimizer.decay_by_rate": Case("optimizer.weight_decay=100", "optimizer.weight_decay=99"),
+    "optimizer.skip_all": Case("optimizer.skip_above_norm=0", "optimizer.skip_above_norm=2"),
+    "optimizer.skip_by_clip": Case("optimizer.skip_above_norm=1", "optimizer.skip_above_norm=1.5"),
+    "optimizer.offload_needs_adam": Case(
+        "optimizer.offload_fraction=0.5 optimizer.name=lion",
+        "optimizer.offload_fraction=0.5",
+        (*TINY, "platform=h100", "cluster.devices_per_node=2"),
+    ),
+    "optimizer.moments_need_adam": Case("precision.moments=bf16 optimizer.name=lion", "precision.moments=bf16"),
+    "optimizer.scaled_loss": Case("optimizer.name=lion", "optimizer.name=sgd", (*TINY, *FP16)),
+    "optimizer.whole_matrices": Case("optimizer.name=muon parallel=zero3", "optimizer.name=muon parallel=zero2"),
+    "optimizer.offload_idle": Case("optimizer.offload_fraction=0.5", "optimizer.offload_fraction=0"),
+    "optimizer.momentum_idle": Case("optimizer.momentum=0.9", "optimizer.momentum=0.9 optimizer.name=muon"),
+    "optimizer.betas_idle": Case("optimizer.name=sgd optimizer.beta2=0.9", "optimizer.name=lion optimizer.beta2=0.9"),
+    "train.sample_fits": Case("train.sample_tokens=1024", "train.sample_tokens=1023"),
+    "train.sample_needs_tokenizer": Case(
+        "data.mock=true", "data.mock=true train.sample_prompt=null", (*NO_CORPUS, "model.vocab_size=320")
+    ),
+    "train.sample_idle": Case("train.sample_prompt=null", "train.sample_prompt=a"),
+}
+PRECISION = {
+    "precision.loss_scale_idle": Case("precision.loss_scale.window=10", "precision.loss_scale.window=1000"),
+    "precision.residual_idle": Case("precision.residual=fp32", "precision.residual=fp32 precision.compute=bf16"),
+    "precision.scale_limits": Case(
+        "precision.loss_scale.initial=2 precision.loss_scale.minimum=4",
+        "precision.loss_scale.initial=4 precision.loss_scale.minimum=4",
+        (*TINY, *FP16),
+    ),
+    "precision.scale_vanishes": Case(
+        "precision.loss_scale.minimum=0", "precision.loss_scale.minimum=0.001", (*TINY, *FP16)
+    ),
+    "precision.reduce_narrower": Case("precision.reduce=bf16", "precision.reduce=bf16 precision.compute=bf16"),
+    "precision.gradients_narrower": Case("precision.gradients=bf16", "precision.gradients=bf16 precision.compute=bf16"),
+    "precision.gradients_lost": Case(
+        "precision.gradients=bf16 precision.compute=bf16 batch.global_batch_size=260",
+        "precision.gradients=bf16 precision.compute=bf16 batch.global_batch_size=256",
+    ),
+    "precision.moments_by_gradients": Case(
+        "precision.moments=bf16 optimizer.beta2=0.999", "precision.moments=bf16 optimizer.beta2=0.99"
+    ),
+    "fp8.idle": Case("precision.fp8.recipe=mxfp8", "precision.fp8.recipe=tensorwise"),
+    "fp8.history_idle": Case(
+        "precision.fp8.amax_history=16", "precision.fp8.amax_history=16 precision.fp8.recipe=delayed", (*TINY, *FP8)
+    ),
+    "fp8.chip": Case(
+        "platform=a100_80gb cluster.devices_per_node=8 precision.compute=fp8 batch.global_batch_size=16",
+        "platform=h200 cluster.devices_per_node=8 precision.compute=fp8 batch.global_batch_size=16",
+    ),
+    "fp8.mxfp8_chip": Case("platform=h200", "platform=b200", (*TINY, *ANY_GPUS, *WIDE)),
+    "fp8.library_chip": Case(
+        "platform=mi300x", "platform=h200", (*TINY, *ANY_GPUS, "precision.fp8.implementation=transformer_engine")
+    ),
+    "fp8.hidden_size": Case(
+        "model.hidden_size=40", "model.hidden_size=48", (*TINY, *FP8, "model.head_dim=8")
+    ),
+    "fp8.ffn": Case("model.ffn_hidden_size=72", "model.ffn_hidden_size=80", (*TINY, *FP8)),
+    "fp8.expert_ffn": Case(
+        "model.moe.ffn_hidden_size=40", "model.moe.ffn_hidden_size=48", (*MIXTRAL, *FP8)
+    ),
+    "fp8.shared_ffn": Case(
+        "model.moe.shared_ffn_hidden_size=40",
+        "model.moe.shared_ffn_hidden_size=48",
+        (*DEEPSEEK, *FP8, "model.mla.q_lora_rank=32"),
+    ),
+    "fp8.heads": Case("model.head_dim=12", "model.head_dim=24", (*TINY, *FP8)),
+    "fp8.latent": Case("model.mla.q_lora_rank=24", "model.mla.q_lora_rank=32", (*DEEPSEEK, *FP8)),
+    "fp8.tokens": Case("batch.sequence_length=36", "batch.sequence_length=40", (*TINY, *FP8)),
+    "fp8.layers_delayed": Case(
+        "precision.fp8.recipe=delayed",
+        "precision.fp8.recipe=rowwise",
+        (*TINY, *FP8, "precision.fp8.first_layers_bf16=1")
+    ),
+    "fp8.layers_left": Case(
+        "precision.fp8.last_layers_bf16=1", "precision.fp8.last_layers_bf16=0",
+        (*TINY, *FP8, "precision.fp8.first_layers_bf16=1"),
+    ),
+    "fp8.gather_needs_shards": Case(
+        "precision.fp8.param_gather=true parallel=zero0", "precision.fp8.param_gather=true", (*TINY, *FP8)
+    ),
+}  # fmt: skip
+SELECTIVE = (*TINY, "recompute.granularity=selective")
+RECOMPUTE = {
+    "recompute.full_idle": Case("recompute.num_layers=2", "recompute.num_layers=2 recompute.granularity=full"),
+    "recompute.modules_idle": Case(
+        "recompute.modules=[norm]", "recompute.modules=[norm] recompute.granularity=selective"
+    ),
+    "recompute.modules_empty": Case("recompute.modules=[]", "recompute.modules=[norm]", SELECTIVE),
+    "recompute.modules_twice": Case("recompute.modules=[mlp,activation]", "recompute.modules=[mlp,norm]", SELECTIVE),
+    "recompute.experts": Case("recompute.modules=[moe]", "recompute.modules=[mlp]", SELECTIVE),
+    "recompute.shared_experts": Case(
+        "recompute.modules=[shared_experts]",
+        "recompute.modules=[shared_experts] model.moe.shared_ffn_hidden_size=16",
+        (*MIXTRAL, "recompute.granularity=selective"),
+    ),
+    "recompute.latent": Case("recompute.modules=[mla_up]", "recompute.modules=[attention]", SELECTIVE),
+    "recompute.dense_blocks": Case(
+        "recompute.modules=[mlp]",
+        "recompute.modules=[mlp] model.moe.dense_layers=1",
+        (*MIXTRAL, "recompute.granularity=selective"),
+    ),
+    "recompute.delayed_scales": Case(
+        "recompute.modules=[norm]", "recompute.modules=[attention]", (*SELECTIVE, *FP8, "precision.fp8.recipe=delayed")
+    ),
+    "recompute.chunk_by_stage": Case(
+        "recompute.num_layers=3", "recompute.num_layers=2", (*TINY, "recompute.granularity=full")
+    ),
+    "recompute.offload_room": Case(
+        "recompute.offload_layers=2",
+        "recompute.offload_layers=1",
+        (*TINY, "platform=h100", "cluster.devices_per_node=2"),
+    ),
+    "recompute.offload_or_full": Case(
+        "recompute.offload_layers=1 recompute.granularity=full",
+        "recompute.offload_layers=1 recompute.granularity=selective",
+        (*TINY, "platform=h100", "cluster.devices_per_node=2"),
+    ),
+}
+CHECKPOINT = {
+    "checkpoint.idle": Case("checkpoint.interval=0 checkpoint.asynchronous=true", "checkpoint.asynchronous=true"),
+    "checkpoint.keep_by_interval": Case("checkpoint.keep_every=15", "checkpoint.keep_every=20"),
+    "checkpoint.keep_within_run": Case("checkpoint.keep_every=30", "checkpoint.keep_every=20"),
+    "checkpoint.within_run": Case(
+        "train.steps=2000 checkpoint.interval=2001", "train.steps=2000 checkpoint.interval=2000"
+    ),
+    "checkpoint.none": Case("train.steps=1001 checkpoint.interval=0", "train.steps=1000 checkpoint.interval=0"),
+}
+CASES = {**BATCH, **SCHEDULE, **OPTIMIZER, **PRECISION, **RECOMPUTE, **CHECKPOINT}
