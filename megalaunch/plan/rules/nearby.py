@@ -22,6 +22,11 @@ def no_fixes() -> Iterator[None]:
         _wanted.reset(token)
 
 
+def fixes_wanted() -> bool:
+    """False while a fix is proven, for rules whose fixes take time to find."""
+    return _wanted.get()
+
+
 def nearest(key: str, value: int, legal: Callable[[int], bool], count: int = 3) -> Iterator[Fix]:
     """Fixes `key=n` for the `count` legal n >= 1 nearest to `value`, smaller ones first when equally near."""
     if not _wanted.get():

@@ -1,0 +1,101 @@
+"""The rule that a run fits into its devices' memory, by the memory model of our engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from megalaunch.config.schema import RunSpec, SpecError, with_values
+from megalaunch.plan.findings import Severity
+from megalaunch.plan.memory import Memory, memory_of
+from megalaunch.plan.resolve import derive
+from megalaunch.plan.rules.nearby import fixes_wanted
+from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
+from megalaunch.platform.facts import CHIPS
+
+TIGHT = 0.95
+"""Part of a device above which a run may still fail: libraries and fragments take what the model does not count."""
+_MANY_STAGES = 1024
+_CANDIDATES = 12
+_GB = 1e9
+_LESS: dict[str, Any] = {"recompute.granularity": "selective", "recompute.modules": ("norm", "activation")}
+_LEAST: dict[str, Any] = {"recompute.granularity": "full", "recompute.method": "uniform", "recompute.num_layers": 1}
+
+
+@rule("memory.fits", "The fullest device holds weights, gradients, optimizer states, activations and logits.")
+def fits(at: Situation) -> Iterator[Broken]:
+    """Out of memory is the most frequent end of a new layout; the model counts what our engine keeps."""
+    chip = CHIPS.get(at.spec.platform.chip)
+    if chip is None or chip.device == "cpu" or chip.memory_bytes is None:
+        return
+    memory = _memory(at)
+    if memory is None or memory.total <= TIGHT * chip.memory_bytes:
+        return
+    severity: Severity = "error" if memory.total > chip.memory_bytes else "warning"
+    of_size = f"{chip.memory_bytes / _GB:.1f} GB"
+    parts = ", ".join(f"{kind} {size / _GB:.1f}" for kind, size in memory.kinds.items() if size >= 0.05 * _GB)
+    where = f"the fullest rank (pp {memory.rank})" if at.spec.parallel.pp > 1 else "a rank"
+    tail = "" if severity == "error" else ", which leaves little for libraries and fragmentation"
+    yield Broken(
+        "batch.micro_batch_size",
+        f"{where} needs {memory.total / _GB:.1f} GB of the {of_size} of {chip.name}{tail}: {parts}",
+        {"bytes": round(memory.total), "device_bytes": chip.memory_bytes, "rank": memory.rank, **_rounded(memory)},
+        tuple(islice(_smaller(at, TIGHT * chip.memory_bytes), _CANDIDATES)) if fixes_wanted() else (),
+        severity,
+    )
+
+
+def _rounded(memory: Memory) -> dict[str, int]:
+    return {kind: round(size) for kind, size in memory.kinds.items()}
+
+
+def _memory(at: Situation) -> Memory | None:
+    """What the fullest device needs; None where another rule says why that cannot be told."""
+    if at.spec.parallel.pp * at.chunks > _MANY_STAGES or at.stage_faults or at.microbatches is None:
+        return None
+    return _memory_of(at.spec)
+
+
+def _memory_of(spec: RunSpec) -> Memory | None:
+    try:
+        return memory_of(spec)
+    except (ValueError, OverflowError):  # open or indivisible values, and sizes beyond every float
+        return None
+
+
+def _smaller(at: Situation, limit: float) -> Iterator[Fix]:
+    """Candidates that fit by the model, the cheapest in time first."""
+    for fix in _candidates(at.spec):
+        try:
+            changed, _ = derive(with_values(at.spec, {"parallel.dp": None, **fix}))
+        except SpecError:
+            continue
+        memory = _memory_of(changed)
+        if memory is not None and memory.total <= limit:
+            yield fix
+
+
+def _candidates(spec: RunSpec) -> Iterator[Fix]:
+    p, batch = spec.parallel, spec.batch
+    smaller: list[dict[str, Any]] = [{}]
+    if p.data_sharding != "optim_grads_params":
+        smaller.append({"parallel.data_sharding": "optim_grads_params"})
+    if spec.precision.compute == "fp32":
+        smaller.append({"precision.compute": "bf16"})
+    micro = batch.micro_batch_size or 1
+    wider = [n for n in (2 * p.tp, 4 * p.tp, 8 * p.tp) if n <= 8]
+    deeper = [n for n in (2 * p.pp, 4 * p.pp, 8 * p.pp) if n <= spec.model.num_layers]
+    again: list[dict[str, Any]] = [{}, *([_LESS] if spec.recompute.granularity == "none" else [])]
+    again += [_LEAST] if spec.recompute.granularity != "full" else []
+    layouts: list[dict[str, Any]] = [{}]
+    layouts += [{"batch.micro_batch_size": n} for n in sorted({max(1, micro // 2), 1}, reverse=True) if n < micro]
+    dividing = len(layouts)
+    layouts += [{"parallel.tp": n, "parallel.sequence_parallel": True} for n in wider]
+    layouts += [{"parallel.pp": n} for n in deeper]
+    layouts += [{"parallel.tp": 8, "parallel.sequence_parallel": True, "parallel.pp": n} for n in deeper if p.tp < 8]
+    for number, layout in enumerate(layouts):
+        for recomputed in again:
+            for sharding in smaller if number < dividing else smaller[:1]:
+                if layout or recomputed or sharding:
+                    yield {**layout, **recomputed, **sharding}
