@@ -9,7 +9,7 @@ from typing import Any
 
 from megalaunch.config.schema import RunSpec, SpecProblem
 from megalaunch.plan.batch import tokens_per_step
-from megalaunch.plan.findings import Finding, as_json, has_errors
+from megalaunch.plan.findings import REFERENCE, Finding, anchor_of, as_json, has_errors
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.topology import Topology
 
@@ -28,7 +28,7 @@ def problems_text(problems: Sequence[SpecProblem]) -> str:
 
 def findings_text(findings: Sequence[Finding], derived: Mapping[str, Any] | None = None) -> str:
     """Errors and warnings with their fixes, then the derived values, then one line that says the result."""
-    blocks = [_block(finding) for finding in findings if finding.severity != "note"]
+    blocks = [finding_block(finding) for finding in findings if finding.severity != "note"]
     notes = [f"  {f.path} = {f.message}" for f in findings if f.rule == "derived"]
     notes += [f"  {f.message}" for f in findings if f.severity == "note" and f.rule != "derived"]
     if notes:
@@ -92,13 +92,15 @@ def _layout(spec: RunSpec, topology: Topology) -> str:
     return f"{where}: {axes or 'one worker'}, data sharding {spec.parallel.data_sharding}"
 
 
-def _block(finding: Finding) -> str:
+def finding_block(finding: Finding) -> str:
+    """One error or warning: key and rule, message, origin, fixes, and where the reference explains the rule."""
     lines = [f"{finding.severity}: {finding.path}  [{finding.rule}]"]
     lines += textwrap.wrap(finding.message, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     if finding.origin:
         lines.append(f"  from: {finding.origin}")
     if finding.fixes:
         lines.append("  fix:  " + "   or   ".join(finding.fixes))
+    lines.append(f"  why:  {REFERENCE}#{anchor_of(finding.rule)}")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from megalaunch.config.schema import RunSpec, SpecError, with_values
+from megalaunch.config.schema.paths import value_at
 from megalaunch.plan import rules as _all_rules  # noqa: F401  (registers them)
 from megalaunch.plan.findings import Finding, as_word, in_order
 from megalaunch.plan.resolve import OPEN_VALUES, derive
@@ -66,9 +67,10 @@ def _run_rules(at: Situation) -> list[tuple[_Key, Broken]]:
 def _proven(key: _Key, item: Broken, spec: RunSpec, purpose: Purpose, known: set[_Key]) -> tuple[str, ...]:
     """The first candidates that remove the finding and add no error or warning, as override words."""
     shown: list[str] = []
-    for fix in _first(item.fixes, _PROOFS):
+    for candidate in _first(item.fixes, _PROOFS):
+        fix = {path: value for path, value in candidate.items() if value_at(spec, path) != value}
         words = " ".join(f"{path}={as_word(value)}" for path, value in fix.items())
-        if words not in shown and _works(fix, key, spec, purpose, known):
+        if fix and words not in shown and _works(fix, key, spec, purpose, known):
             shown.append(words)
             if len(shown) == MAX_FIXES:
                 break

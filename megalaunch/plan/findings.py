@@ -4,10 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 Severity = Literal["error", "warning", "note"]
 _ORDER = {"error": 0, "warning": 1, "note": 2}
+
+REFERENCE = "docs/reference/rules.md"
+
+OUTSIDE_RULES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "config.schema": (
+            "Every word and every line of a file is a key of the schema with a value of its type.",
+            "Composition refuses what it cannot read before any rule is run.",
+        ),
+        "data.enough_tokens": (
+            "The prepared data has tokens for every sample that is asked for.",
+            "Looked at when the data is prepared: beyond one pass over it samples repeat.",
+        ),
+        "derived": (
+            "What was left open is derived from the rest, and told.",
+            "A note for each value that was null or auto: what it became, and why.",
+        ),
+        "platform.this_machine": (
+            "This machine can be a node of the run.",
+            "The launcher looks right before it starts workers here: same chip, enough devices.",
+        ),
+        "precision.native": (
+            "The chip multiplies the chosen format natively.",
+            "An emulated format is a warning: it works, and fp32 is likely faster.",
+        ),
+        "run.changed": (
+            "A rerun in the same directory is the same run.",
+            "Its layout, length and logging may change (a note); what it learns from may not (an error).",
+        ),
+        "sweep.repeated": (
+            "Every point of a sweep is another run.",
+            "A point that comes to the same spec as an earlier one is left out.",
+        ),
+    }
+)
+"""Findings that no rule of plan/rules yields: a sentence, and why."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +78,11 @@ def as_word(value: Any) -> str:
 def _item(value: Any) -> str:
     plain = not isinstance(value, str) or all(letter.isalnum() or letter in "._-+/:~@" for letter in value)
     return as_word(value) if plain else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def anchor_of(rule_id: str) -> str:
+    """The anchor of a rule on the reference page: `parallel-heads_by_tp`."""
+    return rule_id.replace(".", "-")
 
 
 def has_errors(findings: list[Finding]) -> bool:

@@ -123,11 +123,6 @@ class Rule:
         """Why it must hold: the function's docstring, on one line."""
         return " ".join((self.check.__doc__ or "").split())
 
-    @property
-    def anchor(self) -> str:
-        """Its heading's anchor in docs/reference/rules.md."""
-        return self.id.replace(".", "-")
-
 
 RULES: dict[str, Rule] = {}
 

@@ -1,0 +1,114 @@
+"""docs/reference/rules.md: every rule with its reason, its severity and an example with the checker's own words."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megalaunch.cli.render import finding_block
+from megalaunch.plan.findings import OUTSIDE_RULES, Finding, anchor_of
+from megalaunch.plan.rules.registry import RULES, Rule
+
+_HEAD = """\
+# Rules
+
+This page is generated: `scripts/reference` writes it from the rules under `megalaunch/plan/rules/`, and a test fails
+when it is stale.
+
+`megalaunch validate-config` runs all {count} rules and reports everything that is wrong at once. An **error** stops a
+run from starting, a **warning** does not, a **note** says what was derived or is good to know. Fixes are override
+words; one is shown only when the whole checker, run again with it, no longer finds this fault and finds no new one.
+"""
+
+_DOMAINS = {
+    "parallel": "Layout: grids, tensor, pipeline and context parallelism",
+    "overlap_experts": "Overlap of expert exchanges",
+    "batch": "Batch",
+    "schedule": "Learning rate",
+    "optimizer": "Optimizer",
+    "train": "Length of a run",
+    "model": "Shape of the model",
+    "attention": "Attention",
+    "mla": "Latent attention",
+    "rope": "Rotary positions",
+    "moe": "Experts",
+    "router": "Router of experts",
+    "mtp": "Multi-token prediction",
+    "precision": "Precision",
+    "fp8": "8-bit precision",
+    "recompute": "Recomputation and offloading",
+    "memory": "Memory",
+    "checkpoint": "Checkpoints",
+    "data": "Data",
+    "tokenizer": "Tokenizer",
+    "platform": "Devices",
+    "cluster": "Machines",
+    "launcher": "Launchers",
+    "engine": "What the engine can run",
+    "run": "Run directory",
+    "config": "Words and files",
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A command with words that trigger a rule, and what the checker says of them."""
+
+    words: Sequence[str]
+    findings: Sequence[Finding]
+
+
+def rules_page(examples: Mapping[str, Example]) -> str:
+    """The page's text; `examples` by rule id."""
+    lines = [_HEAD.format(count=len(RULES)), *_contents(), ""]
+    for domain in _domains():
+        lines += [f"## {_title(domain)}", ""]
+        for entry in _rules_of(domain):
+            lines += _rule(entry, examples.get(entry.id))
+        for rule_id in _others_of(domain):
+            sentence, why = OUTSIDE_RULES[rule_id]
+            lines += [*_heading(rule_id), f"**{sentence}** {why}", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _domains() -> list[str]:
+    used = {entry.domain for entry in RULES.values()} | {rule_id.partition(".")[0] for rule_id in OUTSIDE_RULES}
+    return [*(domain for domain in _DOMAINS if domain in used), *sorted(used - set(_DOMAINS))]
+
+
+def _rules_of(domain: str) -> list[Rule]:
+    return sorted((entry for entry in RULES.values() if entry.domain == domain), key=lambda entry: entry.id)
+
+
+def _others_of(domain: str) -> list[str]:
+    return [rule_id for rule_id in sorted(OUTSIDE_RULES) if rule_id.partition(".")[0] == domain]
+
+
+def _title(domain: str) -> str:
+    return _DOMAINS.get(domain, domain.replace("_", " ").capitalize())
+
+
+def _contents() -> Iterator[str]:
+    for domain in _domains():
+        ids = sorted([*(entry.id for entry in _rules_of(domain)), *_others_of(domain)])
+        links = ", ".join(f"[{rule_id.partition('.')[2] or rule_id}](#{anchor_of(rule_id)})" for rule_id in ids)
+        yield f"- {_title(domain)}: {links}"
+
+
+def _heading(rule_id: str) -> list[str]:
+    return [f'<a id="{anchor_of(rule_id)}"></a>', "", f"### `{rule_id}`", ""]
+
+
+def _rule(entry: Rule, example: Example | None) -> list[str]:
+    lines = [*_heading(entry.id), f"**{entry.sentence}** {entry.why}", ""]
+    found = [finding for finding in example.findings if finding.rule == entry.id] if example else []
+    if example and found:
+        lines += [
+            "```text",
+            f"$ megalaunch {shlex.join(example.words)}",
+            finding_block(found[0]),
+            "```",
+            "",
+        ]
+    return lines

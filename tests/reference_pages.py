@@ -1,0 +1,61 @@
+"""The generated pages under docs/reference and what writes each; `scripts/reference` runs this file.
+
+To add a page: a function in megalaunch/cli/reference/ that gives its text, and a line in PAGES.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rule_cases import CASES, Case, findings_of
+
+from megalaunch.cli.reference.rules import Example, rules_page
+from megalaunch.config.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def rules() -> str:
+    """The rules, with the cases of their tests as examples."""
+    return rules_page({rule: example for rule, case in CASES.items() if (example := _example(case))})
+
+
+def _example(case: Case) -> Example | None:
+    """What the checker says of a case; None where it is about files that only its test makes."""
+    try:
+        findings = findings_of(case, case.breaks)
+    except ConfigError:
+        return None
+    command = "train" if case.purpose == "train" else "validate-config"
+    return Example([command, *case.base, *case.breaks.replace("~", " ").split()], findings)
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "docs/reference/rules.md": rules,
+}
+
+
+def stale() -> list[str]:
+    """Pages whose files differ from what the code says."""
+    return [name for name, text in PAGES.items() if not _is(ROOT / name, text())]
+
+
+def _is(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text(encoding="utf-8") == text
+
+
+def main() -> int:
+    """Write every page that changed, and name it."""
+    for name, text in PAGES.items():
+        page = text()
+        if not _is(ROOT / name, page):
+            (ROOT / name).parent.mkdir(parents=True, exist_ok=True)
+            (ROOT / name).write_text(page, encoding="utf-8")
+            print(f"wrote {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

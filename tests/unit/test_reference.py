@@ -1,0 +1,33 @@
+"""The reference pages are what the code says; every finding that can be printed has its place there."""
+
+import re
+from pathlib import Path
+
+import pytest
+from reference_pages import PAGES, ROOT
+
+import megalaunch
+from megalaunch.plan.findings import OUTSIDE_RULES, REFERENCE, anchor_of
+from megalaunch.plan.rules.registry import RULES
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_not_stale(name):
+    written = (ROOT / name).read_text(encoding="utf-8")
+    assert written == PAGES[name](), f"{name} is stale: run scripts/reference"
+
+
+def test_every_finding_has_an_anchor():
+    text = (ROOT / REFERENCE).read_text(encoding="utf-8")
+    anchors = re.findall(r'<a id="([^"]+)"></a>', text)
+    assert len(anchors) == len(set(anchors))
+    assert set(anchors) == {anchor_of(rule) for rule in (*RULES, *OUTSIDE_RULES)}
+    assert set(re.findall(r"\(#([^)]+)\)", text)) == set(anchors)
+
+
+def test_findings_outside_the_rules_are_listed():
+    made = set()
+    for path in Path(megalaunch.__file__).parent.rglob("*.py"):
+        made |= set(re.findall(r"Finding\(\s*\"([a-z_.]+)\"", path.read_text(encoding="utf-8")))
+    assert made - set(RULES) == set(OUTSIDE_RULES)
+    assert not set(RULES) & set(OUTSIDE_RULES)
