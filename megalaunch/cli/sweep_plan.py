@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 
 from megalaunch.config.sweep_words import SweepWords, Values
-from megalaunch.launch.sweep.fit import too_big
 from megalaunch.launch.sweep.folder import Definition, Metric, Sampler, SweepFolder
 from megalaunch.launch.sweep.judge import Judge, Judged
 from megalaunch.launch.sweep.sampling import grid, random_points
@@ -69,7 +68,7 @@ class PlannedSweep:
 def plan_sweep(request: Request, starts: bool) -> PlannedSweep:
     """Judge the points of a grid, or as many drawn ones as are needed; for tpe the points of the grid or a sample."""
     machine = detect_machine()
-    planned = PlannedSweep(request, machine, Judge(request.words, request.folder, machine, starts, too_big))
+    planned = PlannedSweep(request, machine, Judge(request.words, request.folder, machine, starts))
     if request.sampler == "tpe" and starts:
         return planned  # it proposes what to judge
     wanted = request.trials if request.sampler != "grid" else None

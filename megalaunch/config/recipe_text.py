@@ -44,7 +44,7 @@ def recipe_text(composition: Composition, summary: str) -> RecipeText:
         if path in _OF_ONE_RUN or _same(value, below.get(path, entry_at(defaults, path))):
             continue
         if path.partition(".")[0] in PICKED_ONLY:
-            words.append(f"{path}={_word(value)}")
+            words.append(f"{path}={word_of(value)}")
         else:
             put(body, path, list(value) if isinstance(value, tuple) else value)
     entries: list[Any] = [{f"override /{group}": option} for group, option in picks.items()]
@@ -82,7 +82,8 @@ def _same(value: Any, other: Any) -> bool:
     )
 
 
-def _word(value: Any) -> str:
+def word_of(value: Any) -> str:
+    """A value as it is typed: `null`, `true`, `[norm,mlp]`."""
     if value is None:
         return "null"
     if isinstance(value, bool):

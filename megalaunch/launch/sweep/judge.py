@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megalaunch.config.compose import Composer, Composition
 from megalaunch.config.errors import ConfigError
@@ -13,6 +12,7 @@ from megalaunch.launch.sweep.folder import SweepFolder
 from megalaunch.plan.check import check
 from megalaunch.plan.findings import Finding
 from megalaunch.plan.resolve import machine_mismatch, resolve
+from megalaunch.plan.rules.nearby import no_fixes
 from megalaunch.platform.detect import Machine
 
 
@@ -37,18 +37,14 @@ class Judged:
         return " ".join(f"{key}={value}" for key, value in self.values.items())
 
 
-FitRule = Callable[[RunSpec], Finding | None]
-"""An error when the run does not fit into the device's memory."""
-
-
 class Judge:
     """Judges points one by one; of points that come to the same run, only the first may run.
 
     `starts`: the trials start on this machine now, so it must have what they need.
     """
 
-    def __init__(self, words: SweepWords, folder: SweepFolder, machine: Machine, starts: bool, fits: FitRule) -> None:
-        self._words, self._folder, self._machine, self._starts, self._fits = words, folder, machine, starts, fits
+    def __init__(self, words: SweepWords, folder: SweepFolder, machine: Machine, starts: bool) -> None:
+        self._words, self._folder, self._machine, self._starts = words, folder, machine, starts
         self._composer = Composer()
         self._seen: dict[RunSpec, int] = {}
 
@@ -62,14 +58,15 @@ class Judge:
             reasons = [Finding("config.schema", "error", p.path, p.message, origin=p.where) for p in error.problems]
             return Judged(number, values, None, None, tuple(reasons))
         spec = resolve(composition.spec, self._machine, composition.choices.get("recipe")).spec
-        findings = check(spec, composition.origins, purpose="train")
+        with no_fixes():  # a sweep has other points
+            findings = check(spec, composition.origins, purpose="train")
         if self._starts:
             findings += machine_mismatch(spec, self._machine)
         else:  # a dry run: other machines may start it
             findings = [finding for finding in findings if finding.rule != "launcher.multi_node"]
         errors = [finding for finding in findings if finding.severity == "error"]
         if not errors:
-            errors = [finding for finding in (self._fits(spec), self._repeated(number, spec)) if finding]
+            errors = [finding for finding in (self._repeated(number, spec),) if finding]
         return Judged(number, values, spec, composition, tuple(errors))
 
     def _repeated(self, number: int, spec: RunSpec) -> Finding | None:
@@ -78,8 +75,3 @@ class Judge:
         if first == number:
             return None
         return Finding("sweep.repeated", "error", "sweep", f"comes to the same run as point {first}", {"point": first})
-
-
-def without_fixes(judged: Judged) -> Judged:
-    """The same, its reasons without fixes: a sweep has other points."""
-    return replace(judged, reasons=tuple(replace(finding, fixes=()) for finding in judged.reasons))

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from megalaunch.config.schema import RunSpec
 from megalaunch.plan.cost import StepTime, step_time
 from megalaunch.plan.memory import Memory, memory_of
+from megalaunch.plan.rules.nearby import no_fixes
 from megalaunch.plan.search.sieve import broken_batch, broken_layout
 from megalaunch.plan.search.space import divided, divisions, grids, micro_batches, recomputations, shardings
 from megalaunch.platform.facts import CHIPS
 
 TOO_BIG = "memory.fits"
+"""The rule of what does not fit (plan/rules/memory.py); here the memory model is asked without it, which is faster."""
 
 
 class SearchError(ValueError):
@@ -40,7 +42,8 @@ class SearchResult:
 
     `dropped` counts layouts by the rule they break (a whole grid of degrees counts once where the degrees are at
     fault; `memory.fits` for those that are too big), `leaner` those that were not timed because they recompute more
-    than a layout that fits, and are slower for it. `own` is the layout that the spec had, if it is valid and fits.
+    than a layout that fits, and are slower for it. `own` is the layout that the spec had, if it is valid and fits;
+    `own_fault` says why it is not.
     """
 
     ranked: tuple[Found, ...]
@@ -48,6 +51,7 @@ class SearchResult:
     leaner: int = 0
     device_bytes: float = 0.0
     own: Found | None = None
+    own_fault: str = ""
 
     @property
     def valid(self) -> int:
@@ -76,16 +80,17 @@ def search(spec: RunSpec, devices: int | None = None) -> SearchResult:
     dropped: Counter[str] = Counter()
     ranked: list[Found] = []
     leaner = 0
-    for grid in grids(spec, world, per_node):
-        for node in _nodes(grid, dropped):
-            found, more = _within(node, room, dropped)
-            ranked += found
-            leaner += more
-    own = _own(spec, room)
+    with no_fixes():
+        for grid in grids(spec, world, per_node):
+            for node in _nodes(grid, dropped):
+                found, more = _within(node, room, dropped)
+                ranked += found
+                leaner += more
+        own, fault = _own(spec, room)
     if own is not None and not any(_same(own.spec, found.spec) for found in ranked):
         ranked.append(own)
     ranked.sort(key=lambda found: (-found.speed, found.memory.total))
-    return SearchResult(tuple(ranked), dropped, leaner, room, own)
+    return SearchResult(tuple(ranked), dropped, leaner, room, own, fault)
 
 
 def _on(spec: RunSpec, devices: int | None) -> RunSpec:
@@ -179,12 +184,15 @@ def _least_that_fits(steps: list[RunSpec], room: float) -> tuple[int, Memory] | 
     return len(steps) - 1, last
 
 
-def _own(spec: RunSpec, room: float) -> Found | None:
-    """The layout that the spec came with."""
-    if spec.parallel.dp is None or broken_layout(spec) is not None:
-        return None
+def _own(spec: RunSpec, room: float) -> tuple[Found | None, str]:
+    """The layout that the spec came with, or why it cannot run."""
+    broken = broken_layout(spec)
+    if broken is not None:
+        return None, f"it breaks the rule {broken}"
     memory = memory_of(spec)
-    return Found(spec, memory, step_time(spec)) if memory.total <= room else None
+    if memory.total > room:
+        return None, f"it needs {memory.total / 2**30:.1f} GiB a device of {room / 2**30:.1f}"
+    return Found(spec, memory, step_time(spec)), ""
 
 
 def _same(spec: RunSpec, other: RunSpec) -> bool:

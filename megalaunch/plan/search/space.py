@@ -39,14 +39,14 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def grids(spec: RunSpec, world: int, per_node: int) -> Iterator[RunSpec]:
     """The spec under every combination of degrees; pp as far as there are layers, tp within a machine."""
-    model, p = spec.model, spec.parallel
+    model = spec.model
     longest = max(1, spec.batch.sequence_length // SHORTEST_PART)
     experts = model.moe.num_experts
     for tp in divisors(per_node):
         for pp in (n for n in divisors(world) if n <= model.num_layers):
             for cp in (n for n in divisors(world) if n <= longest):
                 for ep in (n for n in divisors(experts or 1) if n <= world // pp):
-                    for etp in (None,) if experts is None or tp == 1 else (None, tp):
+                    for etp in (None,) if experts is None else {1, tp}:
                         yield _gridded(spec, world, tp, pp, cp, ep, etp)
 
 
@@ -65,7 +65,6 @@ def _gridded(spec: RunSpec, world: int, tp: int, pp: int, cp: int, ep: int, etp:
         replicas=1,
         sequence_parallel=tp > 1,
         overlap_tp=p.overlap_tp and tp > 1,
-        schedule="auto" if p.schedule == "interleaved" else p.schedule,
         cp_exchange=p.cp_exchange if cp > 1 and p.cp_exchange in ("p2p", "a2a", "allgather") else "p2p",
         cp_hierarchy=(),
         microbatch_group=None,
@@ -88,8 +87,12 @@ def _undivided(parallel: ParallelSpec) -> ParallelSpec:
 
 def divided(spec: RunSpec, division: Division, sharding: DataSharding) -> RunSpec:
     """The spec with its layers shared out so, and its states sharded so."""
+    schedule = spec.parallel.schedule
+    if schedule in ("auto", "1f1b", "interleaved"):  # what auto comes to
+        schedule = "auto" if spec.parallel.pp == 1 else "1f1b" if division.vpp is None else "interleaved"
     parallel = replace(
         spec.parallel,
+        schedule=schedule,
         data_sharding=sharding,
         vpp=division.vpp,
         embedding_as_layer=division.embedding,

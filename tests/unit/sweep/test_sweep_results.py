@@ -80,7 +80,7 @@ def test_the_lowest_validation_loss_wins_and_nan_never_ranks(tmp_path):
 def test_the_table_holds_every_point_the_best_first(tmp_path):
     folder = SweepFolder(tmp_path / "s")
     words = read_sweep(["recipe=tiny", "optimizer.lr=1,2", "batch.global_batch_size=7"])
-    judge = Judge(words, folder, LAPTOP, False, lambda spec: None)
+    judge = Judge(words, folder, LAPTOP, False)
     left_out = [judge.judge(number, values) for number, values in enumerate(grid(words.axes), 8)]
     results = [made_trial(folder, 1, 100.0), made_trial(folder, 2, 200.0), made_trial(folder, 3, 9.0, ExitCode.HANG)]
     write_results(folder, results, left_out, "tokens_per_second")
@@ -127,7 +127,7 @@ def test_what_was_begun_is_remembered_once(tmp_path):
 
 def test_points_that_come_to_the_same_run_run_once(tmp_path):
     words = read_sweep(["recipe=tiny", "platform=cpu", "data.corpus=x", "parallel=dp1,dp2,tp1"])
-    judge = Judge(words, SweepFolder(tmp_path / "s"), LAPTOP, False, lambda spec: None)
+    judge = Judge(words, SweepFolder(tmp_path / "s"), LAPTOP, False)
     judged = [judge.judge(number, values) for number, values in enumerate(grid(words.axes), 1)]
     assert [point.runs for point in judged] == [True, True, False]  # two workers where the layout leaves it open
     assert "the same run as point 2" in judged[2].reasons[0].message

@@ -1,0 +1,162 @@
+"""The search keeps what the whole checker passes and what fits, drops the rest, and ranks real layouts high."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+from made_specs import LAPTOP, resolved
+
+from megalaunch.cli.plan_search import layout_words, search_json, search_text, sound
+from megalaunch.config.compose import compose
+from megalaunch.plan.check import check
+from megalaunch.plan.cost import step_time
+from megalaunch.plan.memory import memory_of
+from megalaunch.plan.resolve import resolve
+from megalaunch.plan.rules.nearby import no_fixes
+from megalaunch.plan.search import SearchError, differences, search
+from megalaunch.plan.search.search import TOO_BIG, _least_that_fits
+from megalaunch.plan.search.sieve import broken_batch, broken_layout
+from megalaunch.plan.search.space import divided, divisions, grids, micro_batches, recomputations, shardings
+from megalaunch.platform.facts import CHIPS
+
+# facts 1a: NVIDIA's best published bf16 layouts; gradients were summed in bf16.
+BF16 = ("precision.reduce=bf16", "precision.gradients=bf16")
+MEASURED = {
+    "8b": ("recipe=llama3_8b", "parallel=cp2", "batch.global_batch_size=128", *BF16),
+    "70b": ("recipe=llama3_70b", "parallel=tp4pp4cp2vpp5sp", "batch.global_batch_size=128", *BF16),
+    "405b": (
+        "recipe=llama31_405b",
+        "parallel=tp8pp8cp2vpp8sp",
+        "parallel.embedding_as_layer=true",
+        "parallel.head_as_layer=true",
+        "cluster.nodes=64",
+        "batch.global_batch_size=256",
+        *BF16,
+    ),
+    "175b": ("recipe=gpt3_175b", "parallel=tp4pp8vpp12sp", "batch.global_batch_size=256", *BF16),
+}
+TABLE = ("llama3_8b", "llama3_70b", "gpt3_175b", "mixtral_8x7b")
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_measured_layouts_rank_in_the_top_tenth(name):
+    spec, _ = resolved(*MEASURED[name])
+    result = search(spec)
+    assert result.own is not None, result.own_fault
+    place = result.place(result.own)
+    assert place <= len(result.ranked) / 10, f"{place} of {len(result.ranked)} timed, {result.valid} valid"
+
+
+def test_the_largest_search_takes_seconds():
+    spec, _ = resolved("recipe=llama31_405b")
+    started = time.process_time()  # the machine may be busy with other tests
+    result = search(spec)
+    assert time.process_time() - started < 10
+    assert result.valid > 1000
+    assert result.considered == result.valid + result.dropped.total()
+    assert {"memory.fits", "parallel.world", "batch.global_by_dp"} <= set(result.dropped)
+
+
+def _layouts(spec, count):
+    """Layouts of the whole space, by chance, with what comes before any sieve."""
+    source = random.Random(5)
+    world = spec.cluster.nodes * spec.cluster.devices_per_node
+    every = list(grids(spec, world, spec.cluster.devices_per_node))
+    for grid in source.sample(every, min(count, len(every))):
+        options = divisions(spec.model.num_layers, grid.parallel.pp)
+        if options and grid.parallel.dp:
+            node = divided(grid, source.choice(options), source.choice(shardings(grid)))
+            size = source.choice([*micro_batches(node), 3])
+            recompute = source.choice(recomputations(node))
+            yield replace(node, batch=replace(node.batch, micro_batch_size=size), recompute=recompute)
+        else:
+            yield grid
+
+
+@pytest.mark.parametrize("recipe", ["llama31_405b", "mixtral_8x22b", "deepseek_v3", "gpt3_175b"])
+def test_the_sieve_agrees_with_the_whole_checker(recipe):
+    """On layouts drawn by chance: what only the sieve's rules look at is what the checker finds wrong with them."""
+    spec, _ = resolved(f"recipe={recipe}")
+    before = {finding.rule for finding in check(spec) if finding.severity == "error"} | {TOO_BIG}
+    agreed = {True: 0, False: 0}
+    for layout in _layouts(spec, 60):
+        with no_fixes():
+            errors = {f.rule for f in check(layout) if f.severity == "error"} - before
+        assert (broken_layout(layout) is not None) == bool(errors), (layout.parallel, errors)
+        one = replace(layout, batch=replace(layout.batch, micro_batch_size=1), recompute=recomputations(layout)[0])
+        if broken_layout(one) is None:  # then the rules of batch and recomputation decide alone
+            assert (broken_batch(layout) is None) == (not errors), (layout.parallel, errors)
+        agreed[bool(errors)] += 1
+    assert min(agreed.values()) > 5
+
+
+@pytest.mark.parametrize("recipe", TABLE)
+def test_what_is_found_is_valid_and_its_words_give_it(recipe):
+    spec, composition = resolved(f"recipe={recipe}")
+    result = search(spec)
+    best = sound(result, composition.origins, 5)
+    assert len(best) == 5
+    chip = CHIPS[spec.platform.chip]
+    for found in best:
+        assert not [f for f in check(found.spec) if f.severity == "error"]
+        assert memory_of(found.spec).total <= chip.memory_bytes
+        again, _ = resolved(f"recipe={recipe}", *layout_words(found.spec))
+        assert again == found.spec
+    speeds = [found.speed for found in result.ranked]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_the_least_recomputation_that_fits_is_the_fastest_of_its_ladder():
+    spec, _ = resolved("recipe=llama3_70b")
+    grid = replace(spec, parallel=replace(spec.parallel, tp=4, pp=4, cp=1, dp=4))
+    steps = [replace(grid, recompute=recompute) for recompute in recomputations(grid)]
+    sizes = [memory_of(step).total for step in steps]
+    assert sizes == sorted(sizes, reverse=True)
+    for place, size in enumerate(sizes):
+        assert _least_that_fits(steps, size)[0] == place
+    assert _least_that_fits(steps, min(sizes) - 1) is None
+    times = [step_time(step).total for step in steps]
+    assert times == sorted(times)
+
+
+def test_other_numbers_of_devices_are_searched():
+    spec, _ = resolved("recipe=llama3_8b")
+    result = search(spec, 64)
+    assert {found.time.world for found in result.ranked} == {64}
+    assert search(spec, 4).ranked[0].spec.cluster.devices_per_node == 4
+    with pytest.raises(SearchError, match="no whole number of machines of 8"):
+        search(spec, 12)
+    laptop, _ = resolved("recipe=llama3_8b", "platform=cpu", "cluster.devices_per_node=8")
+    with pytest.raises(SearchError, match="platform=h100"):
+        search(laptop)
+
+
+def test_the_reasons_add_up():
+    spec, _ = resolved("recipe=llama3_70b")
+    result = search(spec)
+    best, own = result.ranked[0], result.own
+    found = differences(best.time, own.time)
+    assert sum(difference.seconds for difference in found) == pytest.approx(best.time.total - own.time.total)
+    assert abs(found[0].seconds) >= abs(found[-1].seconds)
+
+
+def test_what_is_printed_names_the_place_of_the_runs_own_layout():
+    spec, composition = resolved("recipe=llama3_70b")
+    result = search(spec)
+    best = sound(result, composition.origins, 3)
+    text = search_text(result, best)
+    assert f"this run's own layout is number {result.place(result.own)} of {result.valid:,}" in text
+    assert "number 1 is" in text
+    assert "dropped: memory.fits" in text
+    assert '"own_fault": ""' in search_json(result, best)
+    odd, composition = resolved("recipe=llama3_70b", "parallel=tp3")
+    assert "it breaks the rule parallel." in search_text(search(odd), [])
+
+
+def test_a_run_whose_layout_is_wrong_is_still_searched():
+    composition = compose(["recipe=llama3_8b", "parallel=tp3pp7"])
+    spec = resolve(composition.spec, LAPTOP, "llama3_8b").spec
+    assert search(spec).ranked
