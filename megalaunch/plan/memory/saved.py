@@ -168,17 +168,25 @@ class Formats:
         )
 
 
+def rows_with_bytes(
+    model: ModelSpec, kind: Layer, formats: Formats, accounting: Accounting
+) -> Iterator[tuple[Row, float, bool]]:
+    """Every row of one layer that keeps something, its bytes a token, and whether recomputation spares it."""
+    widths = widths_of(model, kind, formats, accounting)
+    for row in rows_of(widths):
+        size = row.bytes(widths) / _divisor(row, formats, accounting)
+        if size:
+            yield row, size, any(module in row.spared_by for module in formats.modules)
+
+
 @lru_cache(maxsize=8192)
 def saved_bytes(model: ModelSpec, kind: Layer, formats: Formats, accounting: Accounting) -> SavedBytes:
     """What one layer keeps, by the table."""
-    widths = widths_of(model, kind, formats, accounting)
     kept = again = 0.0
-    for row in rows_of(widths):
-        size = row.bytes(widths) / _divisor(row, formats, accounting)
-        if any(module in row.spared_by for module in formats.modules):
-            again += size
-        else:
-            kept += size
+    widths = widths_of(model, kind, formats, accounting)
+    for _, size, spared in rows_with_bytes(model, kind, formats, accounting):
+        again += size if spared else 0.0
+        kept += 0.0 if spared else size
     boundary = widths.r * widths.h / (formats.tp if formats.sequence_parallel else 1)
     return SavedBytes(kept, again, boundary)
 

@@ -1,0 +1,63 @@
+"""`megalaunch plan`: memory, speed and rank grid of a run, predicted without the machine; or the best layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megalaunch.config.compose import Composition
+    from megalaunch.config.schema import RunSpec
+
+
+def plan(
+    words: Annotated[list[str] | None, typer.Argument(help="GROUP=OPTION and SECTION.KEY=VALUE words.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    show_assumptions: Annotated[
+        bool, typer.Option("--assumptions", help="Also print every constant: name, value, source.")
+    ] = False,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="N", help="Budget for the days of training (15T, 300B); else train.steps.")
+    ] = None,
+    search: Annotated[bool, typer.Option("--search", help="Rank every layout of the model on these devices.")] = False,
+    devices: Annotated[int | None, typer.Option(min=1, help="With --search: how many devices there are.")] = None,
+) -> None:
+    """Predict memory, speed and rank groups of a run, or search for its best layout.
+
+    Exit code 0 when the run is valid, 2 when it is not.
+    """
+    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.plan_shown import show_plan
+    from megalaunch.plan.prediction import parse_tokens
+
+    if devices is not None and not search:
+        refuse("error: --devices belongs to --search; a plan is of the cluster in the run (cluster.nodes=N)")
+    try:
+        budget = parse_tokens(tokens) if tokens is not None else None
+    except ValueError as error:
+        refuse(f"error: --tokens: {error}")
+    composition, spec = _resolved(words or [])
+    if search:
+        from megalaunch.cli.plan_search import show_search
+
+        show_search(spec, composition.origins, devices, as_json)
+        return
+    if not show_plan(spec, composition.origins, budget, as_json, show_assumptions):
+        raise typer.Exit(2)
+
+
+def _resolved(words: list[str]) -> tuple[Composition, RunSpec]:
+    """The composition of the words and its resolved spec; refuses what does not compose."""
+    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.render import problems_text
+    from megalaunch.config.compose import compose
+    from megalaunch.config.errors import ConfigError
+    from megalaunch.plan.resolve import resolve
+    from megalaunch.platform.detect import detect_machine
+
+    try:
+        composition = compose(words)
+    except ConfigError as error:
+        refuse(problems_text(error.problems))
+    return composition, resolve(composition.spec, detect_machine(), composition.choices.get("recipe")).spec

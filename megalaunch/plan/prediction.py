@@ -1,0 +1,147 @@
+"""Everything the planner says of one resolved spec: who sits with whom, memory, time, speed, days to a budget."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.plan.batch import tokens_per_step
+from megalaunch.plan.cost import CONSTANTS, Constant, StepTime, UnknownCost, step_time
+from megalaunch.plan.flops import step_flops
+from megalaunch.plan.memory import ENGINE, Memory
+from megalaunch.plan.memory.rank import memory_by_rank
+from megalaunch.plan.memory.saved import Formats, rows_with_bytes
+from megalaunch.plan.shares import chunks_by_rank
+from megalaunch.plan.topology import RankGrid, Topology
+from megalaunch.platform.facts import CHIPS, ChipFacts
+
+DAY = 86400.0
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """One axis: `count` groups of `size` ranks, the first from rank 0 in steps of `stride`."""
+
+    axis: str
+    size: int
+    count: int
+    stride: int
+    inside_node: bool
+
+    @property
+    def first(self) -> list[int]:
+        """The group of rank 0."""
+        return list(range(0, self.size * self.stride, self.stride))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """`time` is None where the chip's speed is not known, and `why_no_time` says so; `by_rank` follows the pp axis."""
+
+    topology: Topology
+    groups: tuple[Groups, ...]
+    by_rank: tuple[Memory, ...]
+    device_bytes: int | None
+    flops: int
+    full_flops: int
+    time: StepTime | None
+    why_no_time: str
+    budget: float
+    days: float | None
+
+    @property
+    def memory(self) -> Memory:
+        """That of the fullest rank."""
+        return max(self.by_rank, key=lambda memory: memory.total)
+
+
+def predict(spec: RunSpec, tokens: float | None = None) -> Prediction:
+    """The prediction of a resolved spec; `tokens` is the budget (None: what train.steps trains on).
+
+    Raises ValueError (StageError among them) where the spec is open or does not divide.
+    """
+    topology = Topology.of(spec)
+    budget = float(tokens_per_step(spec) * spec.train.steps) if tokens is None else tokens
+    time: StepTime | None = None
+    why = ""
+    try:
+        time = step_time(spec)
+    except UnknownCost as error:
+        why = str(error)
+    chip = CHIPS.get(spec.platform.chip)
+    return Prediction(
+        topology=topology,
+        groups=tuple(rank_groups(topology)),
+        by_rank=tuple(memory_by_rank(spec)),
+        device_bytes=chip.memory_bytes if chip else None,
+        flops=step_flops(spec),
+        full_flops=step_flops(spec, full_attention=True),
+        time=time,
+        why_no_time=why,
+        budget=budget,
+        days=budget / tokens_per_step(spec) * time.total / DAY if time else None,
+    )
+
+
+def rank_groups(topology: Topology) -> Iterator[Groups]:
+    """Every axis of more than one rank, of both grids, in the order in which ranks are numbered."""
+    yield from _grid_groups(topology, topology.dense, ("tp", "cp", "dp", "pp"))
+    if topology.ep * topology.etp > 1:
+        yield from _grid_groups(topology, topology.expert, ("etp", "ep", "edp"))
+
+
+def _grid_groups(topology: Topology, grid: RankGrid, axes: tuple[str, ...]) -> Iterator[Groups]:
+    stride, node = 1, topology.devices_per_node
+    for axis, size in grid.axes:
+        if axis in axes and size > 1:
+            last = stride * (size - 1)
+            leaders = (rank for rank in range(topology.world) if rank // stride % size == 0)
+            inside = all(rank // node == (rank + last) // node for rank in leaders)
+            yield Groups(axis, size, topology.world // size, stride, inside)
+        stride *= size
+
+
+def parse_tokens(text: str) -> float:
+    """`15T`, `300B`, `1e12` as a number of tokens; raises ValueError naming the form."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([KMBT]?)\s*", text.upper())
+    tokens = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if tokens <= 0:
+        raise ValueError(f"a number of tokens is written 15T, 300B, 20M or 1e12, not {text!r}")
+    return tokens
+
+
+def assumptions(spec: RunSpec) -> Iterator[Constant]:
+    """All that the prediction rests on: the chip's figures, the time model's constants, the memory model's rows."""
+    chip = CHIPS.get(spec.platform.chip)
+    if chip is not None:
+        yield from _of_chip(spec, chip)
+    yield from CONSTANTS
+    yield Constant("bytes a logit at the peak, its compute copy left out", ENGINE.logit_bytes, "engine/train/loss.py")
+    yield Constant("bytes a weight of its fp32 master, divided as data_sharding says", 4, "engine/parallel/data.py")
+    kinds = {kind for chunks in chunks_by_rank(spec) for chunk in chunks for kind, _ in chunk.kinds}
+    for kind in sorted(kinds, key=lambda kind: (kind.mtp, kind.experts, kind.window or 0)):
+        name = ("further depth" if kind.mtp else "layer with experts" if kind.experts else "layer") + (
+            f" of window {kind.window}" if kind.window else ""
+        )
+        for row, size, spared in rows_with_bytes(spec.model, kind, Formats.of(spec), ENGINE):
+            source = "computed again" if spared else f"plan/memory/saved.py, divided by {row.divided}"
+            yield Constant(f"bytes a token that a {name} keeps: {row.name}", size, source)
+
+
+def _of_chip(spec: RunSpec, chip: ChipFacts) -> Iterator[Constant]:
+    source = "data sheet (platform/facts.py)"
+    for name, flops in chip.peak_flops.items():
+        yield Constant(f"peak of {chip.name} in {name}, TFLOP/s", flops / 1e12, source)
+    for name, value in (
+        ("memory, GB", chip.memory_bytes),
+        ("memory bandwidth, GB/s", chip.memory_bandwidth),
+        ("link inside a node, one way, GB/s", chip.link_bandwidth),
+        ("network of a device, one way, GB/s", chip.network_bandwidth),
+    ):
+        if value is not None:
+            yield Constant(f"{chip.name}: {name}", value / 1e9, source)
+    if spec.cluster.node_bandwidth:
+        yield Constant("network of a device as given, GB/s", spec.cluster.node_bandwidth, "cluster.node_bandwidth")
