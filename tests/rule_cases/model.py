@@ -59,6 +59,9 @@ ROPE = {
     "rope.llama3_waves": Case("model.rope.low_frequency_factor=4", "model.rope.low_frequency_factor=3", LLAMA3),
     "rope.yarn_betas": Case("model.rope.beta_slow=32", "model.rope.beta_slow=31", YARN),
     "rope.yarn_reach": Case("model.rope.original_positions=3", "model.rope.original_positions=4", YARN),
+    "rope.mscale_whole_head": Case(
+        "model.rope.mscale_all_dim=0", "model.rope.mscale_all_dim=1", (*DEEPSEEK, *YARN[2:])
+    ),
     "rope.mscale_idle": Case("model.rope.mscale_all_dim=1", "model.rope.mscale_all_dim=0", YARN),
 }
 MTP = {
@@ -125,6 +128,8 @@ ROUTER = {
         MIXTRAL,
     ),
     "router.precision": Case("model.moe.router_dtype=bf16", "model.moe.router_dtype=fp64", MIXTRAL),
+    "router.z_loss": Case("model.moe.z_loss_coeff=0.2", "model.moe.z_loss_coeff=0.1", MIXTRAL),
+    "router.jitter": Case("model.moe.input_jitter=0.6", "model.moe.input_jitter=0.5", MIXTRAL),
     "router.capacity": Case("model.moe.capacity_factor=0", "model.moe.capacity_factor=1", MIXTRAL),
     "router.pad_needs_capacity": Case(
         "model.moe.pad_to_capacity=true", "model.moe.pad_to_capacity=true model.moe.capacity_factor=1", MIXTRAL

@@ -66,6 +66,9 @@ PRECISION = {
     "precision.scale_vanishes": Case(
         "precision.loss_scale.minimum=0", "precision.loss_scale.minimum=0.001", (*TINY, *FP16)
     ),
+    "precision.scale_falls": Case(
+        "precision.loss_scale.window=2", "precision.loss_scale.window=3", (*TINY, *FP16)
+    ),
     "precision.reduce_narrower": Case("precision.reduce=bf16", "precision.reduce=bf16 precision.compute=bf16"),
     "precision.gradients_narrower": Case("precision.gradients=bf16", "precision.gradients=bf16 precision.compute=bf16"),
     "precision.gradients_lost": Case(
@@ -110,6 +113,12 @@ PRECISION = {
     "fp8.layers_left": Case(
         "precision.fp8.last_layers_bf16=1", "precision.fp8.last_layers_bf16=0",
         (*TINY, *FP8, "precision.fp8.first_layers_bf16=1"),
+    ),
+    "fp8.gradient_range": Case(
+        "precision.fp8.format=e4m3", "precision.fp8.format=e4m3 precision.fp8.recipe=rowwise", (*TINY, *FP8)
+    ),
+    "fp8.history_length": Case(
+        "precision.fp8.amax_history=3", "precision.fp8.amax_history=4", (*TINY, *FP8, "precision.fp8.recipe=delayed")
     ),
     "fp8.gather_needs_shards": Case(
         "precision.fp8.param_gather=true parallel=zero0", "precision.fp8.param_gather=true", (*TINY, *FP8)

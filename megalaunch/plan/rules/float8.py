@@ -234,3 +234,30 @@ def gather_needs_shards(at: Situation) -> Iterator[Broken]:
             "param_gather needs a data_sharding other than no_shard",
             fixes=({"parallel.data_sharding": "optim"}, {"precision.fp8.param_gather": False}),
         )
+
+
+@rule("fp8.gradient_range", "One scale for a whole gradient goes with the wider 8-bit format.")
+def gradient_range(at: Situation) -> Iterator[Broken]:
+    """e4m3 spans 2^-9 to 448: under a single scale small gradients become 0. Scales by block leave it room."""
+    fp8 = at.spec.precision.fp8
+    if _grain(at) and fp8.format == "e4m3" and fp8.recipe in ("delayed", "tensorwise"):
+        yield Broken(
+            "precision.fp8.format",
+            f"gradients in e4m3 under one scale a tensor ({fp8.recipe}) lose their small numbers",
+            fixes=({"precision.fp8.format": "hybrid"}, {"precision.fp8.recipe": "blockwise"}),
+            severity="warning",
+        )
+
+
+@rule("fp8.history_length", "A delayed scale looks back more than a few steps.")
+def history_length(at: Situation) -> Iterator[Broken]:
+    """The next step's largest value is guessed from the last ones: from one or two it is often too small."""
+    fp8 = at.spec.precision.fp8
+    if _grain(at) and fp8.recipe == "delayed" and fp8.amax_history < 4:
+        yield Broken(
+            "precision.fp8.amax_history",
+            f"a history of {fp8.amax_history} steps makes delayed scales too small again and again",
+            {"amax_history": fp8.amax_history},
+            ({"precision.fp8.amax_history": 1024}, {"precision.fp8.amax_history": 16}),
+            severity="warning",
+        )

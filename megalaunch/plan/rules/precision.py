@@ -113,3 +113,18 @@ def moments_by_gradients(at: Situation) -> Iterator[Broken]:
             ({"precision.moments": "fp32"}, {"optimizer.beta2": 0.95}),
             severity="warning",
         )
+
+
+@rule("precision.scale_falls", "The loss scale falls at least as readily as it rises.")
+def scale_falls(at: Situation) -> Iterator[Broken]:
+    """`hysteresis` overflows halve it, `window` steps without one double it."""
+    scale = at.spec.precision.loss_scale
+    if at.spec.precision.compute == "fp16" and scale.hysteresis >= scale.window:
+        yield Broken(
+            "precision.loss_scale.hysteresis",
+            f"the scale doubles after {scale.window} steps without overflow and halves after {scale.hysteresis} with: "
+            "most steps would be skipped",
+            {"hysteresis": scale.hysteresis, "window": scale.window},
+            ({"precision.loss_scale.hysteresis": 2}, {"precision.loss_scale.window": 1000}),
+            severity="warning",
+        )

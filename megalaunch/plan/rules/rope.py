@@ -213,3 +213,22 @@ depends(
         "there is no latent attention (model.mla.kv_lora_rank is null)",
     )
 )
+
+
+@rule("rope.mscale_whole_head", "Yarn's growth of the attention scale reaches the whole latent head.")
+def mscale_whole_head(at: Situation) -> Iterator[Broken]:
+    """mscale grows the rotated part alone; mscale_all_dim takes that back, and grows the softmax scale instead.
+
+    Published models with latent attention give both the same value.
+    """
+    model, rope = at.spec.model, at.spec.model.rope
+    uneven = model.mla.kv_lora_rank is not None and rope.scaling == "yarn" and rope.mscale != rope.mscale_all_dim
+    if uneven:
+        yield Broken(
+            "model.rope.mscale_all_dim",
+            f"mscale {rope.mscale:g} and mscale_all_dim {rope.mscale_all_dim:g} differ: "
+            "the rotated part of a head is weighted unlike the rest of it",
+            {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim},
+            ({"model.rope.mscale_all_dim": rope.mscale}, {"model.rope.mscale": rope.mscale_all_dim}),
+            severity="warning",
+        )

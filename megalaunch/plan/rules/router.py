@@ -285,3 +285,32 @@ def drop_needs_capacity(at: Situation) -> Iterator[Broken]:
                 fixes=({"model.moe.drop_policy": "probs"}, {"model.moe.capacity_factor": 1.25}),
                 severity="warning",
             )
+
+
+@rule("router.z_loss", "The z-loss of the router is a small part of the loss.")
+def z_loss(at: Situation) -> Iterator[Broken]:
+    """1e-3 is usual (Zoph et al. 2022); from about 0.1 on small logits matter more than the right experts."""
+    for moe, _ in _experts(at):
+        if moe.z_loss_coeff > 0.1:
+            yield Broken(
+                "model.moe.z_loss_coeff",
+                f"z_loss_coeff {moe.z_loss_coeff:g} outweighs what the router learns from the text; 1e-3 is usual",
+                {"z_loss_coeff": moe.z_loss_coeff},
+                ({"model.moe.z_loss_coeff": 1e-3},),
+                severity="warning",
+            )
+
+
+@rule("router.jitter", "Noise on the router's input is small.")
+def jitter(at: Situation) -> Iterator[Broken]:
+    """The input is multiplied by 1 - jitter to 1 + jitter: 0.01 is usual (Fedus et al. 2021), 1 may erase it."""
+    for moe, _ in _experts(at):
+        if moe.input_jitter > 0.5:
+            yield Broken(
+                "model.moe.input_jitter",
+                f"input_jitter {moe.input_jitter:g} changes the router's input by up to "
+                f"{moe.input_jitter:.0%}; 0.01 is usual",
+                {"input_jitter": moe.input_jitter},
+                ({"model.moe.input_jitter": 0.01}, {"model.moe.input_jitter": 0.0}),
+                severity="warning",
+            )
