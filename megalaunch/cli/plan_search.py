@@ -60,7 +60,7 @@ def layout_words(spec: RunSpec) -> list[str]:
 
     from megalaunch.config.keys import schema_defaults
     from megalaunch.config.layouts import layout_name
-    from megalaunch.config.recipe_text import word_of
+    from megalaunch.plan.findings import as_word
 
     defaults = schema_defaults()
     named: dict[str, Any] = {}
@@ -73,13 +73,13 @@ def layout_words(spec: RunSpec) -> list[str]:
         if layout_name({entry.name: value}):
             named[entry.name] = value
         else:
-            words.append(f"parallel.{entry.name}={word_of(value)}")
+            words.append(f"parallel.{entry.name}={as_word(value)}")
     words = [f"parallel={layout_name(named) or 'dp'}", *words]
-    words.append(f"batch.micro_batch_size={word_of(spec.batch.micro_batch_size)}")
+    words.append(f"batch.micro_batch_size={as_word(spec.batch.micro_batch_size)}")
     recompute = spec.recompute
     words.append(f"recompute={recompute.granularity}")
     if recompute.granularity == "selective":
-        words.append(f"recompute.modules={word_of(recompute.modules)}")
+        words.append(f"recompute.modules={as_word(recompute.modules)}")
     if recompute.granularity == "full":
         words += [f"recompute.method={recompute.method}", f"recompute.num_layers={recompute.num_layers}"]
     if recompute.offload_layers:

@@ -242,8 +242,12 @@ def _write(planned: PlannedSweep, results: list[TrialResult]) -> dict[str, str]:
         typer.echo("note: no picture, since matplotlib is not installed (pip install 'megalaunch[train]')", err=True)
     best = next(point for point in planned.runnable if point.number == order[0].number)
     assert best.composition is not None, "only sound points run"
-    recipe = recipe_text(best.composition, f"The best of {len(order)} trials of the sweep {request.name}: {best.label}")
+    summary = f"The best of {len(order)} trials of the sweep {request.name}: {best.label}"
+    recipe = recipe_text(best.composition, f"{request.name}_best", summary)
     folder.best.write_text(recipe.text, encoding="utf-8")
+    for name, text in recipe.option_files.items():
+        (folder.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder.root / name).write_text(text, encoding="utf-8")
     files["best"] = str(folder.best)
-    files["run it"] = " ".join([f"megalaunch train recipe={folder.best}", *recipe.words])
+    files["run it"] = f"megalaunch train recipe={folder.best}"
     return files

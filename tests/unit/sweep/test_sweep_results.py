@@ -144,9 +144,12 @@ def test_points_that_come_to_the_same_run_run_once(tmp_path):
 )
 def test_a_composition_written_as_a_recipe_composes_to_the_same_spec(tmp_path, words):
     composition = compose([*words, "run.name=x", f"run.directory={tmp_path}"])
-    recipe = recipe_text(composition, "words")
+    recipe = recipe_text(composition, "mine", "words")
     path = tmp_path / "best.yaml"
     path.write_text(recipe.text)
-    again = compose([f"recipe={path}", *recipe.words, "run.name=x", f"run.directory={tmp_path}"])
+    for name, text in recipe.option_files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    again = compose([f"recipe={path}", "run.name=x", f"run.directory={tmp_path}"])
     assert again.spec == composition.spec
-    assert bool(recipe.words) == ("parallel.schedule=gpipe" in words)  # no option holds it, so it must be typed
+    assert list(recipe.option_files) == (["conf/parallel/mine.yaml"] if "parallel.schedule=gpipe" in words else [])
