@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from megalaunch.config.compose import Composition, compose
+from megalaunch.config.compose import Composer, Composition
 from megalaunch.config.schema import RunSpec
 from megalaunch.plan.resolve import resolve
 from megalaunch.platform.detect import Machine
@@ -14,12 +14,13 @@ from megalaunch.platform.facts import CHIPS
 LAPTOP = Machine(CHIPS["cpu"], devices=0, cores=2, memory_bytes=8 * 2**30, notes=())
 AMX_SERVER = replace(LAPTOP, chip=replace(CHIPS["cpu"], native_bf16="AMX"))
 H100_NODE = Machine(CHIPS["h100"], devices=8, cores=64, memory_bytes=2**40, notes=())
+COMPOSER = Composer()
 
 
 @cache
 def composed(*words: str) -> Composition:
-    """Composition takes a tenth of a second, and many tests start from the same words."""
-    return compose(words)
+    """Files are read once and Hydra merges once for all tests of a process."""
+    return COMPOSER.compose(words)
 
 
 def resolved(*words: str, machine: Machine = LAPTOP, stored: RunSpec | None = None) -> tuple[RunSpec, Composition]:
