@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from made_specs import resolved
+
 from megalaunch.config.schema import RunSpec
-from tests.made_specs import resolved
 
 _NEMOTRON = (
     "model=llama3_8b",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from published_runs import MEMORY_7B, MEMORY_MOE, MEMORY_SFT
 
 from megalaunch.plan.memory import MEGATRON, memory_of
-from tests.published_runs import MEMORY_7B, MEMORY_MOE, MEMORY_SFT
 
 # The recipe's own settings: `disable_parameter_transpose_cache`, `wgrad_deferral_limit`.
 BRIDGE_SFT = replace(MEGATRON, float8_weight_copies=1.0, deferred_heads=22)

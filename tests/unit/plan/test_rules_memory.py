@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from made_specs import resolved
+from published_runs import BRIDGE, DGXC, MEMORY_7B, OTHERS
 
 from megalaunch.plan.check import check
 from megalaunch.plan.memory import memory_of
 from megalaunch.platform.facts import CHIPS
-from tests.made_specs import resolved
-from tests.published_runs import BRIDGE, DGXC, MEMORY_7B, OTHERS
 
 BIG = ("recipe=llama3_8b", "parallel=tp1", "batch.micro_batch_size=4")
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import statistics
 
 import pytest
+from published_runs import BRIDGE, DGXC
 
 from megalaunch.plan.cost import step_time
-from tests.published_runs import BRIDGE, DGXC
 
 CALIBRATED = {  # constant of plan/cost/constants.py -> the row it was set on
     "MATMUL_16": "Llama-3.1-70B bf16, 64",
