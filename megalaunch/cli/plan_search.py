@@ -92,6 +92,9 @@ def search_text(result: SearchResult, best: Sequence[Found]) -> str:
     lines = _table(result, best)
     if best:
         lines += ["", f"the fastest:  {' '.join(layout_words(best[0].spec))}"]
+        roomy = next((found for found in best if not _tight(result, found)), None)
+        if roomy is not None and roomy is not best[0]:
+            lines.append(f"with room:    {' '.join(layout_words(roomy.spec))}")
     own = _own_lines(result, best)
     return "\n".join([*lines, *own, "", *_counts(result)])
 
@@ -100,13 +103,22 @@ def _table(result: SearchResult, best: Sequence[Found]) -> list[str]:
     rows = [("", "tokens/s/device", "MFU", "GiB free", "layout")]
     for found in best:
         free = (result.device_bytes - found.memory.total) / _GIB
-        own = " (this run's)" if result.own is not None and found.spec == result.own.spec else ""
+        marks = ["tight"] if _tight(result, found) else []
+        marks += ["this run's"] if result.own is not None and found.spec == result.own.spec else []
+        own = f" ({', '.join(marks)})" if marks else ""
         shown = (f"{result.place(found)}", f"{found.speed:,.1f}", f"{found.time.mfu_causal:.1%}", f"{free:.1f}")
         rows.append((*shown, _short(found.spec) + own))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return [
         "  ".join([*(cell.rjust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]) for row in rows
     ]
+
+
+def _tight(result: SearchResult, found: Found) -> bool:
+    """So full that libraries and fragmentation may not find room; the checker warns of it too."""
+    from megalaunch.plan.rules.memory import TIGHT
+
+    return found.memory.total > TIGHT * result.device_bytes
 
 
 def _short(spec: RunSpec) -> str:
@@ -179,4 +191,5 @@ def _as_json(result: SearchResult, found: Found) -> dict[str, Any]:
         "bytes": found.memory.total,
         "bytes_by_kind": found.memory.kinds,
         "headroom_bytes": result.device_bytes - found.memory.total,
+        "tight": _tight(result, found),
     }

@@ -39,6 +39,9 @@ def _cut(line: str) -> str:
 def counts(planned: PlannedSweep) -> list[str]:
     """How many run, and how many each rule leaves out."""
     request = planned.request
+    ranking = f"each in a run directory below {request.folder.root}, ranked by {request.metric}"
+    if request.sampler == "tpe" and not planned.judged:
+        return [f"tpe proposes {request.trials} points while it goes", ranking]
     total = len(planned.judged)
     points = f"{total} point{'s' if total != 1 else ''}"
     lines = [f"{points}: {len(planned.runnable)} to run, {len(planned.left_out)} left out"]
@@ -46,8 +49,7 @@ def counts(planned: PlannedSweep) -> list[str]:
         lines += [f"  {count:>4}  {rule}" for rule, count in planned.reasons.most_common()]
     if request.sampler == "tpe":
         lines.append(f"tpe proposes {request.trials} points while it goes; those above are a sample by chance")
-    lines.append(f"each in a run directory below {request.folder.root}, ranked by {request.metric}")
-    return lines
+    return [*lines, ranking]
 
 
 def dry_run_json(planned: PlannedSweep) -> str:
@@ -92,7 +94,7 @@ def results_text(planned: PlannedSweep, results: Sequence[TrialResult], files: M
         if reason := unranked_reason(result, metric):
             lines.append(_cut(f"    -  trial {result.number}: {label(result)}: {result.state}: {reason}"))
     if planned.left_out:
-        lines.append(f"  {len(planned.left_out)} points were left out before the start")
+        lines.append(f"  {len(planned.left_out)} points were left out: they cannot run")
     return "\n".join([*lines, *(f"  {name:<8} {path}" for name, path in files.items())])
 
 

@@ -141,17 +141,22 @@ class LiveBoard:
             mark = "*" if result.number in best else ""
             style = "bold" if running else "green" if mark else "red" if result.state == "failed" else ""
             table.add_row(mark, str(result.number), label(result), *self._cells(result, running), style=style)
-        if hidden := len(self._results) - _ROWS:
-            table.caption = f"{hidden} more trials" if hidden > 0 else None
+        if (hidden := len(self._results) - self._rows) > 0:
+            table.caption = f"{hidden} more trials"
         self._live.update(table, refresh=True)
+
+    @property
+    def _rows(self) -> int:
+        """Trials that fit on the screen, between heading and caption."""
+        return max(4, min(_ROWS, self._live.console.height - 3))
 
     def _visible(self) -> list[TrialResult]:
         """The best ones, the running one and what comes next, in order."""
-        if len(self._results) <= _ROWS:
+        if len(self._results) <= self._rows:
             return self._results
-        kept = {result.number for result in ranked(self._results, self._metric)[: _ROWS // 2]}
+        kept = {result.number for result in ranked(self._results, self._metric)[: self._rows // 2]}
         upcoming = [r.number for r in self._results if r.number == self._running or r.state == "waiting"]
-        kept |= set(upcoming[: _ROWS - len(kept)])
+        kept |= set(upcoming[: self._rows - len(kept)])
         return [result for result in self._results if result.number in kept]
 
     def _cells(self, result: TrialResult, running: bool) -> list[str]:
