@@ -6,6 +6,7 @@ problems of words and files are reported at once, each with the place it comes f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -18,7 +19,7 @@ from megalaunch.config.errors import ConfigError
 from megalaunch.config.interpolation import interpolate
 from megalaunch.config.keys import GROUPS, schema_defaults, schema_keys
 from megalaunch.config.masks import masked
-from megalaunch.config.options import CONF, FileValues, load_option, option_names, shown_path
+from megalaunch.config.options import CONF, OPTION_NAME, FileValues, load_option, option_names, shown_path
 from megalaunch.config.recipes import Recipe, is_path, load_chain, recipe_files
 from megalaunch.config.schema import RunSpec, SpecError, SpecProblem, build_run_spec
 from megalaunch.config.schema.paths import entry_at, put
@@ -162,12 +163,12 @@ def _merge(sources: _Sources) -> tuple[dict[str, Any], dict[str, str | None]]:
     groups: list[Any] = [{group: option} for group, option in sources.primary.items()]
     store.store(name=_PRIMARY, node={"defaults": ["_self_", *groups]})
     for (group, option), values in sources.options.items():
-        store.store(group=group, name=option, node=_nested(values.values).get(group, {}), package=group)
+        store.store(group=group, name=_stored_option(option), node=_nested(values.values).get(group, {}), package=group)
     for recipe, node in zip(sources.chain, _recipe_nodes(sources.chain), strict=True):
         *folder, name = _stored_name(recipe.name).split("/")
         store.store(group="/".join(["recipe", *folder]), name=name, node=node, package="_global_")
     chosen = sources.words.choices
-    overrides = [f"{g}={_stored_name(o) if g == 'recipe' else o}" for g, o in chosen.items()]
+    overrides = [f"{g}={_stored_name(o) if g == 'recipe' else _stored_option(o)}" for g, o in chosen.items()]
     with initialize(version_base="1.3", config_path=None):
         config = hydra_compose(config_name=_PRIMARY, overrides=overrides, return_hydra_config=True)
     choices = dict(config.hydra.runtime.choices)
@@ -212,7 +213,7 @@ def _recipe_nodes(chain: Sequence[Recipe]) -> list[dict[str, Any]]:
         defaults: list[Any] = [f"/recipe/{_stored_name(parent)}" for parent in parents]
         if recipe is chain[-1]:
             options = {group: option for r in chain for group, (option, _) in r.options.items()}
-            defaults += [{f"override /{group}": option} for group, option in options.items()]
+            defaults += [{f"override /{group}": _stored_option(option)} for group, option in options.items()]
         nodes.append({"defaults": [*defaults, "_self_"], **_nested(recipe.body.values)})
     return nodes
 
@@ -221,6 +222,11 @@ def _stored_name(recipe: str) -> str:
     if not is_path(recipe):
         return recipe
     return _FILE_PREFIX + "".join(c if c.isascii() and c.isalnum() else "_" for c in recipe)
+
+
+def _stored_option(option: str) -> str:
+    """An option's name, or for a name that no file can have (which is a problem by then) one that Hydra takes."""
+    return option if OPTION_NAME.fullmatch(option) else "no_" + re.sub(r"[^A-Za-z0-9]", "_", option)
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

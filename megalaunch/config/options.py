@@ -16,7 +16,8 @@ from megalaunch.config.schema.build import did_you_mean
 from megalaunch.config.yaml_file import YamlFile, YamlProblem, load_yaml
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_MAX_SUGGESTIONS = 20  # each looks through all keys
+OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def load_option(
     A file of one's own may not have the name of one that comes with megalaunch: neither would be what is meant.
     """
     paths = [path for folder in option_folders(beside) if (path := folder / group / f"{name}.yaml").is_file()]
-    if not _NAME.fullmatch(name):
+    if not OPTION_NAME.fullmatch(name):
         paths = []
     if len(paths) > 1:
         named = " and ".join(shown_path(path) for path in paths)
@@ -96,6 +97,7 @@ def file_values(file: YamlFile, prefix: str, problems: list[SpecProblem]) -> Fil
     """
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
+    unknown: list[str] = []
 
     def visit(data: Mapping[str, Any], path: str) -> None:
         for name, value in data.items():
@@ -108,21 +110,32 @@ def file_values(file: YamlFile, prefix: str, problems: list[SpecProblem]) -> Fil
             elif is_section(key):
                 problems.append(SpecProblem(key, _not_a_section(key, value), place))
             else:
-                problems.append(SpecProblem(key, f"unknown key{suggestion(key)}", place))
+                unknown.append(key)
+                near = suggestion(key) if len(unknown) <= _MAX_SUGGESTIONS else ""
+                problems.append(SpecProblem(key, f"unknown key{near}", place))
 
     def _leaf(key: str, value: Any, place: str) -> None:
         if isinstance(value, Mapping) or (isinstance(value, list) and not schema_keys()[key].takes_list):
             problems.append(SpecProblem(key, "needs one value, not a list or further keys", place))
             return
-        if isinstance(value, str):
-            value, problem = interpolate(value)
-            if problem:
-                problems.append(SpecProblem(key, problem, place))
-                return
-        values[key], places[key] = value, place
+        filled, problem = _interpolated(value)
+        if problem:
+            problems.append(SpecProblem(key, problem, place))
+            return
+        values[key], places[key] = filled, place
 
     visit(file.data, "")
     return FileValues(values, places)
+
+
+def _interpolated(value: Any) -> tuple[Any, str | None]:
+    """A value with its text filled in, that of a list's items too."""
+    if isinstance(value, str):
+        return interpolate(value)
+    if isinstance(value, list):
+        filled = [_interpolated(item) for item in value]
+        return [item for item, _ in filled], next((problem for _, problem in filled if problem), None)
+    return value, None
 
 
 def _not_a_section(section: str, value: Any) -> str:

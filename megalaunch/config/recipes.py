@@ -22,6 +22,7 @@ PICKED_ONLY = ("parallel", "precision", "platform")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 _MAX_CHAIN = 8
+_MAX_PARENTS = 16
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,9 @@ def read_recipe(name: str, path: Path, file: YamlFile, problems: list[SpecProble
             problems.append(SpecProblem("recipe", problem, place))
         elif parent:
             parents.append(parent)
+            if len(parents) > _MAX_PARENTS:
+                problems.append(SpecProblem("recipe", f"starts from more than {_MAX_PARENTS} recipes", place))
+                return Recipe(name, path, file.text, (), options, FileValues())
         elif picked:
             options[picked[0]] = (picked[1], place)
     body = file_values(YamlFile(file.path, file.text, data, file.places), "", problems)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from megalaunch.config.schema import RunSpec, SpecError, SpecProblem, build_run_spec, spec_to_dict
+from megalaunch.config.yaml_file import YamlProblem, load_yaml
 
 SPEC_VERSION = 1
+_MAX_BYTES = 256 * 1024  # a recipe's keys with all defaults
 
 
 def spec_to_text(spec: RunSpec) -> str:
@@ -26,12 +27,12 @@ def write_spec(spec: RunSpec, path: Path) -> None:
 
 def read_spec(path: Path) -> RunSpec:
     """Read a spec file; raises SpecError when it is no spec or of an unknown version."""
+    if not path.exists():
+        raise FileNotFoundError(path)
     try:
-        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SpecError([SpecProblem(str(path), f"is no YAML: {error}")]) from error
-    if not isinstance(data, dict):
-        raise SpecError([SpecProblem(str(path), "is no run spec: it holds no keys")])
+        data = load_yaml(path, max_bytes=_MAX_BYTES).data
+    except YamlProblem as problem:
+        raise SpecError([SpecProblem(problem.where, problem.message)]) from problem
     version = data.pop("version", None)
     if version != SPEC_VERSION:
         raise SpecError([SpecProblem(f"{path}: version", f"is {version!r}; this megalaunch reads {SPEC_VERSION}")])

@@ -15,9 +15,15 @@ import yaml
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 12
+MAX_VALUES = 5000
+MAX_DIGITS = 400
 _SCALARS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str")}
 _NO_ANCHORS = "anchors and aliases (& and *) are not used here; write the value itself"
-_FLOAT = re.compile(r"[-+]?(?:\d[\d_]*)(?:\.[\d_]*)?[eE][-+]?\d+")
+_INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)")
+_FLOAT = re.compile(
+    r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+    r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
+)
 
 
 class YamlProblem(ValueError):
@@ -42,33 +48,56 @@ class YamlFile:
         return self.places.get(path, str(self.path))
 
 
-class _Loader(yaml.SafeLoader):
-    """The safe loader, with 1e-3 read as a number, dates left as text, and no anchors."""
+class _Refusal(yaml.MarkedYAMLError):
+    """YAML that is not used here."""
 
-    yaml_implicit_resolvers = {  # a copy without dates
-        first: [(tag, pattern) for tag, pattern in rows if not tag.endswith(":timestamp")]
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, with 1e-3 read as a number, dates and 1:30 (YAML's base 60) left as text, and no anchors."""
+
+    yaml_implicit_resolvers = {  # a copy without dates and numbers
+        first: [(tag, pattern) for tag, pattern in rows if not tag.endswith((":timestamp", ":int", ":float"))]
         for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.nodes = self.depth = 0
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse anchors and aliases before they are followed: a few lines of them can unfold without end."""
+        """Refuse anchors and aliases before they are followed: a few lines of them can unfold without end.
+
+        So are too many values and too deep ones before they are read.
+        """
         event = self.peek_event()  # type: ignore[no-untyped-call]
+        self.nodes += 1
+        self.depth += 1
+        refusal = ""
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise yaml.MarkedYAMLError(problem=_NO_ANCHORS, problem_mark=event.start_mark)
-        return super().compose_node(parent, index)
+            refusal = _NO_ANCHORS
+        elif self.nodes > MAX_VALUES:
+            refusal = f"holds more than {MAX_VALUES:,} keys and values"
+        elif self.depth > MAX_DEPTH + 2:
+            refusal = f"is nested deeper than {MAX_DEPTH} levels"
+        if refusal:
+            raise _Refusal(problem=refusal, problem_mark=event.start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(rf"(?:{_INT.pattern})$"), list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOAT.pattern})$"), list("-+.0123456789"))
 
 
-def load_yaml(path: Path, shown: str | None = None) -> YamlFile:
+def load_yaml(path: Path, shown: str | None = None, max_bytes: int = MAX_BYTES) -> YamlFile:
     """Read one file; raises YamlProblem with file, line and column. `shown` replaces the path in messages."""
     name = shown or str(path)
     try:
         size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise YamlProblem(name, f"is {size:,} bytes long; a configuration file may have {MAX_BYTES:,}")
-        text = path.read_text(encoding="utf-8")
+        if size > max_bytes:
+            raise YamlProblem(name, f"is {size:,} bytes long; a configuration file may have {max_bytes:,}")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise YamlProblem(name, f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -89,9 +118,7 @@ def _parse(text: str, name: str, places: dict[str, str]) -> dict[str, Any]:
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        raise YamlProblem(*_yaml_error(error, name)) from error
-    except RecursionError as error:
-        raise YamlProblem(name, f"is nested deeper than {MAX_DEPTH} levels") from error
+        raise YamlProblem(*_yaml_error(error, name, text)) from error
     if not isinstance(data, dict):
         raise YamlProblem(_where(name, root), "needs `key: value` lines at its top")
     return data
@@ -113,6 +140,8 @@ def _value(loader: _Loader, node: yaml.Node, name: str, path: str, places: dict[
         return items
     if node.tag not in _SCALARS:
         raise YamlProblem(_where(name, node), f"the tag {_short_tag(node.tag)} is refused: a file here is data only")
+    if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
+        raise YamlProblem(_where(name, node), f"is a number of {len(node.value):,} digits")
     try:
         return loader.construct_object(node)
     except ValueError as error:
@@ -151,8 +180,16 @@ def _where(name: str, item: Any) -> str:
     return f"{name}:{mark.line + 1}:{mark.column + 1}"
 
 
-def _yaml_error(error: yaml.YAMLError, name: str) -> tuple[str, str]:
+def _yaml_error(error: yaml.YAMLError, name: str, text: str) -> tuple[str, str]:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        return f"{name}:{mark.line + 1}:{mark.column + 1}", f"is no YAML: {error.problem}"
+        said = error.problem if isinstance(error, _Refusal) else f"is no YAML: {error.problem}"
+        return f"{name}:{mark.line + 1}:{mark.column + 1}", str(said)
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position)
+        column = error.position - (text.rfind("\n", 0, error.position) + 1)
+        return (
+            f"{name}:{line + 1}:{column + 1}",
+            f"is no YAML: the character #x{ord(text[error.position]):04x} is not allowed",
+        )
     return name, f"is no YAML: {error}"

@@ -38,7 +38,7 @@ def test_an_empty_file_holds_nothing(tmp_path):
         ("- 1\n- 2", r"x\.yaml:1:1: needs `key: value` lines"),
         ("? [1, 2]\n: 3", r"x\.yaml:1:3: a key is a plain word"),
         (b"a: \xff", r"x\.yaml: is no UTF-8 text \(byte 3\)"),
-        ("a: \x00", r"x\.yaml: is no YAML"),
+        ("a: \x00", r"x\.yaml:1:4: is no YAML: the character #x0000"),
         ("a: " + "[" * 50 + "]" * 50, r"nested deeper than 12"),
         ("a: " + "[" * 30_000, r"nested deeper than 12"),
         ("a: 1\n" * 20_000, r"is 100,000 bytes long; .* may have 65,536"),
