@@ -1,4 +1,6 @@
-"""No setting without a reader: every leaf of the schema is used by code outside config/ and printing."""
+"""No setting without a reader, and none that a run ignores: every leaf of the schema is used by code outside config/
+and printing, and by what runs, or refused, or without meaning beside one that is refused.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,37 @@ from megalaunch.plan.supported import LIMITS
 
 PACKAGE = Path(megalaunch.__file__).parent
 ROOMS = ("plan", "data", "launch", "platform", "engine", "rundir")
+
+# Where a run happens. Of the plan's files, those whose results the engine acts on.
+RUN_ROOMS = ("engine", "data", "launch", "platform", "rundir")
+RUN_FILES = ("plan/topology.py", "plan/resolve.py")
+LIMITED = {limit.path for limit in LIMITS}
+
+# Keys, or sections, that mean nothing while the engine refuses every other value of the key beside them.
+WITHOUT = {
+    "model.full_attention_every": "model.sliding_window",
+    "model.mla.": "model.mla.kv_lora_rank",
+    "model.moe.": "model.moe.num_experts",
+    "model.mtp.": "model.mtp.num_layers",
+    "model.rope.": "model.rope.scaling",
+    "optimizer.momentum": "optimizer.name",
+    "parallel.cp_hierarchy": "parallel.cp_exchange",
+    "parallel.expert_dispatch": "parallel.ep",
+    "parallel.overlap_experts": "parallel.ep",
+    "parallel.microbatch_group": "parallel.pp",
+    "parallel.overlap_pipeline": "parallel.pp",
+    "parallel.schedule": "parallel.pp",
+    "parallel.stage_layout": "parallel.pp",
+    "parallel.first_stage_layers": "parallel.pp",
+    "parallel.last_stage_layers": "parallel.pp",
+    "parallel.embedding_as_layer": "parallel.pp",
+    "parallel.head_as_layer": "parallel.pp",
+    "precision.fp8.": "precision.compute",
+    "precision.loss_scale.": "precision.compute",
+    "recompute.": "recompute.granularity",
+}
+# Keys that are not for a run: they name it, start it or plan it.
+ELSEWHERE = {"cluster.node_bandwidth", "cluster.cpu_workers", "launcher.name"}
 
 
 def sections_of(kind: type, prefix: str = "") -> Iterator[tuple[str, type]]:
@@ -130,3 +163,33 @@ def f(spec, data: DataSpec, x):
 
 def test_limits_name_keys_that_exist():
     assert {limit.path for limit in LIMITS} <= set(schema_keys())
+
+
+def read_by_a_run():
+    found = set()
+    for room in RUN_ROOMS:
+        for path in (PACKAGE / room).rglob("*.py"):
+            found.update(keys_read_in(path.read_text(encoding="utf-8")))
+    for name in RUN_FILES:
+        found.update(keys_read_in((PACKAGE / name).read_text(encoding="utf-8")))
+    return found
+
+
+def means_nothing(key):
+    """True when a refused key decides that this one is read at all."""
+    return any(
+        decides in LIMITED and (key == entry or (entry.endswith(".") and key.startswith(entry)))
+        for entry, decides in WITHOUT.items()
+    )
+
+
+def test_every_key_is_read_refused_or_without_meaning():
+    ignored = {key for key in set(schema_keys()) - read_by_a_run() - LIMITED - ELSEWHERE if not means_nothing(key)}
+    assert not ignored, f"a run ignores {sorted(ignored)}: read them, or list them in plan/supported.py"
+
+
+def test_the_table_of_exceptions_names_keys_that_exist():
+    for entry, decides in WITHOUT.items():
+        assert any(key == entry or (entry.endswith(".") and key.startswith(entry)) for key in schema_keys()), entry
+        assert decides in schema_keys(), decides
+    assert set(schema_keys()) >= ELSEWHERE

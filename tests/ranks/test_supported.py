@@ -1,0 +1,90 @@
+"""The table of what the engine can run, held to the engine: what it allows trains, what it does not is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from forked_ranks import run_ranks
+from made_specs import LAPTOP
+from oracle import on_ranks, small_spec
+
+from megalaunch.config.keys import schema_keys
+from megalaunch.config.schema import RunSpec, with_values
+from megalaunch.config.schema.paths import value_at
+from megalaunch.plan.check import check
+from megalaunch.plan.resolve import resolve
+from megalaunch.plan.supported import LIMITS, Limit, unsupported
+
+BASE = small_spec(data__mock=True)
+
+
+def with_limit(limit: Limit, value: Any) -> RunSpec:
+    """The small spec with one value of a limited key, in a layout where the key means something."""
+    values = {limit.path: value}
+    if limit.idle is not None:
+        values[limit.idle[0]] = 2
+    asked = with_values(BASE, values)
+    p = asked.parallel
+    world = (p.dp or 1) * p.tp * p.pp * p.cp
+    return with_values(asked, {"cluster.devices_per_node": world})
+
+
+def allowed() -> dict[str, RunSpec]:
+    """Every value that the table allows, as a resolved spec; what resolves to the same runs once."""
+    found = {"as it is": BASE}
+    for limit in LIMITS:
+        for value in limit.supported:
+            spec = replace(resolve(with_limit(limit, value), LAPTOP, None).spec, run=BASE.run)
+            if spec not in found.values():
+                found[f"{limit.path}={value}"] = spec
+    return found
+
+
+def refused(limit: Limit) -> Iterator[Any]:
+    """Values of the schema that the table does not allow: each choice of a few, an example of a number."""
+    key = schema_keys()[limit.path]
+    options = [key.annotation, *get_args(key.annotation)]
+    for option in options:
+        if get_origin(option) is Literal:
+            yield from get_args(option)
+        elif option is bool:
+            yield from (False, True)
+        elif option in (int, float):
+            yield from (option(key.field.metadata["minimum"] or 0), option(0.5 if option is float else 3))
+        elif option is str:
+            yield "some text"
+    if key.takes_null:
+        yield None
+
+
+@pytest.mark.parametrize("name", allowed())
+def test_what_the_table_allows_trains(name):
+    spec = allowed()[name]
+    assert not list(unsupported(spec))
+    numbers = run_ranks(spec.cluster.devices_per_node, on_ranks, spec)[0]
+    assert numbers.losses[-1] < 1.2 * numbers.losses[0]
+    assert all(norm > 0 for norm in numbers.norms)
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.path)
+def test_what_it_does_not_is_refused_by_the_one_rule(limit):
+    values = [value for value in refused(limit) if value not in limit.supported]
+    assert values, f"nothing is left to refuse: drop the limit on {limit.path}"
+    for value in values:
+        spec = with_limit(limit, value)
+        assert value_at(spec, limit.path) == value
+        found = [f for f in check(spec, purpose="train") if f.rule == "engine.unsupported"]
+        assert (limit.path, "error") in [(f.path, f.severity) for f in found]
+        looked_at = [f for f in check(spec) if f.rule == "engine.unsupported"]
+        assert {f.severity for f in looked_at} == {"note"}
+
+
+def test_a_limit_is_no_limit_where_its_key_means_nothing():
+    for limit in LIMITS:
+        if limit.idle is not None:
+            spec = with_values(BASE, {limit.path: next(v for v in refused(limit) if v not in limit.supported)})
+            assert value_at(spec, limit.idle[0]) == limit.idle[1]
+            assert limit.allows(spec)
