@@ -15,11 +15,22 @@ from megalaunch.config.schema.paths import value_at
 
 @dataclass(frozen=True)
 class Limit:
-    """A key of which the engine runs the `supported` values only; `meaning` says what the others would be."""
+    """A key of which the engine runs the `supported` values only; `meaning` says what the others would be.
+
+    Of a list every item is held to them. `idle` is another key and its value with which this one means nothing.
+    """
 
     path: str
     supported: tuple[Any, ...]
     meaning: str
+    idle: tuple[str, Any] | None = None
+
+    def allows(self, spec: RunSpec) -> bool:
+        """True when the engine runs the spec's value of this key."""
+        value = value_at(spec, self.path)
+        if value in self.supported or (self.idle is not None and value_at(spec, self.idle[0]) == self.idle[1]):
+            return True
+        return isinstance(value, tuple) and value != () and all(item in self.supported for item in value)
 
 
 LIMITS = (
@@ -47,6 +58,7 @@ LIMITS = (
     Limit("parallel.ep", (1,), "expert parallelism"),
     Limit("parallel.etp", (None, 1), "tensor parallelism inside experts"),
     Limit("parallel.vpp", (None, 1), "interleaved pipeline stages"),
+    Limit("parallel.overlap_tp", (False,), "tensor-parallel exchanges beside their matmuls"),
     Limit("parallel.cp_dynamic", (False,), "context-parallel groups by length"),
     Limit("parallel.overlap_grad_reduce", (True,), "reducing gradients after the backward pass only"),
     Limit("parallel.overlap_param_gather", (True,), "gathering parameters only when they are needed"),
@@ -70,6 +82,5 @@ LIMITS = (
 def unsupported(spec: RunSpec) -> Iterator[tuple[Limit, Any]]:
     """Every limit that the spec goes beyond, with its value."""
     for limit in LIMITS:
-        value = value_at(spec, limit.path)
-        if value not in limit.supported:
-            yield limit, value
+        if not limit.allows(spec):
+            yield limit, value_at(spec, limit.path)
