@@ -13,7 +13,6 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from megalaunch.config.schema.data import STANDARD_LIBRARY
 from megalaunch.data.errors import DataError, cannot
 
 # Tests and tables rather than code a person would read; and packages, which differ between machines.
@@ -96,6 +95,8 @@ def find_corpus(source: str, json_key: str) -> Corpus:
     Files are sorted by their path relative to the folder, or to the part of a glob before its first
     wildcard. Hidden files and folders are left out. DataError when there is nothing.
     """
+    from megalaunch.config.schema.data import STANDARD_LIBRARY  # workers that only parse need no schema
+
     if source == STANDARD_LIBRARY:
         root = Path(sysconfig.get_paths()["stdlib"])
         return Corpus(_below(root, _STANDARD_LIBRARY_LEAVES_OUT, ".py"), json_key)

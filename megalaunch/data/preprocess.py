@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,8 @@ from megalaunch.data.preprocess_state import Progress, State, fingerprint
 from megalaunch.data.read_records import good_texts
 from megalaunch.data.token_writer import token_type
 from megalaunch.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
+
+_AHEAD = 4  # chunks a worker that are under way or wait to be written
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,9 @@ def preprocess(
     level = "document" if settings.language is None else "sentence"
     finals = [output_prefix.with_name(f"{output_prefix.name}_{key}_{level}") for key in settings.json_keys]
     output = Output(output_prefix, finals, recipe.dtype)
-    job = _Job(found, settings, recipe, output, tokenizer, show, note)
     done = False
     try:
+        job = _Job(found, settings, recipe, output, tokenizer, show, note)
         job.run()
         if not job.state.counts.documents:
             raise DataError("the inputs hold no documents", file=", ".join(inputs), fix="Give files with text.")
@@ -114,6 +117,7 @@ class _Job:
         output.open(saved)
         self.engine = Engine(settings.engine)
         self._hashes = InputHashes(inputs)
+        self._whole = True  # whether the state and the files speak of the same chunks
         self._checkpointed = time.monotonic()
         self._seconds_before = self.state.counts.seconds
         self._started = time.monotonic()
@@ -135,7 +139,7 @@ class _Job:
                 if time.monotonic() - self._checkpointed >= self._settings.checkpoint_seconds:
                     self._checkpoint()
         except (DataError, KeyboardInterrupt):
-            if self.state.counts.documents:
+            if self._whole and self.state.counts.documents:
                 self._save_quietly()
             raise
 
@@ -147,8 +151,14 @@ class _Job:
 
     def _take(self, chunk: Chunk, encoded: Encoded) -> None:
         """Write a chunk and count it; DataError for its first bad record when these stop the run."""
-        quarantined = self.state.account(chunk, encoded, self._settings.on_bad_record)
+        self._whole = False
+        try:
+            quarantined = self.state.account(chunk, encoded, self._settings.on_bad_record)
+        except DataError:  # raised before anything was counted
+            self._whole = True
+            raise
         self._output.add(encoded.keys, quarantined)
+        self._whole = True
         self.state.counts.seconds = self._seconds_before + time.monotonic() - self._started
         self._hashes.reached(self.state.counts.bytes_read)
         self._show(self.state.counts)
@@ -192,8 +202,8 @@ def _encoded(ahead: Iterator[Chunk], recipe: Recipe, workers: int) -> Iterator[t
     pool = ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (recipe,))
     waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
     try:
-        with _ctrl_c_put_off():  # the pool starts its workers here, and they inherit what is put off
-            for chunk in islice(ahead, 2 * workers):
+        with _workers_starting():
+            for chunk in islice(ahead, _AHEAD * workers):
                 waiting.append((chunk, pool.submit(encode_in_worker, chunk)))
         while waiting:
             chunk, future = waiting.popleft()
@@ -209,9 +219,18 @@ def _encoded(ahead: Iterator[Chunk], recipe: Recipe, workers: int) -> Iterator[t
 
 
 @contextmanager
-def _ctrl_c_put_off() -> Iterator[None]:
+def _workers_starting() -> Iterator[None]:
+    """The pool starts its workers in here: they inherit that Ctrl-C is put off, and need no main module.
+
+    Without a main module they do not import the command line anew, nor the script of who uses this as a library.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    names: dict[str, Any] = vars(sys.modules["__main__"])
+    kept = {name: names[name] for name in ("__spec__", "__file__") if name in names}
+    names["__spec__"] = None
+    names.pop("__file__", None)
     try:
         yield
     finally:
+        names |= kept
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
