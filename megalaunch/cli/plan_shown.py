@@ -130,7 +130,10 @@ def _seconds(time: StepTime) -> Iterator[tuple[str, float, str]]:
 def _assumptions_text(spec: RunSpec) -> str:
     from megalaunch.plan.prediction import assumptions
 
-    rows = [(entry.name, f"{entry.value:,.6g}", entry.source) for entry in assumptions(spec)]
+    rows = [
+        (entry.name, entry.value if isinstance(entry.value, str) else f"{entry.value:,.6g}", entry.source)
+        for entry in assumptions(spec)
+    ]
     return "\n".join(["assumptions", *_table(rows, right=(1,))])
 
 

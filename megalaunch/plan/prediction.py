@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.plan.batch import tokens_per_step
-from megalaunch.plan.cost import CONSTANTS, Constant, StepTime, UnknownCost, step_time
+from megalaunch.plan.cost import CONSTANTS, STATEMENTS, Constant, Statement, StepTime, UnknownCost, step_time
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.memory import ENGINE, Memory
 from megalaunch.plan.memory.rank import memory_by_rank
@@ -113,13 +113,14 @@ def parse_tokens(text: str) -> float:
     return tokens
 
 
-def assumptions(spec: RunSpec) -> Iterator[Constant]:
+def assumptions(spec: RunSpec) -> Iterator[Constant | Statement]:
     """All that the prediction rests on: the chip's figures, the time model's constants, the memory model's rows."""
     chip = CHIPS.get(spec.platform.chip)
     if chip is not None:
         yield from _of_chip(spec, chip)
     yield from CONSTANTS
-    yield Constant("bytes a logit at the peak, its compute copy left out", ENGINE.logit_bytes, "engine/train/loss.py")
+    yield from STATEMENTS
+    yield Constant("bytes a logit at the peak", ENGINE.logit_bytes, "engine/train/loss.py")
     yield Constant("bytes a weight of its fp32 master, divided as data_sharding says", 4, "engine/parallel/data.py")
     kinds = {kind for chunks in chunks_by_rank(spec) for chunk in chunks for kind, _ in chunk.kinds}
     for kind in sorted(kinds, key=lambda kind: (kind.mtp, kind.experts, kind.window or 0)):
@@ -134,7 +135,7 @@ def assumptions(spec: RunSpec) -> Iterator[Constant]:
 def _of_chip(spec: RunSpec, chip: ChipFacts) -> Iterator[Constant]:
     source = "data sheet (platform/facts.py)"
     for name, flops in chip.peak_flops.items():
-        yield Constant(f"peak of {chip.name} in {name}, TFLOP/s", flops / 1e12, source)
+        yield Constant(f"{chip.name}: dense peak in {name}, TFLOP/s", flops / 1e12, source)
     for name, value in (
         ("memory, GB", chip.memory_bytes),
         ("memory bandwidth, GB/s", chip.memory_bandwidth),

@@ -17,6 +17,25 @@ class Constant:
     source: str
 
 
+@dataclass(frozen=True)
+class Statement:
+    """An assumption without a number."""
+
+    name: str
+    source: str
+    value: str = "yes"
+
+
+STATEMENTS = (
+    Statement("every expert gets its even share of tokens", "balanced routing, as published runs force it"),
+    Statement("every stage takes its own pace, the slowest one sets that of all", "plan/cost/step.py"),
+    Statement("gathered inputs of sequence-parallel matmuls are gathered again, not kept", "Korthikanti et al. 2022"),
+    Statement("one receive buffer for each microbatch in flight, and no more", "plan/memory/in_flight.py"),
+    Statement("libraries' own memory, NCCL's buffers and fragments: not counted", "memory.fits warns above 95 %"),
+    Statement("a batch ramp, evaluation, checkpoints and failures: no time", "steps at the full batch"),
+)
+
+
 # Calibrated are MATMUL_16, MATMUL_8 and TP_EXPOSED, one row each (tests/unit/plan/test_step_time_anchors.py).
 MATMUL_16 = Constant(
     "large matmuls reach, of the 16-bit peak",
@@ -28,10 +47,10 @@ MATMUL_8 = Constant(
     0.615,
     "calibrated: Llama-3.1-405B FP8 on 1024 H100 (Megatron-Bridge); a lone matmul reaches 0.71 (MAMF)",
 )
-MATMUL_HALF = Constant(
-    "a matmul dimension of this size halves nothing but adds its share: efficiency / (1 + size (1/m + 1/k + 1/n))",
+MATMUL_EDGE = Constant(
+    "edge of a matmul of [m, k] x [k, n]: its time grows by edge (1/m + 1/k + 1/n)",
     128.0,
-    "a tile of 128: what the edges of a matmul of 128-wide tiles cost",
+    "assumed: one tile of cuBLAS",
 )
 ATTENTION_FORWARD = Constant("fused attention forward, long sequences, of the 16-bit peak", 0.732, "cuDNN 9.19, H200")
 ATTENTION_FORWARD_HALF = Constant("sequence at which it reaches half of that", 1014.0, "cuDNN 9.19, H200, 2k and 8k")

@@ -73,7 +73,7 @@ class Matmul:
 
 def matmul_seconds(rows: float, k: float, n: float, flops: float) -> float:
     """One product of a forward pass."""
-    edge = 1 + c.MATMUL_HALF.value * (1 / rows + 1 / k + 1 / n)
+    edge = 1 + c.MATMUL_EDGE.value * (1 / rows + 1 / k + 1 / n)
     return 2 * rows * k * n * edge / flops
 
 

@@ -15,7 +15,7 @@ class Accounting:
     `sharded_master`: the fp32 weights are what is sharded, and copies in the compute format are gathered from them
     (FSDP2); else the compute weights stand whole beside a sharded fp32 master (Megatron's distributed optimizer).
     `sharded_gradients`: gradients are kept sharded where the strategy says so; else whole.
-    `logit_bytes`: peak bytes a logit while the loss runs backwards, the compute copy left out.
+    `logit_bytes`: peak bytes a logit while the loss runs.
     `gathers_again`: with sequence parallelism the gathered input of a matmul is not kept but gathered once more.
     `float8_inputs`: fp8 matmuls keep their inputs in 8 bits (Transformer Engine).
     `float8_weight_copies`: bytes a weight of the 8-bit copies that fp8 keeps beside compute weights.
@@ -39,17 +39,17 @@ class Accounting:
 
 
 # FSDP2 over fp32 master weights (engine/parallel/data.py). The loss (engine/train/loss.py) holds, as it runs
-# backwards, log-probabilities, their gradient and the logits' gradient, each in fp32.
+# backwards, log-probabilities, their gradient and the logits' gradient, each in fp32; the 16-bit logits are gone.
 ENGINE = Accounting("engine", sharded_master=True, sharded_gradients=True, logit_bytes=12.0, unit_buffers=True)
 
 # Megatron-LM: 2 (weights) + 4 (main gradients) + 12 / (dp cp) bytes a parameter (report_theoretical_memory); its
-# vocabulary-parallel cross-entropy works in place on one fp32 copy. Transformer Engine keeps 8-bit inputs, and
+# vocabulary-parallel cross-entropy works in place on one fp32 copy, beside the 16-bit logits. Transformer Engine keeps 8-bit inputs, and
 # beside bf16 weights an 8-bit copy and its transpose.
 MEGATRON = Accounting(
     "megatron",
     sharded_master=False,
     sharded_gradients=False,
-    logit_bytes=4.0,
+    logit_bytes=6.0,
     float8_inputs=True,
     float8_weight_copies=2.0,
 )

@@ -75,8 +75,7 @@ def _of_rank(
     tokens = topology.micro_batch_size * spec.batch.sequence_length / topology.cp
     activations = tokens * kept
     losses = sum(chunk.head + chunk.depths for chunk in chunks)
-    logit = accounting.logit_bytes + format_bytes(spec.precision.compute)
-    logits = losses * tokens * logit * (spec.model.vocab_size or 0) / topology.tp
+    logits = losses * tokens * accounting.logit_bytes * (spec.model.vocab_size or 0) / topology.tp
     if accounting.deferred_heads:
         logits += losses * tokens * _deferred(spec, topology, accounting)
     # The reduction of embedding and head comes last, when activations and logits are gone.
