@@ -11,6 +11,8 @@ from pathlib import Path
 
 from rule_cases import CASES, Case, findings_of
 
+from megalaunch.cli.reference.configuration import configuration_page
+from megalaunch.cli.reference.recipes import recipes_page
 from megalaunch.cli.reference.rules import Example, rules_page
 from megalaunch.config.errors import ConfigError
 
@@ -34,6 +36,8 @@ def _example(case: Case) -> Example | None:
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/rules.md": rules,
+    "docs/reference/configuration.md": configuration_page,
+    "docs/reference/recipes.md": recipes_page,
 }
 
 

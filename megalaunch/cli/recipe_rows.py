@@ -41,6 +41,8 @@ class RecipeRow:
     chip: str | None = None
     layout: str | None = None
     sequence_length: int | None = None
+    micro_batch_size: int | None = None
+    global_batch_size: int | None = None
     problem: str = ""
 
 
@@ -68,6 +70,8 @@ def _row(name: str, summary: str, machine: Machine, composer: Composer) -> Recip
         chip=None if written.platform.chip == "auto" else written.platform.chip,
         layout=" ".join(layout_words(written.parallel)),
         sequence_length=spec.batch.sequence_length,
+        micro_batch_size=written.batch.micro_batch_size,
+        global_batch_size=spec.batch.global_batch_size,
     )
 
 

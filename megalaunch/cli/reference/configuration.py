@@ -1,0 +1,123 @@
+"""docs/reference/configuration.md: every key of a run with its type, default, unit, limits and meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING
+from typing import Any
+
+from megalaunch.config.keys import GROUPS, SECTIONS, Key, schema_keys
+from megalaunch.config.layouts import GRAMMAR
+from megalaunch.config.options import CONF
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.build import annotations_of, describe
+from megalaunch.plan.supported import LIMITS, Limit
+
+_HEAD = """\
+# Configuration, key by key
+
+This page is generated: `scripts/reference` writes it from `megalaunch/config/schema/`, and a test fails when it is
+stale.
+
+A run has {count} keys in {sections} sections. A word `SECTION.KEY=VALUE` or a line of a recipe sets one;
+`megalaunch validate-config --explain KEY` says where a value comes from. A key without a default has to be given by a
+file or a word. **Runs** says which values this version's engine trains with; every other value composes, is checked
+and planned, and `train` refuses it by the rule `engine.unsupported`. How words and files come together is told in
+[configuration](../configuration.md), what is checked in [rules](rules.md).
+"""
+
+
+def configuration_page() -> str:
+    """The page's text."""
+    lines = [_HEAD.format(count=len(schema_keys()), sections=len(SECTIONS)), "Sections:", "", *_contents(), ""]
+    lines += [*_groups(), ""]
+    for path, section in _sections(RunSpec):
+        lines += _section(path, section)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _contents() -> Iterator[str]:
+    for path, section in _sections(RunSpec):
+        yield f"{'  ' * path.count('.')}- [`{path}`](#{_anchor(path)}): {_title(section)}"
+
+
+def _sections(section: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """Every section and section inside one, by dotted path."""
+    for name, annotation in annotations_of(section).items():
+        if isinstance(annotation, type) and hasattr(annotation, "__dataclass_fields__"):
+            yield f"{prefix}{name}", annotation
+            yield from _sections(annotation, f"{prefix}{name}.")
+
+
+def _anchor(path: str) -> str:
+    return path.replace(".", "-")
+
+
+def _title(section: type) -> str:
+    return (section.__doc__ or "").strip().partition("\n")[0]
+
+
+def _groups() -> Iterator[str]:
+    yield "## Groups"
+    yield ""
+    yield f"`GROUP=OPTION` picks a file of values for one section. `parallel` also takes names: {GRAMMAR}."
+    yield ""
+    yield "| group | options |"
+    yield "| --- | --- |"
+    for group in GROUPS:
+        names = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+        yield f"| `{group}` | {', '.join(f'`{name}`' for name in names)} |"
+
+
+def _section(path: str, section: type) -> list[str]:
+    keys = [key for key in schema_keys().values() if key.path.rpartition(".")[0] == path]
+    limits = {limit.path: limit for limit in LIMITS}
+    lines = [f'<a id="{_anchor(path)}"></a>', "", f"## `{path}`", "", " ".join((section.__doc__ or "").split()), ""]
+    if not keys:
+        return lines
+    lines += ["| key | takes | default | meaning | runs |", "| --- | --- | --- | --- | --- |"]
+    return [*lines, *(_row(key, limits.get(key.path)) for key in keys), ""]
+
+
+def _row(key: Key, limit: Limit | None) -> str:
+    meaning = key.field.metadata["meaning"]
+    cells = [f"`{key.path.rpartition('.')[2]}`", _takes(key), _default(key), meaning, _runs(limit)]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _takes(key: Key) -> str:
+    unit, low, high = (key.field.metadata[name] for name in ("unit", "minimum", "maximum"))
+    words = describe(key.annotation)
+    bounds = _bounds(low, high)
+    return f"{words}{f' [{unit}]' if unit else ''}{f', {bounds}' if bounds else ''}"
+
+
+def _bounds(low: Any, high: Any) -> str:
+    if low is not None and high is not None:
+        return f"{low} to {high}"
+    if low is not None:
+        return f"at least {low}"
+    return "" if high is None else f"at most {high}"
+
+
+def _default(key: Key) -> str:
+    default = key.field.default
+    return "needed" if default is MISSING else f"`{_shown(default)}`"
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    return str(value)
+
+
+def _runs(limit: Limit | None) -> str:
+    if limit is None:
+        return "all"
+    return f"{_values(limit.supported)}; not: {limit.meaning}"
+
+
+def _values(values: Sequence[Any]) -> str:
+    return ", ".join(f"`{_shown(value)}`" for value in values)

@@ -1,0 +1,56 @@
+"""docs/reference/recipes.md: every recipe that ships: what it trains, on what, how it is laid out, how to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalaunch.cli.recipe_rows import RecipeRow, recipe_rows, short
+from megalaunch.config.recipes import PACKAGED
+from megalaunch.platform.detect import Machine
+from megalaunch.platform.facts import CHIPS
+
+_HEAD = """\
+# Recipes
+
+This page is generated: `scripts/reference` writes it from `recipes/`, and a test fails when it is stale.
+
+Each recipe is a complete run: `megalaunch train recipe=NAME`. `megalaunch recipes show NAME` prints its file,
+`megalaunch validate-config recipe=NAME` checks it, `megalaunch plan recipe=NAME` predicts its memory and speed, and
+`megalaunch recipes diff A B` compares two. Parameters are counted without the one of further depths of prediction; a
+mixture of experts shows what a token meets beside them. How they were chosen is told in [models](../models.md).
+"""
+_LAPTOP = Machine(CHIPS["cpu"], devices=0, cores=2, memory_bytes=8 * 2**30, notes=())
+
+
+def recipes_page() -> str:
+    """The page's text; what a recipe leaves to the machine stays open."""
+    files = {path.relative_to(PACKAGED).with_suffix("").as_posix(): path for path in PACKAGED.rglob("*.yaml")}
+    rows = recipe_rows(dict(sorted(files.items())), _LAPTOP)
+    lines = [_HEAD]
+    for title, kept in (("For accelerators", True), ("For any machine", False)):
+        lines += [f"## {title}", "", *_table([row for row in rows if (row.devices is not None) is kept]), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(rows: list[RecipeRow]) -> Iterator[str]:
+    yield "| `megalaunch train` ... | model | parameters | devices | layout | batch | what it is |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for row in rows:
+        if row.problem:
+            raise ValueError(f"the recipe {row.name} does not compose: {row.problem}")
+        devices = "any" if row.devices is None else f"{row.devices} x {row.chip}"
+        yield (
+            f"| `recipe={row.name}` | `{row.model}` | {_size(row)} | {devices} | {row.layout or 'data parallel'} "
+            f"| {_batch(row)} | {row.summary.replace('|', chr(92) + '|')} |"
+        )
+
+
+def _size(row: RecipeRow) -> str:
+    if row.parameters is None:
+        return "by the tokenizer"
+    return short(row.parameters) + (f" ({short(row.active)} a token)" if row.active is not None else "")
+
+
+def _batch(row: RecipeRow) -> str:
+    micro = "" if row.micro_batch_size is None else f", micro {row.micro_batch_size}"
+    return f"{row.global_batch_size} x {row.sequence_length} tokens{micro}"
