@@ -22,6 +22,8 @@ CHANGEABLE = (
     "run.",
     "recompute.",
     "batch.micro_batch_size",
+    "optimizer.offload_fraction",
+    "model.name",
     "data.cache_directory",
     "train.steps",
     "train.compile",

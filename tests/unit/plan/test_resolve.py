@@ -59,6 +59,45 @@ def test_a_processor_has_the_workers_that_the_layout_needs(words, devices, dp):
     assert (spec.cluster.devices_per_node, spec.parallel.dp) == (devices, dp)
 
 
+@pytest.mark.parametrize(
+    ("words", "devices", "dp"),
+    [
+        (["parallel=ep4", "cluster.cpu_workers=1"], 4, 4),
+        (["parallel=ep2"], 2, 2),
+        (["parallel=tp2spep4", "cluster.cpu_workers=6"], 4, 2),
+        (["parallel=ep2etp2"], 4, 4),
+        (["parallel=pp2ep2"], 4, 2),
+    ],
+)
+def test_a_processor_has_workers_for_both_grids(words, devices, dp):
+    spec, _ = resolved("recipe=mixtral_tiny", *words)
+    assert (spec.cluster.devices_per_node, spec.parallel.dp) == (devices, dp)
+    assert resolved("recipe=tiny", "parallel=hsdp4")[0].parallel.dp == 4
+
+
+def test_what_experts_leave_open_is_derived_for_experts_alone():
+    found = notes("recipe=mixtral_tiny")
+    assert found["model.moe.ffn_hidden_size"].message == "64 (model.ffn_hidden_size)"
+    assert found["parallel.etp"].message == "1 (experts are not split)"
+    assert not {"model.moe.ffn_hidden_size", "parallel.etp"} & set(notes("recipe=tiny"))
+    spec, _ = resolved("recipe=deepseek_tiny")
+    assert (spec.model.moe.ffn_hidden_size, spec.model.head_dim) == (32, 12)  # given; 8 + 4 of the latent head
+
+
+def test_the_schedule_follows_the_stages():
+    assert resolved("recipe=tiny")[0].parallel.schedule == "auto"  # no pipeline, no schedule
+    assert resolved("recipe=tiny", "parallel=pp2")[0].parallel.schedule == "1f1b"
+    words = ("recipe=tiny", "model.num_layers=4")
+    assert resolved(*words, "parallel=pp2vpp2")[0].parallel.schedule == "interleaved"
+    assert resolved(*words, "parallel=pp2", "parallel.stage_layout=Et|t|t|tL")[0].parallel.schedule == "interleaved"
+    assert resolved(*words, "parallel=pp2", "parallel.schedule=gpipe")[0].parallel.schedule == "gpipe"
+
+
+def test_the_embedding_starts_as_wide_as_the_rest():
+    assert resolved("recipe=tiny", "model.init_std=0.01")[0].model.embedding_init_std == 0.01
+    assert resolved("recipe=tiny", "model.embedding_init_std=0.5")[0].model.embedding_init_std == 0.5
+
+
 def test_precision_follows_the_chip():
     assert resolved("recipe=tiny")[0].precision.compute == "fp32"
     assert resolved("recipe=tiny", machine=AMX_SERVER)[0].precision.compute == "bf16"

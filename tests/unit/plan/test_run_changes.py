@@ -51,6 +51,12 @@ def test_the_same_words_are_the_same_run_before_and_after_preparation():
         "run.name=other",
         "run.resume=required",
         "data.cache_directory=/elsewhere",
+        "parallel.overlap_experts=true",
+        "parallel.stage_layout=Et|tL",
+        "recompute.granularity=full",
+        "optimizer.offload_fraction=0.5",
+        "checkpoint.asynchronous=true",
+        "model.name=other",
     ],
 )
 def test_what_may_change(word):
@@ -72,6 +78,15 @@ def test_what_may_change(word):
         ("data.num_samples=7", ["data.num_samples"]),
         ("data.append_eod=false", ["data.append_eod"]),
         ("precision=bf16", ["precision.compute"]),
+        ("precision.moments=bf16", ["precision.moments"]),
+        ("precision.fp8.recipe=mxfp8", ["precision.fp8.recipe"]),
+        ("model.moe.top_k=3", ["model.moe.top_k"]),
+        ("model.mtp.loss_coeff=0.3", ["model.mtp.loss_coeff"]),
+        ("model.init_std=0.01", ["model.init_std", "model.embedding_init_std"]),
+        ("data.fim_rate=0.5", ["data.fim_rate"]),
+        ("data.reset_attention=true", ["data.reset_attention"]),
+        ("optimizer.momentum=0.5", ["optimizer.momentum"]),
+        ("batch.ramp=0:4,1K:8", ["batch.ramp"]),
         ("data.corpus=y", ["data.corpus", "data.train_prefix", "data.validation_prefix", "tokenizer.path"]),
     ],
 )
@@ -87,6 +102,15 @@ def test_a_corpus_that_changed_under_its_name_is_another_run():
     assert refused(values=other) == ["data.train_prefix", "data.validation_prefix", "tokenizer.path"]
     moved = {key: str(value).replace("/cache", "/mnt/cache") for key, value in PREPARED.items() if "." in str(value)}
     assert refused(values={k: v for k, v in moved.items() if k != "model.vocab_size"}) == []
+
+
+def test_conversations_are_compared_by_content_as_a_corpus_is():
+    words = ("recipe=tiny", "data.chat=talks.jsonl")
+    began = with_values(resolved(*words)[0], {**PREPARED, "model.vocab_size": 320})
+    again = resolved(*words, stored=began)[0]
+    assert refused_changes(again, began) == []
+    other = with_values(again, {"data.train_prefix": "/cache/corpora/9999/train"})
+    assert [finding.path for finding in refused_changes(other, began)] == ["data.train_prefix"]
 
 
 def test_an_allowed_change_is_said():

@@ -1,0 +1,114 @@
+"""The batch of every step: ramps as they are written, and as Megatron's step schedule counts them."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_specs import resolved
+
+from megalaunch.config.schema import with_values
+from megalaunch.plan.batch import (
+    RampError,
+    RampStage,
+    batch_at,
+    parse_ramp,
+    ramp_of,
+    samples_after,
+    samples_requested,
+    smallest_unit,
+    steps_of_stages,
+    tokens_requested,
+    written_ramp,
+)
+
+SPEC = resolved("recipe=tiny", "data.corpus=x")[0]  # 32 tokens, 8 samples, 20 steps
+
+
+def ramped(ramp, **values):
+    return with_values(SPEC, {"batch.ramp": ramp, **{key.replace("__", "."): v for key, v in values.items()}})
+
+
+@pytest.mark.parametrize(
+    ("text", "stages"),
+    [
+        ("0:512 2B:1024", [(0, 512), (2 * 10**9, 1024)]),
+        ("0:768 250B:1536", [(0, 768), (250 * 10**9, 1536)]),
+        ("0:4,1K:8", [(0, 4), (1000, 8)]),
+        (" 0:1   1.5m:2 0.001t:3 ", [(0, 1), (1_500_000, 2), (10**9, 3)]),
+        ("0.0015K:2", None),
+        ("12345678901234567T:3", [(12345678901234567 * 10**12, 3)]),
+    ],
+)
+def test_a_ramp_is_read_exactly(text, stages):
+    if stages is None:
+        with pytest.raises(RampError, match="no whole number of tokens"):
+            parse_ramp(text)
+        return
+    assert [(stage.tokens, stage.samples) for stage in parse_ramp(text)] == stages
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is empty"),
+        ("8", "'8' is not TOKENS:SAMPLES"),
+        ("0:8 2X:16", "'2X:16' is not TOKENS:SAMPLES"),
+        ("0:-8", "'0:-8' is not"),
+        ("0:0", "'0:0' is a batch of no samples"),
+        ("0:8.5", "'0:8.5' is not"),
+        ("1e400:8", "'1e400:8' is not"),
+    ],
+)
+def test_what_is_no_ramp_is_named(text, words):
+    with pytest.raises(RampError) as error:
+        parse_ramp(text)
+    assert words in str(error.value)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.builds(RampStage, st.integers(0, 10**16), st.integers(1, 10**9)), min_size=1, max_size=4))
+def test_what_is_written_is_what_is_read(stages):
+    assert list(parse_ramp(written_ramp(stages))) == stages
+    assert " " not in written_ramp(stages)
+
+
+def test_without_a_ramp_every_step_is_alike():
+    assert ramp_of(SPEC) == (RampStage(0, 8),)
+    assert samples_requested(SPEC) == 160
+    assert tokens_requested(SPEC) == 160 * 32
+    assert steps_of_stages(SPEC) == (20,)
+    assert smallest_unit(SPEC) == 8
+
+
+def test_a_step_has_the_batch_of_the_last_threshold_that_was_reached():
+    spec = ramped("0:2,320:4,1K:8")  # 10 samples; 31 samples (1000 // 32)
+    assert [batch_at(spec, consumed) for consumed in (0, 9, 10, 30, 31, 500)] == [2, 2, 4, 4, 8, 8]
+    assert steps_of_stages(spec) == (5, 6, 9)  # 10 samples by 2; to 34 by 4; the rest of 20 steps
+    assert samples_requested(spec) == 10 + 24 + 72
+    assert smallest_unit(spec) == 2
+
+
+RAMPS = st.lists(st.tuples(st.integers(1, 4000), st.integers(1, 40)), max_size=4).map(
+    lambda more: ",".join(["0:3", *(f"{tokens}:{size}" for tokens, size in sorted(dict(more).items()))])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(RAMPS, st.integers(1, 60))
+def test_counting_by_stage_is_counting_step_by_step(ramp, steps):
+    spec = ramped(ramp, train__steps=steps)
+    consumed, taken = 0, dict.fromkeys(ramp_of(spec), 0)
+    for _ in range(steps):
+        size = batch_at(spec, consumed)
+        reached = [stage for stage in ramp_of(spec) if stage.tokens // 32 <= consumed]
+        taken[reached[-1]] += 1
+        consumed += size
+    assert samples_after(spec, steps) == consumed
+    assert steps_of_stages(spec) == tuple(taken.values())
+
+
+def test_an_open_micro_batch_fits_every_batch_of_a_ramp():
+    words = ("recipe=tiny", "data.corpus=x", "batch.micro_batch_size=null", "parallel.dp=2")
+    assert resolved(*words)[0].batch.micro_batch_size == 4
+    assert resolved(*words, "batch.ramp=0:4,1K:8")[0].batch.micro_batch_size == 2
+    assert resolved(*words, "batch.ramp=0:4,640:8")[0].data.num_samples == 5 * 4 + 15 * 8
+    assert resolved(*words, "batch.ramp=nonsense")[0].batch.micro_batch_size == 4  # a rule says what is wrong
