@@ -42,9 +42,9 @@ class Accounting:
 # backwards, log-probabilities, their gradient and the logits' gradient, each in fp32; the 16-bit logits are gone.
 ENGINE = Accounting("engine", sharded_master=True, sharded_gradients=True, logit_bytes=12.0, unit_buffers=True)
 
-# Megatron-LM: 2 (weights) + 4 (main gradients) + 12 / (dp cp) bytes a parameter (report_theoretical_memory); its
-# vocabulary-parallel cross-entropy works in place on one fp32 copy, beside the 16-bit logits. Transformer Engine keeps 8-bit inputs, and
-# beside bf16 weights an 8-bit copy and its transpose.
+# Megatron-LM: 2 (weights) + 4 (main gradients) + 12 / (dp cp) bytes a parameter (report_theoretical_memory). Its
+# vocabulary-parallel cross-entropy works in place on one fp32 copy, beside the 16-bit logits. Transformer Engine
+# keeps 8-bit inputs, and beside bf16 weights an 8-bit copy and its transpose.
 MEGATRON = Accounting(
     "megatron",
     sharded_master=False,

@@ -1,0 +1,141 @@
+"""The memory model by its parts: microbatches in flight, states by strategy, recomputation, uneven stages."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from made_specs import resolved
+from published_runs import BRIDGE, DGXC, MEMORY_7B, OTHERS
+
+from megalaunch.config.schema import with_values
+from megalaunch.plan.memory import ENGINE, MEGATRON, memory_of
+from megalaunch.plan.memory.in_flight import in_flight
+from megalaunch.plan.memory.rank import memory_by_rank
+from megalaunch.plan.parameters import count_parameters
+from megalaunch.plan.resolve import derive
+from megalaunch.plan.shares import chunks_by_rank, held_by_rank
+from megalaunch.plan.topology import Topology
+
+LLAMA = 8_030_261_248
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return resolved("recipe=llama3_8b", "parallel=dp", "batch.micro_batch_size=1")[0]
+
+
+def _with(spec, **values):
+    paths = {"parallel.dp": None, **{path.replace("__", "."): value for path, value in values.items()}}
+    return derive(with_values(spec, paths))[0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "chunks", "rank", "microbatches", "expected"),
+    [
+        ("1f1b", 4, 1, 0, 16, (4,)),
+        ("1f1b", 4, 1, 3, 16, (1,)),
+        ("1f1b", 4, 1, 0, 2, (2,)),
+        ("gpipe", 4, 1, 3, 16, (16,)),
+        ("interleaved", 4, 2, 3, 16, (4, 1)),  # 0 x 2 + 4 passes, and one more
+        ("interleaved", 4, 2, 0, 16, (7, 4)),  # 6 + 4 + 1 = 11: 4 + 4, then 3 of the second group
+        ("interleaved", 4, 2, 0, 4, (4, 4)),
+        ("zbv", 4, 2, 0, 16, (8, 1)),
+        ("zbv", 4, 2, 3, 16, (5, 4)),
+    ],
+)
+def test_microbatches_in_flight(schedule, pp, chunks, rank, microbatches, expected):
+    assert in_flight(schedule, pp, chunks, rank, microbatches, pp) == expected
+
+
+@pytest.mark.parametrize(
+    ("sharding", "weights", "gradients", "optimizer"),
+    [  # bytes a parameter with 8 devices: fp32 master and its gathered bf16 copy, fp32 gradients, two moments
+        ("no_shard", 4 + 2, 4, 8),
+        ("optim", 4 / 8 + 2, 4, 1),
+        ("optim_grads", 4 / 8 + 2, 4 / 8, 1),
+    ],
+)
+def test_states_by_strategy(llama, sharding, weights, gradients, optimizer):
+    memory = memory_of(_with(llama, parallel__data_sharding=sharding))
+    assert memory.parameters == LLAMA
+    for kind, expected in (("weights", weights), ("gradients", gradients), ("optimizer", optimizer)):
+        assert getattr(memory, kind) == pytest.approx(expected * LLAMA), kind
+
+
+def test_whole_sharding_gathers_two_layers_and_the_ends(llama):
+    memory = memory_of(_with(llama, parallel__data_sharding="optim_grads_params"))
+    ends, layer = 2 * 128256 * 4096 + 4096, 218_112_000
+    assert memory.weights == pytest.approx(4 / 8 * LLAMA + 2 * (ends + 2 * layer))
+
+
+def test_megatron_s_bytes_a_parameter(llama):
+    memory = memory_of(llama, MEGATRON)
+    assert memory.weights + memory.gradients + memory.optimizer == pytest.approx((6 + 12 / 8) * LLAMA)
+
+
+def test_logits_and_one_microbatch_of_a_whole_model(llama):
+    memory = memory_of(llama)
+    assert memory.logits == 8192 * 128256 * 12
+    h, kv, f = 4096, 1024, 14336
+    layer = 2 * (4 * h + 2 * h + 2 * kv + 3 * f) + 4 * 32 + 2 * 4  # widths; softmax sums; statistics of two norms
+    assert memory.activations == pytest.approx(8192 * (32 * layer + 4 * h))
+
+
+def test_more_recomputation_keeps_less(llama):
+    sizes = [
+        memory_of(_with(llama, recompute__granularity=granularity, recompute__modules=modules)).activations
+        for granularity, modules in (
+            ("none", ("attention",)),
+            ("selective", ("norm", "activation")),
+            ("selective", ("norm", "mlp")),
+            ("full", ("attention",)),
+        )
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    inputs = 8192 * 32 * 2 * 4096
+    assert inputs < sizes[-1] < 1.2 * inputs + 8192 * 200_000  # inputs of layers, and one layer at work
+
+
+def test_sequence_parallelism_divides_what_tensor_parallelism_leaves(llama):
+    tp4, sp = _with(llama, parallel__tp=4), _with(llama, parallel__tp=4, parallel__sequence_parallel=True)
+    one, four = memory_of(llama).activations, memory_of(sp).activations
+    assert four == pytest.approx(one / 4)
+    assert four < memory_of(tp4).activations < one
+
+
+@pytest.mark.parametrize("run", [*DGXC, *BRIDGE, *OTHERS, *MEMORY_7B], ids=lambda run: run.name)
+def test_ranks_hold_every_parameter_once(run):
+    """Over tensor, expert and pipeline ranks the divided parameters add up to the model's."""
+    spec = run.spec
+    topology = Topology.of(spec)
+    held = held_by_rank(spec, 1, 1)
+    count = count_parameters(spec.model)
+    last = chunks_by_rank(spec)[-1]
+    copies = count.embedding if spec.parallel.pp > 1 and any(chunk.depths for chunk in last) else 0
+    if spec.parallel.pp > 1 and spec.model.tied_embeddings:
+        copies += count.embedding
+    assert sum(rank.dense + rank.experts for rank in held) == count.total + copies
+    divided = held_by_rank(spec, topology.tp, topology.ep * topology.etp)
+    assert sum(r.experts for r in divided) * topology.ep * topology.etp == pytest.approx(sum(r.experts for r in held))
+
+
+def test_uneven_stages_are_counted_as_they_are():
+    spec, _ = resolved(
+        "model=llama3_8b", "parallel=pp4", "parallel.first_stage_layers=5", "parallel.last_stage_layers=7",
+        "platform=h100", "cluster.devices_per_node=4", "batch.sequence_length=1024", "batch.global_batch_size=8",
+        "train.steps=1", "precision=bf16",
+    )  # fmt: skip
+    layers = [sum(n for chunk in chunks for _, n in chunk.kinds) for chunks in chunks_by_rank(spec)]
+    assert layers == [5, 10, 10, 7]
+    assert memory_of(spec).total == max(memory.total for memory in memory_by_rank(spec))
+
+
+def test_a_model_fits_a_search(llama):
+    """Tens of thousands of calls: a third of a millisecond each, with room for a busy machine."""
+    spec = DGXC[2].spec
+    memory_of(spec)
+    start = time.process_time()
+    for _ in range(100):
+        memory_of(spec, ENGINE)
+    assert (time.process_time() - start) / 100 < 1e-3

@@ -1,0 +1,101 @@
+"""The time model by its parts: where groups lie, what exchanges send, what overlap and stages do to a step."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from made_specs import resolved
+from published_runs import DGXC
+
+from megalaunch.config.schema import with_values
+from megalaunch.plan.cost import UnknownCost, step_time
+from megalaunch.plan.cost.communication import Wires
+from megalaunch.plan.flops import step_flops
+from megalaunch.plan.resolve import derive
+
+WIRES = Wires(link=400.0, network=50.0, node=8)
+
+
+@pytest.fixture(scope="module")
+def seventy():
+    return DGXC[1].spec
+
+
+def _with(spec, **values):
+    return derive(with_values(spec, {path.replace("__", "."): value for path, value in values.items()}))[0]
+
+
+def test_a_group_inside_a_node_uses_its_links():
+    assert WIRES.ring(800.0, 8, 1) == 800 * 7 / 8 / 400
+    assert WIRES.ring(800.0, 1, 1) == 0
+
+
+def test_members_of_one_node_share_their_adapters():
+    assert WIRES.inside(16, 2) == 4
+    assert WIRES.ring(800.0, 16, 2) == 800 * 15 / 16 / (4 * 50)
+    assert WIRES.ring(800.0, 4, 8) == 800 * 3 / 4 / 50  # one a node
+
+
+def test_all_to_all_waits_for_the_slower_part():
+    assert WIRES.all_to_all(1600.0, 16, 1) == 1600 * 8 / 16 / 50
+    assert WIRES.all_to_all(800.0, 8, 1) == 800 * 7 / 8 / 400
+
+
+def test_the_parts_of_a_step_add_up(seventy):
+    time_ = step_time(seventy)
+    assert time_.total == pytest.approx(time_.compute + time_.exposed + time_.bubble + time_.optimizer)
+    assert time_.flops == step_flops(seventy)
+    assert time_.tokens_per_second_per_device == pytest.approx(128 * 8192 / 64 / time_.total)
+    assert (
+        time_.mfu_causal
+        < time_.mfu_full
+        == pytest.approx(time_.mfu_causal * step_flops(seventy, full_attention=True) / step_flops(seventy))
+    )
+
+
+def test_the_bubble_shrinks_with_virtual_stages_and_microbatches(seventy):
+    plain = step_time(_with(seventy, parallel__vpp=None, parallel__overlap_pipeline=False))
+    assert plain.bubble == pytest.approx(5 * step_time(seventy).bubble, rel=0.1)
+    double = step_time(_with(seventy, batch__global_batch_size=256))
+    assert double.bubble == pytest.approx(step_time(seventy).bubble)
+    assert double.total < 2 * step_time(seventy).total
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parallel__overlap_tp": False},
+        {"parallel__overlap_grad_reduce": False},
+        {"recompute__granularity": "full"},
+        {"cluster__node_bandwidth": 5.0},
+        {"precision__compute": "fp32"},
+    ],
+)
+def test_what_makes_a_step_slower(seventy, change):
+    assert step_time(_with(seventy, **change)).total > step_time(seventy).total * 1.0001
+
+
+def test_a_window_shortens_attention():
+    words = ("platform=h100", "cluster.devices_per_node=8", "batch.sequence_length=8192", "batch.global_batch_size=8",
+             "train.steps=1", "precision=bf16", "model=llama3_8b")  # fmt: skip
+    whole, narrow = resolved(*words)[0], resolved(*words, "model.sliding_window=1024")[0]
+    assert step_time(narrow).attention < step_time(whole).attention / 3
+
+
+def test_a_chip_without_figures_has_no_time():
+    spec, _ = resolved("recipe=tiny", "data.corpus=x")
+    with pytest.raises(UnknownCost, match="the speed of cpu is not known"):
+        step_time(spec)
+    spec, _ = resolved("recipe=llama3_8b", "platform=a100_80gb", "precision.compute=fp8")
+    with pytest.raises(UnknownCost, match="no known peak in fp8"):
+        step_time(spec)
+
+
+def test_a_model_fits_a_search():
+    spec = DGXC[2].spec
+    step_time(spec)
+    start = time.process_time()
+    for _ in range(100):
+        step_time(spec)
+    assert (time.process_time() - start) / 100 < 1e-3
