@@ -27,7 +27,7 @@ from megalaunch.engine.train.step import Step, forward_backward
 from megalaunch.plan.topology import Topology
 
 STEPS, WARMUP = 3, 2
-VOCABULARY, SEQUENCE = 61, 12  # odd on purpose: neither divides evenly over ranks
+VOCABULARY, SEQUENCE = 61, 16  # tokens of an odd vocabulary; a length that context-parallel ranks can share
 
 
 def small_spec(**values: object) -> RunSpec:
@@ -55,7 +55,7 @@ def small_spec(**values: object) -> RunSpec:
         section, key = path.split("__")
         data.setdefault(section, {})[key] = value
     p = data["parallel"]
-    data["cluster"]["devices_per_node"] = p["dp"] * p.get("tp", 1)
+    data["cluster"]["devices_per_node"] = p["dp"] * p.get("tp", 1) * p.get("cp", 1)
     return build_run_spec(data)
 
 

@@ -45,10 +45,27 @@ def start_reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Pending:
         return _done(x)
     parts = x if dim == 0 else torch.cat(x.chunk(axis.size, dim=dim), dim=0)
     if x.is_cpu:  # gloo's own reduce-scatter sends everything to everyone (engine/parallel/gloo.py has the figures)
-        splits = [parts.shape[0] // axis.size] * axis.size
-        exchanged = _OPS.all_to_all_single(parts.contiguous(), splits, splits, axis.group)
-        return Pending(exchanged, lambda found: found.view(axis.size, -1, *parts.shape[1:]).sum(0))
+        exchanged = start_exchange(parts, axis)
+        return Pending(exchanged.sent, lambda found: found.view(axis.size, -1, *parts.shape[1:]).sum(0))
     return Pending(_OPS.reduce_scatter_tensor(parts.contiguous(), "sum", axis.size, axis.group), _as_it_is)
+
+
+def start_exchange(x: Tensor, axis: Axis) -> Pending:
+    """The i-th of equal parts along dim 0 goes to rank i; the result holds one part of each rank, in rank order."""
+    if axis.size == 1:
+        return _done(x)
+    splits = [x.shape[0] // axis.size] * axis.size
+    return Pending(_OPS.all_to_all_single(x.contiguous(), splits, splits, axis.group), _as_it_is)
+
+
+def start_shift(x: Tensor, axis: Axis) -> Pending:
+    """What the rank before this one has; the first gets the last one's."""
+    if axis.size == 1:
+        return _done(x)
+    rows = x.shape[0]
+    sent = [rows if rank == (axis.rank + 1) % axis.size else 0 for rank in range(axis.size)]
+    found = [rows if rank == (axis.rank - 1) % axis.size else 0 for rank in range(axis.size)]
+    return Pending(_OPS.all_to_all_single(x.contiguous(), found, sent, axis.group), _as_it_is)
 
 
 def start_sum(x: Tensor, axis: Axis) -> Pending:

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megalaunch.plan.topology import Topology
 
 # Outermost first: neighbouring ranks share a tensor-parallel group (Megatron's order tp-cp-dp-pp).
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# Context-parallel ranks share parameters as data-parallel ones do, so both lie on one axis for `fully_shard`.
+AXES = ("pp", "dp_replicate", "shard", "tp")
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,22 @@ class Mesh:
     topology: Topology
     rank: int
     grid: DeviceMesh
+    samples: DeviceMesh
 
     @property
     def data_parallel(self) -> DeviceMesh:
-        """What `fully_shard` divides over: (dp_shard), or (dp_replicate, dp_shard) with several replicas."""
-        return self.grid["dp_replicate", "dp_shard"] if self.topology.replicas > 1 else self.grid["dp_shard"]
+        """What `fully_shard` divides over: (shard), or (dp_replicate, shard) with several replicas."""
+        return self.grid["dp_replicate", "shard"] if self.topology.replicas > 1 else self.grid["shard"]
 
     @cached_property
     def tp(self) -> Axis:
         """The tensor-parallel axis."""
         return Axis.of(self.grid, "tp")
+
+    @cached_property
+    def cp(self) -> Axis:
+        """The context-parallel axis: ranks that share each sample."""
+        return Axis.of(self.samples, "cp") if self.topology.cp > 1 else Axis("cp")
 
     @property
     def speaks(self) -> bool:
@@ -61,10 +68,14 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which of the `data_size` shares of a batch is this rank's."""
-        return self.grid.get_local_rank("dp_replicate") * self.topology.shards + self.grid.get_local_rank("dp_shard")
+        return self.topology.dense.place(self.rank)["dp"]
 
 
 def make_mesh(topology: Topology, device: torch.device, rank: int) -> Mesh:
     """The mesh of an initialised process group of `topology.world` ranks."""
-    sizes = (topology.pp, topology.replicas, topology.shards, topology.cp, topology.tp)
-    return Mesh(device, topology, rank, init_device_mesh(device.type, sizes, mesh_dim_names=AXES))
+    t = topology
+    grid = init_device_mesh(device.type, (t.pp, t.replicas, t.shards * t.cp, t.tp), mesh_dim_names=AXES)
+    samples = grid
+    if t.cp > 1:
+        samples = init_device_mesh(device.type, (t.pp * t.dp, t.cp, t.tp), mesh_dim_names=("samples", "cp", "tp"))
+    return Mesh(device, topology, rank, grid, samples)

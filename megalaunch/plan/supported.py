@@ -54,7 +54,12 @@ LIMITS = (
     Limit("model.mla.kv_lora_rank", (None,), "latent attention"),
     Limit("model.mtp.num_layers", (0,), "multi-token prediction"),
     Limit("parallel.pp", (1,), "pipeline parallelism"),
-    Limit("parallel.cp", (1,), "context parallelism"),
+    Limit(
+        "parallel.cp_exchange",
+        ("p2p", "allgather", "a2a"),
+        "hierarchical exchanges of context parallelism",
+        idle=("parallel.cp", 1),
+    ),
     Limit("parallel.ep", (1,), "expert parallelism"),
     Limit("parallel.etp", (None, 1), "tensor parallelism inside experts"),
     Limit("parallel.vpp", (None, 1), "interleaved pipeline stages"),

@@ -8,7 +8,7 @@ import torch
 from oracle import small_spec
 
 from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.model.attention import attend
+from megalaunch.engine.model.context import causal
 from megalaunch.engine.model.init import initial_value, initialise
 from megalaunch.engine.model.norm import RMSNorm
 from megalaunch.engine.model.rope import rotate, rotation_of
@@ -45,7 +45,7 @@ def test_attention_by_definition(queries):
     scores = q @ k.repeat_interleave(3, dim=1).mT / math.sqrt(4)
     future = torch.arange(7)[None, :] > torch.arange(7 - queries, 7)[:, None]
     expected = scores.masked_fill(future, -math.inf).softmax(-1) @ v.repeat_interleave(3, dim=1)
-    torch.testing.assert_close(attend(q, k, v), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(causal(q, k, v), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_rotation_turns_pairs_and_depends_on_distance_only():

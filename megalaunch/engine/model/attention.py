@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalaunch.engine.layout import COLUMNS, ROWS, ParamLayout
 from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
+from megalaunch.engine.model.context import Attend
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.rope import Rotation, rotate
 
@@ -42,43 +41,18 @@ class Attention(nn.Module):
         self,
         x_BSH: Tensor,
         rotation: Rotation,
+        attend: Attend,
         store: KeyValueStore | None = None,
-        visible_B1SS: Tensor | None = None,
     ) -> Tensor:
-        """[B, S, H] -> [B, S, H]; with a store the keys of earlier positions are seen too.
-
-        `visible_B1SS` (bool): which keys each query sees, in place of all earlier ones; not with a store.
-        """
+        """[B, S, H] -> [B, S, H]; with a store the keys of earlier positions are seen too."""
         queries, keys, values = self.boundary.enter(x_BSH, self.q_proj, self.k_proj, self.v_proj)
         q_BNSD = rotate(self._heads(queries), rotation)
         k_BGTD = rotate(self._heads(keys), rotation)
         v_BGTD = self._heads(values)
         if store is not None:
             k_BGTD, v_BGTD = store.extend(k_BGTD, v_BGTD)
-        out_BNSD = attend(q_BNSD, k_BGTD, v_BGTD, visible_B1SS)
+        out_BNSD = attend(q_BNSD, k_BGTD, v_BGTD)
         return self.boundary.leave(out_BNSD.transpose(1, 2).flatten(2), self.o_proj)
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
-
-
-def within_documents(documents_BS: Tensor) -> Tensor:
-    """Which keys each query sees: earlier ones and itself, of its own document. [B, 1, S, S] bool.
-
-    `documents_BS` are document numbers; equal ones need not be neighbours.
-    """
-    same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
-    return same_BSS.tril().unsqueeze(1)
-
-
-def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, visible_B1SS: Tensor | None = None) -> Tensor:
-    """Causal attention of the last S of T positions over all T, or over what is `visible`: [B, N, S, D]."""
-    queries, keys = q_BNSD.shape[2], k_BGTD.shape[2]
-    if visible_B1SS is not None:
-        return F.scaled_dot_product_attention(q_BNSD, k_BGTD, v_BGTD, attn_mask=visible_B1SS, enable_gqa=True)
-    if queries in (1, keys):
-        return F.scaled_dot_product_attention(
-            q_BNSD, k_BGTD, v_BGTD, is_causal=queries > 1, enable_gqa=q_BNSD.shape[1] != k_BGTD.shape[1]
-        )
-    visible = torch.ones(queries, keys, dtype=torch.bool, device=q_BNSD.device).tril(keys - queries)
-    return F.scaled_dot_product_attention(q_BNSD, k_BGTD, v_BGTD, attn_mask=visible, enable_gqa=True)

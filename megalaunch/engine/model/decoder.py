@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from megalaunch.engine.layout import COLUMNS
-from megalaunch.engine.model.attention import Attention, KeyValueStore, within_documents
+from megalaunch.engine.model.attention import Attention, KeyValueStore
 from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
+from megalaunch.engine.model.context import WHOLE_SAMPLE, Attend, Context
 from megalaunch.engine.model.embedding import Embedding
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.mlp import GatedMLP
@@ -54,20 +54,20 @@ class DecoderLayer(nn.Module):
         self,
         x_BSH: Tensor,
         rotation: Rotation,
+        attend: Attend,
         store: KeyValueStore | None = None,
-        visible_B1SS: Tensor | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
-        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, store, visible_B1SS)
+        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, attend, store)
         return x_BSH + self.mlp(self.mlp_norm(x_BSH))
 
 
 class Decoder(nn.Module):
     """Token ids [B, S] -> logits [B, S, V]; of a rank's part of the vocabulary where a boundary divides it."""
 
-    def __init__(self, config: DecoderConfig, boundary: Boundary = ONE_DEVICE) -> None:
+    def __init__(self, config: DecoderConfig, boundary: Boundary = ONE_DEVICE, context: Context = WHOLE_SAMPLE) -> None:
         super().__init__()
-        self.config, self.boundary = config, boundary
+        self.config, self.boundary, self.context = config, boundary, context
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict({str(index): DecoderLayer(config, boundary) for index in range(config.num_layers)})
         self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
@@ -93,11 +93,11 @@ class Decoder(nn.Module):
         None.
         """
         if positions is None:
-            positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        visible_B1SS = None if documents_BS is None else within_documents(documents_BS)
+            positions = self.context.places(tokens_BS.shape[1], tokens_BS.device)
+        attends = self.context.attention(tokens_BS.shape[1], documents_BS, len(self.layers))
         x_BSH = self.boundary.embed(tokens_BS, self.embedding)
         rotation = rotation_of(positions, self.config.head_dim, self.config.rope_theta, x_BSH.dtype)
         for index, layer in enumerate(self.layers.values()):
-            x_BSH = layer(x_BSH, rotation, stores[index] if stores is not None else None, visible_B1SS)
+            x_BSH = layer(x_BSH, rotation, attends[index], stores[index] if stores is not None else None)
         (logits_BSV,) = self.boundary.enter(self.norm(x_BSH), self.head)
         return logits_BSV

@@ -13,8 +13,10 @@ from megalaunch.engine.ending import Problem
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
+from megalaunch.engine.model.context import WHOLE_SAMPLE, Context
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.init import initialise
+from megalaunch.engine.parallel.context import ContextParallel
 from megalaunch.engine.parallel.data import shard
 from megalaunch.engine.parallel.tensor import TensorParallel, divide
 from megalaunch.engine.precision.policy import sharding_policy
@@ -34,7 +36,7 @@ def assemble(spec: RunSpec, mesh: Mesh) -> Trainee:
 def sharded_model(spec: RunSpec, mesh: Mesh) -> Decoder:
     """The initialised model, laid out over the mesh: built on meta, so that no rank ever holds more than its part."""
     with torch.device("meta"):
-        model = build_decoder(spec.model, _boundary(spec, mesh))
+        model = build_decoder(spec.model, _boundary(spec, mesh), _context(spec, mesh))
     divide(model, mesh.grid["tp"])
     shard(model, mesh, spec.parallel.data_sharding, sharding_policy(spec.precision))
     model.to_empty(device=mesh.device)
@@ -45,6 +47,10 @@ def sharded_model(spec: RunSpec, mesh: Mesh) -> Decoder:
 
 def _boundary(spec: RunSpec, mesh: Mesh) -> Boundary:
     return TensorParallel(mesh.tp, spec.parallel.sequence_parallel) if mesh.tp.size > 1 else ONE_DEVICE
+
+
+def _context(spec: RunSpec, mesh: Mesh) -> Context:
+    return ContextParallel.of(spec.parallel, mesh.cp) if mesh.cp.size > 1 else WHOLE_SAMPLE
 
 
 def _open_tokens(spec: RunSpec) -> tuple[Rows, FiniteRows | None]:

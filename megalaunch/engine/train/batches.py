@@ -16,7 +16,8 @@ from torch import Tensor
 from megalaunch.data.errors import DataError
 from megalaunch.data.row import Row, Rows
 from megalaunch.engine.ending import Problem
-from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.mesh import Axis, Mesh
+from megalaunch.engine.parallel.context import places_of
 from megalaunch.engine.train.loss import IGNORED
 from megalaunch.rundir.outcome import ExitCode
 
@@ -68,6 +69,7 @@ class BatchShape:
     micro_batch_size: int
     data_rank: int
     data_size: int
+    context: Axis = Axis("cp")
 
     def indices(self, step: int) -> tuple[range, ...]:
         """The sample indices of each of this rank's microbatches in `step` (the first is 1)."""
@@ -79,7 +81,7 @@ class BatchShape:
 
 def batch_shape(global_batch_size: int, mesh: Mesh) -> BatchShape:
     """This rank's share of every global batch."""
-    return BatchShape(global_batch_size, mesh.topology.micro_batch_size, mesh.data_rank, mesh.data_size)
+    return BatchShape(global_batch_size, mesh.topology.micro_batch_size, mesh.data_rank, mesh.data_size, mesh.cp)
 
 
 class TrainBatches:
@@ -141,7 +143,7 @@ class TrainBatches:
         except (DataError, OSError) as error:
             reason = f"the training tokens of step {step} cannot be read: {error}"
             return StepBatch(indices, problem=Problem(ExitCode.DATA, reason))
-        microbatches = tuple(microbatch(group) for group in groups)
+        microbatches = tuple(share(microbatch(group), self._shape.context) for group in groups)
         if self._device.type == "cuda":
             microbatches = tuple(one.map(Tensor.pin_memory) for one in microbatches)
         return StepBatch(indices, microbatches, sum(int((m.labels != IGNORED).sum()) for m in microbatches))
@@ -157,6 +159,14 @@ def microbatch(rows: Sequence[Row]) -> MicroBatch:
     positions = _stacked([row.positions for row in rows], np.arange(tokens.shape[1]))
     documents = _stacked([row.documents for row in rows], np.zeros(tokens.shape[1], np.int64))
     return MicroBatch(tokens, labels, positions, documents)
+
+
+def share(batch: MicroBatch, context: Axis) -> MicroBatch:
+    """This rank's tokens of each sample."""
+    if context.size == 1:
+        return batch
+    places = places_of(batch.tokens.shape[1], context)
+    return batch.map(lambda part: part[:, places])
 
 
 def _stacked(parts: Sequence[npt.NDArray[np.int64] | None], otherwise: npt.NDArray[np.int64]) -> Tensor | None:

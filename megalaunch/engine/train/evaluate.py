@@ -15,7 +15,7 @@ from megalaunch.engine.ending import Problem
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.parallel.data import release
-from megalaunch.engine.train.batches import MicroBatch, microbatch
+from megalaunch.engine.train.batches import MicroBatch, microbatch, share
 from megalaunch.engine.train.loss import IGNORED, summed_token_loss
 from megalaunch.rundir.outcome import ExitCode
 
@@ -40,7 +40,7 @@ def validation_loss(
         if not may_go_on(problem) or batch is None:
             release(model)
             return None
-        batch = batch.map(lambda part: part.to(mesh.device))
+        batch = share(batch, mesh.cp).map(lambda part: part.to(mesh.device))
         logits = model(batch.tokens, batch.positions, documents_BS=batch.documents)
         sums[0] += summed_token_loss(logits, batch.labels, model.boundary.vocabulary)
         sums[1] += (batch.labels != IGNORED).sum()

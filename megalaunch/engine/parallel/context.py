@@ -1,0 +1,159 @@
+"""Context parallelism: each rank holds a part of every sample, and its queries reach the keys of the others.
+
+A sample is cut into 2 x cp chunks; rank r holds chunks r and 2 cp - 1 - r, so that a causal mask gives all ranks
+the same work. Shapes as in model/context.py; n and g are heads and groups of one rank after an all-to-all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalaunch.config.schema.parallel import ContextExchange, ParallelSpec
+from megalaunch.engine.collectives import start_exchange, start_gather, start_reduce_scatter
+from megalaunch.engine.mesh import Axis
+from megalaunch.engine.model.context import Attend, causal, seen, visible
+from megalaunch.engine.parallel.ring import RingAttention
+
+_SEQUENCE = 2  # the dim of tokens in [B, N, s, D]
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """The context of one rank; `exchanges` names one way for all layers, or one for each."""
+
+    axis: Axis
+    exchanges: tuple[ContextExchange, ...]
+
+    @classmethod
+    def of(cls, parallel: ParallelSpec, axis: Axis) -> ContextParallel:
+        """What a spec asks for."""
+        chosen = parallel.cp_exchange
+        return cls(axis, chosen if isinstance(chosen, tuple) else (chosen,))
+
+    def places(self, held: int, device: torch.device) -> Tensor:
+        """Where this rank's tokens stand in their sample, [s]."""
+        return places_of(held * self.axis.size, self.axis).to(device)
+
+    def attention(self, held: int, documents_Bs: Tensor | None, layers: int) -> Sequence[Attend]:
+        """One function for each way that is used, shared by its layers."""
+        mine = documents_Bs
+        everyone = None if mine is None else start_gather(mine, 1, self.axis).wait()
+        order = _all_places(held * self.axis.size, self.axis)
+        made: dict[ContextExchange, Attend] = {}
+        for exchange in set(self.exchanges):
+            made[exchange] = _MAKERS[exchange](self.axis, order, mine, everyone)
+        every = self.exchanges if len(self.exchanges) > 1 else self.exchanges * layers
+        return [made[exchange] for exchange in every]
+
+
+def places_of(length: int, axis: Axis) -> Tensor:
+    """The places of this rank's tokens in a sample of `length`: an early chunk, and the late one that balances it."""
+    if axis.size == 1:
+        return torch.arange(length)
+    chunks = torch.arange(length).chunk(2 * axis.size)
+    return torch.cat((chunks[axis.rank], chunks[2 * axis.size - 1 - axis.rank]))
+
+
+def _all_places(length: int, axis: Axis) -> Tensor:
+    """The places of all ranks' tokens, in rank order, [S]."""
+    return torch.cat([places_of(length, Axis(axis.name, axis.size, rank)) for rank in range(axis.size)])
+
+
+def _gathering(axis: Axis, order: Tensor, mine: Tensor | None, everyone: Tensor | None) -> Attend:
+    """Every rank gathers all keys and values; their gradients are summed where they belong (Llama 3)."""
+    held = len(order) // axis.size
+    mask = visible(order[axis.rank * held :][:held], order, mine, everyone)
+
+    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor) -> Tensor:
+        keys_values = torch.stack((k_BGsD, v_BGsD))
+        whole: Tensor = _Gather.apply(keys_values, axis)  # type: ignore[no-untyped-call]
+        k_BGSD, v_BGSD = whole.unbind()
+        return seen(mask.to(q_BNsD.device))(q_BNsD, k_BGSD, v_BGSD)
+
+    return attend
+
+
+def _ring(axis: Axis, order: Tensor, mine: Tensor | None, everyone: Tensor | None) -> Attend:
+    """Keys and values travel round the ranks."""
+    held = len(order) // axis.size
+    mask = visible(order[axis.rank * held :][:held], order, mine, everyone)
+    masks = torch.stack(mask.chunk(axis.size, dim=-1))
+
+    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor) -> Tensor:
+        keys_values = torch.stack((k_BGsD, v_BGsD))
+        out: Tensor = RingAttention.apply(q_BNsD, keys_values, masks.to(q_BNsD.device), axis)  # type: ignore[no-untyped-call]
+        return out
+
+    return attend
+
+
+def _exchanging(axis: Axis, order: Tensor, mine: Tensor | None, everyone: Tensor | None) -> Attend:
+    """Ranks trade tokens for heads: each attends over whole samples with N / cp heads (DeepSpeed-Ulysses)."""
+    natural = order.argsort()
+    local_attend: Attend = causal
+    if everyone is not None:
+        documents = everyone[:, natural.to(everyone.device)]
+        places = torch.arange(len(order), device=everyone.device)
+        local_attend = seen(visible(places, places, documents, documents))
+
+    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor) -> Tensor:
+        there, back = natural.to(q_BNsD.device), order.to(q_BNsD.device)
+        heads = (q_BNsD, *(_enough(x, axis.size) for x in (k_BGsD, v_BGsD)))
+        q_BnSD, k_BgSD, v_BgSD = (_to_heads(x, axis)[:, :, there] for x in heads)
+        return _to_tokens(local_attend(q_BnSD, k_BgSD, v_BgSD)[:, :, back], axis)
+
+    return attend
+
+
+_MAKERS = {"allgather": _gathering, "a2a": _exchanging, "p2p": _ring}
+
+
+def _enough(x_BGsD: Tensor, ranks: int) -> Tensor:
+    """Groups repeated until every rank gets one."""
+    groups = x_BGsD.shape[1]
+    return x_BGsD if groups % ranks == 0 else x_BGsD.repeat_interleave(ranks // groups, dim=1)
+
+
+def _to_heads(x_BNsD: Tensor, axis: Axis) -> Tensor:
+    """[B, N, s, D] -> [B, n, S, D], tokens in rank order."""
+    parts = torch.stack(x_BNsD.chunk(axis.size, dim=1))  # for each rank its heads
+    found: Tensor = _Exchange.apply(parts, axis)  # type: ignore[no-untyped-call]
+    return torch.cat(found.unbind(), dim=_SEQUENCE)
+
+
+def _to_tokens(x_BnSD: Tensor, axis: Axis) -> Tensor:
+    """[B, n, S, D], tokens in rank order -> [B, N, s, D]."""
+    parts = torch.stack(x_BnSD.chunk(axis.size, dim=_SEQUENCE))  # for each rank its tokens
+    found: Tensor = _Exchange.apply(parts, axis)  # type: ignore[no-untyped-call]
+    return torch.cat(found.unbind(), dim=1)
+
+
+class _Gather(torch.autograd.Function):
+    """Parts [2, B, G, s, D] joined along the tokens; backward: the ranks' gradients of one's own part, summed."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return start_gather(parts, _SEQUENCE + 1, axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return start_reduce_scatter(gradients[0], _SEQUENCE + 1, ctx.axis).wait(), None
+
+
+class _Exchange(torch.autograd.Function):
+    """Part i goes to rank i: [cp, ...] -> [cp, ...] by sender; its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return start_exchange(parts, axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return start_exchange(gradients[0], ctx.axis).wait(), None

@@ -1,0 +1,84 @@
+"""Context parallelism against one process, by each exchange; alone, with data, tensor and sequence parallelism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_ranks import run_ranks
+from oracle import assert_same, on_ranks, one_process, small_spec
+
+from megalaunch.engine.mesh import Axis, make_mesh
+from megalaunch.engine.model.context import WHOLE_SAMPLE
+from megalaunch.engine.parallel.context import ContextParallel, places_of
+from megalaunch.plan.topology import Topology
+
+VOCABULARY = 64  # divides by tp
+EXCHANGES = ("p2p", "allgather", "a2a")
+EIGHT_HEADS = {"model__num_attention_heads": 8, "model__head_dim": 4, "model__num_query_groups": 2}
+
+
+def _held_to_one_process(dp: int, cp: int, tp: int, exchange: object, **values: object) -> None:
+    spec = small_spec(
+        parallel__dp=dp,
+        parallel__cp=cp,
+        parallel__tp=tp,
+        parallel__cp_exchange=exchange,
+        model__vocab_size=VOCABULARY,
+        **values,
+    )
+    assert_same(run_ranks(dp * cp * tp, on_ranks, spec)[0], one_process(spec))
+
+
+def test_an_early_chunk_goes_with_a_late_one():
+    assert [places_of(8, Axis("cp", 2, rank)).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_two_ranks(exchange):
+    _held_to_one_process(1, 2, 1, exchange)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_more_ranks_than_key_value_heads(exchange):
+    _held_to_one_process(1, 4, 1, exchange, **EIGHT_HEADS)
+
+
+@pytest.mark.parametrize("sharding", ["no_shard", "optim_grads_params"])
+def test_with_data_parallelism(sharding):
+    _held_to_one_process(2, 2, 1, "allgather", parallel__data_sharding=sharding)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_with_tensor_and_sequence_parallelism(exchange):
+    _held_to_one_process(1, 2, 2, exchange, parallel__sequence_parallel=True, **EIGHT_HEADS)
+
+
+def test_a_way_for_each_layer():
+    _held_to_one_process(1, 2, 1, ["a2a", "p2p", "allgather"])
+
+
+def _packed(exchange: str) -> tuple[torch.Tensor, ...]:
+    """This rank's tokens of the output and gradients under an exchange, less those of attention over whole samples."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(2, n, 16, 4, generator=generator) for n in (4, 2, 2, 4))
+    documents = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3, 4, 4, 4, 4]).expand(2, -1)
+    axis = make_mesh(Topology.of(small_spec(parallel__dp=1, parallel__cp=4)), torch.device("cpu"), dist.get_rank()).cp
+    places = places_of(16, axis)
+    context = ContextParallel(axis, (exchange,))
+    results = []
+    for parts, attend in (
+        ([x[:, :, places] for x in (q, k, v)], context.attention(4, documents[:, places], 1)[0]),
+        ([q, k, v], WHOLE_SAMPLE.attention(16, documents, 1)[0]),
+    ):
+        leaves = [part.clone().requires_grad_() for part in parts]
+        out = attend(*leaves)
+        out.backward(dout if out.shape == dout.shape else dout[:, :, places])
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    return tuple(mine - whole[:, :, places] for mine, whole in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_packed_documents_do_not_see_each_other(exchange):
+    for differences in run_ranks(4, _packed, exchange):
+        assert max(abs(difference).max() for difference in differences) < 1e-5
