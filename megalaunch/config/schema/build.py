@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+_LARGEST_WHOLE = 10**30  # far beyond every setting, and every sum and product of a few is still a float
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ def _beyond_limits(typed: Any, entry: Field[Any]) -> Iterator[str]:
             yield f"must be at least {minimum}, got {_shown(number)}"
         if maximum is not None and number > maximum:
             yield f"must be at most {maximum}, got {_shown(number)}"
+        elif isinstance(number, int) and abs(number) > _LARGEST_WHOLE:
+            yield f"must be at most {_LARGEST_WHOLE:.0e}, got {_shown(number)}"
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:

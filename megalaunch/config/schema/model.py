@@ -23,7 +23,7 @@ class ModelSpec:
 
     name: str = setting("custom", "Name shown in tables and reports.")
     family: Family = setting("llama", "Family file that assembles the decoder and names its tensors.")
-    num_layers: int = setting(meaning="Decoder layers.", minimum=1)
+    num_layers: int = setting(meaning="Decoder layers.", minimum=1, maximum=100_000)
     hidden_size: int = setting(meaning="Width of the residual stream.", minimum=1)
     ffn_hidden_size: int = setting(meaning="Inner width of a dense feed-forward block.", minimum=1)
     num_attention_heads: int = setting(meaning="Query heads.", minimum=1)
