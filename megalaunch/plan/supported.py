@@ -71,7 +71,12 @@ LIMITS = (
     Limit("precision.gradients", ("fp32",), "gradients kept in bf16"),
     Limit("precision.moments", ("fp32",), "moments in bf16"),
     Limit("precision.residual", ("compute",), "a residual stream in fp32"),
-    Limit("recompute.granularity", ("none",), "recomputing activations"),
+    Limit(
+        "recompute.modules",
+        ("attention", "norm", "mlp", "activation"),
+        "recomputing parts of experts and of latent attention",
+    ),
+    Limit("recompute.num_layers", (1,), "recomputing several layers as one", idle=("recompute.method", "block")),
     Limit("recompute.offload_layers", (0,), "activations in host memory"),
     Limit("optimizer.name", ("adamw",), "other optimizers"),
     Limit("optimizer.embedding_lr", (None,), "a rate of its own for embedding and head"),

@@ -51,8 +51,12 @@ class Attention(nn.Module):
         v_BGTD = self._heads(values)
         if store is not None:
             k_BGTD, v_BGTD = store.extend(k_BGTD, v_BGTD)
-        out_BNSD = attend(q_BNSD, k_BGTD, v_BGTD)
+        out_BNSD = self.core(attend, q_BNSD, k_BGTD, v_BGTD)
         return self.boundary.leave(out_BNSD.transpose(1, 2).flatten(2), self.o_proj)
+
+    def core(self, attend: Attend, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """What lies between the projections."""
+        return attend(queries, keys, values)
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)

@@ -23,4 +23,8 @@ class GatedMLP(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         gate, up = self.boundary.enter(x_BSH, self.gate_proj, self.up_proj)
-        return self.boundary.leave(swiglu(gate, up), self.down_proj)
+        return self.boundary.leave(self.activate(gate, up), self.down_proj)
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up."""
+        return swiglu(gate, up)

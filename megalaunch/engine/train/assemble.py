@@ -18,6 +18,7 @@ from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.init import initialise
 from megalaunch.engine.parallel.context import ContextParallel
 from megalaunch.engine.parallel.data import shard
+from megalaunch.engine.parallel.recompute import recompute
 from megalaunch.engine.parallel.tensor import TensorParallel, divide
 from megalaunch.engine.precision.policy import sharding_policy
 from megalaunch.engine.train.agreement import end_together
@@ -38,6 +39,7 @@ def sharded_model(spec: RunSpec, mesh: Mesh) -> Decoder:
     with torch.device("meta"):
         model = build_decoder(spec.model, _boundary(spec, mesh), _context(spec, mesh))
     divide(model, mesh.grid["tp"])
+    recompute(model, spec.recompute)
     shard(model, mesh, spec.parallel.data_sharding, sharding_policy(spec.precision))
     model.to_empty(device=mesh.device)
     model.tie()

@@ -1,0 +1,65 @@
+"""Recomputed activations change no number, under any kind of parallelism, and are no longer kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from forked_ranks import run_ranks
+from oracle import assert_same, on_ranks, one_process, small_spec
+
+from megalaunch.config.schema.recompute import RecomputeSpec
+from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.model.init import initialise
+from megalaunch.engine.parallel.recompute import recompute
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "full": {"recompute__granularity": "full"},
+    "some layers": {"recompute__granularity": "full", "recompute__method": "block", "recompute__num_layers": 2},
+    "parts": {"recompute__granularity": "selective", "recompute__modules": ["attention", "norm", "activation"]},
+    "mlp": {"recompute__granularity": "selective", "recompute__modules": ["mlp"]},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"parallel__dp": 2},
+    "dp2 zero3": {"parallel__dp": 2, "parallel__data_sharding": "optim_grads_params", "batch__micro_batch_size": 1},
+    "tp2 sp": {"parallel__dp": 1, "parallel__tp": 2, "parallel__sequence_parallel": True},
+    "cp2": {"parallel__dp": 1, "parallel__cp": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("choice", ["full", "parts"])
+def test_every_layout(layout, choice):
+    spec = small_spec(**LAYOUTS[layout], **CHOICES[choice], model__vocab_size=64)
+    assert_same(run_ranks(2, on_ranks, spec)[0], one_process(spec))
+
+
+@pytest.mark.parametrize("choice", ["some layers", "mlp"])
+def test_other_choices(choice):
+    spec = small_spec(**LAYOUTS["dp2"], **CHOICES[choice])
+    assert_same(run_ranks(2, on_ranks, spec)[0], one_process(spec))
+
+
+def _kept(**settings: Any) -> int:
+    """Bytes that the backward pass of a small decoder holds on to."""
+    model = build_decoder(small_spec().model)
+    initialise(model, 0)
+    recompute(model, RecomputeSpec(**settings))
+    seen: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(torch.zeros(2, 16, dtype=torch.int64))
+    return sum(seen.values())
+
+
+def test_less_is_kept():
+    everything, full = _kept(granularity="none"), _kept(granularity="full")
+    block = _kept(granularity="full", method="block", num_layers=1)
+    parts = _kept(granularity="selective", modules=("norm", "activation"))
+    assert full < block < everything
+    assert full < parts < everything
