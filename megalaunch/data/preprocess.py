@@ -226,7 +226,7 @@ def _workers_starting() -> Iterator[None]:
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     names: dict[str, Any] = vars(sys.modules["__main__"])
-    kept = {name: names[name] for name in ("__spec__", "__file__") if name in names}
+    kept: dict[str, Any] = {name: names[name] for name in ("__spec__", "__file__") if name in names}
     names["__spec__"] = None
     names.pop("__file__", None)
     try:

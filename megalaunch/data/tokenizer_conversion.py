@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalaunch.data.errors import DataError, cannot
-from megalaunch.data.sentencepiece_file import PieceKind, SentencePieceModel, read_sentencepiece
+from megalaunch.data.sentencepiece_file import Piece, PieceKind, SentencePieceModel, read_sentencepiece
 
 if TYPE_CHECKING:
     import tokenizers
@@ -173,7 +173,15 @@ def _byte_level(
 def sentencepiece_end(content: bytes) -> str | None:
     """The piece that ends a text in a SentencePiece model."""
     model = read_sentencepiece(content)
-    return None if model is None else model.end
+    if model is None or model.kind != "unigram":
+        return None if model is None else model.end
+    return next((_unigram_name(piece) for piece in model.pieces if piece.text == model.end), None)
+
+
+def _unigram_name(piece: Piece) -> str:
+    """A piece that no text may give gets a name with a space, which is in no text once spaces are replaced."""
+    hidden = piece.kind in (PieceKind.CONTROL, PieceKind.UNUSED, PieceKind.UNKNOWN)
+    return " " + piece.text if hidden else piece.text
 
 
 def of_sentencepiece(path: Path, content: bytes) -> tokenizers.Tokenizer:
@@ -200,13 +208,7 @@ def _sentencepiece_model(path: Path, model: SentencePieceModel) -> Any:
     from tokenizers import models
 
     if model.kind == "unigram":
-        scores = [(piece.text, piece.score) for piece in model.pieces]
-        # Pieces that no text may give are put out of reach of the best path.
-        hidden = (PieceKind.CONTROL, PieceKind.UNUSED)
-        scores = [
-            (text, -1e6 if piece.kind in hidden else score)
-            for piece, (text, score) in zip(model.pieces, scores, strict=True)
-        ]
+        scores = [(_unigram_name(piece), piece.score) for piece in model.pieces]
         return models.Unigram(scores, model.unknown, model.byte_fallback)
     if model.kind == "BPE":
         vocabulary = {piece.text: number for number, piece in enumerate(model.pieces)}
