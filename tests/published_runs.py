@@ -52,6 +52,14 @@ _FP8 = ("precision.compute=fp8", "precision.gradients=bf16", "precision.reduce=b
 _OVERLAP = ("parallel.overlap_tp=true", "parallel.overlap_pipeline=true")
 
 
+# The rows that constants of plan/cost/constants.py were set on, one row each.
+CALIBRATED = {
+    "MATMUL_16": "Llama-3.1-70B bf16, 64",
+    "TP_EXPOSED": "Llama-3.1-405B bf16, 512",
+    "MATMUL_8": "Llama3.1-405B FP8, 1024",
+}
+
+
 @dataclass(frozen=True)
 class Published:
     """One run. `tokens` are tokens/s/GPU, `gigabytes` the measured peak (10^9), `layout` a layout name.
@@ -270,6 +278,19 @@ OTHERS = (
         1061,
         note="TP2 PP8 VP4 EP64; stages and recomputation assumed",
     ),
+)
+# llmq (C++/CUDA) on one H100, 524,288 tokens a step, bf16 moments: the only published single-device training rates.
+ONE_DEVICE = tuple(
+    Published(
+        f"Qwen2.5-{size} llmq bf16, 1",
+        (f"model=qwen25_{size.lower().replace('.', '_')}",),
+        1,
+        "dp",
+        (1024, micro, 512),
+        (*_BF16, "precision.moments=bf16"),
+        rate,
+    )
+    for size, micro, rate in (("0.5B", 32, 149500), ("1.5B", 32, 58900), ("3B", 16, 30900), ("7B", 4, 13850))
 )
 # Whose peaks Megatron's accounting is held to. The logging rank of Megatron-LM is the last.
 # Bridge's SFT recipe (perf_recipes/llama/h100): bf16 gradients, 8-bit parameters without cached transposes, head

@@ -8,15 +8,9 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from published_runs import BRIDGE, DGXC
+from published_runs import BRIDGE, CALIBRATED, DGXC
 
 from megalaunch.plan.cost import step_time
-
-CALIBRATED = {  # constant of plan/cost/constants.py -> the row it was set on
-    "MATMUL_16": "Llama-3.1-70B bf16, 64",
-    "TP_EXPOSED": "Llama-3.1-405B bf16, 512",
-    "MATMUL_8": "Llama3.1-405B FP8, 1024",
-}
 
 
 def _error(run):

@@ -1,0 +1,127 @@
+"""`megalaunch plan` as a user runs it, and its page: what is printed there is what the commands print."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megalaunch.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+WORDS = ("recipe=llama3_8b", "parallel=tp4pp4", "cluster.nodes=2", "cluster.devices_per_node=8")
+
+run = CliRunner()
+
+
+def plan(*words):
+    return run.invoke(app, ["plan", *words])
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"(?m)^(  run +).*$", r"\1HERE", text.rstrip())
+
+
+def test_the_page_shows_what_the_command_prints():
+    shown = re.search(r"^\$ megalaunch plan (.*?)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    assert shown[1].split() == list(WORDS)
+    result = plan(*WORDS)
+    assert result.exit_code == 0
+    assert _plain(result.output) == _plain(shown[2])
+
+
+def test_the_page_s_tables_are_those_of_the_benchmark():
+    file = ROOT / "scripts/benchmarks/plan.py"
+    spec = importlib.util.spec_from_file_location("plan_benchmark", file)
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    for part in benchmark.tables().split("\n\n"):
+        assert part in PAGE, "docs/plan.md is stale: scripts/bench plan prints its tables"
+
+
+def test_json_has_every_part():
+    result = plan(*WORDS, "--json", "--assumptions", "--tokens", "15T")
+    report = json.loads(result.output)
+    assert (result.exit_code, report["valid"]) == (0, True)
+    tp, pp = report["ranks"]
+    assert (tp["axis"], tp["size"], tp["count"], tp["first"], tp["inside_node"]) == ("tp", 4, 4, [0, 1, 2, 3], True)
+    assert (pp["axis"], pp["first"], pp["inside_node"]) == ("pp", [0, 4, 8, 12], False)
+    memory, time = report["memory"], report["time"]
+    assert memory["total"] == pytest.approx(sum(memory["bytes"].values()))
+    assert len(memory["total_by_pipeline_rank"]) == 4
+    assert memory["total"] == max(memory["total_by_pipeline_rank"])
+    exposed = sum(exchange["exposed"] for exchange in time["communication"].values())
+    parts = sum(time["compute"].values()) + exposed + time["bubble"] + time["optimizer"]
+    assert time["step_seconds"] == pytest.approx(parts)
+    per_second = time["tokens_per_second_per_device"] * 16
+    assert time["days"] == pytest.approx(15e12 / per_second / 86400)
+    assert all({"name", "value", "source"} <= set(entry) and entry["source"] for entry in report["assumptions"])
+
+
+def test_what_does_not_fit_is_planned_all_the_same_and_refused():
+    result = plan("recipe=llama3_8b", "batch.micro_batch_size=8")
+    assert result.exit_code == 2
+    assert "error: batch.micro_batch_size  [memory.fits]" in result.output
+    assert "memory of the fullest rank" in result.output
+
+
+def test_what_does_not_divide_has_findings_and_no_plan():
+    result = plan("recipe=llama3_8b", "parallel=tp3pp7")
+    assert result.exit_code == 2
+    assert "error: parallel.tp" in result.output
+    assert "no plan: " in result.output
+    report = json.loads(plan("recipe=llama3_8b", "parallel=tp3pp7", "--json").output)
+    assert report["valid"] is False
+    assert "memory" not in report
+
+
+def test_a_processor_has_memory_and_no_speed():
+    result = plan("recipe=tiny", "data.corpus=x", "platform=cpu", "precision=fp32")
+    assert result.exit_code == 0, result.output
+    assert "not predicted: the speed of cpu is not known" in result.output
+    assert json.loads(plan("recipe=tiny", "data.corpus=x", "platform=cpu", "--json").output)["time"] is None
+
+
+@pytest.mark.parametrize(("text", "days"), [("1T", 109.51), ("1000B", 109.51), ("1e12", 109.51)])
+def test_a_budget_of_tokens(text, days):
+    report = json.loads(plan(*WORDS, "--json", "--tokens", text).output)
+    assert report["time"]["budget_tokens"] == 1e12
+    assert report["time"]["days"] == pytest.approx(days, rel=0.01)
+
+
+@pytest.mark.parametrize("text", ["many", "-3B", "0", "3X"])
+def test_a_budget_that_is_no_number_is_refused(text):
+    result = plan(*WORDS, f"--tokens={text}")
+    assert result.exit_code == 2
+    assert "a number of tokens is written 15T" in result.output
+
+
+def test_devices_without_a_search_are_refused():
+    result = plan(*WORDS, "--devices", "64")
+    assert result.exit_code == 2
+    assert "--devices belongs to --search" in result.output
+
+
+def test_a_word_that_is_no_key_is_refused_as_everywhere():
+    result = plan("recipe=llama3_8b", "parallel.tpp=2")
+    assert result.exit_code == 2
+    assert "did you mean" in result.output
+
+
+def test_torch_is_not_imported():
+    code = (
+        "import sys; from typer.testing import CliRunner; from megalaunch.cli.app import app;"
+        "r = CliRunner().invoke(app, ['plan', 'recipe=llama3_8b']);"
+        "assert r.exit_code == 0, r.output; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
