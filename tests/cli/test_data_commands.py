@@ -1,0 +1,178 @@
+"""`megalaunch data` and `megalaunch tokenizer` as a user meets them."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from token_files import sentences, small_tokenizer, write_jsonl, write_tokens
+
+from megalaunch.data.errors import DataError
+from megalaunch.data.indexed import IndexedTokens
+from megalaunch.data.preprocess import preprocess
+from megalaunch.data.preprocess_report import check_report
+from megalaunch.data.preprocess_settings import Settings
+from megalaunch.data.token_merge import merge, split
+from megalaunch.data.token_verify import verify
+from megalaunch.data.tokenizer import load_tokenizer
+
+
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    program = "from megalaunch.cli.app import main; main()"
+    command = [sys.executable, "-c", program, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def content(prefix: Path) -> list[bytes]:
+    return [Path(f"{prefix}{end}").read_bytes() for end in (".bin", ".idx")]
+
+
+@pytest.fixture
+def made(tmp_path) -> Path:
+    """The prefix of a preprocessed corpus, its report beside it."""
+    tokenizer = small_tokenizer(tmp_path / "tokenizer.json")
+    path = write_jsonl(tmp_path / "in.jsonl", ["", *sentences(60)])
+    chosen = Settings(tokenizer, append_eod=True)
+    return preprocess([str(path)], tmp_path / "out", chosen, lambda progress: None).prefixes[0]
+
+
+def test_inspect(made, tmp_path):
+    done = run("data", "inspect", made, "--documents", 2, "--png", tmp_path / "lengths.png")
+    assert done.returncode == 0, done.stderr
+    read = IndexedTokens(made)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"61 documents, 60 sequences, {read.num_tokens:,} tokens of uint16 (")
+    assert lines[1].startswith(f"a document: 0 to {max(read.lengths):,} tokens, {read.num_tokens / 61:,.1f} on average")
+    bins = [line for line in lines if " tokens  " in line and line.startswith(" ")]
+    assert sum(int(line.split()[-1].replace(",", "")) for line in bins) == 61
+    assert bins[0].split()[0] == "0"
+    assert "--- document 0: 0 tokens in 0 sequences: " in lines
+    assert sentences(1)[0] + "<|endoftext|>" in done.stdout
+    assert (tmp_path / "lengths.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_inspect_without_a_tokenizer_shows_ids(tmp_path):
+    done = run("data", "inspect", write_tokens(tmp_path / "x", [[1, 2, 3]]))
+    assert "no tokenizer is known (give --tokenizer), so ids are shown" in done.stdout
+    assert "--- document 0: 3 tokens in 1 sequences: 1 2 3\n" in done.stdout
+
+
+def test_verify(made, tmp_path):
+    done = run("data", "verify", made)
+    assert done.returncode == 0, done.stderr
+    assert "good. 61 documents, 60 sequences" in done.stdout
+    assert "every byte is as it was written" in done.stdout
+    done = run("data", "verify", tmp_path / "nowhere")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "no such file" in done.stderr
+
+
+def quiet(done: int, total: int) -> None: ...
+
+
+def test_verify_finds_a_flipped_bit_and_ids_beyond_the_vocabulary(made, tmp_path):
+    path = Path(f"{made}.bin")
+    good = path.read_bytes()
+    path.write_bytes(good[:100] + bytes([good[100] ^ 1]) + good[101:])
+    with pytest.raises(DataError, match=r"out_text_document\.bin: bytes 0 to [\d,]+ are not those that were written"):
+        verify(made, None, quiet)
+    prefix = write_tokens(tmp_path / "x", [[1, 2, 3], [], [4, 5, 600, 7]])
+    assert verify(prefix, 601, quiet).largest == 600
+    assert not verify(prefix, None, quiet).hashed
+    cause = r"x\.bin: id 600 of document 2, token 2, is beyond the vocabulary of 600"
+    with pytest.raises(DataError, match=cause):
+        verify(prefix, 600, quiet)
+    done = run("data", "verify", prefix, "--vocab-size", 600)
+    assert (done.returncode, "id 600 of document 2" in done.stderr) == (3, True)
+
+
+@given(
+    st.lists(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=6), max_size=3), min_size=1, max_size=20),
+    st.lists(st.integers(0, 20), min_size=1, max_size=5),
+)
+@settings(max_examples=40, deadline=None)
+def test_merging_shards_equals_one_pass(tmp_path_factory, documents, cuts):
+    """For any cut of the text into shards; empty shards, empty documents and several sentences included."""
+    folder = tmp_path_factory.mktemp("shards")
+    words = [[" ".join(f"w{token}" for token in sentence) for sentence in document] for document in documents]
+    lines = [json.dumps({"text": document}) + "\n" for document in words]
+    tokenizer = small_tokenizer(folder / "tokenizer.json", 270)
+    borders = sorted({0, len(lines), *(cut for cut in cuts if cut < len(lines))})
+    prefixes = []
+    for number, (first, last) in enumerate(pairwise(borders)):
+        (folder / f"{number}.jsonl").write_text("".join(lines[first:last]))
+        chosen = Settings(tokenizer, append_eod=True)
+        made = preprocess([str(folder / f"{number}.jsonl")], folder / f"part{number}", chosen, lambda progress: None)
+        prefixes.append(made.prefixes[0])
+    (folder / "all.jsonl").write_text("".join(lines))
+    whole = preprocess(
+        [str(folder / "all.jsonl")], folder / "whole", Settings(tokenizer, append_eod=True), lambda p: None
+    )
+    merge(prefixes, folder / "merged")
+    assert content(folder / "merged") == content(whole.prefixes[0])
+    parts = split(whole.prefixes[0], folder / "cut", [3, 1, 0, 2])
+    assert sum(IndexedTokens(part).num_documents for part in parts) == len(documents)
+    merge(parts, folder / "again")
+    assert content(folder / "again") == content(whole.prefixes[0])
+
+
+def test_merge_and_split_commands(made, tmp_path):
+    done = run("data", "split", made, "--output-prefix", tmp_path / "parts" / "p", "--shares", "9,1")
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[1].split(",")[0] for line in done.stdout.splitlines()] == [" 55 documents", " 6 documents"]
+    done = run("data", "merge", tmp_path / "parts", "--output-prefix", tmp_path / "merged")
+    assert done.returncode == 0, done.stderr
+    assert content(tmp_path / "merged") == content(made)
+    for words, cause in (
+        (["--shares", "a"], "no numbers"),
+        ([], "--shares or --parts"),
+        (["--shares", "0"], "above 0"),
+    ):
+        done = run("data", "split", made, "--output-prefix", tmp_path / "q", *words)
+        assert (done.returncode, cause in done.stderr) == (2, True)
+
+
+def test_merge_refuses_what_does_not_fit(tmp_path):
+    first, second = write_tokens(tmp_path / "a", [[1]]), write_tokens(tmp_path / "b", [[1]], vocab_size=70_000)
+    with pytest.raises(DataError, match=r"b: its tokens are int32, those of .*a are uint16"):
+        merge([first, second], tmp_path / "c")
+    with pytest.raises(DataError, match="both source and target"):
+        merge([first, second.with_name("a")], first)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="the folder holds no token files"):
+        merge([tmp_path / "empty"], tmp_path / "c")
+    assert not list(tmp_path.glob("*c.*"))
+
+
+def test_the_report_is_checked_against_the_tokenizer(made, tmp_path):
+    line = check_report(made, load_tokenizer(tmp_path / "tokenizer.json"))
+    assert (
+        line
+        == f"out_text_document: 61 documents, {IndexedTokens(made).num_tokens:,} tokens (preprocessed from 1 files)"
+    )
+    other = load_tokenizer(small_tokenizer(tmp_path / "other.json", 280))
+    with pytest.raises(DataError, match=r"made with another tokenizer \(.*tokenizer\.json\)\. Set tokenizer\.path"):
+        check_report(made, other)
+    assert check_report(tmp_path / "none", other) is None
+
+
+def test_tokenizer_train_and_inspect(tmp_path):
+    write_jsonl(tmp_path / "in.jsonl", sentences(300))
+    words = (tmp_path / "in.jsonl", "--vocab-size", 300)
+    done = run("tokenizer", "train", *words, "--output", tmp_path / "a.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{tmp_path}/a.json: 300 tokens, learned from 0.0 million characters")
+    assert run("tokenizer", "train", *words, "--output", tmp_path / "b.json").returncode == 0
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    done = run("tokenizer", "inspect", tmp_path / "a.json", "--text", "the sea")
+    assert "BPE, 300 tokens, stored as uint16\nend of document: <|endoftext|> (0)\n" in done.stdout
+    assert "preprocess encodes with" in done.stdout
+    assert done.stdout.splitlines()[-1].split(" tokens: ")[0].isdigit()
+    (tmp_path / "in.jsonl").write_text("")
+    done = run("tokenizer", "train", *words, "--output", tmp_path / "c.json")
+    assert (done.returncode, "no text to learn from" in done.stderr) == (3, True)
+    assert not list(tmp_path.glob("*c.json*"))

@@ -1,0 +1,88 @@
+"""A Megatron user's preprocessing command works as it is."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from token_files import sentences, small_tokenizer, write_jsonl
+
+from megalaunch.cli.megatron_words import rewrite
+from megalaunch.data.indexed import IndexedTokens
+
+
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    program = "from megalaunch.cli.app import main; main()"
+    command = [sys.executable, "-c", program, "preprocess", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_of_megatrons_guide(tmp_path):
+    tokenizer = small_tokenizer(tmp_path / "tokenizer.json")
+    write_jsonl(tmp_path / "data.jsonl", sentences(40))
+    words = f"--input {tmp_path}/data.jsonl --output-prefix {tmp_path}/processed_data --tokenizer-type "
+    words += f"HuggingFaceTokenizer --tokenizer-model {tokenizer} --workers 2 --append-eod"
+    done = run(*words.split())
+    assert done.returncode == 0, done.stderr
+    read = IndexedTokens(tmp_path / "processed_data_text_document")
+    assert read.num_documents == 40
+    assert read.tokens(0)[-1] == 0
+
+
+def test_gpt2_files_lists_and_partitions(tmp_path):
+    model = json.loads(small_tokenizer(tmp_path / "tokenizer.json", 400).read_text(encoding="utf-8"))["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "\n".join(pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])
+    (tmp_path / "merges.txt").write_text(merges, encoding="utf-8")
+    for name in "ab":
+        records = "".join(json.dumps({"text": text, "more": text[:9]}) + "\n" for text in sentences(20))
+        (tmp_path / f"{name}.json").write_text(records)
+    done = run(
+        *("--input", tmp_path / "a.json", tmp_path / "b.json", "--json-keys", "text", "more"),
+        *("--output-prefix", tmp_path / "out", "--tokenizer-type", "GPT2BPETokenizer"),
+        *("--vocab-file", tmp_path / "vocab.json", "--merge-file", tmp_path / "merges.txt", "--workers", "1"),
+        *("--partitions", "2", "--keep-sequential-samples", "--log-interval", "10"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "note: --partitions is not needed" in done.stderr
+    assert "40 documents" in done.stderr  # the progress line that --log-interval asks for
+    for key in ("text", "more"):
+        assert IndexedTokens(tmp_path / f"out_{key}_document").num_documents == 40
+
+
+def test_unknown_tokenizer_types_are_named(tmp_path):
+    done = run("--input", "x", "--output-prefix", tmp_path / "o", "--tokenizer-type", "BertWordPieceCase")
+    assert done.returncode == 2
+    assert done.stderr.startswith("--tokenizer-type BertWordPieceCase is not known here; known are HuggingFaceTok")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--input a b --workers 2", "--workers 2 a b"),
+        ("--input=a --tokenizer-model=t", "--tokenizer t a"),
+        ("a b --output-prefix p --tokenizer t", "a b --output-prefix p --tokenizer t"),
+        ("--json-keys x y --input -", "--json-key x --json-key y -"),
+        ("--lang german --split-sentences --tokenizer-type Llama2Tokenizer", "--language german --split-sentences"),
+        ("--partitions 1 --append-eod", "--append-eod"),
+    ],
+)
+def test_words(words, expected):
+    rewritten = rewrite(words.split())
+    assert rewritten.words == expected.split()
+    assert rewritten.notes == []
+
+
+def test_split_sentences_with_nltks_tables(tmp_path):
+    """A sequence a sentence; without the package, its name."""
+    tokenizer = small_tokenizer(tmp_path / "tokenizer.json")
+    path = Path(write_jsonl(tmp_path / "in.jsonl", ["The sea. The shore."]))
+    done = run(path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--split-sentences", "--workers", 1)
+    try:
+        import nltk  # noqa: F401
+    except ImportError:
+        assert done.returncode == 3
+        assert done.stderr == "splitting sentences needs the package nltk. pip install nltk brings it.\n"
+    else:
+        assert done.returncode == 0 or "NLTK has no Punkt tables for english" in done.stderr
