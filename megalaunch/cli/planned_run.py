@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
@@ -31,6 +31,7 @@ class PlannedRun:
     directory: RunDirectory
     state: RunState
     decision: Decision
+    derived: tuple[Finding, ...] = ()
 
 
 def plan_run(words: list[str], starts: bool) -> PlannedRun:
@@ -52,7 +53,8 @@ def plan_run(words: list[str], starts: bool) -> PlannedRun:
         refuse(problems_text(error.problems))
     machine = detect_machine()
     recipe = composition.choices.get("recipe")
-    spec = resolve(composition.spec, machine, recipe).spec
+    resolution = resolve(composition.spec, machine, recipe)
+    spec = resolution.spec
     directory = RunDirectory(Path(str(spec.run.directory)))
     try:
         state = inspect_run(directory)
@@ -61,9 +63,10 @@ def plan_run(words: list[str], starts: bool) -> PlannedRun:
     except SpecError as error:
         refuse(f"error: {error}\nfix:  name another run.directory")
     if state.stored is not None:
-        spec = resolve(composition.spec, machine, recipe, state.stored).spec
+        resolution = resolve(composition.spec, machine, recipe, state.stored)
+        spec = resolution.spec
     try:
-        planned = PlannedRun(composition, spec, machine, directory, state, decide(state, spec))
+        planned = PlannedRun(composition, spec, machine, directory, state, decide(state, spec), resolution.notes)
     except RunDirectoryError as error:
         refuse_directory(error)
     _check(planned, starts)
@@ -81,7 +84,8 @@ def _check(planned: PlannedRun, starts: bool) -> None:
     from megalaunch.plan.topology import Topology
 
     spec, stored = planned.spec, planned.state.stored
-    findings = check(spec, planned.composition.origins, purpose="train")
+    doubts = [finding for finding in planned.derived if finding.severity != "note"]  # an emulated format
+    findings = [*check(spec, planned.composition.origins, purpose="train"), *doubts]
     if starts:
         findings += machine_mismatch(spec, planned.machine)
     else:  # other machines, or the user's own hands, may start it
@@ -145,15 +149,10 @@ def with_data(planned: PlannedRun) -> RunSpec:
 def _with_prepared(planned: PlannedRun, prepared: PreparedData) -> RunSpec:
     from megalaunch.cli.exit import refuse
     from megalaunch.config.schema import with_values
+    from megalaunch.data.prepare import prepared_values
 
     spec = planned.spec
-    values: dict[str, Any] = {
-        "data.train_prefix": _text(prepared.train_prefix),
-        "data.validation_prefix": _text(prepared.validation_prefix),
-        "data.blend": prepared.blend,
-        "data.validation_blend": prepared.validation_blend,
-        "tokenizer.path": _text(prepared.tokenizer_path),
-    }
+    values = prepared_values(prepared)
     origin = planned.composition.origins.get("model.vocab_size")
     given = origin is not None and origin.kind != "default" and not origin.open
     size = spec.model.vocab_size
@@ -165,10 +164,6 @@ def _with_prepared(planned: PlannedRun, prepared: PreparedData) -> RunSpec:
             f"fix:  model.vocab_size={prepared.vocab_size}, or leave it out"
         )
     return with_values(spec, values)
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def refuse_directory(error: RunDirectoryError) -> NoReturn:

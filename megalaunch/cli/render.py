@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -100,7 +101,8 @@ def finding_block(finding: Finding) -> str:
         lines.append(f"  from: {finding.origin}")
     if finding.fixes:
         lines.append("  fix:  " + "   or   ".join(finding.fixes))
-    lines.append(f"  why:  {REFERENCE}#{anchor_of(finding.rule)}")
+    if finding.rule != "config.schema":  # its message says all there is to say
+        lines.append(f"  why:  {REFERENCE}#{anchor_of(finding.rule)}")
     return "\n".join(lines)
 
 
@@ -110,6 +112,11 @@ def _columns(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _number(value: Any) -> str:
+    """Thousands apart; a list with repeats counted (`15, 6 x 16, 15`)."""
+    if isinstance(value, list):
+        runs = [(item, len(list(same))) for item, same in itertools.groupby(value)]
+        shown = [f"{count} x {_number(item)}" if count > 1 else _number(item) for item, count in runs]
+        return ", ".join(shown if len(shown) <= 12 else [*shown[:11], "..."])
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 

@@ -80,9 +80,19 @@ def nearest_key(word: str) -> str | None:
             score = max(0.9 * score, (0.95 if section == candidate_section else 0.9) * by_name)
         if score > best_score:
             best, best_score = candidate, score
-    if best is None and not section:
-        best = next((path for path in schema_keys() if path.endswith(f".{word}")), None)
-    return best
+    return _key_named_like(word) if best is None and not section else best
+
+
+def _key_named_like(name: str) -> str | None:
+    """The key whose last part is nearest to a word without a section: `stepz` means train.steps."""
+
+    def likeness(path: str) -> float:
+        last = path.rpartition(".")[2]
+        begins = 0.7 if len(name) > 2 and last.startswith(name) else 0.0
+        return max(begins, difflib.SequenceMatcher(None, name, last).ratio())
+
+    best = max(schema_keys(), key=likeness)
+    return best if likeness(best) >= 0.7 else None
 
 
 def suggestion(word: str) -> str:

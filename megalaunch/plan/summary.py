@@ -8,7 +8,10 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.plan.batch import tokens_per_step
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.parameters import count_parameters
+from megalaunch.plan.stages import StageError, stages_of, virtual_stages
 from megalaunch.plan.topology import Topology
+
+_FILL_AND_DRAIN = ("auto", "gpipe", "1f1b", "interleaved")
 
 
 def derived_values(spec: RunSpec) -> dict[str, Any]:
@@ -20,8 +23,9 @@ def derived_values(spec: RunSpec) -> dict[str, Any]:
     if None not in (model.head_dim, model.num_query_groups, model.vocab_size):
         values["parameters"] = count_parameters(model).total
         values["step_flops"] = step_flops(spec)
-    if model.num_layers % p.pp == 0:
-        values["layers_per_stage"] = model.num_layers // p.pp
+    if model.vocab_size is not None:
+        values["padded_vocab_size"] = padded_vocabulary(model.vocab_size, p.tp)
+    values |= _stages(spec)
     values["tokens_per_step"] = tokens_per_step(spec)
     values["tokens_in_all"] = tokens_per_step(spec) * spec.train.steps
     try:
@@ -35,6 +39,36 @@ def derived_values(spec: RunSpec) -> dict[str, Any]:
         "micro_batch_size": topology.micro_batch_size,
         "microbatches": topology.microbatches,
     }
-    if topology.ep > 1:
+    if model.moe.num_experts is not None:
         values["expert_dp"] = topology.edp
+    if p.pp > 1 and p.schedule in _FILL_AND_DRAIN:
+        values["bubble"] = round(bubble(p.pp, virtual_stages(spec), topology.microbatches), 4)
+    return values
+
+
+def padded_vocabulary(size: int, tp: int, grain: int = 128) -> int:
+    """Rows that Megatron-LM gives an embedding: the next multiple of 128 x tp (`make-vocab-size-divisible-by`).
+
+    Ours are `model.vocab_size`, padded only by who asks for it, so that a checkpoint does not depend on tp.
+    """
+    return -(-size // (grain * tp)) * grain * tp
+
+
+def bubble(pp: int, chunks: int, microbatches: int) -> float:
+    """Part of a step in which a rank waits for the pipeline to fill and drain, with equal stages (0 to 1).
+
+    (pp - 1) / (chunks x microbatches + pp - 1), of gpipe, 1f1b and interleaved: Narayanan et al. 2021.
+    """
+    return (pp - 1) / (chunks * microbatches + pp - 1)
+
+
+def _stages(spec: RunSpec) -> dict[str, Any]:
+    """Layers of each stage in pipeline order: one number where all have as many, else a list."""
+    try:
+        counts = [len(stage.layers) for stage in stages_of(spec)]
+    except StageError:
+        return {}
+    values: dict[str, Any] = {"layers_per_stage": counts[0] if len(set(counts)) == 1 else counts}
+    if virtual_stages(spec) > 1:
+        values["stages"] = len(counts)
     return values

@@ -35,7 +35,10 @@ def test_findings_as_text():
     ]
     assert findings_text(found, {"dp": 2000}) == (
         "error: parallel.tp  [parallel.x]\n  too much\n  from: command line\n"
-        "  fix:  parallel.tp=1   or   a=1 b=2\n\n"
-        "warning: z  [y]\n  hm\n\nnotes\n  parallel.dp = 2 (because)\n\nderived\n  dp  2,000\n\n1 error, 1 warning"
+        "  fix:  parallel.tp=1   or   a=1 b=2\n  why:  docs/reference/rules.md#parallel-x\n\n"
+        "warning: z  [y]\n  hm\n  why:  docs/reference/rules.md#y\n\n"
+        "notes\n  parallel.dp = 2 (because)\n\nderived\n  dp  2,000\n\n1 error, 1 warning"
     )
     assert findings_text([]) == "valid"
+    stages = findings_text([], {"layers_per_stage": [15, *[16] * 6, 1500]})
+    assert "layers_per_stage  15, 6 x 16, 1,500" in stages

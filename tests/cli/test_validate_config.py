@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from made_specs import LAPTOP
 from typer.testing import CliRunner
 
 import megalaunch
@@ -29,6 +30,48 @@ def test_tp4pp4_on_one_machine_is_exactly_one_error_with_its_fix(words):
     fixed = validate(*words, "cluster.nodes=2")
     assert fixed.exit_code == 0
     assert fixed.output.rstrip().endswith("valid, 1 warning")
+
+
+def test_llama3_70b_by_three_and_seven_has_five_errors_each_with_fixes():
+    result = validate("recipe=llama3_70b", "parallel=tp3pp7", "--json")
+    report = json.loads(result.output)
+    errors = [f for f in report["findings"] if f["severity"] == "error"]
+    assert (result.exit_code, report["valid"]) == (2, False)
+    assert {(f["rule"], f["message"].partition(" (")[0]) for f in errors} == {
+        ("parallel.world", "the world has 64 devices"),
+        ("parallel.layers_by_pp", "80 layers do not divide by pp 7"),
+        ("parallel.heads_by_tp", "heads 64 does not divide by tp 3"),
+        ("parallel.groups_by_tp", "8 key/value heads and tp 3: neither divides the other"),
+        ("parallel.ffn_by_tp", "ffn_hidden_size 28672 does not divide by tp 3"),
+    }
+    assert all(f["fixes"] for f in errors)
+    assert all(f["origin"] for f in errors)
+    text = validate("recipe=llama3_70b", "parallel=tp3pp7").output
+    for finding in errors:
+        assert f"docs/reference/rules.md#{finding['rule'].replace('.', '-')}" in text
+
+
+def test_derived_values_of_a_pipeline():
+    report = json.loads(validate("recipe=llama31_405b", "--json").output)
+    expected = {"stages": 64, "layers_per_stage": [1, *[2] * 62, 1], "dp": 8, "microbatches": 192,
+                "padded_vocab_size": 129_024, "bubble": 0.0045}  # fmt: skip
+    assert report["derived"] | expected == report["derived"]
+    assert json.loads(validate("recipe=deepseek_v3", "--json").output)["derived"]["expert_dp"] == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [("stepz", "train.steps"), ("topk", "model.moe.top_k"), ("vocab", "model.vocab_size"), ("lr", "optimizer.lr")],
+)
+def test_a_word_without_its_section_is_understood(word, key):
+    assert f"did you mean {key!r}?" in validate("recipe=tiny", f"{word}=5").output
+    assert "did you mean" not in validate("recipe=tiny", "qqqq=5").output
+
+
+def test_train_tells_that_a_format_is_emulated(monkeypatch, tmp_path):
+    monkeypatch.setattr("megalaunch.platform.detect.detect_machine", lambda: LAPTOP)
+    words = ["recipe=tiny", "data.corpus=x", "precision=bf16", f"run.directory={tmp_path}/run"]
+    assert "[precision.native]" in run.invoke(app, ["train", "--dry-run", *words]).output
 
 
 def test_json_holds_all_of_it():

@@ -51,14 +51,17 @@ def _smaller_layouts(at: Situation) -> Iterator[Fix]:
 
 
 def _other_layouts(at: Situation) -> Iterator[Fix]:
-    """Pairs of tp and pp, powers of two near the wrong ones, that divide the world together."""
+    """Pairs of tp and pp, powers of two near the wrong ones, that divide the world together; some share sequences."""
     p, world = at.spec.parallel, at.world or 0
     powers = [2**n for n in range(8)]
-    pairs = [
-        (tp, pp) for tp, pp in product(powers, powers) if world % (tp * pp * p.cp) == 0 and tp != p.tp and pp != p.pp
-    ]
-    for tp, pp in sorted(pairs, key=lambda pair: abs(math.log2(pair[0] / p.tp)) + abs(math.log2(pair[1] / p.pp)))[:4]:
+    pairs = [(tp, pp) for tp, pp in product(powers, powers) if world % (tp * pp * p.cp) == 0]
+    pairs = [pair for pair in pairs if pair[0] != p.tp and pair[1] != p.pp]
+    near = sorted(pairs, key=lambda pair: abs(math.log2(pair[0] / p.tp)) + abs(math.log2(pair[1] / p.pp)))[:3]
+    for tp, pp in near:
         yield {"parallel.tp": tp, "parallel.pp": pp}
+    for tp, pp in near:
+        if tp > 1:  # it may fit only so
+            yield {"parallel.tp": tp, "parallel.pp": pp, "parallel.sequence_parallel": True}
 
 
 @rule("parallel.dp_assertion", "A given dp is the one that the world leaves.")
