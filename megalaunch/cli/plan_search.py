@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +92,10 @@ def search_text(result: SearchResult, best: Sequence[Found]) -> str:
     """A table of the best, the words of the first, what was dropped, and why the best beat the run's own layout."""
     lines = _table(result, best)
     if best:
-        lines += ["", f"the fastest:  {' '.join(layout_words(best[0].spec))}"]
+        lines += ["", f"the fastest:  {shlex.join(layout_words(best[0].spec))}"]
         roomy = next((found for found in best if not _tight(result, found)), None)
         if roomy is not None and roomy is not best[0]:
-            lines.append(f"with room:    {' '.join(layout_words(roomy.spec))}")
+            lines.append(f"with room:    {shlex.join(layout_words(roomy.spec))}")
     own = _own_lines(result, best)
     return "\n".join([*lines, *own, "", *_counts(result)])
 
@@ -129,6 +130,8 @@ def _short(spec: RunSpec) -> str:
     axes += f"vpp{p.vpp}" if p.vpp else ""
     sharding = {"no_shard": "zero0", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
     parts = [axes, f"dp{p.dp}", sharding[p.data_sharding], f"micro {spec.batch.micro_batch_size}"]
+    if p.stage_layout is not None:
+        parts.append(f"layout of {p.stage_layout.count('|') + 1} stages")
     if p.first_stage_layers is not None or p.last_stage_layers is not None:
         parts.append(f"ends of {p.first_stage_layers or 'an even share'} and {p.last_stage_layers} layers")
     if p.embedding_as_layer or p.head_as_layer:

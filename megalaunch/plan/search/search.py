@@ -127,7 +127,7 @@ def _room(spec: RunSpec) -> float:
 def _nodes(grid: RunSpec, dropped: Counter[str]) -> Iterator[RunSpec]:
     """The grid with its layers divided and its states sharded in every way that breaks no rule."""
     p = grid.parallel
-    choices = divisions(grid.model.num_layers, p.pp)
+    choices = divisions(grid.model.num_layers, grid.model.mtp.num_layers, p.pp)
     if p.dp is None or not choices:
         dropped[broken_layout(grid) or "parallel.layers_by_pp"] += 1
         return

@@ -29,6 +29,12 @@ class Division:
     head: bool = False
     first: int | None = None
     last: int | None = None
+    layout: str | None = None
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether ranks hold several virtual stages; the layouts tried here always do."""
+        return self.vpp is not None or self.layout is not None
 
 
 @cache
@@ -89,7 +95,7 @@ def divided(spec: RunSpec, division: Division, sharding: DataSharding) -> RunSpe
     """The spec with its layers shared out so, and its states sharded so."""
     schedule = spec.parallel.schedule
     if schedule in ("auto", "1f1b", "interleaved"):  # what auto comes to
-        schedule = "auto" if spec.parallel.pp == 1 else "1f1b" if division.vpp is None else "interleaved"
+        schedule = "auto" if spec.parallel.pp == 1 else "interleaved" if division.interleaved else "1f1b"
     parallel = replace(
         spec.parallel,
         schedule=schedule,
@@ -99,14 +105,18 @@ def divided(spec: RunSpec, division: Division, sharding: DataSharding) -> RunSpe
         head_as_layer=division.head,
         first_stage_layers=division.first,
         last_stage_layers=division.last,
-        overlap_pipeline=division.vpp is not None,
+        stage_layout=division.layout,
+        overlap_pipeline=division.interleaved,
     )
     return replace(spec, parallel=parallel)
 
 
 @cache
-def divisions(layers: int, pp: int) -> tuple[Division, ...]:
-    """Even shares, with the ends counted as layers or not; where there are none, ends that hold fewer layers."""
+def divisions(layers: int, mtp: int, pp: int) -> tuple[Division, ...]:
+    """Even shares, with the ends counted as layers or not; where there are none, ends that hold fewer layers.
+
+    `mtp` counts depths of multi-token prediction, which stay with the head.
+    """
     if pp == 1:
         return (Division(),)
     found: list[Division] = []
@@ -114,7 +124,7 @@ def divisions(layers: int, pp: int) -> tuple[Division, ...]:
         share, rest = divmod(layers + embedding + head, pp)
         if not rest and share:
             found += [Division(vpp, embedding, head) for vpp in _virtual(share)]
-    return tuple(found) or tuple(_uneven(layers, pp))
+    return tuple(found) or (*_uneven(layers, pp), *_layouts(layers, mtp, pp))
 
 
 def _virtual(*shares: int) -> Iterator[int | None]:
@@ -134,6 +144,18 @@ def _uneven(layers: int, pp: int) -> Iterator[Division]:
         if last >= 1 and first <= middle:
             yield from (Division(vpp, first=first, last=last) for vpp in _virtual(first, last, middle))
             return
+
+
+def _layouts(layers: int, mtp: int, pp: int) -> Iterator[Division]:
+    """Virtual stages written out: embedding, layers, depths and head in parts of one size, the middle's one larger."""
+    units = "E" + "t" * layers + "m" * mtp + "L"
+    for vpp in (2, 4):
+        size, over = divmod(len(units), pp * vpp)
+        if size < max(1, mtp + 1):
+            return
+        ends = [size + (1 <= stage <= over) for stage in range(pp * vpp)]
+        starts = [sum(ends[:stage]) for stage in range(pp * vpp)]
+        yield Division(layout="|".join(units[start : start + n] for start, n in zip(starts, ends, strict=True)))
 
 
 def shardings(spec: RunSpec) -> tuple[DataSharding, ...]:

@@ -60,7 +60,7 @@ def live(monkeypatch):
 def rows(stream):
     """The words of the lines of the last picture, without colours."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-    return [line.split() for line in text[text.rindex("trial") :].splitlines()]
+    return [line.split() for line in text[text.rindex("words") :].splitlines()]
 
 
 def test_the_table_marks_the_best_and_follows_the_running_trial(live):

@@ -66,7 +66,7 @@ def _layouts(spec, count):
     world = spec.cluster.nodes * spec.cluster.devices_per_node
     every = list(grids(spec, world, spec.cluster.devices_per_node))
     for grid in source.sample(every, min(count, len(every))):
-        options = divisions(spec.model.num_layers, grid.parallel.pp)
+        options = divisions(spec.model.num_layers, spec.model.mtp.num_layers, grid.parallel.pp)
         if options and grid.parallel.dp:
             node = divided(grid, source.choice(options), source.choice(shardings(grid)))
             size = source.choice([*micro_batches(node), 3])
@@ -120,6 +120,24 @@ def test_the_least_recomputation_that_fits_is_the_fastest_of_its_ladder():
     assert _least_that_fits(steps, min(sizes) - 1) is None
     times = [step_time(step).total for step in steps]
     assert times == sorted(times)
+
+
+@pytest.mark.parametrize(("layers", "mtp"), [(80, 0), (126, 0), (61, 1), (61, 0), (35, 2), (3, 0)])
+def test_every_division_holds_every_layer_once(layers, mtp):
+    for pp in (n for n in (2, 3, 4, 8, 16) if n <= layers):
+        for division in divisions(layers, mtp, pp):
+            if division.layout is not None:
+                assert division.layout.count("t") == layers
+                stages = division.layout.split("|")
+                assert stages[-1].endswith("m" * mtp + "L")
+                assert len(stages) % pp == 0
+                assert max(map(len, stages)) - min(map(len, stages)) <= 1
+            elif division.first is None and division.last is None:
+                assert (layers + division.embedding + division.head) % (pp * (division.vpp or 1)) == 0
+            else:
+                ends = (division.first or 0) + (division.last or 0)
+                middle = pp - (division.first is not None) - (division.last is not None)
+                assert (layers - ends) % middle == 0
 
 
 def test_other_numbers_of_devices_are_searched():
