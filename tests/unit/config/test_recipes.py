@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from megalaunch.config.compose import compose
+from megalaunch.config.compose import Composer, compose
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.keys import GROUPS
 from megalaunch.config.options import CONF, option_names
@@ -153,9 +153,9 @@ def test_names_cannot_leave_their_folders(folder):
 
 
 def test_every_option_file_composes():
+    composer = Composer()
     for group in GROUPS:
         assert option_names(group), group
         for name in option_names(group):
-            spec = compose(["recipe=tiny", f"{group}={name}"]).spec
-            assert spec is not None
+            assert composer.compose(["recipe=tiny", f"{group}={name}"]).choices[group] == name
     assert {path.parent.name for path in CONF.glob("*/*.yaml")} == set(GROUPS)
