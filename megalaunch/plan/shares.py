@@ -75,10 +75,10 @@ def held_by_rank(spec: RunSpec, tp: int, experts_divide: int) -> tuple[Held, ...
 
 
 def _chunks_by_rank(spec: RunSpec) -> tuple[tuple[Chunk, ...], ...]:
-    layers = layers_of(spec.model)
-    depth_start = spec.model.num_layers
+    stages = stages_of(spec)  # first: it refuses more layers than can be listed
+    layers, depth_start = layers_of(spec.model), spec.model.num_layers
     ranks: list[list[Chunk]] = [[] for _ in range(spec.parallel.pp)]
-    for stage in sorted(stages_of(spec), key=lambda stage: stage.chunk):
+    for stage in sorted(stages, key=lambda stage: stage.chunk):
         indices = [*stage.layers, *(depth_start + depth for depth in stage.mtp)]
         kinds = Counter(replace(layers[index], index=0) for index in indices)
         ranks[stage.rank].append(Chunk(tuple(kinds.items()), stage.embedding, stage.head, len(stage.mtp)))

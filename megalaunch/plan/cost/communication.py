@@ -123,7 +123,7 @@ def pipeline(spec: RunSpec, topology: Topology, wires: Wires, tokens: float, chu
     if topology.pp == 1:
         return Exchange()
     part = topology.tp if spec.parallel.sequence_parallel else 1
-    between = wires.node < topology.world
+    between = topology.tp * topology.cp * topology.dp * topology.pp > wires.node  # pp is the slowest axis
     pace = wires.network if between else wires.link
     seconds = 2 * chunks * tokens / part * spec.model.hidden_size * 2 / pace
     return Exchange(0.0, seconds) if spec.parallel.overlap_pipeline else Exchange(seconds)
@@ -134,36 +134,46 @@ def data_parallel(
 ) -> Exchange:
     """One step: gradients reduced and parameters gathered, for `held` dense and expert parameters of one device.
 
-    `window` is the compute of one microbatch, which both hide behind; what belongs to the last `unit` cannot hide.
-    Whole sharding gathers twice and reduces once each microbatch.
+    `window` is the compute of one microbatch. Reductions hide behind backward passes (2/3 of it), a gather behind
+    the first forward pass (1/3), those of whole sharding behind every pass; what belongs to one `unit` cannot hide.
     """
-    p = spec.parallel
-    reduce_bytes = 2 if spec.precision.reduce == "bf16" else 4
-    rounds = topology.microbatches if p.data_sharding in ("optim_grads", "optim_grads_params") else 1
-    gathers = 2 * topology.microbatches if p.data_sharding == "optim_grads_params" else 1
-    dense, experts = held
-    dp = topology.dp * topology.cp
-
-    def ring(size: float) -> float:
-        return size * dense and wires.ring(size * dense, dp, topology.tp)
-
-    def expert_ring(size: float) -> float:
-        return wires.ring(size * experts, topology.edp, topology.ep * topology.etp) if experts else 0.0
-
-    reducing = (ring(reduce_bytes) + expert_ring(reduce_bytes)) * rounds
-    gathering = (ring(2) + expert_ring(2)) * (gathers if p.data_sharding != "no_shard" else 0)
-    if p.data_sharding == "no_shard":
-        reducing *= 2  # an all-reduce is both
-    share = unit / max(1.0, dense + experts)
+    p, microbatches = spec.parallel, topology.microbatches
+    whole = p.data_sharding == "optim_grads_params"
+    rounds = microbatches if p.data_sharding in ("optim_grads", "optim_grads_params") else 1
+    reducing = rounds * _both(spec, topology, wires, held, 2 if spec.precision.reduce == "bf16" else 4, summed=True)
+    gathering = 0.0
+    if p.data_sharding != "no_shard":
+        gathering = (2 * microbatches if whole else 1) * _both(spec, topology, wires, held, 2, summed=False)
+    share = unit / max(1.0, sum(held))
     hidden = 0.0
-    for seconds, overlaps, times in (
-        (reducing, p.overlap_grad_reduce, rounds),
-        (gathering, p.overlap_param_gather, max(1, gathers)),
-    ):
-        if overlaps:
-            room = window * (2 / 3 if times == rounds else 1 / 3) * max(1, times / (2 if gathers > 1 else 1))
-            hidden += min(seconds * (1 - share / times), room)
+    if p.overlap_grad_reduce:
+        hidden += min(reducing * (1 - share / rounds), window * rounds * 2 / 3)
+    if p.overlap_param_gather:
+        room = window * microbatches if whole else window / 3
+        hidden += min(gathering * (1 - (share / microbatches if whole else share)), room)
     return Exchange(reducing + gathering - hidden, hidden)
+
+
+def _both(
+    spec: RunSpec, topology: Topology, wires: Wires, held: tuple[float, float], each: int, *, summed: bool
+) -> float:
+    """Seconds to move `each` bytes of every dense and expert parameter once through its data-parallel group.
+
+    Within a copy of the model it is gathered, or reduced and scattered; `summed` adds the all-reduce over copies of
+    each device's share (HSDP).
+    """
+    copies = topology.dp * topology.cp if spec.parallel.data_sharding == "no_shard" else topology.replicas
+    seconds = 0.0
+    for parameters, size, stride in (
+        (held[0], topology.dp * topology.cp, topology.tp),
+        (held[1], topology.edp, topology.ep * topology.etp),
+    ):
+        replicas = max(1, min(copies, size))
+        shards = max(1, size // replicas)
+        seconds += wires.ring(parameters * each, shards, stride)
+        if summed:
+            seconds += 2 * wires.ring(parameters * each / shards, replicas, stride * shards)
+    return seconds
 
 
 def key_widths(model: ModelSpec, tp: int) -> tuple[float, float]:

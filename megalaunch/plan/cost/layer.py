@@ -33,7 +33,7 @@ class Device:
 class Shape:
     """One microbatch on one device: `tokens` of its part of a sequence, and how widths are divided."""
 
-    tokens: int
+    tokens: float
     sequence: int
     cp: int
     tp: int

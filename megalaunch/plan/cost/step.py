@@ -213,7 +213,7 @@ def _kind_times(
 def _shape(spec: RunSpec, topology: Topology) -> Shape:
     recompute, length = spec.recompute, spec.batch.sequence_length
     return Shape(
-        tokens=topology.micro_batch_size * length // topology.cp,
+        tokens=topology.micro_batch_size * length / topology.cp,
         sequence=length,
         cp=topology.cp,
         tp=topology.tp,

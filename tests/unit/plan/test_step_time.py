@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from made_specs import resolved
 from published_runs import DGXC
 
@@ -12,6 +14,7 @@ from megalaunch.config.schema import with_values
 from megalaunch.plan.cost import UnknownCost, step_time
 from megalaunch.plan.cost.communication import Wires
 from megalaunch.plan.flops import step_flops
+from megalaunch.plan.prediction import predict
 from megalaunch.plan.resolve import derive
 
 WIRES = Wires(link=400.0, network=50.0, node=8)
@@ -99,3 +102,35 @@ def test_a_model_fits_a_search():
     for _ in range(100):
         step_time(spec)
     assert (time.process_time() - start) / 100 < 1e-3
+
+
+DEGREE = st.sampled_from([1, 1, 2, 3, 4, 8])
+LAYOUTS = st.fixed_dictionaries(
+    {
+        **{f"parallel.{axis}": DEGREE for axis in ("tp", "pp", "cp", "ep")},
+        "parallel.vpp": st.sampled_from([None, 2, 4]),
+        "parallel.replicas": st.sampled_from([1, 2]),
+        "parallel.sequence_parallel": st.booleans(),
+        "parallel.cp_exchange": st.sampled_from(["p2p", "a2a", "allgather", "a2a+p2p"]),
+        "parallel.data_sharding": st.sampled_from(["no_shard", "optim", "optim_grads", "optim_grads_params"]),
+        "cluster.nodes": st.sampled_from([1, 2, 16]),
+        "batch.sequence_length": st.sampled_from([1, 64, 4096]),
+        "recompute.granularity": st.sampled_from(["none", "full", "selective"]),
+    }
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from([("model=llama3_8b",), ("model=mixtral_8x7b",), ("model=deepseek_v2_lite",)]), LAYOUTS)
+def test_any_layout_has_a_plan_or_a_reason(model, values):
+    words = ("platform=h100", "precision=bf16", "cluster.devices_per_node=8", "train.steps=1")
+    base, _ = resolved(*model, *words, "batch.sequence_length=64", "batch.global_batch_size=96")
+    spec = derive(with_values(base, {"parallel.dp": None, **values}))[0]
+    try:
+        prediction = predict(spec)
+    except ValueError:  # what the checker has findings about
+        return
+    assert prediction.time is not None
+    assert 0 < prediction.time.mfu_causal < 1
+    assert prediction.time.exposed >= 0
+    assert all(size >= 0 for memory in prediction.by_rank for size in memory.kinds.values())
