@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from megalaunch.plan.findings import as_word
 from megalaunch.plan.rules.registry import Broken, Situation, rule
 from megalaunch.plan.supported import unsupported
 
@@ -15,12 +16,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 def engine_unsupported(at: Situation) -> Iterator[Broken]:
     """What composes and plans may still be ahead of the engine; it is refused by name, never silently."""
     for entry, value in unsupported(at.spec):
-        shown = " or ".join(
-            "null" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in entry.supported
-        )
+        shown = " or ".join(as_word(value) for value in entry.supported)
         yield Broken(
             entry.path,
-            f"{entry.path}={value}: the engine of this version trains with {shown} only ({entry.meaning})",
+            f"{entry.path}={as_word(value)}: the engine of this version trains with {shown} only ({entry.meaning})",
             {"value": value, "supported": list(entry.supported)},
             tuple({entry.path: legal} for legal in entry.supported),
             severity="error" if at.purpose == "train" else "note",

@@ -29,7 +29,7 @@ def loss(at: Situation) -> Iterator[Broken]:
             "model.mtp.loss_coeff",
             f"{mtp.num_layers} further depths are computed, and their loss counts 0",
             {"num_layers": mtp.num_layers},
-            ({"model.mtp.loss_coeff": 0.1}, {"model.mtp.num_layers": 0}),
+            ({"model.mtp.loss_coeff": 0.1}, {"model.mtp.num_layers": 0, "model.mtp.loss_coeff": 0.1}),
             severity="warning",
         )
 

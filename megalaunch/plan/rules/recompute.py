@@ -8,6 +8,7 @@ from megalaunch.plan.rules.dependent import Dependent, depends
 from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
 from megalaunch.plan.stages import stages_of
 
+_NOTHING: Fix = {"recompute.granularity": "none", "recompute.modules": ("attention",)}
 _PARTS = {"activation": "mlp", "shared_experts": "moe"}  # a module, and the one that has it inside
 
 depends(
@@ -44,7 +45,7 @@ def _selected(at: Situation) -> tuple[str, ...]:
 def _without(at: Situation, *modules: str) -> tuple[Fix, ...]:
     left = tuple(module for module in at.spec.recompute.modules if module not in modules)
     fewer: tuple[Fix, ...] = ({"recompute.modules": left},) if left else ()
-    return (*fewer, {"recompute.modules": ("attention",)}, {"recompute.granularity": "none"})
+    return (*fewer, {"recompute.modules": ("attention",)}, _NOTHING)
 
 
 def _largest_stage(at: Situation) -> int | None:
@@ -62,7 +63,7 @@ def modules_empty(at: Situation) -> Iterator[Broken]:
         yield Broken(
             "recompute.modules",
             "recompute.granularity is selective, and recompute.modules is empty",
-            fixes=({"recompute.modules": ("attention",)}, {"recompute.granularity": "none"}),
+            fixes=({"recompute.modules": ("attention",)}, _NOTHING),
         )
 
 

@@ -1,4 +1,4 @@
-"""Rules of the router: how experts are chosen, and how load is kept even."""
+"""Rules of the router: how a token's experts are chosen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Groups:
     used: int
 
 
-def _experts(at: Situation) -> Iterator[tuple[MoESpec, int]]:
+def experts_of(at: Situation) -> Iterator[tuple[MoESpec, int]]:
     """The experts' settings and their number; nothing for a dense model."""
     moe = at.spec.model.moe
     if moe.num_experts is not None:
@@ -40,7 +40,7 @@ def _groups(at: Situation) -> _Groups | None:
 @rule("router.top_1", "With one expert a token, its weight is not normalised.")
 def top_1(at: Situation) -> Iterator[Broken]:
     """Normalised over one expert the weight is always 1, and the router has no gradient."""
-    for moe, experts in _experts(at):
+    for moe, experts in experts_of(at):
         if moe.top_k == 1 and experts > 1 and moe.normalize_top_k:
             yield Broken(
                 "model.moe.normalize_top_k",
@@ -53,7 +53,7 @@ def top_1(at: Situation) -> Iterator[Broken]:
 @rule("router.scaling", "Experts are weighted by more than 0.")
 def scaling(at: Situation) -> Iterator[Broken]:
     """scaling_factor 0 turns all of them off."""
-    for moe, _ in _experts(at):
+    for moe, _ in experts_of(at):
         if moe.scaling_factor == 0:
             yield Broken(
                 "model.moe.scaling_factor",
@@ -66,7 +66,7 @@ def scaling(at: Situation) -> Iterator[Broken]:
 @rule("router.bias_needs_sigmoid", "A bias that steers the choice of experts goes with sigmoid scores.")
 def bias_needs_sigmoid(at: Situation) -> Iterator[Broken]:
     """Softmax scores compete, so that a bias means something else for every token (DeepSeek-V3, section 2.1.2)."""
-    for moe, _ in _experts(at):
+    for moe, _ in experts_of(at):
         if moe.balance_bias and moe.score != "sigmoid":
             yield Broken(
                 "model.moe.balance_bias",
@@ -82,7 +82,7 @@ def bias_needs_sigmoid(at: Situation) -> Iterator[Broken]:
 @rule("router.bias_rate", "The steering bias moves exactly where there is one.")
 def bias_rate(at: Situation) -> Iterator[Broken]:
     """Its step is balance_bias_rate."""
-    for moe, _ in _experts(at):
+    for moe, _ in experts_of(at):
         if moe.balance_bias and moe.balance_bias_rate == 0:
             yield Broken(
                 "model.moe.balance_bias_rate",
@@ -104,7 +104,7 @@ def bias_rate(at: Situation) -> Iterator[Broken]:
 @rule("router.groups_together", "Groups of experts come with the number of them that a token uses.")
 def groups_together(at: Situation) -> Iterator[Broken]:
     """Either alone says nothing."""
-    for moe, _ in _experts(at):
+    for moe, _ in experts_of(at):
         if moe.num_groups is None and moe.top_k_groups is not None:
             message = f"top_k_groups {moe.top_k_groups} is given without num_groups"
             yield Broken("model.moe.num_groups", message, {"top_k_groups": moe.top_k_groups}, (_NO_GROUPS,))
@@ -185,46 +185,10 @@ def groups_hold_top_k(at: Situation) -> Iterator[Broken]:
         )
 
 
-@rule("router.loss_coeff", "An auxiliary loss has a kind and a weight.")
-def loss_coeff(at: Situation) -> Iterator[Broken]:
-    """Either without the other changes nothing."""
-    for moe, _ in _experts(at):
-        if moe.balance_loss == "none" and moe.balance_loss_coeff > 0:
-            yield Broken(
-                "model.moe.balance_loss_coeff",
-                f"balance_loss_coeff {moe.balance_loss_coeff:g} has no effect: balance_loss is none",
-                {"balance_loss_coeff": moe.balance_loss_coeff},
-                ({"model.moe.balance_loss": "batch"}, {"model.moe.balance_loss_coeff": 0.0}),
-                severity="warning",
-            )
-        elif moe.balance_loss != "none" and moe.balance_loss_coeff == 0:
-            yield Broken(
-                "model.moe.balance_loss",
-                f"balance_loss={moe.balance_loss} has no effect: balance_loss_coeff is 0",
-                {"balance_loss_coeff": 0.0},
-                ({"model.moe.balance_loss_coeff": 0.01}, {"model.moe.balance_loss": "none"}),
-                severity="warning",
-            )
-
-
-@rule("router.balance", "Something keeps the experts' load even.")
-def balance(at: Situation) -> Iterator[Broken]:
-    """Without a loss, a bias or a capacity a router soon sends most tokens to few experts (Shazeer et al. 2017)."""
-    for moe, experts in _experts(at):
-        if experts > moe.top_k and moe.balance_loss == "none" and not moe.balance_bias and moe.capacity_factor is None:
-            yield Broken(
-                "model.moe.balance_loss",
-                f"nothing keeps the load of {experts} experts even: fine to tune a trained model, not to start one",
-                {"num_experts": experts},
-                ({"model.moe.balance_loss": "batch", "model.moe.balance_loss_coeff": 0.01},),
-                severity="note",
-            )
-
-
 @rule("router.precision", "The router computes in fp32.")
 def precision(at: Situation) -> Iterator[Broken]:
     """In bf16 experts of nearly equal scores change places by rounding, which shows as spikes of the loss."""
-    for moe, _ in _experts(at):
+    for moe, _ in experts_of(at):
         if moe.router_dtype == "bf16":
             yield Broken(
                 "model.moe.router_dtype",
@@ -234,77 +198,10 @@ def precision(at: Situation) -> Iterator[Broken]:
             )
 
 
-@rule("router.capacity", "An expert takes at least its even share.")
-def capacity(at: Situation) -> Iterator[Broken]:
-    """At 0 it takes nothing; below 1 tokens are dropped however even the load is."""
-    for moe, _ in _experts(at):
-        factor = moe.capacity_factor
-        if factor is not None and factor < 1:
-            yield Broken(
-                "model.moe.capacity_factor",
-                f"capacity_factor {factor:g} "
-                + ("lets no token reach an expert" if factor == 0 else "drops tokens even where the load is even"),
-                {"capacity_factor": factor},
-                ({"model.moe.capacity_factor": 1.25}, {"model.moe.capacity_factor": None}),
-                severity="warning" if factor else "error",
-            )
-
-
-@rule("router.pad_needs_capacity", "Experts are padded to a capacity that is given.")
-def pad_needs_capacity(at: Situation) -> Iterator[Broken]:
-    """Without one a buffer has no full size."""
-    for moe, _ in _experts(at):
-        if moe.pad_to_capacity and moe.capacity_factor is None:
-            yield Broken(
-                "model.moe.pad_to_capacity",
-                "pad_to_capacity needs capacity_factor",
-                fixes=({"model.moe.pad_to_capacity": False}, {"model.moe.capacity_factor": 1.25}),
-            )
-
-
-@rule("router.pad_without_flex", "A fused dispatch sends what there is, without padding.")
-def pad_without_flex(at: Situation) -> Iterator[Broken]:
-    """DeepEP's buffers follow the tokens that come."""
-    for moe, _ in _experts(at):
-        if moe.pad_to_capacity and at.spec.parallel.expert_dispatch == "flex":
-            yield Broken(
-                "model.moe.pad_to_capacity",
-                "pad_to_capacity does not go with expert_dispatch=flex",
-                fixes=({"model.moe.pad_to_capacity": False}, {"parallel.expert_dispatch": "alltoall"}),
-            )
-
-
-@rule("router.drop_needs_capacity", "A policy of dropping goes with a capacity.")
-def drop_needs_capacity(at: Situation) -> Iterator[Broken]:
-    """Without one no token is dropped."""
-    for moe, _ in _experts(at):
-        if moe.drop_policy != "probs" and moe.capacity_factor is None:
-            yield Broken(
-                "model.moe.drop_policy",
-                f"drop_policy={moe.drop_policy} has no effect: nothing is dropped without capacity_factor",
-                fixes=({"model.moe.drop_policy": "probs"}, {"model.moe.capacity_factor": 1.25}),
-                severity="warning",
-            )
-
-
-@rule("router.z_loss", "The z-loss of the router is a small part of the loss.")
-def z_loss(at: Situation) -> Iterator[Broken]:
-    """1e-3 is usual (Zoph et al. 2022); from about 0.1 on small logits matter more than the right experts."""
-    for moe, _ in _experts(at):
-        if moe.z_loss_coeff > 0.1:
-            yield Broken(
-                "model.moe.z_loss_coeff",
-                f"z_loss_coeff {moe.z_loss_coeff:g} outweighs what the router learns from the text; 1e-3 is usual",
-                {"z_loss_coeff": moe.z_loss_coeff},
-                ({"model.moe.z_loss_coeff": 1e-3},),
-                severity="warning",
-            )
-
-
 @rule("router.jitter", "Noise on the router's input is small.")
 def jitter(at: Situation) -> Iterator[Broken]:
     """The input is multiplied by 1 - jitter to 1 + jitter: 0.01 is usual (Fedus et al. 2021), 1 may erase it."""
-    for moe, _ in _experts(at):
+    for moe, _ in experts_of(at):
         if moe.input_jitter > 0.5:
             yield Broken(
                 "model.moe.input_jitter",

@@ -57,5 +57,6 @@ depends(
         "train.sample_prompt",
         lambda spec: bool(spec.train.sample_prompt),
         "train.sample_prompt is null",
+        severity="note",
     )
 )
