@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from megalaunch.cli.data_cache import cache
+
 if TYPE_CHECKING:
     from megalaunch.data.indexed import IndexedTokens
     from megalaunch.data.tokenizer import Tokenizer
@@ -157,6 +159,9 @@ def _show_documents(tokens: IndexedTokens, tokenizer: Tokenizer | None, count: i
         if tokenizer is not None and ids:
             text = tokenizer.decode(ids[:_SHOWN_CHARACTERS], special=True)
             typer.echo(_printable(text[:_SHOWN_CHARACTERS]) + (" ..." if len(text) > _SHOWN_CHARACTERS else ""))
+
+
+app.command()(cache)
 
 
 def _printable(text: str) -> str:

@@ -31,7 +31,6 @@ class PlannedRun:
     directory: RunDirectory
     state: RunState
     decision: Decision
-    derived: tuple[Finding, ...] = ()
 
 
 def plan_run(words: list[str], starts: bool) -> PlannedRun:
@@ -53,8 +52,7 @@ def plan_run(words: list[str], starts: bool) -> PlannedRun:
         refuse(problems_text(error.problems))
     machine = detect_machine()
     recipe = composition.choices.get("recipe")
-    resolution = resolve(composition.spec, machine, recipe)
-    spec = resolution.spec
+    spec = resolve(composition.spec, machine, recipe).spec
     directory = RunDirectory(Path(str(spec.run.directory)))
     try:
         state = inspect_run(directory)
@@ -63,10 +61,9 @@ def plan_run(words: list[str], starts: bool) -> PlannedRun:
     except SpecError as error:
         refuse(f"error: {error}\nfix:  name another run.directory")
     if state.stored is not None:
-        resolution = resolve(composition.spec, machine, recipe, state.stored)
-        spec = resolution.spec
+        spec = resolve(composition.spec, machine, recipe, state.stored).spec
     try:
-        planned = PlannedRun(composition, spec, machine, directory, state, decide(state, spec), resolution.notes)
+        planned = PlannedRun(composition, spec, machine, directory, state, decide(state, spec))
     except RunDirectoryError as error:
         refuse_directory(error)
     _check(planned, starts)
@@ -84,8 +81,7 @@ def _check(planned: PlannedRun, starts: bool) -> None:
     from megalaunch.plan.topology import Topology
 
     spec, stored = planned.spec, planned.state.stored
-    doubts = [finding for finding in planned.derived if finding.severity != "note"]  # an emulated format
-    findings = [*check(spec, planned.composition.origins, purpose="train"), *doubts]
+    findings = check(spec, planned.composition.origins, purpose="train")
     if starts:
         findings += machine_mismatch(spec, planned.machine)
     else:  # other machines, or the user's own hands, may start it

@@ -48,6 +48,17 @@ class PreparedData:
     validation_blend: tuple[str, ...] = ()
 
 
+def prepared_values(prepared: PreparedData) -> dict[str, Any]:
+    """The keys of a run spec that preparation fills in, by dotted path."""
+    paths = {
+        "data.train_prefix": prepared.train_prefix,
+        "data.validation_prefix": prepared.validation_prefix,
+        "tokenizer.path": prepared.tokenizer_path,
+    }
+    blends = {"data.blend": prepared.blend, "data.validation_blend": prepared.validation_blend}
+    return {**blends, **{key: None if path is None else str(path) for key, path in paths.items()}}
+
+
 def prepare(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]) -> PreparedData:
     """Token files for training: those of `data.train_prefix` or `data.blend`, or made from `data.corpus` or
     `data.chat` and cached.

@@ -34,7 +34,9 @@ class TokenSamples(Protocol):
 
 
 class Rows(Protocol):
-    """An endless order of rows, and where each comes from."""
+    """An endless order of rows, and where each comes from; `len()` is what was asked for, or a little more."""
+
+    def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Row: ...
 

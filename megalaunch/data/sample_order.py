@@ -25,6 +25,7 @@ _LAST_EPOCH_APART_BELOW = 0.80
 # Entries from which on an order is kept on disk, where the ranks of a machine share its memory; fewer are made
 # in a few hundredths of a second.
 KEPT_FROM = 1 << 20
+_BLOCK = 1 << 15
 # Raise it when the same inputs would give another order than before.
 _ORDER_VERSION = 1
 
@@ -82,7 +83,7 @@ def sample_order(
     epoch_tokens = int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
     shape = order_shape(epoch_tokens, sequence_length, num_samples)
     documents = _shuffled_documents(sequences, shape.epochs, shape.last_apart, random)
-    starts = sample_starts(lengths[documents], shape.samples, sequence_length)
+    starts = sample_starts(lengths, documents, shape.samples, sequence_length)
     shuffle = np.arange(shape.samples, dtype=np.uint32 if shape.samples < 2**32 - 2 else np.int64)
     if shape.last_apart:
         random.shuffle(shuffle[: shape.before_last])
@@ -104,25 +105,32 @@ def _shuffled_documents(sequences: range, epochs: int, apart: bool, random: np.r
     return np.concatenate([first, one])
 
 
-def sample_starts(lengths: NDArray[np.int32], samples: int, sequence_length: int) -> NDArray[Any]:
-    """Where samples 0 to `samples` begin in the joined documents: pairs (document, token in it).
+def sample_starts(
+    lengths: NDArray[np.int32], documents: NDArray[np.int32], samples: int, sequence_length: int
+) -> NDArray[Any]:
+    """Where samples 0 to `samples` begin in the joined `documents`: pairs (place in `documents`, token there).
 
     Sample k begins at token k * sequence_length of the stream, in the last document that begins at or
-    before it: documents without tokens are stepped over, as Megatron's loop does.
+    before it: documents without tokens are stepped over, as Megatron's loop does. Worked out for a block of
+    documents at a time, which stays in the processor's cache.
     """
-    ends = np.cumsum(lengths, dtype=np.int64)
-    longest = int(lengths.max(initial=0))
-    starts = np.zeros((samples + 1, 2), np.int32 if max(len(lengths), longest) < 2**31 else np.int64)
-    # Row 0 stays (0, 0) even if the first documents are empty: so it is in Megatron's files.
-    positions = np.arange(1, samples + 1, dtype=np.int64) * sequence_length
-    if samples * 8 < len(lengths):
-        found = np.searchsorted(ends, positions, side="right")
-    else:  # by counting the samples that begin in each document: the cheaper, the more samples a document has
-        begun = (ends + (sequence_length - 1)) // sequence_length
-        np.minimum(begun, samples + 1, out=begun)
-        found = np.repeat(np.arange(len(lengths)), np.diff(begun, prepend=0))[1:]
-    starts[1:, 0] = found
-    starts[1:, 1] = positions - (ends[found] - lengths[found])
+    narrow = max(len(documents), int(lengths.max(initial=0))) < 2**31
+    starts = np.zeros((samples + 1, 2), np.int32 if narrow else np.int64)
+    done, joined = 1, 0  # row 0 stays (0, 0) even if the first documents are empty: so it is in Megatron's files
+    for first in range(0, len(documents), _BLOCK):
+        part = lengths.take(documents[first : first + _BLOCK], mode="clip")  # all are in range: clip checks least
+        ends = np.cumsum(part, dtype=np.int64)
+        ends += joined
+        begun = (ends + (sequence_length - 1)) // sequence_length  # samples that begin before each end
+        stop = min(int(begun[-1]), samples + 1)
+        if stop > done:
+            begun -= done
+            np.clip(begun, 0, stop - done, out=begun)
+            found = np.cumsum(np.bincount(begun, minlength=stop - done))[: stop - done]
+            starts[done:stop, 0] = found + first
+            starts[done:stop, 1] = np.arange(done, stop) * sequence_length - (ends[found] - part[found])
+            done = stop
+        joined = int(ends[-1])
     return starts
 
 

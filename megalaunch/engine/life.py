@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch.distributed as dist
 
 from megalaunch.config.schema import RunSpec
@@ -64,11 +62,11 @@ def _train(trainee: Trainee, directory: RunDirectory, record: Record, stop: Stop
     except CheckpointError as error:  # the same on every rank
         raise Ending(ExitCode.CHECKPOINT, str(error), loop.step) from error
     if ending.exit_code == ExitCode.DONE and loop.step >= trainee.spec.train.steps:
-        _write_sample(trainee, record)
+        _write_sample(trainee, directory, record)
     return ending
 
 
-def _write_sample(trainee: Trainee, record: Record) -> None:
+def _write_sample(trainee: Trainee, directory: RunDirectory, record: Record) -> None:
     """The model is trained and saved: whatever keeps it from writing a sample is worth a note, and no more."""
     spec = trainee.spec
     if not spec.train.sample_prompt or spec.tokenizer.path is None:
@@ -76,7 +74,7 @@ def _write_sample(trainee: Trainee, record: Record) -> None:
     record.phase("sampling")
     tokenizer, missing = None, None
     try:
-        tokenizer = load_tokenizer(Path(spec.tokenizer.path))
+        tokenizer = load_tokenizer(directory.tokenizer)
     except DataError as error:
         missing = str(error)
     reasons = [reason for reason in gather_objects(missing) if reason]

@@ -21,6 +21,11 @@ class RunDirectory:
         return self.root / "spec.yaml"
 
     @property
+    def tokenizer(self) -> Path:
+        """The tokenizer.json of the run, kept when it starts."""
+        return self.root / "tokenizer.json"
+
+    @property
     def overrides(self) -> Path:
         """The command-line words of every launch, one launch a line."""
         return self.root / "overrides.txt"

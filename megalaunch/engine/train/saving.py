@@ -9,6 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.data.errors import DataError
+from megalaunch.data.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.ranks import from_first_rank
@@ -34,12 +36,31 @@ def state_tensors(model: Decoder, optimizer: NamedAdamW) -> Mapping[str, Tensor]
     return weights | optimizer.states()
 
 
+def keep_tokenizer(directory: RunDirectory, spec: RunSpec) -> None:
+    """Copy the tokenizer into the run directory, once, so that the run outlives the cache it came from.
+
+    Collective; raises CheckpointError alike on all ranks. A tokenizer of another kind becomes a tokenizer.json.
+    """
+
+    def keep() -> None:
+        if spec.tokenizer.path is None or directory.tokenizer.is_file():
+            return
+        unfinished = directory.tokenizer.with_name(".tokenizer.json.unfinished")
+        try:
+            unfinished.write_text(load_tokenizer(Path(spec.tokenizer.path)).to_json(), encoding="utf-8")
+        except DataError as error:
+            raise CheckpointError(f"the tokenizer cannot be kept with the run: {error}") from error
+        unfinished.replace(directory.tokenizer)
+
+    from_first_rank(keep)
+
+
 def save_run(directory: RunDirectory, spec: RunSpec, model: Decoder, optimizer: NamedAdamW, position: Position) -> Path:
     """Save everything a resume, a generation or an export needs. Collective; raises CheckpointError alike on all."""
     target = directory.checkpoint(position.step)
     files = {SPEC_FILE: directory.spec}
     if spec.tokenizer.path is not None:
-        files[TOKENIZER_FILE] = Path(spec.tokenizer.path)
+        files[TOKENIZER_FILE] = directory.tokenizer
     documents = {_POSITION: {"step": position.step, "tokens": position.tokens}}
     save_checkpoint(target, state_tensors(model, optimizer), documents, files)
     return target

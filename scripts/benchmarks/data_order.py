@@ -1,0 +1,105 @@
+"""Building the order of a billion tokens, beside megatron-core's compiled routine, in one process.
+
+Run it as `scripts/bench data_order [--tokens N]`; exit 1 when a bar is missed. The ratio is held to its bar for all
+three indices together: the sample index alone is a seventh of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from megalaunch.data.sample_order import order_shape, sample_order, sample_starts
+
+SECONDS_BAR, RATIO_BAR = 10.0, 1.2
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def compiled() -> Any | None:
+    """megatron-core's routines, or None where it is not installed."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            from megatron.core.datasets import gpt_dataset, helpers
+        except ImportError:
+            return None
+    return gpt_dataset, helpers
+
+
+def whole_order_of_theirs(
+    theirs: Any, lengths: np.ndarray, sequence_length: int, epochs: int, tokens: int, seed: int
+) -> None:
+    """What its GPTDataset does to build its three indices, of one shuffle for all epochs."""
+    dataset, helpers = theirs
+    random = np.random.RandomState(seed)
+    numbers = np.arange(len(lengths), dtype=np.int32)
+    int(np.sum(lengths[numbers]))
+    documents = dataset._build_document_index(numbers, epochs, random, False)
+    starts = helpers.build_sample_idx(lengths.copy(), documents, sequence_length, epochs, tokens, True, 1)
+    dataset._build_shuffle_index(starts.shape[0] - 1, starts.shape[0] - 1, random)
+
+
+def measured(
+    theirs: Any, tokens_wanted: float, mean: int, sequence_length: int, epochs: int, runs: int
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds of ours and theirs, taken in turns, for documents of `mean` tokens."""
+    lengths = np.random.RandomState(0).randint(1, 2 * mean, int(tokens_wanted / mean)).astype(np.int32)
+    tokens, numbers = int(lengths.sum(dtype=np.int64)), range(len(lengths))
+    wanted = (epochs * tokens - 1) // sequence_length
+    samples = order_shape(tokens, sequence_length, wanted).samples
+    documents = np.tile(np.arange(len(lengths), dtype=np.int32), epochs)
+    np.random.RandomState(1).shuffle(documents)
+    index: tuple[list[float], list[float]] = ([], [])
+    whole: tuple[list[float], list[float]] = ([], [])
+    for _ in range(runs):
+        index[0].append(seconds(lambda: sample_starts(lengths, documents, samples, sequence_length)))
+        random = np.random.RandomState(1)
+        whole[0].append(seconds(lambda r=random: sample_order(lengths, numbers, sequence_length, wanted, r)))
+        if theirs is not None:
+            build = theirs[1].build_sample_idx
+            index[1].append(seconds(lambda b=build: b(lengths, documents, sequence_length, epochs, tokens, True, 1)))
+            whole[1].append(seconds(lambda: whole_order_of_theirs(theirs, lengths, sequence_length, epochs, tokens, 1)))
+    return {
+        f"sample index: {len(lengths) / 1e6:.1f} M documents, S {sequence_length}, {epochs} epochs": index,
+        f"all three: {len(lengths) / 1e6:.1f} M documents, S {sequence_length}, {epochs} epochs": whole,
+    }
+
+
+def main() -> int:
+    """Measure both in turns, and hold ours to the bars."""
+    parser = argparse.ArgumentParser(description="sample order beside megatron-core")
+    parser.add_argument("--tokens", type=float, default=1e9, help="tokens of the corpus (1e9)")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each; the median counts (5)")
+    options = parser.parse_args()
+    theirs = compiled()
+    print(f"{'seconds, median of ' + str(options.runs):52} {'ours':>8} {'mcore':>8} {'ratio':>6}")
+    missed = 0
+    for mean, sequence_length, epochs in ((700, 4096, 1), (700, 4096, 3), (700, 512, 1), (5000, 8192, 1)):
+        rows = measured(theirs, options.tokens, mean, sequence_length, epochs, options.runs)
+        for name, (ours, others) in rows.items():
+            mine = statistics.median(ours)
+            ratio = mine / statistics.median(others) if others else None
+            bad = mine >= SECONDS_BAR or (name.startswith("all three") and ratio is not None and ratio > RATIO_BAR)
+            missed += bad
+            shown = f"{statistics.median(others):8.3f} {ratio:6.2f}" if ratio else f"{'-':>8} {'-':>6}"
+            print(f"{name:52} {mine:8.3f} {shown}{'  missed' if bad else ''}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
