@@ -10,6 +10,7 @@ from megalaunch.config.options import option_names
 from megalaunch.config.recipes import PACKAGED, read_summary
 from megalaunch.config.schema.model import Family
 from megalaunch.plan.check import check
+from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.stages import stages_of
 from megalaunch.plan.topology import Topology
@@ -51,6 +52,15 @@ def test_the_layouts_of_the_table(name, shape):
 
 def test_gpt3_runs_on_512_devices_too():
     assert errors(LAPTOP, "recipe=gpt3_175b", "cluster.nodes=64") == []
+
+
+def test_a_layout_that_does_not_fit_llama3_70b_says_all_at_once():
+    spec, composition = spec_on(LAPTOP, "recipe=llama3_70b", "parallel=tp3pp7")
+    found = [f for f in check(spec, composition.origins) if f.severity == "error"]
+    ids = ("world", "layers_by_pp", "ffn_by_tp", "groups_by_tp", "heads_by_tp")
+    assert {f.rule for f in found} == {f"parallel.{name}" for name in ids}
+    assert len(found) == 5
+    assert all(f.fixes for f in found)
 
 
 def test_stages_of_the_recipes_that_do_not_divide_evenly():
@@ -106,9 +116,9 @@ def test_every_family_has_a_recipe_and_a_cpu_sized_twin():
 
 @pytest.mark.parametrize("name", CPU_SIZED)
 def test_a_cpu_sized_recipe_is_small(name):
-    spec, _ = spec_on(LAPTOP, f"recipe={name}")
-    assert spec.model.num_layers <= 4
-    assert spec.model.hidden_size <= 256
+    spec, _ = spec_on(LAPTOP, f"recipe={name}", "data.corpus=x")
+    assert count_parameters(spec.model).total <= (6_000_000 if name == "quickstart" else 200_000)
+    assert errors(LAPTOP, f"recipe={name}", "data.corpus=x") == []
     assert spec.batch.sequence_length * spec.batch.global_batch_size <= 2048
 
 
