@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,12 +35,10 @@ COMMANDS = {
     "data": Subcommand("data", "app", "Inspect, verify, merge and split token files."),
     "tokenizer": Subcommand("tokenizer", "app", "Train a tokenizer, or look into one."),
     "validate-config": Subcommand("validate_config", "validate_config", "Report all that is wrong with a run at once."),
-    "plan": Subcommand("plan", "plan", "Predict memory and speed of a run, or search for its best layout."),
-    "sweep": Subcommand("sweep", "sweep", "Try the points of a grid, leaving out those that cannot run."),
+    "plan": Subcommand("plan", "plan", "Predict memory and speed; search for the best layout."),
+    "sweep": Subcommand("sweep", "sweep", "Try many settings, without those that cannot run."),
     "recipes": Subcommand("recipes", "app", "List the recipes, show one, or compare two."),
-    "import-megatron": Subcommand(
-        "import_megatron", "import_megatron", "Turn a Megatron-LM launch script into a recipe."
-    ),
+    "import-megatron": Subcommand("import_megatron", "import_megatron", "Turn a Megatron-LM script into a recipe."),
     "doctor": Subcommand("doctor", "doctor", "Tell what this machine has and lacks."),
 }
 
@@ -51,12 +48,12 @@ class LazyGroup(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names, in the order of the table."""
-        return [name for name, entry in COMMANDS.items() if _is_here(entry)]
+        return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
         """A name and a line of help, enough to list a command."""
         found = COMMANDS.get(cmd_name)
-        if found is None or not _is_here(found):
+        if found is None:
             return None
         from typer.core import TyperCommand
 
@@ -66,10 +63,6 @@ class LazyGroup(TyperGroup):
         """The command itself, once its name is known to be right."""
         name, listed, rest = super().resolve_command(ctx, args)
         return name, load_command(name) if name and listed else listed, rest
-
-
-def _is_here(entry: Subcommand) -> bool:
-    return (Path(__file__).parent / f"{entry.module}.py").is_file()
 
 
 def load_command(name: str) -> Any:

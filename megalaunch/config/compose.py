@@ -1,15 +1,13 @@
 """From command-line words to one typed run spec; the only file that touches Hydra.
 
-Hydra picks and merges the option files and the recipe; our schema checks every key and type, so that all
-problems of words and files are reported at once, each with the place it comes from.
+Groups, recipes and words are Hydra's and mean what they mean there, but only words that need its grammar wait for it
+to be imported. Our schema checks every key and type, so that all problems of words and files are reported at once.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
@@ -19,15 +17,17 @@ from megalaunch.config.errors import ConfigError
 from megalaunch.config.interpolation import interpolate
 from megalaunch.config.keys import GROUPS, schema_defaults, schema_keys
 from megalaunch.config.masks import masked
-from megalaunch.config.options import CONF, OPTION_NAME, FileValues, load_option, option_names, shown_path
+from megalaunch.config.options import CONF, FileValues, load_option, option_names, shown_path
 from megalaunch.config.recipes import Recipe, is_path, load_chain, recipe_files
 from megalaunch.config.schema import RunSpec, SpecError, SpecProblem, build_run_spec
 from megalaunch.config.schema.paths import entry_at, put
 from megalaunch.config.words import COMMAND_LINE, Words, split_words
 from megalaunch.config.yaml_file import YamlProblem, load_yaml
 
-_PRIMARY = "megalaunch"
-_FILE_PREFIX = "file/"  # recipes given by path are stored apart from those with a name
+_WHOLE = re.compile(r"[+-]?(?:0|[1-9][0-9]{0,80})")
+_DECIMAL = re.compile(r"[+-]?[0-9]{1,80}(?:\.[0-9]{0,80}(?:[eE][+-]?[0-9]{1,5})?|[eE][+-]?[0-9]{1,5})")
+_PLAIN_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Composition:
 
 @dataclass
 class _Sources:
-    """All that is read before Hydra merges it."""
+    """All that is read before it is merged."""
 
     words: Words
     options: dict[tuple[str, str], FileValues] = field(default_factory=dict)
@@ -68,16 +68,11 @@ def compose(words: Sequence[str]) -> Composition:
 
 
 class Composer:
-    """Composes many lists of words: files are read once, and Hydra merges once.
-
-    Another option of a group replaces that group's section alone (an option file sets nothing else), and another
-    recipe all of them in the same way, so only the first composition is slow.
-    """
+    """Composes many lists of words; files are read once, so that only the first composition is slow."""
 
     def __init__(self) -> None:
         self._chains: dict[str, list[Recipe]] = {}
         self._options: dict[str | None, dict[tuple[str, str], FileValues]] = {}  # by recipe: files may lie beside it
-        self._merged: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, str | None]]] = {}
 
     def compose(self, words: Sequence[str]) -> Composition:
         """As the function of that name."""
@@ -89,7 +84,8 @@ class Composer:
         incomplete = bool(problems)
         if not incomplete:
             known.update(sources.options)
-        data, choices = self._merge(sources)
+        choices = _chosen(sources)
+        data = _merge(sources, choices)
         typed = _apply_values(data, sources.words, problems)
         origins = _origins(sources, choices, typed)
         if not problems:
@@ -102,23 +98,6 @@ class Composer:
             raise ConfigError(problems)
         shown = {group: option for group, option in choices.items() if option}
         return Composition(spec, _with_open(origins, data), shown, tuple(words))
-
-    def _merge(self, sources: _Sources) -> tuple[dict[str, Any], dict[str, str | None]]:
-        key, wanted = tuple(recipe.name for recipe in sources.chain), _chosen(sources)
-        if key not in self._merged:
-            if self._merged:
-                built: dict[str, Any] = {}
-                for section in schema_defaults():
-                    _exchange(built, section, wanted.get(section), sources)
-                self._merged[key] = built, wanted
-            else:
-                self._merged[key] = _merge(sources)
-        merged, choices = self._merged[key]
-        data = deepcopy(merged)
-        for group in GROUPS:
-            if wanted[group] != choices[group]:
-                _exchange(data, group, wanted[group], sources)
-        return data, wanted
 
 
 @cache
@@ -152,34 +131,6 @@ def _read_files(sources: _Sources, chains: dict[str, list[Recipe]], problems: li
             sources.options[group, option] = FileValues() if values is None else values
 
 
-def _merge(sources: _Sources) -> tuple[dict[str, Any], dict[str, str | None]]:
-    """Let Hydra choose the options and merge them; returns nested plain data and the option of each group."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
-
-    store = ConfigStore.instance()
-    groups: list[Any] = [{group: option} for group, option in sources.primary.items()]
-    store.store(name=_PRIMARY, node={"defaults": ["_self_", *groups]})
-    for (group, option), values in sources.options.items():
-        store.store(group=group, name=_stored_option(option), node=_nested(values.values).get(group, {}), package=group)
-    for recipe, node in zip(sources.chain, _recipe_nodes(sources.chain), strict=True):
-        *folder, name = _stored_name(recipe.name).split("/")
-        store.store(group="/".join(["recipe", *folder]), name=name, node=node, package="_global_")
-    chosen = sources.words.choices
-    overrides = [f"{g}={_stored_name(o) if g == 'recipe' else _stored_option(o)}" for g, o in chosen.items()]
-    with initialize(version_base="1.3", config_path=None):
-        config = hydra_compose(config_name=_PRIMARY, overrides=overrides, return_hydra_config=True)
-    choices = dict(config.hydra.runtime.choices)
-    data = schema_defaults()  # below what Hydra merged: that is faster than to have it merge all of them
-    merged: Any = OmegaConf.to_container(config, resolve=False)
-    for path in schema_keys():
-        with suppress(KeyError):
-            put(data, path, entry_at(merged, path))
-    return data, {group: choices.get(group) for group in GROUPS} | {"recipe": chosen.get("recipe")}
-
-
 def _chosen(sources: _Sources) -> dict[str, str | None]:
     """The option of each group: the words' before the recipe's before the primary file's."""
     picked: dict[str, str | None] = {group: sources.primary.get(group) for group in GROUPS}
@@ -187,52 +138,16 @@ def _chosen(sources: _Sources) -> dict[str, str | None]:
     return picked | {"recipe": None} | sources.words.choices
 
 
-def _exchange(data: dict[str, Any], group: str, option: str | None, sources: _Sources) -> None:
-    """Put another option's values into a group's section: over the defaults, below the recipe's values."""
-    layers = [sources.options[group, option].values if option else {}, *(r.body.values for r in sources.chain)]
-    data[group] = schema_defaults()[group]
-    for values in layers:
-        for path, value in values.items():
-            if path.startswith(f"{group}."):
-                put(data, path, value)
+def _merge(sources: _Sources, choices: Mapping[str, str | None]) -> dict[str, Any]:
+    """The schema's defaults, over them one option of each group, over those the recipes, ancestors first.
 
-
-def _recipe_nodes(chain: Sequence[Recipe]) -> list[dict[str, Any]]:
-    """What Hydra gets for each recipe: parents once each and in order, the options of the whole chain in the last.
-
-    (Of two overrides of one group Hydra takes that of the outermost file, and of two siblings the first; here the
-    later one wins, as with values.)
+    Hydra merges the same files to the same values, to which a test holds every shipped recipe, in half a second more.
     """
-    nodes: list[dict[str, Any]] = []
-    known: set[str] = set()
-    included: set[str] = set()
-    for recipe in chain:
-        parents = [parent for parent in recipe.parents if parent in known and parent not in included]
-        included.update(parents)
-        known.add(recipe.name)
-        defaults: list[Any] = [f"/recipe/{_stored_name(parent)}" for parent in parents]
-        if recipe is chain[-1]:
-            options = {group: option for r in chain for group, (option, _) in r.options.items()}
-            defaults += [{f"override /{group}": _stored_option(option)} for group, option in options.items()]
-        nodes.append({"defaults": [*defaults, "_self_"], **_nested(recipe.body.values)})
-    return nodes
-
-
-def _stored_name(recipe: str) -> str:
-    if not is_path(recipe):
-        return recipe
-    return _FILE_PREFIX + "".join(c if c.isascii() and c.isalnum() else "_" for c in recipe)
-
-
-def _stored_option(option: str) -> str:
-    """An option's name, or for a name that no file can have (which is a problem by then) one that Hydra takes."""
-    return option if OPTION_NAME.fullmatch(option) else "no_" + re.sub(r"[^A-Za-z0-9]", "_", option)
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    data: dict[str, dict[str, Any]] = {}
-    for path, value in values.items():
-        put(data, path, value)
+    data = schema_defaults()
+    options = [sources.options[group, option].values for group, option in choices.items() if group in GROUPS and option]
+    for values in (*options, *(recipe.body.values for recipe in sources.chain)):
+        for path, value in values.items():
+            put(data, path, value)
     return data
 
 
@@ -287,13 +202,28 @@ def read_axis(path: str, raw: str) -> Choices | Interval | None:
         raise ValueError(f"cannot read {raw!r}: {str(error).splitlines()[0]}") from error
 
 
-def _plain_value(path: str, raw: str) -> tuple[Any, str | None]:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
+def plain_scalar(text: str) -> tuple[bool, Any]:
+    """Whether a text is a number, true, false, null or one word, and its value: as Hydra's grammar reads it."""
+    lower = text.lower()
+    if lower in _CONSTANTS:
+        return True, _CONSTANTS[lower]
+    if _WHOLE.fullmatch(text):
+        return True, int(text)
+    if _DECIMAL.fullmatch(text):
+        return True, float(text)
+    return _PLAIN_WORD.fullmatch(text) is not None and lower not in ("nan", "inf"), text
 
+
+def _plain_value(path: str, raw: str) -> tuple[Any, str | None]:
     filled, problem = interpolate(raw)
     if problem:
         return None, problem
+    is_plain, scalar = plain_scalar(filled)
+    if is_plain:
+        return scalar, None
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     try:
         parsed = OverridesParser.create().parse_override(f"{path}={filled}")
     except HydraException:

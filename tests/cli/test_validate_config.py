@@ -153,9 +153,10 @@ HEAVY = ("torch", "numpy", "rich", "tokenizers", "hydra", "matplotlib", "pandas"
     ("words", "allowed"),
     [
         (["--help"], ()),
-        (["recipes", "list"], ("hydra",)),
+        (["recipes", "list"], ()),
         (["recipes", "show", "tiny"], ()),
-        (["validate-config", "recipe=tiny"], ("hydra",)),
+        (["validate-config", "recipe=tiny", "parallel=dp2", "optimizer.lr=1e-3"], ()),
+        (["validate-config", "recipe=tiny", "data.blend=[a]"], ("hydra",)),
     ],
 )
 def test_what_a_command_imports(words, allowed):
