@@ -34,6 +34,14 @@ CASES = {
     "parallel.layout_mtp": Case(layout("Ett|ttmmL"), layout("Ett|ttmL"), WITH_MTP),
     "parallel.layout_mtp_place": Case(layout("Ett|tmtL"), layout("Ett|ttmL"), WITH_MTP),
     "parallel.empty_stages": Case(layout("Ett||tt|L"), layout("Ett|t|t|L"), FOUR),
+    "parallel.counted_ends_need_pp": Case(
+        "parallel.head_as_layer=true", "parallel=pp3 parallel.head_as_layer=true model.num_layers=5"
+    ),
+    "parallel.balanced_ranks": Case(
+        "parallel=pp2 parallel.first_stage_layers=1 parallel.last_stage_layers=7",
+        "parallel=pp2 parallel.first_stage_layers=3 parallel.last_stage_layers=5",
+        EIGHT,
+    ),
     "parallel.embedding_copies": Case("model.tied_embeddings=true", "model.tied_embeddings=false", FOUR),
     "parallel.schedule_needs_pp": Case("parallel.schedule=gpipe", "parallel=pp2 parallel.schedule=gpipe"),
     "parallel.interleaved_needs_vpp": Case(
@@ -68,6 +76,7 @@ CASES = {
         "parallel.schedule=zero_bubble batch.global_batch_size=8",
         FOUR,
     ),
+    "parallel.ramp_by_schedule": Case("batch.ramp=0:1~256:8", "batch.ramp=0:4~256:8", INTERLEAVED),
     "parallel.overlap_pipeline_needs_vpp": Case(
         "parallel.overlap_pipeline=true", "parallel.overlap_pipeline=true parallel.vpp=2", FOUR
     ),

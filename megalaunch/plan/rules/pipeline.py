@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megalaunch.plan.batch import RampError, ramp_of
 from megalaunch.plan.rules.nearby import multiples, nearest
 from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
 from megalaunch.plan.stage_faults import V_SCHEDULES
@@ -194,6 +195,42 @@ def zero_bubble_rounds(at: Situation) -> Iterator[Broken]:
             {"microbatches": count, "rounds": rounds, "pp": p.pp},
             (*_whole_groups(at, p.pp), {"parallel.schedule": "auto"}),
         )
+
+
+@rule("parallel.ramp_by_schedule", "Every batch of a ramp has as many microbatches as the pipeline's schedule needs.")
+def ramp_by_schedule(at: Situation) -> Iterator[Broken]:
+    """A run would fail at the step at which such a batch begins, or at its first one."""
+    p, batch, dp = at.spec.parallel, at.spec.batch, at.dp
+    if batch.ramp is None or p.pp == 1 or dp is None or batch.micro_batch_size is None:
+        return
+    try:
+        stages = ramp_of(at.spec)
+    except RampError:  # batch.ramp_form says why
+        return
+    for stage in stages:
+        count, rest = divmod(stage.samples, batch.micro_batch_size * dp)
+        reason = _unfit(at, count) if not rest and stage.samples != batch.global_batch_size else ""
+        if reason:
+            yield Broken(
+                "batch.ramp",
+                f"the ramp's batch of {stage.samples} has {count} microbatches: {reason}",
+                {"samples": stage.samples, "microbatches": count, "pp": p.pp, "vpp": at.chunks},
+                ({"batch.ramp": None}, {"parallel.vpp": None}, {"parallel.schedule": "gpipe"}),
+            )
+            return
+
+
+def _unfit(at: Situation, count: int) -> str:
+    """Why a schedule cannot run a step of that many microbatches; empty when it can."""
+    p = at.spec.parallel
+    stages, group = p.pp * at.chunks, p.microbatch_group or p.pp
+    if p.schedule in ("1f1b", "dualpipev") and count < stages:
+        return f"{p.schedule} needs one for each of {stages} stages"
+    if p.schedule == "zero_bubble" and count % max(1, count // p.pp):
+        return f"they do not divide into {count // p.pp} rounds"
+    if _interleaved(at) and (count < group or 0 < count % group < p.pp):
+        return f"they do not fill groups of {group}"
+    return ""
 
 
 @rule("parallel.overlap_pipeline_needs_vpp", "Sending beside computing is a part of the interleaved schedule.")

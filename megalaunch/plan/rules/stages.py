@@ -197,6 +197,38 @@ def _listed(numbers: list[int]) -> str:
     return f"{shown}, ..." if len(numbers) > 8 else shown
 
 
+@rule("parallel.counted_ends_need_pp", "Embedding and head count as layers where layers are shared out.")
+def counted_ends_need_pp(at: Situation) -> Iterator[Broken]:
+    """With pp 1 one rank has everything, and the setting has no effect."""
+    p = at.spec.parallel
+    for name, counted in (("embedding_as_layer", p.embedding_as_layer), ("head_as_layer", p.head_as_layer)):
+        if counted and p.pp == 1:
+            message = f"{name} has no effect: pp is 1"
+            yield Broken(f"parallel.{name}", message, {"pp": 1}, ({f"parallel.{name}": False},), "warning")
+
+
+@rule("parallel.balanced_ranks", "No pipeline rank has far more layers than the others.")
+def balanced_ranks(at: Situation) -> Iterator[Broken]:
+    """Every step takes as long as the slowest rank; the others wait for it."""
+    p = at.spec.parallel
+    if p.pp == 1 or at.stage_faults or at.spec.model.num_layers > MAX_LAYERS:
+        return
+    if p.stage_layout is None and not _has_ends(at):
+        return
+    layers = [0] * p.pp
+    for stage in stages_of(at.spec):
+        layers[stage.rank] += len(stage.layers) + len(stage.mtp)
+    most, mean = max(layers), sum(layers) / p.pp
+    if most >= mean + 2 and most > 1.5 * mean:
+        yield Broken(
+            "parallel.stage_layout" if p.stage_layout is not None else "parallel.pp",
+            f"pp rank {layers.index(most)} has {most} layers, and ranks have {mean:.4g} on average: the others wait",
+            {"most": most, "mean": round(mean, 3)},
+            (_NO_LAYOUT, _EVEN),
+            "warning",
+        )
+
+
 @rule("parallel.embedding_copies", "The embedding matrix lies on one pipeline rank.")
 def embedding_copies(at: Situation) -> Iterator[Broken]:
     """A tied head and MTP depths use it too; on other ranks they hold copies whose gradients are summed each step."""
