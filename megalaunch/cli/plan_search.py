@@ -157,7 +157,9 @@ def _own_lines(result: SearchResult, best: Sequence[Found]) -> list[str]:
     for found in [f for f in best if f.speed > own.speed][:_REASONS]:
         reasons = [d.meaning for d in differences(found.time, own.time)[:_REASONS] if abs(d.seconds) >= 0.005]
         gain = found.speed / own.speed - 1
-        lines.append(f"  number {result.place(found)} is {gain:.1%} faster: {'; '.join(reasons)} a step")
+        lines.append(
+            f"  number {result.place(found)} is {gain:.1%} faster: {'; '.join(reasons)}, a step of the slowest rank"
+        )
     return lines
 
 

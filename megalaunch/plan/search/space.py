@@ -140,9 +140,11 @@ def _uneven(layers: int, pp: int) -> Iterator[Division]:
         return
     for middle in range(-(-layers // pp), layers // (pp - 2) + 1):
         left = layers - middle * (pp - 2)
-        first, last = -(-left // 2), left // 2
-        if last >= 1 and first <= middle:
+        lasts = [last for last in (left // 2, left // 2 - 1) if last >= 1 and left - last <= middle]
+        for last in lasts:  # one fewer makes room for the head
+            first = left - last
             yield from (Division(vpp, first=first, last=last) for vpp in _virtual(first, last, middle))
+        if lasts:
             return
 
 
