@@ -21,15 +21,29 @@ from megalaunch.plan.supported import LIMITS, Limit, unsupported
 BASE = small_spec(data__mock=True)
 
 
+# Where a limited key means something: what to set beside it.
+BESIDE = {
+    "recompute.modules": {"recompute.granularity": "selective"},
+    "recompute.num_layers": {"recompute.granularity": "full"},
+    "parallel.pp": {"parallel.pp": 2, "model.num_layers": 4},
+    "parallel.cp": {"parallel.cp": 2},
+    "recompute.method": {"recompute.method": "uniform"},
+}
+
+
 def with_limit(limit: Limit, value: Any) -> RunSpec:
     """The small spec with one value of a limited key, in a layout where the key means something."""
-    values = {limit.path: value}
-    if limit.idle is not None:
-        values[limit.idle[0]] = 2
-    asked = with_values(BASE, values)
+    beside = BESIDE.get(limit.path, {}) | (BESIDE[limit.idle[0]] if limit.idle is not None else {})
+    asked = with_values(BASE, {**beside, limit.path: _typed(limit, value)})
     p = asked.parallel
-    world = (p.dp or 1) * p.tp * p.pp * p.cp
-    return with_values(asked, {"cluster.devices_per_node": world})
+    return with_values(asked, {"cluster.devices_per_node": (p.dp or 1) * p.tp * p.pp * p.cp})
+
+
+def _typed(limit: Limit, value: Any) -> Any:
+    """The value, as the only item of a list where the key takes nothing else."""
+    key = schema_keys()[limit.path]
+    lists_only = get_origin(key.annotation) is tuple and not isinstance(value, tuple | list)
+    return (value,) if lists_only else value
 
 
 def allowed() -> dict[str, RunSpec]:
@@ -50,6 +64,8 @@ def refused(limit: Limit) -> Iterator[Any]:
     for option in options:
         if get_origin(option) is Literal:
             yield from get_args(option)
+        elif get_origin(option) is tuple and key.annotation is option:
+            yield from get_args(get_args(option)[0])
         elif option is bool:
             yield from (False, True)
         elif option in (int, float):
@@ -75,7 +91,7 @@ def test_what_it_does_not_is_refused_by_the_one_rule(limit):
     assert values, f"nothing is left to refuse: drop the limit on {limit.path}"
     for value in values:
         spec = with_limit(limit, value)
-        assert value_at(spec, limit.path) == value
+        assert value_at(spec, limit.path) == _typed(limit, value)
         found = [f for f in check(spec, purpose="train") if f.rule == "engine.unsupported"]
         assert (limit.path, "error") in [(f.path, f.severity) for f in found]
         looked_at = [f for f in check(spec) if f.rule == "engine.unsupported"]
@@ -85,6 +101,6 @@ def test_what_it_does_not_is_refused_by_the_one_rule(limit):
 def test_a_limit_is_no_limit_where_its_key_means_nothing():
     for limit in LIMITS:
         if limit.idle is not None:
-            spec = with_values(BASE, {limit.path: next(v for v in refused(limit) if v not in limit.supported)})
-            assert value_at(spec, limit.idle[0]) == limit.idle[1]
+            value = next(value for value in refused(limit) if value not in limit.supported)
+            spec = with_values(BASE, {limit.path: _typed(limit, value), limit.idle[0]: limit.idle[1]})
             assert limit.allows(spec)
