@@ -5,107 +5,121 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalaunch.plan.rules.registry import Broken, Situation, rule
-from megalaunch.plan.rules.router import experts_of
 
 
 @rule("router.loss_coeff", "An auxiliary loss has a kind and a weight.")
 def loss_coeff(at: Situation) -> Iterator[Broken]:
     """Either without the other changes nothing."""
-    for moe, _ in experts_of(at):
-        if moe.balance_loss == "none" and moe.balance_loss_coeff > 0:
-            yield Broken(
-                "model.moe.balance_loss_coeff",
-                f"balance_loss_coeff {moe.balance_loss_coeff:g} has no effect: balance_loss is none",
-                {"balance_loss_coeff": moe.balance_loss_coeff},
-                ({"model.moe.balance_loss": "batch"}, {"model.moe.balance_loss_coeff": 0.0}),
-                severity="warning",
-            )
-        elif moe.balance_loss != "none" and moe.balance_loss_coeff == 0:
-            yield Broken(
-                "model.moe.balance_loss",
-                f"balance_loss={moe.balance_loss} has no effect: balance_loss_coeff is 0",
-                {"balance_loss_coeff": 0.0},
-                ({"model.moe.balance_loss_coeff": 0.01}, {"model.moe.balance_loss": "none"}),
-                severity="warning",
-            )
+    moe = at.spec.model.moe
+    if moe.num_experts is None:
+        return
+    if moe.balance_loss == "none" and moe.balance_loss_coeff > 0:
+        yield Broken(
+            "model.moe.balance_loss_coeff",
+            f"balance_loss_coeff {moe.balance_loss_coeff:g} has no effect: balance_loss is none",
+            {"balance_loss_coeff": moe.balance_loss_coeff},
+            ({"model.moe.balance_loss": "batch"}, {"model.moe.balance_loss_coeff": 0.0}),
+            severity="warning",
+        )
+    elif moe.balance_loss != "none" and moe.balance_loss_coeff == 0:
+        yield Broken(
+            "model.moe.balance_loss",
+            f"balance_loss={moe.balance_loss} has no effect: balance_loss_coeff is 0",
+            {"balance_loss_coeff": 0.0},
+            ({"model.moe.balance_loss_coeff": 0.01}, {"model.moe.balance_loss": "none"}),
+            severity="warning",
+        )
 
 
 @rule("router.balance", "Something keeps the experts' load even.")
 def balance(at: Situation) -> Iterator[Broken]:
     """Without a loss, a bias or a capacity a router soon sends most tokens to few experts (Shazeer et al. 2017)."""
-    for moe, experts in experts_of(at):
-        if experts > moe.top_k and moe.balance_loss == "none" and not moe.balance_bias and moe.capacity_factor is None:
-            yield Broken(
-                "model.moe.balance_loss",
-                f"nothing keeps the load of {experts} experts even: fine to tune a trained model, not to start one",
-                {"num_experts": experts},
-                ({"model.moe.balance_loss": "batch", "model.moe.balance_loss_coeff": 0.01},),
-                severity="note",
-            )
+    moe = at.spec.model.moe
+    if moe.num_experts is None:
+        return
+    experts = moe.num_experts
+    if experts > moe.top_k and moe.balance_loss == "none" and not moe.balance_bias and moe.capacity_factor is None:
+        yield Broken(
+            "model.moe.balance_loss",
+            f"nothing keeps the load of {experts} experts even: fine to tune a trained model, not to start one",
+            {"num_experts": experts},
+            ({"model.moe.balance_loss": "batch", "model.moe.balance_loss_coeff": 0.01},),
+            severity="note",
+        )
 
 
 @rule("router.capacity", "An expert takes at least its even share.")
 def capacity(at: Situation) -> Iterator[Broken]:
     """At 0 it takes nothing; below 1 tokens are dropped however even the load is."""
-    for moe, _ in experts_of(at):
-        factor = moe.capacity_factor
-        if factor is not None and factor < 1:
-            yield Broken(
-                "model.moe.capacity_factor",
-                f"capacity_factor {factor:g} "
-                + ("lets no token reach an expert" if factor == 0 else "drops tokens even where the load is even"),
-                {"capacity_factor": factor},
-                ({"model.moe.capacity_factor": 1.25}, {"model.moe.capacity_factor": None}),
-                severity="warning" if factor else "error",
-            )
+    moe = at.spec.model.moe
+    if moe.num_experts is None:
+        return
+    factor = moe.capacity_factor
+    if factor is not None and factor < 1:
+        yield Broken(
+            "model.moe.capacity_factor",
+            f"capacity_factor {factor:g} "
+            + ("lets no token reach an expert" if factor == 0 else "drops tokens even where the load is even"),
+            {"capacity_factor": factor},
+            ({"model.moe.capacity_factor": 1.25}, {"model.moe.capacity_factor": None}),
+            severity="warning" if factor else "error",
+        )
 
 
 @rule("router.pad_needs_capacity", "Experts are padded to a capacity that is given.")
 def pad_needs_capacity(at: Situation) -> Iterator[Broken]:
     """Without one a buffer has no full size."""
-    for moe, _ in experts_of(at):
-        if moe.pad_to_capacity and moe.capacity_factor is None:
-            yield Broken(
-                "model.moe.pad_to_capacity",
-                "pad_to_capacity needs capacity_factor",
-                fixes=({"model.moe.pad_to_capacity": False}, {"model.moe.capacity_factor": 1.25}),
-            )
+    moe = at.spec.model.moe
+    if moe.num_experts is None:
+        return
+    if moe.pad_to_capacity and moe.capacity_factor is None:
+        yield Broken(
+            "model.moe.pad_to_capacity",
+            "pad_to_capacity needs capacity_factor",
+            fixes=({"model.moe.pad_to_capacity": False}, {"model.moe.capacity_factor": 1.25}),
+        )
 
 
 @rule("router.pad_without_flex", "A fused dispatch sends what there is, without padding.")
 def pad_without_flex(at: Situation) -> Iterator[Broken]:
     """DeepEP's buffers follow the tokens that come."""
-    for moe, _ in experts_of(at):
-        if moe.pad_to_capacity and at.spec.parallel.expert_dispatch == "flex":
-            yield Broken(
-                "model.moe.pad_to_capacity",
-                "pad_to_capacity does not go with expert_dispatch=flex",
-                fixes=({"model.moe.pad_to_capacity": False}, {"parallel.expert_dispatch": "alltoall"}),
-            )
+    moe = at.spec.model.moe
+    if moe.num_experts is None:
+        return
+    if moe.pad_to_capacity and at.spec.parallel.expert_dispatch == "flex":
+        yield Broken(
+            "model.moe.pad_to_capacity",
+            "pad_to_capacity does not go with expert_dispatch=flex",
+            fixes=({"model.moe.pad_to_capacity": False}, {"parallel.expert_dispatch": "alltoall"}),
+        )
 
 
 @rule("router.drop_needs_capacity", "A policy of dropping goes with a capacity.")
 def drop_needs_capacity(at: Situation) -> Iterator[Broken]:
     """Without one no token is dropped."""
-    for moe, _ in experts_of(at):
-        if moe.drop_policy != "probs" and moe.capacity_factor is None:
-            yield Broken(
-                "model.moe.drop_policy",
-                f"drop_policy={moe.drop_policy} has no effect: nothing is dropped without capacity_factor",
-                fixes=({"model.moe.drop_policy": "probs"}, {"model.moe.capacity_factor": 1.25}),
-                severity="warning",
-            )
+    moe = at.spec.model.moe
+    if moe.num_experts is None:
+        return
+    if moe.drop_policy != "probs" and moe.capacity_factor is None:
+        yield Broken(
+            "model.moe.drop_policy",
+            f"drop_policy={moe.drop_policy} has no effect: nothing is dropped without capacity_factor",
+            fixes=({"model.moe.drop_policy": "probs"}, {"model.moe.capacity_factor": 1.25}),
+            severity="warning",
+        )
 
 
 @rule("router.z_loss", "The z-loss of the router is a small part of the loss.")
 def z_loss(at: Situation) -> Iterator[Broken]:
     """1e-3 is usual (Zoph et al. 2022); from about 0.1 on small logits matter more than the right experts."""
-    for moe, _ in experts_of(at):
-        if moe.z_loss_coeff > 0.1:
-            yield Broken(
-                "model.moe.z_loss_coeff",
-                f"z_loss_coeff {moe.z_loss_coeff:g} outweighs what the router learns from the text; 1e-3 is usual",
-                {"z_loss_coeff": moe.z_loss_coeff},
-                ({"model.moe.z_loss_coeff": 1e-3},),
-                severity="warning",
-            )
+    moe = at.spec.model.moe
+    if moe.num_experts is None:
+        return
+    if moe.z_loss_coeff > 0.1:
+        yield Broken(
+            "model.moe.z_loss_coeff",
+            f"z_loss_coeff {moe.z_loss_coeff:g} outweighs what the router learns from the text; 1e-3 is usual",
+            {"z_loss_coeff": moe.z_loss_coeff},
+            ({"model.moe.z_loss_coeff": 1e-3},),
+            severity="warning",
+        )

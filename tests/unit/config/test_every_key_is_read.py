@@ -20,7 +20,7 @@ ROOMS = ("plan", "data", "launch", "platform", "engine", "rundir")
 
 # Where a run happens. Of the plan's files, those whose results the engine acts on.
 RUN_ROOMS = ("engine", "data", "launch", "platform", "rundir")
-RUN_FILES = ("plan/topology.py", "plan/resolve.py")
+RUN_FILES = ("plan/topology.py", "plan/resolve.py", "plan/stages.py", "plan/stage_faults.py")
 LIMITED = {limit.path for limit in LIMITS}
 
 # Keys, or sections, that mean nothing while the engine refuses every other value of the key beside them.
@@ -34,14 +34,9 @@ WITHOUT = {
     "parallel.cp_hierarchy": "parallel.cp_exchange",
     "parallel.expert_dispatch": "parallel.ep",
     "parallel.overlap_experts": "parallel.ep",
-    "parallel.microbatch_group": "parallel.pp",
-    "parallel.overlap_pipeline": "parallel.pp",
+    "parallel.microbatch_group": "parallel.vpp",
+    "parallel.overlap_pipeline": "parallel.vpp",
     "parallel.schedule": "parallel.pp",
-    "parallel.stage_layout": "parallel.pp",
-    "parallel.first_stage_layers": "parallel.pp",
-    "parallel.last_stage_layers": "parallel.pp",
-    "parallel.embedding_as_layer": "parallel.pp",
-    "parallel.head_as_layer": "parallel.pp",
     "precision.fp8.": "precision.compute",
     "precision.loss_scale.": "precision.compute",
     "recompute.": "recompute.granularity",
