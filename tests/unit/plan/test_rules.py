@@ -1,5 +1,6 @@
 """How findings are found together: order, origins, fixes that are proven, purposes. (Each rule alone: rule_cases.)"""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -87,3 +88,18 @@ def test_a_spec_without_origins_is_checked_too():
     assert finding.origin == ""
     assert finding.fixes == ("parallel.tp=4", "parallel.tp=2", "parallel.tp=1")
     assert has_errors(check(replace(spec, run=with_values(spec, {"run.name": ".."}).run)))
+
+
+def test_many_findings_are_proven_fast():
+    """A fix is tried against every rule, so time grows with findings x fixes x rules."""
+    words = "parallel=tp3pp7cp6ep5etp2vpp2hsdp3sp batch.sequence_length=9001 optimizer.beta1=1 optimizer.beta2=1 "
+    words += "train.stop_at=99999999 schedule.warmup_steps=99999999 schedule.min_lr=1 model.num_query_groups=5 "
+    words += "model.head_dim=127 model.hidden_dropout=1 model.norm_epsilon=0 parallel.cp_exchange=a2a+p2p "
+    words += "parallel.cp_dynamic=true run.name=a/b platform.chip=h1000 model.moe.top_k=9 parallel.first_stage_layers=1"
+    spec, composition = resolved("recipe=mixtral_8x22b", *words.split())
+    check(spec, composition.origins)
+    began = time.process_time()
+    found = check(spec, composition.origins)
+    assert time.process_time() - began < 0.5  # 0.1 s is usual on an idle core
+    assert sum(finding.severity == "error" for finding in found) >= 20
+    assert sum(bool(finding.fixes) for finding in found if finding.severity == "error") >= 16
