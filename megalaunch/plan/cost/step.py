@@ -141,7 +141,7 @@ def _assembled(
         "pp": wire.pipeline(spec, topology, wires, tokens, chunks).times(microbatches),
         "dp": wire.data_parallel(spec, topology, wires, (held.dense, held.experts), held.layer, worst.compute),
     }
-    hidden = worst.tp.hidden + worst.cp.hidden + worst.ep.hidden
+    hidden = (worst.tp.hidden + worst.cp.hidden + worst.ep.hidden) * microbatches + exchanges["dp"].hidden
     peak = CHIPS[spec.platform.chip].peak_flops.get("bf16", device.attention_flops)
     flops, full = _model_flops(spec)
     return StepTime(
@@ -150,7 +150,7 @@ def _assembled(
         memory=worst.memory * microbatches,
         head=worst.head * microbatches,
         again=worst.again * microbatches,
-        gaps=(worst.compute * c.GAPS.value + hidden * c.OVERLAP_SLOWDOWN.value) * microbatches,
+        gaps=worst.compute * microbatches * c.GAPS.value + hidden * c.OVERLAP_SLOWDOWN.value,
         exchanges=exchanges,
         bubble=_bubble(spec, times, slowest, chunks),
         optimizer=_optimizer(spec, topology, held.dense, held.experts, device),
