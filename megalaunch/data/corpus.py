@@ -95,24 +95,31 @@ def find_corpus(source: str, json_key: str) -> Corpus:
     Files are sorted by their path relative to the folder, or to the part of a glob before its first
     wildcard. Hidden files and folders are left out. DataError when there is nothing.
     """
-    from megalaunch.config.schema.data import STANDARD_LIBRARY  # workers that only parse need no schema
+    from megalaunch.config.schema.data import STANDARD_LIBRARY  # preprocessing needs no schema, and starts fast
 
     if source == STANDARD_LIBRARY:
         root = Path(sysconfig.get_paths()["stdlib"])
         return Corpus(_below(root, _STANDARD_LIBRARY_LEAVES_OUT, ".py"), json_key)
+    found = files_of(source)
+    if not found:
+        fix = f"data.corpus takes a file, a folder, a glob or {STANDARD_LIBRARY}."
+        raise DataError("no such corpus", file=Path(source).expanduser(), fix=fix)
+    return Corpus(found, json_key)
+
+
+def files_of(source: str) -> tuple[CorpusFile, ...]:
+    """The files that a path or glob names, in their order, none when there is nothing of that name."""
     path = Path(source).expanduser()
     try:
         if path.is_dir():
-            return Corpus(_below(path, set(), ""), json_key)
+            return _below(path, set(), "")
         if path.is_file():
-            return Corpus((CorpusFile(path, path.name),), json_key)
+            return (CorpusFile(path, path.name),)
         if glob.has_magic(source):
-            return Corpus(_matching(str(path)), json_key)
+            return _matching(str(path))
     except OSError as error:
         raise cannot("read it", Path(error.filename or path), error, _CORRECT_SOURCE) from error
-    raise DataError(
-        "no such corpus", file=path, fix=f"data.corpus takes a file, a folder, a glob or {STANDARD_LIBRARY}."
-    )
+    return ()
 
 
 def open_source(path: Path) -> BufferedReader:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megalaunch.data.corpus import find_corpus, open_source
+from megalaunch.data.corpus import files_of, open_source
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.preprocess_settings import Format
 
@@ -59,7 +59,10 @@ def find_inputs(sources: Sequence[str], kind: Format) -> list[Input]:
         if source == STDIN:
             found.append(Input(Path(STDIN), Format.JSONL if kind is Format.AUTO else kind, "", 0, 0))
         else:
-            found += [_describe(file.path, kind) for file in find_corpus(source, "").files]
+            files = files_of(source)
+            if not files:
+                raise DataError("no such input", file=source, fix="Inputs are files, folders, globs and -.")
+            found += [_describe(file.path, kind) for file in files]
     stdin = [entry for entry in found if entry.is_stdin]
     if len(stdin) > 1:
         raise DataError("standard input is named twice", fix="Give - once.")

@@ -47,7 +47,11 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id, added tokens included."""
-        return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return max(self._vocabulary.values(), default=-1) + 1
+
+    @cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        return self._inner.get_vocab(with_added_tokens=True)
 
     @cached_property
     def eod_id(self) -> int | None:
@@ -89,8 +93,10 @@ class Tokenizer:
 
     def vocabulary_hash(self) -> str:
         """A sha256 of all tokens with their ids, the same in whatever form the tokenizer is stored."""
-        vocabulary = sorted((number, token) for token, number in self._inner.get_vocab(True).items())
-        return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+        tokens: list[str | None] = [None] * self.vocab_size
+        for token, number in self._vocabulary.items():
+            tokens[number] = token
+        return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
     def kind(self) -> str:
         """The class of its model (BPE, Unigram, ...)."""
@@ -128,12 +134,16 @@ def load_tokenizer(path: Path | str, merges: Path | str | None = None) -> Tokeni
         return Tokenizer(conversion.of_tiktoken(path, content))
     if content.lstrip()[:1] != b"{":
         return Tokenizer(conversion.of_sentencepiece(path, content), conversion.sentencepiece_end(content))
+    inner = _inner_of(content)
+    if inner is not None:
+        return Tokenizer(inner, _named_end(path))
     parsed = _parse(path, content)
     if conversion.is_tekken(parsed):
         return Tokenizer(conversion.of_tekken(path, parsed))
     if parsed and all(type(number) is int for number in parsed.values()):
         return Tokenizer(conversion.of_gpt2(path, content, conversion.merges_beside(path)))
-    return Tokenizer(_inner_of(path, content.decode()), _named_end(path))
+    cause = f"it is no tokenizer.json: {_why_not(content)}"
+    raise DataError(cause, file=path, fix="Save it again from its source.")
 
 
 def copy_tokenizer(source: Path | str, target: Path) -> Tokenizer:
@@ -171,13 +181,23 @@ def _parse(path: Path, content: bytes) -> dict[str, Any]:
     return parsed
 
 
-def _inner_of(path: Path, content: str) -> tokenizers.Tokenizer:
+def _inner_of(content: bytes) -> tokenizers.Tokenizer | None:
     import tokenizers
 
     try:
-        return tokenizers.Tokenizer.from_str(content)
-    except Exception as error:  # the library raises no narrower class
-        raise DataError(f"it is no tokenizer.json: {error}", file=path, fix="Save it again from its source.") from error
+        return tokenizers.Tokenizer.from_str(content.decode())
+    except Exception:  # the library raises no narrower class; what is wrong is found out by who must say it
+        return None
+
+
+def _why_not(content: bytes) -> str:
+    import tokenizers
+
+    try:
+        tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # as above
+        return str(error)
+    return "no reason was given"
 
 
 def _named_end(path: Path) -> str | None:
