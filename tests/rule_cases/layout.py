@@ -50,7 +50,7 @@ CASES = {
     ),
     "parallel.sequence_by_cp": Case("parallel=cp4 batch.sequence_length=36", "parallel=cp4 batch.sequence_length=40"),
     "parallel.sequence_by_tp": Case(
-        "parallel=tp4sp batch.sequence_length=30", "parallel=tp4sp batch.sequence_length=28"
+        "parallel=tp4cp2sp batch.sequence_length=36", "parallel=tp4cp2sp batch.sequence_length=40"
     ),
     "parallel.cp_exchange_by_layer": Case(
         "parallel=cp2 parallel.cp_exchange=[p2p,a2a,p2p]", "parallel=cp2 parallel.cp_exchange=[p2p,a2a]"
@@ -69,12 +69,11 @@ CASES = {
         "parallel=cp4 parallel.cp_exchange=a2a+p2p parallel.cp_hierarchy=[2,2]",
     ),
     "parallel.heads_by_cp": Case(
-        "parallel=cp8 parallel.cp_exchange=a2a model.num_query_groups=1",
-        "parallel=cp4 parallel.cp_exchange=a2a model.num_query_groups=1",
+        "parallel=tp2cp4 parallel.cp_exchange=a2a", "parallel=tp2cp2 parallel.cp_exchange=a2a"
     ),
     "parallel.groups_by_cp": Case(
-        "parallel=cp6 parallel.cp_exchange=a2a model.num_query_groups=4 batch.sequence_length=48",
-        "parallel=cp6 parallel.cp_exchange=a2a model.num_query_groups=3 batch.sequence_length=48",
+        "parallel=tp2cp2 parallel.cp_exchange=a2a model.num_query_groups=6",
+        "parallel=tp2cp2 parallel.cp_exchange=a2a model.num_query_groups=4",
         TWELVE,
     ),
     "parallel.dynamic_cp_stages": Case("parallel=cp2pp2", "parallel=cp2", DYNAMIC),

@@ -52,8 +52,8 @@ CASES = {
         "parallel=pp2vpp4 parallel.schedule=zbv", "parallel=pp2vpp2 parallel.schedule=zbv", EIGHT
     ),
     "parallel.enough_microbatches": Case(
-        "parallel=pp4 parallel.schedule=1f1b batch.global_batch_size=3",
-        "parallel=pp4 parallel.schedule=1f1b batch.global_batch_size=4",
+        "parallel=pp2vpp2 parallel.schedule=dualpipev batch.global_batch_size=3",
+        "parallel=pp2vpp2 parallel.schedule=dualpipev batch.global_batch_size=4",
         EIGHT,
     ),
     "parallel.full_pipeline": Case(
