@@ -1,5 +1,8 @@
 """A global batch is dealt out without loss or overlap, whatever the number of ranks, and read errors travel."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,7 @@ import torch
 from megalaunch.data.errors import DataError
 from megalaunch.data.row import Row
 from megalaunch.engine.ending import Problem
+from megalaunch.engine.train import batches as batches_module
 from megalaunch.engine.train.batches import BatchShape, TrainBatches
 from megalaunch.rundir.outcome import ExitCode
 
@@ -67,3 +71,61 @@ def test_a_batch_that_cannot_be_read_says_why(error, shown):
     assert shown in reason
     assert batches.of(2, last=2).problem is None
     batches.close()
+
+
+def test_a_wait_is_told_and_counted(monkeypatch):
+    monkeypatch.setattr(batches_module, "_PATIENCE", 0.05)
+    release, told = threading.Event(), []
+
+    class Slow(Counting):
+        def __getitem__(self, index):
+            assert release.wait(10)
+            return super().__getitem__(index)
+
+    def waiting(step):
+        told.append(step)
+        if len(told) == 3:
+            release.set()
+
+    batches = TrainBatches(Slow(), BatchShape(4, 4, 0, 1), torch.device("cpu"), waiting)
+    batch = batches.of(1, last=1)
+    assert told[:3] == [1, 1, 1]
+    assert batch.waited > 0.1
+    assert batch.valid_tokens == 16
+    batches.close()
+
+
+@pytest.mark.parametrize("error", [ValueError("a fault of the code"), SystemExit(3), TimeoutError("a late disk")])
+def test_the_death_of_the_reader_is_seen_at_once(error):
+    batches = TrainBatches(Broken(error), BatchShape(4, 4, 0, 1), torch.device("cpu"))
+    started = time.monotonic()
+    if isinstance(error, OSError):  # what the disk says is told, not raised
+        assert "a late disk" in batches.of(1, last=2).problem.reason
+    else:
+        with pytest.raises(type(error)):
+            batches.of(1, last=2)
+    assert time.monotonic() - started < 5
+    batches.close()
+
+
+def test_reading_is_ahead_and_never_past_the_last_step():
+    read = []
+
+    class Watched(Counting):
+        def __getitem__(self, index):
+            read.append(index)
+            return super().__getitem__(index)
+
+    batches = TrainBatches(Watched(), BatchShape(2, 2, 0, 1), torch.device("cpu"))
+    batches.of(1, last=9)
+    deadline = time.monotonic() + 10
+    while len(read) < 6 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert read == [0, 1, 2, 3, 4, 5]  # two steps ahead
+    batches.close()
+    batches = TrainBatches(Watched(), BatchShape(2, 2, 0, 1), torch.device("cpu"))
+    read.clear()
+    for step in (1, 2):
+        batches.of(step, last=2)
+    batches.close()
+    assert read == [0, 1, 2, 3]

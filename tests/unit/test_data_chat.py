@@ -1,0 +1,135 @@
+"""Conversations: what a line may hold, what has a loss, how they are packed, and every error."""
+
+import json
+
+import numpy as np
+import pytest
+from token_files import prepared_spec, sentences, small_tokenizer
+
+from megalaunch.config.schema import with_values
+from megalaunch.data.errors import DataError
+from megalaunch.data.prepare import prepare, prepared_values
+from megalaunch.data.source import open_training, open_validation
+from megalaunch.data.tokenizer import load_tokenizer
+
+
+def talk(number):
+    texts = sentences(40)
+    return {
+        "messages": [
+            {"role": "system", "content": "be kind"},
+            {"role": "user", "content": texts[number % 40]},
+            {"role": "assistant", "content": f"the answer {number}"},
+            {"role": "user", "content": "and then"},
+            {"role": "assistant", "content": f"the end {number}"},
+        ]
+    }
+
+
+@pytest.fixture
+def chat(tmp_path):
+    small_tokenizer(tmp_path / "tokenizer.json")
+
+    def opened(lines, length=96, **data):
+        path = tmp_path / "chat.jsonl"
+        path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines), encoding="utf-8")
+        data = {"chat": str(path), "chat_template": "plain", "cache_directory": str(tmp_path / "cache")} | data
+        spec = prepared_spec(length, tokenizer=tmp_path / "tokenizer.json", **data)
+        return with_values(spec, prepared_values(prepare(spec.data, spec.tokenizer, lambda line: None)))
+
+    return opened
+
+
+def answers(row, tokenizer):
+    """The text that has a loss, piece by piece."""
+    pieces, piece = [], []
+    for label, counted in zip(row.tokens[1:], row.counted, strict=True):
+        if counted:
+            piece.append(int(label))
+        elif piece:
+            pieces, piece = [*pieces, piece], []
+    return [tokenizer.decode(part) for part in [*pieces, piece] if part]
+
+
+def test_only_answers_have_a_loss_and_each_comes_once_an_epoch(chat):
+    spec = chat([talk(number) for number in range(50)], length=256, validation_every=0)
+    rows, tokenizer = open_training(spec), load_tokenizer(spec.tokenizer.path)
+    epoch = [answers(rows[index], tokenizer) for index in range(len(rows))]
+    expected = sorted(f"the {kind} {number}" for number in range(50) for kind in ("answer", "end"))
+    assert sorted(text for found in epoch for text in found) == expected
+    second = [answers(rows[index], tokenizer) for index in range(len(rows), 2 * len(rows) - 2)]
+    assert second != epoch[: len(second)]
+    again = open_training(spec)
+    assert answers(again[len(rows) + 1], tokenizer) == second[1]
+    assert rows.describe(0).startswith("row 0: conversations ")
+
+
+def test_conversations_do_not_see_each_other(chat):
+    rows = open_training(chat([talk(number) for number in range(50)], length=400, validation_every=0))
+    row = rows[0]
+    begins = np.flatnonzero(np.diff(row.documents)) + 1
+    assert len(begins) > 2
+    assert (row.positions[begins] == 0).all()
+    assert not row.counted[begins - 1].any()  # the first token of a conversation is told from nothing
+    # The answers end with the token that ends a turn, and a model learns to write it.
+    ends = [i for i in range(len(row.counted) - 1) if row.counted[i] and not row.counted[i + 1]]
+    assert {int(row.tokens[1:][i]) for i in ends} == {0}
+
+
+def test_validation_holds_every_conversation_once(chat):
+    spec = chat([talk(number) for number in range(200)], length=256, validation_every=5)
+    tokenizer, found = load_tokenizer(spec.tokenizer.path), []
+    for side in (open_training(spec), open_validation(spec)):
+        found.append({text for index in range(len(side)) for text in answers(side[index], tokenizer)})
+    assert len(found[0] | found[1]) == 400
+    assert not found[0] & found[1]
+    less = open_validation(with_values(spec, {"data.validation_tokens": 300}))
+    assert 0 < len(less) < len(open_validation(spec))
+
+
+def test_other_shapes_of_a_line(chat):
+    lines = [
+        {"conversations": [{"from": "human", "value": "hm"}, {"from": "gpt", "value": "one"}]},
+        {"prompt": "hm", "completion": "two"},
+        "",
+    ]
+    spec = chat(lines, validation_every=0)
+    rows, tokenizer = open_training(spec), load_tokenizer(spec.tokenizer.path)
+    assert sorted(answers(rows[0], tokenizer)) == ["one", "two"]
+
+
+def test_long_conversations_are_cut_and_those_without_an_answer_left_out(chat):
+    lines = [talk(1), {"prompt": "word " * 200, "completion": "never reached"}]
+    rows = open_training(chat(lines, length=96, validation_every=0))
+    assert len(rows) == 1
+    assert rows.describe(0).startswith("row 0: conversations 0 of")
+    with pytest.raises(DataError, match="no conversation has an answer within its first 97 tokens"):
+        open_training(chat(lines[1:], length=96, validation_every=0))
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("{", "line 2: no JSON"),
+        ("[]", "line 2: no object, but list"),
+        ({"text": "x"}, "line 2: no conversation: a line is"),
+        ({"messages": [{"role": "user"}]}, 'line 2: a turn without text under "role" and "content"'),
+        ({"messages": [{"role": "judge", "content": "x"}]}, "line 2: unknown role 'judge'"),
+        ({"prompt": "a", "completion": "b<|endoftext|>c"}, "line 2: a message holds the end-of-document token"),
+    ],
+)
+def test_a_line_that_is_no_conversation(chat, line, cause):
+    with pytest.raises(DataError, match=rf"chat\.jsonl, {cause}"):
+        chat([talk(0), line])
+
+
+def test_errors_of_the_settings(chat):
+    with pytest.raises(DataError, match=r"<\|im_start\|> is no token of it, and data\.chat_template=chatml needs it"):
+        chat([talk(0)], chat_template="chatml")
+    with pytest.raises(DataError, match="it holds no conversation to train on"):
+        chat([""])
+    first, second = chat([talk(0)]), chat([talk(0)], chat_template="zephyr")
+    assert first.data.train_prefix != second.data.train_prefix
+    spec = prepared_spec(chat="x.jsonl")
+    with pytest.raises(DataError, match=r"no such corpus|need a tokenizer"):
+        prepare(spec.data, spec.tokenizer, lambda line: None)
