@@ -10,7 +10,7 @@ from rule_cases import H100, TINY
 from megalaunch.config.schema import with_values
 from megalaunch.plan.check import check
 from megalaunch.plan.findings import Finding, as_json, has_errors, in_order
-from megalaunch.plan.rules.registry import rule
+from megalaunch.plan.rules.registry import RULES, Broken, Rule, rule
 
 
 def findings(*words, base=TINY, purpose="validate"):
@@ -88,6 +88,25 @@ def test_a_spec_without_origins_is_checked_too():
     assert finding.origin == ""
     assert finding.fixes == ("parallel.tp=4", "parallel.tp=2", "parallel.tp=1")
     assert has_errors(check(replace(spec, run=with_values(spec, {"run.name": ".."}).run)))
+
+
+def test_only_fixes_that_help_and_harm_nothing_are_shown(monkeypatch):
+    """Of five: no change, still broken, a new error, a new warning, and a right one."""
+
+    def steps(at):
+        """Made up."""
+        if at.spec.train.steps < 30:
+            yield Broken("train.steps", "too few", {}, (
+                {"train.steps": 20},
+                {"train.steps": 21},
+                {"train.steps": 30, "train.stop_at": 31},
+                {"train.steps": 30, "parallel.schedule": "gpipe"},
+                {"train.steps": 30},
+            ))  # fmt: skip
+
+    monkeypatch.setitem(RULES, "train.made_up", Rule("train.made_up", "Long.", steps))
+    (found,) = [f for f in findings() if f.rule == "train.made_up"]
+    assert found.fixes == ("train.steps=30",)
 
 
 def test_many_findings_are_proven_fast():
