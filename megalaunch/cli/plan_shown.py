@@ -59,10 +59,13 @@ def _as_text(
 ) -> str:
     from megalaunch.cli.render import finding_block, run_table
 
-    # What is missing for a start, such as data, does not matter to a plan.
-    blocks = [finding_block(f) for f in findings if f.severity == "error" or f.rule == "memory.fits"]
+    # What is missing for a start, such as data, does not matter to a plan that can be made.
+    shown = [f for f in findings if f.severity == "error" or f.rule == "memory.fits"]
     if prediction is None:
-        return "\n\n".join([*blocks, f"no plan: {problem}"])
+        hint = "; name the vocabulary (model.vocab_size=N) or the data" if spec.model.vocab_size is None else ""
+        shown = shown or [f for f in findings if f.severity == "warning"]
+        return "\n\n".join([*(finding_block(f) for f in shown), f"no plan: {problem}{hint}"])
+    blocks = [finding_block(f) for f in shown]
     blocks.append(run_table(spec, prediction.topology))
     blocks.append("\n".join(["ranks", *_table(_group_row(groups) for groups in prediction.groups)]))
     blocks.append(_memory_text(prediction))

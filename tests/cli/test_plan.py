@@ -85,6 +85,12 @@ def test_what_does_not_divide_has_findings_and_no_plan():
     assert "memory" not in report
 
 
+def test_an_open_vocabulary_is_asked_for():
+    result = plan("recipe=tiny", "data.corpus=null")
+    assert result.exit_code == 2
+    assert result.output.rstrip().endswith("is open; name the vocabulary (model.vocab_size=N) or the data")
+
+
 def test_a_processor_has_memory_and_no_speed():
     result = plan("recipe=tiny", "data.corpus=x", "platform=cpu", "precision=fp32")
     assert result.exit_code == 0, result.output
