@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.plan.batch import tokens_per_step
+from megalaunch.plan.batch import tokens_per_step, tokens_requested
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.stages import StageError, stages_of, virtual_stages
@@ -27,7 +27,7 @@ def derived_values(spec: RunSpec) -> dict[str, Any]:
         values["padded_vocab_size"] = padded_vocabulary(model.vocab_size, p.tp)
     values |= _stages(spec)
     values["tokens_per_step"] = tokens_per_step(spec)
-    values["tokens_in_all"] = tokens_per_step(spec) * spec.train.steps
+    values["tokens_in_all"] = tokens_requested(spec)
     try:
         topology = Topology.of(spec)
     except ValueError:
