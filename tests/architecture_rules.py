@@ -34,7 +34,7 @@ ENGINE_FLOORS = (
     ("process", "ending"),
     ("group", "measure", "precision", "mesh"),
     ("layout",),
-    ("collectives",),
+    ("collectives", "placement"),
     ("model",),
     ("families", "parallel"),
     ("checkpoint",),
@@ -225,13 +225,13 @@ def circles(tree: Tree) -> Iterator[str]:
 
 
 def bare_to_local(tree: Tree) -> Iterator[str]:
-    """`.to_local(` outside engine/layout.py: the one file that decides what a gradient through it means."""
+    """`.to_local(` outside the files that decide what a gradient through it means (layout) or cut it (placement)."""
     for module in tree.modules.values():
-        if module.name == "engine.layout":
+        if module.name in ("engine.layout", "engine.placement"):
             continue
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Attribute) and node.attr == "to_local":
-                yield f"{module.path}:{node.lineno}: only engine/layout.py opens a DTensor"
+                yield f"{module.path}:{node.lineno}: only engine/layout.py and placement.py open a DTensor"
 
 
 def unsafe_code(path: str, tree: ast.Module) -> Iterator[str]:

@@ -23,7 +23,8 @@ from megalaunch.engine.train.batches import TrainBatches, batch_shape
 from megalaunch.engine.train.evaluate import validation_loss
 from megalaunch.engine.train.finalize import finalize
 from megalaunch.engine.train.optimizer import NamedAdamW
-from megalaunch.engine.train.step import Step, forward_backward
+from megalaunch.engine.train.passes import passes_of
+from megalaunch.engine.train.step import Step
 from megalaunch.plan.topology import Topology
 
 STEPS, WARMUP = 3, 2
@@ -55,7 +56,7 @@ def small_spec(**values: object) -> RunSpec:
         section, key = path.split("__")
         data.setdefault(section, {})[key] = value
     p = data["parallel"]
-    data["cluster"]["devices_per_node"] = p["dp"] * p.get("tp", 1) * p.get("cp", 1)
+    data["cluster"]["devices_per_node"] = p["dp"] * p.get("tp", 1) * p.get("cp", 1) * p.get("pp", 1)
     return build_run_spec(data)
 
 
@@ -130,27 +131,29 @@ def _plain_validation(model: torch.nn.Module) -> float:
     return total / count
 
 
-def on_ranks(spec: RunSpec) -> Numbers | None:
-    """The same three steps by the engine on this rank of an initialised group; rank 0 returns the numbers."""
+def on_ranks(spec: RunSpec, every_stage: bool = False) -> Numbers | None:
+    """The same three steps by the engine on this rank of an initialised group; rank 0 (of each stage) answers."""
     mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
     model = sharded_model(spec, mesh)
     optimizer = NamedAdamW(model, spec.optimizer)
     samples = RandomSamples()
     batches = TrainBatches(samples, batch_shape(spec.batch.global_batch_size, mesh), mesh.device)
     total = spec.batch.global_batch_size * SEQUENCE
-    forward_backward(model, batches.of(1, STEPS), total, spec)
+    passes = passes_of(spec, mesh, model)
+    passes.train(batches.of(1, STEPS), total)
     finalize(model, mesh.tp, spec.parallel.sequence_parallel)
     gradients = {name: _whole(p.grad) for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = None
-    step = Step(spec, mesh, model, optimizer, samples)
+    step = Step(spec, mesh, model, passes, optimizer, samples)
     results = [step.run(number, batches.of(number, STEPS), None) for number in range(1, STEPS + 1)]
     batches.close()
-    validation = validation_loss(model, UnevenRows(), spec.batch.micro_batch_size or 1, mesh, lambda problem: True)
+    validation = validation_loss(passes, UnevenRows(), spec.batch.micro_batch_size or 1, mesh, lambda problem: True)
     assert validation is not None
     parameters = {name: _whole(p.detach()) for name, p in model.named_parameters()}
     numbers = Numbers([r.loss for r in results], [r.grad_norm for r in results], gradients, parameters, validation)
-    return numbers if mesh.rank == 0 else None
+    speaks = mesh.rank == 0 or (every_stage and mesh.rank % (mesh.topology.world // mesh.pp.size) == 0)
+    return numbers if speaks else None
 
 
 def _whole(tensor: torch.Tensor | None) -> torch.Tensor:

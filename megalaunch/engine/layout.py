@@ -1,12 +1,13 @@
-"""How parameters lie over tensor-parallel ranks, and where their values are; the one file that opens a DTensor."""
+"""How parameters lie over tensor-parallel ranks, and how a forward pass reads them.
+
+DTensor is not imported here: a process that only generates text needs none, and its import takes half a second.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,10 @@ def local(parameter: Tensor) -> Tensor:
 
     The gradient has the label of the parameter: what is a part of a sum is summed once a step (train.finalize).
     """
-    if isinstance(parameter, DTensor):
-        return parameter.to_local(grad_placements=parameter.placements)
-    return parameter
+    if type(parameter) is nn.Parameter or type(parameter) is Tensor:
+        return parameter
+    values: Tensor = parameter.to_local(grad_placements=parameter.placements)  # type: ignore[attr-defined]
+    return values
 
 
 def piece(parameter: Tensor, layout: ParamLayout, rank: int, ranks: int) -> Tensor:
@@ -65,47 +67,3 @@ def piece(parameter: Tensor, layout: ParamLayout, rank: int, ranks: int) -> Tens
         return values
     assert layout.pieces is not None, "only pieces can be fewer than ranks"
     return values.chunk(layout.pieces, dim=layout.split)[rank * layout.pieces // ranks]
-
-
-def divided(
-    parameter: nn.Parameter, layout: ParamLayout, axis_mesh: torch.distributed.device_mesh.DeviceMesh
-) -> nn.Parameter:
-    """The parameter (on meta) as a DTensor over the tensor-parallel axis."""
-    split = layout.split
-    placement = Shard(split) if split is not None and layout.divides(axis_mesh.size()) else Replicate()
-    return nn.Parameter(distribute_tensor(parameter.detach(), axis_mesh, [placement], src_data_rank=None))
-
-
-def local_values(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter, gradient or moment, sharing its memory; no gradient flows through it."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def replication(tensor: Tensor) -> int:
-    """How many ranks of the tensor's mesh hold the same values."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    copies = 1
-    for axis, placement in enumerate(tensor.placements):
-        copies *= tensor.device_mesh.size(axis) if placement.is_replicate() else 1
-    return copies
-
-
-def fill(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor its part of the global `value`, which every rank has whole."""
-    local_values(tensor).copy_(_part(tensor, value) if isinstance(tensor, DTensor) else value)
-
-
-def _part(tensor: DTensor, value: Tensor) -> Tensor:
-    """This rank's slice: tensor-parallel ranks divide first, then those that share data (the inner axis is last)."""
-    for axis in reversed(range(tensor.device_mesh.ndim)):
-        placement = tensor.placements[axis]
-        if placement.is_replicate():
-            continue
-        dim = placement.dim  # type: ignore[attr-defined]  # Shard and _StridedShard
-        size, rank = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
-        width = -(-value.shape[dim] // size)  # torch.chunk's rule: the last ranks may have less, or nothing
-        start = min(rank * width, value.shape[dim])
-        value = value.narrow(dim, start, min(width, value.shape[dim] - start))
-    return value

@@ -51,6 +51,11 @@ class Mesh:
         return Axis.of(self.grid, "tp")
 
     @cached_property
+    def pp(self) -> Axis:
+        """The pipeline-parallel axis."""
+        return Axis.of(self.grid, "pp")
+
+    @cached_property
     def cp(self) -> Axis:
         """The context-parallel axis: ranks that share each sample."""
         return Axis.of(self.samples, "cp") if self.topology.cp > 1 else Axis("cp")
@@ -58,7 +63,7 @@ class Mesh:
     @property
     def speaks(self) -> bool:
         """True on the one rank of each group of equals that reports its samples' tokens and loss to sums over all."""
-        return self.tp.rank == 0
+        return self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
 
     @property
     def data_size(self) -> int:

@@ -53,7 +53,13 @@ LIMITS = (
     Limit("model.moe.num_experts", (None,), "mixture of experts"),
     Limit("model.mla.kv_lora_rank", (None,), "latent attention"),
     Limit("model.mtp.num_layers", (0,), "multi-token prediction"),
-    Limit("parallel.pp", (1,), "pipeline parallelism"),
+    Limit(
+        "parallel.schedule",
+        ("auto", "gpipe", "1f1b"),
+        "pipelines with several stages a rank",
+        idle=("parallel.pp", 1),
+    ),
+    Limit("model.tied_embeddings", (False,), "tied embeddings on two stages", idle=("parallel.pp", 1)),
     Limit(
         "parallel.cp_exchange",
         ("p2p", "allgather", "a2a"),

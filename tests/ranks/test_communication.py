@@ -17,7 +17,7 @@ from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.parallel.gloo import ExchangeReduceScatter
 from megalaunch.engine.train.assemble import sharded_model
 from megalaunch.engine.train.batches import TrainBatches, batch_shape
-from megalaunch.engine.train.step import forward_backward
+from megalaunch.engine.train.passes import passes_of
 from megalaunch.plan.topology import Topology
 
 MICROBATCHES, UNITS = 4, 4  # three layers, and the rest
@@ -45,7 +45,7 @@ def _one_step(spec: RunSpec) -> dict[str, int]:
     batch = batches.of(1, last=1)
     batches.close()
     with Counted() as counted:
-        forward_backward(model, batch, 8 * SEQUENCE, spec)
+        passes_of(spec, mesh, model).train(batch, 8 * SEQUENCE)
     return dict(counted.calls)
 
 

@@ -12,13 +12,13 @@ from oracle import SEQUENCE, RandomSamples, small_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.engine.layout import local_values
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.placement import local_values
 from megalaunch.engine.train.assemble import sharded_model
 from megalaunch.engine.train.batches import TrainBatches, batch_shape
 from megalaunch.engine.train.optimizer import NamedAdamW
-from megalaunch.engine.train.step import forward_backward
+from megalaunch.engine.train.passes import passes_of
 from megalaunch.plan.topology import Topology
 
 
@@ -51,7 +51,7 @@ def _formats(spec: RunSpec) -> dict[str, set[str]]:
         if isinstance(module, Linear):
             module.register_forward_hook(note)
     with Reduced() as reduced:
-        loss = forward_backward(model, batch, 8 * SEQUENCE, spec)
+        loss = passes_of(spec, mesh, model).train(batch, 8 * SEQUENCE)
     parameters = list(model.parameters())
     return {
         "compute": computed,

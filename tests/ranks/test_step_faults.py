@@ -15,12 +15,13 @@ from oracle import RandomSamples, small_spec
 
 from megalaunch.data.errors import DataError
 from megalaunch.engine.ending import Ending
-from megalaunch.engine.layout import local_values
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.placement import local_values
 from megalaunch.engine.train.agreement import Verdict, agree, agree_to_stop
 from megalaunch.engine.train.assemble import sharded_model
 from megalaunch.engine.train.batches import TrainBatches, batch_shape
 from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.passes import passes_of
 from megalaunch.engine.train.step import Step
 from megalaunch.plan.topology import Topology
 
@@ -38,7 +39,7 @@ def _two_steps(poison: str, samples: RandomSamples) -> dict[str, object]:
     spec = small_spec(parallel__dp=2, batch__micro_batch_size=2)
     mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
     model = sharded_model(spec, mesh)
-    step = Step(spec, mesh, model, NamedAdamW(model, spec.optimizer), samples)
+    step = Step(spec, mesh, model, passes_of(spec, mesh, model), NamedAdamW(model, spec.optimizer), samples)
     batches = TrainBatches(samples, batch_shape(8, mesh), mesh.device)
     step.run(1, batches.of(1, 2), None)
     if poison == "loss" and mesh.rank == 1:

@@ -50,7 +50,7 @@ def generate_tokens(
 @torch.no_grad()  # not inference_mode: a sharded model keeps what it gathers
 def next_logits(model: Decoder, tokens_BS: Tensor, cache: Sequence[LayerCache]) -> Tensor:
     """Logits [B, V] of the token after the last of these; they follow what the cache holds, and are added to it."""
-    tokens_BS = tokens_BS.to(model.embedding.weight.device)
+    tokens_BS = tokens_BS.to(next(model.parameters()).device)
     seen = cache[0].length
     positions_S = torch.arange(seen, seen + tokens_BS.shape[1], device=tokens_BS.device)
     logits_BSV: Tensor = model(tokens_BS, positions_S, cache)

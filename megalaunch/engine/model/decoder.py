@@ -68,36 +68,42 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, boundary: Boundary = ONE_DEVICE, context: Context = WHOLE_SAMPLE) -> None:
         super().__init__()
         self.config, self.boundary, self.context = config, boundary, context
-        self.embedding = Embedding(config.vocab_size, config.hidden_size)
+        # A pipeline stage has the first and the last parts only if it is the first or the last.
+        self.embedding: Embedding | None = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict({str(index): DecoderLayer(config, boundary) for index in range(config.num_layers)})
-        self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.head = Linear(config.hidden_size, config.vocab_size, COLUMNS)
+        self.norm: RMSNorm | None = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.head: Linear | None = Linear(config.hidden_size, config.vocab_size, COLUMNS)
         self.tie()
 
     def tie(self) -> None:
         """Let the head share the embedding's matrix, if the config says so; again after `to_empty`, which unties."""
-        if self.config.tied_embeddings:
+        if self.config.tied_embeddings and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
 
     def forward(
         self,
-        tokens_BS: Tensor,
+        x: Tensor,
         positions: Tensor | None = None,
         stores: Sequence[KeyValueStore] | None = None,
         documents_BS: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the token after each position.
+        """Logits of the token after each position; on a pipeline stage before the last, what the next one needs.
 
-        `positions`: of these tokens, [S] or [B, S]; 0, 1, ... when None. `stores`: one a layer, for generation.
+        `x`: token ids [B, S], or on a stage after the first what the one before it gave, [B, s, H]. `positions` of
+        these tokens, [S] or [B, S]; None: 0, 1, ..., on the first stage only. `stores`: one a layer, for generation.
         `documents_BS`: numbers of the documents the tokens belong to, which do not see each other; all see all when
         None.
         """
+        held = x.shape[1] if positions is None else positions.shape[-1]
         if positions is None:
-            positions = self.context.places(tokens_BS.shape[1], tokens_BS.device)
-        attends = self.context.attention(tokens_BS.shape[1], documents_BS, len(self.layers))
-        x_BSH = self.boundary.embed(tokens_BS, self.embedding)
-        rotation = rotation_of(positions, self.config.head_dim, self.config.rope_theta, x_BSH.dtype)
-        for index, layer in enumerate(self.layers.values()):
-            x_BSH = layer(x_BSH, rotation, attends[index], stores[index] if stores is not None else None)
-        (logits_BSV,) = self.boundary.enter(self.norm(x_BSH), self.head)
+            positions = self.context.places(held, x.device)
+        attends = self.context.attention(held, documents_BS, self.config.num_layers)
+        if self.embedding is not None:
+            x = self.boundary.embed(x, self.embedding)
+        rotation = rotation_of(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        for name, layer in self.layers.items():
+            x = layer(x, rotation, attends[int(name)], stores[int(name)] if stores is not None else None)
+        if self.norm is None or self.head is None:
+            return x
+        (logits_BSV,) = self.boundary.enter(self.norm(x), self.head)
         return logits_BSV

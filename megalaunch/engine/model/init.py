@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from megalaunch.engine.layout import fill
 from megalaunch.engine.model.decoder import Decoder, DecoderConfig
+from megalaunch.engine.placement import fill
 
 # Projections that write into the residual stream; their spread shrinks with depth (GPT-2, Megatron).
 _RESIDUAL_WRITERS = ("attention.o_proj.weight", "mlp.down_proj.weight")

@@ -39,7 +39,7 @@ def shard(model: Decoder, mesh: Mesh, strategy: DataSharding, precision: MixedPr
         fully_shard(
             layer,
             mesh=mesh.data_parallel,
-            reshard_after_forward=SWITCHES[strategy].reshard_after_forward,
+            reshard_after_forward=SWITCHES[strategy].reshard_after_forward and mesh.pp.size == 1,
             mp_policy=precision,
         )
     # The root's tensors are needed at both ends of the pass; freeing them between would only cost time.

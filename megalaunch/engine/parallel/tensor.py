@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalaunch.engine.collectives import start_gather, start_reduce_scatter, start_sum
-from megalaunch.engine.layout import divided, layout_of, local, piece
+from megalaunch.engine.layout import layout_of, local, piece
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.placement import divided
 
 _SEQUENCE = 1  # the dim of S in [B, S, H]
 

@@ -18,12 +18,15 @@ from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.init import initialise
 from megalaunch.engine.parallel.context import ContextParallel
 from megalaunch.engine.parallel.data import shard
+from megalaunch.engine.parallel.pipeline import keep_stage
 from megalaunch.engine.parallel.recompute import recompute
 from megalaunch.engine.parallel.tensor import TensorParallel, divide
 from megalaunch.engine.precision.policy import sharding_policy
 from megalaunch.engine.train.agreement import end_together
 from megalaunch.engine.train.loop import Trainee
 from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.passes import passes_of
+from megalaunch.plan.stages import stages_of
 from megalaunch.rundir.outcome import ExitCode
 
 
@@ -31,13 +34,17 @@ def assemble(spec: RunSpec, mesh: Mesh) -> Trainee:
     """Build and open everything; raises an Ending on every rank when any cannot open the tokens. Collective."""
     model = sharded_model(spec, mesh)
     training, validation = _open_tokens(spec)
-    return Trainee(spec, mesh, model, NamedAdamW(model, spec.optimizer), training, validation)
+    return Trainee(
+        spec, mesh, model, passes_of(spec, mesh, model), NamedAdamW(model, spec.optimizer), training, validation
+    )
 
 
 def sharded_model(spec: RunSpec, mesh: Mesh) -> Decoder:
     """The initialised model, laid out over the mesh: built on meta, so that no rank ever holds more than its part."""
     with torch.device("meta"):
         model = build_decoder(spec.model, _boundary(spec, mesh), _context(spec, mesh))
+    if mesh.pp.size > 1:
+        keep_stage(model, stages_of(spec)[mesh.pp.rank])
     divide(model, mesh.grid["tp"])
     recompute(model, spec.recompute)
     shard(model, mesh, spec.parallel.data_sharding, sharding_policy(spec.precision))

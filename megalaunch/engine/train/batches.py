@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotReady
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,21 @@ class MicroBatch:
     labels: Tensor
     positions: Tensor | None = None
     documents: Tensor | None = None
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What a decoder is given, by the names of its parameters; positions are always said."""
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        given = {"tokens": self.tokens, "positions": positions}
+        return given if self.documents is None else {**given, "documents_BS": self.documents}
+
+    @classmethod
+    def joined(cls, parts: Sequence[MicroBatch]) -> MicroBatch:
+        """Microbatches one after the other."""
+        names = [field.name for field in fields(cls) if getattr(parts[0], field.name) is not None]
+        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
     def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """The same with every tensor changed."""
@@ -166,7 +181,7 @@ def share(batch: MicroBatch, context: Axis) -> MicroBatch:
     if context.size == 1:
         return batch
     places = places_of(batch.tokens.shape[1], context)
-    return batch.map(lambda part: part[:, places])
+    return replace(batch, positions=batch.inputs["positions"]).map(lambda part: part[:, places])
 
 
 def _stacked(parts: Sequence[npt.NDArray[np.int64] | None], otherwise: npt.NDArray[np.int64]) -> Tensor | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from megalaunch.engine.layout import local_values, replication
+from megalaunch.engine.placement import local_values, replication
 
 
 def local_squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -13,16 +13,15 @@ from megalaunch.data.errors import DataError
 from megalaunch.data.validation_samples import FiniteRows
 from megalaunch.engine.ending import Problem
 from megalaunch.engine.mesh import Mesh
-from megalaunch.engine.model.decoder import Decoder
-from megalaunch.engine.parallel.data import release
 from megalaunch.engine.train.batches import MicroBatch, microbatch, share
-from megalaunch.engine.train.loss import IGNORED, summed_token_loss
+from megalaunch.engine.train.loss import IGNORED
+from megalaunch.engine.train.passes import Passes
 from megalaunch.rundir.outcome import ExitCode
 
 
 @torch.no_grad()
 def validation_loss(
-    model: Decoder,
+    passes: Passes,
     rows: FiniteRows,
     rows_at_once: int,
     mesh: Mesh,
@@ -38,13 +37,13 @@ def validation_loss(
         first = start + mesh.data_rank * rows_at_once
         batch, problem = _read(rows, range(first, first + rows_at_once))
         if not may_go_on(problem) or batch is None:
-            release(model)
+            passes.release()
             return None
         batch = share(batch, mesh.cp).map(lambda part: part.to(mesh.device))
-        logits = model(batch.tokens, batch.positions, documents_BS=batch.documents)
-        sums[0] += summed_token_loss(logits, batch.labels, model.boundary.vocabulary)
+        sums[0] += passes.evaluate(batch)
         sums[1] += (batch.labels != IGNORED).sum()
-    release(model)
+    passes.release()
+    sums *= mesh.speaks
     dist.all_reduce(sums)
     return float(sums[0] / sums[1])
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from megalaunch.engine.collectives import start_sum
-from megalaunch.engine.layout import layout_of, local_values
+from megalaunch.engine.layout import layout_of
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.placement import local_values
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from megalaunch.engine.train.agreement import agree_to_stop, end_together
 from megalaunch.engine.train.batches import TrainBatches, batch_shape
 from megalaunch.engine.train.evaluate import validation_loss
 from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.passes import Passes
 from megalaunch.engine.train.record import Record
 from megalaunch.engine.train.saving import Position, keep_tokenizer, restore_run, save_run
 from megalaunch.engine.train.step import Step
@@ -35,6 +36,7 @@ class Trainee:
     spec: RunSpec
     mesh: Mesh
     model: Decoder
+    passes: Passes
     optimizer: NamedAdamW
     training: Rows
     validation: FiniteRows | None
@@ -79,7 +81,14 @@ class Loop:
             self._mesh.device,
             waiting=lambda step: self._record.at("waiting for tokens", step),
         )
-        step = Step(self._spec, self._mesh, self._trainee.model, self._trainee.optimizer, self._trainee.training)
+        step = Step(
+            self._spec,
+            self._mesh,
+            self._trainee.model,
+            self._trainee.passes,
+            self._trainee.optimizer,
+            self._trainee.training,
+        )
         try:
             self._hear_signals()
             self._validate_if_due()
@@ -128,7 +137,7 @@ class Loop:
             return self._asked_to_stop is None
 
         self._record.phase("validating", self.step)
-        loss = validation_loss(self._trainee.model, rows, self._shape.micro_batch_size, self._mesh, may_go_on)
+        loss = validation_loss(self._trainee.passes, rows, self._shape.micro_batch_size, self._mesh, may_go_on)
         if loss is not None:
             self._validation, self._validated_step = loss, self.step
             self._record.validation(self.step, loss)

@@ -14,13 +14,12 @@ from megalaunch.data.row import Rows
 from megalaunch.engine.ending import Ending, Problem
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
-from megalaunch.engine.parallel.data import announce_microbatch
 from megalaunch.engine.train.agreement import Verdict, agree, gather_objects, total_valid_tokens
 from megalaunch.engine.train.batches import StepBatch
 from megalaunch.engine.train.clip import clip, local_squared_norm
 from megalaunch.engine.train.finalize import finalize
-from megalaunch.engine.train.loss import summed_token_loss
 from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.passes import Passes
 from megalaunch.engine.train.schedule import learning_rate
 from megalaunch.rundir.outcome import ExitCode
 
@@ -49,9 +48,11 @@ class _Evidence:
 class Step:
     """Count tokens, forward and backward, agree, clip, update."""
 
-    def __init__(self, spec: RunSpec, mesh: Mesh, model: Decoder, optimizer: NamedAdamW, samples: Rows) -> None:
+    def __init__(
+        self, spec: RunSpec, mesh: Mesh, model: Decoder, passes: Passes, optimizer: NamedAdamW, samples: Rows
+    ) -> None:
         self._spec, self._mesh, self._model, self._optimizer = spec, mesh, model, optimizer
-        self._samples = samples
+        self._passes, self._samples = passes, samples
 
     def run(
         self, step: int, batch: StepBatch, received: signal.Signals | None, problem: Problem | None = None
@@ -63,7 +64,7 @@ class Step:
         speaks = self._mesh.speaks
         mine = batch.valid_tokens if speaks else 0
         tokens = total_valid_tokens(mine, problem or batch.problem, step - 1, self._mesh.device)
-        losses = forward_backward(self._model, batch, tokens, self._spec)
+        losses = self._passes.train(batch, tokens)
         finalize(self._model, self._mesh.tp, self._spec.parallel.sequence_parallel)
         parameters = self._optimizer.parameters
         verdict = agree(losses.sum() * float(speaks), local_squared_norm(parameters), received)
@@ -101,15 +102,3 @@ class Step:
             f"the gradient norm of step {step} is {verdict.grad_norm} though its loss is {verdict.loss:.4g}, "
             f"in samples {(step - 1) * size} to {step * size - 1}"
         )
-
-
-def forward_backward(model: Decoder, batch: StepBatch, total_tokens: int, spec: RunSpec) -> Tensor:
-    """Accumulate the gradients of all M microbatches; returns each one's share of the mean token loss, fp32 [M]."""
-    losses = []
-    for number, microbatch in enumerate(batch.microbatches, start=1):
-        announce_microbatch(model, spec.parallel.data_sharding, last=number == len(batch.microbatches))
-        logits = model(microbatch.tokens, microbatch.positions, documents_BS=microbatch.documents)
-        loss = summed_token_loss(logits, microbatch.labels, model.boundary.vocabulary) / max(total_tokens, 1)
-        torch.autograd.backward(loss)
-        losses.append(loss.detach())
-    return torch.stack(losses)

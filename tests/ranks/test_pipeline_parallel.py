@@ -1,0 +1,61 @@
+"""Pipeline stages against one process: schedules, uneven stages, and together with every other axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from forked_ranks import run_ranks
+from oracle import Numbers, assert_same, on_ranks, one_process, small_spec
+
+from megalaunch.config.schema import RunSpec
+
+VOCABULARY = 64
+
+
+def _joined(spec: RunSpec, ranks: int) -> Numbers:
+    """The stages' gradients and parameters together."""
+    every = [numbers for numbers in run_ranks(ranks, on_ranks, spec, True) if numbers is not None]
+    first = every[0]
+    for other in every[1:]:
+        first.gradients |= other.gradients
+        first.parameters |= other.parameters
+    return first
+
+
+def _held_to_one_process(ranks: int, **values: Any) -> None:
+    spec = small_spec(**{"parallel__dp": 1, "model__vocab_size": VOCABULARY, **values})
+    assert_same(_joined(spec, ranks), one_process(spec))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_two_stages(schedule):
+    _held_to_one_process(2, parallel__pp=2, parallel__schedule=schedule, model__num_layers=4)
+
+
+def test_uneven_stages():
+    _held_to_one_process(
+        3, parallel__pp=3, parallel__schedule="1f1b", model__num_layers=7, parallel__first_stage_layers=2,
+        parallel__last_stage_layers=3,
+    )  # fmt: skip
+
+
+TOGETHER: dict[str, dict[str, Any]] = {
+    "dp2": {"parallel__dp": 2, "batch__micro_batch_size": 1},
+    "dp2 zero3": {"parallel__dp": 2, "parallel__data_sharding": "optim_grads_params"},
+    "tp2 sp": {"parallel__tp": 2, "parallel__sequence_parallel": True},
+    "cp2": {"parallel__cp": 2},
+    "recompute": {"parallel__dp": 2, "recompute__granularity": "full"},
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_with_another_axis(name):
+    _held_to_one_process(4, parallel__pp=2, parallel__schedule="1f1b", model__num_layers=4, **TOGETHER[name])
+
+
+def test_three_axes():
+    _held_to_one_process(
+        8, parallel__pp=2, parallel__tp=2, parallel__dp=2, parallel__sequence_parallel=True,
+        parallel__schedule="1f1b", model__num_layers=4, batch__micro_batch_size=1,
+    )  # fmt: skip
