@@ -146,6 +146,7 @@ def _key_values(key: str) -> list[Offer]:
 
     from megalaunch.config.keys import schema_keys
     from megalaunch.config.schema.build import choices_of
+    from megalaunch.config.shown import shown_value
 
     known = schema_keys().get(key)
     if known is None:
@@ -155,13 +156,7 @@ def _key_values(key: str) -> list[Offer]:
     values += ["null"] if known.takes_null else []
     if not values and default is not MISSING and not isinstance(default, tuple):
         values = [str(default)]
-    return [Offer(value, "the default" if value == _shown(default) else "") for value in values]
-
-
-def _shown(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value)
+    return [Offer(value, "the default" if value == shown_value(default) else "") for value in values]
 
 
 def _recipes() -> list[Offer]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import MISSING
-from typing import Any
 
 from megalaunch.config.compose import Composition
 from megalaunch.config.errors import ConfigError
@@ -11,6 +10,7 @@ from megalaunch.config.keys import Key, schema_keys, suggestion
 from megalaunch.config.schema import RunSpec, SpecProblem
 from megalaunch.config.schema.build import describe
 from megalaunch.config.schema.paths import value_at
+from megalaunch.config.shown import shown_value
 
 
 def explain_key(path: str, composition: Composition, resolved: RunSpec) -> str:
@@ -24,20 +24,14 @@ def explain_key(path: str, composition: Composition, resolved: RunSpec) -> str:
 def _lines(key: Key, composition: Composition, resolved: RunSpec) -> str:
     origin = composition.origins[key.path]
     given, final = value_at(composition.spec, key.path), value_at(resolved, key.path)
-    derived = f", given as {_shown(given)} and derived" if given != final else ""
-    default = "none" if key.field.default is MISSING else _shown(key.field.default)
+    derived = f", given as {shown_value(given)} and derived" if given != final else ""
+    default = "none" if key.field.default is MISSING else shown_value(key.field.default)
     unit = f" [{key.field.metadata['unit']}]" if key.field.metadata["unit"] else ""
     return "\n".join(
         [
-            f"{key.path} = {_shown(final)}{unit}",
+            f"{key.path} = {shown_value(final)}{unit}",
             f"  {key.field.metadata['meaning']}",
             f"  from: {origin.where}{derived}",
             f"  takes: {describe(key.annotation)}; default: {default}",
         ]
     )
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -156,7 +156,7 @@ HEAVY = ("torch", "numpy", "rich", "tokenizers", "hydra", "matplotlib", "pandas"
         (["recipes", "list"], ()),
         (["recipes", "show", "tiny"], ()),
         (["validate-config", "recipe=tiny", "parallel=dp2", "optimizer.lr=1e-3"], ()),
-        (["validate-config", "recipe=tiny", "data.blend=[a]"], ("hydra",)),
+        (["validate-config", "recipe=tiny", "recompute.modules=[mlp]"], ("hydra",)),
     ],
 )
 def test_what_a_command_imports(words, allowed):

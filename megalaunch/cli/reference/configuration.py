@@ -11,6 +11,7 @@ from megalaunch.config.layouts import GRAMMAR
 from megalaunch.config.options import CONF
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.build import annotations_of, describe
+from megalaunch.config.shown import shown_value
 from megalaunch.plan.supported import LIMITS, Limit
 
 _HEAD = """\
@@ -102,15 +103,7 @@ def _bounds(low: Any, high: Any) -> str:
 
 def _default(key: Key) -> str:
     default = key.field.default
-    return "needed" if default is MISSING else f"`{_shown(default)}`"
-
-
-def _shown(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_shown, value))}]"
-    return str(value)
+    return "needed" if default is MISSING else f"`{shown_value(default)}`"
 
 
 def _runs(limit: Limit | None) -> str:
@@ -120,4 +113,4 @@ def _runs(limit: Limit | None) -> str:
 
 
 def _values(values: Sequence[Any]) -> str:
-    return ", ".join(f"`{_shown(value)}`" for value in values)
+    return ", ".join(f"`{shown_value(value)}`" for value in values)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from megalaunch.config.megatron.dropped_flags import DROPPED, LOST
 from megalaunch.config.megatron.expansion import is_open
 from megalaunch.config.megatron.flag_table import DIRECT, EXPERTS, JOINT, LATENT, MANY
+from megalaunch.config.shown import shown_value
 
 Fate = Literal["mapped", "dropped", "lost", "open", "unknown"]
 _FLAG = re.compile(r"--?[A-Za-z]")
@@ -155,7 +156,7 @@ def _judge(arguments: Arguments, name: str, values: tuple[str, ...]) -> None:
 def reports(arguments: Arguments, values: dict[str, Any]) -> Iterable[Report]:
     """One entry for each flag given, in order."""
     for name, words in arguments.given.items():
-        sets = [f"{key} = {shown(values[key])}" for key in keys_of(name) if key in values]
+        sets = [f"{key} = {shown_value(values[key])}" for key in keys_of(name) if key in values]
         if name in arguments.fates:
             fate, text = arguments.fates[name]
             yield Report(f"--{name}", words, fate, text or f"not known{_near(name)}")
@@ -163,15 +164,6 @@ def reports(arguments: Arguments, values: dict[str, Any]) -> Iterable[Report]:
             yield Report(f"--{name}", words, "mapped", ", ".join(sets))
         else:
             yield Report(f"--{name}", words, "dropped", f"says what is so anyway ({' '.join(keys_of(name))})")
-
-
-def shown(value: Any) -> str:
-    """A value as YAML would say it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(shown, value))}]"
-    return str(value)
 
 
 def _near(name: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalaunch.config.keys import MISSING_VALUE, schema_defaults, schema_keys
-from megalaunch.config.megatron.arguments import Arguments, Report, is_flag, keys_of, parse_arguments, reports, shown
+from megalaunch.config.megatron.arguments import Arguments, Report, is_flag, keys_of, parse_arguments, reports
 from megalaunch.config.megatron.expansion import known_texts
 from megalaunch.config.megatron.flag_table import DIRECT, EXPERTS, LATENT, LAUNCHER_WORDS
 from megalaunch.config.megatron.model_values import model_values
@@ -17,6 +17,7 @@ from megalaunch.config.megatron.script import Script, read_script, split_text
 from megalaunch.config.megatron.shell_words import MAX_BYTES, ScriptProblem
 from megalaunch.config.megatron.training_values import training_values
 from megalaunch.config.schema.paths import entry_at
+from megalaunch.config.shown import shown_value
 
 __all__ = ["Imported", "ScriptProblem", "import_script"]
 
@@ -182,7 +183,7 @@ def report_text(imported: Imported) -> str:
             lines = [f"  {flag:<{width}}  {text}" for flag, text in rows]
             blocks.append("\n".join([f"{title} ({len(rows)})", *lines]))
     if imported.defaults:
-        lines = [f"  {key} = {shown(value)}" for key, value in imported.defaults.items()]
+        lines = [f"  {key} = {shown_value(value)}" for key, value in imported.defaults.items()]
         blocks.append("\n".join(["Megatron's defaults, where megalaunch has others", *lines]))
     if imported.missing:
         blocks.append("\n".join(["still to be said in the recipe", *(f"  {key}" for key in imported.missing)]))

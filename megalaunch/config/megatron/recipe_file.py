@@ -9,10 +9,10 @@ from typing import Any
 
 from megalaunch.config.keys import schema_defaults, schema_keys
 from megalaunch.config.layouts import layout_name
-from megalaunch.config.megatron.arguments import shown
 from megalaunch.config.options import CONF, FileValues, load_option, option_names
 from megalaunch.config.recipes import HEADER
 from megalaunch.config.schema.paths import entry_at
+from megalaunch.config.shown import shown_value
 
 _SHAPE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "activation",
@@ -198,7 +198,7 @@ def _scalar(value: Any) -> str:
     if isinstance(value, float):
         text = repr(value)
         return text if "." in text or "e" not in text else text.replace("e", ".0e")
-    return shown(value)
+    return shown_value(value)
 
 
 _WORDS = {
