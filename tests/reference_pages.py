@@ -31,7 +31,8 @@ def _example(case: Case) -> Example | None:
     except ConfigError:
         return None
     command = "train" if case.purpose == "train" else "validate-config"
-    return Example([command, *case.base, *case.breaks.replace("~", " ").split()], findings)
+    words = {word.partition("=")[0]: word.replace("~", " ") for word in (*case.base, *case.breaks.split())}
+    return Example([command, *words.values()], findings)
 
 
 PAGES: Mapping[str, Callable[[], str]] = {

@@ -66,15 +66,15 @@ def _run_rules(at: Situation) -> list[tuple[_Key, Broken]]:
 
 def _proven(key: _Key, item: Broken, spec: RunSpec, purpose: Purpose, known: set[_Key]) -> tuple[str, ...]:
     """The first candidates that remove the finding and add no error or warning, as override words."""
-    shown: list[str] = []
+    shown: list[Fix] = []
     for candidate in _first(item.fixes, _PROOFS):
         fix = {path: value for path, value in candidate.items() if value_at(spec, path) != value}
-        words = " ".join(f"{path}={as_word(value)}" for path, value in fix.items())
-        if fix and words not in shown and _works(fix, key, spec, purpose, known):
-            shown.append(words)
+        more_than_needed = any(smaller.items() <= fix.items() for smaller in shown)
+        if fix and not more_than_needed and _works(fix, key, spec, purpose, known):
+            shown.append(fix)
             if len(shown) == MAX_FIXES:
                 break
-    return tuple(shown)
+    return tuple(" ".join(f"{path}={as_word(value)}" for path, value in fix.items()) for fix in shown)
 
 
 def _first(fixes: Iterable[Fix], count: int) -> list[Fix]:

@@ -70,7 +70,8 @@ def layers_by_vpp(at: Situation) -> Iterator[Broken]:
     p = at.spec.parallel
     for fault in _faults(at, "parallel.layers_by_vpp"):
         shared = fault.numbers.get("layers_per_stage", p.first_stage_layers or p.last_stage_layers or 1)
-        yield _broken(fault, *_divisors("parallel.vpp", p.vpp or 1, shared), {"parallel.vpp": None}, _EVEN)
+        others = [fix for fix in _divisors("parallel.vpp", p.vpp or 1, shared) if fix["parallel.vpp"] > 1]
+        yield _broken(fault, *others, {"parallel.vpp": None}, _EVEN)
 
 
 def _divisors(key: str, value: int, whole: int) -> Iterator[Fix]:
