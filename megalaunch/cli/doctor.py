@@ -57,7 +57,7 @@ def build_report(machine: Machine, packages: list[PackageState]) -> dict[str, An
             for state in packages
         ],
         "problems": [*_package_problems(packages), *_device_problems(machine, packages)],
-        "engine": [{"key": limit.path, "runs": list(limit.supported), "meaning": limit.meaning} for limit in LIMITS],
+        "engine": [{"key": limit.path, "runs": list(limit.supported), "meaning": limit.others} for limit in LIMITS],
     }
 
 

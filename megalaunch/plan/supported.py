@@ -25,6 +25,14 @@ class Limit:
     meaning: str
     idle: tuple[str, Any] | None = None
 
+    @property
+    def others(self) -> str:
+        """What the other values are, and where they do not matter: for tables and messages."""
+        if self.idle is None:
+            return self.meaning
+        key, value = self.idle
+        return f"{self.meaning}; no limit while {key} is {value}"
+
     def allows(self, spec: RunSpec) -> bool:
         """True when the engine runs the spec's value of this key."""
         value = value_at(spec, self.path)
