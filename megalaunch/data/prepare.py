@@ -18,6 +18,7 @@ from megalaunch.data.corpus import Corpus, find_corpus
 from megalaunch.data.corpus_build import TOKENIZER, TRAIN, VALIDATION, build_corpus
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.indexed import IndexedTokens
+from megalaunch.data.preprocess_report import check_report
 from megalaunch.data.source import Part, tokens_of, training_parts, validation_parts
 from megalaunch.data.split import DEFAULT_SPLIT
 from megalaunch.data.tokenizer import load_tokenizer, tokenizer_file
@@ -202,6 +203,9 @@ def _given(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], Non
     validation_tokens = sum(tokens_of(part) for part in validating)
     if validation_tokens == 0:
         report("note: there are no validation tokens, the run goes without")
+    for made in dict.fromkeys(part.prefix for part in (*training, *validating)):
+        if (how := check_report(made, loaded)) is not None:
+            report(how)
     prefix = data.validation_prefix
     return PreparedData(
         train_prefix=None if data.train_prefix is None else Path(data.train_prefix),
