@@ -22,7 +22,7 @@ ARROWS = {
     "platform": ("config.schema",),
     "data": ("config.schema",),
     "plan": ("config.schema", "platform"),
-    "launch": ("config.schema", "config.spec_file", "plan", "data", "platform", "rundir"),
+    "launch": ("config.schema", "config.spec_file", "config.axes", "plan", "data", "platform", "rundir"),
     "kernels": ("platform",),
     "engine": ("config.schema", "config.spec_file", "plan", "data", "platform", "kernels", "rundir"),
     "cli": ("config", "plan", "data", "platform", "launch", "rundir", "engine.api"),

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from megalaunch.config.sweep_words import SweepWords, Values
+from megalaunch.cli.sweep_judge import Judge, Judged
+from megalaunch.config.axes import Values
+from megalaunch.config.sweep_words import SweepWords
 from megalaunch.launch.sweep.folder import Definition, Metric, Sampler, SweepFolder
-from megalaunch.launch.sweep.judge import Judge, Judged
 from megalaunch.launch.sweep.sampling import grid, random_points
 from megalaunch.platform.detect import Machine, detect_machine
 

@@ -13,6 +13,7 @@ import typer
 
 from megalaunch.cli.exit import refuse
 from megalaunch.cli.planned_run import PlannedRun, with_data
+from megalaunch.cli.sweep_judge import Judged
 from megalaunch.cli.sweep_plan import PlannedSweep
 from megalaunch.cli.sweep_shown import counts, results_json, results_text
 from megalaunch.launch.directory import RunDirectoryError, create_folders, inspect_run, leave_run, take_run
@@ -22,7 +23,6 @@ from megalaunch.launch.resume import decide
 from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
 from megalaunch.launch.sweep.board import Board, open_board
 from megalaunch.launch.sweep.folder import SweepFolderError, begun_trials, note_begun, open_folder
-from megalaunch.launch.sweep.judge import Judged
 from megalaunch.launch.sweep.result import TrialResult, ranked, result_of
 from megalaunch.launch.sweep.table import draw_results, write_results
 from megalaunch.launch.view import scale_of

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megalaunch.cli.sweep_judge import Judged
 from megalaunch.cli.sweep_plan import PlannedSweep
 from megalaunch.launch.sweep.board import figures, label
-from megalaunch.launch.sweep.judge import Judged
 from megalaunch.launch.sweep.result import TrialResult, ranked, unranked_reason
 from megalaunch.plan.findings import as_json
 

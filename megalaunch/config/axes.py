@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
+
+Values = Mapping[str, str]
+"""One point of a sweep: the value of each axis, as a word's right side."""
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megalaunch.config.axes import Choices, Interval
+from megalaunch.config.axes import Choices, Interval, Values
 from megalaunch.config.compose import read_axis
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.keys import GROUPS, schema_keys
 from megalaunch.config.schema import SpecProblem
 from megalaunch.config.words import COMMAND_LINE
-
-Values = Mapping[str, str]
-"""One point of a sweep: the value of each axis, as a word's right side."""
 
 _GIVEN_BY_SWEEP = ("run.directory", "run.name")
 

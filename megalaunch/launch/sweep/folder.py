@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megalaunch.config.sweep_words import Values
+from megalaunch.config.axes import Values
 from megalaunch.rundir.lines import append_line, read_lines
 from megalaunch.rundir.paths import RunDirectory
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Literal
 
-from megalaunch.config.sweep_words import Values
+from megalaunch.config.axes import Values
 from megalaunch.launch.sweep.folder import Metric
 from megalaunch.launch.view import number
 from megalaunch.rundir.lines import Record, read_lines

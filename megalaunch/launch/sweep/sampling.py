@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from random import Random
 
-from megalaunch.config.axes import Choices, Interval
-from megalaunch.config.sweep_words import Values
+from megalaunch.config.axes import Choices, Interval, Values
 
 Axes = Mapping[str, Choices | Interval]
 _REPEATS = 1000  # draws in a row that bring nothing new: the space is used up

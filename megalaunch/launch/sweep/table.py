@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
+from megalaunch.config.axes import Values
 from megalaunch.launch.sweep.folder import Metric, SweepFolder
-from megalaunch.launch.sweep.judge import Judged
 from megalaunch.launch.sweep.result import TrialResult, ranked, unranked_reason
 
 _COLUMNS = (
@@ -26,8 +27,27 @@ _COLUMNS = (
 _BARS = 30
 
 
+class LeftOut(Protocol):
+    """A point that cannot run."""
+
+    @property
+    def number(self) -> int:
+        """Its number in the sweep."""
+        ...
+
+    @property
+    def values(self) -> Values:
+        """Its words."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Why, in one line."""
+        ...
+
+
 def write_results(
-    folder: SweepFolder, results: Sequence[TrialResult], left_out: Sequence[Judged], metric: Metric
+    folder: SweepFolder, results: Sequence[TrialResult], left_out: Sequence[LeftOut], metric: Metric
 ) -> None:
     """Write results.csv by an atomic rename: ranked trials, then the others, then the points left out."""
     order = ranked(results, metric)
@@ -42,10 +62,10 @@ def write_results(
             values = [result.values[key] for key in keys]
             place = ranks.get(result.number, "")
             writer.writerow([place, result.number, result.state, *values, *_figures(result, folder, metric)])
-        for judged in left_out:
-            values = [judged.values[key] for key in keys]
+        for point in left_out:
+            values = [point.values[key] for key in keys]
             blanks = [""] * (len(_COLUMNS) - 1)
-            writer.writerow(["", judged.number, "left out", *values, *blanks, reasons_text(judged)])
+            writer.writerow(["", point.number, "left out", *values, *blanks, point.reason])
     unfinished.replace(folder.results)
 
 
@@ -56,11 +76,6 @@ def _figures(result: TrialResult, folder: SweepFolder, metric: Metric) -> list[o
     code = "" if result.exit_code is None else result.exit_code
     end = [result.steps, round(result.seconds, 3), folder.trial(result.number).root, unranked_reason(result, metric)]
     return [code, *rates, speed.steps if speed else 0, *losses, *end]
-
-
-def reasons_text(judged: Judged) -> str:
-    """Why a point is left out, in one line."""
-    return "; ".join(f"{finding.rule}: {finding.message}" for finding in judged.reasons)
 
 
 def draw_results(folder: SweepFolder, results: Sequence[TrialResult], metric: Metric) -> Path | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from megalaunch.config.axes import Interval
-from megalaunch.config.sweep_words import Values
+from megalaunch.config.axes import Interval, Values
 from megalaunch.launch.sweep.folder import Metric
 from megalaunch.launch.sweep.sampling import Axes
 

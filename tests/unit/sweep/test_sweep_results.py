@@ -7,6 +7,7 @@ import csv
 import pytest
 from made_specs import LAPTOP
 
+from megalaunch.cli.sweep_judge import Judge
 from megalaunch.config.compose import compose
 from megalaunch.config.recipe_text import recipe_text
 from megalaunch.config.sweep_words import read_sweep
@@ -18,7 +19,6 @@ from megalaunch.launch.sweep.folder import (
     note_begun,
     open_folder,
 )
-from megalaunch.launch.sweep.judge import Judge
 from megalaunch.launch.sweep.result import ranked, result_of, speed_of, unranked_reason
 from megalaunch.launch.sweep.sampling import grid
 from megalaunch.launch.sweep.table import draw_results, write_results

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megalaunch.config.axes import Values
 from megalaunch.config.compose import Composer, Composition
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.schema import RunSpec, with_values
-from megalaunch.config.sweep_words import SweepWords, Values
+from megalaunch.config.sweep_words import SweepWords
 from megalaunch.launch.sweep.folder import SweepFolder
 from megalaunch.plan.check import check
 from megalaunch.plan.findings import Finding
@@ -30,6 +31,11 @@ class Judged:
     def runs(self) -> bool:
         """Whether nothing speaks against it."""
         return not self.reasons
+
+    @property
+    def reason(self) -> str:
+        """Why it is left out, in one line."""
+        return "; ".join(f"{finding.rule}: {finding.message}" for finding in self.reasons)
 
     @property
     def label(self) -> str:
