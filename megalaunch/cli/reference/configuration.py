@@ -109,7 +109,7 @@ def _default(key: Key) -> str:
 def _runs(limit: Limit | None) -> str:
     if limit is None:
         return "all"
-    return f"{_values(limit.supported)}; not: {limit.meaning}"
+    return f"{_values(limit.supported)}; not: {limit.others}"
 
 
 def _values(values: Sequence[Any]) -> str:
