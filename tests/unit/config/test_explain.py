@@ -5,6 +5,7 @@ from made_specs import resolved
 
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.explain import explain_key
+from megalaunch.config.schema.moe import MoESpec
 from megalaunch.config.schema.optimizer import OptimizerSpec
 
 
@@ -20,3 +21,17 @@ def test_one_key_a_section_and_an_unknown_key():
     assert explain_key("optimizer", composition, spec).count("from: ") == len(fields(OptimizerSpec))
     with pytest.raises(ConfigError, match=r"did you mean 'train\.steps'"):
         explain_key("train.step", composition, spec)
+
+
+def test_keys_of_nested_sections():
+    spec, composition = resolved("recipe=llama3_8b", "model.moe.top_k=3")
+    theta = explain_key("model.rope.theta", composition, spec)
+    assert theta.startswith("model.rope.theta = 500000.0\n")
+    assert "from: model=llama3_8b, conf/model/llama3_8b.yaml:" in theta
+    moe = explain_key("model.moe", composition, spec)
+    assert moe.count("from: ") == len(fields(MoESpec))
+    assert "model.moe.top_k = 3\n" in moe
+    assert explain_key("model", composition, spec).count("from: ") > len(fields(MoESpec)) + len(fields(OptimizerSpec))
+    for word, meant in (("model.moe.topk", "model.moe.top_k"), ("rope.theta", "model.rope.theta")):
+        with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+            explain_key(word, composition, spec)
