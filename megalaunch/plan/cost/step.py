@@ -185,7 +185,7 @@ def _device(chip: ChipFacts | None, compute: str) -> Device:
 
 def _domain(chip: ChipFacts, topology: Topology) -> int:
     """Devices that the fast links join: a node's, or a whole rack's where the chip's links go that far."""
-    return max(topology.devices_per_node, min(topology.world, chip.devices_per_node or 0))
+    return max(topology.devices_per_node, min(topology.world, chip.link_domain or 0))
 
 
 def _kind_times(

@@ -86,6 +86,15 @@ def test_a_window_shortens_attention():
     assert step_time(narrow).attention < step_time(whole).attention / 3
 
 
+def test_a_node_of_four_ends_at_four_and_a_rack_does_not():
+    words = ("model=llama3_8b", "parallel=tp8", "cluster.nodes=2", "cluster.devices_per_node=4", "precision=bf16",
+             "batch.sequence_length=8192", "batch.global_batch_size=8", "train.steps=1")  # fmt: skip
+    h100, rack = (step_time(resolved(*words, f"platform={chip}")[0]) for chip in ("h100", "gb200"))
+    whole = step_time(resolved(*words, "platform=h100", "cluster.nodes=1", "cluster.devices_per_node=8")[0])
+    assert h100.exchanges["tp"].exposed == pytest.approx(whole.exchanges["tp"].exposed * 360 / (4 * 42.5))
+    assert rack.exchanges["tp"].exposed == pytest.approx(whole.exchanges["tp"].exposed / 2)
+
+
 def test_a_chip_without_figures_has_no_time():
     spec, _ = resolved("recipe=tiny", "data.corpus=x")
     with pytest.raises(UnknownCost, match="the speed of cpu is not known"):
