@@ -1,0 +1,48 @@
+"""docs/data.md is walked: its Python runs, its commands succeed, and they print what the page shows.
+
+Numbers differ with the version of Python whose sources are the corpus, so they are compared as their kind.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+MEGALAUNCH = str(Path(sys.executable).with_name("megalaunch"))
+
+
+def kind(line: str) -> str:
+    """A line with its numbers, bars and blanks made alike."""
+    line = re.sub(r"\(gigatoken\)|\(tokenizers\)", "(engine)", line)
+    return re.sub(r"[\d#][\d,.#]*|\s+", lambda match: " " if match[0].isspace() else "N", line).strip()
+
+
+def steps() -> list[tuple[list[str], list[str]]]:
+    """Words of each command and the lines printed below it."""
+    found: list[tuple[list[str], list[str]]] = []
+    for block in re.findall(r"^```console\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                found.append((shlex.split(line)[2:], []))
+            else:
+                found[-1][1].append(line)
+    return found
+
+
+@pytest.mark.slow
+def test_the_walk(tmp_path):
+    script = re.search(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    subprocess.run([sys.executable, "-c", script[1]], cwd=tmp_path, check=True)
+    assert len(steps()) >= 5
+    for words, shown in steps():
+        done = subprocess.run([MEGALAUNCH, *words], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed = {kind(line) for line in (done.stdout + done.stderr).splitlines()}
+        for line in shown:
+            if line == "..." or " tokens  " in line or line.startswith(("step", "  run")):
+                continue  # what a progress line or the bins of a histogram say depends on the moment and the corpus
+            assert kind(line) in printed or kind(line) == kind("---"), line
