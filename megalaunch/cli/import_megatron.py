@@ -54,7 +54,7 @@ def import_megatron(
     else:
         typer.echo(report_text(imported))
         typer.echo(f"\nwrote {', '.join(map(str, _paths(imported, output)))}")
-        typer.echo(f"next: megalaunch validate-config recipe={_word(output)}")
+        typer.echo(f"next: megalaunch validate-config recipe={output}")
 
 
 def _read(file: str) -> str:
@@ -104,10 +104,6 @@ def _write(imported: Imported, output: Path, force: bool) -> None:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         refuse(f"error: {error.filename} cannot be written: {error.strerror}")
-
-
-def _word(output: Path) -> str:
-    return str(output)
 
 
 def _files_text(imported: Imported) -> str:

@@ -182,7 +182,7 @@ JOINT: dict[str, tuple[int, str]] = {
     "recompute-modules": (MANY, "recompute.modules"),
     "moe-layer-recompute": (0, "recompute.granularity recompute.modules"),
     "global-batch-size": (1, "batch.global_batch_size"),
-    "step-batch-size-schedule": (1, "batch.ramp"),
+    "step-batch-size-schedule": (MANY, "batch.ramp"),
     "train-iters": (1, "train.steps"),
     "train-samples": (1, "train.steps"),
     "lr-decay-style": (1, "schedule.shape"),

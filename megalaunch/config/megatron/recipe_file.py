@@ -15,9 +15,10 @@ from megalaunch.config.schema.paths import entry_at
 from megalaunch.config.shown import shown_value
 
 _SHAPE = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "activation",
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim",
     "moe.num_experts", "moe.ffn_hidden_size", "mla.kv_lora_rank",
 )  # fmt: skip
+_MAX_CHANGED = 8  # keys of a model that may differ before it is another model of the same size
 _NAMED_AXES = ("tp", "pp", "cp", "ep", "etp", "vpp", "replicas", "data_sharding", "sequence_parallel")
 
 
@@ -87,7 +88,7 @@ def _nearest_model(values: Mapping[str, Any]) -> str | None:
         if not same or (vocabulary is not None and known["model.vocab_size"] not in (None, vocabulary)):
             continue
         changed = sum(not _same(key, value, known[key], values) for key, value in values.items() if key in known)
-        if best is None or (changed, option) < best:
+        if changed <= _MAX_CHANGED and (best is None or (changed, option) < best):
             best = changed, option
     return best[1] if best else None
 

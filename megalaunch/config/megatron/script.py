@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megalaunch.config.megatron.expansion import Variables, is_open
-from megalaunch.config.megatron.shell_words import Token, tokens_of
+from megalaunch.config.megatron.shell_words import Token, tokens_of, words_in
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _SEPARATORS = {"\n", ";", "&&", "||", "|", "&", "(", ")", ";;"}
@@ -317,7 +317,5 @@ def _numbers(left: str, how: str, right: str) -> bool | None:
 
 def split_text(script: Script, text: str) -> Iterator[str]:
     """The words of a text that is itself a command line (`bash -c "..."`)."""
-    from megalaunch.config.megatron.shell_words import words_in
-
     for word in words_in(text):
         yield from script.variables.fields(word)

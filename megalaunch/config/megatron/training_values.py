@@ -133,8 +133,8 @@ def _recompute(given: Arguments, values: Values) -> None:
 
 def _batch(given: Arguments, values: Values, world: int | None) -> None:
     size = given.integer("global-batch-size")
-    ramp = given.word("step-batch-size-schedule")
-    if ramp is not None:
+    ramp = " ".join(given.words("step-batch-size-schedule"))  # an unquoted array splits it
+    if ramp:
         values["batch.ramp"] = ramp
         last = ramp.split()[-1].rpartition(":")[2] if ramp.split() else ""
         size = int(last) if last.isdigit() else size
@@ -149,7 +149,7 @@ def _batch(given: Arguments, values: Values, world: int | None) -> None:
     steps = given.integer("train-iters", None if samples is None or not size else max(samples // size, 1))
     if steps is not None:
         values["train.steps"] = steps
-    if ramp is not None and samples is not None:
+    if ramp and samples is not None:
         given.lose(
             "train-samples", f"{samples:,} samples at the last batch size; the smaller first batches need more steps"
         )

@@ -78,6 +78,30 @@ def test_mixtral_8x7b_is_the_model_that_we_ship(tmp_path):
     assert fates(imported)["--data-path"][0] == "open"
 
 
+def test_a_model_that_differs_in_little_is_named_and_one_that_differs_in_much_is_not(tmp_path):
+    shape = SMALL.replace("--num-layers 4 --hidden-size 64 --num-attention-heads 4", "").replace(
+        "--max-position-embeddings 32", "--max-position-embeddings 2048"
+    )
+    gpt3 = f"A=({shape} --num-layers 96 --hidden-size 12288 --num-attention-heads 96)\npython pretrain_gpt.py ${{A[@]}}"
+    imported = import_script(gpt3, "x", "x")
+    assert imported.recipe.picked["model"] == "gpt3_175b"
+    assert "activation: gelu\n" in imported.recipe.text
+    more = (
+        "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope --squared-relu --rotary-base 7 "
+        "--untie-embeddings-and-output-weights --qk-layernorm"
+    )
+    other = gpt3.replace("96)", f"96 {more})")
+    imported = import_script(other, "x", "x")
+    assert "model" not in imported.recipe.picked
+    assert "family: qwen3\n" in imported.recipe.text
+
+
+def test_a_schedule_of_batches_that_bash_takes_apart_is_put_together():
+    text = f'A=({SMALL} --step-batch-size-schedule "0:4 2.4B:320")\ntorchrun x.py ${{A[@]}} --lr 1'
+    values = import_script(text, "x", "x").values
+    assert (values["batch.ramp"], values["batch.global_batch_size"]) == ("0:4 2.4B:320", 320)
+
+
 def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
     spec = spec_of(tmp_path, MIXTRAL_8X7B, given={"1": "/data/corpus_text_document"})
     assert spec.data.train_prefix == "/data/corpus_text_document"
@@ -161,9 +185,10 @@ def test_what_flags_mean(flags, key, value):
 def test_all_of_it_composes(tmp_path):
     """Values that are told are what the written recipe composes to, lists and quoted text among them."""
     flags = (
-        "--num-experts 4 --moe-layer-freq 2 --window-size 15,0 --cp-comm-type p2p a2a p2p a2a --fp16 --data-path 0.7 /a "
-        "0.3 '/b c' --step-batch-size-schedule '0:4 1K:8' --recompute-granularity selective --recompute-modules mlp moe "
-        "--position-embedding-type rope --use-rope-scaling --tensor-model-parallel-size 2 --lr-decay-style WSD --optimizer muon"
+        "--num-experts 4 --moe-layer-freq 2 --window-size 15,0 --cp-comm-type p2p a2a p2p a2a --fp16 --optimizer muon "
+        "--data-path 0.7 /a 0.3 '/b c' --step-batch-size-schedule '0:4 1K:8' --recompute-granularity selective "
+        "--recompute-modules mlp moe --position-embedding-type rope --use-rope-scaling --lr-decay-style WSD "
+        "--tensor-model-parallel-size 2"
     )
     imported = import_script(SMALL + flags, "imported", "x")
     spec = compose([f"recipe={write(tmp_path, imported)}"]).spec
