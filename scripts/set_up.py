@@ -42,7 +42,8 @@ def bring_up_to_date(root: Path, extras: str, fingerprint: str, lock: int) -> No
     """The set-up itself, by the holder of the lock; extras of an earlier one stay."""
     venv = root / ".venv"
     had = stamp_fields(venv)
-    wanted = ",".join(sorted({*extras.split(","), *had[1].split(",")} - {""}, key=["train", "dev"].index))
+    every = {*extras.split(","), *had[1].split(",")} - {""}
+    wanted = ",".join(sorted(every, key=["train", "dev", "data", "parity"].index))
     if had == [fingerprint, wanted, str((venv / "bin/python").resolve())]:
         return  # the one that was waited for did it
     check_disk(root)
