@@ -26,8 +26,8 @@ class ChipFacts:
     to dense peak FLOP/s of one device; a format that is absent has no published figure. `native_bf16` names
     the unit that multiplies bf16, or is None where bf16 would be emulated. `memory_bandwidth` is that of the
     device's own memory, `link_bandwidth` what one device sends to others of its node, `network_bandwidth` what it
-    usually sends to other nodes, all in bytes/s and one way; `link_domain` is how many devices the links join where
-    that is more than a node's.
+    usually sends to other nodes, all in bytes/s and one way; `devices_per_node` is the usual number,
+    `link_domain` how many devices the links join where that is more than a node's.
     """
 
     name: str
@@ -40,6 +40,7 @@ class ChipFacts:
     memory_bandwidth: float | None = None
     link_bandwidth: float | None = None
     network_bandwidth: float | None = None
+    devices_per_node: int | None = None
     link_domain: int | None = None
 
 
@@ -54,6 +55,7 @@ class _Moves:
     memory: float | None = None
     link: float | None = None
     network: float | None = None
+    node: int | None = None
     domain: int | None = None
 
 
@@ -77,6 +79,7 @@ def _chip(
         memory_bandwidth=_bytes(moves.memory),
         link_bandwidth=_bytes(moves.link),
         network_bandwidth=_bytes(moves.network),
+        devices_per_node=moves.node,
         link_domain=moves.domain,
     )
 
@@ -109,7 +112,7 @@ _ROWS = (
         40960,
         _peaks(bf16=312, fp16=312, tf32=156, fp32=19.5),
         _TENSOR_CORES,
-        _Moves(1555, 300, 25),
+        _Moves(1555, 300, 25, 8),
     ),
     _chip(
         "a100_80gb",
@@ -117,7 +120,7 @@ _ROWS = (
         81920,
         _peaks(bf16=312, fp16=312, tf32=156, fp32=19.5),
         _TENSOR_CORES,
-        _Moves(2039, 300, 25),
+        _Moves(2039, 300, 25, 8),
     ),
     # NVIDIA H100 data sheet. SXM5: 3.35 TB/s, NVLink 4, 900 GB/s both ways; DGX H100: 400 Gb/s a GPU.
     _chip(
@@ -126,7 +129,7 @@ _ROWS = (
         81559,
         _peaks(bf16=989, fp16=989, fp8=1979, tf32=494.5, fp32=67),
         _TENSOR_CORES,
-        _Moves(3350, 450, 50),
+        _Moves(3350, 450, 50, 8),
     ),
     # The PCIe card: 80 GB, 2.0 TB/s, PCIe 5 x16 at 64 GB/s a way (the bridge joins pairs only). No usual network.
     _chip(
@@ -153,7 +156,7 @@ _ROWS = (
         143771,
         _peaks(bf16=989, fp16=989, fp8=1979, tf32=494.5, fp32=67),
         _TENSOR_CORES,
-        _Moves(4800, 450, 50),
+        _Moves(4800, 450, 50, 8),
     ),
     # NVIDIA HGX B200 data sheet, an eighth of the system: 180 GB (driver: 183,359 MiB), 8 TB/s (HGX: 7.7); NVLink 5,
     # 1.8 TB/s both ways; DGX B200: 400 Gb/s a GPU.
@@ -163,7 +166,7 @@ _ROWS = (
         183359,
         _peaks(bf16=2250, fp16=2250, fp8=4500, tf32=1125, fp32=75),
         _TENSOR_CORES,
-        _Moves(7700, 900, 50),
+        _Moves(7700, 900, 50, 8),
     ),
     # NVIDIA GB200 NVL72 data sheet, a seventy-second of the rack: 13.4 TB (186 GB) and 576 TB/s (8 TB/s); one NVLink
     # domain of 72, here by compute tray of 4; 400 Gb/s a GPU.
@@ -173,7 +176,7 @@ _ROWS = (
         189471,
         _peaks(bf16=2500, fp16=2500, fp8=5000, tf32=1250, fp32=80),
         _TENSOR_CORES,
-        _Moves(8000, 900, 50, domain=72),
+        _Moves(8000, 900, 50, 4, domain=72),
     ),
     # AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s; Infinity Fabric, 7 links of 64 GB/s a way; 400 Gb/s a GPU.
     _chip(
@@ -182,7 +185,7 @@ _ROWS = (
         196592,
         _peaks(bf16=1307.4, fp16=1307.4, fp8=2614.9, tf32=653.7, fp32=163.4),
         "matrix cores",
-        _Moves(5300, 448, 50),
+        _Moves(5300, 448, 50, 8),
     ),
     # Moore Threads MTT S4000, as announced in December 2023: 48 GB, 768 GB/s, MTLink 1.0 with 240 GB/s both ways,
     # eight in an MCCX D800 server. Its network was not announced.
@@ -192,11 +195,11 @@ _ROWS = (
         48 * 1024,
         _peaks(bf16=100, fp16=100, tf32=50, fp32=25),
         _TENSOR_CORES,
-        _Moves(768, 120, None),
+        _Moves(768, 120, None, 8),
     ),
     # Moore Threads MTT S5000, as reported in 2026: 80 GB, 1.6 TB/s, 784 GB/s between cards (both ways), 1000 TFLOP/s
     # with fp8. Figures of other formats were not reported.
-    _chip("mtt_s5000", "musa", 80 * 1024, _peaks(fp8=1000), _TENSOR_CORES, _Moves(1600, 392, None)),
+    _chip("mtt_s5000", "musa", 80 * 1024, _peaks(fp8=1000), _TENSOR_CORES, _Moves(1600, 392, None, 8)),
 )
 
 CHIPS: Mapping[str, ChipFacts] = MappingProxyType({row.name: row for row in _ROWS})
