@@ -21,7 +21,9 @@ def local_squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             by_replication.setdefault(replication(parameter.grad), []).append(local_values(parameter.grad))
     total = torch.zeros((), dtype=torch.float64)
     for copies, gradients in by_replication.items():
-        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+        # On a processor an fp32 sum of a million squares is off by 1e-5, and by layouts that cut it differently.
+        wide = torch.float64 if gradients[0].is_cpu else torch.float32
+        norms = torch._foreach_norm(gradients, 2.0, dtype=wide)
         total = total.to(norms[0].device) + torch.stack(norms).double().square().sum() / copies
     return total
 
