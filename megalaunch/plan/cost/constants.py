@@ -60,28 +60,20 @@ ATTENTION_BACKWARD_HALF = Constant("sequence at which it reaches half of that", 
 NARROW_HEADS = Constant("heads of 64 against those of 128", 0.78, "FlashAttention-3 paper: 460 of 602 TFLOP/s at 8k")
 MEMORY = Constant("memory-bound kernels reach, of the memory's bandwidth", 0.78, "2.6 of 3.35 TB/s, H100 (QuACK 0.90)")
 LINK = Constant("collectives inside a node reach, of the link's bandwidth", 0.80, "assumed: 360 of 450 GB/s on H100")
-NETWORK = Constant(
-    "collectives between nodes reach, of the network's bandwidth", 0.85, "DeepEP: 43 of 50 GB/s a device"
-)
+NETWORK = Constant("collectives between nodes reach, of the network's bandwidth", 0.85, "DeepEP: 43 of 50 GB/s")
 DEFAULT_LINK = Constant("link of a chip without a figure, bytes/s a way", 25e9, "assumed: PCIe 4 x16")
 DEFAULT_NETWORK = Constant("network of a chip without a figure, bytes/s a device", 25e9, "assumed: 200 Gb/s a device")
-GAPS = Constant(
-    "launches and waits between kernels, of the compute time", 0.02, "assumed, as in the roofline that meets llmq"
-)
+GAPS = Constant("launches and waits between kernels, of the compute time", 0.02, "assumed")
 TP_EXPOSED = Constant(
     "tensor-parallel exchanges that overlap leaves exposed (overlap_tp)",
     0.37,
     "calibrated: Llama-3.1-405B bf16 on 512 H100 (dgxc)",
 )
 EP_EXPOSED = Constant("expert exchanges that overlap leaves exposed (overlap_experts)", 0.2, "assumed")
-OVERLAP_SLOWDOWN = Constant(
-    "compute lost to a collective that runs beside it, of its time", 0.1, "assumed: the units that NCCL takes"
-)
+OVERLAP_SLOWDOWN = Constant("compute lost to a collective that runs beside it, of its time", 0.1, "assumed")
 LOGIT_TRAFFIC = Constant("bytes moved a logit by loss and its gradient", 44.0, "18.2 ms, 8192 x 131072, H100 (Liger)")
 OPTIMIZER_TRAFFIC = Constant("bytes moved a parameter by AdamW", 38.0, "fp32 gradient, master and moments, bf16 copy")
-CAST_TRAFFIC = Constant(
-    "bytes moved a value turned to 8 bits: largest, scaled, transposed", 6.0, "assumed: 2 reads, 2 writes"
-)
+CAST_TRAFFIC = Constant("bytes moved a value turned to 8 bits: largest, scaled, transposed", 6.0, "assumed")
 DISPATCH_TRAFFIC = Constant("passes over a dispatched token: permute, sort back, weigh", 6.0, "assumed")
 
 CONSTANTS: tuple[Constant, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Constant))
