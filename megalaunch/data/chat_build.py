@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from megalaunch.config.schema.data import DataSpec
 from megalaunch.data.chat_text import TEMPLATES, Piece, conversation, pieces_of
 from megalaunch.data.corpus import Corpus, open_source
 from megalaunch.data.corpus_build import TOKENIZER, TRAIN, VALIDATION, is_validation
-from megalaunch.data.errors import DataError, cannot
+from megalaunch.data.errors import DataError
 from megalaunch.data.token_writer import TokenWriter, token_type
 from megalaunch.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -41,11 +40,8 @@ def build_chat(
     directory: Path, corpus: Corpus, data: DataSpec, tokenizer_path: Path, report: Callable[[str], None]
 ) -> None:
     """Write tokenizer.json and the files of both sides. DataError for a line that is no conversation."""
-    try:
-        shutil.copyfile(tokenizer_path, directory / TOKENIZER)
-    except OSError as error:
-        raise cannot("read it", tokenizer_path, error, "Correct tokenizer.path.") from error
-    tokenizer = load_tokenizer(directory / TOKENIZER)
+    tokenizer = load_tokenizer(tokenizer_path)
+    (directory / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
     marks, stop = _marks(tokenizer, data.chat_template, tokenizer_path)
     report("encoding the conversations")
     with ExitStack() as stack:
