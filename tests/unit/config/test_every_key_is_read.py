@@ -21,7 +21,8 @@ ROOMS = ("plan", "data", "launch", "platform", "engine", "rundir")
 # Where a run happens. Of the plan's files, those whose results the engine acts on.
 RUN_ROOMS = ("engine", "data", "launch", "platform", "rundir")
 RUN_FILES = ("plan/topology.py", "plan/resolve.py", "plan/stages.py", "plan/stage_faults.py")
-LIMITED = {limit.path for limit in LIMITS}
+# A limit that leaves a choice is no excuse: its key has to be read. (null, auto and 1 stand for one value.)
+LIMITED = {limit.path for limit in LIMITS if len({None, "auto", 1} | set(limit.supported)) <= 4}
 
 # Keys, or sections, that mean nothing while the engine refuses every other value of the key beside them.
 WITHOUT = {
@@ -173,7 +174,8 @@ def read_by_a_run():
 def means_nothing(key):
     """True when a refused key decides that this one is read at all."""
     return any(
-        decides in LIMITED and (key == entry or (entry.endswith(".") and key.startswith(entry)))
+        decides in {limit.path for limit in LIMITS}
+        and (key == entry or (entry.endswith(".") and key.startswith(entry)))
         for entry, decides in WITHOUT.items()
     )
 
