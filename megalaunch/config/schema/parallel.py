@@ -27,7 +27,7 @@ class ParallelSpec:
     data_sharding: DataSharding = setting(
         "optim", "What data-parallel ranks divide: nothing, optimizer states, + gradients, + parameters (ZeRO 0-3)."
     )
-    replicas: int = setting(1, "Copies of the sharded model (HSDP); dp * cp = replicas * shards.", minimum=1)
+    replicas: int = setting(1, "Copies of the sharded model (HSDP); dp = replicas * shards.", minimum=1)
     schedule: Schedule = setting("auto", "Order of microbatches; auto: interleaved where vpp > 1, else 1f1b.")
     stage_layout: str | None = setting(
         None,

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from made_specs import H100_NODE, LAPTOP, resolved
 
+from megalaunch.cli.render import findings_text
 from megalaunch.config.compose import Origin
 from megalaunch.config.keys import schema_keys
 from megalaunch.config.schema import RunSpec, SpecError, with_values
@@ -16,6 +17,7 @@ from megalaunch.plan.check import check
 from megalaunch.plan.findings import has_errors
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.stages import MAX_LAYERS, stages_of
+from megalaunch.plan.summary import derived_values
 from megalaunch.plan.topology import Topology
 
 BASE = {
@@ -109,6 +111,7 @@ def test_the_checker_never_raises_and_shown_fixes_are_right(drawn, machine, purp
     spec = resolve(asked, machine, recipe).spec
     findings = check(spec, origins_of(asked), purpose)
     known = {(f.rule, f.path) for f in findings if f.severity != "note"}
+    assert findings_text(findings, derived_values(spec))
     for finding in findings:
         for fix in finding.fixes:  # applied as a user would: to the words, then all over again
             changed = with_values(asked, dict(value_of(word) for word in fix.split(" ")))
