@@ -53,6 +53,8 @@ def test_list_as_json(folder):
         "chip": "h100",
         "layout": "cp2 zero3",
         "sequence_length": 8192,
+        "micro_batch_size": 1,
+        "global_batch_size": 128,
         "problem": "",
     }
     assert rows["mixtral_8x7b"]["active"] == 12_879_925_248
