@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 VARIABLE = "_MEGALAUNCH_COMPLETE"
 WORD_COMMANDS = ("train", "validate-config", "plan", "sweep")
+_HARMLESS = re.compile(r"[A-Za-z0-9_.,:=/~+-]*")
 _LAYOUT_PARTS = ("tp2", "tp4", "tp8", "pp2", "pp4", "pp8", "cp2", "ep8", "vpp2", "dp2", "hsdp2", "sp", "zero2", "zero3")
 
 
@@ -191,7 +192,8 @@ def _takes_value(command: str, option: str) -> bool:
 
 
 def _matching(found: Iterable[Offer], incomplete: str) -> list[Offer]:
-    return [offer for offer in found if offer.word.startswith(incomplete)]
+    """Offers that go on as typed; none that a shell would read as more than a word, such as a file named $(...)."""
+    return [offer for offer in found if offer.word.startswith(incomplete) and _HARMLESS.fullmatch(offer.word)]
 
 
 def _split(text: str) -> list[str]:

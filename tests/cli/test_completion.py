@@ -189,17 +189,22 @@ def test_fish_and_powershell_are_answered():
     assert answer.startswith("recipe=quickstart:::A small Llama")
 
 
-def test_a_word_inside_quotes_and_names_that_a_shell_would_run(tmp_path, monkeypatch):
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "a$(touch ran)b.yaml").write_text(
-        "# @package _global_\n# $(touch ran) `touch ran` \"x\" 'y'\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    answer = ask("zsh", _TYPER_COMPLETE_ARGS="megalaunch train recipe=a").stdout
-    if shutil.which("zsh"):
-        program = f"_arguments() {{ :; }}\n{answer}"
-        subprocess.run(["zsh", "-f", "-c", program], cwd=tmp_path, capture_output=True, check=False)
-    assert not (tmp_path / "ran").exists()
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_no_name_or_comment_of_a_recipe_is_run(shell, request, tmp_path):
+    """A folder of recipes of another hand: the shell shows their names, and evaluates nothing of them."""
+    terminal = request.getfixturevalue(shell)
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    evil = "$(touch ran1) `touch ran2` \"; touch ran3; \" '; touch ran4; ' )) ; touch ran5 ((\\$(touch ran6)"
+    (folder / "evila.yaml").write_text(f"# @package _global_\n# {evil}\n")
+    (folder / "evilb$(touch ran7)`touch ran8`'\"; touch ran9.yaml").write_text("# @package _global_\n# x: y\n")
+    terminal.seen = ""
+    terminal.type("megalaunch train recipe=ev\t\t\t")
+    terminal.until(r"recipe=evil|evila")
+    time.sleep(1.5)
+    terminal.type("\t\t\n")  # the line is entered as completed
+    time.sleep(1.5)
+    assert list(tmp_path.glob("ran*")) == []
 
 
 def test_completion_imports_neither_torch_nor_typer():
