@@ -20,7 +20,12 @@ _MANY_STAGES = 1024
 _CANDIDATES = 12
 _GB = 1e9
 _LESS: dict[str, Any] = {"recompute.granularity": "selective", "recompute.modules": ("norm", "activation")}
-_LEAST: dict[str, Any] = {"recompute.granularity": "full", "recompute.method": "uniform", "recompute.num_layers": 1}
+_LEAST: dict[str, Any] = {
+    "recompute.granularity": "full",
+    "recompute.method": "uniform",
+    "recompute.num_layers": 1,
+    "recompute.modules": ("attention",),  # the default: modules mean nothing to full recomputation
+}
 
 
 @rule("memory.fits", "The fullest device holds weights, gradients, optimizer states, activations and logits.")
@@ -90,6 +95,8 @@ def _candidates(spec: RunSpec) -> Iterator[Fix]:
     again += [_LEAST] if spec.recompute.granularity != "full" else []
     layouts: list[dict[str, Any]] = [{}]
     layouts += [{"batch.micro_batch_size": n} for n in sorted({max(1, micro // 2), 1}, reverse=True) if n < micro]
+    if p.tp > 1 and not p.sequence_parallel:
+        layouts.insert(1, {"parallel.sequence_parallel": True})
     dividing = len(layouts)
     layouts += [{"parallel.tp": n, "parallel.sequence_parallel": True} for n in wider]
     layouts += [{"parallel.pp": n} for n in deeper]

@@ -32,6 +32,14 @@ def test_too_big_is_an_error_with_the_parts_and_fixes_that_fit():
         assert not _found(fixed, again.origins), fix
 
 
+def test_what_a_fix_makes_idle_is_taken_back_with_it():
+    spec, composition = resolved("recipe=llama31_405b", "parallel=tp8")
+    (finding,) = _found(spec, composition.origins)
+    assert any("parallel.sequence_parallel=true" in fix for fix in finding.fixes)
+    full = [fix for fix in finding.fixes if "recompute.granularity=full" in fix]
+    assert all("recompute.modules=[attention]" in fix for fix in full)
+
+
 def test_the_shipped_recipe_fits_and_says_nothing():
     spec, composition = resolved("recipe=llama3_8b")
     assert not _found(spec, composition.origins)
