@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,12 +12,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megalaunch.data.cache import cached_directory
 from megalaunch.data.errors import DataError
 from megalaunch.data.row import TokenSamples
 
 # Megatron asks each source for this much more than its share, so that rounding never leaves it short.
 _SURPLUS = 0.005
 _MANY_SOURCES = 24  # from here on numpy finds the largest of the shortfalls faster than a plain loop
+_KEPT_FROM = 1 << 18  # samples; fewer are dealt in half a second
 _EXTENSION = 1 << 16  # samples past the request are dealt out in blocks of so many
 
 
@@ -61,12 +65,15 @@ def normalised(weights: Sequence[float]) -> list[float]:
 
 
 def blended(
-    weights: Sequence[float | None], num_samples: int, source: Callable[[int, int | None], TokenSamples]
+    weights: Sequence[float | None],
+    num_samples: int,
+    source: Callable[[int, int | None], TokenSamples],
+    cache: Path | None = None,
 ) -> TokenSamples:
     """The samples of several sources; `source(i, n)` opens number i for n samples (None: one epoch).
 
     With weights each source gives its share of `num_samples`. Without, each is asked for one epoch and gives in
-    proportion to what it has. A single source without a weight is given as it is.
+    proportion to what it has. A single source without a weight is given as it is. `cache` keeps large orders.
     """
     if len(weights) == 1 and weights[0] is None:
         return source(0, num_samples)
@@ -75,10 +82,10 @@ def blended(
         shares = normalised(given)
         targets = [math.ceil(num_samples * share) for share in shares]
         sources = [source(i, math.ceil(target * (1 + _SURPLUS))) for i, target in enumerate(targets)]
-        return BlendedSamples(sources, normalised(shares), sum(targets))
+        return BlendedSamples(sources, normalised(shares), sum(targets), cache)
     sources = [source(i, None) for i in range(len(weights))]
     sizes = [len(one) for one in sources]
-    return BlendedSamples(sources, normalised(sizes), min(num_samples, sum(sizes)))
+    return BlendedSamples(sources, normalised(sizes), min(num_samples, sum(sizes)), cache)
 
 
 class BlendedSamples:
@@ -87,9 +94,11 @@ class BlendedSamples:
     Indices past `size` go on in the same way, for ever: what was given is never reordered.
     """
 
-    def __init__(self, sources: Sequence[TokenSamples], shares: Sequence[float], size: int) -> None:
+    def __init__(
+        self, sources: Sequence[TokenSamples], shares: Sequence[float], size: int, cache: Path | None = None
+    ) -> None:
         self.sources, self._dealer = sources, _Dealer(shares)
-        self._blocks = [self._dealer.deal(size)]
+        self._blocks = [self._dealer.first(size, cache)]
 
     def __len__(self) -> int:
         return len(self._blocks[0])
@@ -126,6 +135,12 @@ class _Block:
     def __len__(self) -> int:
         return len(self.source)
 
+    @classmethod
+    def mapped(cls, folder: Path) -> _Block:
+        """The block that is kept in a folder."""
+        load = [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("source", "number")]
+        return cls(*(np.asarray(array) for array in load))
+
     def at(self, index: int) -> tuple[int, int]:
         return int(self.source[index]), int(self.number[index])
 
@@ -135,6 +150,32 @@ class _Dealer:
 
     def __init__(self, shares: Sequence[float]) -> None:
         self._shares, self._counts, self._dealt = list(shares), [0] * len(shares), 0
+
+    def first(self, size: int, cache: Path | None) -> _Block:
+        """The first `size` samples; many are dealt once, kept in `cache` and then mapped, if it can be written."""
+        if cache is None or size < _KEPT_FROM:
+            return self.deal(size)
+        settings = json.dumps({"version": 1, "shares": [share.hex() for share in self._shares], "size": size})
+        key = "blend-" + hashlib.sha256(settings.encode()).hexdigest()[:24]
+
+        def build(unfinished: Path) -> None:
+            block = _Dealer(self._shares).deal(size)
+            np.save(unfinished / "source.npy", block.source, allow_pickle=False)
+            np.save(unfinished / "number.npy", block.number, allow_pickle=False)
+
+        def intact(found: Path) -> bool:
+            try:
+                return len(_Block.mapped(found)) == size
+            except (OSError, ValueError):
+                return False
+
+        try:
+            block = _Block.mapped(cached_directory(cache, key, build, intact, lambda: None))
+        except (DataError, OSError, ValueError):
+            return self.deal(size)
+        self._dealt = size
+        self._counts = np.bincount(block.source, minlength=len(self._shares)).tolist()
+        return block
 
     def deal(self, size: int) -> _Block:
         """The next `size` samples."""

@@ -137,12 +137,12 @@ def _training_samples(spec: RunSpec) -> TokenSamples:
     parts = training_parts(data)
     if data.num_samples is None:
         raise DataError("it is not known how many samples are wanted", fix="Set data.num_samples.")
-    return blended([part.weight for part in parts], data.num_samples, _opener(spec, parts))
+    cache = Path(data.cache_directory).expanduser() / ORDERS
+    return blended([part.weight for part in parts], data.num_samples, _opener(spec, parts, cache), cache)
 
 
-def _opener(spec: RunSpec, parts: tuple[Part, ...]) -> Callable[[int, int | None], TokenSamples]:
+def _opener(spec: RunSpec, parts: tuple[Part, ...], cache: Path) -> Callable[[int, int | None], TokenSamples]:
     length, vocab_size = spec.batch.sequence_length, spec.model.vocab_size
-    cache = Path(spec.data.cache_directory).expanduser() / ORDERS
 
     def opened(number: int, wanted: int | None) -> TokenSamples:
         part = parts[number]

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import prepared_spec, sentences, small_tokenizer, write_tokens
 
+from megalaunch.data import blend as blend_module
 from megalaunch.data import sample_order as order_module
 from megalaunch.data.blend import BlendedSamples, blend_entries, blended, normalised, parse_blend
 from megalaunch.data.errors import DataError
@@ -246,3 +247,24 @@ def test_packing_keeps_every_conversation_whole(lengths, capacity):
     filled = [sum(cut[number] for number in row) for row in rows]
     assert max(filled) <= capacity
     assert len(rows) <= 1.3 * sum(cut) / capacity + 2 or min(cut) > capacity / 3
+
+
+def test_large_blends_are_kept_and_go_on_alike(tmp_path, monkeypatch):
+    monkeypatch.setattr(blend_module, "_KEPT_FROM", 10)
+    shares, sources = normalised([1, 2, 4]), [Numbered(i, 10**9) for i in range(3)]
+
+    def places(size, cache):
+        blend = BlendedSamples(sources, shares, size, cache)
+        return [blend.place(i) for i in range(size + 300)]
+
+    plain = places(50, None)
+    for _ in range(2):  # made, found
+        assert places(50, tmp_path) == plain
+    assert places(51, tmp_path) == places(51, None)
+    folders = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert len(folders) == 2
+    for folder in folders:
+        (folder / "number.npy").write_bytes(b"damaged")
+    assert places(50, tmp_path) == plain
+    (tmp_path / "file").touch()
+    assert places(50, tmp_path / "file") == plain
