@@ -50,7 +50,9 @@ def main() -> None:
             progress.report("step", step)
             fault(directory, rank, step, attempt)
             time.sleep(float(os.environ.get("FAKE_STEP_SECONDS", "0.02")))
-            meet(directory, rank, world, attempt, step, progress, stop)
+            if not met(directory, rank, world, attempt, step, progress, stop):
+                step -= 1
+                break
             if rank == 0:
                 append_line(directory.metrics, metrics(step))
         if stop.signal:
@@ -119,20 +121,26 @@ def fault(directory: RunDirectory, rank: int, step: int, attempt: int) -> None:
             time.sleep(1)
 
 
-def meet(
+def met(
     directory: RunDirectory, rank: int, world: int, attempt: int, step: int, progress: ProgressWriter, stop: StopRequest
-) -> None:
-    """A barrier by way of the progress files; a peer that is gone is a lost connection, as in gloo."""
+) -> bool:
+    """A barrier by way of the progress files; a peer that is gone is a lost connection, as in gloo.
+
+    False where a request to stop came first: not every rank ends this step.
+    """
     progress.report("meet", step)
     for peer in range(world):
         while peer != rank:
             there = read_progress(directory.progress(peer))
             if there and there.attempt == attempt:
-                if there.step > step or (there.step == step and there.phase == "meet") or stop.signal:
+                if there.step > step or (there.step == step and there.phase == "meet"):
                     break
                 if not alive(there.pid):
                     raise RuntimeError(f"Connection closed by peer {peer}")
+            if stop.signal and not os.environ.get("FAKE_IGNORE_STOP"):
+                return False
             time.sleep(0.005)
+    return True
 
 
 def alive(pid: int) -> bool:

@@ -102,7 +102,8 @@ def search_text(result: SearchResult, best: Sequence[Found]) -> str:
 
 def _table(result: SearchResult, best: Sequence[Found]) -> list[str]:
     rows = [("", "tokens/s/device", "MFU", "GiB free", "layout")]
-    for found in best:
+    own_too = [result.own] if result.own is not None and all(f.spec != result.own.spec for f in best) else []
+    for found in [*best, *own_too]:
         free = (result.device_bytes - found.memory.total) / _GIB
         marks = ["tight"] if _tight(result, found) else []
         marks += ["this run's"] if result.own is not None and found.spec == result.own.spec else []

@@ -31,6 +31,7 @@ class PlannedRun:
     directory: RunDirectory
     state: RunState
     decision: Decision
+    derived: tuple[Finding, ...] = ()
 
 
 def plan_run(words: list[str], starts: bool) -> PlannedRun:
@@ -52,7 +53,8 @@ def plan_run(words: list[str], starts: bool) -> PlannedRun:
         refuse(problems_text(error.problems))
     machine = detect_machine()
     recipe = composition.choices.get("recipe")
-    spec = resolve(composition.spec, machine, recipe).spec
+    resolution = resolve(composition.spec, machine, recipe)
+    spec = resolution.spec
     directory = RunDirectory(Path(str(spec.run.directory)))
     try:
         state = inspect_run(directory)
@@ -61,9 +63,10 @@ def plan_run(words: list[str], starts: bool) -> PlannedRun:
     except SpecError as error:
         refuse(f"error: {error}\nfix:  name another run.directory")
     if state.stored is not None:
-        spec = resolve(composition.spec, machine, recipe, state.stored).spec
+        resolution = resolve(composition.spec, machine, recipe, state.stored)
+        spec = resolution.spec
     try:
-        planned = PlannedRun(composition, spec, machine, directory, state, decide(state, spec))
+        planned = PlannedRun(composition, spec, machine, directory, state, decide(state, spec), resolution.notes)
     except RunDirectoryError as error:
         refuse_directory(error)
     _check(planned, starts)
@@ -81,7 +84,8 @@ def _check(planned: PlannedRun, starts: bool) -> None:
     from megalaunch.plan.topology import Topology
 
     spec, stored = planned.spec, planned.state.stored
-    findings = check(spec, planned.composition.origins, purpose="train")
+    doubts = [finding for finding in planned.derived if finding.severity != "note"]  # an emulated format
+    findings = [*check(spec, planned.composition.origins, purpose="train"), *doubts]
     if starts:
         findings += machine_mismatch(spec, planned.machine)
     else:  # other machines, or the user's own hands, may start it

@@ -18,7 +18,7 @@ def test_the_table_names_the_fastest_and_the_runs_own_place():
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].split()[:3] == ["tokens/s/device", "MFU", "GiB"]
-    assert sum("(this run's)" in line for line in lines) == 1
+    assert sum("this run's)" in line for line in lines) == 1
     assert any(line.startswith("the fastest:  parallel=") for line in lines)
     assert any(line.startswith("this run's own layout is number ") for line in lines)
     assert any("dropped: memory.fits" in line for line in lines)

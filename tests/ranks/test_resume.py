@@ -13,6 +13,7 @@ import pytest
 import torch
 from forked_ranks import RanksFailed
 from looped_run import Rank, metrics, run_loop, ten_steps
+from oracle import SEQUENCE
 
 from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.engine.checkpoint.store import read_tensors, verify_checkpoint
@@ -138,7 +139,7 @@ def test_a_longer_run_keeps_what_it_had(spec, tmp_path):
     assert after[: len(before)] == before
     assert [line["learning_rate"] for line in after if line["step"] > 10 and "loss" in line] == [0.0] * 4
     document = json.loads((RunDirectory(tmp_path / "run").checkpoint(14) / "position.json").read_text())
-    assert document == {"step": 14, "tokens": 14 * 8 * 12}
+    assert document == {"step": 14, "tokens": 14 * 8 * SEQUENCE}
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(spec, tmp_path):

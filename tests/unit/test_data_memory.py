@@ -14,7 +14,7 @@ from megalaunch.data.token_reader import TokenReader
 
 GIGABYTE = 2**30
 PROGRAM = """
-import resource, sys
+import re, resource, sys
 from pathlib import Path
 import numpy as np
 from megalaunch.data.gpt_samples import GPTSamples
@@ -33,7 +33,8 @@ def read():
     return rss()
 
 first, after = read(), read()
-print(before, opened, first, after, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+peak = re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]  # ru_maxrss has the parent's in it
+print(before, opened, first, after, int(peak) * 1024)
 """
 
 

@@ -16,13 +16,14 @@ from megalaunch.data.preprocess_settings import EngineChoice
 from megalaunch.data.tokenizer import load_tokenizer
 
 PEAK = """
-import resource, sys
+import re, resource, sys
 from pathlib import Path
 from megalaunch.data.preprocess import preprocess
 from megalaunch.data.preprocess_settings import Settings
 settings = Settings(Path(sys.argv[2]), workers=2, append_eod=True, chunk_bytes=1 << 16)
 preprocess([sys.argv[1]], Path(sys.argv[3]), settings, lambda progress: None)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + 2 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+own = re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]  # ru_maxrss has the parent's in it
+print(int(own) + 2 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 """
 
 
