@@ -141,7 +141,7 @@ def on_ranks(spec: RunSpec, every_stage: bool = False) -> Numbers | None:
     total = spec.batch.global_batch_size * SEQUENCE
     passes = passes_of(spec, mesh, model)
     passes.train(batches.of(1, STEPS), total)
-    finalize(model, mesh.tp, spec.parallel.sequence_parallel)
+    finalize(model, mesh, spec.parallel.sequence_parallel)
     gradients = {name: _whole(p.grad) for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = None

@@ -12,10 +12,12 @@ from megalaunch.engine.ending import Ending, Problem
 from megalaunch.engine.group import join, leave
 from megalaunch.engine.inference.sample import sample_text
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.parallel.relay import TextRelay
 from megalaunch.engine.process import StopRequest
 from megalaunch.engine.train.agreement import end_together, gather_objects
 from megalaunch.engine.train.assemble import assemble
 from megalaunch.engine.train.loop import Loop, Trainee
+from megalaunch.engine.train.passes import relay_of
 from megalaunch.engine.train.record import Record
 from megalaunch.plan.topology import Topology
 from megalaunch.rundir.outcome import ExitCode
@@ -82,6 +84,11 @@ def _write_sample(trainee: Trainee, directory: RunDirectory, record: Record) -> 
         record.event("note", message=f"no sample was written: {reasons[0]}")
         return
     try:
-        record.sample(sample_text(spec, trainee.model, tokenizer))
+        record.sample(sample_text(spec, _text_model(trainee), tokenizer))
     except ValueError as error:  # the same on every rank
         record.event("note", message=f"no sample was written: {error}")
+
+
+def _text_model(trainee: Trainee) -> TextRelay:
+    relay = relay_of(trainee.spec, trainee.mesh, trainee.model)
+    return TextRelay(trainee.model, trainee.mesh, relay)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megalaunch.plan.topology import Topology
@@ -63,7 +64,17 @@ class Mesh:
     @property
     def speaks(self) -> bool:
         """True on the one rank of each group of equals that reports its samples' tokens and loss to sums over all."""
-        return self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
+        return self.tp.rank == 0 and self.pp.rank == self.last_stage_rank
+
+    @property
+    def last_stage_rank(self) -> int:
+        """The pp rank of the head and its loss."""
+        return self.topology.last_stage_rank
+
+    @property
+    def pp_group(self) -> ProcessGroup:
+        """The pipeline-parallel axis as a group."""
+        return self.grid.get_group("pp")
 
     @property
     def data_size(self) -> int:

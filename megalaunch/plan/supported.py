@@ -61,13 +61,7 @@ LIMITS = (
     Limit("model.moe.num_experts", (None,), "mixture of experts"),
     Limit("model.mla.kv_lora_rank", (None,), "latent attention"),
     Limit("model.mtp.num_layers", (0,), "multi-token prediction"),
-    Limit(
-        "parallel.schedule",
-        ("auto", "gpipe", "1f1b"),
-        "pipelines with several stages a rank",
-        idle=("parallel.pp", 1),
-    ),
-    Limit("model.tied_embeddings", (False,), "tied embeddings on two stages", idle=("parallel.pp", 1)),
+    Limit("parallel.microbatch_group", (None,), "groups of another size than pp"),
     Limit(
         "parallel.cp_exchange",
         ("p2p", "allgather", "a2a"),
@@ -76,7 +70,6 @@ LIMITS = (
     ),
     Limit("parallel.ep", (1,), "expert parallelism"),
     Limit("parallel.etp", (None, 1), "tensor parallelism inside experts"),
-    Limit("parallel.vpp", (None, 1), "interleaved pipeline stages"),
     Limit("parallel.overlap_tp", (False,), "tensor-parallel exchanges beside their matmuls"),
     Limit("parallel.cp_dynamic", (False,), "context-parallel groups by length"),
     Limit("parallel.overlap_grad_reduce", (True,), "reducing gradients after the backward pass only"),

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.plan.stage_faults import V_SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Topology:
 
     `shards` is how many data-parallel ranks share one copy of what is sharded, `replicas` how many copies there
     are (dp = replicas * shards); without sharding every rank is a replica. `microbatches` is per rank and step.
+    `last_stage_rank` is the pp rank that holds the head.
     """
 
     tp: int
@@ -65,6 +67,7 @@ class Topology:
     microbatches: int
     devices_per_node: int
     nodes: int
+    last_stage_rank: int
 
     @classmethod
     def of(cls, spec: RunSpec) -> Topology:
@@ -90,6 +93,7 @@ class Topology:
             microbatches=_exact(batch.global_batch_size, batch.micro_batch_size * p.dp, "global batch by micro x dp"),
             devices_per_node=spec.cluster.devices_per_node,
             nodes=spec.cluster.nodes,
+            last_stage_rank=0 if p.schedule in V_SCHEDULES else p.pp - 1,
         )
 
     @property

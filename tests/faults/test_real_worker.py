@@ -132,7 +132,9 @@ def test_a_flipped_byte_in_the_newest_checkpoint(tmp_path, shared, undisturbed):
 
 
 def test_a_loss_that_is_not_finite(tmp_path, shared):
-    code, _, err = train_tiny(tmp_path, "optimizer.lr=1e39", "optimizer.weight_decay=0", "optimizer.clip_grad=0", shared=shared)
+    code, _, err = train_tiny(
+        tmp_path, "optimizer.lr=1e39", "optimizer.weight_decay=0", "optimizer.clip_grad=0", shared=shared
+    )
     assert code == 7
     lines = err.splitlines()
     assert len(lines) <= 15

@@ -28,9 +28,23 @@ def _held_to_one_process(ranks: int, **values: Any) -> None:
     assert_same(_joined(spec, ranks), one_process(spec))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 def test_two_stages(schedule):
     _held_to_one_process(2, parallel__pp=2, parallel__schedule=schedule, model__num_layers=4)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zbv", "dualpipev"])
+def test_two_stages_a_rank(schedule):
+    _held_to_one_process(2, parallel__pp=2, parallel__vpp=2, parallel__schedule=schedule, model__num_layers=4)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_tied_embeddings(schedule):
+    vpp = 1 if schedule == "1f1b" else 2
+    _held_to_one_process(
+        2, parallel__pp=2, parallel__vpp=vpp, parallel__schedule=schedule, model__num_layers=4,
+        model__tied_embeddings=True,
+    )  # fmt: skip
 
 
 def test_uneven_stages():
@@ -40,6 +54,19 @@ def test_uneven_stages():
     )  # fmt: skip
 
 
+def test_four_stages_there_and_back():
+    """Eight stages on four ranks, uneven; the rank of the first also has the last."""
+    _held_to_one_process(
+        4, parallel__pp=4, parallel__vpp=2, parallel__schedule="zbv", model__num_layers=7, parallel__head_as_layer=True
+    )
+
+
+def test_a_layout_in_letters():
+    _held_to_one_process(
+        2, parallel__pp=2, parallel__schedule="interleaved", model__num_layers=5, parallel__stage_layout="Ett|t|t|tL"
+    )
+
+
 TOGETHER: dict[str, dict[str, Any]] = {
     "dp2": {"parallel__dp": 2, "batch__micro_batch_size": 1},
     "dp2 zero3": {"parallel__dp": 2, "parallel__data_sharding": "optim_grads_params"},
@@ -47,11 +74,18 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "cp2": {"parallel__cp": 2},
     "recompute": {"parallel__dp": 2, "recompute__granularity": "full"},
 }
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "interleaved": {"parallel__vpp": 2},
+    "zbv": {"parallel__vpp": 2, "model__tied_embeddings": True},
+}
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", TOGETHER)
-def test_with_another_axis(name):
-    _held_to_one_process(4, parallel__pp=2, parallel__schedule="1f1b", model__num_layers=4, **TOGETHER[name])
+def test_with_another_axis(name, schedule):
+    values = SCHEDULES[schedule] | TOGETHER[name]
+    _held_to_one_process(4, parallel__pp=2, parallel__schedule=schedule, model__num_layers=4, **values)
 
 
 def test_three_axes():

@@ -6,17 +6,33 @@ Shapes: B batch, S prompt length, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megalaunch.engine.inference.cache import LayerCache, make_cache
 from megalaunch.engine.inference.sampling import Sampler, Sampling
-from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.decoder import DecoderConfig
+
+
+class TextModel(Protocol):
+    """A decoder, or one that lies over ranks."""
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Its shape."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens have to be."""
+
+    def __call__(self, tokens_BS: Tensor, positions: Tensor, stores: Sequence[LayerCache]) -> Tensor:
+        """Logits [B, s, V] of the token after each of the last s positions, s >= 1."""
 
 
 def generate_tokens(
-    model: Decoder,
+    model: TextModel,
     prompts_BS: Tensor,
     max_new_tokens: int,
     sampling: Sampling,
@@ -48,10 +64,10 @@ def generate_tokens(
 
 
 @torch.no_grad()  # not inference_mode: a sharded model keeps what it gathers
-def next_logits(model: Decoder, tokens_BS: Tensor, cache: Sequence[LayerCache]) -> Tensor:
+def next_logits(model: TextModel, tokens_BS: Tensor, cache: Sequence[LayerCache]) -> Tensor:
     """Logits [B, V] of the token after the last of these; they follow what the cache holds, and are added to it."""
-    tokens_BS = tokens_BS.to(next(model.parameters()).device)
+    tokens_BS = tokens_BS.to(model.device)
     seen = cache[0].length
     positions_S = torch.arange(seen, seen + tokens_BS.shape[1], device=tokens_BS.device)
-    logits_BSV: Tensor = model(tokens_BS, positions_S, cache)
-    return logits_BSV[:, -1]
+    logits_BsV = model(tokens_BS, positions_S, cache)
+    return logits_BsV[:, -1]

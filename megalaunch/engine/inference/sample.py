@@ -6,13 +6,12 @@ import torch
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.data.tokenizer import Tokenizer
-from megalaunch.engine.inference.generate import generate_tokens
+from megalaunch.engine.inference.generate import TextModel, generate_tokens
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.inference.text import text_of
-from megalaunch.engine.model.decoder import Decoder
 
 
-def sample_text(spec: RunSpec, model: Decoder, tokenizer: Tokenizer) -> str:
+def sample_text(spec: RunSpec, model: TextModel, tokenizer: Tokenizer) -> str:
     """`train.sample_prompt` and what the model adds to it.
 
     Every rank computes the same text, since each pass through a sharded model needs all of them. Raises ValueError

@@ -6,6 +6,7 @@ H hidden, F features, V vocabulary; f and v are a rank's part of F and V.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -32,6 +33,12 @@ class Boundary(Protocol):
     def leave(self, x_BSf: Tensor, projection: Linear) -> Tensor:
         """Project and sum over ranks: [B, S, f] -> [B, s, H]."""
 
+    def rows(self, length: int) -> int:
+        """s for S = `length`."""
+
+    def whole_sequences(self) -> AbstractContextManager[None]:
+        """Within it s is S, whatever S is: for text that grows by a token at a time."""
+
 
 class OneDevice:
     """No region at all."""
@@ -51,6 +58,14 @@ class OneDevice:
         """[B, S, F] -> [B, S, H]."""
         result: Tensor = projection(x_BSf)
         return result
+
+    def rows(self, length: int) -> int:
+        """All of them."""
+        return length
+
+    def whole_sequences(self) -> AbstractContextManager[None]:
+        """As ever."""
+        return nullcontext()
 
 
 ONE_DEVICE = OneDevice()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from megalaunch.engine.layout import COLUMNS
@@ -80,6 +81,11 @@ class Decoder(nn.Module):
         if self.config.tied_embeddings and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
 
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        return next(self.parameters()).device
+
     def forward(
         self,
         x: Tensor,
@@ -90,14 +96,16 @@ class Decoder(nn.Module):
         """Logits of the token after each position; on a pipeline stage before the last, what the next one needs.
 
         `x`: token ids [B, S], or on a stage after the first what the one before it gave, [B, s, H]. `positions` of
-        these tokens, [S] or [B, S]; None: 0, 1, ..., on the first stage only. `stores`: one a layer, for generation.
+        these tokens, [S] or [B, S]; None: 0, 1, ..., on the first stage only. `stores`: one a layer, for generation,
+        in which every rank holds all of a sample.
         `documents_BS`: numbers of the documents the tokens belong to, which do not see each other; all see all when
         None.
         """
         held = x.shape[1] if positions is None else positions.shape[-1]
         if positions is None:
             positions = self.context.places(held, x.device)
-        attends = self.context.attention(held, documents_BS, self.config.num_layers)
+        context = self.context if stores is None else WHOLE_SAMPLE
+        attends = context.attention(held, documents_BS, self.config.num_layers)
         if self.embedding is not None:
             x = self.boundary.embed(x, self.embedding)
         rotation = rotation_of(positions, self.config.head_dim, self.config.rope_theta, x.dtype)

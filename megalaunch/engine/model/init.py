@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalaunch.engine.model.decoder import Decoder, DecoderConfig
+from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.placement import fill
 
 # Projections that write into the residual stream; their spread shrinks with depth (GPT-2, Megatron).
@@ -29,7 +30,7 @@ def initial_value(name: str, shape: torch.Size, config: DecoderConfig, seed: int
 
 
 @torch.no_grad()
-def initialise(model: Decoder, seed: int) -> None:
+def initialise(model: Decoder | ModelParts, seed: int) -> None:
     """Fill every parameter of a model that has memory, sharded or not."""
     for name, parameter in model.named_parameters():
         value = initial_value(name, parameter.shape, model.config, seed).to(parameter.dtype)

@@ -6,6 +6,8 @@ all tokens, or with sequence parallelism its part s = S / tp of each sequence.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +26,9 @@ from megalaunch.engine.placement import divided
 _SEQUENCE = 1  # the dim of S in [B, S, H]
 
 
-@dataclass(frozen=True)
+@dataclass
 class TensorParallel:
-    """The boundary between regions on one tensor-parallel rank."""
+    """The boundary between regions on one tensor-parallel rank; all modules of a model share it."""
 
     axis: Axis
     sequence_parallel: bool
@@ -54,6 +56,19 @@ class TensorParallel:
     def leave(self, x_BSf: Tensor, projection: Linear) -> Tensor:
         """[B, S, f] -> [B, s, H]."""
         return self._sum(F.linear(x_BSf, local(projection.weight)))
+
+    def rows(self, length: int) -> int:
+        """An equal share under sequence parallelism, else all of them."""
+        return length // self.axis.size if self.sequence_parallel else length
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """No sequence parallelism within: a length need not divide."""
+        kept, self.sequence_parallel = self.sequence_parallel, False
+        try:
+            yield
+        finally:
+            self.sequence_parallel = kept
 
     def _sum(self, partial: Tensor) -> Tensor:
         total: Tensor = _Leave.apply(partial, self.axis, self.sequence_parallel)  # type: ignore[no-untyped-call]

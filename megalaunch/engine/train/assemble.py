@@ -16,17 +16,19 @@ from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
 from megalaunch.engine.model.context import WHOLE_SAMPLE, Context
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.init import initialise
+from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.parallel.context import ContextParallel
 from megalaunch.engine.parallel.data import shard
 from megalaunch.engine.parallel.pipeline import keep_stage
 from megalaunch.engine.parallel.recompute import recompute
 from megalaunch.engine.parallel.tensor import TensorParallel, divide
+from megalaunch.engine.parallel.tied import renew_tied_head
 from megalaunch.engine.precision.policy import sharding_policy
 from megalaunch.engine.train.agreement import end_together
 from megalaunch.engine.train.loop import Trainee
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.passes import passes_of
-from megalaunch.plan.stages import stages_of
+from megalaunch.plan.stages import Stage, stages_of
 from megalaunch.rundir.outcome import ExitCode
 
 
@@ -39,19 +41,26 @@ def assemble(spec: RunSpec, mesh: Mesh) -> Trainee:
     )
 
 
-def sharded_model(spec: RunSpec, mesh: Mesh) -> Decoder:
+def sharded_model(spec: RunSpec, mesh: Mesh) -> ModelParts:
     """The initialised model, laid out over the mesh: built on meta, so that no rank ever holds more than its part."""
-    with torch.device("meta"):
-        model = build_decoder(spec.model, _boundary(spec, mesh), _context(spec, mesh))
-    if mesh.pp.size > 1:
-        keep_stage(model, stages_of(spec)[mesh.pp.rank])
-    divide(model, mesh.grid["tp"])
-    recompute(model, spec.recompute)
-    shard(model, mesh, spec.parallel.data_sharding, sharding_policy(spec.precision))
-    model.to_empty(device=mesh.device)
-    model.tie()
+    boundary, context = _boundary(spec, mesh), _context(spec, mesh)
+    mine = [stage for stage in stages_of(spec) if stage.rank == mesh.pp.rank]
+    model = ModelParts(*(_part(spec, mesh, stage, boundary, context) for stage in mine))
     initialise(model, spec.train.seed)
+    renew_tied_head(model, mesh)
     return model
+
+
+def _part(spec: RunSpec, mesh: Mesh, stage: Stage, boundary: Boundary, context: Context) -> Decoder:
+    with torch.device("meta"):
+        part = build_decoder(spec.model, boundary, context)
+    keep_stage(part, stage)
+    divide(part, mesh.grid["tp"])
+    recompute(part, spec.recompute)
+    shard(part, mesh, spec.parallel.data_sharding, sharding_policy(spec.precision))
+    part.to_empty(device=mesh.device)
+    part.tie()
+    return part
 
 
 def _boundary(spec: RunSpec, mesh: Mesh) -> Boundary:

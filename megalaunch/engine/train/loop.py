@@ -15,7 +15,8 @@ from megalaunch.engine.checkpoint.store import newest_valid, remove_old
 from megalaunch.engine.ending import Ending, Problem
 from megalaunch.engine.measure.memory import peak_bytes
 from megalaunch.engine.mesh import Mesh
-from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.parts import ModelParts
+from megalaunch.engine.parallel.tied import renew_tied_head
 from megalaunch.engine.process import StopRequest
 from megalaunch.engine.train.agreement import agree_to_stop, end_together
 from megalaunch.engine.train.batches import TrainBatches, batch_shape
@@ -35,7 +36,7 @@ class Trainee:
 
     spec: RunSpec
     mesh: Mesh
-    model: Decoder
+    model: ModelParts
     passes: Passes
     optimizer: NamedAdamW
     training: Rows
@@ -69,6 +70,7 @@ class Loop:
         if self._saved is not None:
             self._record.phase("loading")
             self._position = restore_run(self._saved, self._trainee.model, self._trainee.optimizer)
+            renew_tied_head(self._trainee.model, self._mesh)
             self._record.event("resumed", step=self.step, checkpoint=str(self._saved))
         self._record.cut_after(self.step)
         self._validated_step = from_first_rank(self._record.last_validation)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from megalaunch.config.schema.optimizer import OptimizerSpec
+from megalaunch.engine.model.parts import ModelParts
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -14,7 +15,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class NamedAdamW:
     """Fused AdamW; matrices are decayed, vectors (norms, biases) are not."""
 
-    def __init__(self, model: nn.Module, spec: OptimizerSpec) -> None:
+    def __init__(self, model: ModelParts, spec: OptimizerSpec) -> None:
         self._parameters = dict(model.named_parameters())
         matrices = [p for p in self._parameters.values() if p.ndim >= 2]
         vectors = [p for p in self._parameters.values() if p.ndim < 2]

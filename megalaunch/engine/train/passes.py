@@ -11,11 +11,16 @@ from torch import Tensor
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.parallel import DataSharding
 from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.model.boundary import Boundary
 from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.parallel.data import announce_microbatch, release
 from megalaunch.engine.parallel.pipeline import Pipeline, PipelineLoss
+from megalaunch.engine.parallel.relay import Relay
+from megalaunch.engine.precision.policy import compute_format
 from megalaunch.engine.train.batches import MicroBatch, StepBatch
 from megalaunch.engine.train.loss import summed_token_loss
+from megalaunch.plan.stages import stages_of
 
 
 class Passes(Protocol):
@@ -31,11 +36,19 @@ class Passes(Protocol):
         """After a forward pass that no backward pass follows."""
 
 
-def passes_of(spec: RunSpec, mesh: Mesh, model: Decoder) -> Passes:
-    """The passes of a laid-out model, or of this rank's stage of it."""
+def passes_of(spec: RunSpec, mesh: Mesh, model: ModelParts) -> Passes:
+    """The passes of a laid-out model, or of this rank's stages of it."""
     if mesh.pp.size == 1:
-        return OneStage(model, spec.parallel.data_sharding)
-    return PipelinedPasses(Pipeline(model, mesh, spec.parallel.schedule, _loss_of(model)), mesh)
+        (decoder,) = model.parts
+        return OneStage(decoder, spec.parallel.data_sharding)
+    loss = _loss_of(model.parts[-1].boundary)
+    pipeline = Pipeline(model, mesh, stages_of(spec), spec.parallel.schedule, loss)
+    return PipelinedPasses(pipeline, relay_of(spec, mesh, model), model, mesh, loss)
+
+
+def relay_of(spec: RunSpec, mesh: Mesh, model: ModelParts) -> Relay:
+    """Forward passes through all stages of a laid-out model."""
+    return Relay(model, mesh, stages_of(spec), compute_format(spec.precision))
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,10 @@ class PipelinedPasses:
     """Microbatches flow through the stages; the loss is known on the last."""
 
     pipeline: Pipeline
+    relay: Relay
+    model: ModelParts
     mesh: Mesh
+    loss: PipelineLoss
 
     def train(self, batch: StepBatch, total_tokens: int) -> Tensor:
         """By the schedule; zeros on all stages but the last."""
@@ -80,16 +96,18 @@ class PipelinedPasses:
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
         """One microbatch through all stages; zero on all but the last."""
-        losses = self.pipeline.evaluate(batch.inputs, batch.labels)
-        return losses[0] if losses else torch.zeros((), device=self.mesh.device)
+        rest = {name: value for name, value in batch.inputs.items() if name != "tokens"}
+        logits = self.relay.run(batch.tokens, rest)
+        return self.loss(logits, batch.labels) if logits is not None else torch.zeros((), device=self.mesh.device)
 
     def release(self) -> None:
         """Free gathered parameters."""
-        release(self.pipeline.model)
+        for part in self.model.parts:
+            release(part)
 
 
-def _loss_of(model: Decoder) -> PipelineLoss:
+def _loss_of(boundary: Boundary) -> PipelineLoss:
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return summed_token_loss(logits, labels, model.boundary.vocabulary)
+        return summed_token_loss(logits, labels, boundary.vocabulary)
 
     return loss

@@ -15,7 +15,7 @@ from megalaunch.engine.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEI
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.ranks import from_first_rank
 from megalaunch.engine.checkpoint.store import load_checkpoint, read_document, save_checkpoint
-from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.rundir.paths import RunDirectory
 
@@ -30,7 +30,7 @@ class Position:
     tokens: int
 
 
-def state_tensors(model: Decoder, optimizer: NamedAdamW) -> Mapping[str, Tensor]:
+def state_tensors(model: ModelParts, optimizer: NamedAdamW) -> Mapping[str, Tensor]:
     """Weights (`model.<name>`) and moments (`optimizer.<moment>.<name>`), global shapes, sharing memory."""
     weights = {WEIGHTS + name: parameter.detach() for name, parameter in model.named_parameters()}
     return weights | optimizer.states()
@@ -55,7 +55,9 @@ def keep_tokenizer(directory: RunDirectory, spec: RunSpec) -> None:
     from_first_rank(keep)
 
 
-def save_run(directory: RunDirectory, spec: RunSpec, model: Decoder, optimizer: NamedAdamW, position: Position) -> Path:
+def save_run(
+    directory: RunDirectory, spec: RunSpec, model: ModelParts, optimizer: NamedAdamW, position: Position
+) -> Path:
     """Save everything a resume, a generation or an export needs. Collective; raises CheckpointError alike on all."""
     target = directory.checkpoint(position.step)
     files = {SPEC_FILE: directory.spec}
@@ -66,7 +68,7 @@ def save_run(directory: RunDirectory, spec: RunSpec, model: Decoder, optimizer: 
     return target
 
 
-def restore_run(checkpoint: Path, model: Decoder, optimizer: NamedAdamW) -> Position:
+def restore_run(checkpoint: Path, model: ModelParts, optimizer: NamedAdamW) -> Position:
     """Fill model and optimizer in place; returns where the run goes on. Collective; raises CheckpointError alike."""
     load_checkpoint(checkpoint, state_tensors(model, optimizer))
     document = from_first_rank(lambda: read_document(checkpoint, _POSITION))

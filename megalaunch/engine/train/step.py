@@ -13,7 +13,8 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.data.row import Rows
 from megalaunch.engine.ending import Ending, Problem
 from megalaunch.engine.mesh import Mesh
-from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.parts import ModelParts
+from megalaunch.engine.parallel.tied import renew_tied_head
 from megalaunch.engine.train.agreement import Verdict, agree, gather_objects, total_valid_tokens
 from megalaunch.engine.train.batches import StepBatch
 from megalaunch.engine.train.clip import clip, local_squared_norm
@@ -49,7 +50,7 @@ class Step:
     """Count tokens, forward and backward, agree, clip, update."""
 
     def __init__(
-        self, spec: RunSpec, mesh: Mesh, model: Decoder, passes: Passes, optimizer: NamedAdamW, samples: Rows
+        self, spec: RunSpec, mesh: Mesh, model: ModelParts, passes: Passes, optimizer: NamedAdamW, samples: Rows
     ) -> None:
         self._spec, self._mesh, self._model, self._optimizer = spec, mesh, model, optimizer
         self._passes, self._samples = passes, samples
@@ -65,7 +66,7 @@ class Step:
         mine = batch.valid_tokens if speaks else 0
         tokens = total_valid_tokens(mine, problem or batch.problem, step - 1, self._mesh.device)
         losses = self._passes.train(batch, tokens)
-        finalize(self._model, self._mesh.tp, self._spec.parallel.sequence_parallel)
+        finalize(self._model, self._mesh, self._spec.parallel.sequence_parallel)
         parameters = self._optimizer.parameters
         verdict = agree(losses.sum() * float(speaks), local_squared_norm(parameters), received)
         if not verdict.finite:
@@ -73,6 +74,7 @@ class Step:
         clip(parameters, verdict.grad_norm, self._spec.optimizer.clip_grad)
         rate = learning_rate(self._spec.schedule, self._spec.optimizer.lr, step)
         self._optimizer.step(rate)
+        renew_tied_head(self._model, self._mesh)
         return StepResult(verdict.loss, verdict.grad_norm, rate, tokens, verdict.stop)
 
     def _refuse(self, step: int, batch: StepBatch, losses: Tensor, verdict: Verdict) -> NoReturn:

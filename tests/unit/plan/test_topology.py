@@ -11,7 +11,7 @@ DEFAULTS = dict.fromkeys((*AXES, "micro_batch_size", "microbatches", "nodes"), 1
 def topology(**degrees):
     values = DEFAULTS | degrees
     world = values["tp"] * values["pp"] * values["cp"] * values["dp"]
-    return Topology(**values, devices_per_node=world)
+    return Topology(**values, devices_per_node=world, last_stage_rank=values["pp"] - 1)
 
 
 def test_megatrons_dense_order_of_16_ranks():

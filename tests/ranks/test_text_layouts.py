@@ -1,0 +1,50 @@
+"""Text from a model that lies over ranks is that of one process, token for token, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_ranks import run_ranks
+from oracle import small_spec
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.inference.generate import generate_tokens
+from megalaunch.engine.inference.sampling import Sampling
+from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.model.init import initialise
+from megalaunch.engine.parallel.relay import TextRelay
+from megalaunch.engine.train.assemble import sharded_model
+from megalaunch.engine.train.passes import relay_of
+from megalaunch.plan.topology import Topology
+
+PROMPTS = torch.arange(10).view(2, 5) * 3  # five tokens: no length that ranks could share
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2, "sequence_parallel": True},
+    "cp2": {"cp": 2},
+    "pp2": {"pp": 2, "schedule": "1f1b"},
+    "pp2 there and back": {"pp": 2, "vpp": 2, "schedule": "zbv"},
+    "dp2 divided": {"dp": 2, "data_sharding": "optim_grads_params"},
+}
+
+
+def written(spec: RunSpec) -> list[list[int]]:
+    """What this rank's model writes."""
+    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    model = sharded_model(spec, mesh)
+    text_model = TextRelay(model, mesh, relay_of(spec, mesh, model))
+    return torch.stack(list(generate_tokens(text_model, PROMPTS, 12, Sampling(seed=5)))).tolist()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_text_of_a_layout(name):
+    values = {f"parallel__{key}": value for key, value in LAYOUTS[name].items()}
+    spec = small_spec(**{"parallel__dp": 1, "model__vocab_size": 64, "model__num_layers": 4, **values})
+    alone = build_decoder(spec.model)
+    initialise(alone, spec.train.seed)
+    expected = torch.stack(list(generate_tokens(alone, PROMPTS, 12, Sampling(seed=5)))).tolist()
+    assert run_ranks(2, written, spec) == [expected, expected]
+    assert len({token for row in expected for token in row}) > 4
