@@ -43,12 +43,25 @@ def assemble(spec: RunSpec, mesh: Mesh) -> Trainee:
 
 def sharded_model(spec: RunSpec, mesh: Mesh) -> ModelParts:
     """The initialised model, laid out over the mesh: built on meta, so that no rank ever holds more than its part."""
+    model = laid_out(spec, mesh)
+    give_memory(model, mesh, spec.train.seed)
+    return model
+
+
+def laid_out(spec: RunSpec, mesh: Mesh) -> ModelParts:
+    """This rank's part of the model, still on meta."""
     boundary, context = _boundary(spec, mesh), _context(spec, mesh)
     mine = [stage for stage in stages_of(spec) if stage.rank == mesh.pp.rank]
-    model = ModelParts(*(_part(spec, mesh, stage, boundary, context) for stage in mine))
-    initialise(model, spec.train.seed)
+    return ModelParts(*(_part(spec, mesh, stage, boundary, context) for stage in mine))
+
+
+def give_memory(model: ModelParts, mesh: Mesh, seed: int) -> None:
+    """Move a model from meta to the device, and fill it. Collective."""
+    for part in model.parts:
+        part.to_empty(device=mesh.device)
+        part.tie()
+    initialise(model, seed)
     renew_tied_head(model, mesh)
-    return model
 
 
 def _part(spec: RunSpec, mesh: Mesh, stage: Stage, boundary: Boundary, context: Context) -> Decoder:
@@ -58,8 +71,6 @@ def _part(spec: RunSpec, mesh: Mesh, stage: Stage, boundary: Boundary, context: 
     divide(part, mesh.grid["tp"])
     recompute(part, spec.recompute)
     shard(part, mesh, spec.parallel.data_sharding, sharding_policy(spec.precision))
-    part.to_empty(device=mesh.device)
-    part.tie()
     return part
 
 
