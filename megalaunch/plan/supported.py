@@ -72,8 +72,6 @@ LIMITS = (
     Limit("parallel.etp", (None, 1), "tensor parallelism inside experts"),
     Limit("parallel.overlap_tp", (False,), "tensor-parallel exchanges beside their matmuls"),
     Limit("parallel.cp_dynamic", (False,), "context-parallel groups by length"),
-    Limit("parallel.overlap_grad_reduce", (True,), "reducing gradients after the backward pass only"),
-    Limit("parallel.overlap_param_gather", (True,), "gathering parameters only when they are needed"),
     Limit("precision.compute", ("auto", "fp32", "bf16"), "fp16 and fp8"),
     Limit("precision.gradients", ("fp32",), "gradients kept in bf16"),
     Limit("precision.moments", ("fp32",), "moments in bf16"),

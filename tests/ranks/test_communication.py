@@ -1,8 +1,9 @@
-"""What each data-parallel strategy sends in a step of four microbatches: the table of switches, as counts."""
+"""What each data-parallel strategy sends in a step, and when: the table of switches as calls, bytes and their order."""
 
 from __future__ import annotations
 
 from collections import Counter
+from math import prod
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from oracle import SEQUENCE, RandomSamples, small_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.parallel.gloo import ExchangeReduceScatter
 from megalaunch.engine.train.assemble import sharded_model
@@ -20,52 +22,138 @@ from megalaunch.engine.train.batches import TrainBatches, batch_shape
 from megalaunch.engine.train.passes import passes_of
 from megalaunch.plan.topology import Topology
 
-MICROBATCHES, UNITS = 4, 4  # three layers, and the rest
+GLOBAL_BATCH, UNITS = 8, 4  # three layers, and the rest
+GATHER, REDUCE, OUTER = "_allgather_base_", "alltoall_base_", "allreduce_"  # of c10d; gloo reduces by exchanging parts
+MATMUL = ("aten::mm", "aten::addmm")
 
 
-class Counted(TorchDispatchMode):
-    """Counts collectives by name."""
+class Recorded(TorchDispatchMode):
+    """Notes collectives with the bytes that a rank gives to them, and matmuls, in order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[str] = Counter()
+        self.events: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name
         if function.namespace == "c10d":
-            self.calls[function._schema.name.removeprefix("c10d::")] += 1
+            given = args[0] if name == "c10d::allreduce_" else args[1:2]
+            self.events.append((name.removeprefix("c10d::"), sum(t.numel() * t.element_size() for t in given)))
+        elif name in MATMUL:
+            self.events.append(("matmul", 0))
         return function(*args, **(kwargs or {}))
 
 
-def _one_step(spec: RunSpec) -> dict[str, int]:
+def one_step(spec: RunSpec) -> list[tuple[str, int]]:
+    """The events of one step's passes on this rank."""
     mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
-    with Counted() as building:
+    with Recorded() as building:
         model = sharded_model(spec, mesh)
-    assert not building.calls, "every rank draws its own part of the initial weights"
-    batches = TrainBatches(RandomSamples(), batch_shape(8, mesh), mesh.device)
+    assert not building.events, "every rank draws its own part of the initial weights"
+    batches = TrainBatches(RandomSamples(), batch_shape(GLOBAL_BATCH, mesh), mesh.device)
     batch = batches.of(1, last=1)
     batches.close()
-    with Counted() as counted:
-        passes_of(spec, mesh, model).train(batch, 8 * SEQUENCE)
-    return dict(counted.calls)
+    with Recorded() as recorded:
+        passes_of(spec, mesh, model).train(batch, GLOBAL_BATCH * SEQUENCE)
+    return recorded.events
 
 
-@pytest.mark.parametrize(
-    ("strategy", "gathers", "reductions"),
-    [
-        ("optim", UNITS, UNITS),
-        ("optim_grads", UNITS * MICROBATCHES, UNITS * MICROBATCHES),
-        # The layers are gathered for the backward pass again, the rest stays.
-        ("optim_grads_params", (2 * UNITS - 1) * MICROBATCHES, UNITS * MICROBATCHES),
-    ],
-)
-def test_sharded(strategy, gathers, reductions):
-    spec = small_spec(parallel__dp=2, parallel__data_sharding=strategy, batch__micro_batch_size=1)
-    assert run_ranks(2, _one_step, spec)[0] == {"_allgather_base_": gathers, "alltoall_base_": reductions}
+def sent(spec: RunSpec) -> tuple[dict[str, int], dict[str, int]]:
+    """Calls and bytes of each collective in a step, alike on every rank."""
+    ranks = run_ranks(spec.cluster.devices_per_node, one_step, spec)
+    assert all(events == ranks[0] for events in ranks)
+    calls: Counter[str] = Counter()
+    volume: Counter[str] = Counter()
+    for name, size in ranks[0]:
+        if name != "matmul":
+            calls[name] += 1
+            volume[name] += size
+    return dict(calls), dict(volume)
 
 
-def test_unsharded():
-    spec = small_spec(parallel__dp=2, parallel__data_sharding="no_shard", batch__micro_batch_size=1)
-    assert run_ranks(2, _one_step, spec)[0]["allreduce_"] == UNITS
+def held(ranks: int, layers_only: bool = False) -> int:
+    """Bytes of the fp32 parameters, each with rows enough for `ranks` equal parts."""
+    with torch.device("meta"):
+        model = build_decoder(small_spec().model)
+    parameters = model.layers.parameters() if layers_only else model.parameters()
+    return sum(-(-p.shape[0] // ranks) * ranks * prod(p.shape[1:]) * 4 for p in parameters)
+
+
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_two_ranks_send(strategy, microbatches):
+    spec = small_spec(
+        parallel__dp=2,
+        parallel__data_sharding=strategy,
+        batch__micro_batch_size=GLOBAL_BATCH // (2 * microbatches),
+    )
+    calls, volume = sent(spec)
+    every = microbatches if strategy in ("optim_grads", "optim_grads_params") else 1
+    if strategy == "no_shard":
+        assert calls == {OUTER: UNITS}, "once a step, however many microbatches"
+        assert volume == {OUTER: held(1)}
+        return
+    twice = strategy == "optim_grads_params"  # the layers are gathered for the backward pass again, the rest stays
+    assert calls == {GATHER: (2 * UNITS - 1 if twice else UNITS) * every, REDUCE: UNITS * every}
+    gathered = held(2) + (held(2, layers_only=True) if twice else 0)
+    assert volume == {GATHER: gathered // 2 * every, REDUCE: held(2) * every}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_replicas_exchange_a_share_once_a_step(strategy, microbatches):
+    """Two copies of two shards: what crosses between the copies is half of the gradients, whatever the strategy."""
+    spec = small_spec(
+        parallel__dp=4,
+        parallel__replicas=2,
+        parallel__data_sharding=strategy,
+        batch__micro_batch_size=GLOBAL_BATCH // (4 * microbatches),
+    )
+    calls, volume = sent(spec)
+    every = microbatches if strategy != "optim" else 1
+    assert calls[OUTER] == UNITS
+    assert calls[REDUCE] == UNITS * every
+    assert volume[OUTER] == held(2) // 2
+    assert volume[REDUCE] == held(2) * every
+
+
+def _order(**values: object) -> list[str]:
+    spec = small_spec(parallel__dp=2, batch__micro_batch_size=GLOBAL_BATCH // 2, **values)
+    return [name for name, _ in run_ranks(2, one_step, spec)[0]]
+
+
+def _matmuls_before(events: list[str], collective: str) -> list[int]:
+    """How many matmuls have run when each call of a collective is made."""
+    return [events[:at].count("matmul") for at, name in enumerate(events) if name == collective]
+
+
+LAYER = 7  # matmuls of a layer's forward pass: four of attention, three of the feed-forward block
+
+
+def test_parameters_are_gathered_a_layer_ahead_or_when_needed():
+    strategy = {"parallel__data_sharding": "optim_grads_params"}
+    ahead = _matmuls_before(_order(**strategy), GATHER)
+    asked = _matmuls_before(_order(**strategy, parallel__overlap_param_gather=False), GATHER)
+    assert ahead[:UNITS] == [0, 0, 0, LAYER]  # the rest, the first layer and, before that computes, the second
+    assert asked[:UNITS] == [0, 0, LAYER, 2 * LAYER]
+    forward = 3 * LAYER + 1  # and the head
+    backward_ahead, backward_asked = ([at - forward for at in found[UNITS:]] for found in (ahead, asked))
+    assert backward_ahead == [0, 2, 2 + 2 * LAYER]  # a layer has twice the matmuls, the head two
+    assert backward_asked == [2, 2 + 2 * LAYER, 2 + 4 * LAYER]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_reduced_beside_the_backward_pass_or_after_it(strategy):
+    name = OUTER if strategy == "no_shard" else REDUCE
+    beside = _order(parallel__data_sharding=strategy)
+    after = _order(parallel__data_sharding=strategy, parallel__overlap_grad_reduce=False)
+    everything = after.count("matmul")
+    assert beside.count("matmul") == everything
+    assert sorted(_matmuls_before(beside, name))[0] < everything - 2 * LAYER
+    assert _matmuls_before(after, name) == [everything] * UNITS
 
 
 def _own_reduce_scatter(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,20 @@ def test_replicas_equal_one_process(expected, strategy):
     assert_same(run_ranks(4, on_ranks, spec)[0], expected)
 
 
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_without_overlap_equals_one_process(expected, ranks, replicas, strategy):
+    spec = small_spec(
+        parallel__dp=ranks,
+        parallel__replicas=replicas,
+        parallel__data_sharding=strategy,
+        parallel__overlap_grad_reduce=False,
+        parallel__overlap_param_gather=False,
+        batch__micro_batch_size=1,
+    )
+    assert_same(run_ranks(ranks, on_ranks, spec)[0], expected)
+
+
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_tied_embeddings_equal_one_process(strategy):
     tied = small_spec(model__tied_embeddings=True)

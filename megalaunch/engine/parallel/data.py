@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from megalaunch.config.schema.parallel import DataSharding
+from megalaunch.config.schema.parallel import DataSharding, ParallelSpec
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.parallel.gloo import ExchangeReduceScatter
@@ -33,8 +34,9 @@ SWITCHES: dict[DataSharding, Switches] = {
 }
 
 
-def shard(model: Decoder, mesh: Mesh, strategy: DataSharding, precision: MixedPrecisionPolicy) -> None:
+def shard(model: Decoder, mesh: Mesh, parallel: ParallelSpec, precision: MixedPrecisionPolicy) -> None:
     """Shard every layer and the rest as one unit each, in place; also at dp=1, so that one code path serves all."""
+    strategy = parallel.data_sharding
     for layer in model.layers.values():
         fully_shard(
             layer,
@@ -51,6 +53,24 @@ def shard(model: Decoder, mesh: Mesh, strategy: DataSharding, precision: MixedPr
         unit.set_gradient_divide_factor(1.0)
         if mesh.device.type == "cpu":
             unit.set_custom_reduce_scatter(ExchangeReduceScatter())
+    _order_gathers(model, mesh, parallel.overlap_param_gather)
+
+
+def _order_gathers(model: Decoder, mesh: Mesh, overlap: bool) -> None:
+    """Gather the next unit's parameters while this one computes, or each unit's when its turn comes.
+
+    FSDP2 has two ways to gather: on CUDA streams of its own, beside whatever computes, or in the order of the calls,
+    on a thread of the process group. Processors have no streams; and a gather that is to wait must not run on one.
+    """
+    in_forward_order = units(model)  # the root first: it holds the embedding
+    assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
+    model._set_unshard_async_op(mesh.device.type == "cpu" or not overlap)
+    if overlap:
+        for unit, following in pairwise(in_forward_order):
+            unit.set_modules_to_forward_prefetch([following])
+        return
+    for unit in in_forward_order:
+        unit.set_modules_to_backward_prefetch([unit])  # itself, already there: else the one before it would be gathered
 
 
 def units(model: Decoder) -> list[FSDPModule]:
@@ -58,13 +78,28 @@ def units(model: Decoder) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def announce_microbatch(model: Decoder, strategy: DataSharding, last: bool) -> None:
-    """Before each microbatch of a sharded model: reduce its gradients, or only add them up until the `last`?"""
-    if SWITCHES[strategy].sync_every_microbatch:
+def announce_microbatch(model: Decoder, parallel: ParallelSpec, last: bool) -> None:
+    """Before each microbatch of a sharded model: reduce its gradients, or only add them up until the `last`?
+
+    Replicas of a sharded model exchange their sums once a step, whatever the strategy.
+    """
+    assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
+    every = SWITCHES[parallel.data_sharding].sync_every_microbatch
+    model.set_requires_gradient_sync(parallel.overlap_grad_reduce and (last or every))
+    model.set_requires_all_reduce(last)  # after the line above, which sets it too
+    model.set_reshard_after_backward(last or every)
+
+
+def finish_microbatch(model: Decoder, parallel: ParallelSpec, last: bool) -> None:
+    """After each backward pass: what `overlap_grad_reduce` did during it is done now when that is off."""
+    every = SWITCHES[parallel.data_sharding].sync_every_microbatch
+    if parallel.overlap_grad_reduce or not (last or every):
         return
     assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
-    model.set_requires_gradient_sync(last)
-    model.set_reshard_after_backward(last)
+    model.set_requires_gradient_sync(True)
+    model.set_requires_all_reduce(last)
+    # What FSDP2 runs at the end of a backward pass, for the units that were not reduced in it: now all of them.
+    model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def release(model: Decoder) -> None:

@@ -70,7 +70,7 @@ def _part(spec: RunSpec, mesh: Mesh, stage: Stage, boundary: Boundary, context: 
     keep_stage(part, stage)
     divide(part, mesh.grid["tp"])
     recompute(part, spec.recompute)
-    shard(part, mesh, spec.parallel.data_sharding, sharding_policy(spec.precision))
+    shard(part, mesh, spec.parallel, sharding_policy(spec.precision))
     return part
 
 

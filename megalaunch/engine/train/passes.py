@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.parallel import DataSharding
+from megalaunch.config.schema.parallel import ParallelSpec
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.boundary import Boundary
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.parts import ModelParts
-from megalaunch.engine.parallel.data import announce_microbatch, release
+from megalaunch.engine.parallel.data import announce_microbatch, finish_microbatch, release
 from megalaunch.engine.parallel.pipeline import Pipeline, PipelineLoss
 from megalaunch.engine.parallel.relay import Relay
 from megalaunch.engine.precision.policy import compute_format
@@ -40,7 +40,7 @@ def passes_of(spec: RunSpec, mesh: Mesh, model: ModelParts) -> Passes:
     """The passes of a laid-out model, or of this rank's stages of it."""
     if mesh.pp.size == 1:
         (decoder,) = model.parts
-        return OneStage(decoder, spec.parallel.data_sharding)
+        return OneStage(decoder, spec.parallel)
     loss = _loss_of(model.parts[-1].boundary)
     pipeline = Pipeline(model, mesh, stages_of(spec), spec.parallel.schedule, loss)
     return PipelinedPasses(pipeline, relay_of(spec, mesh, model), model, mesh, loss)
@@ -56,15 +56,17 @@ class OneStage:
     """Every rank of a group computes the whole decoder."""
 
     model: Decoder
-    sharding: DataSharding
+    parallel: ParallelSpec
 
     def train(self, batch: StepBatch, total_tokens: int) -> Tensor:
         """One microbatch after the other."""
         losses = []
         for number, microbatch in enumerate(batch.microbatches, start=1):
-            announce_microbatch(self.model, self.sharding, last=number == len(batch.microbatches))
+            last = number == len(batch.microbatches)
+            announce_microbatch(self.model, self.parallel, last)
             loss = self.evaluate(microbatch) / max(total_tokens, 1)
             torch.autograd.backward(loss)
+            finish_microbatch(self.model, self.parallel, last)
             losses.append(loss.detach())
         return torch.stack(losses)
 

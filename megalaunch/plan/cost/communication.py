@@ -140,10 +140,11 @@ def data_parallel(
     p, microbatches = spec.parallel, topology.microbatches
     whole = p.data_sharding == "optim_grads_params"
     rounds = microbatches if p.data_sharding in ("optim_grads", "optim_grads_params") else 1
-    reducing = rounds * _both(spec, topology, wires, held, 2 if spec.precision.reduce == "bf16" else 4, summed=True)
+    width = 2 if spec.precision.reduce == "bf16" else 4
+    reducing = rounds * _both(spec, topology, wires, held, width) + _between(spec, topology, wires, held, width)
     gathering = 0.0
     if p.data_sharding != "no_shard":
-        gathering = (2 * microbatches if whole else 1) * _both(spec, topology, wires, held, 2, summed=False)
+        gathering = (2 * microbatches if whole else 1) * _both(spec, topology, wires, held, 2)
     share = unit / max(1.0, sum(held))
     hidden = 0.0
     if p.overlap_grad_reduce:
@@ -154,26 +155,39 @@ def data_parallel(
     return Exchange(reducing + gathering - hidden, hidden)
 
 
-def _both(
-    spec: RunSpec, topology: Topology, wires: Wires, held: tuple[float, float], each: int, *, summed: bool
-) -> float:
-    """Seconds to move `each` bytes of every dense and expert parameter once through its data-parallel group.
+def _both(spec: RunSpec, topology: Topology, wires: Wires, held: tuple[float, float], each: int) -> float:
+    """Seconds to move `each` bytes of every dense and expert parameter once through its group of shards.
 
-    Within a copy of the model it is gathered, or reduced and scattered; `summed` adds the all-reduce over copies of
-    each device's share (HSDP).
+    They are gathered, or reduced and scattered, within a copy of the model.
     """
-    copies = topology.dp * topology.cp if spec.parallel.data_sharding == "no_shard" else topology.replicas
-    seconds = 0.0
-    for parameters, size, stride in (
-        (held[0], topology.dp * topology.cp, topology.tp),
-        (held[1], topology.edp, topology.ep * topology.etp),
-    ):
+    return sum(
+        wires.ring(parameters * each, shards, stride) for parameters, shards, _, stride in _grids(spec, topology, held)
+    )
+
+
+def _between(spec: RunSpec, topology: Topology, wires: Wires, held: tuple[float, float], each: int) -> float:
+    """Seconds to sum each device's share over the copies of the model: once a step, whatever the strategy (HSDP)."""
+    return sum(
+        2 * wires.ring(parameters * each / shards, replicas, stride * shards)
+        for parameters, shards, replicas, stride in _grids(spec, topology, held)
+    )
+
+
+def _grids(
+    spec: RunSpec, topology: Topology, held: tuple[float, float]
+) -> tuple[tuple[float, int, int, int], tuple[float, int, int, int]]:
+    """Of dense and expert parameters: how many a device holds, shards, copies, and how far apart the ranks are."""
+    whole = spec.parallel.data_sharding == "no_shard"
+    copies = topology.dp * topology.cp if whole else topology.replicas
+
+    def of(parameters: float, size: int, stride: int) -> tuple[float, int, int, int]:
         replicas = max(1, min(copies, size))
-        shards = max(1, size // replicas)
-        seconds += wires.ring(parameters * each, shards, stride)
-        if summed:
-            seconds += 2 * wires.ring(parameters * each / shards, replicas, stride * shards)
-    return seconds
+        return parameters, max(1, size // replicas), replicas, stride
+
+    return (
+        of(held[0], topology.dp * topology.cp, topology.tp),
+        of(held[1], topology.edp, topology.ep * topology.etp),
+    )
 
 
 def key_widths(model: ModelSpec, tp: int) -> tuple[float, float]:
