@@ -54,7 +54,7 @@ def test_text_that_outgrows_the_training_samples_is_announced(run: RunDirectory)
         (["--prompt", "x", "--max-new-tokens", 200_000], "max_position_embeddings"),
         (["--prompt", "x", "--max-new-tokens", 0], "'--max-new-tokens'"),
         (["--prompt", "x", "--temperature", -1], "'--temperature'"),
-        (["--prompt", "x", "--temperature", "nan"], "'--temperature'"),
+        (["--prompt", "x", "--temperature", "nan"], "temperature"),
         (["--prompt", "x", "--top-k", 0], "'--top-k'"),
         (["--prompt", "x", "--top-p", 1.5], "'--top-p'"),
         (["--prompt", "x", "--top-p", 0], "top-p must be over 0 and at most 1, not 0.0"),
