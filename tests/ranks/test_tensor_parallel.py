@@ -39,3 +39,12 @@ def test_tied_embeddings():
 def test_more_ranks_than_key_value_heads(sequence_parallel):
     heads = {"model__num_attention_heads": 8, "model__head_dim": 4, "model__num_query_groups": 2}
     _held_to_one_process(1, 4, sequence_parallel, **heads)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_exchanges_in_a_ring(ranks, recomputed):
+    heads = {"model__num_attention_heads": 8, "model__head_dim": 4, "model__num_query_groups": 2}
+    _held_to_one_process(
+        1, ranks, True, parallel__overlap_tp=True, recompute__granularity=recomputed, **heads, batch__micro_batch_size=4
+    )

@@ -21,6 +21,7 @@ from megalaunch.engine.layout import layout_of, local, piece
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.parallel.tensor_ring import EnterInRing, LeaveInRing
 from megalaunch.engine.placement import divided
 
 _SEQUENCE = 1  # the dim of S in [B, S, H]
@@ -32,6 +33,7 @@ class TensorParallel:
 
     axis: Axis
     sequence_parallel: bool
+    overlap: bool = False  # rings of parallel/tensor_ring.py, under sequence parallelism
 
     @property
     def vocabulary(self) -> Axis:
@@ -50,12 +52,19 @@ class TensorParallel:
     def enter(self, x_BsH: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
         """[B, s, H] -> [B, S, f] each."""
         weights = [piece(p.weight, p.layout, self.axis.rank, self.axis.size) for p in projections]
+        if self.overlap and self.sequence_parallel:
+            in_ring: tuple[Tensor, ...] = EnterInRing.apply(x_BsH, self.axis, *weights)  # type: ignore[no-untyped-call]
+            return in_ring
         outputs: tuple[Tensor, ...] = _Enter.apply(x_BsH, self.axis, self.sequence_parallel, *weights)  # type: ignore[no-untyped-call]
         return outputs
 
     def leave(self, x_BSf: Tensor, projection: Linear) -> Tensor:
         """[B, S, f] -> [B, s, H]."""
-        return self._sum(F.linear(x_BSf, local(projection.weight)))
+        weight = local(projection.weight)
+        if self.overlap and self.sequence_parallel:
+            total: Tensor = LeaveInRing.apply(x_BSf, self.axis, weight)  # type: ignore[no-untyped-call]
+            return total
+        return self._sum(F.linear(x_BSf, weight))
 
     def rows(self, length: int) -> int:
         """An equal share under sequence parallelism, else all of them."""

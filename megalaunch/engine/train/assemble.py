@@ -75,7 +75,8 @@ def _part(spec: RunSpec, mesh: Mesh, stage: Stage, boundary: Boundary, context: 
 
 
 def _boundary(spec: RunSpec, mesh: Mesh) -> Boundary:
-    return TensorParallel(mesh.tp, spec.parallel.sequence_parallel) if mesh.tp.size > 1 else ONE_DEVICE
+    p = spec.parallel
+    return TensorParallel(mesh.tp, p.sequence_parallel, p.overlap_tp) if mesh.tp.size > 1 else ONE_DEVICE
 
 
 def _context(spec: RunSpec, mesh: Mesh) -> Context:

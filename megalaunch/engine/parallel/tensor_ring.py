@@ -1,0 +1,100 @@
+"""Sequence-parallel exchanges cut into a ring, each step of it beside a matmul (Wang et al. 2023; overlap_tp).
+
+A rank multiplies the part that it has while the next one travels, so that only a step's surplus is ever waited for.
+Shapes: B batch, S all tokens, s = S / n those of a rank, H hidden, f a rank's features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalaunch.engine.collectives import Pending, start_gather, start_reduce_scatter, start_shift
+from megalaunch.engine.mesh import Axis
+
+_SEQUENCE = 1  # the dim of S in [B, S, H]
+
+
+class EnterInRing(torch.autograd.Function):
+    """y_i = gather(x) W_i^T, the parts of x multiplied as they come: [B, s, H] -> [B, S, f] each.
+
+    Backward: the gather of x, of which a rank keeps its part, runs beside dx = sum_i dy_i W_i; the reduction of dx
+    runs beside dW_i = dy_i^T x. There a whole matmul hides each exchange, and needs no ring.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        ctx.save_for_backward(x, *weights)
+        batch, length, _ = x.shape
+        outputs = [x.new_empty(batch, axis.size, length, weight.shape[0]) for weight in weights]
+        held = x.contiguous()
+        for step in range(axis.size):
+            coming = _next(held, axis, step)
+            for output, weight in zip(outputs, weights, strict=True):
+                _multiply(held, weight.T, output[:, (axis.rank - step) % axis.size])
+            held = coming.wait() if coming else held
+        return tuple(output.flatten(1, 2) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        gathering = start_gather(x, _SEQUENCE, ctx.axis)
+        dx = dys[0] @ weights[0]
+        for dy, weight in zip(dys[1:], weights[1:], strict=True):
+            dx = torch.addmm(dx.flatten(0, 1), dy.flatten(0, 1), weight).view_as(dx)
+        reducing = start_reduce_scatter(dx, _SEQUENCE, ctx.axis)
+        rows = gathering.wait().flatten(0, 1)
+        dweights = [dy.flatten(0, 1).T @ rows for dy in dys]
+        return reducing.wait(), None, *dweights
+
+
+class LeaveInRing(torch.autograd.Function):
+    """This rank's tokens of the sum over ranks of x W^T: [B, S, f] -> [B, s, H].
+
+    The sum for a rank travels towards it, and each rank on its way adds its product, computed in the meantime.
+    Backward: parts of dy travel likewise, dx = dy W is computed as they come, and dW = dy^T x when all are there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, weight: Tensor) -> Tensor:
+        ctx.axis = axis
+        ctx.save_for_backward(x, weight)
+        parts = x.reshape(x.shape[0], axis.size, -1, x.shape[2])
+        coming: Pending | None = None
+        for step in range(axis.size):
+            total = x.new_empty(x.shape[0], parts.shape[2], weight.shape[0])
+            _multiply(parts[:, (axis.rank - 1 - step) % axis.size], weight.T, total)
+            if coming is not None:
+                total += coming.wait()
+            coming = _next(total, axis, step)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        axis: Axis = ctx.axis
+        x, weight = ctx.saved_tensors
+        held = dys[0].contiguous()
+        batch, length, hidden = held.shape
+        dx = x.new_empty(batch, axis.size, length, weight.shape[1])
+        dy = x.new_empty(batch, axis.size, length, hidden)
+        for step in range(axis.size):
+            coming = _next(held, axis, step)
+            owner = (axis.rank - step) % axis.size
+            _multiply(held, weight, dx[:, owner])
+            dy[:, owner] = held
+            held = coming.wait() if coming else held
+        return dx.flatten(1, 2), None, dy.view(-1, hidden).T @ x.flatten(0, 1)
+
+
+def _next(held: Tensor, axis: Axis, step: int) -> Pending | None:
+    """Send on what this rank holds; None in the last step, when all have seen it."""
+    return start_shift(held, axis) if step < axis.size - 1 else None
+
+
+def _multiply(x_BsK: Tensor, matrix_KN: Tensor, out_BsN: Tensor) -> None:
+    """out = x matrix, written in place: a sample's rows lie together there, those of two samples do not."""
+    for x, out in zip(x_BsK, out_BsN, strict=True):
+        torch.mm(x, matrix_KN, out=out)
