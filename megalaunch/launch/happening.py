@@ -19,9 +19,7 @@ def sentence(event: Record) -> str | None:
         case "metrics_cut":
             return f"metrics after step {event.get('after_step')} cut ({event.get('lines')} lines): they are redone"
         case "checkpoint":
-            seconds = event.get("seconds")
-            took = f" ({seconds:.1f} s)" if isinstance(seconds, (int, float)) else ""
-            return f"checkpoint of step {event.get('step')} saved{took}"
+            return f"checkpoint of step {event.get('step')} saved{_took(event)}"
         case "checkpoint_refused":
             return f"checkpoint {event.get('path')} refused: {event.get('reason')}"
         case "stop_requested":
@@ -39,6 +37,14 @@ def sentence(event: Record) -> str | None:
 def _after(event: Record) -> str:
     seconds = event.get("elapsed_seconds")
     return f" ({duration(seconds)} since the start)" if isinstance(seconds, (int, float)) and seconds >= 1 else ""
+
+
+def _took(event: Record) -> str:
+    seconds, waited = event.get("seconds"), event.get("waited_seconds")
+    if not isinstance(seconds, (int, float)):
+        return ""
+    beside = isinstance(waited, (int, float)) and waited < seconds
+    return f" ({seconds:.1f} s{f', training waited {waited:.1f} s' if beside else ''})"
 
 
 def _failed(event: Record) -> str:

@@ -60,6 +60,8 @@ def panel(view: RunView, elapsed: float) -> Panel:
     bar.add_column(justify="right", no_wrap=True)
     bar.add_row(ProgressBar(total=max(1, view.last_step), completed=view.step), _position(view))
     rows: list[Table | Text] = [bar, _figures(view)]
+    if view.files:
+        rows.append(Text(view.files))
     if len(view.losses) > 1:
         rows.append(Text(f"loss {sparkline(view.losses)}", style="dim"))
     title = f"{view.spec.run.name} · {doing} · {duration(elapsed)}"

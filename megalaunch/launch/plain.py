@@ -68,7 +68,7 @@ class PlainDisplay:
     def _break_silence(self, view: RunView) -> None:
         now = time.monotonic()
         if now - self._spoke >= (TRAINING_SILENCE if view.stepping else STARTING_SILENCE):
-            doing = "training" if view.stepping else view.phase
+            doing = "training" if view.stepping else view.files or view.phase
             self.say(f"still {doing} (step {view.step}, {duration(now - self._began)} since the launch)")
 
     def close(self) -> None:

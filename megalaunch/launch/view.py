@@ -9,12 +9,14 @@ from statistics import fmean
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.launch.follow import LineFollower
+from megalaunch.launch.words import bytes_of_files
 from megalaunch.plan.flops import step_flops
 from megalaunch.platform.facts import CHIPS
 from megalaunch.rundir.lines import Record
 from megalaunch.rundir.paths import RunDirectory
 
 _RECENT_STEPS = 50
+_ENDS_WORK = ("phase", "checkpoint", "checkpoint_refused", "resumed", "restart", "outcome")
 _PACE_STEPS = 20  # before that the wall clock says little
 
 
@@ -49,12 +51,13 @@ class RunView:
         self._clear()
         self._known = (0, 0)
         self.phase, self.stepping = "starting", False
+        self._files: Record | None = None  # the newest word about long work on files
         self.refresh()
         self.fresh_metrics: list[Record] = []
         self.fresh_events: list[Record] = []
         self._pace_from = None  # history came all at once
         if not attach:
-            self.phase, self.stepping = "starting", False
+            self.phase, self.stepping, self._files = "starting", False, None
 
     def _clear(self) -> None:
         self.latest: Record | None = None
@@ -80,6 +83,8 @@ class RunView:
         ]
         self.fresh_events, _ = self._events.read_new()
         for event in self.fresh_events:
+            if event.get("event") in ("progress", *_ENDS_WORK):
+                self._files = event if event["event"] == "progress" else None
             if event.get("event") in ("phase", "restart"):
                 self.phase, self.stepping = str(event.get("phase", "starting again")), False
         if any(_is_step(record) for record in self.fresh_metrics):
@@ -104,6 +109,15 @@ class RunView:
         """Where this launch ends."""
         train = self.spec.train
         return min(train.steps, train.stop_at or train.steps)
+
+    @property
+    def files(self) -> str | None:
+        """Long work on files that goes on: `saving step 20: 45% of 84.2 GB`."""
+        if self._files is None:
+            return None
+        done, total, step = (number(self._files, key) for key in ("done", "total", "step"))
+        which = f" step {step:.0f}" if step > 0 else ""
+        return f"{self._files.get('phase')}{which}: {done / max(1.0, total):.0%} of {bytes_of_files(total)}"
 
     @property
     def seconds_left(self) -> float | None:

@@ -24,6 +24,16 @@ def bytes_of_memory(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
+def bytes_of_files(count: float) -> str:
+    """`72.3 MB`, decimal units as disks have them."""
+    if not math.isfinite(count):
+        return "-"
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} bytes"
+
+
 def count_of(value: float) -> str:
     """`12,345`."""
     return f"{value:,.0f}" if math.isfinite(value) else "-"

@@ -13,7 +13,8 @@ EventName = Literal[
     "phase",  # worker rank 0: phase, elapsed_seconds
     "resumed",  # worker rank 0: step, checkpoint
     "metrics_cut",  # worker rank 0: after_step, lines
-    "checkpoint",  # worker rank 0: step, path, seconds
+    "checkpoint",  # worker rank 0: step, path, seconds, waited_seconds (that training stood still for it)
+    "progress",  # worker rank 0, during long work on files: phase, step, done, total (in bytes, its own part)
     "checkpoint_refused",  # worker rank 0: path, reason
     "stop_requested",  # launcher or worker: signal
     "worker_failed",  # a worker: rank, coordinates, phase, step, exception, message, attempt

@@ -11,8 +11,8 @@ from looped_run import Rank, events, metrics, run_loop, ten_steps
 
 from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.data.errors import DataError
-from megalaunch.engine.train import loop as loop_module
 from megalaunch.engine.train import record as record_module
+from megalaunch.engine.train import saver as saver_module
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
 
@@ -63,14 +63,14 @@ def test_a_stop_while_the_last_validation_is_made_up_does_not_count_as_the_end(s
 
 
 def test_a_stop_during_a_save_needs_no_second_one(spec, tmp_path, monkeypatch):
-    real = loop_module.save_run
+    real = saver_module.save_run
 
     def spoil(rank: Rank) -> None:
         def interrupted(*arguments):
             rank.stop.signal = signal.SIGTERM
             return real(*arguments)
 
-        monkeypatch.setattr(loop_module, "save_run", interrupted if rank.rank == 0 else real)
+        monkeypatch.setattr(saver_module, "save_run", interrupted if rank.rank == 0 else real)
 
     ending = run_loop(with_values(spec, {"checkpoint.interval": 2}), tmp_path, spoil)
     assert (int(ending.exit_code), ending.step) == (75, 2)

@@ -26,6 +26,6 @@ CASES = {
     "platform.chip": Case("platform.chip=h1000", "platform.chip=h100 cluster.devices_per_node=1"),
     "cluster.devices": Case("platform=h100", "platform=h100 cluster.devices_per_node=2"),
     "run.name": Case("run.name=a/b", "run.name=a-b_c.1"),
-    "engine.unsupported": Case("checkpoint.asynchronous=true", "checkpoint.asynchronous=false", purpose="train"),
+    "engine.unsupported": Case("optimizer.offload_fraction=0.5", "optimizer.offload_fraction=0.0", purpose="train"),
     "launcher.multi_node": Case("cluster.nodes=2", "cluster.nodes=1", (*TINY, "batch.global_batch_size=16"), "train"),
 }

@@ -19,7 +19,7 @@ from megalaunch.launch.plain import PlainDisplay
 from megalaunch.launch.plot import plot_run, smoothed
 from megalaunch.launch.summary import run_summary
 from megalaunch.launch.view import RunView, Scale
-from megalaunch.launch.words import bytes_of_memory, duration
+from megalaunch.launch.words import bytes_of_files, bytes_of_memory, duration
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.lines import append_line, keep_lines
 from megalaunch.rundir.outcome import Outcome
@@ -156,6 +156,31 @@ def test_silence_is_broken_while_nothing_steps(directory, monkeypatch):
     assert "still training (step 3" in stream.getvalue()
 
 
+def test_long_work_on_files_shows_how_far_it_is(directory, monkeypatch):
+    stream = io.StringIO()
+    view = RunView(spec(), directory, SCALE)
+    display = PlainDisplay(stream)
+    append_line(directory.metrics, step(1))
+    view.refresh()
+    record_event(directory, "phase", phase="saving", step=1, elapsed_seconds=9.0)
+    record_event(directory, "progress", phase="saving", step=1, done=3 * 10**9, total=12 * 10**9)
+    view.refresh()
+    display.update(view)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(panel(view, 1.0))
+    assert "saving step 1: 25% of 12.0 GB" in console.export_text()
+    later = time.monotonic() + 10
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    view.refresh()
+    display.update(view)
+    assert "still saving step 1: 25% of 12.0 GB" in stream.getvalue()
+    record_event(directory, "checkpoint", step=1, path="x", seconds=20.0, waited_seconds=0.31)
+    view.refresh()
+    display.update(view)
+    assert view.files is None
+    assert stream.getvalue().splitlines()[-1] == "checkpoint of step 1 saved (20.0 s, training waited 0.3 s)"
+
+
 def test_a_closed_pipe_does_not_end_the_run(directory):
     class Gone(io.StringIO):
         def write(self, text):
@@ -225,6 +250,9 @@ def test_the_sparkline():
 
 
 def test_words():
+    assert [bytes_of_files(count) for count in (3, 4.2e3, 72.3e6, 84.2e9, 1.5e12)] == [
+        "3 bytes", "4.2 kB", "72.3 MB", "84.2 GB", "1.5 TB",
+    ]  # fmt: skip
     assert [duration(s) for s in (0.4, 59, 65, 7625, float("nan"))] == ["0 s", "59 s", "1 min 05 s", "2 h 07 min", "-"]
     assert [bytes_of_memory(b) for b in (2**20, 3 * 2**29)] == ["1 MiB", "1.5 GiB"]
 

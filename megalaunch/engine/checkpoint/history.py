@@ -12,14 +12,18 @@ from megalaunch.engine.checkpoint.ranks import from_first_rank, on_every_rank, p
 from megalaunch.rundir.paths import checkpoint_step
 
 
-def newest_valid(checkpoints: Path, refused: Callable[[Path, list[str]], None]) -> Path | None:
+def newest_valid(
+    checkpoints: Path,
+    refused: Callable[[Path, list[str]], None],
+    read: Callable[[int, int], None] = lambda done, total: None,
+) -> Path | None:
     """The checkpoint of the highest step whose every file has its size and sha256, or None. Collective.
 
     The ranks share the reading, and all get the same answer. Invalid ones are passed over; `refused` is told
-    of each with its problems, on rank 0.
+    of each with its problems, on rank 0; `read` hears how many of this rank's bytes are read.
     """
     for directory in from_first_rank(lambda: _newest_first(checkpoints)):
-        shares = on_every_rank(partial(verify_checkpoint, directory, part=position()))
+        shares = on_every_rank(partial(verify_checkpoint, directory, part=position(), read=read))
         problems = list(dict.fromkeys(problem for share in shares for problem in share))
         if not problems:
             return directory

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megalaunch.engine.checkpoint.safetensors_file import FileRecord
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "megalaunch checkpoint", 1
 _MAX_BYTES = 100_000_000
+_PIECE_BYTES = 1 << 22
 
 
 def manifest_text(records: Iterable[FileRecord]) -> str:
@@ -36,19 +37,28 @@ def _signed(body: dict[str, Any]) -> str:
     return json.dumps({**body, "digest": digest}, indent=1) + "\n"
 
 
-def verify_checkpoint(directory: Path, part: tuple[int, int] = (0, 1), hashes: bool = True) -> list[str]:
+def verify_checkpoint(
+    directory: Path,
+    part: tuple[int, int] = (0, 1),
+    hashes: bool = True,
+    read: Callable[[int, int], None] = lambda done, total: None,
+) -> list[str]:
     """Every problem of a checkpoint, each naming its file; an empty list means that it is whole.
 
     `part=(k, n)` reads only the k-th of n shares of the files (n ranks share the work); `hashes=False`
-    compares sizes only.
+    compares sizes only. `read` hears how many of the bytes of that share are read.
     """
     try:
         records = read_manifest(directory)
     except ValueError as error:
         return [str(error)]
-    problems = []
-    for record in records[part[0] :: part[1]]:
-        problem = _file_problem(directory / record.name, record, hashes)
+    problems, done = [], 0
+    records = records[part[0] :: part[1]]
+    total = sum(record.size for record in records)
+    for record in records:
+        before = done
+        problem = _file_problem(directory / record.name, record, hashes, lambda count: read(before + count, total))  # noqa: B023
+        done += record.size
         if problem:
             problems.append(f"{record.name}: {problem}")
     return problems
@@ -91,7 +101,7 @@ def is_plain_name(name: str) -> bool:
     return bool(name) and not name.startswith(".") and Path(name).name == name and "\0" not in name
 
 
-def _file_problem(path: Path, record: FileRecord, hashes: bool) -> str | None:
+def _file_problem(path: Path, record: FileRecord, hashes: bool, read: Callable[[int], None]) -> str | None:
     try:
         if not path.is_file():
             return "is missing"
@@ -100,8 +110,17 @@ def _file_problem(path: Path, record: FileRecord, hashes: bool) -> str | None:
             return f"has {size} bytes instead of {record.size}"
         if not hashes:
             return None
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = _sha256(path, read)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None if digest == record.sha256 else "is damaged (its sha256 is not the one in the manifest)"
+
+
+def _sha256(path: Path, read: Callable[[int], None]) -> str:
+    digest, done = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+            done += len(piece)
+            read(done)
+    return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeVar, cast
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from megalaunch.engine.checkpoint.errors import CheckpointError
 
 T = TypeVar("T")
+_WRITING = datetime.timedelta(days=1)  # a disk takes its time, and a rank that dies is noticed at once
 
 
 def coordination_group() -> dist.ProcessGroup | None:
@@ -30,6 +32,15 @@ def _gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     if dist.get_backend(world) == "gloo":
         return world
     group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def background_group() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks for a thread beside training; None without a process group. Collective."""
+    if not dist.is_initialized():
+        return None
+    group = dist.new_group(backend="gloo", timeout=_WRITING)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

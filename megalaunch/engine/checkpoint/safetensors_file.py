@@ -72,8 +72,13 @@ class TensorSource:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_file(path: Path, sources: Mapping[str, TensorSource]) -> FileRecord:
-    """Write the tensors, sync the file to disk, and return its record. Raises OSError."""
+def write_file(
+    path: Path, sources: Mapping[str, TensorSource], wrote: Callable[[int], None] = lambda count: None
+) -> FileRecord:
+    """Write the tensors, sync the file to disk, and return its record; `wrote` hears of bytes as they are written.
+
+    Raises OSError.
+    """
     # widest first keeps every tensor aligned, as the library does
     names = sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -89,7 +94,7 @@ def write_file(path: Path, sources: Mapping[str, TensorSource]) -> FileRecord:
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with HashedFile(path) as file:
+    with HashedFile(path, wrote) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             file.write(_bytes_of(sources[name].data()))
@@ -97,10 +102,10 @@ def write_file(path: Path, sources: Mapping[str, TensorSource]) -> FileRecord:
 
 
 class HashedFile:
-    """A new file that hashes what is written to it and is on disk when closed."""
+    """A new file that hashes what is written to it and is on disk when closed; `wrote` hears of bytes written."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._hash, self._size = path, hashlib.sha256(), 0
+    def __init__(self, path: Path, wrote: Callable[[int], None] = lambda count: None) -> None:
+        self._path, self._hash, self._size, self._wrote = path, hashlib.sha256(), 0, wrote
 
     def __enter__(self) -> HashedFile:
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -113,7 +118,9 @@ class HashedFile:
             piece = view[start : start + _PIECE_BYTES]
             self._hash.update(piece)
             while len(piece):  # a full disk takes a part first, and fails at the next call
-                piece = piece[os.write(self._descriptor, piece) :]
+                taken = os.write(self._descriptor, piece)
+                self._wrote(taken)
+                piece = piece[taken:]
         self._size += len(view)
 
     def __exit__(self, kind: object, *_: object) -> None:

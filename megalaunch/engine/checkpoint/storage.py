@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,14 @@ class _Share:
 class CheckpointWriter(StorageWriter):
     """Writes one checkpoint. DCP calls the methods in order; an exception in one reaches every rank through it."""
 
-    def __init__(self, directory: Path, documents: Mapping[str, Any], files: Mapping[str, Path]) -> None:
-        self._directory, self._files = directory, files
+    def __init__(
+        self,
+        directory: Path,
+        documents: Mapping[str, Any],
+        files: Mapping[str, Path],
+        wrote: Callable[[int, int], None],
+    ) -> None:
+        self._directory, self._files, self._wrote = directory, files, wrote
         self._texts = {f"{name}.json": json.dumps(document, indent=1) + "\n" for name, document in documents.items()}
         self._needed = 0
         self.unfinished: Path | None = None  # known to the coordinator only
@@ -104,13 +110,23 @@ class CheckpointWriter(StorageWriter):
             sources = {item.index.fqn: _source(item, planner) for item in plan.items}
             assert len(sources) == len(plan.items), "a rank holds at most one part of a tensor"
             try:
-                record = write_file(Path(share.path), sources)
+                record = write_file(Path(share.path), sources, self._counter(sources))
             except OSError as error:
                 raise write_error(self._directory, Path(share.path).parent, share.needed, error) from error
             results = [WriteResult(item.index, sources[item.index.fqn].size, record) for item in plan.items]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _counter(self, sources: Mapping[str, TensorSource]) -> Callable[[int], None]:
+        written, total = 0, sum(source.size for source in sources.values())
+
+        def count(size: int) -> None:
+            nonlocal written
+            written += size
+            self._wrote(min(written, total), total)  # the header is no part of the total
+
+        return count
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when every rank has written: everything that is no tensor, the manifest, the rename."""

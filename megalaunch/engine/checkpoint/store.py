@@ -6,14 +6,16 @@ A directory of safetensors shards, `tensors.json`, documents as JSON, copied fil
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -45,6 +47,10 @@ def save_checkpoint(
     tensors: Mapping[str, torch.Tensor],
     documents: Mapping[str, JSON],
     files: Mapping[str, Path],
+    *,
+    copies: Mapping[str, torch.Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
+    wrote: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Save one checkpoint as `directory`. Collective; takes over the name from what had it before.
 
@@ -52,21 +58,37 @@ def save_checkpoint(
     placements; `documents` become `<name>.json`; `files` are copied (rank 0 reads them; all ranks give the same).
     It appears whole, synced to disk, or not at all: then every rank raises the same CheckpointError and the
     older checkpoints are as before.
+
+    With `copies` (this rank's part of every tensor) their values are written and `tensors` say only how those lie
+    over the ranks: on a thread beside training, with a gloo `group` of its own. `wrote` hears how many of this
+    rank's bytes are written.
     """
     _require_names(tensors, documents, files)
-    writer = CheckpointWriter(directory, documents, files)
+    writer = CheckpointWriter(directory, documents, files, wrote)
     try:
         with _dcp_errors(directory, "save"):
             save(
                 dict(tensors),
                 storage_writer=writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=coordination_group(),
+                planner=_SavePlanner(copies),
+                process_group=group or coordination_group(),
                 no_dist=not dist.is_initialized(),
             )
     finally:
         if writer.unfinished is not None:  # published: the name is gone, and this does nothing
             discard(writer.unfinished)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Plans by how tensors lie over the ranks; what is written are their copies, if there are any."""
+
+    def __init__(self, copies: Mapping[str, torch.Tensor] | None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The values of a part; a rank holds at most one of a tensor."""
+        return super().lookup_object(index) if self._copies is None else self._copies[index.fqn]
 
 
 def load_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -120,11 +142,21 @@ def _require_match(directory: Path, catalogue: Catalogue, tensors: Mapping[str, 
 
 
 @contextmanager
+def _quiet_alone() -> Iterator[None]:
+    """Without DCP's warning that there is no process group; filters belong to all threads, so only then."""
+    if dist.is_initialized():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+@contextmanager
 def _dcp_errors(directory: Path, action: str) -> Iterator[None]:
     """What failed on any rank, as the same CheckpointError on every rank."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with _quiet_alone():
             yield
     except CheckpointException as failure:
         rank, (cause, _) = min(failure.failures.items())

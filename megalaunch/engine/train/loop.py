@@ -5,26 +5,29 @@ from __future__ import annotations
 import signal
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.data.row import Rows
 from megalaunch.data.validation_samples import FiniteRows
+from megalaunch.engine.checkpoint.publish import discard_leftovers
 from megalaunch.engine.checkpoint.ranks import from_first_rank
-from megalaunch.engine.checkpoint.store import newest_valid, remove_old
+from megalaunch.engine.checkpoint.store import newest_valid
 from megalaunch.engine.ending import Ending, Problem
 from megalaunch.engine.measure.memory import peak_bytes
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.parallel.tied import renew_tied_head
 from megalaunch.engine.process import StopRequest
-from megalaunch.engine.train.agreement import agree_to_stop, end_together
+from megalaunch.engine.train.agreement import agree_to_stop
 from megalaunch.engine.train.batches import TrainBatches, batch_shape
 from megalaunch.engine.train.evaluate import validation_loss
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.passes import Passes
 from megalaunch.engine.train.record import Record
-from megalaunch.engine.train.saving import Position, keep_tokenizer, restore_run, save_run
+from megalaunch.engine.train.saver import Saver
+from megalaunch.engine.train.saving import Position, keep_tokenizer, restore_run
 from megalaunch.engine.train.step import Step
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
@@ -51,7 +54,7 @@ class Loop:
         self._spec, self._mesh = trainee.spec, trainee.mesh
         self._shape = batch_shape(trainee.spec.batch.global_batch_size, trainee.mesh)
         self._position = Position(step=0, tokens=0)
-        self._saved: Path | None = None
+        self._saver = Saver(trainee.spec, directory, trainee.model, trainee.optimizer, record)
         self._asked_to_stop: signal.Signals | None = None  # agreed upon by all ranks
         self._validated_step = 0
         self._validation: float | None = None
@@ -66,12 +69,16 @@ class Loop:
         """Continue from the newest valid checkpoint, if there is one; drop the metrics that come after it."""
         self._record.phase("looking for checkpoints", 0)
         keep_tokenizer(self._directory, self._spec)
-        self._saved = newest_valid(self._directory.checkpoints, self._refused)
-        if self._saved is not None:
+        from_first_rank(partial(discard_leftovers, self._directory.checkpoints))
+        found = newest_valid(
+            self._directory.checkpoints, self._refused, partial(self._record.bytes_done, "checking checkpoints", 0)
+        )
+        if found is not None:
+            self._saver.saved = found
             self._record.phase("loading")
-            self._position = restore_run(self._saved, self._trainee.model, self._trainee.optimizer)
+            self._position = restore_run(found, self._trainee.model, self._trainee.optimizer)
             renew_tied_head(self._trainee.model, self._mesh)
-            self._record.event("resumed", step=self.step, checkpoint=str(self._saved))
+            self._record.event("resumed", step=self.step, checkpoint=str(found))
         self._record.cut_after(self.step)
         self._validated_step = from_first_rank(self._record.last_validation)
 
@@ -99,28 +106,36 @@ class Loop:
                 self._one_step(step, batches)
                 self._validate_if_due()
                 self._save_if_due()
+        except Ending as ending:
+            self._saver.finish(ending.reason)
+            raise
         finally:
             batches.close()
         if self._asked_to_stop is not None:
             self._record.event("stop_requested", signal=self._asked_to_stop.name)
         if self.step > 0:
-            self._save()
+            self._saver.save(self._position)
         return self._ending()
 
     @property
     def _last_step(self) -> int:
         return min(self._spec.train.steps, self._spec.train.stop_at or self._spec.train.steps)
 
+    @property
+    def _problem(self) -> Problem | None:
+        """What this rank found wrong outside of steps."""
+        return self._record.problem or self._saver.problem
+
     def _hear_signals(self, problem: Problem | None = None) -> None:
         """Between steps: agree whether any rank was asked to stop, or has a problem."""
-        problem = problem or self._record.problem
+        problem = problem or self._problem
         self._asked_to_stop = agree_to_stop(self._stop.signal, problem, self.step, self._mesh.device)
 
     def _one_step(self, step: Step, batches: TrainBatches) -> None:
         number, started = self.step + 1, time.perf_counter()
         self._record.at("step", number)
         batch = batches.of(number, self._last_step)
-        result = step.run(number, batch, self._stop.signal, self._record.problem)
+        result = step.run(number, batch, self._stop.signal, self._problem)
         self._position = Position(number, self._position.tokens + result.tokens)
         self._loss, self._asked_to_stop = result.loss, result.stop
         seconds = time.perf_counter() - started
@@ -149,28 +164,8 @@ class Loop:
         interval = self._spec.checkpoint.interval
         due = interval > 0 and self.step % interval == 0 and self.step < self._last_step
         if due and self._asked_to_stop is None:  # a run that stops saves at its end
-            self._save()
+            self._saver.save_beside(self._position)
             self._hear_signals()
-
-    def _save(self) -> None:
-        end_together(self._record.problem, self.step)  # a checkpoint vouches for the metrics up to its step
-        if self._saved == self._directory.checkpoint(self.step):
-            return
-        started = time.perf_counter()
-        self._record.phase("saving", self.step)
-        trainee = self._trainee
-        self._saved = save_run(self._directory, self._spec, trainee.model, trainee.optimizer, self._position)
-        seconds = time.perf_counter() - started
-        self._record.event("checkpoint", step=self.step, path=str(self._saved), seconds=seconds)
-        if self._record.is_first:
-            self._remove_old(self._saved)
-
-    def _remove_old(self, newest: Path) -> None:
-        try:
-            settings = self._spec.checkpoint
-            remove_old(self._directory.checkpoints, settings.keep_last, newest, settings.keep_every)
-        except OSError as error:  # what is saved is saved
-            self._record.event("note", message=f"old checkpoints could not be removed: {error}")
 
     def _refused(self, path: Path, problems: list[str]) -> None:
         self._record.event("checkpoint_refused", path=str(path), reason="; ".join(problems))
@@ -180,7 +175,7 @@ class Loop:
             "loss": self._loss,
             "validation_loss": self._validation,
             "tokens": self._position.tokens,
-            "checkpoint": str(self._saved) if self._saved else None,
+            "checkpoint": str(self._saver.saved) if self._saver.saved else None,
         }
         stop = self._asked_to_stop
         if stop is None:

@@ -14,6 +14,8 @@ from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome, write_
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
 
+_BYTES_TOLD_SECONDS = 2.0
+
 
 class Record:
     """Rank 0 writes metrics and events; every rank writes its own progress.
@@ -24,7 +26,7 @@ class Record:
 
     def __init__(self, directory: RunDirectory, rank: int, progress: ProgressWriter) -> None:
         self._directory, self._first, self._progress = directory, rank == 0, progress
-        self._started = time.monotonic()
+        self._started = self._bytes_told = time.monotonic()
         self.problem: Problem | None = None
 
     @property
@@ -40,6 +42,16 @@ class Record:
     def at(self, phase: str, step: int) -> None:
         """Still moving, inside the loop: progress without an event."""
         self._progress.report(phase, step)
+
+    def bytes_done(self, phase: str, step: int, done: int, total: int, beside: bool = False) -> None:
+        """Of long work on files: where it is, told now and then; `beside` training, which tells its own progress."""
+        now = time.monotonic()
+        if now - self._bytes_told < _BYTES_TOLD_SECONDS:
+            return
+        self._bytes_told = now
+        if not beside:
+            self.at(phase, step)
+        self.event("progress", phase=phase, step=step, done=done, total=total)
 
     def event(self, name: EventName, **details: object) -> None:
         """Append an event, once for all ranks."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.data.errors import DataError
@@ -28,6 +29,14 @@ class Position:
 
     step: int
     tokens: int
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a save on a thread of its own works with: this rank's values of a moment, a group of all such threads."""
+
+    copies: Mapping[str, Tensor]
+    group: ProcessGroup | None
 
 
 def state_tensors(model: ModelParts, optimizer: NamedAdamW) -> Mapping[str, Tensor]:
@@ -56,15 +65,24 @@ def keep_tokenizer(directory: RunDirectory, spec: RunSpec) -> None:
 
 
 def save_run(
-    directory: RunDirectory, spec: RunSpec, model: ModelParts, optimizer: NamedAdamW, position: Position
+    directory: RunDirectory,
+    spec: RunSpec,
+    tensors: Mapping[str, Tensor],
+    position: Position,
+    wrote: Callable[[int, int], None],
+    beside: Beside | None = None,
 ) -> Path:
-    """Save everything a resume, a generation or an export needs. Collective; raises CheckpointError alike on all."""
+    """Save everything a resume, a generation or an export needs. Collective; raises CheckpointError alike on all.
+
+    `tensors` are the state's; `beside` is given on a thread beside training; `wrote` as for `save_checkpoint`.
+    """
     target = directory.checkpoint(position.step)
     files = {SPEC_FILE: directory.spec}
     if spec.tokenizer.path is not None:
         files[TOKENIZER_FILE] = directory.tokenizer
     documents = {_POSITION: {"step": position.step, "tokens": position.tokens}}
-    save_checkpoint(target, state_tensors(model, optimizer), documents, files)
+    copies, group = (beside.copies, beside.group) if beside else (None, None)
+    save_checkpoint(target, tensors, documents, files, copies=copies, group=group, wrote=wrote)
     return target
 
 
