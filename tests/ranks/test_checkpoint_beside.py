@@ -108,7 +108,7 @@ def test_old_ones_are_removed_by_the_same_rules(spec, tmp_path):
     assert set(saved(tmp_path)) == {4, 8, 10}
 
 
-@pytest.mark.parametrize(("failing", "noticed"), [(6, range(6, 10)), (9, (10,))], ids=["on_the_way", "at_the_end"])
+@pytest.mark.parametrize(("failing", "noticed"), [(6, range(6, 10)), pytest.param(9, (10,), marks=pytest.mark.slow)])
 def test_a_failure_of_one_rank_ends_all_alike_and_keeps_what_there_was(
     spec, tmp_path, before_writing, failing, noticed
 ):
@@ -165,7 +165,7 @@ def test_such_an_end_tells_of_a_save_that_failed(spec, tmp_path, before_writing)
     assert "step_00000003: a file grew past the limit on file sizes" in note["message"]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_of_a_rank_in_the_middle(spec, tmp_path, before_writing, monkeypatch, victim):
     run_loop(spec, tmp_path / "whole")
 
@@ -177,7 +177,8 @@ def test_kill_of_a_rank_in_the_middle(spec, tmp_path, before_writing, monkeypatc
     with pytest.raises(RanksFailed, match=f"rank {victim} was killed by SIGKILL"):
         run_loop(spec, tmp_path / "parts")
     folder = RunDirectory(tmp_path / "parts").checkpoints
-    assert len(list(folder.glob(".unfinished-*"))) == 1
+    left = len(list(folder.glob(".unfinished-*")))
+    assert left == 1 or (left == 0 and victim == 1)  # the first rank removes it, if it is still there to do so
     assert not (folder / "step_00000006").exists()
     before_writing(lambda step: None)
     run_loop(with_values(spec, {"train.stop_at": 4}), tmp_path / "parts")
