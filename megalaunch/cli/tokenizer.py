@@ -60,7 +60,7 @@ def inspect(
         loaded = load_tokenizer(path, merges)
     except DataError as error:
         refuse(str(error), ExitCode.DATA)
-    engine = choose_engine(EngineChoice.AUTO, loaded, loaded.to_json(), [])
+    engine = choose_engine(EngineChoice.AUTO, loaded, [])
     stored = token_type(loaded.vocab_size).name
     typer.echo(f"{tokenizer_file(path)}: {loaded.kind()}, {loaded.vocab_size:,} tokens, stored as {stored}")
     end = loaded.eod_id

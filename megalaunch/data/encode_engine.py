@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,14 +42,21 @@ class Engine:
     note: str = ""
 
 
-def choose_engine(asked: EngineChoice, tokenizer: Tokenizer, content: str, texts: Sequence[str]) -> Engine:
-    """gigatoken when it is installed, loads `content` and gives the ids of `tokenizer` for probes and `texts`.
+# Starts to encode texts with gigatoken, and gives what waits for the ids of each, or for why it cannot.
+StartGigatoken: TypeAlias = Callable[[list[str]], Callable[[], "list[NDArray[Any]] | str"]]
 
-    Raises DataError when gigatoken was asked for by name and cannot be used.
+
+def choose_engine(
+    asked: EngineChoice, tokenizer: Tokenizer, texts: Sequence[str], start: StartGigatoken | None = None
+) -> Engine:
+    """gigatoken when it is installed, loads the tokenizer and gives the ids of `tokenizers` for probes and `texts`.
+
+    `start` has another process do its part meanwhile. Raises DataError when gigatoken was asked for by name and
+    cannot be used.
     """
     if asked is EngineChoice.TOKENIZERS:
         return Engine(EngineChoice.TOKENIZERS)
-    reason = _why_not_gigatoken(tokenizer, content, texts)
+    reason = _why_not_gigatoken(tokenizer, texts, start or _started_here(tokenizer))
     if not reason:
         return Engine(EngineChoice.GIGATOKEN)
     if asked is EngineChoice.GIGATOKEN:
@@ -56,15 +64,23 @@ def choose_engine(asked: EngineChoice, tokenizer: Tokenizer, content: str, texts
     return Engine(EngineChoice.TOKENIZERS, f"encoding with tokenizers, about ten times slower: {reason}")
 
 
-def _why_not_gigatoken(tokenizer: Tokenizer, content: str, texts: Sequence[str]) -> str:
+def gigatoken_ids(content: str, texts: Sequence[str]) -> list[NDArray[Any]] | str:
+    """The ids that gigatoken gives for each text, or why it cannot; `content` is that of a tokenizer.json."""
     try:
-        encode = encoder_of(EngineChoice.GIGATOKEN, content)
+        return [*map(encoder_of(EngineChoice.GIGATOKEN, content), texts)]
     except ImportError:
         return "gigatoken is not installed (pip install 'megalaunch[data]' brings it)"
     except BaseException as error:  # its Rust code panics with a class of its own below BaseException
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         return f"gigatoken does not take this tokenizer ({_first_line(error)})"
+
+
+def _started_here(tokenizer: Tokenizer) -> StartGigatoken:
+    return lambda texts: partial(gigatoken_ids, tokenizer.to_json(), texts)
+
+
+def _why_not_gigatoken(tokenizer: Tokenizer, texts: Sequence[str], start: StartGigatoken) -> str:
     checked = [*_PROBES, *(f"a{name}b {name}" for name in tokenizer.special_tokens()[:20])]
     left = CHECKED_CHARACTERS
     for text in texts:
@@ -72,10 +88,13 @@ def _why_not_gigatoken(tokenizer: Tokenizer, content: str, texts: Sequence[str])
         left -= len(text)
         if left <= 0:
             break
-    for text in checked:
-        expected = np.array(tokenizer.encode_batch([text])[0], dtype=np.int64)
-        found = encode(text).astype(np.int64)
-        if not np.array_equal(expected, found):
+    finish = start(checked)
+    expected = tokenizer.encode_batch(checked)
+    found = finish()
+    if isinstance(found, str):
+        return found
+    for text, ours, theirs in zip(checked, expected, found, strict=True):
+        if not np.array_equal(np.array(ours, np.int64), theirs.astype(np.int64)):
             return f"gigatoken gives other ids for {text[:40]!r}"
     return ""
 

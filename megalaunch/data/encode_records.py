@@ -1,13 +1,9 @@
-"""The part of preprocessing that worker processes do: chunks of raw records in, token ids out."""
+"""Chunks of raw records in, token ids out: the part of preprocessing that worker processes do."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +22,10 @@ _LONGEST_KEPT = 1 << 20  # bytes of a bad record that are kept for the quarantin
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the ids: `tokenizer` is the content of a tokenizer.json, `end` the end-of-document token."""
+    """All that decides the ids: `tokenizer` is a tokenizer.json, `end` the end-of-document token."""
 
     engine: EngineChoice
-    tokenizer: str
+    tokenizer: Path
     vocab_size: int
     keys: tuple[str, ...]
     end: int | None
@@ -83,7 +79,7 @@ class ChunkEncoder:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._encode: Encode = encoder_of(recipe.engine, recipe.tokenizer)
+        self._encode: Encode = encoder_of(recipe.engine, recipe.tokenizer.read_text(encoding="utf-8"))
         self._split = None if recipe.language is None else splitter(recipe.language)
         self._end = None if recipe.end is None else np.array([recipe.end])
 
@@ -121,8 +117,8 @@ class ChunkEncoder:
             sentences = [part for sentence in sentences for part in self._split(sentence)]
         sequences = [ids for ids in map(self._encode, sentences) if ids.size]
         for ids in sequences:
-            if ids.max() >= self._recipe.vocab_size:
-                raise DataError(f"id {ids.max()} is beyond the vocabulary of {self._recipe.vocab_size:,}")
+            if (largest := ids.max()) >= self._recipe.vocab_size:
+                raise DataError(f"id {largest} is beyond the vocabulary of {self._recipe.vocab_size:,}")
         return sequences
 
     def _joined(self, documents: list[list[NDArray[Any]]]) -> KeyTokens:
@@ -137,27 +133,3 @@ class ChunkEncoder:
         tokens = np.concatenate(parts, dtype=self._recipe.dtype, casting="unsafe") if parts else np.empty(0)
         counts = np.array([len(document) for document in documents], np.int32)
         return KeyTokens(tokens.tobytes(), np.array(lengths, np.int32).tobytes(), counts.tobytes())
-
-
-_encoder: ChunkEncoder | None = None  # one a worker process, set by start_worker
-
-
-def start_worker(recipe: Recipe) -> None:
-    """Make this process a worker: load the tokenizer, leave Ctrl-C to the parent, die with the parent."""
-    global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    _encoder = ChunkEncoder(recipe)
-
-
-def encode_in_worker(chunk: Chunk) -> Encoded:
-    """`ChunkEncoder.encode` of the encoder that `start_worker` made in this process."""
-    assert _encoder is not None, "start_worker runs first in every worker"
-    return _encoder.encode(chunk)
-
-
-def _die_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None, "only worker processes run this"
-    connection.wait([parent.sentinel])
-    os._exit(1)

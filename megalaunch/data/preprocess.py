@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from megalaunch.data.encode_engine import CHECKED_CHARACTERS, Engine, choose_engine
-from megalaunch.data.encode_records import ChunkEncoder, Encoded, Recipe, encode_in_worker, start_worker
+from megalaunch.data.encode_records import Encoded, Recipe
+from megalaunch.data.encode_workers import Workers
 from megalaunch.data.errors import DataError
 from megalaunch.data.input_chunks import Chunk, chunks
 from megalaunch.data.input_hashes import InputHashes
@@ -30,8 +25,6 @@ from megalaunch.data.preprocess_state import Progress, State, fingerprint
 from megalaunch.data.read_records import good_texts
 from megalaunch.data.token_writer import token_type
 from megalaunch.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
-
-_AHEAD = 4  # chunks a worker that are under way or wait to be written
 
 
 @dataclass(frozen=True)
@@ -62,38 +55,32 @@ def preprocess(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise DataError("preprocessing was started by torchrun, once a process", fix="Start it by itself, once.")
     found = find_inputs(inputs, settings.format)
-    path = tokenizer_file(settings.tokenizer)
-    tokenizer = load_tokenizer(path, settings.merges)
-    end = tokenizer.require_eod(path, "Leave out --append-eod.") if settings.append_eod else None
-    recipe = Recipe(
-        engine=settings.engine,
-        tokenizer=tokenizer.to_json(),
-        vocab_size=tokenizer.vocab_size,
-        keys=settings.json_keys,
-        end=end,
-        dtype=token_type(tokenizer.vocab_size),
-        language=settings.language,
-        record_bytes=settings.record_bytes,
-    )
-    level = "document" if settings.language is None else "sentence"
-    finals = [output_prefix.with_name(f"{output_prefix.name}_{key}_{level}") for key in settings.json_keys]
-    output = Output(output_prefix, finals, recipe.dtype)
-    done = False
+    workers = Workers(settings.workers, settings.engine)
     try:
-        job = _Job(found, settings, recipe, output, tokenizer, show, note)
-        job.run()
-        if not job.state.counts.documents:
-            raise DataError("the inputs hold no documents", file=", ".join(inputs), fix="Give files with text.")
-        quarantine = job.state.counts.quarantined > 0
-        kept = finals[0].with_name(f"{output_prefix.name}_quarantine.jsonl") if quarantine else None
-        hashes = job.finish()
-        made = output.assemble()
-        report = write_report(finals[0], found, hashes, settings, tokenizer, job.engine, job.state, made)
-        output.publish(kept)
-        done = True
-        return Result(tuple(finals), report, kept, job.state.counts, job.state.bad, job.engine)
+        path = tokenizer_file(settings.tokenizer)
+        tokenizer = load_tokenizer(path, settings.merges)
+        end = tokenizer.require_eod(path, "Leave out --append-eod.") if settings.append_eod else None
+        level = "document" if settings.language is None else "sentence"
+        finals = [output_prefix.with_name(f"{output_prefix.name}_{key}_{level}") for key in settings.json_keys]
+        output = Output(output_prefix, finals, token_type(tokenizer.vocab_size))
+        done = False
+        try:
+            job = _Job(found, settings, end, output, tokenizer, show, note)
+            job.run(workers)
+            if not job.state.counts.documents:
+                raise DataError("the inputs hold no documents", file=", ".join(inputs), fix="Give files with text.")
+            quarantine = job.state.counts.quarantined > 0
+            kept = finals[0].with_name(f"{output_prefix.name}_quarantine.jsonl") if quarantine else None
+            hashes = job.finish()
+            made = output.assemble()
+            report = write_report(finals[0], found, hashes, settings, tokenizer, job.engine, job.state, made)
+            output.publish(kept)
+            done = True
+            return Result(tuple(finals), report, kept, job.state.counts, job.state.bad, job.engine)
+        finally:
+            output.close(keep=not done and output.saved() is not None)
     finally:
-        output.close(keep=not done and output.saved() is not None)
+        workers.close()
 
 
 class _Job:
@@ -103,15 +90,16 @@ class _Job:
         self,
         inputs: list[Input],
         settings: Settings,
-        recipe: Recipe,
+        end: int | None,
         output: Output,
         tokenizer: Tokenizer,
         show: Callable[[Progress], None],
         note: Callable[[str], None],
     ) -> None:
-        self._inputs, self._settings, self._recipe, self._output = inputs, settings, recipe, output
+        self._inputs, self._settings, self._end, self._output = inputs, settings, end, output
         self._tokenizer, self._show, self._note = tokenizer, show, note
-        self._fingerprint = fingerprint(inputs, settings, recipe)
+        self._content = tokenizer.to_json()
+        self._fingerprint = fingerprint(inputs, settings, self._content)
         saved = self._saved_state()
         self.state = State.load(saved) if saved else State(counts=Progress(sum(entry.size for entry in inputs)))
         output.open(saved)
@@ -122,19 +110,21 @@ class _Job:
         self._seconds_before = self.state.counts.seconds
         self._started = time.monotonic()
 
-    def run(self) -> None:
+    def run(self, workers: Workers) -> None:
         """Bring all records from where the state stands to the end into the work folder."""
         if self.state.complete:
             return
+        kept = self._output.keep_tokenizer(self._content)
         ahead = chunks(self._inputs, self._settings, self.state.position)
         first = list(islice(ahead, 1))
-        texts = [text for chunk in first for text in good_texts(chunk, self._recipe.keys, CHECKED_CHARACTERS)]
-        self.engine = choose_engine(self._settings.engine, self._tokenizer, self._recipe.tokenizer, texts)
+        keys = self._settings.json_keys
+        texts = [text for chunk in first for text in good_texts(chunk, keys, CHECKED_CHARACTERS)]
+        start = partial(workers.start_gigatoken, kept)
+        self.engine = choose_engine(self._settings.engine, self._tokenizer, texts, start)
         if self.engine.note:
             self._note(self.engine.note)
-        recipe = replace(self._recipe, engine=self.engine.name)
         try:
-            for chunk, encoded in _encoded(chain(first, ahead), recipe, self._settings.workers):
+            for chunk, encoded in workers.encoded(chain(first, ahead), self._recipe(kept)):
                 self._take(chunk, encoded)
                 if time.monotonic() - self._checkpointed >= self._settings.checkpoint_seconds:
                     self._checkpoint()
@@ -142,6 +132,18 @@ class _Job:
             if self._whole and self.state.counts.documents:
                 self._save_quietly()
             raise
+
+    def _recipe(self, tokenizer: Path) -> Recipe:
+        return Recipe(
+            engine=self.engine.name,
+            tokenizer=tokenizer,
+            vocab_size=self._tokenizer.vocab_size,
+            keys=self._settings.json_keys,
+            end=self._end,
+            dtype=self._output.dtype,
+            language=self._settings.language,
+            record_bytes=self._settings.record_bytes,
+        )
 
     def finish(self) -> list[str]:
         """Make the whole safe on disk; the hashes of the inputs."""
@@ -190,47 +192,3 @@ class _Job:
             cause = f"the unfinished run had other {' and '.join(changed)}"
             raise DataError(cause, file=self._output.folder, fix="Give the same again, or leave out --resume.")
         return saved
-
-
-def _encoded(ahead: Iterator[Chunk], recipe: Recipe, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
-    """Every chunk with its documents, in order; at most a few chunks are in memory at a time."""
-    if workers <= 1:
-        encoder = ChunkEncoder(recipe)
-        yield from ((chunk, encoder.encode(chunk)) for chunk in ahead)
-        return
-    # Spawned, not forked: the tokenizer library may have threads of its own in this process.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (recipe,))
-    waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
-    try:
-        with _workers_starting():
-            for chunk in islice(ahead, _AHEAD * workers):
-                waiting.append((chunk, pool.submit(encode_in_worker, chunk)))
-        while waiting:
-            chunk, future = waiting.popleft()
-            encoded = future.result()
-            for following in islice(ahead, 1):
-                waiting.append((following, pool.submit(encode_in_worker, following)))
-            yield chunk, encoded
-    except BrokenProcessPool:
-        fix = "Give fewer --workers, or free memory; --resume goes on with what was done."
-        raise DataError("a worker process died, perhaps for lack of memory", fix=fix) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _workers_starting() -> Iterator[None]:
-    """The pool starts its workers in here: they inherit that Ctrl-C is put off, and need no main module.
-
-    Without a main module they do not import the command line anew, nor the script of who uses this as a library.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    names: dict[str, Any] = vars(sys.modules["__main__"])
-    kept: dict[str, Any] = {name: names[name] for name in ("__spec__", "__file__") if name in names}
-    names["__spec__"] = None
-    names.pop("__file__", None)
-    try:
-        yield
-    finally:
-        names |= kept
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

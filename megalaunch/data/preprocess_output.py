@@ -74,6 +74,15 @@ class Output:
         except OSError as error:
             raise cannot("write here", self.folder, error, _FREE_SPACE) from error
 
+    def keep_tokenizer(self, content: str) -> Path:
+        """Put a tokenizer.json where the workers find it."""
+        path = self.folder / "tokenizer.json"
+        try:
+            path.write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise cannot("write here", self.folder, error, _FREE_SPACE) from error
+        return path
+
     def _open_at(self, name: str, size: int) -> None:
         file = self._files[name] = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if os.fstat(file).st_size < size:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megalaunch.data.encode_records import BadRecord, Encoded, Recipe
+from megalaunch.data.encode_records import BadRecord, Encoded
 from megalaunch.data.errors import DataError
 from megalaunch.data.input_chunks import Chunk, Position
 from megalaunch.data.inputs import Input
@@ -88,9 +88,9 @@ def _quarantine_line(bad: BadRecord, line: int | None) -> bytes:
     return json.dumps(entry).encode() + b"\n"
 
 
-def fingerprint(inputs: Sequence[Input], settings: Settings, recipe: Recipe) -> dict[str, str]:
-    """What must be the same for a resumed run to give the same bytes, by name."""
+def fingerprint(inputs: Sequence[Input], settings: Settings, tokenizer: str) -> dict[str, str]:
+    """What must be the same for a resumed run to give the same bytes, by name; `tokenizer` is the content of one."""
     files = [[str(entry.path.absolute()), entry.format, entry.size, entry.changed] for entry in inputs]
     options = [_RECIPE_VERSION, settings.append_eod, list(settings.json_keys), settings.language, settings.record_bytes]
-    parts = {"inputs": json.dumps(files), "tokenizer": recipe.tokenizer, "settings": json.dumps(options)}
+    parts = {"inputs": json.dumps(files), "tokenizer": tokenizer, "settings": json.dumps(options)}
     return {name: hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest() for name, text in parts.items()}

@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +30,9 @@ _LAST_EPOCH_APART_BELOW = 0.80
 # Entries from which on an order is kept on disk, where the ranks of a machine share its memory; fewer are made
 # in a few hundredths of a second.
 KEPT_FROM = 1 << 20
-_BLOCK = 1 << 15
+_BLOCK = 1 << 16  # documents
+_BLOCKS_AT_ONCE = 64  # bounds the memory that their ends take
+_MOST_THREADS = 8
 # Raise it when the same inputs would give another order than before.
 _ORDER_VERSION = 1
 
@@ -111,27 +118,68 @@ def sample_starts(
     """Where samples 0 to `samples` begin in the joined `documents`: pairs (place in `documents`, token there).
 
     Sample k begins at token k * sequence_length of the stream, in the last document that begins at or
-    before it: documents without tokens are stepped over, as Megatron's loop does. Worked out for a block of
-    documents at a time, which stays in the processor's cache.
+    before it: documents without tokens are stepped over, as Megatron's loop does. Worked out for blocks of
+    documents that stay in a processor's cache, several at a time: numpy computes on threads.
     """
     narrow = max(len(documents), int(lengths.max(initial=0))) < 2**31
     starts = np.zeros((samples + 1, 2), np.int32 if narrow else np.int64)
-    done, joined = 1, 0  # row 0 stays (0, 0) even if the first documents are empty: so it is in Megatron's files
-    for first in range(0, len(documents), _BLOCK):
-        part = lengths.take(documents[first : first + _BLOCK], mode="clip")  # all are in range: clip checks least
-        ends = np.cumsum(part, dtype=np.int64)
-        ends += joined
-        begun = (ends + (sequence_length - 1)) // sequence_length  # samples that begin before each end
-        stop = min(int(begun[-1]), samples + 1)
-        if stop > done:
-            begun -= done
-            np.clip(begun, 0, stop - done, out=begun)
-            found = np.cumsum(np.bincount(begun, minlength=stop - done))[: stop - done]
-            starts[done:stop, 0] = found + first
-            starts[done:stop, 1] = np.arange(done, stop) * sequence_length - (ends[found] - part[found])
-            done = stop
-        joined = int(ends[-1])
+
+    def joined(first: int) -> _Joined:
+        # All numbers are in range: of the modes, clip checks least.
+        return _Joined(first, lengths.take(documents[first : first + _BLOCK], mode="clip"))
+
+    with _on_threads(len(documents) // _BLOCK) as on_all:
+        before = 0
+        for first in range(0, len(documents), _BLOCK * _BLOCKS_AT_ONCE):
+            end = min(first + _BLOCK * _BLOCKS_AT_ONCE, len(documents))
+            blocks = list(on_all(joined, range(first, end, _BLOCK)))
+            *tokens, before = accumulate((int(block.ends[-1]) for block in blocks), initial=before)
+            deque(on_all(lambda b, t: b.fill(starts, t, sequence_length), blocks, tokens), 0)
     return starts
+
+
+class _Joined:
+    """Documents in a row, of which `first` is the place of the first; `ends` are the tokens up to each one's end."""
+
+    def __init__(self, first: int, lengths: NDArray[np.int32]) -> None:
+        self.first, self._lengths = first, lengths
+        self.ends = lengths.astype(np.int64)
+        np.cumsum(self.ends, out=self.ends)
+
+    def fill(self, starts: NDArray[Any], before: int, sequence_length: int) -> None:
+        """Set the rows of the samples that begin in these documents, `before` tokens into the stream."""
+        passed, phase = divmod(before, sequence_length)
+        done = max(passed + bool(phase), 1)  # row 0 stays (0, 0) even if the first documents are empty, as in Megatron
+        begun = self.ends + (phase + sequence_length - 1)
+        if int(begun[-1]) < 2**32:
+            begun = begun.astype(np.uint32)  # of which numpy divides several at a time
+        begun //= sequence_length  # samples from `passed` on that begin before each end
+        stop = min(passed + int(begun[-1]), len(starts))
+        if stop <= done:
+            return
+        np.maximum(begun, done - passed, out=begun)
+        counts = np.diff(begun, prepend=begun.dtype.type(done - passed))
+        found = np.flatnonzero(counts != 0)
+        if len(found) < stop - done:
+            found = np.repeat(found, counts[found])
+        found = found[: stop - done]
+        tokens = np.arange(done * sequence_length - before, stop * sequence_length - before, sequence_length)
+        tokens += self._lengths.take(found)
+        tokens -= self.ends.take(found)
+        starts[done:stop, 1] = tokens
+        found += self.first
+        starts[done:stop, 0] = found
+
+
+@contextmanager
+def _on_threads(blocks: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """`map` over as many threads as are of use for so many blocks."""
+    threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS, blocks)
+    if threads < 2:
+        yield map
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        yield pool.map
 
 
 def kept_order(

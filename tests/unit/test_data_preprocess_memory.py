@@ -49,23 +49,22 @@ def tokenizer_path(tmp_path) -> Path:
 
 def test_an_engine_that_gives_other_ids_is_not_taken(tokenizer_path, monkeypatch):
     tokenizer = load_tokenizer(tokenizer_path)
-    content = tokenizer.to_json()
     encode = lambda text: np.array(tokenizer.encode(text.replace("odd", "even")))  # noqa: E731
     monkeypatch.setattr(encode_engine, "encoder_of", lambda name, content: encode)
-    chosen = choose_engine(EngineChoice.AUTO, tokenizer, content, ["the sea"])
+    chosen = choose_engine(EngineChoice.AUTO, tokenizer, ["the sea"])
     assert (chosen.name, chosen.note) == (EngineChoice.GIGATOKEN, "")
-    chosen = choose_engine(EngineChoice.AUTO, tokenizer, content, ["the sea", "an odd wave"])
+    chosen = choose_engine(EngineChoice.AUTO, tokenizer, ["the sea", "an odd wave"])
     assert chosen.name is EngineChoice.TOKENIZERS
     assert chosen.note.endswith("gigatoken gives other ids for 'an odd wave'")
     with pytest.raises(DataError, match=r"gigatoken cannot encode this: .*Give --engine auto or tokenizers\."):
-        choose_engine(EngineChoice.GIGATOKEN, tokenizer, content, ["an odd wave"])
-    assert choose_engine(EngineChoice.TOKENIZERS, tokenizer, content, ["an odd wave"]).note == ""
+        choose_engine(EngineChoice.GIGATOKEN, tokenizer, ["an odd wave"])
+    assert choose_engine(EngineChoice.TOKENIZERS, tokenizer, ["an odd wave"]).note == ""
 
 
 def test_without_the_package_a_note_names_its_extra(tokenizer_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     tokenizer = load_tokenizer(tokenizer_path)
-    chosen = choose_engine(EngineChoice.AUTO, tokenizer, tokenizer.to_json(), [])
+    chosen = choose_engine(EngineChoice.AUTO, tokenizer, [])
     assert chosen.name is EngineChoice.TOKENIZERS
     assert "gigatoken is not installed (pip install 'megalaunch[data]' brings it)" in chosen.note
 

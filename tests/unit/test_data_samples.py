@@ -1,7 +1,9 @@
 """Sample order: Megatron's goldens, a naive walk as the reference, what follows past the request."""
 
 import math
+import os
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from token_files import prepared_spec, write_tokens
 
 from megalaunch.data.errors import DataError
 from megalaunch.data.gpt_samples import GPTSamples
-from megalaunch.data.sample_order import sample_order
+from megalaunch.data.sample_order import sample_order, sample_starts
 from megalaunch.data.source import open_training, open_validation
 from megalaunch.data.split import split_ranges
 from megalaunch.data.token_writer import TokenWriter, token_type
@@ -99,6 +101,30 @@ def test_starts_equal_the_naive_walk(lengths, sequence_length, num_samples, seed
     # As few epochs as it takes.
     assert (epochs - 1) * sum(lengths) < num_samples * sequence_length + 1 <= epochs * sum(lengths)
     assert order.starts.tolist() == naive_starts(joined, len(order.shuffle), sequence_length)
+
+
+@given(st.lists(st.integers(0, 12), min_size=9, max_size=40).filter(any), st.integers(1, 30), st.integers(1, 60))
+@settings(max_examples=40, deadline=None)
+def test_blocks_and_threads_do_not_show(lengths, sequence_length, num_samples):
+    whole = order_of(lengths, sequence_length, num_samples, 7)
+    with (
+        mock.patch.multiple("megalaunch.data.sample_order", _BLOCK=3, _BLOCKS_AT_ONCE=2),
+        mock.patch.object(os, "sched_getaffinity", return_value={0, 1, 2}),
+    ):
+        cut = order_of(lengths, sequence_length, num_samples, 7)
+    assert cut.starts.tolist() == whole.starts.tolist()
+
+
+def test_more_tokens_in_a_block_than_32_bits_count():
+    lengths = np.array([2**31 - 5, 7, 0, 2**31 - 9, 2**31 - 2, 11], np.int32)
+    documents = np.arange(len(lengths), dtype=np.int32)
+    sequence_length = 2**29 + 3
+    samples = (int(lengths.sum(dtype=np.int64)) - 1) // sequence_length
+    starts = sample_starts(lengths, documents, samples, sequence_length)
+    begins = np.cumsum([0, *lengths.tolist()])
+    for number, (document, offset) in enumerate(starts.tolist()):
+        assert begins[document] + offset == number * sequence_length
+        assert 0 <= offset < lengths[document]
 
 
 @given(corpora, st.integers(1, 9), st.integers(1, 60))
