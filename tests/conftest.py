@@ -1,5 +1,14 @@
-"""What every test shares: the forked-ranks fixture. The fixtures of one part live in a file of their own."""
+"""What every test shares: the forked-ranks fixture, and the options of tests that draw cases at random."""
 
 from __future__ import annotations
 
+import pytest
+
 pytest_plugins = ["forked_ranks"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of our own."""
+    drawn = parser.getgroup("random layouts")
+    drawn.addoption("--pairs", type=int, default=6, help="pairs of layouts to save and load under")
+    drawn.addoption("--seed", type=int, default=0, help="seed of what is drawn")

@@ -1,0 +1,83 @@
+"""A seeded sampler of layouts that the checker allows: degrees, shardings, schedules and exchanges, up to some ranks.
+
+A layout is a dict of `small_spec`'s words (`parallel__tp`: 2); the model that goes with it has heads for every axis.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from oracle import small_spec
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.plan.check import check
+
+Layout = dict[str, Any]
+
+# Grouped queries with fewer groups than tp may have, a vocabulary and heads that every degree divides.
+MODEL: Layout = {
+    "model__num_layers": 8,
+    "model__num_attention_heads": 8,
+    "model__num_query_groups": 2,
+    "model__head_dim": 4,
+    "model__vocab_size": 64,
+    "data__mock": True,
+}
+_DEGREES = (1, 2, 4)
+_SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
+_EXCHANGES = ("p2p", "allgather", "a2a")
+
+
+def random_layouts(seed: int, most_ranks: int = 8, **fixed: Any) -> Iterator[Layout]:
+    """Layouts without end, the same for the same seed; `fixed` words are in each of them (and may rule some out)."""
+    source = random.Random(seed)
+    while True:
+        layout = {**_drawn(source), **fixed}
+        if ranks_of(layout) <= most_ranks and _allowed(layout):
+            yield layout
+
+
+def spec_of(layout: Layout, **values: Any) -> RunSpec:
+    """The resolved spec of a layout; `values` are more of `small_spec`'s words."""
+    return small_spec(**{**MODEL, **layout, **values})
+
+
+def ranks_of(layout: Layout) -> int:
+    """How many ranks a layout takes."""
+    return math.prod(layout[f"parallel__{axis}"] for axis in ("dp", "pp", "cp", "tp"))
+
+
+def name_of(layout: Layout) -> str:
+    """`dp2 tp2, sequence_parallel True`: for messages and the names of tests."""
+    axes = [f"{axis}{layout[key]}" for axis in ("dp", "pp", "cp", "tp") if layout[key := f"parallel__{axis}"] > 1]
+    rest = [
+        f"{key.split('__')[1]} {value}" for key, value in layout.items() if key[10:] not in ("dp", "pp", "cp", "tp")
+    ]
+    return ", ".join([" ".join(axes) or "one rank", *rest])
+
+
+def _drawn(source: random.Random) -> Layout:
+    """Any layout; most are refused."""
+    degrees = {axis: source.choice(_DEGREES) for axis in ("dp", "pp", "cp", "tp")}
+    layout: Layout = {f"parallel__{axis}": degree for axis, degree in degrees.items()}
+    layout["parallel__data_sharding"] = source.choice(_SHARDINGS)
+    layout["batch__micro_batch_size"] = source.choice((1, 2))
+    if degrees["dp"] > 2 and source.random() < 0.5:
+        layout["parallel__replicas"] = 2
+    if degrees["tp"] > 1:
+        layout["parallel__sequence_parallel"] = source.random() < 0.5
+    if degrees["cp"] > 1:
+        layout["parallel__cp_exchange"] = source.choice(_EXCHANGES)
+    if degrees["pp"] > 1:
+        layout["parallel__schedule"] = source.choice(_SCHEDULES)
+        if source.random() < 0.5:
+            layout["parallel__vpp"] = 2
+    return layout
+
+
+def _allowed(layout: Layout) -> bool:
+    return not any(finding.severity == "error" for finding in check(spec_of(layout), purpose="train"))
