@@ -98,8 +98,7 @@ DROPPED: dict[str, str] = {
         no-check-for-nan-in-loss-and-grad check-for-nan-in-loss check-for-large-grads check-for-spiky-loss
     """,
     "weights are a function of the seed and their name, under every layout": """
-        use-cpu-initialization no-initialization init-method-xavier-uniform data-parallel-random-init te-rng-tracker
-        inference-rng-tracker
+        use-cpu-initialization no-initialization data-parallel-random-init te-rng-tracker inference-rng-tracker
     """,
     "about another kind of model or use than training a decoder": """
         inference-* no-inference-* max-tokens-to-oom output-bert-embeddings bert-* rl-* no-rl-* grpo-*
@@ -122,7 +121,8 @@ DROPPED: dict[str, str] = {
 }
 
 LOST: dict[str, str] = {
-    "there is no other norm of queries and keys than by mean square": "qk-l2-norm qk-clip qk-clip-*",
+    "there is no other norm of queries and keys than by mean square": "qk-l2-norm export-qk-l2-norm qk-clip qk-clip-*",
+    "weights are drawn from a normal distribution here": "init-method-xavier-uniform",
     "attention has no output gate here": "attention-output-gate",
     "every layer has the same positions here": "no-rope-freq rotary-interleaved mrope-section",
     "the residual runs around the norm here": "apply-residual-connection-post-layernorm",
@@ -133,6 +133,7 @@ LOST: dict[str, str] = {
     "routing is not limited to devices here": "moe-router-topk-limited-devices",
     "routing follows the router here": """
         moe-router-force-* moe-enable-routing-replay moe-router-quantile-* moe-apply-probs-on-input
+        export-moe-apply-probs-on-input
     """,
     "capacity is set by expert here": "moe-expert-rank-capacity-factor moe-paged-stash*",
     "dense checkpoints are not turned into experts here": "moe-use-upcycling moe-upcycling-*",
@@ -172,12 +173,10 @@ LOST: dict[str, str] = {
     "data from several files of arguments is not read": "data-args-path per-split-data-args-path test-data-path",
     "there is one validation set here": "multiple-validation-sets validation-set-names start-eval-at-iter",
     "this is a training run": "skip-train",
-    "fill-in-the-middle uses its usual tokens here": """
-        fim-split-sample fim-fragment-rate fim-no-prefix fim-prefix-token fim-middle-token fim-suffix-token
-        fim-pad-token
-        fim-eod-token
+    "fill-in-the-middle cuts whole documents, between the marks of data.fim_tokens": """
+        fim-split-sample fim-fragment-rate fim-no-prefix fim-pad-token fim-eod-token
     """,
-    "instruction tuning is another kind of data": "sft",
+    "conversations to tune on are named by data.chat here": "sft",
     "teachers' logits are neither saved nor learned from here": "logits-*",
     "another file of settings is not read": "yaml-cfg",
     "weights, gradients and activations are not dumped here": "save-*",

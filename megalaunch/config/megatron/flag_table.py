@@ -209,6 +209,9 @@ JOINT: dict[str, tuple[int, str]] = {
     "fim-data": (0, "data.fim_rate"),
     "fim-rate": (1, "data.fim_rate"),
     "fim-spm-rate": (1, "data.fim_spm_rate"),
+    "fim-prefix-token": (1, "data.fim_tokens"),
+    "fim-middle-token": (1, "data.fim_tokens"),
+    "fim-suffix-token": (1, "data.fim_tokens"),
 }
 
 LAUNCHER_WORDS: dict[str, str] = {

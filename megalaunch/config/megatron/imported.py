@@ -16,6 +16,8 @@ from megalaunch.config.megatron.recipe_file import RecipeFiles, write_recipe
 from megalaunch.config.megatron.script import Script, read_script, split_text
 from megalaunch.config.megatron.shell_words import MAX_BYTES, ScriptProblem
 from megalaunch.config.megatron.training_values import training_values
+from megalaunch.config.schema import RunSpec, SpecError
+from megalaunch.config.schema.build import checked_leaves
 from megalaunch.config.schema.paths import entry_at
 from megalaunch.config.shown import shown_value
 
@@ -132,8 +134,21 @@ def _values(given: Arguments, cluster: Mapping[str, int]) -> dict[str, Any]:
     if len(cluster) == 2:
         world = cluster["cluster.nodes"] * cluster["cluster.devices_per_node"]
     values |= model_values(given) | training_values(given, world) | dict(cluster)
+    _drop_unfit(given, values)
     order = {key: index for index, key in enumerate(schema_keys())}
     return {key: values[key] for key in sorted(values, key=order.__getitem__)}
+
+
+def _drop_unfit(given: Arguments, values: dict[str, Any]) -> None:
+    """Take out what no key takes (a kind of Megatron's that is none of ours, a size of 0), and say so at its flags."""
+    for key in list(values):
+        try:
+            checked_leaves(RunSpec, {key: values[key]})
+        except SpecError as error:
+            del values[key]
+            for flag in given.given:
+                if key in keys_of(flag):
+                    given.lose(flag, f"{key} {error.problems[0].message}")
 
 
 def _direct(given: Arguments, flag: str, kind: type) -> Any:

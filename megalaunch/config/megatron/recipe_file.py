@@ -43,7 +43,8 @@ def write_recipe(name: str, values: Mapping[str, Any], platform: str | None, sou
     picked["precision"] = _option_or_file("precision", name, values, files)
     if platform:
         picked["platform"] = platform
-    for group, option in (("schedule", values.get("schedule.shape")), ("recompute", _recompute(values))):
+    named = {"schedule": values.get("schedule.shape"), "optimizer": values.get("optimizer.name")}
+    for group, option in (*named.items(), ("recompute", _recompute(values))):
         if option in option_names(group):
             picked[group] = str(option)
     base = _base(picked)

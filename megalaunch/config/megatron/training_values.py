@@ -216,12 +216,23 @@ def _data(given: Arguments, values: Values) -> None:
         values["data.split"] = ",".join(re.findall(r"[0-9.]+", split))
     elif "data-path" in given.given:
         values["data.split"] = "969,30,1"
-    if given.has("fim-data"):
-        values["data.fim_rate"] = given.number("fim-rate", 0.5)
-        values["data.fim_spm_rate"] = given.number("fim-spm-rate", 0.5)
-    else:
-        for flag in ("fim-rate", "fim-spm-rate"):
+    _fill_in(given, values)
+
+
+def _fill_in(given: Arguments, values: Values) -> None:
+    marks = [f"fim-{part}-token" for part in ("prefix", "middle", "suffix")]
+    if not given.has("fim-data"):
+        for flag in ("fim-rate", "fim-spm-rate", *marks):
             given.drop(flag, "Megatron fills in the middle only with --fim-data")
+        return
+    values["data.fim_rate"] = given.number("fim-rate", 0.5)
+    values["data.fim_spm_rate"] = given.number("fim-spm-rate", 0.5)
+    words = [given.word(flag) for flag in marks]
+    if all(words):
+        values["data.fim_tokens"] = words
+    else:
+        for flag in marks:
+            given.lose(flag, "the three marks are given together here (data.fim_tokens), or found by their usual names")
 
 
 def _blend(words: tuple[str, ...]) -> list[str]:

@@ -5,7 +5,7 @@ import pytest
 from megalaunch.config.compose import Composer, compose
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.keys import GROUPS
-from megalaunch.config.options import CONF, option_names
+from megalaunch.config.options import CONF, load_option, option_names
 from megalaunch.config.recipes import find_recipe, read_summary, recipe_files
 
 HEADER = "# @package _global_\n# A test recipe.\n"
@@ -159,3 +159,31 @@ def test_every_option_file_composes():
         for name in option_names(group):
             assert composer.compose(["recipe=tiny", f"{group}={name}"]).choices[group] == name
     assert {path.parent.name for path in CONF.glob("*/*.yaml")} == set(GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("group", "key"),
+    [("optimizer", "name"), ("precision", "compute"), ("platform", "chip"), ("recompute", "granularity"),
+     ("schedule", "shape"), ("launcher", "name")],
+)  # fmt: skip
+def test_every_option_of_a_group_says_which_it_is(group, key):
+    """Else a recipe's own value could hide a typed option: optimizer=adamw would stay the recipe's muon."""
+    for option in option_names(group):
+        assert f"{group}.{key}" in load_option(group, option, "", []).values, option
+
+
+def test_a_recipe_of_another_optimizer_does_not_hide_the_typed_one(folder):
+    assert compose(["recipe=moonlight_16b"]).spec.optimizer.name == "muon"
+    assert compose(["recipe=moonlight_16b", "optimizer=adamw"]).spec.optimizer.name == "adamw"
+    write(folder / "mask.yaml", f"{PARENT}optimizer: {{name: muon}}\n")
+    (problem,) = problems("recipe=mask.yaml", "optimizer=adamw")
+    assert (problem.path, problem.where) == ("optimizer.name", "mask.yaml:6:13")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_option_composes_and_is_told_in_a_comment(group):
+    for option in option_names(group):
+        text = (CONF / group / f"{option}.yaml").read_text()
+        assert text.startswith("# "), option
+        if group != "data" or option != "mock":
+            compose(["recipe=tiny", f"{group}={option}", "data.corpus=null"])
