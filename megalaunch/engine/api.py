@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.deep_plan.plan import deep_plan
+from megalaunch.engine.deep_plan.report import DeepPlan, Exchange
 from megalaunch.engine.inference.generate import generate_tokens
 from megalaunch.engine.inference.load import LanguageModel, find_checkpoint, load_language_model
 from megalaunch.engine.inference.sampling import Sampling
@@ -15,9 +17,12 @@ from megalaunch.engine.inference.text import text_of
 
 __all__ = [
     "CheckpointError",
+    "DeepPlan",
+    "Exchange",
     "LanguageModel",
     "Sampling",
     "continue_text",
+    "deep_plan",
     "fit_threads",
     "generate",
     "length_note",
