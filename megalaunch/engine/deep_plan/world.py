@@ -24,7 +24,7 @@ def fake_mesh(topology: Topology, rank: int) -> Iterator[Mesh]:
     """The mesh as `rank` sees it; raises RuntimeError where this process is in a group already."""
     if dist.is_initialized():
         raise RuntimeError("a deep plan needs a process without a process group of its own")
-    _clear_sharding_prop_cache()  # DTensor remembers meshes, which name groups of another world
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world)
     try:
         mesh = make_mesh(topology, torch.device("cpu"), rank)
@@ -32,7 +32,7 @@ def fake_mesh(topology: Topology, rank: int) -> Iterator[Mesh]:
         yield mesh
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 class HostNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
