@@ -159,7 +159,7 @@ class Forgetting:
         if found is None:
             return tensor
         found[0].uses += 1
-        return _View(found[0], tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _View(found[0], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _unpack(saved: Tensor | _View) -> Tensor:
