@@ -16,12 +16,14 @@ class ParamLayout:
 
     `split`: the dim divided among ranks, None: all hold the whole. `pieces`: into how many parts it divides at most
     (key/value heads); with more ranks than pieces all hold the whole and each uses one piece. `partial_under_sp`:
-    ranks see different tokens under sequence parallelism, so that their gradients are parts of a sum.
+    ranks see different tokens under sequence parallelism, so that their gradients are parts of a sum; `partial`:
+    ranks apply it to different heads, so that they always are.
     """
 
     split: int | None = None
     pieces: int | None = None
     partial_under_sp: bool = False
+    partial: bool = False
 
     def divides(self, ranks: int) -> bool:
         """Does each of `ranks` hold a part of its own?"""
@@ -31,7 +33,7 @@ class ParamLayout:
         """Has `train.finalize` to sum the ranks' gradients?"""
         if ranks == 1 or self.divides(ranks):
             return False
-        return self.split is not None or (self.partial_under_sp and sequence_parallel)
+        return self.split is not None or self.partial or (self.partial_under_sp and sequence_parallel)
 
 
 COLUMNS = ParamLayout(split=0)
@@ -40,11 +42,13 @@ ROWS = ParamLayout(split=1)
 """Input features are divided: what ends a region with a sum over ranks."""
 EVERYWHERE = ParamLayout(partial_under_sp=True)
 """Norms: every rank holds the whole and, under sequence parallelism, applies it to its own tokens."""
+EACH_HEAD = ParamLayout(partial=True)
+"""Norms of single heads: every rank holds the whole and applies it to its own heads."""
 
 
-def layout_of(module: nn.Module) -> ParamLayout:
-    """What a module that has parameters of its own declares of them."""
-    layout = getattr(module, "layout", None)
+def layout_of(module: nn.Module, parameter: str) -> ParamLayout:
+    """What a module that has parameters of its own declares of one: `<parameter>_layout`, or `layout` for the rest."""
+    layout = getattr(module, f"{parameter}_layout", None) or getattr(module, "layout", None)
     assert isinstance(layout, ParamLayout), f"{type(module).__name__} has parameters and declares no layout"
     return layout
 
@@ -54,7 +58,7 @@ def local(parameter: Tensor) -> Tensor:
 
     The gradient has the label of the parameter: what is a part of a sum is summed once a step (train.finalize).
     """
-    if type(parameter) is nn.Parameter or type(parameter) is Tensor or not hasattr(parameter, "to_local"):
+    if type(parameter) is nn.Parameter or type(parameter) is Tensor:
         return parameter
     values: Tensor = parameter.to_local(grad_placements=parameter.placements)  # type: ignore[attr-defined]
     return values
@@ -63,7 +67,7 @@ def local(parameter: Tensor) -> Tensor:
 def piece(parameter: Tensor, layout: ParamLayout, rank: int, ranks: int) -> Tensor:
     """What rank `rank` of `ranks` multiplies with: its part, or its piece of the whole where ranks share pieces."""
     values = local(parameter)
-    if layout.split is None or layout.divides(ranks):
+    if ranks == 1 or layout.split is None or layout.divides(ranks):
         return values
     assert layout.pieces is not None, "only pieces can be fewer than ranks"
     return values.chunk(layout.pieces, dim=layout.split)[rank * layout.pieces // ranks]

@@ -13,12 +13,16 @@ from megalaunch.config.schema.model import ModelSpec
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer; `window` is the tokens that a query sees (None: all), `mtp` marks a depth after the decoder."""
+    """One layer; `window` is the tokens that a query sees (None: all), `mtp` marks a depth after the decoder.
+
+    `rotated`: are its queries and keys turned by their position?
+    """
 
     index: int
     experts: bool
     window: int | None
     mtp: bool
+    rotated: bool = True
 
 
 @lru_cache(maxsize=64)
@@ -28,11 +32,12 @@ def layers_of(model: ModelSpec) -> tuple[Layer, ...]:
     Such a depth is built like the last decoder layer (DeepSeek-V3 report, section 2.2), and follows it in `index`.
     """
     decoder = tuple(
-        Layer(index, has_experts(model, index), _window(model, index), mtp=False) for index in range(model.num_layers)
+        Layer(index, has_experts(model, index), _window(model, index), mtp=False, rotated=_rotated(model, index))
+        for index in range(model.num_layers)
     )
     last = decoder[-1]
     depths = range(model.num_layers, model.num_layers + model.mtp.num_layers)
-    return decoder + tuple(Layer(index, last.experts, last.window, mtp=True) for index in depths)
+    return decoder + tuple(Layer(index, last.experts, last.window, mtp=True, rotated=last.rotated) for index in depths)
 
 
 def has_experts(model: ModelSpec, index: int) -> bool:
@@ -41,6 +46,12 @@ def has_experts(model: ModelSpec, index: int) -> bool:
     if moe.num_experts is None or index < moe.dense_layers:
         return False
     return (index - moe.dense_layers) % moe.every == 0
+
+
+def _rotated(model: ModelSpec, index: int) -> bool:
+    """With no_rope_every n the layers n-1, 2n-1, ... are not, as SmolLM3 leaves them out."""
+    every = model.no_rope_every
+    return model.position_embedding == "rope" and (every is None or (index + 1) % every != 0)
 
 
 def _window(model: ModelSpec, index: int) -> int | None:

@@ -119,7 +119,7 @@ def layer_parameters(model: ModelSpec, layer: Layer) -> LayerParameters:
         router = moe.num_experts * (hidden + model.moe.router_bias)
     else:
         dense = mlp_parameters(model, model.ffn_hidden_size)
-    norms = 2
+    norms = 4 if model.block_norms == "both" else 2
     if layer.mtp:  # norms of the stream, of the next embedding and before the head; both streams to one width
         projection = 2 * hidden * hidden
         norms += 3

@@ -42,22 +42,8 @@ class Limit:
 
 
 LIMITS = (
-    Limit("model.family", ("llama",), "families with other blocks or tensor names"),
-    Limit("model.position_embedding", ("rope",), "learned or no positions"),
-    Limit("model.activation", ("swiglu",), "other feed-forward blocks"),
-    Limit("model.activation_clamp", (None,), "clamped activations"),
-    Limit("model.norm", ("rmsnorm",), "LayerNorm"),
-    Limit("model.qk_norm", ("none",), "norms of queries and keys"),
-    Limit("model.qkv_bias", (False,), "biases of queries, keys and values"),
-    Limit("model.attention_output_bias", (False,), "bias of attention's output"),
-    Limit("model.mlp_bias", (False,), "biases of the feed-forward block"),
-    Limit("model.sliding_window", (None,), "sliding windows"),
-    Limit("model.attention_sinks", (False,), "attention sinks"),
     Limit("model.hidden_dropout", (0.0,), "dropout"),
     Limit("model.attention_dropout", (0.0,), "dropout of attention"),
-    Limit("model.rope.fraction", (1.0,), "partly rotated heads"),
-    Limit("model.rope.scaling", ("none",), "stretched rotary positions"),
-    Limit("model.rope.truncate", (True,), "yarn ramps that end between dimensions"),
     Limit("model.moe.num_experts", (None,), "mixture of experts"),
     Limit("model.mla.kv_lora_rank", (None,), "latent attention"),
     Limit("model.mtp.num_layers", (0,), "multi-token prediction"),

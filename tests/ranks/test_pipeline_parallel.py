@@ -6,26 +6,14 @@ from typing import Any
 
 import pytest
 from forked_ranks import run_ranks
-from oracle import Numbers, assert_same, on_ranks, one_process, small_spec
-
-from megalaunch.config.schema import RunSpec
+from oracle import assert_same, joined_stages, on_ranks, one_process, small_spec
 
 VOCABULARY = 64
 
 
-def _joined(spec: RunSpec, ranks: int) -> Numbers:
-    """The stages' gradients and parameters together."""
-    every = [numbers for numbers in run_ranks(ranks, on_ranks, spec, True) if numbers is not None]
-    first = every[0]
-    for other in every[1:]:
-        first.gradients |= other.gradients
-        first.parameters |= other.parameters
-    return first
-
-
 def _held_to_one_process(ranks: int, **values: Any) -> None:
     spec = small_spec(**{"parallel__dp": 1, "model__vocab_size": VOCABULARY, **values})
-    assert_same(_joined(spec, ranks), one_process(spec))
+    assert_same(joined_stages(run_ranks(ranks, on_ranks, spec, True)), one_process(spec))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])

@@ -22,6 +22,7 @@ ATTENTION = {
     "attention.window_idle": Case(
         "model.full_attention_every=2", "model.full_attention_every=2 model.sliding_window=8"
     ),
+    "attention.scores_positive": Case("model.logit_soft_cap=0", "model.logit_soft_cap=0.1"),
     "attention.window_everywhere_full": Case(
         "model.full_attention_every=1 model.sliding_window=8", "model.full_attention_every=2 model.sliding_window=8"
     ),
@@ -46,6 +47,8 @@ ROPE = {
     "rope.idle": Case(
         "model.position_embedding=none model.rope.theta=5", "model.position_embedding=none model.rope.theta=10000"
     ),
+    "rope.never_idle": Case("model.position_embedding=none model.no_rope_every=2", "model.no_rope_every=2"),
+    "rope.window_idle": Case("model.rope.window_theta=100", "model.rope.window_theta=100 model.sliding_window=8"),
     "rope.factor_idle": Case("model.rope.factor=8", "model.rope.factor=8 model.rope.scaling=linear"),
     "rope.original_idle": Case(
         "model.rope.scaling=linear", "model.rope.scaling=yarn", (*TINY, *LLAMA3[3:], "model.rope.factor=8")

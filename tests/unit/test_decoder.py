@@ -34,19 +34,21 @@ def logits_by_definition(weights: dict[str, torch.Tensor], config, tokens: torch
             for name, weight in weights.items()
             if name.startswith(f"layers.{index}.")
         }
-        h = norm(x, layer["attention_norm.weight"], config.norm_epsilon)
-        q, k, v = ((h @ layer[f"attention.{n}_proj.weight"].T).unflatten(-1, (-1, config.head_dim)) for n in "qkv")
-        q, k = turned(q, config.rope_theta), turned(k, config.rope_theta)
+        h = norm(x, layer["attention_norm.weight"], config.norm.epsilon)
+        q, k, v = (
+            (h @ layer[f"attention.{n}_proj.weight"].T).unflatten(-1, (-1, config.attention.head_dim)) for n in "qkv"
+        )
+        q, k = turned(q, config.layers[index].rope.theta), turned(k, config.layers[index].rope.theta)
         heads = []
-        for head in range(config.num_heads):
-            group = head * config.num_groups // config.num_heads
-            scores = q[:, head] @ k[:, group].T / config.head_dim**0.5
+        for head in range(config.attention.num_heads):
+            group = head * config.attention.num_groups // config.attention.num_heads
+            scores = q[:, head] @ k[:, group].T / config.attention.head_dim**0.5
             heads.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v[:, group])
         x = x + torch.cat(heads, dim=-1) @ layer["attention.o_proj.weight"].T
-        h = norm(x, layer["mlp_norm.weight"], config.norm_epsilon)
+        h = norm(x, layer["mlp_norm.weight"], config.norm.epsilon)
         gate, up = (h @ layer[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
         x = x + (F.sigmoid(gate) * gate * up) @ layer["mlp.down_proj.weight"].T
-    return norm(x, weights["norm.weight"], config.norm_epsilon) @ weights["head.weight"].T
+    return norm(x, weights["norm.weight"], config.norm.epsilon) @ weights["head.weight"].T
 
 
 def test_decoder_by_definition():

@@ -8,9 +8,10 @@ import torch
 from oracle import small_spec
 
 from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.model.config import NormConfig, RopeConfig
 from megalaunch.engine.model.context import causal
 from megalaunch.engine.model.init import initial_value, initialise
-from megalaunch.engine.model.norm import RMSNorm
+from megalaunch.engine.model.norm import Norm
 from megalaunch.engine.model.rope import rotate, rotation_of
 from megalaunch.plan.parameters import count_parameters
 
@@ -53,19 +54,21 @@ def test_rotation_turns_pairs_and_depends_on_distance_only():
     y = torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(1))
 
     def score(first, second):
-        a = rotate(x, rotation_of(torch.tensor([first]), 8, 100.0, torch.float32))
-        b = rotate(y, rotation_of(torch.tensor([second]), 8, 100.0, torch.float32))
+        rope = RopeConfig(theta=100.0, width=8)
+        a = rotate(x, rotation_of(torch.tensor([first]), rope, torch.float32))
+        b = rotate(y, rotation_of(torch.tensor([second]), rope, torch.float32))
         return (a * b).sum().item()
 
     assert score(5, 2) == pytest.approx(score(13, 10), abs=1e-5)
     assert score(5, 2) != pytest.approx(score(5, 4), abs=1e-3)
-    pair = rotate(torch.tensor([[1.0, 0.0]]), rotation_of(torch.tensor([1]), 2, 100.0, torch.float32))
+    two = RopeConfig(theta=100.0, width=2)
+    pair = rotate(torch.tensor([[1.0, 0.0]]), rotation_of(torch.tensor([1]), two, torch.float32))
     assert pair.tolist()[0] == pytest.approx([math.cos(1), math.sin(1)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_by_definition(dtype):
-    norm = RMSNorm(6, epsilon=0.5).to(dtype)
+    norm = Norm(6, NormConfig(0.5)).to(dtype)
     norm.weight.data = torch.arange(1, 7).to(dtype)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
     wide = x.double()
@@ -82,7 +85,7 @@ def test_initial_weights_depend_on_seed_and_name_only(model):
 
 
 def test_initial_spread(model):
-    config = replace(model.config, num_layers=8)
+    config = replace(model.config, layers=model.config.layers[:1] * 8)
     shape = torch.Size([400, 400])
     plain = initial_value("layers.0.attention.q_proj.weight", shape, config, 0).std().item()
     writer = initial_value("layers.0.attention.o_proj.weight", shape, config, 0).std().item()

@@ -11,8 +11,7 @@ from made_specs import resolved
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.plan.layers import layers_of
 from megalaunch.plan.memory import ENGINE
-from megalaunch.plan.memory.saved import saved_bytes
-from megalaunch.plan.memory.widths import Formats
+from megalaunch.plan.memory.saved import Formats, saved_bytes
 
 TOKENS = 64
 # On a processor the plain form of SwiGLU keeps silu(gate) beside gate and up (kernels/swiglu.py).

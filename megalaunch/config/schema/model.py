@@ -11,9 +11,27 @@ from megalaunch.config.schema.mtp import MultiTokenSpec
 from megalaunch.config.schema.rope import RopeSpec
 from megalaunch.config.schema.setting import setting
 
-Family = Literal["gpt", "llama", "mistral", "mixtral", "qwen2", "qwen3", "deepseek", "gpt_oss", "olmoe"]
-Activation = Literal["swiglu", "geglu", "quick_geglu", "gelu", "gelu_tanh", "relu", "squared_relu"]
-GATED: frozenset[Activation] = frozenset({"swiglu", "geglu", "quick_geglu"})
+Family = Literal[
+    "gpt",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "gpt_neox",
+    "deepseek",
+    "gpt_oss",
+    "olmoe",
+]
+Activation = Literal[
+    "swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"
+]
+GATED: frozenset[Activation] = frozenset({"swiglu", "geglu", "geglu_tanh", "quick_geglu"})
 """Activations whose feed-forward block has a gate beside its up projection."""
 
 
@@ -38,6 +56,13 @@ class ModelSpec:
     activation_clamp: float | None = setting(None, "Gate and up are clamped to this size; null: not.", minimum=0)
     norm: Literal["rmsnorm", "layernorm"] = setting("rmsnorm", "Before each block and before the head.")
     norm_epsilon: float = setting(1e-5, "Added to the mean square (or variance) inside a norm.", minimum=0)
+    norm_plus_one: bool = setting(False, "Norms multiply by 1 + weight, and weights start at 0.")
+    block_norms: Literal["pre", "post", "both"] = setting(
+        "pre", "Norms of what goes into each block, of what comes out of it, or of both."
+    )
+    parallel_residual: bool = setting(
+        False, "Both blocks of a layer read the same stream, and are added to it at once."
+    )
     qk_norm: Literal["none", "head", "full"] = setting(
         "none", "Norm of queries and keys: of each head alone, or over all heads together."
     )
@@ -48,9 +73,20 @@ class ModelSpec:
     full_attention_every: int | None = setting(
         None, "With a sliding window: every n-th layer sees all tokens; null: none does.", minimum=1
     )
+    no_rope_every: int | None = setting(
+        None, "Every n-th layer leaves its queries and keys unrotated; null: none does.", minimum=1
+    )
+    attention_scale_dim: float | None = setting(
+        None, "Scores are divided by the square root of this; null: of head_dim.", minimum=0
+    )
+    attention_soft_cap: float | None = setting(
+        None, "Scores are kept below this size: cap * tanh(score / cap); null: they are not.", minimum=0
+    )
+    logit_soft_cap: float | None = setting(None, "The same of the head's logits.", minimum=0)
     attention_sinks: bool = setting(False, "A learned logit a head joins each softmax, and is then dropped.")
     hidden_dropout: float = setting(0.0, "Dropout after each block.", minimum=0, maximum=1)
     attention_dropout: float = setting(0.0, "Dropout of the attention weights.", minimum=0, maximum=1)
+    scaled_embedding: bool = setting(False, "Token vectors are multiplied by the square root of hidden_size.")
     tied_embeddings: bool = setting(False, "The head reuses the embedding matrix.")
     init_std: float = setting(0.02, "Standard deviation of the initial weights.", minimum=0)
     embedding_init_std: float | None = setting(None, "The same of the embedding; null: init_std.", minimum=0)

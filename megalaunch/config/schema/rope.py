@@ -13,6 +13,9 @@ class RopeSpec:
     """Su et al. 2021; scalings by Chen et al. 2023 (linear), Llama 3.1 (llama3) and Peng et al. 2023 (yarn)."""
 
     theta: float = setting(10000.0, "Base of the rotary frequencies.", minimum=1)
+    window_theta: float | None = setting(
+        None, "Base in layers with a sliding window, which are then not stretched; null: as in all others.", minimum=1
+    )
     fraction: float = setting(1.0, "Part of each head that is rotated.", minimum=0, maximum=1)
     scaling: Literal["none", "linear", "llama3", "yarn"] = setting("none", "How frequencies are stretched.")
     factor: float = setting(1.0, "By how much the context is longer than the original.", minimum=1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalaunch.engine.inference.cache import LayerCache, make_cache
 from megalaunch.engine.inference.sampling import Sampler, Sampling
-from megalaunch.engine.model.decoder import DecoderConfig
+from megalaunch.engine.model.config import DecoderConfig
 
 
 class TextModel(Protocol):

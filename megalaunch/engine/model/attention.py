@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
-from megalaunch.engine.layout import COLUMNS, ROWS, ParamLayout
+from megalaunch.engine.layout import COLUMNS, EACH_HEAD, ROWS, ParamLayout, local
 from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
+from megalaunch.engine.model.config import AttentionConfig, NormConfig
 from megalaunch.engine.model.context import Attend
+from megalaunch.engine.model.features_norm import FeaturesNorm
 from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.model.norm import Norm
 from megalaunch.engine.model.rope import Rotation, rotate
+from megalaunch.engine.model.scores import Scoring
 
 
 class KeyValueStore(Protocol):
@@ -26,28 +31,40 @@ class KeyValueStore(Protocol):
 class Attention(nn.Module):
     """Causal attention; each of the G key/value heads serves N / G query heads."""
 
+    sinks_layout = COLUMNS
+
     def __init__(
-        self, hidden_size: int, num_heads: int, num_groups: int, head_dim: int, boundary: Boundary = ONE_DEVICE
+        self, hidden_size: int, config: AttentionConfig, norm: NormConfig, boundary: Boundary = ONE_DEVICE
     ) -> None:
         super().__init__()
-        self.head_dim, self.boundary = head_dim, boundary
-        groups = ParamLayout(split=0, pieces=num_groups)
-        self.q_proj = Linear(hidden_size, num_heads * head_dim, COLUMNS)
-        self.k_proj = Linear(hidden_size, num_groups * head_dim, groups)
-        self.v_proj = Linear(hidden_size, num_groups * head_dim, groups)
-        self.o_proj = Linear(num_heads * head_dim, hidden_size, ROWS)
+        self.config, self.boundary = config, boundary
+        groups = ParamLayout(split=0, pieces=config.num_groups)
+        queries, keys = config.num_heads * config.head_dim, config.num_groups * config.head_dim
+        self.q_proj = Linear(hidden_size, queries, COLUMNS, config.qkv_bias)
+        self.k_proj = Linear(hidden_size, keys, groups, config.qkv_bias)
+        self.v_proj = Linear(hidden_size, keys, groups, config.qkv_bias)
+        self.o_proj = Linear(queries, hidden_size, ROWS, config.output_bias)
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if config.qk_norm == "head":
+            self.q_norm = Norm(config.head_dim, norm, EACH_HEAD)
+            self.k_norm = Norm(config.head_dim, norm, EACH_HEAD)
+        elif config.qk_norm == "full":
+            self.q_norm = FeaturesNorm(queries, norm, COLUMNS, boundary)
+            self.k_norm = FeaturesNorm(keys, norm, groups, boundary)
 
     def forward(
         self,
         x_BSH: Tensor,
-        rotation: Rotation,
+        rotation: Rotation | None,
         attend: Attend,
         store: KeyValueStore | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]; with a store the keys of earlier positions are seen too."""
         queries, keys, values = self.boundary.enter(x_BSH, self.q_proj, self.k_proj, self.v_proj)
-        q_BNSD = rotate(self._heads(queries), rotation)
-        k_BGTD = rotate(self._heads(keys), rotation)
+        q_BNSD = self._turned(self._normed(queries, self.q_norm), rotation)
+        k_BGTD = self._turned(self._normed(keys, self.k_norm), rotation)
         v_BGTD = self._heads(values)
         if store is not None:
             k_BGTD, v_BGTD = store.extend(k_BGTD, v_BGTD)
@@ -56,7 +73,19 @@ class Attention(nn.Module):
 
     def core(self, attend: Attend, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """What lies between the projections."""
-        return attend(queries, keys, values)
+        sinks = None if self.sinks is None else local(self.sinks)
+        scoring = Scoring(self.config.scale_dim**-0.5, self.config.soft_cap, sinks)
+        return attend(queries, keys, values, scoring)
+
+    def _normed(self, projected: Tensor, norm: nn.Module | None) -> Tensor:
+        """[B, S, f] -> heads [B, n, S, D], normed one by one or all together."""
+        if isinstance(norm, FeaturesNorm):
+            return self._heads(norm(projected))
+        heads = self._heads(projected)
+        return heads if norm is None else norm(heads)
+
+    def _turned(self, heads: Tensor, rotation: Rotation | None) -> Tensor:
+        return heads if rotation is None else rotate(heads, rotation)
 
     def _heads(self, projected: Tensor) -> Tensor:
-        return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        return projected.view(*projected.shape[:-1], -1, self.config.head_dim).transpose(1, 2)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalaunch.engine.layout import local
+from megalaunch.engine.layout import ParamLayout, local
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.linear import Linear
 
@@ -38,6 +38,15 @@ class Boundary(Protocol):
 
     def whole_sequences(self) -> AbstractContextManager[None]:
         """Within it s is S, whatever S is: for text that grows by a token at a time."""
+
+    def part(self, parameter: Tensor, layout: ParamLayout) -> Tensor:
+        """What this rank applies of a parameter, inside a region."""
+
+    def own(self, positions: Tensor) -> Tensor:
+        """Of [..., S] what goes with this rank's tokens between regions, [..., s]."""
+
+    def average(self, statistic: Tensor) -> Tensor:
+        """Inside a region: the mean over ranks of what each found of its part of the features."""
 
 
 class OneDevice:
@@ -66,6 +75,18 @@ class OneDevice:
     def whole_sequences(self) -> AbstractContextManager[None]:
         """As ever."""
         return nullcontext()
+
+    def part(self, parameter: Tensor, layout: ParamLayout) -> Tensor:
+        """All of it."""
+        return local(parameter)
+
+    def own(self, positions: Tensor) -> Tensor:
+        """All of them."""
+        return positions
+
+    def average(self, statistic: Tensor) -> Tensor:
+        """The statistic."""
+        return statistic
 
 
 ONE_DEVICE = OneDevice()

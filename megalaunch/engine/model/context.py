@@ -6,15 +6,22 @@ D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries [B, N, s, D], keys and values [B, G, T, D] -> [B, N, s, D]."""
+from megalaunch.engine.model.scores import PLAIN, Scoring, weigh
+
+
+class Attend(Protocol):
+    """What lies between the projections."""
+
+    def __call__(self, q_BNsD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
+        """Queries [B, N, s, D], keys and values [B, G, T, D] -> [B, N, s, D]."""
 
 
 class Context(Protocol):
@@ -23,8 +30,8 @@ class Context(Protocol):
     def places(self, held: int, device: torch.device) -> Tensor:
         """Where the `held` tokens of this rank stand in their sample, [s] int64."""
 
-    def attention(self, held: int, documents_Bs: Tensor | None, layers: int) -> Sequence[Attend]:
-        """Causal attention of each layer, within documents where they are given."""
+    def attention(self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None]) -> Sequence[Attend]:
+        """Causal attention of layers with these windows (None: all tokens), within documents where they are given."""
 
 
 class WholeSample:
@@ -34,44 +41,60 @@ class WholeSample:
         """0, 1, ..."""
         return torch.arange(held, device=device)
 
-    def attention(self, held: int, documents_Bs: Tensor | None, layers: int) -> Sequence[Attend]:
-        """One and the same for all layers."""
+    def attention(self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None]) -> Sequence[Attend]:
+        """One for each window, shared by its layers."""
+        made = {window: self._attend(held, documents_Bs, window) for window in set(windows)}
+        return [made[window] for window in windows]
+
+    def _attend(self, held: int, documents_Bs: Tensor | None, window: int | None) -> Attend:
         if documents_Bs is None:
-            return [causal] * layers
+            return partial(causal, window=window)
         places = self.places(held, documents_Bs.device)
-        return [seen(visible(places, places, documents_Bs, documents_Bs))] * layers
+        return seen(visible(places, places, documents_Bs, documents_Bs, window))
 
 
 WHOLE_SAMPLE = WholeSample()
 
 
-def visible(places_q: Tensor, places_k: Tensor, documents_q: Tensor | None, documents_k: Tensor | None) -> Tensor:
-    """Which keys each query sees: earlier ones and itself, of its own document. [q, k] or [B, 1, q, k] bool.
+def visible(
+    places_q: Tensor,
+    places_k: Tensor,
+    documents_q: Tensor | None,
+    documents_k: Tensor | None,
+    window: int | None = None,
+) -> Tensor:
+    """Which keys each query sees: itself and the `window` - 1 before it, of its own document. [q, k] or [B, 1, q, k].
 
     `places` [s] and [T] are where they stand in the sample; equal `documents` [B, s], [B, T] need not be neighbours.
     """
-    earlier = places_q[:, None] >= places_k[None, :]
+    distance = places_q[:, None] - places_k[None, :]
+    shown = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     if documents_q is None or documents_k is None:
-        return earlier
-    return (earlier & (documents_q[:, :, None] == documents_k[:, None, :])).unsqueeze(1)
+        return shown
+    return (shown & (documents_q[:, :, None] == documents_k[:, None, :])).unsqueeze(1)
 
 
-def causal(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
-    """Attention of the last S of T positions over all T: [B, N, S, D]."""
+def causal(
+    q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: Scoring = PLAIN, /, window: int | None = None
+) -> Tensor:
+    """Attention of the last S of T positions over all T, or the last `window` of them: [B, N, S, D]."""
+    if window is not None and q_BNSD.shape[2] == 1:
+        k_BGTD, v_BGTD, window = k_BGTD[:, :, -window:], v_BGTD[:, :, -window:], None
     queries, keys = q_BNSD.shape[2], k_BGTD.shape[2]
-    if queries in (1, keys):
+    if queries in (1, keys) and scoring.plain and (window is None or window >= keys):
+        grouped = q_BNSD.shape[1] != k_BGTD.shape[1]
         return F.scaled_dot_product_attention(
-            q_BNSD, k_BGTD, v_BGTD, is_causal=queries > 1, enable_gqa=q_BNSD.shape[1] != k_BGTD.shape[1]
+            q_BNSD, k_BGTD, v_BGTD, is_causal=queries > 1, scale=scoring.scale, enable_gqa=grouped
         )
     places = torch.arange(keys, device=q_BNSD.device)
-    return seen(visible(places[keys - queries :], places, None, None))(q_BNSD, k_BGTD, v_BGTD)
+    mask = visible(places[keys - queries :], places, None, None, window)
+    return weigh(q_BNSD, k_BGTD, v_BGTD, mask, scoring)
 
 
 def seen(mask: Tensor) -> Attend:
     """Attention over the keys that `mask` (bool, [..., q, k]) shows."""
 
-    def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
-        grouped = q_BNSD.shape[1] != k_BGTD.shape[1]
-        return F.scaled_dot_product_attention(q_BNSD, k_BGTD, v_BGTD, attn_mask=mask, enable_gqa=grouped)
+    def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
+        return weigh(q_BNSD, k_BGTD, v_BGTD, mask.to(q_BNSD.device), scoring)
 
     return attend

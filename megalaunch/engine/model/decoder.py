@@ -7,7 +7,6 @@ that holds only some of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,52 +14,46 @@ from torch import Tensor, nn
 from megalaunch.engine.layout import COLUMNS
 from megalaunch.engine.model.attention import Attention, KeyValueStore
 from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
+from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.context import WHOLE_SAMPLE, Attend, Context
 from megalaunch.engine.model.embedding import Embedding
 from megalaunch.engine.model.linear import Linear
-from megalaunch.engine.model.mlp import GatedMLP
-from megalaunch.engine.model.norm import RMSNorm
+from megalaunch.engine.model.mlp import MLP
+from megalaunch.engine.model.norm import Norm
 from megalaunch.engine.model.rope import Rotation, rotation_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """Everything the decoder's shape depends on, with no null left."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_groups: int
-    head_dim: int
-    vocab_size: int
-    norm_epsilon: float
-    rope_theta: float
-    tied_embeddings: bool
-    init_std: float
-    embedding_init_std: float
+from megalaunch.engine.model.scores import capped
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm residual block: attention, then the feed-forward block."""
+    """Attention, then the feed-forward block, each added to the stream; or both added at once."""
 
     def __init__(self, config: DecoderConfig, boundary: Boundary) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.attention = Attention(config.hidden_size, config.num_heads, config.num_groups, config.head_dim, boundary)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.mlp = GatedMLP(config.hidden_size, config.ffn_hidden_size, boundary)
+        self.parallel = config.parallel_residual
+        before, after = config.block_norms != "post", config.block_norms != "pre"
+        self.attention_norm = _norm(config, before)
+        self.attention = Attention(config.hidden_size, config.attention, config.norm, boundary)
+        self.attention_out_norm = _norm(config, after)
+        self.mlp_norm = _norm(config, before)
+        self.mlp = MLP(config.hidden_size, config.mlp, boundary)
+        self.mlp_out_norm = _norm(config, after)
 
     def forward(
         self,
         x_BSH: Tensor,
-        rotation: Rotation,
+        rotation: Rotation | None,
         attend: Attend,
         store: KeyValueStore | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
-        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, attend, store)
-        return x_BSH + self.mlp(self.mlp_norm(x_BSH))
+        attended = self.attention_out_norm(self.attention(self.attention_norm(x_BSH), rotation, attend, store))
+        between = x_BSH + attended
+        fed = self.mlp_out_norm(self.mlp(self.mlp_norm(x_BSH if self.parallel else between)))
+        return between + fed
+
+
+def _norm(config: DecoderConfig, present: bool) -> nn.Module:
+    return Norm(config.hidden_size, config.norm) if present else nn.Identity()
 
 
 class Decoder(nn.Module):
@@ -70,9 +63,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.boundary, self.context = config, boundary, context
         # A pipeline stage has the first and the last parts only if it is the first or the last.
-        self.embedding: Embedding | None = Embedding(config.vocab_size, config.hidden_size)
+        self.embedding: Embedding | None = Embedding(
+            config.vocab_size, config.hidden_size, config.learned_positions, config.embedding_scale
+        )
         self.layers = nn.ModuleDict({str(index): DecoderLayer(config, boundary) for index in range(config.num_layers)})
-        self.norm: RMSNorm | None = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.norm: Norm | None = Norm(config.hidden_size, config.norm)
         self.head: Linear | None = Linear(config.hidden_size, config.vocab_size, COLUMNS)
         self.tie()
 
@@ -105,13 +100,17 @@ class Decoder(nn.Module):
         if positions is None:
             positions = self.context.places(held, x.device)
         context = self.context if stores is None else WHOLE_SAMPLE
-        attends = context.attention(held, documents_BS, self.config.num_layers)
+        attends = context.attention(held, documents_BS, [layer.window for layer in self.config.layers])
         if self.embedding is not None:
-            x = self.boundary.embed(x, self.embedding)
-        rotation = rotation_of(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+            x = self.embedding.vectors(x, positions, self.boundary)
+        ropes = {layer.rope for layer in self.config.layers}
+        rotations = {rope: rotation_of(positions, rope, x.dtype) if rope else None for rope in ropes}
         for name, layer in self.layers.items():
-            x = layer(x, rotation, attends[int(name)], stores[int(name)] if stores is not None else None)
+            index = int(name)
+            rotation = rotations[self.config.layers[index].rope]
+            x = layer(x, rotation, attends[index], stores[index] if stores is not None else None)
         if self.norm is None or self.head is None:
             return x
         (logits_BSV,) = self.boundary.enter(self.norm(x), self.head)
-        return logits_BSV
+        cap = self.config.logit_soft_cap
+        return logits_BSV if cap is None else capped(logits_BSV, cap)

@@ -1,18 +1,34 @@
-"""The table of token vectors."""
+"""The table of token vectors, and that of learned positions."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megalaunch.engine.layout import COLUMNS
+from megalaunch.engine.layout import COLUMNS, EVERYWHERE, local
+from megalaunch.engine.model.boundary import Boundary
 
 
 class Embedding(nn.Module):
-    """`weight` [V, H], divided by row; a boundary looks tokens up in it, since a rank may hold a part only."""
+    """`weight` [V, H], divided by row: a boundary looks tokens up in it, since a rank may hold a part only.
+
+    `positions` [P, H] where positions are learned.
+    """
 
     layout = COLUMNS
+    positions_layout = EVERYWHERE
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, positions: int | None = None, scale: float = 1.0) -> None:
         super().__init__()
+        self.scale = scale
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.positions = None if positions is None else nn.Parameter(torch.empty(positions, hidden_size))
+
+    def vectors(self, tokens_BS: Tensor, positions: Tensor, boundary: Boundary) -> Tensor:
+        """Tokens [B, S] at `positions`, [S] or [B, S] -> [B, s, H]."""
+        x_BsH = boundary.embed(tokens_BS, self)
+        if self.scale != 1:
+            x_BsH = x_BsH * torch.tensor(self.scale, dtype=x_BsH.dtype)
+        if self.positions is None:
+            return x_BsH
+        return x_BsH + nn.functional.embedding(boundary.own(positions), local(self.positions))

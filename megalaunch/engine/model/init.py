@@ -8,20 +8,22 @@ import math
 import torch
 from torch import Tensor
 
-from megalaunch.engine.model.decoder import Decoder, DecoderConfig
+from megalaunch.engine.model.config import DecoderConfig
+from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.placement import fill
 
 # Projections that write into the residual stream; their spread shrinks with depth (GPT-2, Megatron).
 _RESIDUAL_WRITERS = ("attention.o_proj.weight", "mlp.down_proj.weight")
-_EMBEDDING = "embedding.weight"
+_EMBEDDINGS = ("embedding.weight", "embedding.positions")
+_SINKS = ".sinks"
 
 
 def initial_value(name: str, shape: torch.Size, config: DecoderConfig, seed: int) -> Tensor:
-    """The global fp32 tensor of one parameter: ones for norms, else a normal draw of its own generator."""
-    if len(shape) == 1:
-        return torch.ones(shape)
-    std = config.embedding_init_std if name == _EMBEDDING else config.init_std
+    """The global fp32 tensor of one parameter: zeros for biases, norms that change nothing, else a normal draw."""
+    if len(shape) == 1 and not name.endswith(_SINKS):
+        return torch.zeros(shape) if name.endswith(".bias") or config.norm.plus_one else torch.ones(shape)
+    std = config.embedding_init_std if name in _EMBEDDINGS else config.init_std
     if name.endswith(_RESIDUAL_WRITERS):
         std /= math.sqrt(2 * config.num_layers)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

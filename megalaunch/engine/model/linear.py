@@ -1,4 +1,4 @@
-"""A matrix multiplication whose weight knows how it lies over tensor-parallel ranks."""
+"""A matrix multiplication whose weight and bias know how they lie over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalaunch.engine.layout import ParamLayout, local
+from megalaunch.engine.layout import EVERYWHERE, ParamLayout, local
 
 
 class Linear(nn.Module):
-    """x -> x W^T, without bias; `weight` is [out, in] as in torch."""
+    """x -> x W^T (+ b); `weight` is [out, in] as in torch.
 
-    def __init__(self, in_features: int, out_features: int, layout: ParamLayout) -> None:
+    The bias is divided with the outputs; where the inputs are, every rank adds all of it to the sum.
+    """
+
+    def __init__(self, in_features: int, out_features: int, layout: ParamLayout, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         self.layout = layout
+        self.bias_layout = layout if layout.split == 0 else EVERYWHERE
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], where one device holds the whole weight."""
-        return F.linear(x, local(self.weight))
+        """[..., in] -> [..., out], where one device holds all."""
+        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))

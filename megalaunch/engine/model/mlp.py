@@ -1,30 +1,38 @@
-"""The gated feed-forward block."""
+"""The feed-forward block, with a gate beside its up projection or without."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from megalaunch.engine.layout import COLUMNS, ROWS
+from megalaunch.engine.model.activation import GATED, PLAIN
 from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
+from megalaunch.engine.model.config import MLPConfig
 from megalaunch.engine.model.linear import Linear
-from megalaunch.kernels.swiglu import swiglu
 
 
-class GatedMLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+class MLP(nn.Module):
+    """down(activation(up(x))), or down(activation(gate(x), up(x)))."""
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, boundary: Boundary = ONE_DEVICE) -> None:
+    def __init__(self, hidden_size: int, config: MLPConfig, boundary: Boundary = ONE_DEVICE) -> None:
         super().__init__()
-        self.boundary = boundary
-        self.gate_proj = Linear(hidden_size, ffn_hidden_size, COLUMNS)
-        self.up_proj = Linear(hidden_size, ffn_hidden_size, COLUMNS)
-        self.down_proj = Linear(ffn_hidden_size, hidden_size, ROWS)
+        self.config, self.boundary = config, boundary
+        width, bias = config.width, config.bias
+        self.gate_proj = Linear(hidden_size, width, COLUMNS, bias) if config.activation in GATED else None
+        self.up_proj = Linear(hidden_size, width, COLUMNS, bias)
+        self.down_proj = Linear(width, hidden_size, ROWS, bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
-        gate, up = self.boundary.enter(x_BSH, self.gate_proj, self.up_proj)
-        return self.boundary.leave(self.activate(gate, up), self.down_proj)
+        entries = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
+        return self.boundary.leave(self.activate(*self.boundary.enter(x_BSH, *entries)), self.down_proj)
 
-    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up."""
-        return swiglu(gate, up)
+    def activate(self, *entered: Tensor) -> Tensor:
+        """Of up alone, or of gate and up, which may be clamped (gpt-oss: the gate from above only)."""
+        if self.gate_proj is None:
+            (up,) = entered
+            return PLAIN[self.config.activation](up)
+        gate, up = entered
+        if self.config.clamp is not None:
+            gate, up = gate.clamp(max=self.config.clamp), up.clamp(-self.config.clamp, self.config.clamp)
+        return GATED[self.config.activation](gate, up)

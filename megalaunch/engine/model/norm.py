@@ -1,4 +1,4 @@
-"""RMSNorm."""
+"""Norms over the last dimension: RMSNorm and LayerNorm, and their form over features that ranks divide."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalaunch.engine.layout import EVERYWHERE, local
+from megalaunch.engine.layout import EVERYWHERE, ParamLayout, local
+from megalaunch.engine.model.config import NormConfig
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich, 2019)."""
+class Norm(nn.Module):
+    """x / rms(x) * weight (Zhang and Sennrich, 2019), or LayerNorm with its bias (Ba et al., 2016)."""
 
-    layout = EVERYWHERE
-
-    def __init__(self, size: int, epsilon: float) -> None:
+    def __init__(self, size: int, config: NormConfig, layout: ParamLayout = EVERYWHERE) -> None:
         super().__init__()
+        self.config, self.layout = config, layout
         self.weight = nn.Parameter(torch.ones(size))
-        self.epsilon = epsilon
+        self.bias = nn.Parameter(torch.zeros(size)) if config.layer else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H]; the mean square is taken in fp32 whatever the format of x."""
-        return F.rms_norm(x, self.weight.shape, local(self.weight), self.epsilon)
+        """[..., size] -> [..., size]; statistics are taken in fp32 whatever the format of x."""
+        weight, shape, epsilon = local(self.weight), self.weight.shape, self.config.epsilon
+        if self.config.plus_one:  # the sum would lose most of a small weight in a half format
+            wide, dtype = 1 + weight.float(), x.dtype
+            bias = local(self.bias).float() if self.bias is not None else None
+            normed = F.layer_norm(x.float(), shape, wide, bias, epsilon) if self.config.layer else None
+            return (F.rms_norm(x.float(), shape, wide, epsilon) if normed is None else normed).to(dtype)
+        if self.bias is not None:
+            return F.layer_norm(x, shape, weight, local(self.bias), epsilon)
+        return F.rms_norm(x, shape, weight, epsilon)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from megalaunch.engine.model.decoder import Decoder, DecoderConfig
+from megalaunch.engine.model.config import DecoderConfig
+from megalaunch.engine.model.decoder import Decoder
 
 
 class ModelParts:

@@ -7,30 +7,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megalaunch.engine.model.config import RopeConfig
+from megalaunch.engine.model.rope_scaling import magnitude, stretched
+
 
 class Rotation(NamedTuple):
-    """Cosines and sines of every position's angles, [S, D] or [B, 1, S, D], ready to multiply heads with."""
+    """Cosines and sines of every position's angles, [S, R] or [B, 1, S, R], for the first R numbers of each head."""
 
     cos: Tensor
     sin: Tensor
 
 
-def rotation_of(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+def rotation_of(positions: Tensor, rope: RopeConfig, dtype: torch.dtype) -> Rotation:
     """The rotation at integer `positions`, [S] for all samples or [B, S] for each.
 
     Angles are computed in fp32, never in a half format.
 
     It is a function and no buffer: a buffer is lost when a model made on the meta device is given memory.
     """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions.to(torch.float32)[..., None] * (1.0 / theta**exponents)
+    exponents = torch.arange(0, rope.width, 2, device=positions.device, dtype=torch.float32) / rope.width
+    frequencies = stretched(1.0 / rope.theta**exponents, rope)
+    angles = positions.to(torch.float32)[..., None] * frequencies
     both_halves = torch.cat((angles, angles), dim=-1)
     if positions.dim() == 2:
         both_halves = both_halves.unsqueeze(1)  # alike for all heads
-    return Rotation(both_halves.cos().to(dtype), both_halves.sin().to(dtype))
+    size = magnitude(rope)
+    return Rotation((both_halves.cos() * size).to(dtype), (both_halves.sin() * size).to(dtype))
 
 
 def rotate(x_BNSD: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate each head's pairs (i, i + D/2) by their position's angle."""
-    first, second = x_BNSD.chunk(2, dim=-1)
-    return x_BNSD * rotation.cos + torch.cat((-second, first), dim=-1) * rotation.sin
+    """Rotate the pairs (i, i + R/2) of each head's first R numbers by their position's angle."""
+    width = rotation.cos.shape[-1]
+    turned, rest = x_BNSD[..., :width], x_BNSD[..., width:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * rotation.cos + torch.cat((-second, first), dim=-1) * rotation.sin
+    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megalaunch.config.schema.parallel import ContextExchange, ParallelSpec
 from megalaunch.engine.collectives import start_exchange, start_gather, start_reduce_scatter
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.context import Attend, causal, seen, visible
+from megalaunch.engine.model.scores import PLAIN, Scoring
 from megalaunch.engine.parallel.ring import RingAttention
 
 _SEQUENCE = 2  # the dim of tokens in [B, N, s, D]
@@ -39,16 +41,15 @@ class ContextParallel:
         """Where this rank's tokens stand in their sample, [s]."""
         return places_of(held * self.axis.size, self.axis).to(device)
 
-    def attention(self, held: int, documents_Bs: Tensor | None, layers: int) -> Sequence[Attend]:
-        """One function for each way that is used, shared by its layers."""
+    def attention(self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None]) -> Sequence[Attend]:
+        """One function for each way and window that is used, shared by its layers."""
         mine = documents_Bs
         everyone = None if mine is None else start_gather(mine, 1, self.axis).wait()
         order = _all_places(held * self.axis.size, self.axis)
-        made: dict[ContextExchange, Attend] = {}
-        for exchange in set(self.exchanges):
-            made[exchange] = _MAKERS[exchange](self.axis, order, mine, everyone)
-        every = self.exchanges if len(self.exchanges) > 1 else self.exchanges * layers
-        return [made[exchange] for exchange in every]
+        exchanges = self.exchanges if len(self.exchanges) > 1 else self.exchanges * len(windows)
+        kinds = list(zip(exchanges, windows, strict=True))
+        made = {(way, window): _MAKERS[way](self.axis, order, mine, everyone, window) for way, window in set(kinds)}
+        return [made[kind] for kind in kinds]
 
 
 def places_of(length: int, axis: Axis) -> Tensor:
@@ -64,48 +65,50 @@ def _all_places(length: int, axis: Axis) -> Tensor:
     return torch.cat([places_of(length, Axis(axis.name, axis.size, rank)) for rank in range(axis.size)])
 
 
-def _gathering(axis: Axis, order: Tensor, mine: Tensor | None, everyone: Tensor | None) -> Attend:
+def _gathering(axis: Axis, order: Tensor, mine: Tensor | None, everyone: Tensor | None, window: int | None) -> Attend:
     """Every rank gathers all keys and values; their gradients are summed where they belong (Llama 3)."""
     held = len(order) // axis.size
-    mask = visible(order[axis.rank * held :][:held], order, mine, everyone)
+    attend_all = seen(visible(order[axis.rank * held :][:held], order, mine, everyone, window))
 
-    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor) -> Tensor:
+    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
         keys_values = torch.stack((k_BGsD, v_BGsD))
         whole: Tensor = _Gather.apply(keys_values, axis)  # type: ignore[no-untyped-call]
         k_BGSD, v_BGSD = whole.unbind()
-        return seen(mask.to(q_BNsD.device))(q_BNsD, k_BGSD, v_BGSD)
+        return attend_all(q_BNsD, k_BGSD, v_BGSD, scoring)
 
     return attend
 
 
-def _ring(axis: Axis, order: Tensor, mine: Tensor | None, everyone: Tensor | None) -> Attend:
+def _ring(axis: Axis, order: Tensor, mine: Tensor | None, everyone: Tensor | None, window: int | None) -> Attend:
     """Keys and values travel round the ranks."""
     held = len(order) // axis.size
-    mask = visible(order[axis.rank * held :][:held], order, mine, everyone)
+    mask = visible(order[axis.rank * held :][:held], order, mine, everyone, window)
     masks = torch.stack(mask.chunk(axis.size, dim=-1))
 
-    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor) -> Tensor:
+    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
         keys_values = torch.stack((k_BGsD, v_BGsD))
-        out: Tensor = RingAttention.apply(q_BNsD, keys_values, masks.to(q_BNsD.device), axis)  # type: ignore[no-untyped-call]
+        held_masks = masks.to(q_BNsD.device)
+        out: Tensor = RingAttention.apply(q_BNsD, keys_values, held_masks, axis, scoring, scoring.sinks)  # type: ignore[no-untyped-call]
         return out
 
     return attend
 
 
-def _exchanging(axis: Axis, order: Tensor, mine: Tensor | None, everyone: Tensor | None) -> Attend:
+def _exchanging(axis: Axis, order: Tensor, mine: Tensor | None, everyone: Tensor | None, window: int | None) -> Attend:
     """Ranks trade tokens for heads: each attends over whole samples with N / cp heads (DeepSpeed-Ulysses)."""
     natural = order.argsort()
-    local_attend: Attend = causal
+    local_attend: Attend = partial(causal, window=window)
     if everyone is not None:
         documents = everyone[:, natural.to(everyone.device)]
         places = torch.arange(len(order), device=everyone.device)
-        local_attend = seen(visible(places, places, documents, documents))
+        local_attend = seen(visible(places, places, documents, documents, window))
 
-    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor) -> Tensor:
+    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
         there, back = natural.to(q_BNsD.device), order.to(q_BNsD.device)
         heads = (q_BNsD, *(_enough(x, axis.size) for x in (k_BGsD, v_BGsD)))
         q_BnSD, k_BgSD, v_BgSD = (_to_heads(x, axis)[:, :, there] for x in heads)
-        return _to_tokens(local_attend(q_BnSD, k_BgSD, v_BgSD)[:, :, back], axis)
+        out_BnSD = local_attend(q_BnSD, k_BgSD, v_BgSD, scoring.of_heads(axis.rank, axis.size))
+        return _to_tokens(out_BnSD[:, :, back], axis)
 
     return attend
 

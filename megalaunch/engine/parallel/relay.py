@@ -11,7 +11,7 @@ from torch import Tensor
 from megalaunch.engine.collectives import start_gather
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.attention import KeyValueStore
-from megalaunch.engine.model.decoder import DecoderConfig
+from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.parts import ModelParts
 from megalaunch.plan.stages import Stage
 

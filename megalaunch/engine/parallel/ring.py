@@ -13,20 +13,28 @@ from torch import Tensor
 
 from megalaunch.engine.collectives import start_shift
 from megalaunch.engine.mesh import Axis
+from megalaunch.engine.model.scores import Scoring
 
 
 class RingAttention(torch.autograd.Function):
-    """q [B, N, s, D], kv [2, B, G, s, D], masks [cp, ..., s, s] by the rank whose keys they show -> [B, N, s, D]."""
+    """q [B, N, s, D], kv [2, B, G, s, D], masks [cp, ..., s, s] by the rank whose keys they show -> [B, N, s, D].
+
+    `sinks` [N] are the scoring's, once more as a tensor that gets a gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, masks: Tensor, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, masks: Tensor, axis: Axis, scoring: Scoring, sinks: Tensor | None
+    ) -> Tensor:
         total = torch.zeros_like(q, dtype=torch.float32)
         log_sum = torch.full((*q.shape[:-1], 1), -torch.inf, device=q.device)
+        if sinks is not None:
+            log_sum = log_sum.maximum(sinks.float()[:, None, None])
         held = kv
         for turn in range(axis.size):
             coming = start_shift(held, axis) if turn + 1 < axis.size else None
             keys, values = _grouped(held, q)
-            scores = _scores(q, keys, masks[_owner(axis, turn)])
+            scores = scoring.scores(q, keys).masked_fill(~masks[_owner(axis, turn)], -torch.inf)
             part_sum = scores.logsumexp(dim=-1, keepdim=True)
             merged = torch.logaddexp(log_sum, part_sum)
             weights = (scores - merged.clamp(min=torch.finfo(torch.float32).min)).exp()
@@ -34,37 +42,42 @@ class RingAttention(torch.autograd.Function):
             log_sum = merged
             held = coming.wait() if coming else held
         out = total.to(q.dtype)
-        ctx.axis = axis
-        ctx.save_for_backward(q, kv, masks, out, log_sum)
+        ctx.axis, ctx.scoring, ctx.scale = (
+            axis,
+            scoring,
+            q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale,
+        )
+        ctx.save_for_backward(q, kv, masks, out, log_sum, sinks)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, masks, out, log_sum = ctx.saved_tensors
-        axis, dout = ctx.axis, gradients[0].float()
+        q, kv, masks, out, log_sum, sinks = ctx.saved_tensors
+        axis, scoring, dout = ctx.axis, ctx.scoring, gradients[0].float()
         share = (dout * out.float()).sum(dim=-1, keepdim=True)
         dq = torch.zeros_like(q, dtype=torch.float32)
         held, dheld = kv, torch.zeros_like(kv, dtype=torch.float32)
         for turn in range(axis.size):
             coming = start_shift(held, axis) if turn + 1 < axis.size else None
             keys, values = (x.float() for x in _grouped(held, q))
-            weights = (_scores(q, keys, masks[_owner(axis, turn)]) - log_sum).exp()
-            dscores = weights * (dout @ values.mT - share) * q.shape[-1] ** -0.5
+            scores = scoring.scores(q, keys)
+            weights = (scores.masked_fill(~masks[_owner(axis, turn)], -torch.inf) - log_sum).exp()
+            dscores = weights * (dout @ values.mT - share) * ctx.scale
+            if scoring.soft_cap is not None:
+                dscores = dscores * (1 - (scores / scoring.soft_cap).square())
             dq += dscores @ keys
             dheld = dheld + torch.stack((_ungrouped(dscores.mT @ q.float(), kv), _ungrouped(weights.mT @ dout, kv)))
             dheld = start_shift(dheld, axis).wait()
             held = coming.wait() if coming else held
-        return dq.to(q.dtype), dheld.to(kv.dtype), None, None
+        dsinks = None
+        if sinks is not None:  # its value is 0, so that only its share of the sum is left
+            dsinks = -((sinks.float()[:, None, None] - log_sum).exp() * share).sum(dim=(0, 2, 3)).to(sinks.dtype)
+        return dq.to(q.dtype), dheld.to(kv.dtype), None, None, None, dsinks
 
 
 def _owner(axis: Axis, turn: int) -> int:
     """Whose keys are here after `turn` shifts."""
     return (axis.rank - turn) % axis.size
-
-
-def _scores(q: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-    scores = q.float() @ keys.float().mT * q.shape[-1] ** -0.5
-    return scores.masked_fill(~mask, -torch.inf)
 
 
 def _grouped(kv: Tensor, q: Tensor) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalaunch.engine.collectives import start_gather, start_reduce_scatter, start_sum
-from megalaunch.engine.layout import layout_of, local, piece
+from megalaunch.engine.layout import ParamLayout, layout_of, local, piece
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.linear import Linear
@@ -51,20 +51,38 @@ class TensorParallel:
 
     def enter(self, x_BsH: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
         """[B, s, H] -> [B, S, f] each."""
-        weights = [piece(p.weight, p.layout, self.axis.rank, self.axis.size) for p in projections]
+        weights = [self.part(p.weight, p.layout) for p in projections]
+        outputs: tuple[Tensor, ...]
         if self.overlap and self.sequence_parallel:
-            in_ring: tuple[Tensor, ...] = EnterInRing.apply(x_BsH, self.axis, *weights)  # type: ignore[no-untyped-call]
-            return in_ring
-        outputs: tuple[Tensor, ...] = _Enter.apply(x_BsH, self.axis, self.sequence_parallel, *weights)  # type: ignore[no-untyped-call]
-        return outputs
+            outputs = EnterInRing.apply(x_BsH, self.axis, *weights)  # type: ignore[no-untyped-call]
+        else:
+            outputs = _Enter.apply(x_BsH, self.axis, self.sequence_parallel, *weights)  # type: ignore[no-untyped-call]
+        return tuple(
+            out if p.bias is None else out + self.part(p.bias, p.bias_layout)
+            for out, p in zip(outputs, projections, strict=True)
+        )
 
     def leave(self, x_BSf: Tensor, projection: Linear) -> Tensor:
         """[B, S, f] -> [B, s, H]."""
         weight = local(projection.weight)
         if self.overlap and self.sequence_parallel:
             total: Tensor = LeaveInRing.apply(x_BSf, self.axis, weight)  # type: ignore[no-untyped-call]
-            return total
-        return self._sum(F.linear(x_BSf, weight))
+        else:
+            total = self._sum(F.linear(x_BSf, weight))
+        return total if projection.bias is None else total + local(projection.bias)
+
+    def part(self, parameter: Tensor, layout: ParamLayout) -> Tensor:
+        """What this rank applies of a parameter."""
+        return piece(parameter, layout, self.axis.rank, self.axis.size)
+
+    def own(self, positions: Tensor) -> Tensor:
+        """Of [..., S] what goes with this rank's tokens between regions, [..., s]."""
+        return positions.chunk(self.axis.size, dim=-1)[self.axis.rank] if self.sequence_parallel else positions
+
+    def average(self, statistic: Tensor) -> Tensor:
+        """The mean over ranks of what each found of its part of the features."""
+        mean: Tensor = _Average.apply(statistic, self.axis)  # type: ignore[no-untyped-call]
+        return mean
 
     def rows(self, length: int) -> int:
         """An equal share under sequence parallelism, else all of them."""
@@ -126,11 +144,24 @@ class _Leave(torch.autograd.Function):
         return (start_gather(dy, _SEQUENCE, ctx.axis).wait() if ctx.divided_sequence else dy), None, None
 
 
+class _Average(torch.autograd.Function):
+    """The mean over ranks; every rank goes on with it in its own way, so the gradients are averaged alike."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return start_sum(part, axis).wait() / axis.size
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return start_sum(gradients[0], ctx.axis).wait() / ctx.axis.size, None
+
+
 def divide(model: Decoder, axis_mesh: DeviceMesh) -> None:
     """Make every parameter of a model on meta a DTensor over the tensor-parallel axis, as its layout says."""
     if axis_mesh.size() == 1:
         return
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, divided(parameter, layout_of(module), axis_mesh))
+            module.register_parameter(name, divided(parameter, layout_of(module, name), axis_mesh))
     model.tie()

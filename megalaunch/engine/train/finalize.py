@@ -38,6 +38,6 @@ def _partial_gradients(model: ModelParts, ranks: int, sequence_parallel: bool) -
     return [
         local_values(parameter.grad)
         for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-        if parameter.grad is not None and layout_of(module).is_partial(ranks, sequence_parallel)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.grad is not None and layout_of(module, name).is_partial(ranks, sequence_parallel)
     ]

@@ -20,6 +20,19 @@ depends(
 )
 
 
+@rule("attention.scores_positive", "Soft caps and the scale of scores are above 0.")
+def scores_positive(at: Situation) -> Iterator[Broken]:
+    """Scores and logits are divided by them."""
+    for key in ("attention_soft_cap", "logit_soft_cap", "attention_scale_dim"):
+        if getattr(at.spec.model, key) == 0:
+            yield Broken(
+                f"model.{key}",
+                f"{key} 0 would divide by 0",
+                {key: 0.0},
+                ({f"model.{key}": None}, {f"model.{key}": 50.0}),
+            )
+
+
 @rule("attention.window_everywhere_full", "Some layer has the sliding window.")
 def window_everywhere_full(at: Situation) -> Iterator[Broken]:
     """With full_attention_every 1 the window is nowhere."""

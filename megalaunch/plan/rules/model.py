@@ -191,7 +191,13 @@ _BLOCKS: dict[str, tuple[Callable[[ModelSpec], bool], tuple[str, ...]]] = {
     "multi-token prediction": (lambda model: model.mtp.num_layers > 0, ("deepseek",)),
     "attention sinks": (lambda model: model.attention_sinks, ("gpt_oss",)),
     "learned positions": (lambda model: model.position_embedding == "learned", ("gpt",)),
-    "norms of queries and keys": (lambda model: model.qk_norm != "none", ("qwen3", "olmoe")),
+    "norms of queries and keys": (lambda model: model.qk_norm != "none", ("qwen3", "gemma3", "olmo2", "olmoe")),
+    "norms after the blocks": (lambda model: model.block_norms != "pre", ("gemma2", "gemma3", "olmo2")),
+    "soft caps": (
+        lambda model: model.attention_soft_cap is not None or model.logit_soft_cap is not None,
+        ("gemma2", "gemma3"),
+    ),
+    "unrotated layers": (lambda model: model.no_rope_every is not None, ("smollm3",)),
 }  # block: whether a model has it, and the families whose published checkpoints have names for it
 
 

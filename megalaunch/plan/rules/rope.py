@@ -21,6 +21,28 @@ depends(
 )
 depends(
     Dependent(
+        "rope.never_idle",
+        "Layers without rotation go with rotary positions.",
+        "With other positions no layer rotates.",
+        ("model.no_rope_every",),
+        "model.position_embedding",
+        lambda spec: spec.model.position_embedding == "rope",
+        "model.position_embedding is not rope",
+    )
+)
+depends(
+    Dependent(
+        "rope.window_idle",
+        "A base of windowed layers goes with a sliding window.",
+        "Without one there are no such layers.",
+        ("model.rope.window_theta",),
+        "model.sliding_window",
+        lambda spec: spec.model.sliding_window is not None,
+        "model.sliding_window is null, so that every layer sees all tokens",
+    )
+)
+depends(
+    Dependent(
         "rope.factor_idle",
         "A factor stretches by some scaling.",
         "rope.scaling says how.",

@@ -20,17 +20,15 @@ ROOMS = ("plan", "data", "launch", "platform", "engine", "rundir")
 
 # Where a run happens. Of the plan's files, those whose results the engine acts on.
 RUN_ROOMS = ("engine", "data", "launch", "platform", "rundir")
-RUN_FILES = ("plan/topology.py", "plan/resolve.py", "plan/stages.py", "plan/stage_faults.py")
+RUN_FILES = ("plan/topology.py", "plan/resolve.py", "plan/stages.py", "plan/stage_faults.py", "plan/layers.py")
 # A limit that leaves a choice is no excuse: its key has to be read. (null, auto and 1 stand for one value.)
 LIMITED = {limit.path for limit in LIMITS if len({None, "auto", 1} | set(limit.supported)) <= 4}
 
 # Keys, or sections, that mean nothing while the engine refuses every other value of the key beside them.
 WITHOUT = {
-    "model.full_attention_every": "model.sliding_window",
     "model.mla.": "model.mla.kv_lora_rank",
     "model.moe.": "model.moe.num_experts",
     "model.mtp.": "model.mtp.num_layers",
-    "model.rope.": "model.rope.scaling",
     "optimizer.momentum": "optimizer.name",
     "parallel.cp_hierarchy": "parallel.cp_exchange",
     "parallel.expert_dispatch": "parallel.ep",

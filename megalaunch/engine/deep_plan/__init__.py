@@ -1,1 +1,0 @@
-"""The deep plan: one real step as any rank of any world, on tensors without memory, with every byte accounted."""

@@ -1,0 +1,55 @@
+"""Gemma 2: soft caps, norms before and after each block, every second layer with a window, scaled token vectors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.families.config_file import ConfigFile
+from megalaunch.engine.families.family import FamilyFile, Values
+from megalaunch.engine.families.llama import read_biases, read_shape, tensors, write_shape
+from megalaunch.engine.families.rope_keys import read_rope, write_rope
+from megalaunch.engine.families.windows import read_windows, write_windows
+
+
+def read_gemma(file: ConfigFile, caps: tuple[float | None, float | None], every: int) -> Values:
+    """What Gemma 2 and 3 share; `caps` of scores and logits where a file has none."""
+    file.expect("use_bidirectional_attention", file.take("use_bidirectional_attention", None) or None)
+    if file.take("hidden_act", None) is not None and file.take("hidden_activation", None) is None:
+        file.problems.append("config.json: hidden_act without hidden_activation; gemma computes gelu_pytorch_tanh")
+    shape = read_shape(
+        file, tied=True, head_dim=256, activation_key="hidden_activation", activation="gelu_pytorch_tanh"
+    )
+    windows = read_windows(file, file.integer("sliding_window", 4096), every)
+    own = {
+        "block_norms": "both",
+        "norm_plus_one": True,
+        "scaled_embedding": True,
+        "attention_scale_dim": float(file.number("query_pre_attn_scalar", 256) or 256),
+        "attention_soft_cap": file.number("attn_logit_softcapping", caps[0]),
+        "logit_soft_cap": file.number("final_logit_softcapping", caps[1]),
+    }
+    return shape | read_biases(file) | windows | own
+
+
+def write_gemma(model: ModelSpec) -> dict[str, Any]:
+    """The same keys back."""
+    scale = model.attention_scale_dim or model.head_dim or 256
+    own = {
+        "attention_bias": model.qkv_bias,
+        "query_pre_attn_scalar": int(scale) if float(scale).is_integer() else scale,
+        "attn_logit_softcapping": model.attention_soft_cap,
+        "final_logit_softcapping": model.logit_soft_cap,
+    }
+    return write_shape(model, "hidden_activation") | own | write_windows(model)
+
+
+def _read(file: ConfigFile) -> Values:
+    return read_gemma(file, caps=(50.0, 30.0), every=2) | {"rope": read_rope(file)}
+
+
+def _write(model: ModelSpec) -> dict[str, Any]:
+    return write_gemma(model) | write_rope(model.rope)
+
+
+FAMILY = FamilyFile("gemma2", "gemma2", "Gemma2ForCausalLM", _read, _write, tensors)

@@ -1,0 +1,109 @@
+"""GPT-2 and GPT-3: learned positions, LayerNorm, biases everywhere, matrices kept as [in, out]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megalaunch.config.schema.model import Activation, ModelSpec
+from megalaunch.engine.families.config_file import ConfigFile
+from megalaunch.engine.families.family import FamilyFile, Values, inverse
+from megalaunch.engine.families.pairs import Pair, fused, same, transposed
+
+PLAIN: Mapping[str, Activation] = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
+
+
+def _read(file: ConfigFile) -> Values:
+    hidden, heads = file.integer("n_embd", 768), file.integer("n_head", 12)
+    file.expect("scale_attn_weights", True)
+    file.expect("scale_attn_by_inverse_layer_idx", False)
+    dropout = float(file.take("resid_pdrop", 0.1))
+    file.expect("embd_pdrop", dropout)
+    return {
+        "num_layers": file.integer("n_layer", 12),
+        "hidden_size": hidden,
+        "ffn_hidden_size": file.integer("n_inner", 4 * (hidden or 0)),
+        "num_attention_heads": heads,
+        "num_query_groups": heads,
+        "head_dim": (hidden or 0) // (heads or 1),
+        "vocab_size": file.integer("vocab_size", 50257),
+        "max_position_embeddings": file.integer("n_positions", 1024),
+        "position_embedding": "learned",
+        "activation": file.choose("activation_function", PLAIN, "gelu_new"),
+        "norm": "layernorm",
+        "norm_epsilon": file.number("layer_norm_epsilon", 1e-5),
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        "hidden_dropout": dropout,
+        "attention_dropout": float(file.take("attn_pdrop", 0.1)),
+        "tied_embeddings": bool(file.take("tie_word_embeddings", True)),
+        "init_std": file.number("initializer_range", 0.02),
+    }
+
+
+def _write(model: ModelSpec) -> dict[str, Any]:
+    return {
+        "n_layer": model.num_layers,
+        "n_embd": model.hidden_size,
+        "n_inner": model.ffn_hidden_size,
+        "n_head": model.num_attention_heads,
+        "vocab_size": model.vocab_size,
+        "n_positions": model.max_position_embeddings,
+        "activation_function": inverse(PLAIN).get(model.activation, "gelu_new"),
+        "layer_norm_epsilon": model.norm_epsilon,
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout,
+        "attn_pdrop": model.attention_dropout,
+        "tie_word_embeddings": model.tied_embeddings,
+        "initializer_range": model.init_std,
+    }
+
+
+def _tensors(model: ModelSpec) -> Iterator[Pair]:
+    yield same("transformer.wte.weight", "embedding.weight")
+    yield same("transformer.wpe.weight", "embedding.positions")
+    yield from both("transformer.ln_f", "norm")
+    if not model.tied_embeddings:
+        yield same("lm_head.weight", "head.weight")
+    rows = [model.hidden_size] * 3
+    for index in range(model.num_layers):
+        theirs, ours = f"transformer.h.{index}.", f"layers.{index}."
+        yield from both(f"{theirs}ln_1", f"{ours}attention_norm")
+        yield from both(f"{theirs}ln_2", f"{ours}mlp_norm")
+        for part, turned in (("weight", True), ("bias", False)):
+            names = [f"{ours}attention.{name}_proj.{part}" for name in "qkv"]
+            yield fused(f"{theirs}attn.c_attn.{part}", names, rows, turned=turned)
+        for their_name, our_name in (
+            ("attn.c_proj", "attention.o_proj"),
+            ("mlp.c_fc", "mlp.up_proj"),
+            ("mlp.c_proj", "mlp.down_proj"),
+        ):
+            yield transposed(f"{theirs}{their_name}.weight", f"{ours}{our_name}.weight")
+            yield same(f"{theirs}{their_name}.bias", f"{ours}{our_name}.bias")
+
+
+def both(theirs: str, ours: str) -> Iterator[Pair]:
+    """Weight and bias."""
+    yield same(f"{theirs}.weight", f"{ours}.weight")
+    yield same(f"{theirs}.bias", f"{ours}.bias")
+
+
+FAMILY = FamilyFile(
+    "gpt",
+    "gpt2",
+    "GPT2LMHeadModel",
+    _read,
+    _write,
+    _tensors,
+    prefix="transformer.",
+    dropped=(".attn.bias", ".attn.masked_bias"),
+)

@@ -1,0 +1,25 @@
+"""OLMo 2: norms after each block and none before it, and a norm over all heads of queries and keys together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.families.config_file import ConfigFile
+from megalaunch.engine.families.family import FamilyFile, Values
+from megalaunch.engine.families.llama import read_biases, read_shape, tensors, write_shape
+from megalaunch.engine.families.rope_keys import read_rope, write_rope
+
+
+def _read(file: ConfigFile) -> Values:
+    own = {"block_norms": "post", "qk_norm": "full", "rope": read_rope(file)}
+    return read_shape(file, epsilon=1e-5) | read_biases(file) | own
+
+
+def _write(model: ModelSpec) -> dict[str, Any]:
+    shape = write_shape(model)
+    del shape["head_dim"]  # always hidden_size / heads
+    return shape | {"attention_bias": model.qkv_bias} | write_rope(model.rope)
+
+
+FAMILY = FamilyFile("olmo2", "olmo2", "Olmo2ForCausalLM", _read, _write, tensors)

@@ -1,0 +1,39 @@
+"""SmolLM3: a Llama of which every n-th layer leaves queries and keys unrotated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.families.config_file import ConfigFile, every_nth
+from megalaunch.engine.families.family import FamilyFile, Values
+from megalaunch.engine.families.llama import read_biases, read_shape, tensors, write_shape
+from megalaunch.engine.families.rope_keys import read_rope, write_rope
+from megalaunch.engine.families.windows import read_windows, write_windows
+from megalaunch.plan.layers import layers_of
+
+
+def _read(file: ConfigFile) -> Values:
+    every, rotated = file.integer("no_rope_layer_interval", 4), file.take("no_rope_layers", None)
+    if isinstance(rotated, list):  # 1: rotated, whatever the name says
+        every = every_nth([not mark for mark in rotated], "rotation", file.problems)
+    windowed = bool(file.take("use_sliding_window", False))
+    width = file.integer("sliding_window", None)
+    shape = read_shape(file, tied=True) | read_biases(file) | read_windows(file, width if windowed else None)
+    bias = bool(file.take("mlp_bias", False))
+    return shape | {"mlp_bias": bias, "no_rope_every": every, "rope": read_rope(file, 2e6)}
+
+
+def _write(model: ModelSpec) -> dict[str, Any]:
+    rotated = [int(layer.rotated) for layer in layers_of(model) if not layer.mtp]
+    own = {
+        "attention_bias": model.qkv_bias,
+        "mlp_bias": model.mlp_bias,
+        "no_rope_layers": rotated,
+        "no_rope_layer_interval": model.no_rope_every or model.num_layers + 1,
+        "use_sliding_window": model.sliding_window is not None,
+    }
+    return write_shape(model) | own | write_windows(model) | write_rope(model.rope)
+
+
+FAMILY = FamilyFile("smollm3", "smollm3", "SmolLM3ForCausalLM", _read, _write, tensors)

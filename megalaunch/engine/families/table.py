@@ -1,0 +1,90 @@
+"""All family files, and the two questions to them: which model a config.json means, and which config.json a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from megalaunch.config.schema.build import SpecError, build_section
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.families import (
+    gemma2,
+    gemma3,
+    gpt,
+    gpt_neox,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
+from megalaunch.engine.families.config_file import ConfigFile
+from megalaunch.engine.families.family import FamilyFile
+
+_FILES = (gpt, llama, mistral, qwen2, qwen3, smollm3, gemma2, gemma3, phi3, olmo2, gpt_neox)
+FAMILIES: Mapping[str, FamilyFile] = {file.FAMILY.name: file.FAMILY for file in _FILES}
+_BY_TYPE = {family.model_type: family for family in FAMILIES.values()}
+# What a model computes does not depend on these.
+_OTHERWISE = frozenset({"name", "init_std", "embedding_init_std", "hidden_dropout", "attention_dropout"})
+
+
+class FamilyError(ValueError):
+    """A model that cannot be carried over; `problems` says everything that keeps it from being."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(problems))
+
+
+def read_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """The resolved model section that a config.json means; raises FamilyError with every reason why there is none."""
+    kind = config.get("model_type")
+    family = _BY_TYPE.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise FamilyError(
+            [f"config.json: model_type {kind!r} is none of the families that are known here: {', '.join(_BY_TYPE)}"]
+        )
+    file = ConfigFile(config)
+    values = family.read(file)
+    file.refuse_the_rest()
+    if file.problems:
+        raise FamilyError(file.problems)
+    try:
+        return build_section(ModelSpec, {"name": name, "family": family.name, **values}, "model.")
+    except SpecError as error:
+        raise FamilyError([str(error)]) from error
+
+
+def write_config(model: ModelSpec) -> dict[str, Any]:
+    """The config.json of a resolved model; raises FamilyError where its family has no words for what it is."""
+    family = family_of(model)
+    config = {"model_type": family.model_type, "architectures": [family.architecture], **family.write(model)}
+    lost = differences(model, read_config(config, model.name))
+    if lost:
+        raise FamilyError([f"family {model.family} has no word for {difference}" for difference in lost])
+    return config
+
+
+def family_of(model: ModelSpec) -> FamilyFile:
+    """The file of a model's family; raises FamilyError where there is none."""
+    if model.family not in FAMILIES:
+        raise FamilyError([f"family {model.family} is not exported yet; these are: {', '.join(FAMILIES)}"])
+    return FAMILIES[model.family]
+
+
+def differences(model: ModelSpec, other: ModelSpec) -> list[str]:
+    """Every field in which the two compute something else: `model.qk_norm=head (not none)`."""
+    found = []
+    for field in fields(ModelSpec):
+        if field.name in _OTHERWISE:
+            continue
+        mine, its = getattr(model, field.name), getattr(other, field.name)
+        if field.name in ("rope", "moe", "mla", "mtp"):
+            mine, its = asdict(mine), asdict(its)
+            found += [f"model.{field.name}.{k}={v} (not {its[k]})" for k, v in mine.items() if v != its[k]]
+        elif mine != its:
+            found.append(f"model.{field.name}={mine} (not {its})")
+    return found

@@ -1,0 +1,36 @@
+"""Sliding windows in config.json: one width, and a list of which layers have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.families.config_file import ConfigFile, every_nth
+from megalaunch.engine.families.family import Values
+from megalaunch.plan.layers import layers_of
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def read_windows(file: ConfigFile, width: int | None, every: int | None = None) -> Values:
+    """Window and full_attention_every from `layer_types`, or from a family's own rule where a file has no list."""
+    types = file.take("layer_types", None)
+    if types is None:
+        return {"sliding_window": width, "full_attention_every": every if width else None}
+    if not isinstance(types, list) or not all(kind in (_SLIDING, _FULL) for kind in types):
+        file.problems.append(f"config.json: layer_types may only be {_SLIDING} and {_FULL}")
+        return {}
+    if _SLIDING not in types:
+        return {"sliding_window": None}
+    if width is None:
+        file.problems.append("config.json: layer_types has sliding windows, and there is no sliding_window")
+    return {
+        "sliding_window": width,
+        "full_attention_every": every_nth([kind == _FULL for kind in types], "full attention", file.problems),
+    }
+
+
+def write_windows(model: ModelSpec) -> dict[str, Any]:
+    """The width, and the list."""
+    types = [_FULL if layer.window is None else _SLIDING for layer in layers_of(model) if not layer.mtp]
+    return {"sliding_window": model.sliding_window, "layer_types": types}

@@ -1,0 +1,36 @@
+"""What stands between the matrices of a feed-forward block, by the words of model.activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalaunch.config.schema.model import Activation
+from megalaunch.kernels.swiglu import swiglu
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    """Hendrycks and Gimpel's approximation, which GPT-2 uses."""
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * (1.702 * x).sigmoid()
+
+
+PLAIN: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+GATED: Mapping[Activation, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": swiglu,
+    "geglu": lambda gate, up: F.gelu(gate) * up,
+    "geglu_tanh": lambda gate, up: _gelu_tanh(gate) * up,
+    "quick_geglu": lambda gate, up: _quick_gelu(gate) * (up + 1),
+}
+"""Gate and up to what goes down (Shazeer, 2020)."""

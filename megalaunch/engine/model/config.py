@@ -1,0 +1,95 @@
+"""Everything a decoder's shape depends on, with no null left: what a family's model section comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalaunch.config.schema.model import Activation
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions of a layer: the first `width` numbers of each head are turned.
+
+    The rest is read by the scaling that needs it (config/schema/rope.py says what each means).
+    """
+
+    theta: float
+    width: int
+    scaling: str = "none"
+    factor: float = 1.0
+    original_positions: int = 1
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """`layer`: a LayerNorm with its bias, else RMSNorm; `plus_one`: the factor is 1 + weight."""
+
+    epsilon: float
+    layer: bool = False
+    plus_one: bool = False
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What layers differ in: the tokens that a query sees (None: all), and how it is rotated (None: not)."""
+
+    window: int | None
+    rope: RopeConfig | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Scores are q k / sqrt(scale_dim), capped, and weighed beside a sink where there are any."""
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    scale_dim: float
+    soft_cap: float | None = None
+    sinks: bool = False
+    qk_norm: str = "none"
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """The feed-forward block."""
+
+    width: int
+    activation: Activation = "swiglu"
+    clamp: float | None = None
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The whole decoder; `learned_positions` is the rows of their table, None: there is none."""
+
+    layers: tuple[LayerConfig, ...]
+    hidden_size: int
+    vocab_size: int
+    attention: AttentionConfig
+    mlp: MLPConfig
+    norm: NormConfig
+    block_norms: str = "pre"
+    parallel_residual: bool = False
+    learned_positions: int | None = None
+    embedding_scale: float = 1.0
+    logit_soft_cap: float | None = None
+    tied_embeddings: bool
+    init_std: float
+    embedding_init_std: float
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole decoder."""
+        return len(self.layers)

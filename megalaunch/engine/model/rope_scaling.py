@@ -1,0 +1,56 @@
+"""Rotary frequencies stretched beyond the length of training: linear, llama3 and yarn."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megalaunch.engine.model.config import RopeConfig
+
+
+def stretched(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Radians a position of each pair, [R / 2] fp32, as the scaling has them."""
+    if rope.scaling == "linear":  # Chen et al. 2023
+        return frequencies / rope.factor
+    if rope.scaling == "llama3":
+        return _llama3(frequencies, rope)
+    if rope.scaling == "yarn":
+        return _yarn(frequencies, rope)
+    return frequencies
+
+
+def magnitude(rope: RopeConfig) -> float:
+    """What yarn multiplies rotated queries and keys with, so that the softmax stays as sharp (its section 3.4)."""
+    if rope.scaling != "yarn":
+        return 1.0
+    return _growth(rope.factor, rope.mscale) / _growth(rope.factor, rope.mscale_all_dim)
+
+
+def _growth(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Long waves are stretched, short ones kept, those between blended (Llama 3.1)."""
+    turns = rope.original_positions * frequencies / (2 * math.pi)
+    low, high = rope.low_frequency_factor, rope.high_frequency_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / rope.factor)
+
+
+def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """A ramp over the pairs, from those that turn often to those that hardly do (Peng et al. 2023, section 3.2)."""
+    pairs = len(frequencies)
+
+    def pair_of(turns: float) -> float:
+        return pairs * math.log(rope.original_positions / (turns * 2 * math.pi)) / math.log(rope.theta)
+
+    first, last = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    index = torch.arange(pairs, device=frequencies.device, dtype=torch.float32)
+    stretch = ((index - first) / max(last - first, 0.001)).clamp(0, 1)
+    return frequencies * (1 - stretch) + frequencies / rope.factor * stretch

@@ -1,0 +1,99 @@
+"""Every part that some family adds to the plain decoder, under every layout against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from forked_ranks import run_ranks
+from oracle import assert_same, joined_stages, on_ranks, one_process, small_spec
+
+# Each joins parts that some family has together, and more of them than any has.
+FEATURES: dict[str, dict[str, Any]] = {
+    "gpt": {
+        "norm": "layernorm",
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        "activation": "gelu_tanh",
+        "position_embedding": "learned",
+        "max_position_embeddings": 16,
+    },
+    "pythia": {
+        "norm": "layernorm",
+        "parallel_residual": True,
+        "qkv_bias": True,
+        "mlp_bias": True,
+        "activation": "gelu",
+        "rope": {"fraction": 0.5},
+    },
+    "qwen3": {"qk_norm": "head", "head_dim": 8, "sliding_window": 5, "full_attention_every": 3},
+    "qwen3 layernorm": {"qk_norm": "head", "norm": "layernorm", "no_rope_every": 2},
+    "olmo2": {"qk_norm": "full", "block_norms": "post", "sliding_window": 3},
+    "olmo2 layernorm": {"qk_norm": "full", "norm": "layernorm", "block_norms": "both"},
+    "gemma": {
+        "block_norms": "both",
+        "norm_plus_one": True,
+        "attention_soft_cap": 2.0,
+        "logit_soft_cap": 3.0,
+        "scaled_embedding": True,
+        "attention_scale_dim": 9.0,
+        "sliding_window": 5,
+        "full_attention_every": 2,
+        "activation": "geglu_tanh",
+        "qk_norm": "head",
+        "rope": {"theta": 1000.0, "window_theta": 100.0, "scaling": "linear", "factor": 4.0},
+    },
+    "gpt_oss": {
+        "attention_sinks": True,
+        "sliding_window": 6,
+        "full_attention_every": 2,
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "activation": "quick_geglu",
+        "activation_clamp": 1.0,
+        "mlp_bias": True,
+        "rope": {"scaling": "yarn", "factor": 4.0, "original_positions": 8, "truncate": False},
+    },
+    "capped sinks": {"attention_sinks": True, "attention_soft_cap": 1.5},
+    "llama3": {"rope": {"scaling": "llama3", "factor": 8.0, "original_positions": 8}},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "tp2 sp zero3": {"tp": 2, "sequence_parallel": True, "data_sharding": "optim_grads_params"},
+    "tp4 sp": {"tp": 4, "sequence_parallel": True},  # more ranks than key/value heads
+    "pp3": {"pp": 3, "schedule": "1f1b"},
+    "cp2 ring": {"cp": 2, "cp_exchange": "p2p"},
+    "cp2 gathered": {"cp": 2, "cp_exchange": "allgather"},
+    "cp2 exchanged": {"cp": 2, "cp_exchange": "a2a"},
+}
+
+
+AWKWARD = {  # larger weights than usual: caps, clamps and softmaxes that hardly bend would hide a fault
+    "model__vocab_size": 64,
+    "model__num_attention_heads": 8,
+    "model__num_query_groups": 2,
+    "model__init_std": 0.2,
+    "parallel__dp": 1,
+}
+
+
+def _hold_to_one_process(features: dict[str, Any], layout: dict[str, Any], **values: Any) -> None:
+    values |= {f"model__{key}": value for key, value in features.items()}
+    values |= {f"parallel__{key}": value for key, value in layout.items()}
+    spec = small_spec(**{**AWKWARD, **values})
+    every = run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True, True)
+    assert_same(joined_stages(every), one_process(spec, True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_gradient_is_that_of_one_process(name, layout):
+    _hold_to_one_process(FEATURES[name], LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "olmo2", "gemma"])
+def test_with_recomputation(name):
+    layout = {"tp": 2, "cp": 2, "sequence_parallel": True}
+    words = ["attention", "norm", "activation"]
+    _hold_to_one_process(FEATURES[name], layout, recompute__granularity="selective", recompute__modules=words)
