@@ -62,17 +62,7 @@ def main() -> None:
                 if not directory.outcome.exists() and (there is None or not alive(there.pid)):
                     raise RuntimeError(f"Connection closed by peer {peer}")
     except Exception as error:
-        record_event(
-            directory,
-            "worker_failed",
-            rank=rank,
-            coordinates=f"dp{rank}",
-            phase=progress.phase,
-            step=step,
-            exception=type(error).__name__,
-            message=str(error),
-            attempt=attempt,
-        )
+        tell_failure(directory, rank, attempt, progress.phase, step, error)
         raise
     if rank == 0:
         directory.checkpoint(step).mkdir(parents=True, exist_ok=True)
@@ -84,6 +74,20 @@ def main() -> None:
             os.abort()
     while not directory.outcome.exists():
         time.sleep(0.01)
+
+
+def tell_failure(directory: RunDirectory, rank: int, attempt: int, phase: str, step: int, error: Exception) -> None:
+    record_event(
+        directory,
+        "worker_failed",
+        rank=rank,
+        coordinates=f"dp{rank}",
+        phase=phase,
+        step=step,
+        exception=type(error).__name__,
+        message=str(error),
+        attempt=attempt,
+    )
 
 
 def metrics(step: int) -> dict[str, float]:
