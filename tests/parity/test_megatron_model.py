@@ -1,0 +1,59 @@
+"""The engine's loss and every gradient against megatron-core's own model with the same weights, whole and under tp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from forked_ranks import run_ranks
+from megatron_model import loss_and_gradients, tensors_of
+from oracle import SEQUENCE, RandomSamples, small_spec
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.train.assemble import sharded_model
+from megalaunch.engine.train.batches import TrainBatches, batch_shape
+from megalaunch.engine.train.finalize import finalize
+from megalaunch.engine.train.passes import passes_of
+from megalaunch.plan.topology import Topology
+
+BATCH = 8
+
+
+def both(spec: RunSpec) -> dict[str, Any]:
+    """Our loss and theirs, and by its name each of its gradients beside ours."""
+    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    model = sharded_model(spec, mesh)
+    weights = {name: _whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    batches = TrainBatches(RandomSamples(), batch_shape(BATCH, mesh), mesh.device)
+    loss = passes_of(spec, mesh, model).train(batches.of(1, 1), BATCH * SEQUENCE).sum().item()
+    batches.close()
+    finalize(model, mesh, spec.parallel.sequence_parallel)
+    ours = {name: _whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+    rows = np.stack([RandomSamples()[index].tokens for index in range(BATCH)])
+    tokens = torch.from_numpy(rows)
+    their_loss, theirs = loss_and_gradients(spec.model, weights, tokens, mesh.tp.rank, mesh.tp.size)
+    mine = tensors_of(spec.model, ours, mesh.tp.rank, mesh.tp.size)
+    return {"losses": (loss, their_loss), "gradients": {name: (mine[name], value) for name, value in theirs.items()}}
+
+
+def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_loss_and_every_gradient(ranks, sequence_parallel):
+    """Theirs without sequence parallelism, which its local layers lack; ours is held to it in both forms."""
+    spec = small_spec(
+        parallel__dp=1, parallel__tp=ranks, parallel__sequence_parallel=sequence_parallel, model__vocab_size=64
+    )
+    for answer in run_ranks(ranks, both, spec, timeout=120):
+        np.testing.assert_allclose(*answer["losses"], rtol=1e-6)
+        assert len(answer["gradients"]) == 3 + 6 * spec.model.num_layers
+        for name, (mine, theirs) in answer["gradients"].items():
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max(), err_msg=name)
