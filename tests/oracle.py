@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megalaunch.config.schema import RunSpec, build_run_spec
-from megalaunch.data.row import Row
+from megalaunch.data.row import Row, positions_within
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.decoder import Decoder
@@ -74,6 +74,28 @@ class RandomSamples:
         return f"row {index}"
 
 
+class PackedSamples(RandomSamples):
+    """Rows of several documents each, of whose labels some do not count; in every fourth row none does."""
+
+    def __getitem__(self, index: int) -> Row:
+        draws = np.random.default_rng(index)
+        ends, counted = draws.random(SEQUENCE) < 0.2, draws.random(SEQUENCE) < 0.8
+        documents = np.concatenate(([0], np.cumsum(ends[:-1])))
+        tokens = super().__getitem__(index).tokens
+        return Row(tokens, counted & (index % 4 != 1), positions_within(ends), documents)
+
+
+def samples_of(spec: RunSpec) -> RandomSamples:
+    """What a spec is trained on here."""
+    return PackedSamples() if spec.data.reset_attention else RandomSamples()
+
+
+def labels_of(samples: RandomSamples, indices: range) -> int:
+    """How many labels of these rows count."""
+    rows = [samples[index] for index in indices]
+    return sum(SEQUENCE if row.counted is None else int(row.counted.sum()) for row in rows)
+
+
 class UnevenRows:
     """Validation rows of different numbers of valid tokens, one of them with none."""
 
@@ -107,11 +129,11 @@ def one_process(spec: RunSpec, shaken: bool = False) -> Numbers:
     groups = [{"params": matrices, "weight_decay": spec.optimizer.weight_decay}, {"params": vectors, "weight_decay": 0}]
     betas = (spec.optimizer.beta1, spec.optimizer.beta2)
     adamw = torch.optim.AdamW(groups, lr=spec.optimizer.lr, betas=betas, eps=spec.optimizer.epsilon, foreach=False)
-    rows, size = RandomSamples(), spec.batch.global_batch_size
+    rows, size = samples_of(spec), spec.batch.global_batch_size
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
-        batch = torch.from_numpy(np.stack([rows[i].tokens for i in range(step * size, (step + 1) * size)]))
-        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        indices = range(step * size, (step + 1) * size)
+        loss = sum(_plain_loss(model, rows[index]) for index in indices) / labels_of(rows, indices)
         adamw.zero_grad()
         loss.backward()
         if step == 0:
@@ -125,14 +147,22 @@ def one_process(spec: RunSpec, shaken: bool = False) -> Numbers:
     return Numbers(losses, norms, gradients, parameters, _plain_validation(model))
 
 
+def _plain_loss(model: torch.nn.Module, row: Row) -> torch.Tensor:
+    """The summed loss of one row, each of its documents passed through the model alone."""
+    tokens = torch.from_numpy(row.tokens)
+    documents = np.zeros(SEQUENCE, np.int64) if row.documents is None else row.documents
+    pieces = np.split(np.arange(SEQUENCE), np.flatnonzero(np.diff(documents)) + 1)
+    logits = torch.cat([model(tokens[None, :-1][:, piece])[0] for piece in pieces])
+    losses = F.cross_entropy(logits, tokens[1:], reduction="none")
+    return losses.sum() if row.counted is None else losses[torch.from_numpy(row.counted)].sum()
+
+
 def _plain_validation(model: torch.nn.Module) -> float:
     rows, total, count = UnevenRows(), 0.0, 0
     with torch.no_grad():
         for index in range(len(rows)):
             row = rows[index]
-            tokens = torch.from_numpy(row.tokens)
-            losses = F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:], reduction="none")
-            total += losses[torch.from_numpy(row.counted)].sum().item()
+            total += _plain_loss(model, row).item()
             count += int(row.counted.sum())
     return total / count
 
@@ -144,9 +174,9 @@ def on_ranks(spec: RunSpec, every_stage: bool = False, shaken: bool = False) -> 
     if shaken:
         shake(model)
     optimizer = NamedAdamW(model, spec.optimizer)
-    samples = RandomSamples()
+    samples = samples_of(spec)
     batches = TrainBatches(samples, batch_shape(spec.batch.global_batch_size, mesh), mesh.device)
-    total = spec.batch.global_batch_size * SEQUENCE
+    total = labels_of(samples, range(spec.batch.global_batch_size))
     passes = passes_of(spec, mesh, model)
     passes.train(batches.of(1, STEPS), total)
     finalize(model, mesh, spec.parallel.sequence_parallel)

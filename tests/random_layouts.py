@@ -41,6 +41,15 @@ def random_layouts(seed: int, most_ranks: int = 8, **fixed: Any) -> Iterator[Lay
             yield layout
 
 
+def random_runs(seed: int, most_ranks: int = 8) -> Iterator[Layout]:
+    """Layouts each with an awkward model, recomputation and packed documents of its own."""
+    source = random.Random(seed)
+    while True:
+        run = {**_drawn(source), **dict(_awkward(source)), **_uneven(source)}
+        if ranks_of(run) <= most_ranks and _allowed(run):
+            yield run
+
+
 def spec_of(layout: Layout, **values: Any) -> RunSpec:
     """The resolved spec of a layout; `values` are more of `small_spec`'s words."""
     return small_spec(**{**MODEL, **layout, **values})
@@ -77,6 +86,23 @@ def _drawn(source: random.Random) -> Layout:
         if source.random() < 0.5:
             layout["parallel__vpp"] = 2
     return layout
+
+
+def _awkward(source: random.Random) -> Iterator[tuple[str, Any]]:
+    yield "model__num_layers", source.choice((3, 4, 6, 7, 8))
+    yield "model__num_query_groups", source.choice((1, 2, 4, 8))
+    yield "model__vocab_size", source.choice((61, 64))
+    yield "model__tied_embeddings", source.random() < 0.5
+    yield "data__reset_attention", source.random() < 0.5
+    granularity = source.choice(("none", "none", "full", "selective"))
+    yield "recompute__granularity", granularity
+    if granularity == "selective":
+        yield "recompute__modules", source.choice((["attention"], ["norm", "mlp"], ["activation"]))
+
+
+def _uneven(source: random.Random) -> Layout:
+    """Stages of their own sizes, or none of it; refused without a pipeline."""
+    return source.choice(({}, {}, {"parallel__head_as_layer": True}, {"parallel__first_stage_layers": 2}))
 
 
 def _allowed(layout: Layout) -> bool:

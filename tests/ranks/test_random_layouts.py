@@ -1,0 +1,39 @@
+"""Layouts drawn at random, whatever axes and options they combine, against one process."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+from forked_ranks import run_ranks
+from oracle import Numbers, assert_same, on_ranks, one_process
+from random_layouts import Layout, name_of, random_runs, ranks_of, spec_of
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each run that is drawn; every layout has several ranks."""
+    if "drawn" in metafunc.fixturenames:
+        option = metafunc.config.getoption
+        several = (run for run in random_runs(option("--seed")) if ranks_of(run) > 1)
+        metafunc.parametrize("drawn", list(islice(several, option("--random"))), ids=name_of)
+
+
+def test_a_layout_against_one_process(drawn: Layout):
+    spec = spec_of(drawn)
+    every = run_ranks(ranks_of(drawn), on_ranks, spec, True, timeout=240)
+    stages: list[Numbers] = [numbers for numbers in every if numbers is not None]
+    found = stages[0]
+    for other in stages[1:]:
+        found.gradients |= other.gradients
+        found.parameters |= other.parameters
+    assert_same(found, one_process(spec))
+
+
+def test_draws_are_various():
+    """A sampler that always drew the same thing would prove nothing."""
+    runs = list(islice(random_runs(0), 200))
+    for key, least in {"parallel__schedule": 5, "parallel__cp_exchange": 3, "parallel__data_sharding": 4}.items():
+        assert len({run.get(key) for run in runs} - {None}) >= least, key
+    for axis in ("dp", "pp", "cp", "tp"):
+        assert {run[f"parallel__{axis}"] for run in runs} >= {1, 2}
+    assert {run["recompute__granularity"] for run in runs} == {"none", "full", "selective"}
