@@ -6,7 +6,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -109,7 +108,7 @@ def test_a_python_without_venv_is_named_with_its_package(project, bare_path):
     assert "apt install python3.12-venv" in done.stderr
 
 
-def test_first_use_change_and_overhead(project):
+def test_first_use_and_change(project):
     first = run(project, "one", "two words")
     assert (first.returncode, first.stdout) == (0, "stand-in one two words\n")
     assert "making .venv with Python 3." in first.stderr
@@ -117,16 +116,6 @@ def test_first_use_change_and_overhead(project):
 
     second = run(project, "--json")
     assert (second.stdout, second.stderr) == ("stand-in --json\n", "")  # in place: not a word of ours
-
-    plain = [str(project / ".venv/bin/python"), str(project / ".venv/bin/megalaunch")]
-    overhead = []
-    for _ in range(7):
-        started = time.perf_counter()
-        run(project)
-        middle = time.perf_counter()
-        subprocess.run(plain, capture_output=True, check=True)
-        overhead.append((middle - started) - (time.perf_counter() - middle))
-    assert statistics.median(overhead) < 0.1
 
     for name in ("constraints.txt", "pyproject.toml"):
         (project / name).write_text((project / name).read_text() + "# changed\n")
