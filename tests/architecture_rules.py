@@ -39,7 +39,7 @@ ENGINE_FLOORS = (
     ("families", "parallel"),
     ("checkpoint",),
     ("train", "inference"),
-    ("life",),
+    ("life", "deep_plan"),
     ("api", "worker"),
 )
 

@@ -22,8 +22,14 @@ def plan(
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="Rank every layout of the model on these devices.")] = False,
     devices: Annotated[int | None, typer.Option(min=1, help="With --search: how many devices there are.")] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Run the engine's own step as one rank, on tensors without memory.")
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="With --deep: which rank; else the first of the fullest stage.")
+    ] = None,
 ) -> None:
-    """Predict memory, speed and rank groups of a run, or search for its best layout.
+    """Predict memory, speed and rank groups of a run, search for its best layout, or count one rank's step.
 
     Exit code 0 when the run is valid, 2 when it is not.
     """
@@ -37,7 +43,16 @@ def plan(
         budget = parse_tokens(tokens) if tokens is not None else None
     except ValueError as error:
         refuse(f"error: --tokens: {error}")
+    if rank is not None and not deep:
+        refuse("error: --rank belongs to --deep; a plan is of the fullest rank")
+    if deep and (search or budget is not None or show_assumptions):
+        refuse("error: --deep counts what one rank holds and sends; it knows no --search, --tokens or --assumptions")
     composition, spec = _resolved(words or [])
+    if deep:
+        from megalaunch.cli.plan_deep import show_deep
+
+        show_deep(spec, composition.origins, rank, as_json)
+        return
     if search:
         from megalaunch.cli.plan_search import show_search
 

@@ -86,6 +86,7 @@ def _memory_text(prediction: Prediction) -> str:
     head = f"memory of the fullest rank: {memory.parameters / 1e9:.2f} B parameters"
     if prediction.topology.pp > 1:
         head += f", pipeline rank {memory.rank}"
+    head += f", {memory.moment}"
     rows = [(kind, f"{size / _GB:.2f} GB") for kind, size in memory.kinds.items()]
     rows.append(("total", f"{memory.total / _GB:.2f} GB"))
     lines = [head, *_table(rows, right=(1,))]
@@ -182,6 +183,7 @@ def _as_json(
         "total": memory.total,
         "device_bytes": prediction.device_bytes,
         "pipeline_rank": memory.rank,
+        "moment": memory.moment,
         "parameters": memory.parameters,
         "total_by_pipeline_rank": [rank.total for rank in prediction.by_rank],
     }

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
+from megalaunch.config.schema import RunSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.deep_plan.report import DeepPlan, Exchange
 from megalaunch.engine.inference.generate import generate_tokens
 from megalaunch.engine.inference.load import LanguageModel, find_checkpoint, load_language_model
 from megalaunch.engine.inference.sampling import Sampling
@@ -15,9 +17,12 @@ from megalaunch.engine.inference.text import text_of
 
 __all__ = [
     "CheckpointError",
+    "DeepPlan",
+    "Exchange",
     "LanguageModel",
     "Sampling",
     "continue_text",
+    "deep_plan",
     "fit_threads",
     "generate",
     "length_note",
@@ -25,6 +30,17 @@ __all__ = [
 ]
 
 _WORTH_THREADS = 20_000_000  # parameters; one thread reads as many in about 10 ms
+
+
+def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
+    """What one step of `rank` (None: the first of the fullest stage) holds and sends, of a resolved spec.
+
+    Raises ValueError for a rank outside the world and for what the engine does not run, RuntimeError inside a process
+    group.
+    """
+    from megalaunch.engine.deep_plan.plan import deep_plan as planned  # what only generates text needs no DTensor
+
+    return planned(spec, rank)
 
 
 def generate(source: Path, prompt: str, max_new_tokens: int = 200, sampling: Sampling | None = None) -> str:

@@ -58,7 +58,7 @@ def local(parameter: Tensor) -> Tensor:
 
     The gradient has the label of the parameter: what is a part of a sum is summed once a step (train.finalize).
     """
-    if type(parameter) is nn.Parameter or type(parameter) is Tensor:
+    if type(parameter) is nn.Parameter or type(parameter) is Tensor or not hasattr(parameter, "to_local"):
         return parameter
     values: Tensor = parameter.to_local(grad_placements=parameter.placements)  # type: ignore[attr-defined]
     return values

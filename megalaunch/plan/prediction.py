@@ -12,7 +12,8 @@ from megalaunch.plan.cost import CONSTANTS, STATEMENTS, Constant, Statement, Ste
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.memory import ENGINE, Memory
 from megalaunch.plan.memory.rank import memory_by_rank
-from megalaunch.plan.memory.saved import Formats, rows_with_bytes
+from megalaunch.plan.memory.saved import rows_with_bytes
+from megalaunch.plan.memory.widths import Formats
 from megalaunch.plan.shares import chunks_by_rank
 from megalaunch.plan.topology import RankGrid, Topology
 from megalaunch.platform.facts import CHIPS, ChipFacts

@@ -29,12 +29,16 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters on one device before data parallelism divides them; `layer` is its largest layer, `root` the ends."""
+    """Parameters on one device before data parallelism divides them.
+
+    `layer` is its largest layer, `root` the ends of the model that it has, `head` that of them which makes logits.
+    """
 
     dense: float
     experts: float
     layer: float
     root: float
+    head: float
 
 
 @dataclass
@@ -113,7 +117,8 @@ def _held(model: ModelSpec, chunks: tuple[Chunk, ...], tp: int, experts_divide: 
             experts += routed * count
             largest = max(largest, own + routed)
     root = _root(model, chunks, tp)
-    return Held(dense + root, experts, largest, root)
+    head = _model_ends(model)[0] / tp if any(chunk.head for chunk in chunks) else 0.0
+    return Held(dense + root, experts, largest, root, head)
 
 
 def _root(model: ModelSpec, chunks: tuple[Chunk, ...], tp: int) -> float:

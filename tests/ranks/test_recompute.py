@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from forked_ranks import run_ranks
+from live_bytes import LiveBytes
 from oracle import assert_same, on_ranks, one_process, small_spec
 
 from megalaunch.config.schema.recompute import RecomputeSpec
@@ -19,6 +21,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "some layers": {"recompute__granularity": "full", "recompute__method": "block", "recompute__num_layers": 2},
     "parts": {"recompute__granularity": "selective", "recompute__modules": ["attention", "norm", "activation"]},
     "mlp": {"recompute__granularity": "selective", "recompute__modules": ["mlp"]},
+    "mlp and norm": {"recompute__granularity": "selective", "recompute__modules": ["norm", "mlp"]},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"parallel__dp": 2},
@@ -35,26 +38,21 @@ def test_every_layout(layout, choice):
     assert_same(run_ranks(2, on_ranks, spec)[0], one_process(spec))
 
 
-@pytest.mark.parametrize("choice", ["some layers", "mlp"])
+@pytest.mark.parametrize("choice", ["some layers", "mlp", "mlp and norm"])
 def test_other_choices(choice):
     spec = small_spec(**LAYOUTS["dp2"], **CHOICES[choice])
     assert_same(run_ranks(2, on_ranks, spec)[0], one_process(spec))
 
 
 def _kept(**settings: Any) -> int:
-    """Bytes that the backward pass of a small decoder holds on to."""
+    """Bytes that are alive after a small decoder's forward pass."""
     model = build_decoder(small_spec().model)
     initialise(model, 0)
     recompute(model, RecomputeSpec(**settings))
-    seen: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        model(torch.zeros(2, 16, dtype=torch.int64))
-    return sum(seen.values())
+    with LiveBytes() as live:
+        output = model(torch.zeros(2, 16, dtype=torch.int64))
+        assert output.requires_grad
+        return live.total
 
 
 def test_less_is_kept():
@@ -63,3 +61,21 @@ def test_less_is_kept():
     parts = _kept(granularity="selective", modules=("norm", "activation"))
     assert full < block < everything
     assert full < parts < everything
+    assert parts < _kept(granularity="selective", modules=("norm",)) < everything
+    assert _kept(granularity="selective", modules=("norm", "mlp")) < _kept(granularity="selective", modules=("mlp",))
+
+
+def test_nothing_is_remembered_after_the_layer():
+    model = build_decoder(small_spec().model)
+    initialise(model, 0)
+    recompute(model, RecomputeSpec(granularity="selective", modules=("norm", "mlp")))
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    with LiveBytes() as live:
+        with torch.no_grad():
+            del_me = model(tokens)
+            assert live.total == del_me.untyped_storage().nbytes()
+            del del_me
+        model(tokens).sum().backward()
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        assert live.total == 0

@@ -11,7 +11,8 @@ from made_specs import resolved
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.plan.layers import layers_of
 from megalaunch.plan.memory import ENGINE
-from megalaunch.plan.memory.saved import Formats, saved_bytes
+from megalaunch.plan.memory.saved import saved_bytes
+from megalaunch.plan.memory.widths import Formats
 
 TOKENS = 64
 # On a processor the plain form of SwiGLU keeps silu(gate) beside gate and up (kernels/swiglu.py).

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megalaunch.config.schema.recompute import RecomputeModule, RecomputeSpec
 from megalaunch.engine.model.decoder import Decoder, DecoderLayer
 from megalaunch.engine.model.norm import Norm
 
-# Which function of which module each word of recompute.modules means.
-_PARTS: dict[RecomputeModule, Callable[[DecoderLayer], Iterator[tuple[nn.Module, str]]]] = {
-    "attention": lambda layer: iter([(layer.attention, "core")]),
-    "norm": lambda layer: ((module, "forward") for module in layer.modules() if isinstance(module, Norm)),
-    "mlp": lambda layer: iter([(layer.mlp, "forward")]),
-    "activation": lambda layer: iter([(layer.mlp, "activate")]),
-}
+Operator = Callable[..., Tensor]
 
 
 def recompute(model: Decoder, settings: RecomputeSpec) -> None:
@@ -32,12 +28,143 @@ def recompute(model: Decoder, settings: RecomputeSpec) -> None:
     elif settings.granularity == "selective":
         for layer in layers:
             assert isinstance(layer, DecoderLayer)
-            for word in settings.modules:
-                for module, function in _PARTS[word](layer):
-                    _again(module, function)
+            _selective(layer, settings.modules)
 
 
-def _again(module: nn.Module, function: str) -> None:
+def _selective(layer: DecoderLayer, words: Collection[RecomputeModule]) -> None:
+    """What each word of recompute.modules means."""
+    forgetting = Forgetting()
+    if "attention" in words:
+        _again(layer.attention, "core")
+    if "norm" in words:
+        for module in layer.modules():
+            if isinstance(module, Norm):
+                forgetting.output_of(module, "forward")
+    if "mlp" in words:
+        forgetting.inside_of(layer.mlp, "forward")
+    elif "activation" in words:
+        forgetting.output_of(layer.mlp, "activate")
+    forgetting.within(layer)
+
+
+def _again(module: nn.Module, name: str) -> None:
+    function: Operator = getattr(module, name)
+
+    def checkpointed(*inputs: Any) -> Tensor:
+        return _checkpointed(function, *inputs)
+
+    setattr(module, name, checkpointed)
+
+
+def _checkpointed(function: Operator, *inputs: Any) -> Tensor:
     """Nothing random happens inside, so no state of random generators is kept."""
-    original: Callable[..., Any] = getattr(module, function)
-    setattr(module, function, partial(checkpoint, original, use_reentrant=False, preserve_rng_state=False))
+    output: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return output
+
+
+@dataclass
+class _Made:
+    """An operator's inputs, from which its output is made again; `uses` counts how often it is still to be."""
+
+    operator: Operator
+    inputs: tuple[Any, ...]
+    uses: int = 0
+    again: Tensor | None = None
+
+    def value(self) -> Tensor:
+        """The output once more; held until the last of its uses."""
+        with torch.no_grad():
+            made = self.operator(*self.inputs) if self.again is None else self.again
+        self.uses -= 1
+        self.again = made if self.uses > 0 else None
+        return made
+
+
+@dataclass(frozen=True)
+class _View:
+    """Stands in the graph for a tensor that is a view of an operator's output."""
+
+    made: _Made
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def value(self) -> Tensor:
+        """The tensor."""
+        return self.made.value().as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass
+class Forgetting:
+    """What one layer does not keep for those who read it, since it is cheap to make again.
+
+    A checkpoint around a norm would spare nothing: the matmul behind it keeps the norm's output. Here whatever is
+    kept of such an output is replaced by how to make it again from inputs that are kept anyway.
+    """
+
+    _made: dict[int, tuple[_Made, Tensor]] = field(default_factory=dict)
+    _forward: bool = False
+
+    def output_of(self, module: nn.Module, name: str) -> None:
+        """Nobody keeps what this function gives."""
+        operator: Operator = getattr(module, name)
+
+        def remembered(*inputs: Any) -> Tensor:
+            output = operator(*inputs)
+            if self._forward:  # the output is held until the layer ends, so that its storage names it
+                self._made[_storage(output)] = _Made(operator, inputs), output
+            return output
+
+        setattr(module, name, remembered)
+
+    def inside_of(self, module: nn.Module, name: str) -> None:
+        """A checkpoint of this function; its input is not kept either if it is made again."""
+        function: Operator = getattr(module, name)
+
+        def checkpointed(x: Tensor) -> Tensor:
+            found = self._made.get(_storage(x))
+            if found is None:
+                return _checkpointed(function, x)
+            made, first = found[0], [x]
+
+            def run() -> Tensor:
+                if first:
+                    return function(first.pop())
+                made.uses += 1
+                return function(made.value().requires_grad_())
+
+            return _checkpointed(run)
+
+        setattr(module, name, checkpointed)
+
+    def within(self, layer: nn.Module) -> None:
+        """The layer in which all of it happens."""
+        forward: Operator = layer.forward
+
+        def forgetful(*inputs: Any, **named: Any) -> Tensor:
+            if not torch.is_grad_enabled():
+                return forward(*inputs, **named)
+            self._forward = True
+            try:
+                with saved_tensors_hooks(self._pack, _unpack):
+                    return forward(*inputs, **named)
+            finally:
+                self._forward = False
+                self._made.clear()
+
+        layer.forward = forgetful
+
+    def _pack(self, tensor: Tensor) -> Tensor | _View:
+        found = self._made.get(_storage(tensor))
+        if found is None:
+            return tensor
+        found[0].uses += 1
+        return _View(found[0], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+def _unpack(saved: Tensor | _View) -> Tensor:
+    return saved.value() if isinstance(saved, _View) else saved
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

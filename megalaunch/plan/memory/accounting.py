@@ -14,7 +14,6 @@ class Accounting:
 
     `sharded_master`: the fp32 weights are what is sharded, and copies in the compute format are gathered from them
     (FSDP2); else the compute weights stand whole beside a sharded fp32 master (Megatron's distributed optimizer).
-    `sharded_gradients`: gradients are kept sharded where the strategy says so; else whole.
     `logit_bytes`: peak bytes a logit while the loss runs.
     `gathers_again`: with sequence parallelism the gathered input of a matmul is not kept but gathered once more.
     `float8_inputs`: fp8 matmuls keep their inputs in 8 bits (Transformer Engine).
@@ -22,12 +21,12 @@ class Accounting:
     `unfused_attention`: attention's weights are kept, because no fused kernel runs.
     `activation_inputs`: what a gated activation keeps: gate and up (2), or silu(gate) as well (3).
     `deferred_heads`: microbatches whose gradients of logits wait, so that the head's own gradient comes late.
-    `unit_buffers`: whether a sharded unit's gradients pass through a reduction buffer.
+    `plain_contexts`: attention over gathered keys, or within documents, keeps a mask in the format of queries.
+    `ring_scores`: fp32 copies of scores that a ring of context-parallel ranks works on, where no kernel is fused.
     """
 
     name: str
     sharded_master: bool
-    sharded_gradients: bool
     logit_bytes: float
     gathers_again: bool = True
     float8_inputs: bool = False
@@ -35,12 +34,14 @@ class Accounting:
     unfused_attention: bool = False
     activation_inputs: int = 2
     deferred_heads: int = 0
-    unit_buffers: bool = False
+    plain_contexts: bool = False
+    ring_scores: int = 0
 
 
 # FSDP2 over fp32 master weights (engine/parallel/data.py). The loss (engine/train/loss.py) holds, as it runs
 # backwards, log-probabilities, their gradient and the logits' gradient, each in fp32; the 16-bit logits are gone.
-ENGINE = Accounting("engine", sharded_master=True, sharded_gradients=True, logit_bytes=12.0, unit_buffers=True)
+# engine/parallel/ring.py works on scores and on their gradient.
+ENGINE = Accounting("engine", sharded_master=True, logit_bytes=12.0, plain_contexts=True, ring_scores=2)
 
 # Megatron-LM: 2 (weights) + 4 (main gradients) + 12 / (dp cp) bytes a parameter (report_theoretical_memory). Its
 # vocabulary-parallel cross-entropy works in place on one fp32 copy, beside the 16-bit logits. Transformer Engine
@@ -48,7 +49,6 @@ ENGINE = Accounting("engine", sharded_master=True, sharded_gradients=True, logit
 MEGATRON = Accounting(
     "megatron",
     sharded_master=False,
-    sharded_gradients=False,
     logit_bytes=6.0,
     float8_inputs=True,
     float8_weight_copies=2.0,

@@ -1,22 +1,30 @@
-"""Bytes of the fullest device of a run, by kind, at the moment when its backward passes begin."""
+"""Bytes of the fullest device of a run, by kind, at the moment of a step when it holds most."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.accounting import ENGINE, Accounting
 from megalaunch.plan.memory.in_flight import in_flight
-from megalaunch.plan.memory.saved import Formats, SavedBytes, ends_bytes, format_bytes, saved_bytes
-from megalaunch.plan.memory.states import states_of
+from megalaunch.plan.memory.saved import SavedBytes, ends_bytes, saved_bytes
+from megalaunch.plan.memory.states import Phase, states_of
+from megalaunch.plan.memory.widths import Formats, format_bytes
 from megalaunch.plan.shares import Chunk, Held, chunks_by_rank, held_by_rank
 from megalaunch.plan.topology import Topology
+
+LOSS, LAYER, UNIT = "as the loss runs backwards", "as a layer runs backwards", "as a layer's gradients are summed"
+BETWEEN, END = "as a microbatch ends", "as the last gradients are summed"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device at its peak; `rank` is the pipeline rank that it belongs to, `parameters` what it holds."""
+    """Bytes of one device at its peak, which is at `moment`.
+
+    `rank` is the pipeline rank that it belongs to, `parameters` what it holds.
+    """
 
     weights: float
     gradients: float
@@ -26,6 +34,7 @@ class Memory:
     buffers: float
     rank: int
     parameters: float
+    moment: str = ""
 
     @property
     def total(self) -> float:
@@ -56,32 +65,65 @@ def memory_by_rank(spec: RunSpec, accounting: Accounting = ENGINE) -> list[Memor
     kinds = {kind for chunks in ranks for chunk in chunks for kind, _ in chunk.kinds}
     saved = {kind: saved_bytes(spec.model, kind, formats, accounting) for kind in kinds}
     ends = ends_bytes(spec.model, formats, accounting)
-    return [
-        _of_rank(spec, topology, _kept(spec, topology, rank, chunks, saved, ends), held[rank], rank, chunks, accounting)
-        for rank, chunks in enumerate(ranks)
-    ]
+    found = []
+    for rank, chunks in enumerate(ranks):
+        kept = _kept(spec, topology, rank, chunks, saved, ends)
+        moments = _moments(spec, topology, kept, held[rank], rank, chunks, accounting)
+        found.append(max(moments, key=lambda memory: memory.total))
+    return found
 
 
-def _of_rank(
+@dataclass(frozen=True)
+class _Kept:
+    """Activations of a rank, bytes for each token of a microbatch.
+
+    `all` as its backward passes begin; `layer` those of one layer, `working` what comes on top while one runs
+    backwards; `copies` microbatches in flight.
+    """
+
+    all: float
+    layer: float
+    working: float
+    copies: int
+
+
+def _moments(
     spec: RunSpec,
     topology: Topology,
-    kept: float,
+    kept: _Kept,
     held: Held,
     rank: int,
     chunks: tuple[Chunk, ...],
     accounting: Accounting,
-) -> Memory:
+) -> Iterator[Memory]:
+    """The moments at which a rank may hold most."""
     states = states_of(spec, topology, held, accounting)
     tokens = topology.micro_batch_size * spec.batch.sequence_length / topology.cp
-    activations = tokens * kept
     losses = sum(chunk.head + chunk.depths for chunk in chunks)
-    logits = losses * tokens * accounting.logit_bytes * (spec.model.vocab_size or 0) / topology.tp
-    if accounting.deferred_heads:
-        logits += losses * tokens * _deferred(spec, topology, accounting)
-    # The reduction of embedding and head comes last, when activations and logits are gone.
-    buffers = max(states.buffers, states.root_buffers - activations - logits)
-    parameters = held.dense + held.experts
-    return Memory(states.weights, states.gradients, states.optimizer, activations, logits, buffers, rank, parameters)
+    vocabulary = (spec.model.vocab_size or 0) / topology.tp
+    late = losses * tokens * _deferred(spec, topology, accounting)
+
+    def at(moment: str, phase: Phase, activations: float, logits: float = 0.0, buffers: float = 0.0) -> Memory:
+        return Memory(
+            weights=phase.weights,
+            gradients=phase.gradients,
+            optimizer=states.optimizer,
+            activations=tokens * activations,
+            logits=tokens * logits + late,
+            buffers=phase.buffers + buffers,
+            rank=rank,
+            parameters=held.dense + held.experts,
+            moment=moment,
+        )
+
+    if losses:
+        yield at(LOSS, states.loss, kept.all, losses * accounting.logit_bytes * vocabulary)
+    yield at(LAYER, states.layer, kept.all + kept.working)
+    if states.unit:
+        yield at(UNIT, states.layer, kept.all - kept.layer, buffers=states.unit)
+    if states.between is not None:
+        yield at(BETWEEN, states.between, kept.all * (1 - 1 / kept.copies))
+    yield at(END, states.end, 0.0)
 
 
 def _deferred(spec: RunSpec, topology: Topology, accounting: Accounting) -> float:
@@ -99,8 +141,8 @@ def _kept(
     chunks: tuple[Chunk, ...],
     saved: dict[Layer, SavedBytes],
     ends: float,
-) -> float:
-    """Bytes for each token of a microbatch: every chunk's layers times its microbatches in flight."""
+) -> _Kept:
+    """Every chunk's layers times its microbatches in flight."""
     alive = in_flight(
         spec.parallel.schedule,
         topology.pp,
@@ -111,21 +153,22 @@ def _kept(
     )
     full, offloaded = spec.recompute.granularity == "full", spec.recompute.offload_layers
     left = spec.recompute.num_layers  # of recompute.method=block: the first layers of a rank
-    total = again = 0.0
+    total = working = layer = 0.0
     for chunk, copies in zip(chunks, alive, strict=True):
         for kind, count in chunk.kinds:
             one = saved[kind]
             on_device = max(0, count - offloaded)
             offloaded = max(0, offloaded - count)
             if full:
-                kept, live, left = _with_recompute(spec, one, on_device, left)
+                kept, again, left = _with_recompute(spec, one, on_device, left)
             else:
-                kept, live = one.kept * on_device, one.again
+                kept, again = one.kept * on_device, one.again
             total += kept * copies
-            again = max(again, live)
+            working = max(working, again + one.working)
+            layer = kept / on_device if on_device else 0.0
         if chunk.head:
             total += ends * copies
-    return total + again
+    return _Kept(total, layer, working, max(1, *alive))
 
 
 def _with_recompute(spec: RunSpec, saved: SavedBytes, layers: int, left: int) -> tuple[float, float, int]:

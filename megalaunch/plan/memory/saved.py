@@ -12,52 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.model import GATED, ModelSpec
+from megalaunch.config.schema.model import ModelSpec
 from megalaunch.config.schema.recompute import RecomputeModule
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.accounting import Accounting
+from megalaunch.plan.memory.widths import Formats, Widths, widths_of
 
 Divided = Literal["sequence", "tp", "whole"]
-
-
-@dataclass(frozen=True)
-class Widths:
-    """Sizes of one layer on one tensor-parallel rank, and bytes of its formats.
-
-    `b` bytes of an activation, `i` of a matmul's kept input, `r` of the residual stream. `h` hidden; `q`, `k`, `v`,
-    `o` widths of queries, keys, values and attention's output, on one rank; `n` heads on one rank; `f` inner width
-    on one rank, `e` of an expert, `s` of the shared experts; `g` what the activation keeps of these widths (1 plain,
-    2 gate and up); `t` experts a token meets; `E` experts; `ql`, `kl`, `p` latents of queries and keys and the
-    rotary part; `keys` attended tokens.
-    """
-
-    b: float
-    i: float
-    r: float
-    h: int
-    q: float
-    k: float
-    v: float
-    o: float
-    n: float
-    f: float
-    e: float
-    s: float
-    g: int
-    t: float
-    E: int
-    ql: int
-    kl: int
-    p: int
-    keys: int
-    qk_norm: bool
-    out_norm: bool
-    dropout: bool
-    mla: bool
-    experts: bool
-    mtp: bool
-    unfused: bool
 
 
 @dataclass(frozen=True)
@@ -75,8 +36,9 @@ ATTENTION = (
     Row("statistics of the first norm, fp32", lambda w: 4, "sequence"),
     Row("normed, input of the projections", lambda w: w.i * w.h, "sequence", ("norm",)),
     Row("queries, rotated", lambda w: w.b * w.q),
-    Row("keys, rotated", lambda w: w.b * w.k),
-    Row("values", lambda w: w.b * w.v),
+    Row("keys, rotated", lambda w: w.b * w.k * w.held),
+    Row("values", lambda w: w.b * w.v * w.held),
+    Row("mask of scores in the format of queries", lambda w: w.b * w.mask, "whole", ("attention",)),
     Row("queries and keys before their norms", lambda w: w.b * (w.q + w.k) if w.qk_norm else 0),
     Row(
         "attention's weights, where no fused kernel runs",
@@ -140,35 +102,15 @@ def rows_of(widths: Widths) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes a token of one layer: kept until the backward pass, and alive only while the layer is computed again."""
+    """Bytes a token of one layer: kept until the backward pass, and alive only while the layer is computed again.
+
+    `boundary` is its input, `working` the gradients (and scores) alive at most while it runs backwards, beside these.
+    """
 
     kept: float
     again: float
     boundary: float
-
-
-@dataclass(frozen=True)
-class Formats:
-    """Bytes by format, and who shares what: all of a layer's memory that does not follow from the model."""
-
-    tp: int
-    etp: int
-    ep: int
-    sequence_parallel: bool
-    compute: str
-    residual: str
-    modules: tuple[RecomputeModule, ...]
-    keys: int
-
-    @classmethod
-    def of(cls, spec: RunSpec) -> Formats:
-        """Those of a resolved spec."""
-        p, recompute = spec.parallel, spec.recompute
-        modules = recompute.modules if recompute.granularity == "selective" else ()
-        keys = spec.batch.sequence_length
-        return cls(
-            p.tp, p.etp or 1, p.ep, p.sequence_parallel, spec.precision.compute, spec.precision.residual, modules, keys
-        )
+    working: float
 
 
 def rows_with_bytes(
@@ -190,8 +132,22 @@ def saved_bytes(model: ModelSpec, kind: Layer, formats: Formats, accounting: Acc
     for _, size, spared in rows_with_bytes(model, kind, formats, accounting):
         again += size if spared else 0.0
         kept += 0.0 if spared else size
-    boundary = widths.r * widths.h / (formats.tp if formats.sequence_parallel else 1)
-    return SavedBytes(kept, again, boundary)
+    return SavedBytes(kept, again, widths.r * widths.h / widths.part, _working(widths))
+
+
+def _working(w: Widths) -> float:
+    """Gradients alive at most while one layer runs backwards, beside what it still keeps: in its feed-forward block.
+
+    They are those of the residual stream, of the block's output and of its inner values' inputs; the inner values
+    themselves are gone by then. A ring of context-parallel ranks works on scores once that block's values are gone.
+    """
+    if w.experts:
+        inner = w.t * (w.h + w.g * w.e) / w.part + w.g * w.s
+        kept = w.t * (2 * w.h + (w.g + 1) * w.e) / w.part + (w.g + 1) * w.s
+    else:
+        inner, kept = w.g * w.f, (w.g + 1) * w.f
+    stream = w.h / w.part + w.h
+    return max(w.b * (stream + inner), w.scores - w.b * (w.h / w.part + kept))
 
 
 def _divisor(row: Row, formats: Formats, accounting: Accounting) -> int:
@@ -200,53 +156,6 @@ def _divisor(row: Row, formats: Formats, accounting: Accounting) -> int:
         return 1
     gathered = row.name.startswith("normed, input of") and not accounting.gathers_again
     return 1 if gathered else formats.tp
-
-
-def format_bytes(compute: str) -> int:
-    """Bytes of an activation; fp8 computes on 16-bit ones."""
-    return 4 if compute == "fp32" else 2
-
-
-def widths_of(model: ModelSpec, kind: Layer, formats: Formats, accounting: Accounting) -> Widths:
-    """The sizes of one layer on one rank."""
-    tp, mla, moe = formats.tp, model.mla, model.moe
-    b = format_bytes(formats.compute)
-    small = formats.compute == "fp8" and accounting.float8_inputs
-    heads, head_dim = model.num_attention_heads, model.head_dim or 0
-    n = heads / tp
-    groups = max(1.0, (model.num_query_groups or heads) / tp)
-    latent = mla.kv_lora_rank is not None
-    query = n * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) if latent else n * head_dim
-    value = n * mla.v_head_dim if latent else groups * head_dim
-    gated = model.activation in GATED
-    return Widths(
-        b=b,
-        i=1 if small else b,
-        r=4 if formats.residual == "fp32" else b,
-        h=model.hidden_size,
-        q=query,
-        k=query if latent else groups * head_dim,
-        v=value,
-        o=n * mla.v_head_dim if latent else n * head_dim,
-        n=n,
-        f=model.ffn_hidden_size / tp,
-        e=(moe.ffn_hidden_size or model.ffn_hidden_size) / formats.etp,
-        s=moe.shared_ffn_hidden_size / tp,
-        g=accounting.activation_inputs if gated else 1,
-        t=moe.top_k * formats.etp,
-        E=moe.num_experts or 0,
-        ql=mla.q_lora_rank or 0,
-        kl=mla.kv_lora_rank or 0,
-        p=mla.qk_rope_head_dim,
-        keys=min(formats.keys, kind.window or formats.keys),
-        qk_norm=model.qk_norm != "none",
-        out_norm=model.block_norms != "pre",
-        dropout=model.hidden_dropout > 0,
-        mla=latent,
-        experts=kind.experts,
-        mtp=kind.mtp,
-        unfused=accounting.unfused_attention,
-    )
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer states on one device: bytes of what data parallelism divides.
+"""Weights, gradients and optimizer states on one device at the moments of a step: what data parallelism divides.
 
 ZeRO (Rajbhandari et al. 2020) in FSDP2's form; `engine/parallel/data.py` has the table of switches.
 """
@@ -9,52 +9,92 @@ from dataclasses import dataclass
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.plan.memory.accounting import Accounting
-from megalaunch.plan.memory.saved import format_bytes
+from megalaunch.plan.memory.widths import format_bytes
 from megalaunch.plan.shares import Held
 from megalaunch.plan.topology import Topology
 
 MASTER = 4
 _MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1}
 _BYTES = {"fp32": 4, "bf16": 2}
-_GATHERED_UNITS = 2  # with whole sharding: the unit that computes, and the one gathered ahead of it
+GATHERED_UNITS = 2
+"""Layers whose copies whole sharding has at once: the one that computes, and the one gathered ahead of it."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes on one device at one moment of a step, beside optimizer states and activations."""
+
+    weights: float
+    gradients: float
+    buffers: float = 0.0
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes on one device; `buffers` of one unit's reduction, `root_buffers` of embedding and head's."""
+    """Bytes on one device.
 
-    weights: float
-    gradients: float
+    `loss`: as the loss runs backwards. `layer`: as a layer does, and `unit` is what a layer's gradients take on their
+    way to be summed. `between`: as the backward pass of a microbatch ends and others follow. `end`: as the last one
+    ends, when embedding and head are summed.
+    """
+
     optimizer: float
-    buffers: float
-    root_buffers: float
+    loss: Phase
+    layer: Phase
+    unit: float
+    between: Phase | None
+    end: Phase
 
 
 def states_of(spec: RunSpec, topology: Topology, held: Held, accounting: Accounting) -> States:
     """The states of one rank's parameters."""
-    shards = 1 if spec.parallel.data_sharding == "no_shard" else topology.shards * topology.cp
-    expert_shards = 1 if spec.parallel.data_sharding == "no_shard" else max(1, topology.edp // spec.parallel.replicas)
-    all_parameters = held.dense + held.experts
+    whole = spec.parallel.data_sharding == "no_shard"
+    shards = 1 if whole else topology.shards * topology.cp
+    expert_shards = 1 if whole else max(1, topology.edp // spec.parallel.replicas)
     divided = held.dense / shards + held.experts / expert_shards
     on_device = 1 - spec.optimizer.offload_fraction
     moments = _MOMENTS[spec.optimizer.name] * _BYTES[spec.precision.moments] * on_device
-    if not accounting.sharded_master:
-        return _whole_weights(spec, held, divided, moments + MASTER * on_device, accounting)
-    copy, reduced = format_bytes(spec.precision.compute), _BYTES[spec.precision.gradients]
-    if spec.precision.compute == "fp8" and spec.precision.fp8.param_gather:
-        copy = 1
-    sharding = spec.parallel.data_sharding
-    whole = sharding == "optim_grads_params"
-    gathered = min(all_parameters, held.root + _GATHERED_UNITS * held.layer) if whole else all_parameters
-    adds_up = sharding in ("no_shard", "optim") and topology.microbatches > 1
-    gradients = reduced * all_parameters if adds_up else MASTER * divided
-    unit = (copy + MASTER) if accounting.unit_buffers else 0
+    if accounting.sharded_master:
+        return _sharded(spec, topology, held, divided, shards, moments)
+    return _whole_weights(spec, held, divided, moments + MASTER * on_device, accounting)
+
+
+def _sharded(spec: RunSpec, topology: Topology, held: Held, divided: float, shards: int, moments: float) -> States:
+    """FSDP2: fp32 weights divided, copies gathered from them.
+
+    A pipeline keeps copies and gradients whole until its end, whatever the strategy: its stages reduce once.
+    """
+    copy = (
+        1
+        if spec.precision.compute == "fp8" and spec.precision.fp8.param_gather
+        else format_bytes(spec.precision.compute)
+    )
+    reduced = min(_BYTES[spec.precision.reduce], _BYTES[spec.precision.gradients])
+    sharding, pipelined = spec.parallel.data_sharding, topology.pp > 1
+    adds_up = pipelined or sharding in ("no_shard", "optim")  # whole gradients, until the last microbatch
+    several = topology.microbatches > 1
+    every, master, summed = held.dense + held.experts, MASTER * divided, MASTER * divided
+    before = (reduced * every if adds_up else summed) if several else 0.0
+    gathered = loss_gathered = every
+    if sharding == "optim_grads_params" and not pipelined:
+        loss_gathered = held.root
+        gathered = min(every, held.root + GATHERED_UNITS * held.layer)
+    between = Phase(master + copy * every, reduced * every, copy * held.root) if several and adds_up else None
+    if pipelined:
+        end = Phase(master + copy * every, reduced * every, reduced * held.root)
+    else:
+        source = (reduced if several and adds_up else copy) * held.root
+        moved = reduced * held.root * (2 if shards == 1 else 1)  # a lone rank divides a copy of them by 1
+        more = reduced * held.root / shards if several and not adds_up else 0.0
+        own = MASTER * held.root / shards
+        end = Phase(master, summed, max(source + reduced * held.root - own, moved + more))
     return States(
-        weights=MASTER * divided + copy * gathered,
-        gradients=gradients,
         optimizer=moments * divided,
-        buffers=unit * held.layer,
-        root_buffers=unit * held.root,
+        loss=Phase(master + copy * loss_gathered, before),
+        layer=Phase(master + copy * gathered, before, copy * held.head),
+        unit=(copy + reduced) * held.layer,
+        between=between,
+        end=end,
     )
 
 
@@ -70,10 +110,5 @@ def _whole_weights(spec: RunSpec, held: Held, divided: float, optimizer: float, 
         optimizer -= MASTER
     if spec.parallel.data_sharding == "optim_grads_params":
         weights, whole = plain * divided, divided
-    return States(
-        weights=weights,
-        gradients=_BYTES[spec.precision.gradients] * whole,
-        optimizer=optimizer * divided,
-        buffers=0.0,
-        root_buffers=0.0,
-    )
+    phase = Phase(weights, _BYTES[spec.precision.gradients] * whole)
+    return States(optimizer * divided, phase, phase, 0.0, None, phase)

@@ -11,7 +11,7 @@ from published_runs import BRIDGE, DGXC, MEMORY_7B, OTHERS
 from megalaunch.config.schema import with_values
 from megalaunch.plan.memory import ENGINE, MEGATRON, memory_of
 from megalaunch.plan.memory.in_flight import in_flight
-from megalaunch.plan.memory.rank import memory_by_rank
+from megalaunch.plan.memory.rank import END, LAYER, LOSS, memory_by_rank
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.resolve import derive
 from megalaunch.plan.shares import chunks_by_rank, held_by_rank
@@ -63,10 +63,42 @@ def test_states_by_strategy(llama, sharding, weights, gradients, optimizer):
         assert getattr(memory, kind) == pytest.approx(expected * LLAMA), kind
 
 
-def test_whole_sharding_gathers_two_layers_and_the_ends(llama):
-    memory = memory_of(_with(llama, parallel__data_sharding="optim_grads_params"))
+def test_whole_sharding_gathers_the_ends_and_two_layers(llama):
+    """As the loss runs backwards no layer is gathered; as layers do, one computes and one is gathered ahead."""
+    zero3 = _with(llama, parallel__data_sharding="optim_grads_params")
     ends, layer = 2 * 128256 * 4096 + 4096, 218_112_000
-    assert memory.weights == pytest.approx(4 / 8 * LLAMA + 2 * (ends + 2 * layer))
+    assert memory_of(zero3).moment == LOSS
+    assert memory_of(zero3).weights == pytest.approx(4 / 8 * LLAMA + 2 * ends)
+    few_words = _with(zero3, model__vocab_size=1024, recompute__granularity="full")
+    ends = 2 * 1024 * 4096 + 4096
+    memory = memory_of(few_words)
+    assert memory.moment == LAYER
+    assert memory.weights == pytest.approx(4 / 8 * memory.parameters + 2 * (ends + 2 * layer))
+
+
+def test_one_microbatch_has_no_gradients_when_its_backward_pass_begins(llama):
+    one = memory_of(_with(llama, batch__global_batch_size=8, batch__micro_batch_size=1))
+    assert (one.moment, one.gradients) == (LOSS, 0.0)
+
+
+def test_a_pipeline_keeps_gradients_and_copies_whole(llama):
+    """torch's stages reduce once, at their end, whatever is sharded (engine/parallel/data.py)."""
+    words = {"parallel__pp": 2, "batch__global_batch_size": 64}
+    zero1 = _with(llama, **words, parallel__data_sharding="optim")
+    zero3 = _with(llama, **words, parallel__data_sharding="optim_grads_params")
+    assert memory_of(zero1).kinds == memory_of(zero3).kinds
+
+
+def test_few_tokens_and_many_parameters_peak_as_embedding_and_head_are_summed(llama):
+    memory = memory_of(
+        _with(
+            llama, batch__sequence_length=128, batch__global_batch_size=8, parallel__data_sharding="optim_grads_params"
+        )
+    )
+    ends = 2 * 128256 * 4096 + 4096
+    assert memory.moment == END
+    assert memory.buffers == pytest.approx((2 + 4 - 4 / 8) * ends)  # bf16 gradients, fp32 ones; the divided sum is new
+    assert memory.activations == memory.logits == 0
 
 
 def test_megatron_s_bytes_a_parameter(llama):

@@ -1,0 +1,145 @@
+"""The deep plan of a rank: the engine assembled and stepped on fake tensors, and what its ledgers say."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.engine.deep_plan.accelerator import as_on_gpu, reduce_as_on_gpu
+from megalaunch.engine.deep_plan.axes import AxisNames
+from megalaunch.engine.deep_plan.exchanges import Call, ExchangeLedger
+from megalaunch.engine.deep_plan.memory import MemoryLedger, Peak
+from megalaunch.engine.deep_plan.moment import Moment
+from megalaunch.engine.deep_plan.owners import Owners
+from megalaunch.engine.deep_plan.phases import told_phases
+from megalaunch.engine.deep_plan.report import DeepPlan, Exchange
+from megalaunch.engine.deep_plan.sampling import enough_microbatches
+from megalaunch.engine.deep_plan.step import batch_of, watched_step
+from megalaunch.engine.deep_plan.world import HostNumbers, absent_neighbours, fake_mesh
+from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.precision.policy import compute_format
+from megalaunch.engine.train.assemble import give_memory, laid_out
+from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.plan.memory import memory_of
+from megalaunch.plan.supported import unsupported
+from megalaunch.plan.topology import Topology
+from megalaunch.platform.facts import CHIPS
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the ledgers say of a step of so many microbatches."""
+
+    peak: Peak
+    traffic: dict[Call, tuple[int, int]]
+
+
+def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
+    """One step of `rank` (None: the first of the stage that needs most) of a resolved spec that the engine can run.
+
+    Raises ValueError for a rank outside the world and for what the engine does not run, RuntimeError inside a process
+    group.
+    """
+    started = time.perf_counter()
+    beyond = [f"{limit.path}={value}" for limit, value in unsupported(spec)]
+    if beyond:
+        raise ValueError(f"the engine does not run {', '.join(beyond)}")
+    topology = Topology.of(spec)
+    rank = topology.dense.group(0, "pp")[memory_of(spec).rank] if rank is None else rank
+    coordinates = topology.coordinates(rank)
+    on_gpu = CHIPS[spec.platform.chip].device != "cpu"
+    moment = Moment()
+    with ExitStack() as world:
+        mesh = world.enter_context(fake_mesh(topology, rank))
+        world.enter_context(told_phases(moment))
+        if on_gpu:
+            world.enter_context(as_on_gpu())
+        world.enter_context(absent_neighbours(_boundary(spec, topology), compute_format(spec.precision)))
+        parameters, computed, found = _steps(spec, mesh, moment, on_gpu, world)
+        names = AxisNames(topology, rank)
+        exchanges = tuple(
+            Exchange(call.phase, call.kind, names.of(call.ranks), len(call.ranks), count, size)
+            for call, (count, size) in found.traffic.items()
+            if call.phase != "preparing"
+        )
+    return DeepPlan(
+        rank=rank,
+        world=topology.world,
+        coordinates=coordinates,
+        parameters=parameters,
+        microbatches=topology.microbatches,
+        computed=computed,
+        on_gpu=on_gpu,
+        phase=found.peak.phase,
+        kinds={str(kind): size for kind, size in found.peak.kinds.items()},
+        exchanges=exchanges,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _steps(spec: RunSpec, mesh: Mesh, moment: Moment, on_gpu: bool, world: ExitStack) -> tuple[int, int, _Found]:
+    """Parameters of the rank, microbatches that were computed, and what a whole step comes to."""
+    model = laid_out(spec, mesh)
+    if on_gpu:
+        reduce_as_on_gpu(model)
+    parameters = sum(_held(parameter) for parameter in model.parameters())
+    tokens = mesh.topology.micro_batch_size * spec.batch.sequence_length // mesh.topology.cp
+    exchanges = ExchangeLedger(moment)
+    memory = MemoryLedger(moment, (tokens, (spec.model.vocab_size or 0) // mesh.tp.size))
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), HostNumbers(), exchanges, memory):
+        world.enter_context(mode)
+    world.enter_context(memory.listening())
+    give_memory(model, mesh, spec.train.seed)
+    optimizer = NamedAdamW(model, spec.optimizer)
+    owners = Owners(model, optimizer)
+    owners.claim_moments(memory)
+    memory.after_phase = lambda: owners.claim(memory)
+    step = watched_step(spec, mesh, model, optimizer, moment)
+
+    def found(number: int, microbatches: int) -> _Found:
+        batch = batch_of(spec, mesh, microbatches)
+        owners.claim(memory)
+        exchanges.clear()
+        memory.begin()
+        with moment.of("optimizer"):
+            step.run(number, batch, None)
+        return _Found(memory.peak(), {one.call: (one.count, one.bytes) for one in exchanges.traffic})
+
+    fewer = enough_microbatches(spec, mesh.topology)
+    if fewer is None:
+        return parameters, mesh.topology.microbatches, found(1, mesh.topology.microbatches)
+    first, second = found(1, fewer[0]), found(2, fewer[1])
+    times = (mesh.topology.microbatches - fewer[1]) // (fewer[1] - fewer[0])
+    return parameters, fewer[1], _extended(first, second, times)
+
+
+def _extended(fewer: _Found, more: _Found, times: int) -> _Found:
+    """The step in which what `more` has beyond `fewer` comes `times` more often."""
+    kinds = {kind: size + times * (size - fewer.peak.kinds[kind]) for kind, size in more.peak.kinds.items()}
+    traffic = {}
+    for call, (count, size) in more.traffic.items():
+        before = fewer.traffic.get(call, (0, 0))
+        traffic[call] = count + times * (count - before[0]), size + times * (size - before[1])
+    return _Found(Peak(more.peak.phase, kinds), traffic)
+
+
+def _held(parameter: Tensor) -> int:
+    """Numbers of a parameter that this rank computes with: all but what tensor-parallel ranks divide."""
+    divided = 1
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        for name, placement in zip(names, parameter.placements, strict=True):
+            divided *= 1 if placement.is_replicate() or name != "tp" else parameter.device_mesh[name].size()
+    return parameter.numel() // divided
+
+
+def _boundary(spec: RunSpec, topology: Topology) -> tuple[int, int, int]:
+    """What a stage hands to the next: [B, s, H] of one rank."""
+    parts = topology.cp * (topology.tp if spec.parallel.sequence_parallel else 1)
+    return topology.micro_batch_size, spec.batch.sequence_length // parts, spec.model.hidden_size

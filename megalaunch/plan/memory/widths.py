@@ -1,0 +1,161 @@
+"""Sizes of one layer on one rank: what its operators keep is counted in these (plan/memory/saved.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.model import GATED, ModelSpec
+from megalaunch.config.schema.parallel import ContextExchange
+from megalaunch.config.schema.recompute import RecomputeModule
+from megalaunch.plan.layers import Layer
+from megalaunch.plan.memory.accounting import Accounting
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sizes of one layer on one tensor-parallel rank, and bytes of its formats.
+
+    `b` bytes of an activation, `i` of a matmul's kept input, `r` of the residual stream. `h` hidden; `q`, `k`, `v`,
+    `o` widths of queries, keys, values and attention's output, on one rank; `n` heads on one rank; `f` inner width
+    on one rank, `e` of an expert, `s` of the shared experts; `g` what the activation keeps of these widths (1 plain,
+    2 gate and up); `t` experts a token meets; `E` experts; `ql`, `kl`, `p` latents of queries and keys and the
+    rotary part; `keys` attended tokens. Context parallelism: `held` ranks' keys and values are kept, `mask` columns of
+    a mask, `scores` bytes of the scores that a ring works on; `part` ranks share what is divided by sequence.
+    """
+
+    b: float
+    i: float
+    r: float
+    h: int
+    q: float
+    k: float
+    v: float
+    o: float
+    n: float
+    f: float
+    e: float
+    s: float
+    g: int
+    t: float
+    E: int
+    ql: int
+    kl: int
+    p: int
+    keys: int
+    qk_norm: bool
+    out_norm: bool
+    dropout: bool
+    mla: bool
+    experts: bool
+    mtp: bool
+    unfused: bool
+    held: float
+    mask: int
+    scores: float
+    part: int
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Bytes by format, and who shares what: all of a layer's memory that does not follow from the model."""
+
+    tp: int
+    etp: int
+    ep: int
+    sequence_parallel: bool
+    compute: str
+    residual: str
+    modules: tuple[RecomputeModule, ...]
+    keys: int
+    cp: int
+    exchange: ContextExchange
+    documents: bool
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Formats:
+        """Those of a resolved spec."""
+        p, recompute = spec.parallel, spec.recompute
+        modules = recompute.modules if recompute.granularity == "selective" else ()
+        return cls(
+            tp=p.tp,
+            etp=p.etp or 1,
+            ep=p.ep,
+            sequence_parallel=p.sequence_parallel,
+            compute=spec.precision.compute,
+            residual=spec.precision.residual,
+            modules=modules,
+            keys=spec.batch.sequence_length,
+            cp=p.cp,
+            exchange=p.cp_exchange if isinstance(p.cp_exchange, str) else p.cp_exchange[0],
+            documents=spec.data.reset_attention,
+        )
+
+
+def format_bytes(compute: str) -> int:
+    """Bytes of an activation; fp8 computes on 16-bit ones."""
+    return 4 if compute == "fp32" else 2
+
+
+def widths_of(model: ModelSpec, kind: Layer, formats: Formats, accounting: Accounting) -> Widths:
+    """The sizes of one layer on one rank."""
+    tp, mla, moe = formats.tp, model.mla, model.moe
+    b = format_bytes(formats.compute)
+    small = formats.compute == "fp8" and accounting.float8_inputs
+    heads, head_dim = model.num_attention_heads, model.head_dim or 0
+    n = heads / tp
+    groups = max(1.0, (model.num_query_groups or heads) / tp)
+    latent = mla.kv_lora_rank is not None
+    query = n * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) if latent else n * head_dim
+    value = n * mla.v_head_dim if latent else groups * head_dim
+    gated = model.activation in GATED
+    return Widths(
+        b=b,
+        i=1 if small else b,
+        r=4 if formats.residual == "fp32" else b,
+        h=model.hidden_size,
+        q=query,
+        k=query if latent else groups * head_dim,
+        v=value,
+        o=n * mla.v_head_dim if latent else n * head_dim,
+        n=n,
+        f=model.ffn_hidden_size / tp,
+        e=(moe.ffn_hidden_size or model.ffn_hidden_size) / formats.etp,
+        s=moe.shared_ffn_hidden_size / tp,
+        g=accounting.activation_inputs if gated else 1,
+        t=moe.top_k * formats.etp,
+        E=moe.num_experts or 0,
+        ql=mla.q_lora_rank or 0,
+        kl=mla.kv_lora_rank or 0,
+        p=mla.qk_rope_head_dim,
+        keys=min(formats.keys, kind.window or formats.keys),
+        qk_norm=model.qk_norm != "none",
+        out_norm=model.block_norms != "pre",
+        dropout=model.hidden_dropout > 0,
+        mla=latent,
+        experts=kind.experts,
+        mtp=kind.mtp,
+        unfused=accounting.unfused_attention,
+        held=_held(formats, groups),
+        mask=formats.keys if accounting.plain_contexts and _masked(formats) else 0,
+        scores=4 * n * accounting.ring_scores * formats.keys / formats.cp if _in_ring(formats) else 0,
+        part=tp if formats.sequence_parallel else 1,
+    )
+
+
+def _held(formats: Formats, groups: float) -> float:
+    """How often a rank keeps keys and values of its own tokens' number: those of all ranks, or repeated for each."""
+    if formats.exchange == "allgather":
+        return formats.cp
+    return max(1.0, formats.cp / groups) if formats.exchange == "a2a" else 1.0
+
+
+def _in_ring(formats: Formats) -> bool:
+    return formats.cp > 1 and formats.exchange == "p2p"
+
+
+def _masked(formats: Formats) -> bool:
+    """Whether a mask is kept: none where attention is causal and no more, nor in a ring, which makes it anew."""
+    if formats.cp > 1 and formats.exchange == "allgather":
+        return True
+    return formats.documents and not _in_ring(formats)

@@ -1,0 +1,110 @@
+"""The deep plan's collectives against those of the real engine on gloo ranks: same calls, counts and bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_ranks import run_ranks
+from oracle import small_spec
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.engine.deep_plan.axes import AxisNames
+from megalaunch.engine.deep_plan.exchanges import ExchangeLedger
+from megalaunch.engine.deep_plan.moment import Moment
+from megalaunch.engine.deep_plan.phases import told_phases
+from megalaunch.engine.deep_plan.plan import deep_plan
+from megalaunch.engine.deep_plan.step import batch_of, watched_step
+from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.train.assemble import sharded_model
+from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.plan.topology import Topology
+
+Rows = dict[tuple[str, str, str], tuple[int, int]]  # phase, kind, axis -> calls, bytes
+
+
+def _on_gloo(spec: RunSpec) -> Rows:
+    """The second step: in the first, a pipeline finds out its shapes."""
+    mesh, moment = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank()), Moment()
+    names, ledger = AxisNames(mesh.topology, mesh.rank), ExchangeLedger(moment)
+    with told_phases(moment):
+        model = sharded_model(spec, mesh)
+        step = watched_step(spec, mesh, model, NamedAdamW(model, spec.optimizer), moment)
+        for number in (1, 2):
+            ledger.clear()
+            with ledger, moment.of("optimizer"):
+                step.run(number, batch_of(spec, mesh, mesh.topology.microbatches), None)
+    return {(one.call.phase, one.call.kind, names.of(one.call.ranks)): (one.count, one.bytes) for one in ledger.traffic}
+
+
+def _planned(spec: RunSpec, rank: int) -> Rows:
+    return {(one.phase, one.kind, one.axis): (one.count, one.bytes) for one in deep_plan(spec, rank).exchanges}
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero0": (2, {"parallel__dp": 2, "parallel__data_sharding": "no_shard"}),
+    "zero1 of many microbatches": (
+        2,
+        {"parallel__dp": 2, "batch__micro_batch_size": 1, "batch__global_batch_size": 24},
+    ),
+    "zero2": (2, {"parallel__dp": 2, "parallel__data_sharding": "optim_grads"}),
+    "zero3, recomputed": (
+        2,
+        {
+            "parallel__dp": 2,
+            "parallel__data_sharding": "optim_grads_params",
+            "recompute__granularity": "full",
+            "recompute__method": "uniform",
+        },
+    ),
+    "hsdp": (4, {"parallel__dp": 4, "parallel__replicas": 2, "batch__micro_batch_size": 1}),
+    "tp4": (4, {"parallel__tp": 4, "model__num_attention_heads": 8, "model__vocab_size": 64}),
+    "tp2 sp": (2, {"parallel__tp": 2, "parallel__sequence_parallel": True, "model__vocab_size": 62}),
+    "cp2 allgather": (2, {"parallel__cp": 2, "parallel__cp_exchange": "allgather"}),
+    "cp2 a2a": (2, {"parallel__cp": 2, "parallel__cp_exchange": "a2a"}),
+    "cp2 p2p": (2, {"parallel__cp": 2, "parallel__cp_exchange": "p2p"}),
+    "pp3 gpipe": (3, {"parallel__pp": 3, "parallel__schedule": "gpipe"}),
+    "pp3 1f1b of many microbatches": (
+        3,
+        {"parallel__pp": 3, "parallel__schedule": "1f1b", "batch__micro_batch_size": 1, "batch__global_batch_size": 16},
+    ),
+    "pp2 interleaved": (
+        2,
+        {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "interleaved", "model__num_layers": 4},
+    ),
+    "pp2 zbv, tied": (
+        2,
+        {
+            "parallel__pp": 2,
+            "parallel__vpp": 2,
+            "parallel__schedule": "zbv",
+            "model__num_layers": 4,
+            "model__tied_embeddings": True,
+        },
+    ),
+    "dp2 pp2 tp2 sp": (
+        8,
+        {
+            "parallel__dp": 2,
+            "parallel__pp": 2,
+            "parallel__tp": 2,
+            "parallel__schedule": "1f1b",
+            "parallel__sequence_parallel": True,
+            "model__num_layers": 2,
+            "model__vocab_size": 62,
+            "batch__micro_batch_size": 1,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fake_ranks_exchange_what_real_ones_do(layout):
+    ranks, values = LAYOUTS[layout]
+    spec = small_spec(**values)
+    real = run_ranks(ranks, _on_gloo, spec)
+    for rank in {0, ranks // 2, ranks - 1}:
+        assert real[rank], "the ledger hears nothing"
+        assert _planned(spec, rank) == real[rank], f"rank {rank}"
