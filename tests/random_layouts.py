@@ -29,7 +29,7 @@ MODEL: Layout = {
 _DEGREES = (1, 2, 4)
 _SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
-_EXCHANGES = ("p2p", "allgather", "a2a")
+_EXCHANGES = ("p2p", "allgather", "a2a", "a2a+p2p")
 
 
 def random_layouts(seed: int, most_ranks: int = 8, **fixed: Any) -> Iterator[Layout]:
@@ -81,6 +81,8 @@ def _drawn(source: random.Random) -> Layout:
         layout["parallel__sequence_parallel"] = source.random() < 0.5
     if degrees["cp"] > 1:
         layout["parallel__cp_exchange"] = source.choice(_EXCHANGES)
+        if layout["parallel__cp_exchange"] == "a2a+p2p":
+            layout["parallel__cp_hierarchy"] = (2, degrees["cp"] // 2)
     if degrees["pp"] > 1:
         layout["parallel__schedule"] = source.choice(_SCHEDULES)
         if source.random() < 0.5:

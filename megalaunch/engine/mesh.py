@@ -40,6 +40,7 @@ class Mesh:
     rank: int
     grid: DeviceMesh
     samples: DeviceMesh
+    levels: DeviceMesh | None = None
 
     @property
     def data_parallel(self) -> DeviceMesh:
@@ -60,6 +61,11 @@ class Mesh:
     def cp(self) -> Axis:
         """The context-parallel axis: ranks that share each sample."""
         return Axis.of(self.samples, "cp") if self.topology.cp > 1 else Axis("cp")
+
+    @cached_property
+    def cp_levels(self) -> tuple[Axis, Axis] | None:
+        """The context-parallel axis as two, neighbours and the groups of neighbours, where a hierarchy is given."""
+        return None if self.levels is None else (Axis.of(self.levels, "cp_inner"), Axis.of(self.levels, "cp_outer"))
 
     @property
     def speaks(self) -> bool:
@@ -94,4 +100,9 @@ def make_mesh(topology: Topology, device: torch.device, rank: int) -> Mesh:
     samples = grid
     if t.cp > 1:
         samples = init_device_mesh(device.type, (t.pp * t.dp, t.cp, t.tp), mesh_dim_names=("samples", "cp", "tp"))
-    return Mesh(device, topology, rank, grid, samples)
+    levels = None
+    if t.cp_hierarchy:
+        inner, outer = t.cp_hierarchy
+        names = ("samples", "cp_outer", "cp_inner", "tp")
+        levels = init_device_mesh(device.type, (t.pp * t.dp, outer, inner, t.tp), mesh_dim_names=names)
+    return Mesh(device, topology, rank, grid, samples, levels)

@@ -48,12 +48,6 @@ LIMITS = (
     Limit("model.mla.kv_lora_rank", (None,), "latent attention"),
     Limit("model.mtp.num_layers", (0,), "multi-token prediction"),
     Limit("parallel.microbatch_group", (None,), "groups of another size than pp"),
-    Limit(
-        "parallel.cp_exchange",
-        ("p2p", "allgather", "a2a"),
-        "hierarchical exchanges of context parallelism",
-        idle=("parallel.cp", 1),
-    ),
     Limit("parallel.ep", (1,), "expert parallelism"),
     Limit("parallel.etp", (None, 1), "tensor parallelism inside experts"),
     Limit("parallel.cp_dynamic", (False,), "context-parallel groups by length"),

@@ -51,7 +51,7 @@ class Topology:
 
     `shards` is how many data-parallel ranks share one copy of what is sharded, `replicas` how many copies there
     are (dp = replicas * shards); without sharding every rank is a replica. `microbatches` is per rank and step.
-    `last_stage_rank` is the pp rank that holds the head.
+    `last_stage_rank` is the pp rank that holds the head; `cp_hierarchy` the sizes of cp inside and outside, if any.
     """
 
     tp: int
@@ -68,6 +68,7 @@ class Topology:
     devices_per_node: int
     nodes: int
     last_stage_rank: int
+    cp_hierarchy: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, spec: RunSpec) -> Topology:
@@ -94,6 +95,7 @@ class Topology:
             devices_per_node=spec.cluster.devices_per_node,
             nodes=spec.cluster.nodes,
             last_stage_rank=0 if p.schedule in V_SCHEDULES else p.pp - 1,
+            cp_hierarchy=p.cp_hierarchy if p.cp > 1 else (),
         )
 
     @property

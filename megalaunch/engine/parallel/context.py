@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalaunch.config.schema.parallel import ContextExchange, ParallelSpec
 from megalaunch.engine.collectives import start_exchange, start_gather, start_reduce_scatter
-from megalaunch.engine.mesh import Axis
+from megalaunch.engine.mesh import Axis, Mesh
 from megalaunch.engine.model.context import Attend, causal, seen, visible
 from megalaunch.engine.model.scores import PLAIN, Scoring
 from megalaunch.engine.parallel.ring import RingAttention
@@ -26,16 +26,20 @@ _SEQUENCE = 2  # the dim of tokens in [B, N, s, D]
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The context of one rank; `exchanges` names one way for all layers, or one for each."""
+    """The context of one rank; `exchanges` names one way for all layers, or one for each.
+
+    `levels`: the axis inside (neighbours) and the one outside, for exchanges on two levels.
+    """
 
     axis: Axis
     exchanges: tuple[ContextExchange, ...]
+    levels: tuple[Axis, Axis] | None = None
 
     @classmethod
-    def of(cls, parallel: ParallelSpec, axis: Axis) -> ContextParallel:
+    def of(cls, parallel: ParallelSpec, mesh: Mesh) -> ContextParallel:
         """What a spec asks for."""
         chosen = parallel.cp_exchange
-        return cls(axis, chosen if isinstance(chosen, tuple) else (chosen,))
+        return cls(mesh.cp, chosen if isinstance(chosen, tuple) else (chosen,), mesh.cp_levels)
 
     def places(self, held: int, device: torch.device) -> Tensor:
         """Where this rank's tokens stand in their sample, [s]."""
@@ -43,13 +47,18 @@ class ContextParallel:
 
     def attention(self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None]) -> Sequence[Attend]:
         """One function for each way and window that is used, shared by its layers."""
-        mine = documents_Bs
-        everyone = None if mine is None else start_gather(mine, 1, self.axis).wait()
+        everyone = None if documents_Bs is None else start_gather(documents_Bs, 1, self.axis).wait()
         order = _all_places(held * self.axis.size, self.axis)
         exchanges = self.exchanges if len(self.exchanges) > 1 else self.exchanges * len(windows)
         kinds = list(zip(exchanges, windows, strict=True))
-        made = {(way, window): _MAKERS[way](self.axis, order, mine, everyone, window) for way, window in set(kinds)}
+        made = {kind: self._attend(kind[0], order, everyone, kind[1]) for kind in set(kinds)}
         return [made[kind] for kind in kinds]
+
+    def _attend(self, way: ContextExchange, order: Tensor, everyone: Tensor | None, window: int | None) -> Attend:
+        if way != "a2a+p2p":
+            return _MAKERS[way](self.axis, order, everyone, window)
+        assert self.levels is not None, "the checker asks for parallel.cp_hierarchy"
+        return _on_two_levels(*self.levels, order, everyone, window)
 
 
 def places_of(length: int, axis: Axis) -> Tensor:
@@ -65,10 +74,16 @@ def _all_places(length: int, axis: Axis) -> Tensor:
     return torch.cat([places_of(length, Axis(axis.name, axis.size, rank)) for rank in range(axis.size)])
 
 
-def _gathering(axis: Axis, order: Tensor, mine: Tensor | None, everyone: Tensor | None, window: int | None) -> Attend:
-    """Every rank gathers all keys and values; their gradients are summed where they belong (Llama 3)."""
+def _visible_here(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> Tensor:
+    """Which keys of all ranks, in rank order, the queries of this one see."""
     held = len(order) // axis.size
-    attend_all = seen(visible(order[axis.rank * held :][:held], order, mine, everyone, window))
+    here = slice(axis.rank * held, (axis.rank + 1) * held)
+    return visible(order[here], order, None if everyone is None else everyone[:, here], everyone, window)
+
+
+def _gathering(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> Attend:
+    """Every rank gathers all keys and values; their gradients are summed where they belong (Llama 3)."""
+    attend_all = seen(_visible_here(axis, order, everyone, window))
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
         keys_values = torch.stack((k_BGsD, v_BGsD))
@@ -79,11 +94,9 @@ def _gathering(axis: Axis, order: Tensor, mine: Tensor | None, everyone: Tensor 
     return attend
 
 
-def _ring(axis: Axis, order: Tensor, mine: Tensor | None, everyone: Tensor | None, window: int | None) -> Attend:
+def _ring(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> Attend:
     """Keys and values travel round the ranks."""
-    held = len(order) // axis.size
-    mask = visible(order[axis.rank * held :][:held], order, mine, everyone, window)
-    masks = torch.stack(mask.chunk(axis.size, dim=-1))
+    masks = torch.stack(_visible_here(axis, order, everyone, window).chunk(axis.size, dim=-1))
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
         keys_values = torch.stack((k_BGsD, v_BGsD))
@@ -94,7 +107,7 @@ def _ring(axis: Axis, order: Tensor, mine: Tensor | None, everyone: Tensor | Non
     return attend
 
 
-def _exchanging(axis: Axis, order: Tensor, mine: Tensor | None, everyone: Tensor | None, window: int | None) -> Attend:
+def _exchanging(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> Attend:
     """Ranks trade tokens for heads: each attends over whole samples with N / cp heads (DeepSpeed-Ulysses)."""
     natural = order.argsort()
     local_attend: Attend = partial(causal, window=window)
@@ -109,6 +122,19 @@ def _exchanging(axis: Axis, order: Tensor, mine: Tensor | None, everyone: Tensor
         q_BnSD, k_BgSD, v_BgSD = (_to_heads(x, axis)[:, :, there] for x in heads)
         out_BnSD = local_attend(q_BnSD, k_BgSD, v_BgSD, scoring.of_heads(axis.rank, axis.size))
         return _to_tokens(out_BnSD[:, :, back], axis)
+
+    return attend
+
+
+def _on_two_levels(inner: Axis, outer: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> Attend:
+    """Neighbours trade tokens for heads; ranks with the same heads form rings (LoongTrain)."""
+    ring = _ring(outer, order, everyone, window)
+
+    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
+        heads = (q_BNsD, *(_enough(x, inner.size) for x in (k_BGsD, v_BGsD)))
+        q_BntD, k_BgtD, v_BgtD = (_to_heads(x, inner) for x in heads)  # t: the tokens of all neighbours
+        out_BntD = ring(q_BntD, k_BgtD, v_BgtD, scoring.of_heads(inner.rank, inner.size))
+        return _to_tokens(out_BntD, inner)
 
     return attend
 

@@ -80,7 +80,7 @@ def _boundary(spec: RunSpec, mesh: Mesh) -> Boundary:
 
 
 def _context(spec: RunSpec, mesh: Mesh) -> Context:
-    return ContextParallel.of(spec.parallel, mesh.cp) if mesh.cp.size > 1 else WHOLE_SAMPLE
+    return ContextParallel.of(spec.parallel, mesh) if mesh.cp.size > 1 else WHOLE_SAMPLE
 
 
 def _open_tokens(spec: RunSpec) -> tuple[Rows, FiniteRows | None]:
