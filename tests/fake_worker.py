@@ -30,13 +30,12 @@ def main() -> None:
     stop.install()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    spec_file = Path(sys.argv[-1])
-    directory = RunDirectory(spec_file.parent)
+    directory = RunDirectory(Path(sys.argv[-1]).parent)
     own_output(directory.rank_log(rank))
     progress = ProgressWriter(directory.progress(rank), rank, attempt)
     progress.coordinates = f"dp{rank}"
     progress.report("starting")
-    spec = read_spec(spec_file)
+    spec = read_spec(directory.spec)
     print(f"fake rank {rank} attempt {attempt} threads {os.environ['OMP_NUM_THREADS']}")
     if rank == 0:
         record_event(directory, "phase", phase="counting", elapsed_seconds=0.1)

@@ -9,11 +9,11 @@ import torch
 from megalaunch.config.schema import RunSpec, build_run_spec
 from megalaunch.config.spec_file import write_spec
 from megalaunch.data.tokenizer import Tokenizer, train_tokenizer
-from megalaunch.engine.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.engine.checkpoint.store import save_checkpoint
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.init import initialise
+from megalaunch.rundir.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.paths import RunDirectory
 
 TEXT = "the cat sat on the mat, the dog lay by the door; näh, hören wir auf. " * 20

@@ -31,6 +31,7 @@ COMMANDS = {
     "train": Subcommand("train", "train", "Train a model, or continue a run."),
     "watch": Subcommand("watch", "watch", "Show a run that goes on elsewhere."),
     "generate": Subcommand("generate", "generate", "Let a trained model continue a text."),
+    "checkpoint": Subcommand("checkpoint", "app", "List, inspect and verify checkpoints."),
     "preprocess": Subcommand("preprocess", "preprocess", "Turn text or jsonl into token files."),
     "data": Subcommand("data", "app", "Inspect, verify, merge and split token files."),
     "tokenizer": Subcommand("tokenizer", "app", "Train a tokenizer, or look into one."),

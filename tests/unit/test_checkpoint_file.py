@@ -15,7 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.checkpoint.safetensors_file import MappedFile, TensorSource, read_header, write_file
+from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, MappedFile, TensorSource, write_file
+from megalaunch.rundir.checkpoint.header import DTYPE_BYTES, read_header
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]):
@@ -157,3 +158,7 @@ def test_ten_thousand_mutated_headers_are_refused_or_right(tmp_path: Path):
         path.write_bytes(content)
         file = MappedFile(path)
         assert sum(file.tensor(name).nbytes for name in file.entries) == len(data)
+
+
+def test_both_wings_know_the_same_dtypes():
+    assert {DTYPE_NAMES[dtype]: dtype.itemsize for dtype in DTYPES.values()} == dict(DTYPE_BYTES)

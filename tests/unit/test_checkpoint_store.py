@@ -15,8 +15,6 @@ import torch
 from checkpoint_tensors import reference, require_reference
 
 from megalaunch.engine.checkpoint import publish, storage
-from megalaunch.engine.checkpoint.manifest import VERSION, manifest_text
-from megalaunch.engine.checkpoint.safetensors_file import FileRecord
 from megalaunch.engine.checkpoint.store import (
     CheckpointError,
     load_checkpoint,
@@ -27,6 +25,7 @@ from megalaunch.engine.checkpoint.store import (
     save_checkpoint,
     verify_checkpoint,
 )
+from megalaunch.rundir.checkpoint.manifest import VERSION, FileRecord, manifest_text
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ import os
 import shutil
 from pathlib import Path
 
+from megalaunch.rundir.checkpoint.errors import CheckpointError
+from megalaunch.rundir.checkpoint.listing import held_bytes
+
+__all__ = ["CheckpointError", "free_bytes", "no_space", "shown_bytes", "write_error"]
+
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read or trusted. Every rank raises the same one."""
 
 
 def shown_bytes(count: int) -> str:
@@ -30,11 +31,6 @@ def free_bytes(path: Path) -> int:
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
-
-
-def held_bytes(directory: Path) -> int:
-    """Size of the files directly inside a directory."""
-    return sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
 
 
 def write_error(directory: Path, unfinished: Path | None, needed: int, error: OSError) -> CheckpointError:

@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from megalaunch.engine.checkpoint import publish
-from megalaunch.engine.checkpoint.manifest import verify_checkpoint
 from megalaunch.engine.checkpoint.ranks import from_first_rank, on_every_rank, position
-from megalaunch.rundir.paths import checkpoint_step
+from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
+from megalaunch.rundir.checkpoint.manifest import verify_checkpoint
+from megalaunch.rundir.checkpoint.retention import kept_because
 
 
 def newest_valid(
@@ -22,7 +23,7 @@ def newest_valid(
     The ranks share the reading, and all get the same answer. Invalid ones are passed over; `refused` is told
     of each with its problems, on rank 0; `read` hears how many of this rank's bytes are read.
     """
-    for directory in from_first_rank(lambda: _newest_first(checkpoints)):
+    for directory in from_first_rank(lambda: list(checkpoints_by_step(checkpoints).values())):
         shares = on_every_rank(partial(verify_checkpoint, directory, part=position(), read=read))
         problems = list(dict.fromkeys(problem for share in shares for problem in share))
         if not problems:
@@ -41,22 +42,13 @@ def remove_old(checkpoints: Path, keep_last: int, known_valid: Path | None = Non
     saved) spares reading the newest again to find out whether it is.
     """
     publish.discard_leftovers(checkpoints)
-    steps = _newest_first(checkpoints)
-    if keep_last == 0 or len(steps) <= keep_last:
-        return []
-    kept, old = steps[:keep_last], steps[keep_last:]
-    if known_valid not in kept and all(verify_checkpoint(directory) for directory in kept):
-        valid = next((directory for directory in old if not verify_checkpoint(directory)), None)
+    steps = checkpoints_by_step(checkpoints)
+    kept = kept_because(steps, keep_last, keep_every)
+    old = [directory for step, directory in steps.items() if step not in kept]
+    newest, others = list(steps.values())[:keep_last], list(steps.values())[keep_last:]
+    if old and known_valid not in newest and all(verify_checkpoint(directory) for directory in newest):
+        valid = next((directory for directory in others if not verify_checkpoint(directory)), None)
         old = [directory for directory in old if directory != valid]
-    if keep_every:
-        old = [directory for directory in old if (checkpoint_step(directory) or 0) % keep_every]
     for directory in old:
         publish.remove(directory)
     return old
-
-
-def _newest_first(checkpoints: Path) -> list[Path]:
-    if not checkpoints.is_dir():
-        return []
-    named = [(checkpoint_step(path), path) for path in checkpoints.iterdir()]
-    return [path for step, path in sorted(((s, p) for s, p in named if s is not None), reverse=True)]

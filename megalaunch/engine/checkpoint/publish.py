@@ -12,7 +12,8 @@ import secrets
 import shutil
 from pathlib import Path
 
-UNFINISHED = ".unfinished-"
+from megalaunch.rundir.checkpoint.listing import UNFINISHED, leftovers
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -49,7 +50,7 @@ def discard(directory: Path) -> None:
 
 def discard_leftovers(parent: Path) -> None:
     """Remove what killed saves left in `parent`; only when no save can be under way there."""
-    for leftover in parent.glob(f"{UNFINISHED}*"):
+    for leftover in leftovers(parent):
         discard(leftover)
 
 

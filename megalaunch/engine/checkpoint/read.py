@@ -1,35 +1,20 @@
-"""Read a checkpoint in one process: documents, and whole tensors put together from their parts.
+"""Read a checkpoint in one process: whole tensors put together from their parts.
 
 Nothing here needs a process group or DCP, whose import takes longer than reading a small checkpoint.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import TypeAlias, Union
 
 import torch
 
-from megalaunch.engine.checkpoint.catalogue import CATALOGUE, Catalogue, read_catalogue
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.checkpoint.safetensors_file import MappedFile
+from megalaunch.engine.checkpoint.safetensors_file import DTYPES, MappedFile
+from megalaunch.rundir.checkpoint.catalogue import CATALOGUE, Catalogue, read_catalogue
 
-JSON: TypeAlias = Union[Mapping[str, "JSON"], "list[JSON]", str, int, float, bool, None]
 _SHOWN = 8  # names of tensors in one error
-
-
-def read_document(directory: Path, name: str) -> JSON:
-    """The document that was saved as `name`. Raises CheckpointError."""
-    path = directory / f"{name}.json"
-    try:
-        document: JSON = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    return document
 
 
 def read_tensors(directory: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
@@ -47,13 +32,13 @@ def read_tensors(directory: Path, names: Collection[str] | None = None) -> dict[
 
 
 def _whole(directory: Path, name: str, catalogue: Catalogue, files: dict[str, MappedFile]) -> torch.Tensor:
-    stored = catalogue[name]
+    stored, dtype = catalogue[name], DTYPES[catalogue[name].dtype]
     parts = []
     for chunk in stored.chunks:  # every part is checked before memory is taken for the whole
         if chunk.file not in files:
             files[chunk.file] = MappedFile(directory / chunk.file)
-        parts.append(stored_part(files[chunk.file], name, stored.dtype, chunk.shape))
-    whole = torch.empty(stored.shape, dtype=stored.dtype)
+        parts.append(stored_part(files[chunk.file], name, dtype, chunk.shape))
+    whole = torch.empty(stored.shape, dtype=dtype)
     for chunk, part in zip(stored.chunks, parts, strict=True):
         box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.shape, strict=True))
         whole[box] = part

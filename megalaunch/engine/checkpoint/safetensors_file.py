@@ -1,4 +1,4 @@
-"""The safetensors file format: written streaming and hashed, read through bounds of our own.
+"""Tensors to and from safetensors files: written streaming and hashed, read through bounds of our own.
 
 The library writes from whole dictionaries, hides errno and has no checksum; the format itself is small:
 8 bytes of header length, a JSON header, then the tensors' bytes without gaps.
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.rundir.checkpoint.header import read_header
+from megalaunch.rundir.checkpoint.manifest import FileRecord
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -35,27 +37,7 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _PIECE_BYTES = 1 << 22  # hashed and written at a time, so that the second pass finds it in the cache
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """One written file: name inside the checkpoint, size in bytes, sha256 in hexadecimal."""
-
-    name: str
-    size: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a file; `begin` and `end` are bytes from the start of the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -161,65 +143,7 @@ class MappedFile:
         if entry is None:
             raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
         if entry.begin == entry.end:
-            return torch.empty(entry.shape, dtype=entry.dtype)
+            return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         count = math.prod(entry.shape)
-        flat = torch.frombuffer(self._pages, dtype=entry.dtype, count=count, offset=entry.begin)
+        flat = torch.frombuffer(self._pages, dtype=DTYPES[entry.dtype], count=count, offset=entry.begin)
         return flat.reshape(entry.shape)
-
-
-def read_header(name: str, read: Callable[[int], bytes], size: int) -> dict[str, Entry]:
-    """The tensors of a file of `size` bytes, from its first bytes.
-
-    Nothing in a header is believed: raises CheckpointError naming `name` when lengths, offsets, shapes
-    or dtypes do not fit the file, overlap, or leave gaps.
-    """
-    length = int.from_bytes(read(8), "little")
-    if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-        raise CheckpointError(f"{name}: is no safetensors file or is cut off ({size} bytes)")
-    try:
-        header = json.loads(read(length).decode(), object_pairs_hook=_unique)
-        if not isinstance(header, dict):
-            raise ValueError("the header is no mapping")
-        header.pop("__metadata__", None)
-        entries = {key: _entry(key, value, 8 + length) for key, value in header.items()}
-        _require_gapless(entries, 8 + length, size)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name}: bad safetensors header: {error}") from error
-    return entries
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return mapping
-
-
-def _entry(name: str, value: Any, start: int) -> Entry:
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name!r} is no tensor entry")
-    dtype = DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
-    if dtype is None:
-        raise ValueError(f"{name!r} has the unknown dtype {value['dtype']!r}")
-    shape, offsets = value["shape"], value["data_offsets"]
-    if not are_sizes(shape) or not are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"{name!r} has impossible sizes")
-    if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
-        raise ValueError(f"{name!r} has {offsets[1] - offsets[0]} bytes, which its shape {shape} does not need")
-    return Entry(dtype, tuple(shape), start + offsets[0], start + offsets[1])
-
-
-def are_sizes(values: Any) -> bool:
-    """Whether this is a list of whole numbers from 0 whose product torch can count."""
-    whole = isinstance(values, list) and len(values) <= 64 and all(type(value) is int for value in values)
-    return whole and all(value >= 0 for value in values) and math.prod(max(value, 1) for value in values) < 2**60
-
-
-def _require_gapless(entries: Mapping[str, Entry], start: int, size: int) -> None:
-    position = start
-    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
-        if entry.begin != position:
-            raise ValueError("tensors overlap or leave a gap")
-        position = entry.end
-    if position != size:
-        raise ValueError(f"the tensors end at byte {position}, the file at {size}")

@@ -33,17 +33,18 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from megalaunch.engine.checkpoint import publish
-from megalaunch.engine.checkpoint.catalogue import CATALOGUE, Catalogue, Chunk, StoredTensor, catalogue_text
 from megalaunch.engine.checkpoint.errors import CheckpointError, free_bytes, no_space, write_error
-from megalaunch.engine.checkpoint.manifest import MANIFEST, manifest_text
 from megalaunch.engine.checkpoint.read import stored_part
 from megalaunch.engine.checkpoint.safetensors_file import (
-    FileRecord,
+    DTYPE_NAMES,
+    DTYPES,
     HashedFile,
     MappedFile,
     TensorSource,
     write_file,
 )
+from megalaunch.rundir.checkpoint.catalogue import CATALOGUE, Catalogue, Chunk, StoredTensor, catalogue_text
+from megalaunch.rundir.checkpoint.manifest import MANIFEST, FileRecord, manifest_text
 
 _COPY_BYTES = 1 << 20
 
@@ -204,7 +205,7 @@ def _catalogue_of(metadata: Metadata, files: Mapping[MetadataIndex, str]) -> dic
             Chunk(tuple(chunk.offsets), tuple(chunk.sizes), files[MetadataIndex(name, chunk.offsets)])
             for chunk in stored.chunks
         )
-        catalogue[name] = StoredTensor(stored.properties.dtype, tuple(stored.size), chunks)
+        catalogue[name] = StoredTensor(DTYPE_NAMES[stored.properties.dtype], tuple(stored.size), chunks)
     return catalogue
 
 
@@ -212,7 +213,7 @@ def _metadata_of(catalogue: Catalogue) -> Metadata:
     """What DCP needs to plan a load. `storage_data` maps each chunk to its file."""
     stored = {
         name: TensorStorageMetadata(
-            properties=TensorProperties(dtype=tensor.dtype),
+            properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
             size=torch.Size(tensor.shape),
             chunks=[
                 ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in tensor.chunks
@@ -229,7 +230,7 @@ def _metadata_of(catalogue: Catalogue) -> Metadata:
 def _stored_part(file: MappedFile, index: MetadataIndex, catalogue: Catalogue) -> torch.Tensor:
     stored = catalogue[index.fqn]
     shape = next(chunk.shape for chunk in stored.chunks if chunk.offsets == index.offset)
-    return stored_part(file, index.fqn, stored.dtype, shape)
+    return stored_part(file, index.fqn, DTYPES[stored.dtype], shape)
 
 
 def _data(item: WriteItem) -> TensorWriteData:

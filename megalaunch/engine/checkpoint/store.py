@@ -19,15 +19,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megalaunch.engine.checkpoint.catalogue import CATALOGUE, Catalogue, read_catalogue
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.history import newest_valid, remove_old
-from megalaunch.engine.checkpoint.manifest import MANIFEST, is_plain_name, verify_checkpoint
 from megalaunch.engine.checkpoint.publish import discard
 from megalaunch.engine.checkpoint.ranks import coordination_group, on_every_rank
-from megalaunch.engine.checkpoint.read import JSON, read_document, read_tensors
-from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES
+from megalaunch.engine.checkpoint.read import read_tensors
+from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES
 from megalaunch.engine.checkpoint.storage import CheckpointReader, CheckpointWriter
+from megalaunch.rundir.checkpoint.catalogue import CATALOGUE, Catalogue, read_catalogue
+from megalaunch.rundir.checkpoint.documents import JSON, read_document
+from megalaunch.rundir.checkpoint.manifest import MANIFEST, is_plain_name, verify_checkpoint
 
 __all__ = [
     "JSON",
@@ -129,8 +130,8 @@ def _require_match(directory: Path, catalogue: Catalogue, tensors: Mapping[str, 
                 found.add(f"missing in the checkpoint: {name}")
             elif stored.shape != tensor.shape:
                 found.add(f"{name} has the shape {list(stored.shape)} there, {list(tensor.shape)} here")
-            elif stored.dtype != tensor.dtype:
-                found.add(f"{name} is {stored.dtype} there, {tensor.dtype} here")
+            elif DTYPES[stored.dtype] != tensor.dtype:
+                found.add(f"{name} is {DTYPES[stored.dtype]} there, {tensor.dtype} here")
         return set(tensors), found
 
     answers = on_every_rank(differences)

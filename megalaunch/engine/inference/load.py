@@ -12,14 +12,14 @@ from megalaunch.config.schema import RunSpec, SpecError
 from megalaunch.config.spec_file import read_spec
 from megalaunch.data.errors import DataError
 from megalaunch.data.tokenizer import Tokenizer, load_tokenizer
-from megalaunch.engine.checkpoint.catalogue import CATALOGUE
-from megalaunch.engine.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.history import newest_valid
-from megalaunch.engine.checkpoint.manifest import MANIFEST, verify_checkpoint
 from megalaunch.engine.checkpoint.read import read_tensors
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.model.decoder import Decoder
+from megalaunch.rundir.checkpoint.catalogue import CATALOGUE
+from megalaunch.rundir.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
+from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 

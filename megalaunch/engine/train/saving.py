@@ -12,15 +12,13 @@ from torch.distributed import ProcessGroup
 from megalaunch.config.schema import RunSpec
 from megalaunch.data.errors import DataError
 from megalaunch.data.tokenizer import load_tokenizer
-from megalaunch.engine.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.ranks import from_first_rank
 from megalaunch.engine.checkpoint.store import load_checkpoint, read_document, save_checkpoint
 from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.rundir.checkpoint.contents import POSITION, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.paths import RunDirectory
-
-_POSITION = "position"
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def save_run(
     files = {SPEC_FILE: directory.spec}
     if spec.tokenizer.path is not None:
         files[TOKENIZER_FILE] = directory.tokenizer
-    documents = {_POSITION: {"step": position.step, "tokens": position.tokens}}
+    documents = {POSITION: {"step": position.step, "tokens": position.tokens}}
     copies, group = (beside.copies, beside.group) if beside else (None, None)
     save_checkpoint(target, tensors, documents, files, copies=copies, group=group, wrote=wrote)
     return target
@@ -89,9 +87,9 @@ def save_run(
 def restore_run(checkpoint: Path, model: ModelParts, optimizer: NamedAdamW) -> Position:
     """Fill model and optimizer in place; returns where the run goes on. Collective; raises CheckpointError alike."""
     load_checkpoint(checkpoint, state_tensors(model, optimizer))
-    document = from_first_rank(lambda: read_document(checkpoint, _POSITION))
+    document = from_first_rank(lambda: read_document(checkpoint, POSITION))
     if not isinstance(document, Mapping) or not all(isinstance(document.get(k), int) for k in ("step", "tokens")):
-        raise CheckpointError(f"{checkpoint / _POSITION}.json holds no step and tokens")
+        raise CheckpointError(f"{checkpoint / POSITION}.json holds no step and tokens")
     position = Position(int(str(document["step"])), int(str(document["tokens"])))
     optimizer.set_updates(position.step)
     return position

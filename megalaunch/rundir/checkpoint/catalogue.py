@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.checkpoint.manifest import is_plain_name
-from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, are_sizes
+from megalaunch.rundir.checkpoint.errors import CheckpointError
+from megalaunch.rundir.checkpoint.header import DTYPE_BYTES, are_sizes
+from megalaunch.rundir.checkpoint.manifest import is_plain_name
 
 CATALOGUE = "tensors.json"
 
@@ -32,11 +30,16 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint; its chunks fill it exactly once."""
+    """One tensor of a checkpoint; `dtype` by safetensors' name; its chunks fill it exactly once."""
 
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the values."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 Catalogue = Mapping[str, StoredTensor]
@@ -47,7 +50,7 @@ def catalogue_text(catalogue: Catalogue) -> str:
     lines = []
     for name, tensor in sorted(catalogue.items()):
         chunks = [{"offsets": chunk.offsets, "shape": chunk.shape, "file": chunk.file} for chunk in tensor.chunks]
-        entry = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "chunks": chunks}
+        entry = {"dtype": tensor.dtype, "shape": tensor.shape, "chunks": chunks}
         lines.append(f"{json.dumps(name)}: {json.dumps(entry)}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -72,7 +75,9 @@ def _stored(name: str, entry: Any) -> StoredTensor:
     shape, chunks = entry["shape"], tuple(_chunk(chunk) for chunk in entry["chunks"])
     if not are_sizes(shape):
         raise ValueError(f"{name!r} has an impossible shape")
-    tensor = StoredTensor(DTYPES[entry["dtype"]], tuple(shape), chunks)
+    if entry["dtype"] not in DTYPE_BYTES:
+        raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
+    tensor = StoredTensor(entry["dtype"], tuple(shape), chunks)
     if any(not _inside(chunk, tensor.shape) for chunk in chunks):
         raise ValueError(f"{name!r} has a part outside of its shape")
     filled = sum(math.prod(chunk.shape) for chunk in chunks)

@@ -4,4 +4,5 @@ from __future__ import annotations
 
 SPEC_FILE = "spec.yaml"
 TOKENIZER_FILE = "tokenizer.json"
+POSITION = "position"  # the document that says how far the run was: step, tokens
 WEIGHTS = "model."  # before the name of each of the decoder's parameters

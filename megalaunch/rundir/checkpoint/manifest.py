@@ -8,15 +8,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from megalaunch.engine.checkpoint.safetensors_file import FileRecord
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "megalaunch checkpoint", 1
 _MAX_BYTES = 100_000_000
 _PIECE_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One written file: name inside the checkpoint, size in bytes, sha256 in hexadecimal."""
+
+    name: str
+    size: int
+    sha256: str
 
 
 def manifest_text(records: Iterable[FileRecord]) -> str:

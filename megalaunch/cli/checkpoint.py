@@ -1,0 +1,154 @@
+"""`megalaunch checkpoint`: what a run has saved, what one checkpoint holds, and whether every byte is still right."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megalaunch.config.schema import RunSpec
+    from megalaunch.rundir.paths import RunDirectory
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="List, inspect and verify checkpoints.",
+)
+
+Source = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run directory.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_SHOWN_EVERY = 0.5  # seconds between two figures of progress
+
+
+@app.command("list")
+def list_checkpoints(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")], as_json: AsJson = False
+) -> None:
+    """Every checkpoint of a run: step, size, whether it is complete, and why it is kept."""
+    from megalaunch.cli.checkpoint_shown import list_lines, list_rows
+    from megalaunch.rundir.checkpoint.listing import checkpoints_by_step, held_bytes, leftovers, listed
+
+    run = _run_of(run_dir)
+    found = [listed(path) for path in sorted(checkpoints_by_step(run.checkpoints).values())]
+    unfinished = {path.name: held_bytes(path) for path in leftovers(run.checkpoints)}
+    rows = list_rows(found, _spec_of(run.spec))
+    if as_json:
+        typer.echo(json.dumps({"checkpoints": rows, "unfinished": unfinished}, indent=2))
+        return
+    from megalaunch.launch.directory import run_is_held
+
+    for line in list_lines(run.checkpoints, rows, unfinished, run_is_held(run)):
+        typer.echo(line)
+
+
+@app.command()
+def inspect(
+    path: Source,
+    every: Annotated[bool, typer.Option("--all", help="A row for each tensor; else layers alike share one.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What a checkpoint holds: step, layout, tensors, totals. Of a run: what its newest complete one holds."""
+    from megalaunch.cli.checkpoint_shown import inspect_lines
+    from megalaunch.cli.checkpoint_summary import summary_of
+    from megalaunch.cli.exit import refuse
+    from megalaunch.rundir.checkpoint.contents import SPEC_FILE
+    from megalaunch.rundir.checkpoint.errors import CheckpointError
+    from megalaunch.rundir.outcome import ExitCode
+
+    checkpoint = _checkpoints_of(path)[0]
+    try:
+        summary = summary_of(checkpoint, _spec_of(checkpoint / SPEC_FILE))
+    except CheckpointError as error:
+        refuse(f"error: {error}", ExitCode.CHECKPOINT)
+    for line in [json.dumps(summary, indent=2)] if as_json else inspect_lines(checkpoint, summary, every):
+        typer.echo(line)
+
+
+@app.command()
+def verify(path: Source) -> None:
+    """Read every byte and compare it with its checksum; names the files that differ. Of a run: all its checkpoints.
+
+    The exit code is 4 when any is damaged.
+    """
+    from megalaunch.cli.checkpoint_shown import verified_lines
+    from megalaunch.rundir.checkpoint.manifest import read_manifest, verify_checkpoint
+    from megalaunch.rundir.outcome import ExitCode
+
+    damaged = 0
+    for checkpoint in _checkpoints_of(path, only_complete=False):
+        problems = verify_checkpoint(checkpoint, read=_progress(checkpoint.name))
+        damaged += bool(problems)
+        sizes = [] if problems else [record.size for record in read_manifest(checkpoint)]
+        for line in verified_lines(checkpoint, sizes, problems):
+            typer.echo(line, err=bool(problems))
+    if damaged:
+        raise typer.Exit(int(ExitCode.CHECKPOINT))
+
+
+def _run_of(path: Path) -> RunDirectory:
+    from megalaunch.cli.exit import refuse
+    from megalaunch.rundir.paths import RunDirectory
+
+    run = RunDirectory(path)
+    if not run.checkpoints.is_dir() and not run.spec.is_file():
+        what = "has neither a checkpoint nor a run in it" if path.is_dir() else "is no directory"
+        refuse(f"error: {path} {what}; give a run directory such as runs/quickstart")
+    return run
+
+
+def _checkpoints_of(path: Path, only_complete: bool = True) -> list[Path]:
+    """A checkpoint itself; of a run directory all of them, or the complete ones; the newest first, at least one."""
+    from megalaunch.cli.exit import refuse
+    from megalaunch.rundir.checkpoint.catalogue import CATALOGUE
+    from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
+    from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
+    from megalaunch.rundir.outcome import ExitCode
+    from megalaunch.rundir.paths import checkpoint_step
+
+    if path.is_dir() and (
+        (path / MANIFEST).exists() or (path / CATALOGUE).exists() or checkpoint_step(path) is not None
+    ):
+        return [path]
+    run = _run_of(path)
+    found = list(checkpoints_by_step(run.checkpoints).values())
+    if only_complete:
+        found = [checkpoint for checkpoint in found if not verify_checkpoint(checkpoint, hashes=False)]
+    if not found:
+        what = "complete checkpoint" if only_complete else "checkpoint"
+        refuse(f"error: {run.checkpoints} holds no {what}", ExitCode.CHECKPOINT)
+    return found
+
+
+def _spec_of(path: Path) -> RunSpec | None:
+    """The spec that lies there; None where there is none that can be read, which is another command's business."""
+    from megalaunch.config.schema import SpecError
+    from megalaunch.config.spec_file import read_spec
+
+    try:
+        return read_spec(path)
+    except (SpecError, OSError):
+        return None
+
+
+def _progress(name: str) -> Callable[[int, int], None]:
+    """Shows on a terminal how much of a checkpoint is read."""
+    import sys
+
+    shown = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if sys.stderr.isatty() and now - shown > _SHOWN_EVERY:
+            shown = now
+            typer.echo(f"\r{name}: {done / max(1, total):4.0%}\r", err=True, nl=False)
+
+    return show

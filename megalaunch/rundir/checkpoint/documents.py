@@ -1,0 +1,24 @@
+"""The documents of a checkpoint: everything that is no tensor, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias, Union
+
+from megalaunch.rundir.checkpoint.errors import CheckpointError
+
+JSON: TypeAlias = Union[Mapping[str, "JSON"], "list[JSON]", str, int, float, bool, None]
+
+
+def read_document(directory: Path, name: str) -> JSON:
+    """The document that was saved as `name`. Raises CheckpointError."""
+    path = directory / f"{name}.json"
+    try:
+        document: JSON = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    return document

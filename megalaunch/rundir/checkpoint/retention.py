@@ -1,0 +1,21 @@
+"""Which checkpoints of a run stay: one rule, for those who remove and those who list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def kept_because(steps: Iterable[int], keep_last: int, keep_every: int) -> dict[int, str]:
+    """Why each step's checkpoint stays, in words; those that the next save removes have no entry.
+
+    The newest `keep_last` stay (0: all), and those of every `keep_every`-th step (0: none of them for that).
+    """
+    reasons = {}
+    for place, step in enumerate(sorted(steps, reverse=True)):
+        if keep_last == 0:
+            reasons[step] = "all are kept"
+        elif keep_every and step % keep_every == 0:
+            reasons[step] = f"every {keep_every} steps"
+        elif place < keep_last:
+            reasons[step] = "newest" if keep_last == 1 else f"one of the newest {keep_last}"
+    return reasons
