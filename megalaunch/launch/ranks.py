@@ -84,8 +84,8 @@ class Ranks:
             rank.return_code = return_code(rank.process) if rank.process else None
 
     def restart_clock(self, now: float) -> None:
-        """Count time without progress from now."""
-        self.last_move = now
+        """Count time without progress from now: the ranks are killed, and new ones have to start."""
+        self.last_move, self.stepping = now, False
 
     @property
     def alive(self) -> list[Rank]:
