@@ -11,7 +11,7 @@ from megalaunch.plan.resolve import resolve
 from megalaunch.platform.detect import Machine
 from megalaunch.platform.facts import CHIPS
 
-LAPTOP = Machine(CHIPS["cpu"], devices=0, cores=2, memory_bytes=8 * 2**30, notes=())
+LAPTOP = Machine(CHIPS["cpu"], devices=0, cores=2, memory_bytes=8 * 2**30, notes=(), free_disk=lambda path: 200 * 10**9)
 AMX_SERVER = replace(LAPTOP, chip=replace(CHIPS["cpu"], native_bf16="AMX"))
 H100_NODE = Machine(CHIPS["h100"], devices=8, cores=64, memory_bytes=2**40, notes=())
 COMPOSER = Composer()

@@ -85,7 +85,8 @@ def _check(planned: PlannedRun, starts: bool) -> None:
 
     spec, stored = planned.spec, planned.state.stored
     doubts = [finding for finding in planned.derived if finding.severity != "note"]  # an emulated format
-    findings = [*check(spec, planned.composition.origins, purpose="train"), *doubts]
+    machine = planned.machine if starts else None
+    findings = [*check(spec, planned.composition.origins, "train", machine), *doubts]
     if starts:
         findings += machine_mismatch(spec, planned.machine)
     else:  # other machines, or the user's own hands, may start it

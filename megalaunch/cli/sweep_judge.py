@@ -65,7 +65,7 @@ class Judge:
             return Judged(number, values, None, None, tuple(reasons))
         spec = resolve(composition.spec, self._machine, composition.choices.get("recipe")).spec
         with no_fixes():  # a sweep has other points
-            findings = check(spec, composition.origins, purpose="train")
+            findings = check(spec, composition.origins, "train", self._machine if self._starts else None)
         if self._starts:
             findings += machine_mismatch(spec, self._machine)
         else:  # a dry run: other machines may start it

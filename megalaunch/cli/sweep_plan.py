@@ -13,6 +13,7 @@ from megalaunch.config.axes import Values
 from megalaunch.config.sweep_words import SweepWords
 from megalaunch.launch.sweep.folder import Definition, Metric, Sampler, SweepFolder
 from megalaunch.launch.sweep.sampling import grid, random_points
+from megalaunch.plan.findings import Finding
 from megalaunch.platform.detect import Machine, detect_machine
 
 _DRAWS_PER_TRIAL = 20  # points drawn in vain for each that was asked for
@@ -59,6 +60,15 @@ class PlannedSweep:
     def left_out(self) -> list[Judged]:
         """The points that cannot run."""
         return [point for point in self.judged if not point.runs]
+
+    @property
+    def shared(self) -> tuple[Finding, ...]:
+        """What is wrong at every point, so that no swept word is at fault; nothing where there is one point only."""
+        if len(self.judged) < 2:
+            return ()
+        said = Counter((finding.rule, finding.message) for point in self.judged for finding in point.reasons)
+        first = self.judged[0].reasons
+        return tuple(finding for finding in first if said[finding.rule, finding.message] == len(self.judged))
 
     @property
     def reasons(self) -> Counter[str]:

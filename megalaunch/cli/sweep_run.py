@@ -65,6 +65,8 @@ def run_sweep(planned: PlannedSweep, as_json: bool) -> ExitCode:
 
 
 def _all_reasons(planned: PlannedSweep) -> list[str]:
+    if planned.shared:
+        return []  # `counts` says them once
     shown = planned.left_out[:10]
     return [f"  {point.label}: {point.reasons[0].rule}: {point.reasons[0].message}" for point in shown]
 

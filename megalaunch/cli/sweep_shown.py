@@ -10,7 +10,7 @@ from megalaunch.cli.sweep_judge import Judged
 from megalaunch.cli.sweep_plan import PlannedSweep
 from megalaunch.launch.sweep.board import figures, label
 from megalaunch.launch.sweep.result import TrialResult, ranked, unranked_reason
-from megalaunch.plan.findings import as_json
+from megalaunch.plan.findings import Finding, as_json
 
 _WIDTH = 116
 _BEST_SHOWN = 10
@@ -20,16 +20,24 @@ def dry_run_text(planned: PlannedSweep) -> str:
     """A line a point, then the counts."""
     width = max((len(point.label) for point in planned.judged), default=0)
     running = {point.number for point in planned.runnable}
+    shared = planned.shared
     lines = []
     for point in planned.judged:
-        said = "runs" if point.number in running else "not among the trials" if point.runs else _first_reason(point)
-        lines.append(_cut(f"  {point.number:>4}  {point.label:<{width}}  {said}"))
+        said = "runs" if point.number in running else "not among the trials"
+        lines.append(
+            _cut(f"  {point.number:>4}  {point.label:<{width}}  {said if point.runs else _left_out(point, shared)}")
+        )
     return "\n".join([*lines, "", *counts(planned)])
 
 
-def _first_reason(point: Judged) -> str:
-    more = f" (and {len(point.reasons) - 1} more)" if len(point.reasons) > 1 else ""
-    return f"left out{more}: {point.reasons[0].rule}: {point.reasons[0].message}"
+def _left_out(point: Judged, shared: Sequence[Finding]) -> str:
+    """The first reason of this point's own."""
+    known = {(finding.rule, finding.message) for finding in shared}
+    own = [finding for finding in point.reasons if (finding.rule, finding.message) not in known]
+    if not own:
+        return "would run, but for what is wrong at every point"
+    more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
+    return f"left out{more}: {own[0].rule}: {own[0].message}"
 
 
 def _cut(line: str) -> str:
@@ -45,6 +53,7 @@ def counts(planned: PlannedSweep) -> list[str]:
     total = len(planned.judged)
     points = f"{total} point{'s' if total != 1 else ''}"
     lines = [f"{points}: {len(planned.runnable)} to run, {len(planned.left_out)} left out"]
+    lines += [f"  at every point: {finding.rule}: {finding.message}" for finding in planned.shared]
     if planned.reasons:
         lines += [f"  {count:>4}  {rule}" for rule, count in planned.reasons.most_common()]
     if request.sampler == "tpe":

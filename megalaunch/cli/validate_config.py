@@ -35,7 +35,8 @@ def validate_config(
     except ConfigError as error:
         findings, derived = problems_as_findings(error.problems), {}
     else:
-        resolution = resolve(composition.spec, detect_machine(), composition.choices.get("recipe"))
+        machine = detect_machine()
+        resolution = resolve(composition.spec, machine, composition.choices.get("recipe"))
         if explain is not None:
             from megalaunch.config.explain import explain_key
 
@@ -44,7 +45,7 @@ def validate_config(
             except ConfigError as error:
                 refuse(problems_text(error.problems))
             return
-        found = [*check(resolution.spec, composition.origins), *token_findings(resolution.spec)]
+        found = check(resolution.spec, composition.origins, machine=machine) + token_findings(resolution.spec)
         findings = in_order([*found, *resolution.notes])
         derived = derived_values(resolution.spec)
     valid = not has_errors(findings)

@@ -77,7 +77,8 @@ def nearest_key(word: str) -> str | None:
         candidate_section, _, candidate_name = candidate.rpartition(".")
         if section and candidate_section:
             by_name = difflib.SequenceMatcher(None, name, candidate_name).ratio()
-            score = max(0.9 * score, (0.95 if section == candidate_section else 0.9) * by_name)
+            begins = 0.8 if len(name) > 2 and candidate_name.startswith(name) else 0.0
+            score = max(0.9 * score, (0.95 if section == candidate_section else 0.9) * max(by_name, begins))
         if score > best_score:
             best, best_score = candidate, score
     return _key_named_like(word) if best is None and not section else best

@@ -172,6 +172,8 @@ def _defaults(defaults: Any, file: YamlFile) -> Iterator[_Entry]:
 def _picked(place: str, key: str, option: Any) -> _Entry:
     override, _, target = key.partition(" ")
     group = target.strip().removeprefix("/") if override == "override" else key.removeprefix("/")
+    if group == "recipe":
+        return place, f"a recipe to start from stands alone in the list: `- {option}`", "", None
     if group not in GROUPS:
         return place, f"there is no group {group!r}{suggestion(group)} (groups: {', '.join(GROUPS)})", "", None
     if override != "override" or not target.strip().startswith("/"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from megalaunch.config.schema import RunSpec, SpecError, with_values
@@ -12,6 +14,7 @@ from megalaunch.plan.findings import Finding, as_word, in_order
 from megalaunch.plan.resolve import OPEN_VALUES, derive
 from megalaunch.plan.rules.nearby import no_fixes
 from megalaunch.plan.rules.registry import RULES, Broken, Fix, Purpose, Situation
+from megalaunch.platform.detect import Machine
 from megalaunch.platform.facts import CHIPS
 
 MAX_FIXES = 3
@@ -40,20 +43,24 @@ class HasOrigin(Protocol):
 
 
 def check(
-    spec: RunSpec, origins: Mapping[str, HasOrigin] | None = None, purpose: Purpose = "validate"
+    spec: RunSpec,
+    origins: Mapping[str, HasOrigin] | None = None,
+    purpose: Purpose = "validate",
+    machine: Machine | None = None,
 ) -> list[Finding]:
     """Everything that is wrong with a resolved spec, errors first. Never raises.
 
     `origins` says which values were left open and have been derived: a fix is tried with those open again
     (without it, whatever equals its derived value counts as derived). `purpose` "train" is for a run that is
-    about to start here.
+    about to start; `machine` is the one that has to have room for it (None: not known).
     """
-    broken = _run_rules(Situation(spec, purpose))
+    at = Situation(spec, purpose, machine)
+    broken = _run_rules(at)
     known = {key for key, item in broken if item.severity != "note"}
     open_spec = _reopened(spec, origins)
     findings = []
     for (rule_id, path), item in broken:
-        fixes = _proven((rule_id, path), item, open_spec, purpose, known) if item.fixes else ()
+        fixes = _proven((rule_id, path), item, replace(at, spec=open_spec), known) if item.fixes else ()
         origin = origins.get(path) if origins else None
         where = origin.where if origin and origin.kind != "default" else ""
         findings.append(Finding(rule_id, item.severity, path, item.message, item.numbers, fixes, where))
@@ -64,29 +71,29 @@ def _run_rules(at: Situation) -> list[tuple[_Key, Broken]]:
     return [((entry.id, item.path), item) for entry in RULES.values() for item in entry.check(at)]
 
 
-def _proven(key: _Key, item: Broken, spec: RunSpec, purpose: Purpose, known: set[_Key]) -> tuple[str, ...]:
-    """The first candidates that remove the finding and add no error or warning, as override words."""
+def _proven(key: _Key, item: Broken, open_at: Situation, known: set[_Key]) -> tuple[str, ...]:
+    """The first candidates that remove the finding and add no error or warning, as override words for a shell."""
     shown: list[Fix] = []
     for candidate in _first(item.fixes, _PROOFS):
-        fix = {path: value for path, value in candidate.items() if value_at(spec, path) != value}
+        fix = {path: value for path, value in candidate.items() if value_at(open_at.spec, path) != value}
         more_than_needed = any(smaller.items() <= fix.items() for smaller in shown)
-        if fix and not more_than_needed and _works(fix, key, spec, purpose, known):
+        if fix and not more_than_needed and _works(fix, key, open_at, known):
             shown.append(fix)
             if len(shown) == MAX_FIXES:
                 break
-    return tuple(" ".join(f"{path}={as_word(value)}" for path, value in fix.items()) for fix in shown)
+    return tuple(shlex.join(f"{path}={as_word(value)}" for path, value in fix.items()) for fix in shown)
 
 
 def _first(fixes: Iterable[Fix], count: int) -> list[Fix]:
     return [fix for fix, _ in zip(fixes, range(count), strict=False)]
 
 
-def _works(fix: Fix, key: _Key, spec: RunSpec, purpose: Purpose, known: set[_Key]) -> bool:
+def _works(fix: Fix, key: _Key, open_at: Situation, known: set[_Key]) -> bool:
     try:
-        fixed, _ = derive(with_values(spec, fix))
+        fixed, _ = derive(with_values(open_at.spec, fix))
     except SpecError:  # a candidate outside the schema's limits
         return False
-    at = Situation(fixed, purpose)
+    at = replace(open_at, spec=fixed)
     rule_id, path = key
     with no_fixes():
         if any(item.path == path for item in RULES[rule_id].check(at)):  # most candidates that fail, fail here

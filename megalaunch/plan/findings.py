@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
 Severity = Literal["error", "warning", "note"]
+_PLAIN_ITEM = re.compile(r"[A-Za-z_/.][A-Za-z0-9._+/:@-]*")
+_BEFORE_QUOTE = re.compile(r'(\\*)("|$)')
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 
 REFERENCE = "docs/reference/rules.md"
@@ -52,7 +55,8 @@ class Finding:
     """One thing the checker has to say.
 
     `rule` is its id (`parallel.heads_by_tp`), `path` the key it is about, `numbers` the figures in `message`,
-    `fixes` override words (several keys of one fix are joined by a space), `origin` where the value comes from.
+    `fixes` override words as a shell takes them (`shlex.split` takes apart a fix of several keys), `origin` where the
+    value comes from.
     """
 
     rule: str
@@ -76,8 +80,13 @@ def as_word(value: Any) -> str:
 
 
 def _item(value: Any) -> str:
-    plain = not isinstance(value, str) or all(letter.isalnum() or letter in "._-+/:~@" for letter in value)
-    return as_word(value) if plain else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    """An item of a list; text is quoted where Hydra's grammar would read something else."""
+    if not isinstance(value, str):
+        return as_word(value)
+    if _PLAIN_ITEM.fullmatch(value) and value.lower() not in ("null", "true", "false", "nan", "inf"):
+        return value
+    escaped = _BEFORE_QUOTE.sub(lambda at: at[1] * 2 + ("\\" + at[2] if at[2] else ""), value)
+    return f'"{escaped}"'
 
 
 def anchor_of(rule_id: str) -> str:

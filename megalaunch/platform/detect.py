@@ -6,13 +6,13 @@ Device nodes say that there are accelerators, the driver's tool which, the proce
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalaunch.platform.accelerators import find_accelerators
 from megalaunch.platform.facts import CHIPS, ChipFacts
-from megalaunch.platform.limits import usable_cores, usable_memory
+from megalaunch.platform.limits import free_disk, usable_cores, usable_memory
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Machine:
     """`chip` is the kind of device a run would use here, `devices` how many accelerators it may use (0: CPU only).
 
     `cores` and `memory_bytes` are the host's, within this process's limits. `notes` are sentences for the user.
+    `free_disk` tells the bytes that may still be written on a path's disk.
     """
 
     chip: ChipFacts
@@ -27,6 +28,7 @@ class Machine:
     cores: int
     memory_bytes: int
     notes: tuple[str, ...]
+    free_disk: Callable[[Path], int | None] = free_disk
 
 
 def detect_machine(root: Path = Path("/"), environ: Mapping[str, str] | None = None) -> Machine:

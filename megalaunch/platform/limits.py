@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -25,6 +26,16 @@ def usable_memory(root: Path = Path("/")) -> int:
             if limit.isdigit():
                 total = min(total, int(limit))
     return total
+
+
+def free_disk(path: Path) -> int | None:
+    """Bytes that this user may still write on the disk of a path that may not exist yet; None: it cannot be told."""
+    try:
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        return shutil.disk_usage(path).free
+    except (OSError, ValueError):  # not readable; no path at all
+        return None
 
 
 def _machine_memory(root: Path) -> int:

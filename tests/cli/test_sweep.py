@@ -61,6 +61,21 @@ def test_a_dry_run_says_what_runs_and_why_the_rest_does_not(folder):
     assert sorted(path.name for path in folder.iterdir()) == ["corpus"]
 
 
+def test_what_is_wrong_at_every_point_is_said_once(folder):
+    """A plan without data yet: the points differ in whether they fit, and that is what their lines say."""
+    result = invoke("--dry-run", "recipe=llama3_8b", "batch.micro_batch_size=1,16", "optimizer.lr=1e-4,2e-4")
+    assert result.exit_code == 2
+    lines = result.stdout.splitlines()
+    assert sum("data.source" in line for line in lines) == 2  # the sentence, and the count
+    assert "  at every point: data.source: no data is named" in result.stdout
+    assert lines[0].endswith("would run, but for what is wrong at every point")
+    assert "left out: memory.fits: a rank needs" in lines[2]
+    refused = invoke("recipe=llama3_8b", "optimizer.lr=1e-4,2e-4")
+    assert refused.exit_code == 2
+    assert refused.stderr.count("data.source: no data is named") == 1
+    assert not (folder / "sweeps").exists()
+
+
 def test_trials_bounds_what_runs(folder):
     result = invoke("--dry-run", "--json", "--trials", "2", *sweep_words(folder, "optimizer.lr=1e-3,2e-3,3e-3"))
     assert [point["runs"] for point in json.loads(result.stdout)["points"]] == [True, True, False]

@@ -44,4 +44,4 @@ def findings_of(case: Case, words: str, files: Mapping[str, str] | None = None) 
         filled.append(word.replace("~", " "))
     composition = _COMPOSER.compose(filled)
     spec = resolve(composition.spec, case.machine, composition.choices.get("recipe")).spec
-    return check(spec, composition.origins, case.purpose)
+    return check(spec, composition.origins, case.purpose, case.machine)

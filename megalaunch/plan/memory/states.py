@@ -14,7 +14,8 @@ from megalaunch.plan.shares import Held
 from megalaunch.plan.topology import Topology
 
 MASTER = 4
-_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1}
+MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1}
+"""Numbers that an optimizer keeps for each weight."""
 _BYTES = {"fp32": 4, "bf16": 2}
 GATHERED_UNITS = 2
 """Layers whose copies whole sharding has at once: the one that computes, and the one gathered ahead of it."""
@@ -53,7 +54,7 @@ def states_of(spec: RunSpec, topology: Topology, held: Held, accounting: Account
     expert_shards = 1 if whole else max(1, topology.edp // spec.parallel.replicas)
     divided = held.dense / shards + held.experts / expert_shards
     on_device = 1 - spec.optimizer.offload_fraction
-    moments = _MOMENTS[spec.optimizer.name] * _BYTES[spec.precision.moments] * on_device
+    moments = MOMENTS[spec.optimizer.name] * _BYTES[spec.precision.moments] * on_device
     if accounting.sharded_master:
         return _sharded(spec, topology, held, divided, shards, moments)
     return _whole_weights(spec, held, divided, moments + MASTER * on_device, accounting)

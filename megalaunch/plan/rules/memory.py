@@ -34,7 +34,7 @@ def fits(at: Situation) -> Iterator[Broken]:
     chip = CHIPS.get(at.spec.platform.chip)
     if chip is None or chip.device == "cpu" or chip.memory_bytes is None:
         return
-    memory = _memory(at)
+    memory = fullest(at)
     if memory is None or memory.total <= TIGHT * chip.memory_bytes:
         return
     severity: Severity = "error" if memory.total > chip.memory_bytes else "warning"
@@ -46,7 +46,7 @@ def fits(at: Situation) -> Iterator[Broken]:
         "batch.micro_batch_size",
         f"{where} needs {memory.total / _GB:.1f} GB of the {of_size} of {chip.name}{tail}: {parts}",
         {"bytes": round(memory.total), "device_bytes": chip.memory_bytes, "rank": memory.rank, **_rounded(memory)},
-        tuple(islice(_smaller(at, TIGHT * chip.memory_bytes), _CANDIDATES)) if fixes_wanted() else (),
+        tuple(islice(smaller(at, TIGHT * chip.memory_bytes), _CANDIDATES)) if fixes_wanted() else (),
         severity,
     )
 
@@ -55,7 +55,7 @@ def _rounded(memory: Memory) -> dict[str, int]:
     return {kind: round(size) for kind, size in memory.kinds.items()}
 
 
-def _memory(at: Situation) -> Memory | None:
+def fullest(at: Situation) -> Memory | None:
     """What the fullest device needs; None where another rule says why that cannot be told."""
     if at.spec.parallel.pp * at.chunks > _MANY_STAGES or at.stage_faults or at.microbatches is None:
         return None
@@ -69,7 +69,7 @@ def _memory_of(spec: RunSpec) -> Memory | None:
         return None
 
 
-def _smaller(at: Situation, limit: float) -> Iterator[Fix]:
+def smaller(at: Situation, limit: float) -> Iterator[Fix]:
     """Candidates that fit by the model, the cheapest in time first."""
     for fix in _candidates(at.spec):
         try:

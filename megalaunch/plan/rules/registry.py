@@ -15,6 +15,7 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.plan.findings import Severity
 from megalaunch.plan.stage_faults import Division, StageFault, stage_faults
 from megalaunch.plan.stages import virtual_stages
+from megalaunch.platform.detect import Machine
 
 Purpose = Literal["validate", "train"]
 Fix = Mapping[str, Any]
@@ -23,10 +24,20 @@ Fix = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Situation:
-    """A resolved spec, and whether it is only looked at ("validate") or about to run here ("train")."""
+    """A resolved spec, and whether it is only looked at ("validate") or about to run ("train").
+
+    `machine` is the one that the command is typed on, None where others may start the run.
+    """
 
     spec: RunSpec
     purpose: Purpose = "validate"
+    machine: Machine | None = None
+
+    @property
+    def here(self) -> Machine | None:
+        """The machine, where the run is made for devices like its own."""
+        made_for_it = self.machine is not None and self.machine.chip.name == self.spec.platform.chip
+        return self.machine if made_for_it else None
 
     @cached_property
     def world(self) -> int | None:

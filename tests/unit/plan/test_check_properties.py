@@ -1,5 +1,6 @@
 """Random specs: the checker never raises, fixes that it shows are right, and what it calls valid divides."""
 
+import shlex
 import types
 from dataclasses import replace
 from typing import Literal, Union, get_args, get_origin
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from made_specs import H100_NODE, LAPTOP, resolved
 
 from megalaunch.cli.render import findings_text
-from megalaunch.config.compose import Origin
+from megalaunch.config.compose import Origin, _plain_value, _text_value
 from megalaunch.config.keys import schema_keys
 from megalaunch.config.schema import RunSpec, SpecError, with_values
 from megalaunch.config.schema.paths import value_at
@@ -89,34 +90,30 @@ def origins_of(spec: RunSpec) -> dict[str, Origin]:
 
 
 def value_of(word: str):
-    key, _, text = word.partition("=")
-    if text.startswith("["):
-        return key, [value_of(f"x={item}")[1] for item in text[1:-1].split(",") if item]
-    if text in ("null", "true", "false"):
-        return key, {"null": None, "true": True, "false": False}[text]
-    for kind in (int, float):
-        try:
-            return key, kind(text)
-        except ValueError:
-            continue
-    return key, text
+    """As the command line reads it."""
+    path, _, raw = word.partition("=")
+    value, problem = _text_value(path, raw) if schema_keys()[path].is_text else _plain_value(path, raw)
+    assert problem is None, word
+    return path, value
 
 
 @settings(max_examples=60, deadline=None)
+@example(("tiny", {"data.blend": ("", "2 x")}), LAPTOP, "validate")
+@example(("tiny", {"data.blend": ("2 x", "0"), "data.corpus": None}), LAPTOP, "validate")
 @example(("tiny", {"parallel.tp": 10**9, "cluster.nodes": 3, "cluster.devices_per_node": 7}), LAPTOP, "train")
 @given(SPECS, MACHINES, st.sampled_from(["validate", "train"]))
 def test_the_checker_never_raises_and_shown_fixes_are_right(drawn, machine, purpose):
     recipe, values = drawn
     asked = with_values(BASE[recipe], values)
     spec = resolve(asked, machine, recipe).spec
-    findings = check(spec, origins_of(asked), purpose)
+    findings = check(spec, origins_of(asked), purpose, machine)
     known = {(f.rule, f.path) for f in findings if f.severity != "note"}
     assert findings_text(findings, derived_values(spec))
     for finding in findings:
         for fix in finding.fixes:  # applied as a user would: to the words, then all over again
-            changed = with_values(asked, dict(value_of(word) for word in fix.split(" ")))
+            changed = with_values(asked, dict(value_of(word) for word in shlex.split(fix)))
             fixed = resolve(changed, machine, recipe).spec
-            after = check(fixed, origins_of(changed), purpose)
+            after = check(fixed, origins_of(changed), purpose, machine)
             assert (finding.rule, finding.path) not in {(f.rule, f.path) for f in after}, fix
             assert {(f.rule, f.path) for f in after if f.severity != "note"} <= known, fix
     if not has_errors(findings):

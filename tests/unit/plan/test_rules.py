@@ -7,9 +7,10 @@ import pytest
 from made_specs import resolved
 from rule_cases import H100, TINY
 
+from megalaunch.config.compose import _plain_value
 from megalaunch.config.schema import with_values
 from megalaunch.plan.check import check
-from megalaunch.plan.findings import Finding, as_json, has_errors, in_order
+from megalaunch.plan.findings import Finding, as_json, as_word, has_errors, in_order
 from megalaunch.plan.rules.registry import RULES, Broken, Rule, rule
 
 
@@ -122,3 +123,13 @@ def test_many_findings_are_proven_fast():
     assert time.process_time() - began < 0.5  # 0.1 s is usual on an idle core
     assert sum(finding.severity == "error" for finding in found) >= 20
     assert sum(bool(finding.fixes) for finding in found if finding.severity == "error") >= 16
+
+
+@pytest.mark.parametrize(
+    "items",
+    [("2 x", "0"), ("a,b", "x"), ("null", "1e3", "true"), ('q"uo', "b\\c", 'b\\"', "end\\"), ("/a/b-c.d", "~/x"),
+     ("it's", "é", ""), ("0.5 /a", "p:q@r"), (2, 4), ("a2a+p2p",), ("[a]", "{b}", "c=d", "$x")],
+)  # fmt: skip
+def test_a_list_in_a_fix_is_what_the_command_line_reads(items):
+    value, problem = _plain_value("data.blend", as_word(items))
+    assert (value, problem) == (list(items), None)

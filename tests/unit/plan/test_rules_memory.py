@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ def test_too_big_is_an_error_with_the_parts_and_fixes_that_fit():
     assert f"needs {memory.total / 1e9:.1f} GB of the 85.5 GB of h100: weights 20.1" in finding.message
     assert len(finding.fixes) == 3
     for fix in finding.fixes:
-        fixed, again = resolved(*BIG, *fix.split())
+        fixed, again = resolved(*BIG, *shlex.split(fix))
         assert not _found(fixed, again.origins), fix
 
 

@@ -1,0 +1,93 @@
+"""Room on the machine itself: what the rules of host memory and free disk count, and what they offer."""
+
+import shlex
+from dataclasses import replace
+
+from made_specs import H100_NODE, LAPTOP, resolved
+
+from megalaunch.plan.check import check
+from megalaunch.plan.parameters import count_parameters
+
+BIG = ("recipe=tiny", "data.corpus=x", "parallel=dp1", "model=llama3_8b", "tokenizer.vocab_size=128256")
+OFTEN = ("train.steps=100", "checkpoint.interval=10", "checkpoint.keep_every=20", "checkpoint.keep_last=3")
+
+
+def found(rule, *words, machine, purpose="validate"):
+    spec, composition = resolved(*words, machine=machine)
+    return spec, [f for f in check(spec, composition.origins, purpose, machine) if f.rule == rule]
+
+
+def with_disk(machine, free):
+    return replace(machine, free_disk=lambda path: free)
+
+
+def test_checkpoints_that_are_there_at_once_are_counted():
+    spec, (finding,) = found("checkpoint.free_disk", *BIG, *OFTEN, machine=with_disk(LAPTOP, 5 * 97 * 10**9))
+    size = count_parameters(spec.model).total * 12  # fp32 weights and two moments
+    assert finding.numbers == {"checkpoint_bytes": size, "checkpoints": 5 + 3 + 1, "free_bytes": 5 * 97 * 10**9}
+    assert finding.severity == "warning"
+    assert "a checkpoint is 96.4 GB" in finding.message
+    assert "9 at a time" in finding.message
+    assert "checkpoint.keep_last=3 checkpoint.keep_every=0" not in finding.fixes  # it is 3 already
+    assert "checkpoint.keep_every=0" in finding.fixes
+    assert found("checkpoint.free_disk", *BIG, *OFTEN, machine=with_disk(LAPTOP, 9 * size))[1] == []
+
+
+def test_every_offered_way_leaves_room():
+    machine = with_disk(LAPTOP, 3 * 97 * 10**9)
+    (finding,) = found("checkpoint.free_disk", *BIG, *OFTEN, machine=machine)[1]
+    assert finding.fixes
+    for fix in finding.fixes:
+        assert found("checkpoint.free_disk", *BIG, *OFTEN, *shlex.split(fix), machine=machine)[1] == [], fix
+
+
+def test_a_disk_without_room_for_one_checkpoint_stops_a_launch():
+    machine = with_disk(LAPTOP, 90 * 10**9)
+    for purpose, severity in (("validate", "warning"), ("train", "error")):
+        (finding,) = found("checkpoint.free_disk", *BIG, machine=machine, purpose=purpose)[1]
+        assert (finding.severity, finding.fixes) == (severity, ())
+        assert "run.directory=PATH" in finding.message
+
+
+def test_what_the_runs_own_checkpoints_hold_is_room_for_newer_ones(tmp_path):
+    held = tmp_path / "checkpoints" / "step_00000010"
+    held.mkdir(parents=True)
+    with (held / "shard").open("wb") as file:
+        file.truncate(97 * 10**9)  # a hole: no disk is taken
+    words = (*BIG, f"run.directory={tmp_path}", "checkpoint.interval=0")
+    assert found("checkpoint.free_disk", *words, machine=with_disk(LAPTOP, 10**9))[1] == []
+    assert found("checkpoint.free_disk", *words, machine=with_disk(LAPTOP, 10**6))[1] == []
+    words = (*BIG, f"run.directory={tmp_path}/other", "checkpoint.interval=0")
+    assert len(found("checkpoint.free_disk", *words, machine=with_disk(LAPTOP, 10**9))[1]) == 1
+
+
+def test_a_run_for_other_devices_is_not_held_against_this_machine():
+    on_h100 = ("recipe=llama3_8b", "data.corpus=x")
+    assert found("checkpoint.free_disk", *on_h100, machine=with_disk(LAPTOP, 1))[1] == []
+    assert len(found("checkpoint.free_disk", *on_h100, machine=with_disk(H100_NODE, 1))[1]) == 1
+    spec, composition = resolved(*BIG)
+    assert not {f.rule for f in check(spec, composition.origins)} & {"checkpoint.free_disk", "memory.host"}
+    assert found("checkpoint.free_disk", *BIG, machine=with_disk(LAPTOP, None))[1] == []
+
+
+def test_workers_share_the_hosts_memory():
+    words = ("recipe=tiny", "data.corpus=x", "model.hidden_size=2048", "model.ffn_hidden_size=8192", "parallel=dp2")
+    (finding,) = found("memory.host", *words, machine=replace(LAPTOP, memory_bytes=1))[1]
+    need = finding.numbers["bytes"]
+    assert finding.numbers["workers"] == 2
+    assert found("memory.host", *words, machine=replace(LAPTOP, memory_bytes=need))[1] == []
+    just_too_small = replace(LAPTOP, memory_bytes=need - 10**6)
+    (finding,) = found("memory.host", *words, machine=just_too_small)[1]
+    assert finding.severity == "warning"
+    assert finding.fixes
+    for fix in finding.fixes:
+        assert found("memory.host", *words, *shlex.split(fix), machine=just_too_small)[1] == [], fix
+    assert found("memory.host", *words, machine=replace(LAPTOP, memory_bytes=0))[1] == []
+
+
+def test_only_what_surely_does_not_fit_stops_a_launch():
+    one = ("recipe=tiny", "data.corpus=x", "model.hidden_size=2048", "model.ffn_hidden_size=8192", "parallel=dp1")
+    for room, severity in ((0.5e9, "error"), (10e9, None)):
+        machine = replace(LAPTOP, memory_bytes=int(room))
+        findings = found("memory.host", *one, machine=machine, purpose="train")[1]
+        assert [finding.severity for finding in findings] == ([severity] if severity else [])
