@@ -11,9 +11,10 @@ import numpy as np
 
 from megalaunch.config.schema.data import DataSpec
 from megalaunch.data.chat_text import TEMPLATES, Piece, conversation, pieces_of
-from megalaunch.data.corpus import Corpus, open_source
+from megalaunch.data.corpus import Corpus
 from megalaunch.data.corpus_build import TOKENIZER, TRAIN, VALIDATION, is_validation
 from megalaunch.data.errors import DataError
+from megalaunch.data.inputs import lines
 from megalaunch.data.token_writer import TokenWriter, token_type
 from megalaunch.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -108,11 +109,10 @@ def _marks(tokenizer: Tokenizer, name: str, path: Path) -> tuple[Mapping[int, st
 def _conversations(corpus: Corpus, template: str) -> Iterator[_Turns]:
     """Every conversation in order; empty lines are passed over."""
     for file in corpus.files:
-        with open_source(file.path) as source:
-            for number, line in enumerate(source, start=1):
-                if line.strip():
-                    pieces = pieces_of(conversation(line, file.path, number), TEMPLATES[template])
-                    yield _Turns(file.path, number, f"{file.name}:{number}", pieces)
+        for number, line in enumerate(lines(file.path), start=1):
+            if line.strip():
+                pieces = pieces_of(conversation(line, file.path, number), TEMPLATES[template])
+                yield _Turns(file.path, number, f"{file.name}:{number}", pieces)
 
 
 def _refuse_forged(turns: _Turns, parts: list[list[int]], marks: Mapping[int, str]) -> None:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import json
-import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from megalaunch.data.errors import DataError, cannot
+from megalaunch.data.errors import DataError
+from megalaunch.data.input_chunks import Rows, table_rows
+from megalaunch.data.inputs import describe, lines
+from megalaunch.data.preprocess_settings import Format, Settings
+from megalaunch.data.source_files import CorpusFile, files_below, files_of
 
 # Tests and tables rather than code a person would read; and packages, which differ between machines.
 _STANDARD_LIBRARY_LEAVES_OUT = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages"}
-_RECORD_SUFFIXES = {".jsonl", ".ndjson"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # A lone text file is cut into documents after a blank line once this long, after any line once four times as long.
 _SECTION_BYTES = 4096
-_CORRECT_SOURCE = "Correct data.corpus, or allow reading."
 _ONLY_UTF8 = "Convert it to UTF-8 (iconv -f latin1 -t utf-8 ...), or leave it out by a glob."
 
 
@@ -34,33 +32,8 @@ class Document:
 
 
 @dataclass(frozen=True)
-class CorpusFile:
-    """One file of a corpus, under the name its documents carry."""
-
-    path: Path
-    name: str
-
-    @property
-    def holds_records(self) -> bool:
-        """Whether each line is a JSON record rather than text."""
-        return self.path.suffix in _RECORD_SUFFIXES
-
-    def size(self) -> int:
-        """Bytes in it."""
-        try:
-            return self.path.stat().st_size
-        except OSError as error:
-            raise cannot("read it", self.path, error, _CORRECT_SOURCE) from error
-
-    def sha256(self) -> str:
-        """Hash of its content."""
-        with open_source(self.path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@dataclass(frozen=True)
 class Corpus:
-    """Files of text (one document each) and jsonl (one document a line, named `file:line`).
+    """Files of text (one document each), jsonl and parquet (one a line or row, named `file:line`), packed or plain.
 
     A corpus of one text file would be one document, which cannot be split into training and validation:
     it is cut into sections of about 4 kB, named `file:first line`, after blank lines where it has them.
@@ -76,17 +49,20 @@ class Corpus:
     def documents(self) -> Iterator[Document]:
         """All documents in order, empty ones included; reads anew on every call.
 
-        DataError for what is no UTF-8, and for a line that is no JSON object with text under `json_key`.
+        DataError for what is no UTF-8, for a line that is no JSON object with text under `json_key`, and for a
+        packed file that is cut or damaged.
         """
         alone = len(self.files) == 1
         for file in self.files:
-            with open_source(file.path) as source:
-                if file.holds_records:
-                    yield from _records(file, source, self.json_key)
-                elif alone:
-                    yield from _sections(file, source)
-                else:
-                    yield Document(file.name, decode(source.read(), file.path))
+            kind = describe(file.path, Format.AUTO).format
+            if kind is Format.PARQUET:
+                yield from _rows(file, self.json_key)
+            elif kind is Format.JSONL:
+                yield from _records(file, self.json_key)
+            elif alone:
+                yield from _sections(file)
+            else:
+                yield Document(file.name, decode(b"".join(lines(file.path)), file.path))
 
 
 def find_corpus(source: str, json_key: str) -> Corpus:
@@ -99,7 +75,7 @@ def find_corpus(source: str, json_key: str) -> Corpus:
 
     if source == STANDARD_LIBRARY:
         root = Path(sysconfig.get_paths()["stdlib"])
-        return Corpus(_below(root, _STANDARD_LIBRARY_LEAVES_OUT, ".py"), json_key)
+        return Corpus(files_below(root, _STANDARD_LIBRARY_LEAVES_OUT, ".py"), json_key)
     found = files_of(source)
     if not found:
         fix = f"data.corpus takes a file, a folder, a glob or {STANDARD_LIBRARY}."
@@ -107,32 +83,12 @@ def find_corpus(source: str, json_key: str) -> Corpus:
     return Corpus(found, json_key)
 
 
-def files_of(source: str) -> tuple[CorpusFile, ...]:
-    """The files that a path or glob names, in their order, none when there is nothing of that name."""
-    path = Path(source).expanduser()
-    try:
-        if path.is_dir():
-            return _below(path, set(), "")
-        if path.is_file():
-            return (CorpusFile(path, path.name),)
-        if glob.has_magic(source):
-            return _matching(str(path))
-    except OSError as error:
-        raise cannot("read it", Path(error.filename or path), error, _CORRECT_SOURCE) from error
-    return ()
-
-
-def open_source(path: Path) -> BufferedReader:
-    """Open a file of the corpus; DataError when that fails."""
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise cannot("read it", path, error, _CORRECT_SOURCE) from error
-
-
 def record_text(line: bytes, json_key: str, path: Path, number: int) -> str:
     """The text of one jsonl line; DataError naming file, line and what is wrong with it."""
-    text = _value(line, json_key, path, number)
+    return _checked(_value(line, json_key, path, number), json_key, path, number)
+
+
+def _checked(text: Any, json_key: str, path: Path, number: int) -> str:
     if not isinstance(text, str):
         raise DataError(f'"{json_key}" holds {_kind(text)}, not text', file=path, record=number)
     _refuse_half_characters(text, json_key, path, number)
@@ -205,46 +161,29 @@ def decode(content: bytes, path: Path, first_line: int = 1) -> str:
         raise DataError(cause, file=path, record=line, fix=_ONLY_UTF8) from None
 
 
-def _records(file: CorpusFile, source: BufferedReader, json_key: str) -> Iterator[Document]:
-    for number, line in enumerate(source, start=1):
+def _rows(file: CorpusFile, json_key: str) -> Iterator[Document]:
+    number = 0
+    for chunk in table_rows(describe(file.path, Format.AUTO), Settings(Path(), json_keys=(json_key,))):
+        assert isinstance(chunk.body, Rows)
+        for (value,) in chunk.body.values:
+            number += 1
+            text = decode(value, file.path) if isinstance(value, bytes) else value
+            yield Document(f"{file.name}:{number}", _checked(text, json_key, file.path, number))
+
+
+def _records(file: CorpusFile, json_key: str) -> Iterator[Document]:
+    for number, line in enumerate(lines(file.path), start=1):
         yield Document(f"{file.name}:{number}", record_text(line, json_key, file.path, number))
 
 
-def _sections(file: CorpusFile, source: BufferedReader) -> Iterator[Document]:
-    lines: list[bytes] = []
+def _sections(file: CorpusFile) -> Iterator[Document]:
+    held: list[bytes] = []
     size, first = 0, 1
-    for number, line in enumerate(source, start=1):
-        lines.append(line)
+    for number, line in enumerate(lines(file.path), start=1):
+        held.append(line)
         size += len(line)
         if size >= (_SECTION_BYTES if not line.strip() else 4 * _SECTION_BYTES):
-            yield Document(f"{file.name}:{first}", decode(b"".join(lines), file.path, first))
-            lines, size, first = [], 0, number + 1
-    if lines:
-        yield Document(f"{file.name}:{first}", decode(b"".join(lines), file.path, first))
-
-
-def _below(root: Path, left_out: set[str], suffix: str) -> tuple[CorpusFile, ...]:
-    def fail(error: OSError) -> None:
-        raise error  # os.walk would pass over a folder that it may not list
-
-    found = []
-    for folder, folders, names in os.walk(root, onerror=fail):
-        # Pruned in place, so that a folder left out is not even listed.
-        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
-        paths = (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith("."))
-        found += [CorpusFile(path, path.relative_to(root).as_posix()) for path in paths if path.is_file()]
-    if not found:
-        raise DataError(f"the folder holds no {suffix or 'readable'} files", file=root, fix="Correct data.corpus.")
-    return tuple(sorted(found, key=lambda file: file.name))
-
-
-def _matching(pattern: str) -> tuple[CorpusFile, ...]:
-    parts = Path(pattern).parts
-    fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
-    root = Path(*parts[:fixed])
-    # Unlike Path.glob, this leaves hidden files out and lets a last ** match files.
-    matches = glob.iglob(pattern, recursive=True)  # noqa: PTH207
-    paths = [path for path in map(Path, matches) if path.is_file()]
-    if not paths:
-        raise DataError("no file matches this corpus", file=pattern, fix="Quote the glob, and look for ** and suffix.")
-    return tuple(sorted((CorpusFile(path, path.relative_to(root).as_posix()) for path in paths), key=lambda f: f.name))
+            yield Document(f"{file.name}:{first}", decode(b"".join(held), file.path, first))
+            held, size, first = [], 0, number + 1
+    if held:
+        yield Document(f"{file.name}:{first}", decode(b"".join(held), file.path, first))

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megalaunch.config.schema.data import DataSpec
 from megalaunch.config.schema.tokenizer import TokenizerSpec
 from megalaunch.data.corpus import Corpus, Document
+from megalaunch.data.encode_engine import choose_engine, encoder_of
 from megalaunch.data.errors import DataError
+from megalaunch.data.preprocess_settings import EngineChoice
 from megalaunch.data.token_writer import TokenWriter, token_type
 from megalaunch.data.tokenizer import Tokenizer, copy_tokenizer, train_tokenizer
 
@@ -34,16 +42,30 @@ def build_corpus(
     encoder = _tokenizer(directory / TOKENIZER, corpus, data, tokenizer, report)
     end = [encoder.require_eod(directory / TOKENIZER, "Set data.append_eod=false.")] if data.append_eod else []
     dtype = token_type(encoder.vocab_size)
-    report("encoding the documents")
+    batches = _batches(corpus.documents())
+    first = next(batches)
+    encode = _encode(encoder, [document.text for document in first], report)
     with TokenWriter(directory / TRAIN, dtype) as train, TokenWriter(directory / VALIDATION, dtype) as validation:
-        for batch in _batches(corpus.documents()):
-            encoded = encoder.encode_batch([document.text for document in batch])
+        for batch in chain([first], batches):
+            encoded = encode([document.text for document in batch])
             for document, tokens in zip(batch, encoded, strict=True):
                 writer = validation if is_validation(document.name, data.validation_every) else train
                 # As in Megatron's files, a document without tokens has no sequence and no end token.
-                if tokens:
-                    writer.add_sequence(tokens + end)
+                if len(tokens):
+                    writer.add_sequence(np.append(tokens, end))
                 writer.end_document()
+
+
+def _encode(
+    tokenizer: Tokenizer, texts: Sequence[str], report: Callable[[str], None]
+) -> Callable[[Sequence[str]], Iterable[Sequence[int] | NDArray[Any]]]:
+    """The ids of each of many texts, by the engine that is fastest for them; `texts` are the first of them."""
+    engine = choose_engine(EngineChoice.AUTO, tokenizer, texts)
+    if engine.name is EngineChoice.TOKENIZERS:
+        report("encoding the documents" + (f" ({engine.note})" if engine.note else ""))
+        return tokenizer.encode_batch
+    report("encoding the documents")
+    return partial(map, encoder_of(EngineChoice.GIGATOKEN, tokenizer.to_json()))
 
 
 def _training(corpus: Corpus, data: DataSpec) -> Iterator[Document]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from megalaunch.data.corpus import open_source
 from megalaunch.data.errors import DataError
 from megalaunch.data.inputs import DamagedStream, Input, Stream, require
 from megalaunch.data.preprocess_settings import Format, Settings
+from megalaunch.data.source_files import open_source
 
 _SEARCHED_AT_ONCE = 1 << 16
 _ROWS_AT_ONCE = 256
@@ -92,7 +92,7 @@ def chunks(inputs: Sequence[Input], settings: Settings, start: Position) -> Iter
             number = chunk.end.file
             continue
         if entry.format is Format.PARQUET:
-            parts = _rows(entry, number, settings, offset)
+            parts = table_rows(entry, settings, number, offset)
         elif entry.is_plain:
             parts = _spans(entry, number, settings, offset)
         else:
@@ -214,7 +214,8 @@ def _packed_text(entry: Input, number: int, settings: Settings) -> Chunk:
     return Chunk(entry.path, WholeFiles((entry.path,), bytes(content)), entry.size, end)
 
 
-def _rows(entry: Input, number: int, settings: Settings, start: int) -> Iterator[Chunk]:
+def table_rows(entry: Input, settings: Settings, number: int = 0, start: int = 0) -> Iterator[Chunk]:
+    """Chunks of the rows of a parquet file, which is input `number`, from row `start` on. Raises DataError."""
     parquet = require("pyarrow.parquet", entry.path)
     arrow = require("pyarrow", entry.path)
     fix = "Copy the file again, or make it anew."

@@ -6,9 +6,9 @@ import hashlib
 import threading
 from collections.abc import Sequence
 
-from megalaunch.data.corpus import open_source
 from megalaunch.data.errors import DataError
 from megalaunch.data.inputs import Input
+from megalaunch.data.source_files import open_source
 
 _BLOCK = 1 << 22
 _AHEAD = 1 << 28  # bytes that hashing may run before the encoding

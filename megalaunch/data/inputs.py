@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megalaunch.data.corpus import files_of, open_source
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.preprocess_settings import Format
+from megalaunch.data.source_files import CORRECT_PATH, RECORD_SUFFIXES, files_of, open_source
 
 STDIN = "-"
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-_RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _BLOCK = 1 << 20
 # What the decompressors raise for a stream that is cut or altered.
 _DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, OSError, ValueError)
@@ -62,7 +61,7 @@ def find_inputs(sources: Sequence[str], kind: Format) -> list[Input]:
             files = files_of(source)
             if not files:
                 raise DataError("no such input", file=source, fix="Inputs are files, folders, globs and -.")
-            found += [_describe(file.path, kind) for file in files]
+            found += [describe(file.path, kind) for file in files]
     stdin = [entry for entry in found if entry.is_stdin]
     if len(stdin) > 1:
         raise DataError("standard input is named twice", fix="Give - once.")
@@ -71,18 +70,19 @@ def find_inputs(sources: Sequence[str], kind: Format) -> list[Input]:
     return found
 
 
-def _describe(path: Path, kind: Format) -> Input:
+def describe(path: Path, kind: Format) -> Input:
+    """How a file is read and packed, by its suffixes; DataError when it is not there, or is packed parquet."""
     compression = path.suffix if path.suffix in _COMPRESSIONS else ""
     inner = Path(path.stem).suffix if compression else path.suffix
     if kind is Format.AUTO:
-        kind = Format.JSONL if inner in _RECORD_SUFFIXES else Format.PARQUET if inner == ".parquet" else Format.TEXT
+        kind = Format.JSONL if inner in RECORD_SUFFIXES else Format.PARQUET if inner == ".parquet" else Format.TEXT
     if kind is Format.PARQUET and compression:
         fix = f"Unpack it first, or name it without {compression}."
         raise DataError("parquet files are compressed inside, not as a whole", file=path, fix=fix)
     try:
         status = path.stat()
     except OSError as error:
-        raise cannot("read it", path, error, "Correct the inputs, or allow reading.") from error
+        raise cannot("read it", path, error, CORRECT_PATH) from error
     return Input(path, kind, compression, status.st_size, status.st_mtime_ns)
 
 
@@ -142,6 +142,24 @@ class Stream:
                     unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
         if not whole:
             raise EOFError("the last frame is not complete")
+
+
+def lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, unpacked, each with its end. DataError when it cannot be read, or is cut or damaged."""
+    source = describe(path, Format.TEXT)
+    if source.is_plain:
+        with open_source(path) as file:
+            yield from file
+        return
+    held = b""
+    try:
+        for block in Stream(source).blocks():
+            *whole, held = (held + block).split(b"\n")
+            yield from (line + b"\n" for line in whole)
+    except DamagedStream as error:
+        raise DataError(str(error), file=path, fix="Copy the file again, or make it anew.") from None
+    if held:
+        yield held
 
 
 def require(module: str, path: Path) -> Any:

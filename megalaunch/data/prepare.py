@@ -24,7 +24,7 @@ from megalaunch.data.split import DEFAULT_SPLIT
 from megalaunch.data.tokenizer import load_tokenizer, tokenizer_file
 
 # Raise it when the same corpus and settings would give other files than before.
-_RECIPE_VERSION = 1
+_RECIPE_VERSION = 2
 
 
 @dataclass(frozen=True)

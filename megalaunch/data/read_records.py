@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalaunch.data.corpus import decode, open_source, record_sentences, sentences_of
+from megalaunch.data.corpus import decode, record_sentences, sentences_of
 from megalaunch.data.errors import DataError
 from megalaunch.data.input_chunks import Chunk, Lines, Rows, Span, Unreadable, WholeFiles
+from megalaunch.data.source_files import open_source
 
 _FIRST, _LATER = 1, 2  # line numbers to record_sentences, which looks for a byte order mark in the first
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _MERGES = ("merges.txt", "vocab.bpe")
+_SPACE = "\u2581"  # how SentencePiece writes one
 _AGAIN = "Save it again from its source."
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -193,13 +195,15 @@ def of_sentencepiece(path: Path, content: bytes) -> tokenizers.Tokenizer:
         fix = "Known are tokenizer.json, GPT-2 vocabularies, SentencePiece models, tiktoken and tekken ranks."
         raise DataError("it is no tokenizer file", file=path, fix=fix)
     defined = [piece.text for piece in model.pieces if piece.kind is PieceKind.USER_DEFINED]
-    if model.suffix_spaces or not model.escapes_spaces or (defined and model.dummy_prefix):
+    spaced = any(" " in text or _SPACE in text for text in defined)
+    if model.suffix_spaces or not model.escapes_spaces or (spaced and model.dummy_prefix):
         cause = "its treatment of spaces cannot be kept exactly"
         raise DataError(cause, file=path, fix="Give its tokenizer.json instead.")
     inner = Tokenizer(_sentencepiece_model(path, model))
-    inner.normalizer = _sentencepiece_normalizer(model)
-    inner.add_tokens([AddedToken(text, normalized=False) for text in defined])
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    inner.normalizer = _sentencepiece_normalizer(model, defined)
+    # Looked for behind the normalizer, which would put a space before each part of a text that it is given.
+    inner.add_tokens([AddedToken(text, normalized=model.dummy_prefix) for text in defined])
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     inner.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if model.dummy_prefix else steps)
     return inner
 
@@ -234,12 +238,16 @@ def _merges_of_scores(model: SentencePieceModel) -> Iterable[tuple[str, str]]:
     return [pair for _, _, pair in found]
 
 
-def _sentencepiece_normalizer(model: SentencePieceModel) -> Any:
+def _sentencepiece_normalizer(model: SentencePieceModel, defined: Sequence[str]) -> Any:
     from tokenizers import Regex, normalizers
 
     steps: list[Any] = [normalizers.Precompiled(model.character_map)] if model.character_map else []
     if model.squeezes_spaces:
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    if model.dummy_prefix:
-        steps.append(normalizers.Prepend("\u2581"))
-    return normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
+    if model.dummy_prefix and defined:
+        # The library normalizes the symbols as well, to look for them in normalized text: they stay as they are.
+        symbols = "|".join(map(re.escape, defined))
+        steps.append(normalizers.Replace(Regex(rf"\A(?=[\s\S])(?!(?:{symbols})\z)"), _SPACE))
+    elif model.dummy_prefix:
+        steps.append(normalizers.Prepend(_SPACE))
+    return normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])

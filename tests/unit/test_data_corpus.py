@@ -1,5 +1,8 @@
 """Which documents a corpus has, under which names, and every way in which it can be wrong."""
 
+import bz2
+import gzip
+import lzma
 import os
 import sysconfig
 from pathlib import Path
@@ -99,6 +102,41 @@ def test_jsonl_documents_are_lines(tmp_path):
     assert [name for name, _ in documents_of(tmp_path)] == ["x.jsonl:1", "x.jsonl:2", "x.jsonl:3", "y.txt"]
     write_jsonl(tmp_path / "k.ndjson", ["other"], key="body")
     assert documents_of(tmp_path / "k.ndjson", "body") == [("k.ndjson:1", "other")]
+
+
+PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_packed_files_hold_the_documents_of_plain_ones(tmp_path, suffix):
+    for name in ("x.jsonl", "book.txt"):
+        texts = [f"text {number} " * 40 for number in range(900)]
+        write_jsonl(tmp_path / name, texts)
+        packed = tmp_path / f"{name}{suffix}"
+        packed.write_bytes(PACKERS[suffix]((tmp_path / name).read_bytes()))
+        plain = documents_of(tmp_path / name)
+        assert [text for _, text in documents_of(packed)] == [text for _, text in plain]
+        assert documents_of(packed)[0][0] == f"{name}{suffix}:1"
+        packed.write_bytes(packed.read_bytes()[:-20])
+        with pytest.raises(DataError, match=rf"{name}{suffix}: the {suffix} stream is cut or damaged"):
+            documents_of(packed)
+
+
+def test_rows_of_a_table_are_documents(tmp_path):
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow (the extra `data`) is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "x.parquet"
+    parquet.write_table(arrow.table({"text": ["one", "", "drei \u00fc"], "id": [1, 2, 3]}), path)
+    assert documents_of(path) == [("x.parquet:1", "one"), ("x.parquet:2", ""), ("x.parquet:3", "drei \u00fc")]
+    with pytest.raises(DataError, match=r'x\.parquet, line 1: "id" holds a number, not text'):
+        documents_of(path, "id")
+    with pytest.raises(DataError, match=r'x\.parquet: the table has no column "body"\. Its columns are text, id'):
+        documents_of(path, "body")
+
+
+def test_json_is_records_as_in_preprocess(tmp_path):
+    write_jsonl(tmp_path / "x.json", ["one", "two"])
+    assert documents_of(tmp_path / "x.json") == [("x.json:1", "one"), ("x.json:2", "two")]
 
 
 def test_a_byte_order_mark_before_jsonl(tmp_path):
@@ -209,9 +247,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
     corpus = find_corpus(str(tmp_path), "text")
     (tmp_path / "a.txt").unlink()
     for read in (corpus.size, corpus.files[0].sha256, lambda: list(corpus.documents())):
-        with pytest.raises(
-            DataError, match=r"a\.txt: cannot read it: No such file or directory\. Correct data\.corpus"
-        ):
+        with pytest.raises(DataError, match=r"a\.txt: cannot read it: No such file or directory\. Correct the path"):
             read()
 
 
