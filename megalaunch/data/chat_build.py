@@ -12,7 +12,7 @@ import numpy as np
 from megalaunch.config.schema.data import DataSpec
 from megalaunch.data.chat_text import TEMPLATES, Piece, conversation, pieces_of
 from megalaunch.data.corpus import Corpus
-from megalaunch.data.corpus_build import TOKENIZER, TRAIN, VALIDATION, is_validation
+from megalaunch.data.corpus_build import TOKENIZER, TRAIN, VALIDATION, is_validation, on_bad, tell_of
 from megalaunch.data.errors import DataError
 from megalaunch.data.inputs import lines
 from megalaunch.data.token_writer import TokenWriter, token_type
@@ -40,23 +40,32 @@ class _Turns:
 def build_chat(
     directory: Path, corpus: Corpus, data: DataSpec, tokenizer_path: Path, report: Callable[[str], None]
 ) -> None:
-    """Write tokenizer.json and the files of both sides. DataError for a line that is no conversation."""
+    """Write tokenizer.json and the files of both sides. DataError for a line that is no conversation,
+    unless `data.on_bad_record` is skip.
+    """
     tokenizer = load_tokenizer(tokenizer_path)
     (directory / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
     marks, stop = _marks(tokenizer, data.chat_template, tokenizer_path)
     report("encoding the conversations")
+    bad: list[DataError] = []
+    left_out = on_bad(data, bad)
     with ExitStack() as stack:
         writers = {side: stack.enter_context(_ChatWriter(directory / side, tokenizer)) for side in (TRAIN, VALIDATION)}
-        for batch in _batches(_conversations(corpus, data.chat_template)):
+        for batch in _batches(_conversations(corpus, data.chat_template, left_out)):
             texts = [piece.text for turns in batch for piece in turns.pieces if piece.text is not None]
             encoded = iter(tokenizer.encode_batch(texts))
             for turns in batch:
                 parts = [[stop] if piece.text is None else next(encoded) for piece in turns.pieces]
-                _refuse_forged(turns, parts, marks)
+                if (forged := _forged(turns, parts, marks)) is not None:
+                    if left_out is None:
+                        raise forged
+                    left_out(forged)
+                    continue
                 side = VALIDATION if is_validation(turns.name, data.validation_every) else TRAIN
                 writers[side].add(turns.pieces, parts)
         if writers[TRAIN].conversations == 0:
             raise DataError("it holds no conversation to train on", file=data.chat, fix="Correct data.chat.")
+    tell_of(bad, report)
 
 
 class _ChatWriter:
@@ -106,21 +115,30 @@ def _marks(tokenizer: Tokenizer, name: str, path: Path) -> tuple[Mapping[int, st
     return {**ids, stop: "the end-of-document token"}, stop
 
 
-def _conversations(corpus: Corpus, template: str) -> Iterator[_Turns]:
-    """Every conversation in order; empty lines are passed over."""
+def _conversations(corpus: Corpus, template: str, left_out: Callable[[DataError], None] | None) -> Iterator[_Turns]:
+    """Every conversation in order; empty lines are passed over, bad ones given to `left_out` if there is one."""
     for file in corpus.files:
         for number, line in enumerate(lines(file.path), start=1):
-            if line.strip():
-                pieces = pieces_of(conversation(line, file.path, number), TEMPLATES[template])
-                yield _Turns(file.path, number, f"{file.name}:{number}", pieces)
+            if not line.strip():
+                continue
+            try:
+                messages = conversation(line, file.path, number)
+            except DataError as error:
+                if left_out is None:
+                    raise
+                left_out(error)
+                continue
+            yield _Turns(file.path, number, f"{file.name}:{number}", pieces_of(messages, TEMPLATES[template]))
 
 
-def _refuse_forged(turns: _Turns, parts: list[list[int]], marks: Mapping[int, str]) -> None:
+def _forged(turns: _Turns, parts: list[list[int]], marks: Mapping[int, str]) -> DataError | None:
+    """What is wrong with a conversation of which a message holds a mark of the template."""
     for piece, part in zip(turns.pieces, parts, strict=True):
         forged = next((token for token in part if token in marks), None) if piece.quoted else None
         if forged is not None:
             cause = f"a message holds {marks[forged]}, which would begin or end a turn"
-            raise DataError(cause, file=turns.path, record=turns.number, fix="Take it out of the text.")
+            return DataError(cause, file=turns.path, record=turns.number, fix="Take it out of the text.")
+    return None
 
 
 def _batches(items: Iterator[_Turns]) -> Iterator[list[_Turns]]:

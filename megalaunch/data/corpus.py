@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,10 @@ class Corpus:
         """Bytes of all files."""
         return sum(file.size() for file in self.files)
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self, bad: Callable[[DataError], None] | None = None) -> Iterator[Document]:
         """All documents in order, empty ones included; reads anew on every call.
+
+        A record that is bad is given to `bad` and left out; without it the DataError is raised.
 
         DataError for what is no UTF-8, for a line that is no JSON object with text under `json_key`, and for a
         packed file that is cut or damaged.
@@ -56,13 +58,22 @@ class Corpus:
         for file in self.files:
             kind = describe(file.path, Format.AUTO).format
             if kind is Format.PARQUET:
-                yield from _rows(file, self.json_key)
+                found = _rows(file, self.json_key)
             elif kind is Format.JSONL:
-                yield from _records(file, self.json_key)
+                found = _records(file)
             elif alone:
-                yield from _sections(file)
+                found = _sections(file)
             else:
-                yield Document(file.name, decode(b"".join(lines(file.path)), file.path))
+                found = iter([_Found(file, b"".join(lines(file.path)))])
+            for one in found:
+                try:
+                    document = one.document(self.json_key)
+                except DataError as error:
+                    if bad is None:
+                        raise
+                    bad(error)
+                else:
+                    yield document
 
 
 def find_corpus(source: str, json_key: str) -> Corpus:
@@ -161,29 +172,49 @@ def decode(content: bytes, path: Path, first_line: int = 1) -> str:
         raise DataError(cause, file=path, record=line, fix=_ONLY_UTF8) from None
 
 
-def _rows(file: CorpusFile, json_key: str) -> Iterator[Document]:
+@dataclass(frozen=True)
+class _Found:
+    """A document before it is looked at: text (`line` None, or the first of a section), a line, or a row's value."""
+
+    file: CorpusFile
+    content: Any
+    line: int | None = None
+    kind: Format = Format.TEXT
+
+    def document(self, json_key: str) -> Document:
+        """DataError when it is bad."""
+        path, line = self.file.path, self.line
+        name = self.file.name if line is None else f"{self.file.name}:{line}"
+        if self.kind is Format.TEXT:
+            return Document(name, decode(self.content, path, line or 1))
+        assert line is not None, "only text has no line"
+        if self.kind is Format.JSONL:
+            return Document(name, record_text(self.content, json_key, path, line))
+        text = decode(self.content, path, line) if isinstance(self.content, bytes) else self.content
+        return Document(name, _checked(text, json_key, path, line))
+
+
+def _rows(file: CorpusFile, json_key: str) -> Iterator[_Found]:
     number = 0
     for chunk in table_rows(describe(file.path, Format.AUTO), Settings(Path(), json_keys=(json_key,))):
         assert isinstance(chunk.body, Rows)
         for (value,) in chunk.body.values:
             number += 1
-            text = decode(value, file.path) if isinstance(value, bytes) else value
-            yield Document(f"{file.name}:{number}", _checked(text, json_key, file.path, number))
+            yield _Found(file, value, number, Format.PARQUET)
 
 
-def _records(file: CorpusFile, json_key: str) -> Iterator[Document]:
-    for number, line in enumerate(lines(file.path), start=1):
-        yield Document(f"{file.name}:{number}", record_text(line, json_key, file.path, number))
+def _records(file: CorpusFile) -> Iterator[_Found]:
+    return (_Found(file, line, number, Format.JSONL) for number, line in enumerate(lines(file.path), start=1))
 
 
-def _sections(file: CorpusFile) -> Iterator[Document]:
+def _sections(file: CorpusFile) -> Iterator[_Found]:
     held: list[bytes] = []
     size, first = 0, 1
     for number, line in enumerate(lines(file.path), start=1):
         held.append(line)
         size += len(line)
         if size >= (_SECTION_BYTES if not line.strip() else 4 * _SECTION_BYTES):
-            yield Document(f"{file.name}:{first}", decode(b"".join(held), file.path, first))
+            yield _Found(file, b"".join(held), first)
             held, size, first = [], 0, number + 1
     if held:
-        yield Document(f"{file.name}:{first}", decode(b"".join(held), file.path, first))
+        yield _Found(file, b"".join(held), first)

@@ -35,14 +35,16 @@ def build_corpus(
 ) -> None:
     """Write tokenizer.json, train.bin/.idx and validation.bin/.idx (which may hold nothing).
 
-    A new tokenizer learns from the training documents alone. DataError when no training text is left.
+    A new tokenizer learns from the training documents alone. DataError when no training text is left, and
+    for a bad record unless `data.on_bad_record` is skip.
     """
     if not any(document.text for document in _training(corpus, data)):
         raise _no_training_text(corpus, data)
     encoder = _tokenizer(directory / TOKENIZER, corpus, data, tokenizer, report)
     end = [encoder.require_eod(directory / TOKENIZER, "Set data.append_eod=false.")] if data.append_eod else []
     dtype = token_type(encoder.vocab_size)
-    batches = _batches(corpus.documents())
+    bad: list[DataError] = []
+    batches = _batches(corpus.documents(on_bad(data, bad)))
     first = next(batches)
     encode = _encode(encoder, [document.text for document in first], report)
     with TokenWriter(directory / TRAIN, dtype) as train, TokenWriter(directory / VALIDATION, dtype) as validation:
@@ -52,8 +54,9 @@ def build_corpus(
                 writer = validation if is_validation(document.name, data.validation_every) else train
                 # As in Megatron's files, a document without tokens has no sequence and no end token.
                 if len(tokens):
-                    writer.add_sequence(np.append(tokens, end))
+                    writer.add_sequence(np.append(tokens, end) if end else tokens)
                 writer.end_document()
+    tell_of(bad, report)
 
 
 def _encode(
@@ -68,8 +71,20 @@ def _encode(
     return partial(map, encoder_of(EngineChoice.GIGATOKEN, tokenizer.to_json()))
 
 
+def on_bad(data: DataSpec, bad: list[DataError]) -> Callable[[DataError], None] | None:
+    """What `Corpus.documents` does with a bad record; those that are left out come into `bad`."""
+    return bad.append if data.on_bad_record == "skip" else None
+
+
+def tell_of(bad: Sequence[DataError], report: Callable[[str], None]) -> None:
+    """A line on the records that were left out, if there are any."""
+    if bad:
+        report(f"note: {len(bad):,} records left out, the first: {bad[0]}")
+
+
 def _training(corpus: Corpus, data: DataSpec) -> Iterator[Document]:
-    return (document for document in corpus.documents() if not is_validation(document.name, data.validation_every))
+    documents = corpus.documents(on_bad(data, []))
+    return (document for document in documents if not is_validation(document.name, data.validation_every))
 
 
 def _tokenizer(
@@ -98,7 +113,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _no_training_text(corpus: Corpus, data: DataSpec) -> DataError:
-    if any(document.text for document in corpus.documents()):
+    if any(document.text for document in corpus.documents(on_bad(data, []))):
         return DataError(
             f"no document is left for training: data.validation_every={data.validation_every} took all of them",
             file=data.corpus,

@@ -139,6 +139,7 @@ def _content_key(corpus: Corpus, data: DataSpec, tokenizer: TokenizerSpec) -> st
         "json_key": data.json_key,
         "validation_every": data.validation_every,
         "append_eod": data.append_eod,
+        "on_bad_record": data.on_bad_record,
         "tokenizer": tokenizer.vocab_size if tokenizer.path is None else _hash_of(tokenizer_file(tokenizer.path)),
     }
     if data.corpus is None:

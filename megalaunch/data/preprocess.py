@@ -19,7 +19,7 @@ from megalaunch.data.input_chunks import Chunk, chunks
 from megalaunch.data.input_hashes import InputHashes
 from megalaunch.data.inputs import Input, find_inputs
 from megalaunch.data.preprocess_output import Output
-from megalaunch.data.preprocess_report import write_report
+from megalaunch.data.preprocess_report import write_reports
 from megalaunch.data.preprocess_settings import Settings
 from megalaunch.data.preprocess_state import Progress, State, fingerprint
 from megalaunch.data.read_records import good_texts
@@ -73,7 +73,7 @@ def preprocess(
             kept = finals[0].with_name(f"{output_prefix.name}_quarantine.jsonl") if quarantine else None
             hashes = job.finish()
             made = output.assemble()
-            report = write_report(finals[0], found, hashes, settings, tokenizer, job.engine, job.state, made)
+            report, *_ = write_reports(finals, found, hashes, settings, tokenizer, job.engine, job.state, made)
             output.publish(kept)
             done = True
             return Result(tuple(finals), report, kept, job.state.counts, job.state.bad, job.engine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalaunch.data.block_hashes import BlockHashes, describe
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.index_file import write_documents, write_header, write_offsets
 from megalaunch.data.indexed import IndexedTokens, bin_path, idx_path
+from megalaunch.data.preprocess_report import joined_report, report_path, write_report
 from megalaunch.data.publish import UnfinishedFile, sync_directory
 
 _ENTRIES_AT_ONCE = 1 << 20
@@ -37,7 +38,8 @@ def prefixes_of(sources: Sequence[Path]) -> list[Path]:
 def merge(sources: Sequence[Path], target: Path) -> IndexedTokens:
     """All documents of the sources in their order under `target`, as one pass over their texts would give.
 
-    Raises DataError when a source is unusable, their types differ, or the target is one of them.
+    Where each has a report, the target gets one that joins theirs. Raises DataError when a source is unusable,
+    their types or tokenizers differ, or the target is one of them.
     """
     parts = [IndexedTokens(source) for source in prefixes_of(sources)]
     for part in parts:
@@ -72,14 +74,16 @@ def split(source: Path, target: Path, shares: Sequence[float]) -> list[Path]:
 
 
 def _write(target: Path, parts: Sequence[tuple[IndexedTokens, range]]) -> None:
-    """The documents of each range of each source under `target`: both files whole, or neither."""
+    """The documents of each range of each source under `target`: both files whole, or neither; and their report."""
+    report = joined_report([source.prefix for source, _ in parts])
+    hashes = BlockHashes()
     unfinished: list[UnfinishedFile] = []
     try:
         for path in (bin_path(target), idx_path(target)):
             unfinished.append(UnfinishedFile(path))
         tokens, index = unfinished
         for source, documents in parts:
-            _copy_tokens(source, documents, tokens)
+            _copy_tokens(source, documents, tokens, hashes)
         dtype = parts[0][0].dtype
         spans = [(source, _sequences(source, documents)) for source, documents in parts]
         write_header(
@@ -92,9 +96,18 @@ def _write(target: Path, parts: Sequence[tuple[IndexedTokens, range]]) -> None:
         for file in unfinished:
             file.sync()
         index.final.unlink(missing_ok=True)
+        report_path(target).unlink(missing_ok=True)  # it would speak of other files
         tokens.publish()
         index.publish()
         sync_directory(target.parent)
+        if report is not None:
+            described = {
+                tokens.final.name: describe(tokens.final, hashes),
+                index.final.name: describe(index.final),
+            }
+            made = IndexedTokens(target)
+            counts = {"documents": made.num_documents, "written": made.num_documents, "tokens": made.num_tokens}
+            write_report(target, {**report, "counts": counts, "outputs": described})
     except OSError as error:
         raise cannot("write it", target, error, "Free space there, or choose another folder.") from error
     finally:
@@ -106,19 +119,17 @@ def _sequences(source: IndexedTokens, documents: range) -> range:
     return range(int(source.documents[documents.start]), int(source.documents[documents.stop]))
 
 
-def _copy_tokens(source: IndexedTokens, documents: range, target: UnfinishedFile) -> None:
+def _copy_tokens(source: IndexedTokens, documents: range, target: UnfinishedFile, hashes: BlockHashes) -> None:
     sequences, size = _sequences(source, documents), source.dtype.itemsize
     left = source.tokens_in(sequences) * size
     with bin_path(source.prefix).open("rb") as file:
         file.seek(source.first_token(sequences.start) * size)
-        if left == bin_path(source.prefix).stat().st_size:
-            shutil.copyfileobj(file, target.file, _BYTES_AT_ONCE)
-            return
         while left:
             block = file.read(min(left, _BYTES_AT_ONCE))
             if not block:
                 raise DataError("it became shorter while it was read", file=bin_path(source.prefix))
             target.file.write(block)
+            hashes.add(block)
             left -= len(block)
 
 

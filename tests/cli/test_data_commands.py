@@ -148,6 +148,43 @@ def test_merge_refuses_what_does_not_fit(tmp_path):
     assert not list(tmp_path.glob("*c.*"))
 
 
+def test_merged_and_split_files_have_reports(made, tmp_path):
+    parts = split(made, tmp_path / "part", [2, 1])
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "all.json").write_text('{"tokenizer": {"vocabulary_sha256": "of other files"}}')
+    merge(parts, tmp_path / "all")
+    for prefix in (*parts, tmp_path / "all"):
+        read = IndexedTokens(prefix)
+        said = f"{prefix.name}: {read.num_documents} documents, {read.num_tokens:,} tokens (preprocessed from 1 files)"
+        assert check_report(prefix, tokenizer) == said
+        assert verify(prefix, None, lambda done, total: None).hashed
+    other = preprocess(
+        [str(tmp_path / "in.jsonl")],
+        tmp_path / "other",
+        Settings(small_tokenizer(tmp_path / "other.json", 280)),
+        lambda progress: None,
+    ).prefixes[0]
+    with pytest.raises(DataError, match=r"other_text_document: it was made with another tokenizer than .*part_0"):
+        merge([*parts, other], tmp_path / "mixed")
+    assert not (tmp_path / "mixed.idx").exists()
+    Path(f"{parts[0]}.json").unlink()
+    merge(parts, tmp_path / "all")  # what the parts are is no longer known of all
+    assert not (tmp_path / "all.json").exists()
+
+
+def test_every_key_has_its_report(tmp_path):
+    tokenizer = small_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"a": text, "b": "sea"}) + "\n" for text in sentences(30)))
+    chosen = Settings(tokenizer, json_keys=("a", "b"))
+    for prefix in preprocess([str(tmp_path / "in.jsonl")], tmp_path / "out", chosen, lambda progress: None).prefixes:
+        read = IndexedTokens(prefix)
+        assert f"30 documents, {read.num_tokens:,} tokens" in check_report(prefix, load_tokenizer(tokenizer))
+        assert verify(prefix, None, lambda done, total: None).hashed
+    write_tokens(prefix, [[1, 2]])
+    with pytest.raises(DataError, match=r"out_b_document\.bin: it has 4 bytes, its report says .*: another file took"):
+        check_report(prefix, load_tokenizer(tokenizer))
+
+
 def test_the_report_is_checked_against_the_tokenizer(made, tmp_path):
     line = check_report(made, load_tokenizer(tmp_path / "tokenizer.json"))
     assert (

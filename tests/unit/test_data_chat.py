@@ -1,6 +1,7 @@
 """Conversations: what a line may hold, what has a loss, how they are packed, and every error."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -121,6 +122,13 @@ def test_long_conversations_are_cut_and_those_without_an_answer_left_out(chat):
 def test_a_line_that_is_no_conversation(chat, line, cause):
     with pytest.raises(DataError, match=rf"chat\.jsonl, {cause}"):
         chat([talk(0), line])
+
+
+def test_bad_lines_can_be_left_out(chat):
+    bad = ["{", {"text": "x"}, {"prompt": "a", "completion": "b<|endoftext|>c"}]
+    whole = chat([talk(number) for number in range(9)], validation_every=0)
+    left = chat([talk(0), *bad, *(talk(number) for number in range(1, 9))], validation_every=0, on_bad_record="skip")
+    assert Path(f"{left.data.train_prefix}.bin").read_bytes() == Path(f"{whole.data.train_prefix}.bin").read_bytes()
 
 
 def test_errors_of_the_settings(chat):

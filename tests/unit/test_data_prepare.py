@@ -115,8 +115,14 @@ def test_the_second_call_makes_nothing(data):
 
 @pytest.mark.parametrize(
     "change",
-    [{"validation_every": 4}, {"append_eod": False}, {"json_key": "body"}, {"corpus": None}],
-    ids=["validation", "eod", "key", "one byte"],
+    [
+        {"validation_every": 4},
+        {"append_eod": False},
+        {"json_key": "body"},
+        {"on_bad_record": "skip"},
+        {"corpus": None},
+    ],
+    ids=["validation", "eod", "key", "bad records", "one byte"],
 )
 def test_whatever_matters_gives_other_files(data, change):
     first, _ = run(data)
@@ -130,6 +136,28 @@ def test_whatever_matters_gives_other_files(data, change):
         write_jsonl(corpus, sentences(200), key="body")
     second, _ = run(dataclasses.replace(data, **change))
     assert second.train_prefix != first.train_prefix
+
+
+def test_bad_records_end_it_or_are_left_out(data):
+    corpus = Path(data.corpus)
+    whole, _ = run(dataclasses.replace(data, validation_every=0))
+    lines = corpus.read_bytes().splitlines(keepends=True)
+    corpus.write_bytes(b"".join([*lines[:3], b"{nonsense\n", *lines[3:9], b'{"other": "x"}\n', *lines[9:]]))
+    with pytest.raises(DataError, match=r"corpus\.jsonl, line 4: no JSON"):
+        run(dataclasses.replace(data, validation_every=0))
+    left, said = run(dataclasses.replace(data, validation_every=0, on_bad_record="skip"))
+    assert any(line.startswith(f"note: 2 records left out, the first: {corpus}, line 4: no JSON") for line in said)
+    assert hashes(left) == hashes(whole)
+
+
+def test_the_fast_engine_writes_the_same_files(data, monkeypatch):
+    pytest.importorskip("gigatoken", reason="the extra `data` is not installed")
+    fast, said = run(data)
+    assert "encoding the documents" in said
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    slow, said = run(dataclasses.replace(data, cache_directory=data.cache_directory + "2"))
+    assert any("gigatoken is not installed" in line for line in said)
+    assert hashes(fast) == hashes(slow)
 
 
 def test_another_vocabulary_gives_other_files(data):

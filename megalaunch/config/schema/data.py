@@ -27,6 +27,9 @@ class DataSpec:
     validation_every: int = setting(
         20, "A corpus document is kept for validation when sha256(its name) mod this is 0; 0: none.", minimum=0
     )
+    on_bad_record: Literal["stop", "skip"] = setting(
+        "stop", "What a corpus record that cannot be read does: end the preparation, or be left out and counted."
+    )
     train_prefix: str | None = setting(None, "Path of prepared training tokens, without .bin/.idx.")
     validation_prefix: str | None = setting(None, "Path of prepared validation tokens, without .bin/.idx.")
     blend: tuple[str, ...] = setting(
