@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest_plugins = ["forked_ranks"]
+pytest_plugins = ["forked_ranks", "proofs"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

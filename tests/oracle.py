@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from proofs import Proof, record
 
 from megalaunch.config.schema import RunSpec, build_run_spec
 from megalaunch.data.row import Row, positions_within
@@ -235,3 +236,23 @@ def assert_same(found: Numbers, expected: Numbers) -> None:
             differences = (torch.as_tensor(mine[name]) - value).abs()
             difference, limit = (differences - limits).max().item() + allowed, allowed
             assert difference <= limit, f"{kind} of {name}: off by {difference:.2e}, allowed {limit:.2e}"
+    record(
+        Proof(
+            gradients=_largest_difference(found.gradients, expected.gradients),
+            norm=_relative(found.norms, expected.norms),
+            parameters=_largest_difference(found.parameters, expected.parameters),
+            validation=_relative([found.validation], [expected.validation]),
+        )
+    )
+
+
+def _largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    largest = max(value.abs().max().item() for value in expected.values())
+    return max(
+        ((torch.as_tensor(found[name]) - value).abs().max() / max(value.abs().max().item(), 1e-6 * largest)).item()
+        for name, value in expected.items()
+    )
+
+
+def _relative(found: list[float], expected: list[float]) -> float:
+    return max(abs(mine - reference) / abs(reference) for mine, reference in zip(found, expected, strict=True))
