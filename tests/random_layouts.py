@@ -98,6 +98,8 @@ def _awkward(source: random.Random) -> Iterator[tuple[str, Any]]:
     yield "data__reset_attention", source.random() < 0.5
     granularity = source.choice(("none", "none", "full", "selective"))
     yield "recompute__granularity", granularity
+    if granularity == "full":
+        yield "recompute__num_layers", source.choice((1, 2, 3))
     if granularity == "selective":
         yield "recompute__modules", source.choice((["attention"], ["norm", "mlp"], ["activation"]))
 

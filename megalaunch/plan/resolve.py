@@ -226,8 +226,21 @@ def _micro_batch(spec: RunSpec) -> _Changes:
     if spec.batch.micro_batch_size is not None or spec.parallel.dp is None:
         return {}
     share = own_share(smallest_unit(spec), spec.parallel.dp)
+    if share is None:
+        return {}
     why = "global_batch_size / dp" if spec.batch.ramp is None else "the largest share of every batch of the ramp"
-    return {} if share is None else {"batch.micro_batch_size": (share, why)}
+    if spec.parallel.pp > 1:
+        share, why = _for_every_stage(share, spec), f"{why}, in microbatches for every stage"
+    return {"batch.micro_batch_size": (share, why)}
+
+
+def _for_every_stage(share: int, spec: RunSpec) -> int:
+    """The largest part of a rank's share that leaves a microbatch for every stage, in whole groups of pp."""
+    pp, stages = spec.parallel.pp, spec.parallel.pp * virtual_stages(spec)
+    for count in range(stages, share + 1):
+        if share % count == 0 and count % pp == 0:
+            return share // count
+    return 1
 
 
 def _horizons(spec: RunSpec) -> _Changes:

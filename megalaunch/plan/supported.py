@@ -60,7 +60,6 @@ LIMITS = (
         ("attention", "norm", "mlp", "activation"),
         "recomputing parts of experts and of latent attention",
     ),
-    Limit("recompute.num_layers", (1,), "recomputing several layers as one", idle=("recompute.method", "block")),
     Limit("recompute.offload_layers", (0,), "activations in host memory"),
     Limit("optimizer.name", ("adamw",), "other optimizers"),
     Limit("optimizer.embedding_lr", (None,), "a rate of its own for embedding and head"),

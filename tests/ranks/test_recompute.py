@@ -19,6 +19,7 @@ from megalaunch.engine.parallel.recompute import recompute
 CHOICES: dict[str, dict[str, Any]] = {
     "full": {"recompute__granularity": "full"},
     "some layers": {"recompute__granularity": "full", "recompute__method": "block", "recompute__num_layers": 2},
+    "two layers as one": {"recompute__granularity": "full", "recompute__num_layers": 2},
     "parts": {"recompute__granularity": "selective", "recompute__modules": ["attention", "norm", "activation"]},
     "mlp": {"recompute__granularity": "selective", "recompute__modules": ["mlp"]},
     "mlp and norm": {"recompute__granularity": "selective", "recompute__modules": ["norm", "mlp"]},
@@ -32,7 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("choice", ["full", "parts"])
+@pytest.mark.parametrize("choice", ["full", "two layers as one", "parts"])
 def test_every_layout(layout, choice):
     spec = small_spec(**LAYOUTS[layout], **CHOICES[choice], model__vocab_size=64)
     assert_same(run_ranks(2, on_ranks, spec)[0], one_process(spec))
@@ -61,6 +62,7 @@ def test_less_is_kept():
     parts = _kept(granularity="selective", modules=("norm", "activation"))
     assert full < block < everything
     assert full < parts < everything
+    assert _kept(granularity="full", num_layers=3) < full
     assert parts < _kept(granularity="selective", modules=("norm",)) < everything
     assert _kept(granularity="selective", modules=("norm", "mlp")) < _kept(granularity="selective", modules=("mlp",))
 

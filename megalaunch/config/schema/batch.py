@@ -13,7 +13,10 @@ class BatchSpec:
 
     sequence_length: int = setting(meaning="Tokens of one sample.", unit="tokens", minimum=1)
     micro_batch_size: int | None = setting(
-        1, "Samples a device computes at once; null: its whole share, global_batch_size / dp.", "samples", minimum=1
+        1,
+        "Samples a device computes at once; null: its whole share, of which a pipeline gets one a stage.",
+        "samples",
+        minimum=1,
     )
     global_batch_size: int = setting(meaning="Samples of one optimizer step, over all devices.", minimum=1)
     ramp: str | None = setting(

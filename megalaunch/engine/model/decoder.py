@@ -6,7 +6,7 @@ that holds only some of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megalaunch.engine.layout import COLUMNS
 from megalaunch.engine.model.attention import Attention, KeyValueStore
 from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
-from megalaunch.engine.model.config import DecoderConfig
+from megalaunch.engine.model.config import DecoderConfig, RopeConfig
 from megalaunch.engine.model.context import WHOLE_SAMPLE, Attend, Context
 from megalaunch.engine.model.embedding import Embedding
 from megalaunch.engine.model.linear import Linear
@@ -69,6 +69,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(index): DecoderLayer(config, boundary) for index in range(config.num_layers)})
         self.norm: Norm | None = Norm(config.hidden_size, config.norm)
         self.head: Linear | None = Linear(config.hidden_size, config.vocab_size, COLUMNS)
+        self.spans: Sequence[Sequence[str]] = ()
+        """Names of layers that `through` passes at once; empty: each by itself."""
         self.tie()
 
     def tie(self) -> None:
@@ -105,12 +107,25 @@ class Decoder(nn.Module):
             x = self.embedding.vectors(x, positions, self.boundary)
         ropes = {layer.rope for layer in self.config.layers}
         rotations = {rope: rotation_of(positions, rope, x.dtype) if rope else None for rope in ropes}
-        for name, layer in self.layers.items():
-            index = int(name)
-            rotation = rotations[self.config.layers[index].rope]
-            x = layer(x, rotation, attends[index], stores[index] if stores is not None else None)
+        for names in self.spans or tuple((name,) for name in self.layers):
+            x = self.through(names, x, rotations, attends, stores)
         if self.norm is None or self.head is None:
             return x
         (logits_BSV,) = self.boundary.enter(self.norm(x), self.head)
         cap = self.config.logit_soft_cap
         return logits_BSV if cap is None else capped(logits_BSV, cap)
+
+    def through(
+        self,
+        names: Sequence[str],
+        x: Tensor,
+        rotations: Mapping[RopeConfig | None, Rotation | None],
+        attends: Sequence[Attend],
+        stores: Sequence[KeyValueStore] | None,
+    ) -> Tensor:
+        """The layers of these names, one after the other."""
+        for name in names:
+            index = int(name)
+            rotation = rotations[self.config.layers[index].rope]
+            x = self.layers[name](x, rotation, attends[index], stores[index] if stores is not None else None)
+        return x

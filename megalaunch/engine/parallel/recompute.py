@@ -21,7 +21,13 @@ Operator = Callable[..., Tensor]
 def recompute(model: Decoder, settings: RecomputeSpec) -> None:
     """Have the chosen parts of a model computed again, in place; before `fully_shard`, whose hooks stay outside."""
     layers = list(model.layers.values())
-    if settings.granularity == "full":
+    if settings.granularity == "full" and settings.method == "uniform" and settings.num_layers > 1:
+        names = list(model.layers)
+        model.spans = [
+            names[first : first + settings.num_layers] for first in range(0, len(names), settings.num_layers)
+        ]
+        _again(model, "through")
+    elif settings.granularity == "full":
         chosen = layers if settings.method == "uniform" else layers[: settings.num_layers]
         for layer in chosen:
             _again(layer, "forward")

@@ -42,6 +42,12 @@ def test_the_quickstart_fits_one_to_eight_workers(dp, micro):
     assert spec.precision.compute == "bf16"
 
 
+@pytest.mark.parametrize(("layout", "micro"), [("pp2", 4), ("pp4", 2), ("pp2vpp2", 2), ("pp2dp2", 2), ("pp2dp8", 1)])
+def test_a_pipeline_gets_a_microbatch_for_every_stage(layout, micro):
+    spec, _ = resolved("recipe=quickstart", f"parallel={layout}")
+    assert spec.batch.micro_batch_size == micro
+
+
 @pytest.mark.parametrize(
     ("words", "devices", "dp"),
     [
