@@ -195,11 +195,12 @@ def tp_within_machine(at: Situation) -> Iterator[Broken]:
     if not isinstance(per_node, int) or at.spec.cluster.nodes == 1 or tp == 1 or per_node % tp == 0:
         return
     if at.world is not None and at.world % at.shards == 0:
+        within = [*nearest("parallel.tp", tp, lambda n: per_node % n == 0)]
         yield Broken(
             "parallel.tp",
             f"tp {tp} does not divide {per_node} devices of a machine: some groups reach over the network",
             {"tp": tp, "devices_per_node": per_node},
-            (*nearest("parallel.tp", tp, lambda n: per_node % n == 0),),
+            (*within, *({**fix, "parallel.sequence_parallel": True} for fix in within)),
             "warning",
         )
 

@@ -40,11 +40,17 @@ def _legal_pp(at: Situation) -> Iterator[Fix]:
 
 
 def _counted_ends(at: Situation) -> Iterator[Fix]:
-    """Embedding and head counted as layers or not, where that makes the shares even."""
+    """Embedding and head counted as layers or not, where that makes the shares even; vpp follows the new share."""
     p, layers = at.spec.parallel, at.spec.model.num_layers
     for embedding, head in ((True, True), (False, True), (False, False)):
-        if (layers + embedding + head) % p.pp == 0:
-            yield {"parallel.embedding_as_layer": embedding, "parallel.head_as_layer": head}
+        share, rest = divmod(layers + embedding + head, p.pp)
+        if rest:
+            continue
+        counted: Fix = {"parallel.embedding_as_layer": embedding, "parallel.head_as_layer": head}
+        if p.vpp is None or share % p.vpp == 0:
+            yield counted
+        else:
+            yield from ({**counted, **other} for other in _divisors("parallel.vpp", p.vpp, share))
 
 
 def _uneven_ends(at: Situation) -> Iterator[Fix]:

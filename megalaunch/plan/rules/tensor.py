@@ -18,7 +18,7 @@ def heads_by_tp(at: Situation) -> Iterator[Broken]:
 def ffn_by_tp(at: Situation) -> Iterator[Broken]:
     """The columns of the first matrix are divided, and the rows of the second to match."""
     if at.has_dense_layers:
-        yield from _by_tp(at, "ffn_hidden_size", "model.ffn_hidden_size", at.spec.model.ffn_hidden_size)
+        yield from _by_tp(at, "ffn_hidden_size", "model.ffn_hidden_size", at.spec.model.ffn_hidden_size, wider=True)
 
 
 @rule("parallel.shared_ffn_by_tp", "The width of the shared experts divides over tensor-parallel ranks.")
@@ -26,7 +26,7 @@ def shared_ffn_by_tp(at: Situation) -> Iterator[Broken]:
     """Shared experts see every token, so they are divided as a dense block is."""
     width = at.spec.model.moe.shared_ffn_hidden_size
     if at.has_experts:
-        yield from _by_tp(at, "moe.shared_ffn_hidden_size", "model.moe.shared_ffn_hidden_size", width)
+        yield from _by_tp(at, "moe.shared_ffn_hidden_size", "model.moe.shared_ffn_hidden_size", width, wider=True)
 
 
 @rule("parallel.expert_ffn_by_etp", "The width of an expert divides over expert-tensor-parallel ranks.")
@@ -116,11 +116,13 @@ def overlap_tp_needs_sp(at: Situation) -> Iterator[Broken]:
         )
 
 
-def _by_tp(at: Situation, name: str, key: str, width: int) -> Iterator[Broken]:
+def _by_tp(at: Situation, name: str, key: str, width: int, wider: bool = False) -> Iterator[Broken]:
+    """`wider`: another width is a fix too, where no other degree is."""
     tp = at.spec.parallel.tp
     if width % tp:
         numbers = {key.rpartition(".")[2]: width, "tp": tp}
-        yield Broken("parallel.tp", f"{name} {width} does not divide by tp {tp}", numbers, (*_legal_tp(at),))
+        fixes = (*_legal_tp(at), *(multiples(key, width, tp) if wider else ()))
+        yield Broken("parallel.tp", f"{name} {width} does not divide by tp {tp}", numbers, fixes)
 
 
 def _legal_tp(at: Situation) -> Iterator[Fix]:

@@ -133,3 +133,19 @@ def test_many_findings_are_proven_fast():
 def test_a_list_in_a_fix_is_what_the_command_line_reads(items):
     value, problem = _plain_value("data.blend", as_word(items))
     assert (value, problem) == (list(items), None)
+
+
+@pytest.mark.parametrize(
+    ("words", "rule_id", "fix"),
+    [
+        ("recipe=llama31_405b parallel=tp8pp8cp2vpp7sp", "parallel.layers_by_pp",
+         "parallel.embedding_as_layer=true parallel.head_as_layer=true parallel.vpp=8"),
+        ("recipe=llama3_8b parallel=tp8sp model.ffn_hidden_size=14337", "parallel.ffn_by_tp",
+         "model.ffn_hidden_size=14336"),
+        ("recipe=llama3_70b parallel=tp16pp4", "parallel.tp_within_machine",
+         "parallel.tp=8 parallel.sequence_parallel=true"),
+    ],
+)  # fmt: skip
+def test_layouts_that_people_type_have_a_way_out(words, rule_id, fix):
+    (found,) = [f for f in findings(base=tuple(words.split())) if f.rule == rule_id]
+    assert fix in found.fixes
