@@ -50,6 +50,14 @@ EXACT = {
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
     "olmoe_7b": 6_919_161_856,
+    "smollm3_3b": 3_075_098_624,
+    "gemma2_2b": 2_614_341_888,
+    "gemma3_1b": 999_885_952,
+    "phi3_mini": 3_821_079_552,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_7b": 7_298_617_344,
+    "pythia_160m": 162_322_944,
+    "pythia_1_4b": 1_414_647_808,
 }
 """Of the published weights, tied matrices counted once."""
 
