@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -22,6 +21,7 @@ from megalaunch.config.schema.parallel import Schedule
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.parts import ModelParts
+from megalaunch.engine.parallel.stage import FrugalStage
 from megalaunch.plan.stages import Stage
 
 PipelineLoss = Callable[[Tensor, Tensor], Tensor]
@@ -79,7 +79,7 @@ class Pipeline:
     def _schedule(self, microbatches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
         group = self._mesh.pp_group
         stages = [
-            PipelineStage(part, number, self._number_of_stages, self._mesh.device, group=group)
+            FrugalStage(part, number, self._number_of_stages, self._mesh.device, group=group)
             for number, part in self._parts.items()
         ]
         # The loss is divided by the global token count; the schedule must not divide by microbatches as well.

@@ -14,7 +14,9 @@ class Accounting:
 
     `sharded_master`: the fp32 weights are what is sharded, and copies in the compute format are gathered from them
     (FSDP2); else the compute weights stand whole beside a sharded fp32 master (Megatron's distributed optimizer).
-    `logit_bytes`: peak bytes a logit while the loss runs.
+    `logit_bytes`: peak bytes a logit while the loss runs backwards.
+    `waiting_logits`: bytes a logit of each microbatch of a pipeline whose loss has run and waits for that, the
+    logits themselves, which the stage keeps, left out; None where nothing of them is kept.
     `gathers_again`: with sequence parallelism the gathered input of a matmul is not kept but gathered once more.
     `float8_inputs`: fp8 matmuls keep their inputs in 8 bits (Transformer Engine).
     `float8_weight_copies`: bytes a weight of the 8-bit copies that fp8 keeps beside compute weights.
@@ -34,14 +36,17 @@ class Accounting:
     unfused_attention: bool = False
     activation_inputs: int = 2
     deferred_heads: int = 0
+    waiting_logits: float | None = None
     plain_contexts: bool = False
     ring_scores: int = 0
 
 
 # FSDP2 over fp32 master weights (engine/parallel/data.py). The loss (engine/train/loss.py) holds, as it runs
 # backwards, log-probabilities, their gradient and the logits' gradient, each in fp32; the 16-bit logits are gone.
-# engine/parallel/ring.py works on scores and on their gradient.
-ENGINE = Accounting("engine", sharded_master=True, logit_bytes=12.0, plain_contexts=True, ring_scores=2)
+# engine/parallel/ring.py works on scores and on their gradients while those of the part before are still there.
+ENGINE = Accounting(
+    "engine", sharded_master=True, logit_bytes=12.0, waiting_logits=4.0, plain_contexts=True, ring_scores=4
+)
 
 # Megatron-LM: 2 (weights) + 4 (main gradients) + 12 / (dp cp) bytes a parameter (report_theoretical_memory). Its
 # vocabulary-parallel cross-entropy works in place on one fp32 copy, beside the 16-bit logits. Transformer Engine

@@ -78,13 +78,14 @@ class _Kept:
     """Activations of a rank, bytes for each token of a microbatch.
 
     `all` as its backward passes begin; `layer` those of one layer, `working` what comes on top while one runs
-    backwards; `copies` microbatches in flight.
+    backwards; `copies` microbatches in flight, `head_copies` of them in the part that has the head.
     """
 
     all: float
     layer: float
     working: float
     copies: int
+    head_copies: int
 
 
 def _moments(
@@ -97,11 +98,13 @@ def _moments(
     accounting: Accounting,
 ) -> Iterator[Memory]:
     """The moments at which a rank may hold most."""
-    states = states_of(spec, topology, held, accounting)
+    states = states_of(spec, topology, held, accounting, kept.copies)
     tokens = topology.micro_batch_size * spec.batch.sequence_length / topology.cp
     losses = sum(chunk.head + chunk.depths for chunk in chunks)
     vocabulary = (spec.model.vocab_size or 0) / topology.tp
-    late = losses * tokens * _deferred(spec, topology, accounting)
+    own, waits = _logits_kept(spec, topology, accounting)
+    waiting = waits * (kept.head_copies - 1) * vocabulary
+    late = losses * tokens * (_deferred(spec, topology, accounting) + waiting)
 
     def at(moment: str, phase: Phase, activations: float, logits: float = 0.0, buffers: float = 0.0) -> Memory:
         return Memory(
@@ -117,13 +120,21 @@ def _moments(
         )
 
     if losses:
-        yield at(LOSS, states.loss, kept.all, losses * accounting.logit_bytes * vocabulary)
+        yield at(LOSS, states.loss, kept.all, losses * (accounting.logit_bytes + own) * vocabulary)
     yield at(LAYER, states.layer, kept.all + kept.working)
     if states.unit:
         yield at(UNIT, states.layer, kept.all - kept.layer, buffers=states.unit)
     if states.between is not None:
         yield at(BETWEEN, states.between, kept.all * (1 - 1 / kept.copies))
     yield at(END, states.end, 0.0)
+
+
+def _logits_kept(spec: RunSpec, topology: Topology, accounting: Accounting) -> tuple[float, float]:
+    """Bytes a logit that a stage keeps of the microbatch whose loss runs backwards, and of each one that waits."""
+    if topology.pp == 1 or accounting.waiting_logits is None:
+        return 0.0, 0.0
+    narrow = format_bytes(spec.precision.compute)
+    return float(narrow), accounting.waiting_logits + narrow
 
 
 def _deferred(spec: RunSpec, topology: Topology, accounting: Accounting) -> float:
@@ -154,6 +165,7 @@ def _kept(
     full, offloaded = spec.recompute.granularity == "full", spec.recompute.offload_layers
     left = spec.recompute.num_layers  # of recompute.method=block: the first layers of a rank
     total = working = layer = 0.0
+    head_copies = 1
     for chunk, copies in zip(chunks, alive, strict=True):
         for kind, count in chunk.kinds:
             one = saved[kind]
@@ -168,7 +180,8 @@ def _kept(
             layer = kept / on_device if on_device else 0.0
         if chunk.head:
             total += ends * copies
-    return _Kept(total, layer, working, max(1, *alive))
+            head_copies = max(1, copies)
+    return _Kept(total, layer, working, max(1, *alive), head_copies)
 
 
 def _with_recompute(spec: RunSpec, saved: SavedBytes, layers: int, left: int) -> tuple[float, float, int]:

@@ -47,8 +47,8 @@ class States:
     end: Phase
 
 
-def states_of(spec: RunSpec, topology: Topology, held: Held, accounting: Accounting) -> States:
-    """The states of one rank's parameters."""
+def states_of(spec: RunSpec, topology: Topology, held: Held, accounting: Accounting, in_flight: int = 1) -> States:
+    """The states of one rank's parameters, with so many microbatches in flight at most."""
     whole = spec.parallel.data_sharding == "no_shard"
     shards = 1 if whole else topology.shards * topology.cp
     expert_shards = 1 if whole else max(1, topology.edp // spec.parallel.replicas)
@@ -56,47 +56,62 @@ def states_of(spec: RunSpec, topology: Topology, held: Held, accounting: Account
     on_device = 1 - spec.optimizer.offload_fraction
     moments = MOMENTS[spec.optimizer.name] * _BYTES[spec.precision.moments] * on_device
     if accounting.sharded_master:
-        return _sharded(spec, topology, held, divided, shards, moments)
+        return _sharded(spec, topology, held, divided, shards, moments, in_flight)
     return _whole_weights(spec, held, divided, moments + MASTER * on_device, accounting)
 
 
-def _sharded(spec: RunSpec, topology: Topology, held: Held, divided: float, shards: int, moments: float) -> States:
+def _sharded(
+    spec: RunSpec, topology: Topology, held: Held, divided: float, shards: int, moments: float, in_flight: int
+) -> States:
     """FSDP2: fp32 weights divided, copies gathered from them.
 
     A pipeline keeps copies and gradients whole until its end, whatever the strategy: its stages reduce once.
     """
-    copy = (
-        1
-        if spec.precision.compute == "fp8" and spec.precision.fp8.param_gather
-        else format_bytes(spec.precision.compute)
-    )
+    copy = format_bytes(spec.precision.compute)
+    if spec.precision.compute == "fp8" and spec.precision.fp8.param_gather:
+        copy = 1
     reduced = min(_BYTES[spec.precision.reduce], _BYTES[spec.precision.gradients])
     sharding, pipelined = spec.parallel.data_sharding, topology.pp > 1
     adds_up = pipelined or sharding in ("no_shard", "optim")  # whole gradients, until the last microbatch
     several = topology.microbatches > 1
     every, master, summed = held.dense + held.experts, MASTER * divided, MASTER * divided
-    before = (reduced * every if adds_up else summed) if several else 0.0
+    before = 0.0  # with all microbatches in flight none has left gradients yet
+    if topology.microbatches > in_flight:
+        before = reduced * every if adds_up else summed
     gathered = loss_gathered = every
     if sharding == "optim_grads_params" and not pipelined:
         loss_gathered = held.root
         gathered = min(every, held.root + GATHERED_UNITS * held.layer)
     between = Phase(master + copy * every, reduced * every, copy * held.root) if several and adds_up else None
-    if pipelined:
-        end = Phase(master + copy * every, reduced * every, reduced * held.root)
+    if pipelined:  # the ends are summed first, while all layers' gradients are still whole
+        moving = held.root * max(reduced, _moving(reduced, reduced, shards, adds=False) + MASTER / shards - reduced)
+        end = Phase(master + copy * (every - held.root), reduced * every, moving)
     else:
-        source = (reduced if several and adds_up else copy) * held.root
-        moved = reduced * held.root * (2 if shards == 1 else 1)  # a lone rank divides a copy of them by 1
-        more = reduced * held.root / shards if several and not adds_up else 0.0
-        own = MASTER * held.root / shards
-        end = Phase(master, summed, max(source + reduced * held.root - own, moved + more))
+        source = reduced if several and adds_up else copy
+        moving = held.root * _moving(source, reduced, shards, adds=several and not adds_up)
+        replicated = topology.replicas > 1 or (sharding == "no_shard" and topology.dp * topology.cp > 1)
+        if replicated and reduced != MASTER:  # what replicas exchange is held until the end of the pass
+            moving += reduced * divided
+        end = Phase(master, summed, moving)
     return States(
         optimizer=moments * divided,
         loss=Phase(master + copy * loss_gathered, before),
         layer=Phase(master + copy * gathered, before, copy * held.head),
-        unit=(copy + reduced) * held.layer,
+        unit=held.layer * (reduced if not (adds_up and several) else copy + (0 if before else reduced)),
         between=between,
         end=end,
     )
+
+
+def _moving(source: int, reduced: int, shards: int, *, adds: bool) -> float:
+    """Bytes a parameter of gradients that are summed and divided, beside the divided sum itself.
+
+    First they are copied from `source` bytes to `reduced` ones, then summed, which a lone rank does by a division that
+    makes one copy more; then perhaps added to what earlier microbatches left.
+    """
+    copying = source + reduced - MASTER / shards
+    summing = reduced * (2 if shards == 1 else 1) + (reduced / shards if adds else 0.0)
+    return max(copying, summing)
 
 
 def _whole_weights(spec: RunSpec, held: Held, divided: float, optimizer: float, accounting: Accounting) -> States:

@@ -1,0 +1,96 @@
+"""The memory model against steps of our engine itself: fake tensors, any rank of any world, as on GPUs.
+
+Shapes are small, but so large that what the model leaves out (counters, masks, indices) does not show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from made_specs import resolved
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.engine.deep_plan.plan import deep_plan
+from megalaunch.plan.memory.rank import END, LAYER, LOSS, UNIT, Memory, memory_by_rank
+from megalaunch.plan.topology import Topology
+
+CLOSE = 0.05
+SHAPE = (
+    "model=llama3_8b", "model.num_layers=3", "model.hidden_size=1024", "model.ffn_hidden_size=3584",
+    "model.num_attention_heads=16", "model.num_query_groups=4", "model.head_dim=64", "model.vocab_size=16384",
+    "platform=h100", "precision=bf16", "train.steps=10", "cluster.nodes=1",
+)  # fmt: skip
+FEW_WORDS = "model.vocab_size=1024"
+SELECTIVE = "recompute=selective"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout on so many ranks, [global batch, micro batch, sequence], and when its `rank` should be fullest."""
+
+    layout: str
+    ranks: int
+    batch: tuple[int, int, int]
+    moment: str
+    words: tuple[str, ...] = ()
+    rank: int = 0
+
+    @property
+    def name(self) -> str:
+        """For pytest."""
+        return " ".join((self.layout, "x".join(map(str, self.batch)), *self.words, f"rank {self.rank}"))
+
+    @property
+    def spec(self) -> RunSpec:
+        """The resolved spec."""
+        total, micro, length = self.batch
+        spec, _ = resolved(
+            *SHAPE,
+            f"parallel={self.layout}",
+            f"cluster.devices_per_node={self.ranks}",
+            f"batch.sequence_length={length}",
+            f"batch.micro_batch_size={micro}",
+            f"batch.global_batch_size={total}",
+            *self.words,
+        )
+        return spec
+
+
+CASES = [
+    Case("dp", 1, (1, 1, 256), END),
+    Case("dp", 1, (8, 4, 2048), LOSS),
+    Case("dp", 1, (4, 4, 2048), LOSS, ("precision.compute=fp32",)),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS,)),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,activation]")),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,mlp]")),
+    Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "recompute=full")),
+    Case("zero0", 4, (8, 1, 512), END, ("precision.reduce=bf16",)),
+    Case("zero1", 8, (8, 1, 256), UNIT, (FEW_WORDS,)),
+    Case("zero2", 4, (16, 2, 2048), LAYER, (FEW_WORDS,)),
+    Case("zero3", 8, (32, 2, 1024), LAYER, (FEW_WORDS,)),
+    Case("zero3hsdp2", 4, (16, 2, 2048), LOSS),
+    Case("tp4", 4, (4, 2, 2048), LOSS),
+    Case("tp4sp", 4, (4, 2, 2048), LAYER, (FEW_WORDS,)),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS,)),
+    Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, "parallel.cp_exchange=allgather")),
+    Case("cp2", 2, (4, 2, 2048), LOSS, ("parallel.cp_exchange=a2a",)),
+    Case("pp3", 3, (6, 1, 2048), LAYER),
+    Case("pp3", 3, (12, 1, 128), END),
+    Case("pp3", 3, (6, 1, 2048), LOSS, rank=2),
+    Case("pp3", 3, (3, 1, 2048), LOSS, ("parallel.schedule=gpipe",), rank=2),
+    Case("tp2pp3sp", 6, (6, 2, 2048), LAYER, rank=2),
+]
+
+
+def _predicted(case: Case) -> Memory:
+    topology = Topology.of(case.spec)
+    return memory_by_rank(case.spec)[case.rank // (topology.world // topology.pp)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_peak_of_a_step(case):
+    measured, predicted = deep_plan(case.spec, case.rank), _predicted(case)
+    table = f"\nmeasured in {measured.phase}: {measured.kinds}\npredicted {predicted.moment}: {predicted.kinds}"
+    assert predicted.total == pytest.approx(measured.total, rel=CLOSE), table
+    assert predicted.moment == case.moment, table
