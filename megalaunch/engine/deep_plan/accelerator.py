@@ -90,7 +90,9 @@ def _attention(
     k: Tensor,
     v: Tensor,
     attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
+    scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
     bias = None if attn_mask is None else attn_mask.to(q.dtype)  # fused kernels add a mask in the format of scores

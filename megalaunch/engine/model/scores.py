@@ -29,7 +29,7 @@ class Scoring:
     def scores(self, q_BNSD: Tensor, k_BNTD: Tensor) -> Tensor:
         """[B, N, S, T] in fp32, capped, before any mask."""
         scale = q_BNSD.shape[-1] ** -0.5 if self.scale is None else self.scale
-        raw = q_BNSD.float() @ k_BNTD.float().mT * scale
+        raw = (q_BNSD.float() @ k_BNTD.float().mT).mul_(scale)
         return raw if self.soft_cap is None else capped(raw, self.soft_cap)
 
     def of_heads(self, rank: int, ranks: int) -> Scoring:

@@ -1,7 +1,7 @@
 """Ring attention: keys and values travel round the context-parallel ranks, one part ahead of the arithmetic.
 
 Each part's result is merged by its log-sum-exp (Liu et al. 2023; Dao 2023 for the backward pass). On the way back
-the gradients of keys and values travel with them, and are home after a full turn. Scores are fp32.
+the gradients of keys and values travel with them, and are home after a full turn. Scores are fp32: what is as large is changed in place.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ class RingAttention(torch.autograd.Function):
         for turn in range(axis.size):
             coming = start_shift(held, axis) if turn + 1 < axis.size else None
             keys, values = _grouped(held, q)
-            scores = scoring.scores(q, keys).masked_fill(~masks[_owner(axis, turn)], -torch.inf)
+            scores = scoring.scores(q, keys).masked_fill_(~masks[_owner(axis, turn)], -torch.inf)
             part_sum = scores.logsumexp(dim=-1, keepdim=True)
             merged = torch.logaddexp(log_sum, part_sum)
-            weights = (scores - merged.clamp(min=torch.finfo(torch.float32).min)).exp()
+            weights = scores.sub_(merged.clamp(min=torch.finfo(torch.float32).min)).exp_()
             total = total * (log_sum - merged).exp().nan_to_num() + weights @ values.float()
             log_sum = merged
+            del scores, weights
             held = coming.wait() if coming else held
         out = total.to(q.dtype)
         ctx.axis, ctx.scoring, ctx.scale = (
@@ -61,12 +62,14 @@ class RingAttention(torch.autograd.Function):
             coming = start_shift(held, axis) if turn + 1 < axis.size else None
             keys, values = (x.float() for x in _grouped(held, q))
             scores = scoring.scores(q, keys)
-            weights = (scores.masked_fill(~masks[_owner(axis, turn)], -torch.inf) - log_sum).exp()
-            dscores = weights * (dout @ values.mT - share) * ctx.scale
-            if scoring.soft_cap is not None:
-                dscores = dscores * (1 - (scores / scoring.soft_cap).square())
+            capping = None if scoring.soft_cap is None else 1 - (scores / scoring.soft_cap).square()
+            weights = scores.masked_fill_(~masks[_owner(axis, turn)], -torch.inf).sub_(log_sum).exp_()
+            dscores = (dout @ values.mT).sub_(share).mul_(weights).mul_(ctx.scale)
+            if capping is not None:
+                dscores.mul_(capping)
             dq += dscores @ keys
             dheld = dheld + torch.stack((_ungrouped(dscores.mT @ q.float(), kv), _ungrouped(weights.mT @ dout, kv)))
+            del scores, weights, dscores, capping
             dheld = start_shift(dheld, axis).wait()
             held = coming.wait() if coming else held
         dsinks = None

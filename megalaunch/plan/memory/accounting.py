@@ -43,9 +43,9 @@ class Accounting:
 
 # FSDP2 over fp32 master weights (engine/parallel/data.py). The loss (engine/train/loss.py) holds, as it runs
 # backwards, log-probabilities, their gradient and the logits' gradient, each in fp32; the 16-bit logits are gone.
-# engine/parallel/ring.py works on scores and on their gradients while those of the part before are still there.
+# engine/parallel/ring.py works on scores and on their gradients.
 ENGINE = Accounting(
-    "engine", sharded_master=True, logit_bytes=12.0, waiting_logits=4.0, plain_contexts=True, ring_scores=4
+    "engine", sharded_master=True, logit_bytes=12.0, waiting_logits=4.0, plain_contexts=True, ring_scores=2
 )
 
 # Megatron-LM: 2 (weights) + 4 (main gradients) + 12 / (dp cp) bytes a parameter (report_theoretical_memory). Its

@@ -138,7 +138,7 @@ def widths_of(model: ModelSpec, kind: Layer, formats: Formats, accounting: Accou
         unfused=accounting.unfused_attention,
         held=_held(formats, groups),
         mask=formats.keys if accounting.plain_contexts and _masked(formats) else 0,
-        scores=4 * n * accounting.ring_scores * formats.keys / formats.cp if _in_ring(formats) else 0,
+        scores=accounting.ring_scores * _ring_bytes(formats, n, query) if _in_ring(formats) else 0,
         part=tp if formats.sequence_parallel else 1,
     )
 
@@ -148,6 +148,14 @@ def _held(formats: Formats, groups: float) -> float:
     if formats.exchange == "allgather":
         return formats.cp
     return max(1.0, formats.cp / groups) if formats.exchange == "a2a" else 1.0
+
+
+def _ring_bytes(formats: Formats, heads: float, query: float) -> float:
+    """Scores of a token with the keys of one rank in fp32, and what is as wide as the queries.
+
+    Those are half of: queries, keys and values of every head, the output's gradient and all four's own.
+    """
+    return 4 * (heads * formats.keys / formats.cp + 4 * query)
 
 
 def _in_ring(formats: Formats) -> bool:
