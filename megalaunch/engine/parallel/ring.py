@@ -1,7 +1,8 @@
 """Ring attention: keys and values travel round the context-parallel ranks, one part ahead of the arithmetic.
 
 Each part's result is merged by its log-sum-exp (Liu et al. 2023; Dao 2023 for the backward pass). On the way back
-the gradients of keys and values travel with them, and are home after a full turn. Scores are fp32: what is as large is changed in place.
+the gradients of keys and values travel with them, and are home after a full turn. Scores are fp32;
+what is as large as they are is changed in place.
 """
 
 from __future__ import annotations
