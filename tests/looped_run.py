@@ -71,7 +71,7 @@ def ten_steps(folder: Path) -> RunSpec:
 
 def run_loop(spec: RunSpec, root: Path, spoil: Callable[[Rank], None] = lambda rank: None) -> Ending:
     """Run on forked ranks, from the newest checkpoint to the end; all ranks have to end alike."""
-    code, reason, step = _same_on_all(run_ranks(spec.parallel.dp or 1, _one_rank, spec, root, spoil))
+    code, reason, step = _same_on_all(run_ranks(Topology.of(spec).world, _one_rank, spec, root, spoil))
     return Ending(code, reason, step)
 
 

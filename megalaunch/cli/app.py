@@ -32,6 +32,7 @@ COMMANDS = {
     "watch": Subcommand("watch", "watch", "Show a run that goes on elsewhere."),
     "generate": Subcommand("generate", "generate", "Let a trained model continue a text."),
     "checkpoint": Subcommand("checkpoint", "app", "List, inspect and verify checkpoints."),
+    "convert": Subcommand("convert", "app", "Carry weights from and to Hugging Face folders."),
     "preprocess": Subcommand("preprocess", "preprocess", "Turn text or jsonl into token files."),
     "data": Subcommand("data", "app", "Inspect, verify, merge and split token files."),
     "tokenizer": Subcommand("tokenizer", "app", "Train a tokenizer, or look into one."),

@@ -10,6 +10,7 @@ import torch
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.deep_plan.report import DeepPlan, Exchange
+from megalaunch.engine.inference.convert import export_huggingface, import_huggingface
 from megalaunch.engine.inference.generate import generate_tokens
 from megalaunch.engine.inference.load import LanguageModel, find_checkpoint, load_language_model
 from megalaunch.engine.inference.sampling import Sampling
@@ -23,8 +24,11 @@ __all__ = [
     "Sampling",
     "continue_text",
     "deep_plan",
+    "export_huggingface",
     "fit_threads",
+    "format_named",
     "generate",
+    "import_huggingface",
     "length_note",
     "open_model",
 ]
@@ -41,6 +45,11 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     from megalaunch.engine.deep_plan.plan import deep_plan as planned  # what only generates text needs no DTensor
 
     return planned(spec, rank)
+
+
+def format_named(word: str) -> torch.dtype:
+    """`fp32`, `bf16` or `fp16`; raises KeyError for other words."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[word]
 
 
 def generate(source: Path, prompt: str, max_new_tokens: int = 200, sampling: Sampling | None = None) -> str:

@@ -26,6 +26,11 @@ class RunDirectory:
         return self.root / "tokenizer.json"
 
     @property
+    def origin(self) -> Path:
+        """What the weights that the run began with came with: tokenizer files and the like."""
+        return self.root / "origin"
+
+    @property
     def overrides(self) -> Path:
         """The command-line words of every launch, one launch a line."""
         return self.root / "overrides.txt"

@@ -163,6 +163,7 @@ RECOMPUTE = {
 }
 CHECKPOINT = {
     "checkpoint.idle": Case("checkpoint.interval=0 checkpoint.asynchronous=true", "checkpoint.asynchronous=true"),
+    "checkpoint.initialize_from": Case("checkpoint.initialize_from=nowhere", "checkpoint.initialize_from=null"),
     "checkpoint.keep_by_interval": Case("checkpoint.keep_every=15", "checkpoint.keep_every=20"),
     "checkpoint.keep_within_run": Case("checkpoint.keep_every=30", "checkpoint.keep_every=20"),
     "checkpoint.within_run": Case(

@@ -28,10 +28,11 @@ def read_tensors(directory: Path, names: Collection[str] | None = None) -> dict[
     if missing:
         raise CheckpointError(f"the checkpoint {directory} holds no {_listed(missing)}")
     files: dict[str, MappedFile] = {}
-    return {name: _whole(directory, name, catalogue, files) for name in wanted}
+    return {name: whole_tensor(directory, name, catalogue, files) for name in wanted}
 
 
-def _whole(directory: Path, name: str, catalogue: Catalogue, files: dict[str, MappedFile]) -> torch.Tensor:
+def whole_tensor(directory: Path, name: str, catalogue: Catalogue, files: dict[str, MappedFile]) -> torch.Tensor:
+    """One tensor of a read catalogue; `files` keeps what was opened for the next one."""
     stored, dtype = catalogue[name], DTYPES[catalogue[name].dtype]
     parts = []
     for chunk in stored.chunks:  # every part is checked before memory is taken for the whole

@@ -14,7 +14,8 @@ from megalaunch.engine.families.windows import read_windows, write_windows
 
 def read_gemma(file: ConfigFile, caps: tuple[float | None, float | None], every: int) -> Values:
     """What Gemma 2 and 3 share; `caps` of scores and logits where a file has none."""
-    file.expect("use_bidirectional_attention", file.take("use_bidirectional_attention", None) or None)
+    if file.take("use_bidirectional_attention", None):
+        file.problems.append("config.json: use_bidirectional_attention is true; a decoder sees the past alone")
     if file.take("hidden_act", None) is not None and file.take("hidden_activation", None) is None:
         file.problems.append("config.json: hidden_act without hidden_activation; gemma computes gelu_pytorch_tanh")
     shape = read_shape(

@@ -11,6 +11,7 @@ from pathlib import Path
 from megalaunch.config.schema import RunSpec
 from megalaunch.data.row import Rows
 from megalaunch.data.validation_samples import FiniteRows
+from megalaunch.engine.checkpoint.initial import keep_origin, load_initial
 from megalaunch.engine.checkpoint.publish import discard_leftovers
 from megalaunch.engine.checkpoint.ranks import from_first_rank
 from megalaunch.engine.checkpoint.store import newest_valid
@@ -79,8 +80,21 @@ class Loop:
             self._position = restore_run(found, self._trainee.model, self._trainee.optimizer)
             renew_tied_head(self._trainee.model, self._mesh)
             self._record.event("resumed", step=self.step, checkpoint=str(found))
+        else:
+            self._begin()
         self._record.cut_after(self.step)
         self._validated_step = from_first_rank(self._record.last_validation)
+
+    def _begin(self) -> None:
+        """A new run has its weights from their seed already, unless it is to have them from elsewhere."""
+        source = self._spec.checkpoint.initialize_from
+        if source is None:
+            return
+        self._record.phase("loading")
+        keep_origin(Path(source).expanduser(), self._directory)
+        load_initial(Path(source).expanduser(), self._spec.model, self._trainee.model)
+        renew_tied_head(self._trainee.model, self._mesh)
+        self._record.event("note", message=f"begins with the weights of {source}")
 
     def run(self) -> Ending:
         """Train to `train.steps`, `train.stop_at` or a stop signal; returns how it ended (or raises an Ending)."""

@@ -78,6 +78,8 @@ def save_run(
     files = {SPEC_FILE: directory.spec}
     if spec.tokenizer.path is not None:
         files[TOKENIZER_FILE] = directory.tokenizer
+    if directory.origin.is_dir():
+        files |= {path.name: path for path in sorted(directory.origin.iterdir())}
     documents = {POSITION: {"step": position.step, "tokens": position.tokens}}
     copies, group = (beside.copies, beside.group) if beside else (None, None)
     save_checkpoint(target, tensors, documents, files, copies=copies, group=group, wrote=wrote)

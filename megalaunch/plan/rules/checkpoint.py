@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megalaunch.plan.rules.dependent import Dependent, depends
 from megalaunch.plan.rules.nearby import multiples
@@ -21,6 +22,20 @@ depends(
         "there are no checkpoints before the end (checkpoint.interval is 0)",
     )
 )
+
+
+@rule("checkpoint.initialize_from", "The weights to begin with are where their path says.")
+def initialize_from(at: Situation) -> Iterator[Broken]:
+    """A Hugging Face folder, a checkpoint or a run directory."""
+    source = at.spec.checkpoint.initialize_from
+    known = ("config.json", "manifest.json", "checkpoints")
+    if source is not None and not any((Path(source).expanduser() / name).exists() for name in known):
+        yield Broken(
+            "checkpoint.initialize_from",
+            f"{source} is no Hugging Face folder (config.json), checkpoint or run directory on this machine",
+            fixes=({"checkpoint.initialize_from": None},),
+            severity=at.before_launch,
+        )
 
 
 @rule("checkpoint.keep_by_interval", "Checkpoints that are kept for good are some of those that are written.")

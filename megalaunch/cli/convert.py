@@ -1,0 +1,97 @@
+"""`megalaunch convert`: weights from a Hugging Face folder, and weights into one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megalaunch.rundir.outcome import ExitCode
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Carry weights from and to Hugging Face folders, each time with a proof.",
+)
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@app.command("import")
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A folder with config.json and safetensors.")],
+    output: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The checkpoint to write.")],
+) -> None:
+    """Turn a Hugging Face folder into a checkpoint, and prove that both compute the same.
+
+    Tensors are carried one at a time and keep their format. Everything that cannot be carried over exactly is listed,
+    and then nothing is written.
+    """
+    with _told():
+        from megalaunch.engine import api
+
+        report = api.import_huggingface(folder.expanduser(), output.expanduser())
+        typer.echo(_proof(report))
+        typer.echo(f"wrote {output}")
+        typer.echo(f'next: megalaunch generate {output} --prompt "..."')
+
+
+@app.command("export")
+def export(
+    source: Annotated[Path, typer.Argument(metavar="CHECKPOINT|RUN_DIR", help="A checkpoint, or a run: its newest.")],
+    output: Annotated[Path, typer.Option(metavar="HF_DIR", help="The folder to write.")],
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it: as they are stored.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Size of a file at most.")] = "5GB",
+) -> None:
+    """Turn a checkpoint into a Hugging Face folder, and prove that both compute the same."""
+    from megalaunch.cli.exit import refuse
+
+    if dtype not in (None, "fp32", "bf16", "fp16"):
+        refuse(f"error: --dtype {dtype}: fp32, bf16 or fp16")
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)", max_shard_size.upper())
+    if size is None or float(size[1]) == 0:
+        refuse(f"error: --max-shard-size {max_shard_size}: a number above 0 and KB, MB, GB or TB")
+    assert size is not None
+    with _told():
+        from megalaunch.engine import api
+
+        report = api.export_huggingface(
+            source.expanduser(),
+            output.expanduser(),
+            api.format_named(dtype) if dtype else None,
+            max(1, int(float(size[1]) * _UNITS[size[2]])),
+            report=lambda message: typer.echo(message, err=True),
+        )
+        typer.echo(_proof(report))
+        typer.echo(f"wrote {output}")
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What goes wrong, in a sentence and with its exit code."""
+    from megalaunch.cli.exit import refuse
+
+    if find_spec("torch") is None:
+        refuse("convert needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
+    from megalaunch.engine import api
+
+    try:
+        yield
+    except api.CheckpointError as error:
+        refuse(f"error: {error}", ExitCode.CHECKPOINT)
+    except (NotADirectoryError, ValueError) as error:
+        refuse(f"error: {error}")
+    except KeyboardInterrupt:
+        refuse("", ExitCode.INTERRUPTED)
+
+
+def _proof(report: dict[str, Any]) -> str:
+    return (
+        f"proved: {report['compared']}, differ by {report['largest_difference']:.2g} at most "
+        f"({report['tolerance']:.2g} is allowed; the folder read by {report['reader_of_the_folder']})"
+    )

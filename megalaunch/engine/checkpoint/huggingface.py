@@ -1,0 +1,113 @@
+"""A Hugging Face folder: its config.json, and its tensors one at a time. Only safetensors; nothing in it is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.safetensors_file import DTYPES
+from megalaunch.rundir.checkpoint.header import Entry, read_header
+from megalaunch.rundir.checkpoint.manifest import is_plain_name
+
+CONFIG, INDEX, WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+# What belongs to a model beside its weights, and travels with it.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+_MAX_JSON_BYTES = 100_000_000
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class HuggingFaceFolder:
+    """The folder, opened: headers are read and checked, tensors not yet. Raises CheckpointError."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.config = _json(directory / CONFIG)
+        self._entries: dict[str, tuple[Path, Entry]] = {}
+        for name in self._files():
+            path = directory / name
+            try:
+                with path.open("rb") as file:
+                    found = read_header(name, file.read, path.stat().st_size)
+            except OSError as error:
+                raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+            twice = found.keys() & self._entries.keys()
+            if twice:
+                raise CheckpointError(f"{directory}: {', '.join(sorted(twice))} stand in two files")
+            self._entries |= {tensor: (path, entry) for tensor, entry in found.items()}
+
+    @property
+    def tensors(self) -> Mapping[str, Entry]:
+        """Kind and shape of every tensor."""
+        return {name: entry for name, (_, entry) in self._entries.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, in memory of its own (a mapped file would count as ours). Raises CheckpointError."""
+        path, entry = self._entries[name]
+        held = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+        try:
+            with path.open("rb") as file:
+                file.seek(entry.begin)
+                filled = file.readinto(held.numpy().data) if len(held) else 0
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        if filled != len(held):
+            raise CheckpointError(f"{path}: ends inside of {name}")
+        return held.view(DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def companions(self) -> dict[str, Path]:
+        """Tokenizer files, generation config and the like, by name."""
+        return {name: self.directory / name for name in COMPANIONS if (self.directory / name).is_file()}
+
+    def _files(self) -> list[str]:
+        index = self.directory / INDEX
+        if index.is_file():
+            names = sorted(set(_json(index).get("weight_map", {}).values()))
+            if not names or not all(isinstance(name, str) and is_plain_name(name) for name in names):
+                raise CheckpointError(f"{index}: weight_map names no files, or files outside of the folder")
+            return names
+        if (self.directory / WEIGHTS_FILE).is_file():
+            return [WEIGHTS_FILE]
+        pickles = sorted(path.name for pattern in _PICKLES for path in self.directory.glob(pattern))
+        if pickles:
+            raise CheckpointError(
+                f"{self.directory} has its weights as pickles ({', '.join(pickles[:3])}), which run whatever code is "
+                "in them when they are opened, so they are not. If you trust whoever made them, convert them with "
+                "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+            )
+        raise CheckpointError(f"{self.directory} has neither {WEIGHTS_FILE} nor {INDEX}")
+
+
+def is_huggingface(directory: Path) -> bool:
+    """Is this a folder with a config.json, and no checkpoint of ours?"""
+    return (directory / CONFIG).is_file() and not (directory / "manifest.json").exists()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is too big to be what its name says")
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} holds no object")
+    return data

@@ -1,0 +1,106 @@
+"""The weights that a run begins with, read from elsewhere straight into whatever layout the run has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.export_huggingface import DIVIDED_BY_VOCABULARY, StoredWeights
+from megalaunch.engine.checkpoint.foreign import ForeignWeights
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface
+from megalaunch.engine.checkpoint.ranks import from_first_rank, on_every_rank
+from megalaunch.engine.families.table import differences
+from megalaunch.engine.model.parts import ModelParts
+from megalaunch.engine.placement import fill
+from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE
+from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
+from megalaunch.rundir.paths import RunDirectory, checkpoint_step
+
+
+def load_initial(source: Path, model: ModelSpec, parts: ModelParts) -> None:
+    """Fill this rank's parameters from a Hugging Face folder, a checkpoint or a run. Collective.
+
+    Rows of a larger vocabulary than the source's are filled with zeros. Raises the same CheckpointError on every
+    rank, with every difference between the run's model and the source's.
+    """
+    on_every_rank(lambda: _load(source, model, parts))
+
+
+def keep_origin(source: Path, directory: RunDirectory) -> None:
+    """Copy into the run what the source's weights came with, which each of its checkpoints then carries. Collective.
+
+    That is the true vocabulary, the tokenizer's files and the like; raises CheckpointError alike on all ranks.
+    """
+
+    def keep() -> None:
+        weights = _open(source)
+        target = directory.origin
+        target.mkdir(exist_ok=True)
+        for name, path in weights.companions().items():
+            (target / (ORIGIN_FILE + name)).write_bytes(path.read_bytes())
+        (target / f"{ORIGIN}.json").write_text(json.dumps(dict(weights.origin), indent=1) + "\n", encoding="utf-8")
+
+    from_first_rank(keep)
+
+
+def _load(source: Path, model: ModelSpec, parts: ModelParts) -> None:
+    weights = _open(source)
+    _require_same(source, model, weights.model)
+    wanted = dict(parts.named_parameters())
+    for name, value in _walk(weights, wanted):
+        fill(wanted[name], _filled_up(name, value, wanted[name].shape))
+
+
+def _open(source: Path) -> ForeignWeights | StoredWeights:
+    if is_huggingface(source):
+        return ForeignWeights(HuggingFaceFolder(source))
+    if (source / MANIFEST).exists():
+        problems = verify_checkpoint(source)
+        if problems:
+            raise CheckpointError(f"the checkpoint {source} cannot be trusted: {'; '.join(problems)}")
+        return StoredWeights(source)
+    checkpoints = RunDirectory(source).checkpoints
+    found = _newest(checkpoints) if checkpoints.is_dir() else None
+    if found is None:
+        raise CheckpointError(
+            f"checkpoint.initialize_from: {source} is no Hugging Face folder (config.json), checkpoint or run with one"
+        )
+    return StoredWeights(found)
+
+
+def _newest(checkpoints: Path) -> Path | None:
+    """Every rank looks for itself, since each is inside its own part of the work."""
+    named = sorted((p for p in checkpoints.iterdir() if checkpoint_step(p) is not None), reverse=True)
+    return next((path for path in named if not verify_checkpoint(path)), None)
+
+
+def _walk(
+    weights: ForeignWeights | StoredWeights, wanted: dict[str, torch.nn.Parameter]
+) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(weights, ForeignWeights):
+        return weights.walk(wanted.keys())
+    return ((name, weights.read(name)) for name in wanted)
+
+
+def _require_same(source: Path, model: ModelSpec, there: ModelSpec) -> None:
+    own, its = model.vocab_size or 0, there.vocab_size or 0
+    found = differences(replace(model, vocab_size=its, family=there.family), there)
+    if own < its:
+        found.append(f"model.vocab_size={own} (not {its}, or more)")
+    if found:
+        raise CheckpointError(f"{source} holds another model than the run's:\n  " + "\n  ".join(found))
+
+
+def _filled_up(name: str, value: Tensor, shape: torch.Size) -> Tensor:
+    if name not in DIVIDED_BY_VOCABULARY or value.shape == shape:
+        return value
+    whole = torch.zeros(shape, dtype=value.dtype)
+    whole[: value.shape[0]] = value
+    return whole

@@ -1,0 +1,64 @@
+"""Hugging Face in and out, each with its proof: what the command `convert` and library users call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalaunch.engine.checkpoint.export_huggingface import Export, StoredWeights, export_folder
+from megalaunch.engine.checkpoint.foreign import ForeignWeights
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
+from megalaunch.engine.checkpoint.import_huggingface import import_folder
+from megalaunch.engine.checkpoint.read import whole_tensor
+from megalaunch.engine.inference.load import find_checkpoint
+from megalaunch.engine.inference.proof import prove
+from megalaunch.rundir.checkpoint.catalogue import read_catalogue
+from megalaunch.rundir.checkpoint.contents import WEIGHTS
+
+# The largest error that rounding to a format makes of a logit, as a part of the largest one; measured generously.
+_COARSE = {torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+def import_huggingface(folder: Path, checkpoint: Path) -> dict[str, Any]:
+    """A folder becomes a checkpoint; returns the proof's report, which is kept in it as proof.json.
+
+    Raises CheckpointError that lists everything which keeps it from being exact; then nothing is written.
+    """
+    reports: list[dict[str, Any]] = []
+
+    def compare(weights: ForeignWeights, written: Path) -> dict[str, Any]:
+        catalogue = read_catalogue(written)
+
+        def of_checkpoint(name: str) -> torch.Tensor:
+            return whole_tensor(written, WEIGHTS + name, catalogue, {})
+
+        reports.append(prove(weights.model, folder, weights.read, of_checkpoint))
+        return reports[-1]
+
+    import_folder(folder, checkpoint, compare)
+    return reports[-1]
+
+
+def export_huggingface(
+    source: Path,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    report: Callable[[str], None] = lambda message: None,
+) -> dict[str, Any]:
+    """A checkpoint, or the newest valid one of a run, becomes a folder; returns the proof's report.
+
+    `dtype` None keeps the stored format; `report` hears of checkpoints that are passed over. Raises as
+    `import_huggingface` and `find_checkpoint` do.
+    """
+
+    def compare(weights: StoredWeights, written: Path) -> dict[str, Any]:
+        again = ForeignWeights(HuggingFaceFolder(written))
+        coarse = _COARSE.get(dtype, 0.0) if dtype is not None else 0.0
+        return prove(weights.model, written, again.read, weights.read, coarse)
+
+    weights = StoredWeights(find_checkpoint(source, report))
+    return export_folder(weights, Export(folder, dtype, max_shard_bytes), compare)

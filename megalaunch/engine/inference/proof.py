@@ -1,0 +1,70 @@
+"""The proof of a conversion: both sides read the same probe, and their logits are compared."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.inference.streamed import Read, streamed_logits
+
+TOLERANCE = 1e-4  # of the largest logit; of 1 where that is smaller
+_ROWS, _LENGTH = 2, 24
+_TRANSFORMERS_BYTES = 4_000_000_000  # in fp32: beyond it the other side is read with our own decoder, layer by layer
+
+
+def prove(
+    model: ModelSpec, folder: Path, of_folder: Read, of_checkpoint: Read, largest_fault: float = 0.0
+) -> dict[str, Any]:
+    """The report; raises CheckpointError where logits differ by more than the tolerance.
+
+    `folder` is the Hugging Face side: read by transformers where it is installed and the model is small enough for
+    it. `largest_fault` is what a coarser format of the output explains, as a part of the largest logit.
+    """
+    generator = torch.Generator().manual_seed(20)
+    length = min(_LENGTH, model.max_position_embeddings)
+    probe = torch.randint(0, model.vocab_size or 1, (_ROWS, length), generator=generator)
+    ours = streamed_logits(model, of_checkpoint, probe)
+    theirs, reader = _theirs(model, folder, of_folder, probe)
+    difference = (ours - theirs).abs().max().item()
+    size = max(1.0, theirs.abs().max().item())
+    allowed = max(TOLERANCE, largest_fault) * size
+    report = {
+        "compared": f"logits of {_ROWS} x {length} random tokens, fp32",
+        "reader_of_the_folder": reader,
+        "largest_logit": theirs.abs().max().item(),
+        "largest_difference": difference,
+        "tolerance": allowed,
+    }
+    if not difference <= allowed:  # also when it is no number
+        raise CheckpointError(
+            f"both sides differ: logits by up to {difference:.3g}, {allowed:.3g} is allowed "
+            f"({report['compared']}; the folder read by {reader}); nothing was written"
+        )
+    return report
+
+
+def _theirs(model: ModelSpec, folder: Path, read: Read, probe: Tensor) -> tuple[Tensor, str]:
+    if find_spec("transformers") is None or _bytes(model) > _TRANSFORMERS_BYTES:
+        return streamed_logits(model, read, probe), "megalaunch"
+    transformers: Any = import_module("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    there = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
+    )
+    with torch.no_grad():
+        logits: Tensor = there.eval()(probe).logits.float()
+    return logits, f"transformers {transformers.__version__}"
+
+
+def _bytes(model: ModelSpec) -> int:
+    from megalaunch.plan.parameters import count_parameters
+
+    return 4 * count_parameters(model).total

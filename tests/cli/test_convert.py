@@ -1,0 +1,137 @@
+"""`megalaunch convert` on small folders: what it carries, what it proves, and what it refuses whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_run import tiny_tokenizer
+from typer.testing import CliRunner
+
+from megalaunch.cli.app import app
+from megalaunch.engine.checkpoint.foreign import parameter_shapes
+from megalaunch.engine.families.table import FAMILIES, read_config, write_config
+
+from tiny_run import tiny_spec  # isort: skip
+
+SPEC = tiny_spec(family="qwen2", qkv_bias=True, tied_embeddings=True, vocab_size=301)
+
+
+def convert(*words: object):
+    return CliRunner().invoke(app, ["convert", *(str(word) for word in words)])
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder as others make it: weights, config, tokenizer, generation config."""
+    path = tmp_path / "hf"
+    path.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for pair in FAMILIES["qwen2"].tensors(SPEC.model):
+        for name, shape in pair.shapes_of_theirs(parameter_shapes(SPEC.model)).items():
+            tensors[name] = torch.randn(shape, generator=generator).mul(0.2).to(torch.bfloat16)
+    save_file(tensors, path / "model.safetensors")
+    config = {**write_config(SPEC.model), "eos_token_id": 7}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text('{"temperature": 0.5}')
+    tiny_tokenizer(tmp_path)[1].rename(path / "tokenizer.json")
+    return path
+
+
+def test_there_and_back_is_the_same_bytes(folder, tmp_path):
+    imported = convert("import", folder, "--output", tmp_path / "ckpt")
+    assert imported.exit_code == 0, imported.output
+    assert "proved: logits" in imported.output
+    exported = convert("export", tmp_path / "ckpt", "--output", tmp_path / "out", "--max-shard-size", "20KB")
+    assert exported.exit_code == 0, exported.output
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    before, after = load_file(folder / "model.safetensors"), {}
+    for name in set(index["weight_map"].values()):
+        assert (tmp_path / "out" / name).stat().st_size < 40_000
+        after |= load_file(tmp_path / "out" / name)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
+    for name in ("generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eos_token_id"] == 7
+    assert config["torch_dtype"] == "bfloat16"
+    assert read_config(config, "tiny") == read_config(json.loads((folder / "config.json").read_text()), "tiny")
+
+
+def test_text_comes_out_of_an_import(folder, tmp_path):
+    assert convert("import", folder, "--output", tmp_path / "ckpt").exit_code == 0
+    words = ["generate", str(tmp_path / "ckpt"), "--prompt", "the cat", "--max-new-tokens", "5"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("the cat")
+
+
+def test_every_fault_is_listed_and_nothing_written(folder, tmp_path):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 4)
+    tensors["model.layers.9.extra"] = torch.zeros(1)
+    save_file(tensors, folder / "model.safetensors")
+    result = convert("import", folder, "--output", tmp_path / "ckpt")
+    assert result.exit_code == 4
+    for text in (
+        "missing: model.norm.weight [32]",
+        "mis-shaped: model.layers.0.mlp.up_proj.weight is [3, 4], config.json means [48, 32]",
+        "unexpected: model.layers.9.extra [1]",
+    ):
+        assert text in result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model_type": "bloom"}, "model_type 'bloom' is none of the families"),
+        ({"hidden_act": "tanh"}, "hidden_act is 'tanh'"),
+        ({"a_new_kind_of_norm": True}, "a_new_kind_of_norm (True) is unknown"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary scaling 'dynamic' has no counterpart"),
+        ({"hidden_size": "32"}, "hidden_size is '32'"),
+    ],
+)
+def test_a_config_that_means_something_else_is_refused(folder, tmp_path, changes, text):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    result = convert("import", folder, "--output", tmp_path / "ckpt")
+    assert result.exit_code == 4
+    assert text in result.output
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_pickles_are_refused(folder, tmp_path):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    result = convert("import", folder, "--output", tmp_path / "ckpt")
+    assert result.exit_code == 4
+    assert "pytorch_model.bin" in result.output
+    assert "save_pretrained" in result.output
+
+
+def test_a_wrong_carry_fails_the_proof(folder, tmp_path, monkeypatch):
+    from megalaunch.engine.inference import convert as module
+
+    real = module.prove
+
+    def wrong(model, path, of_folder, of_checkpoint, coarse=0.0):
+        return real(model, path, of_folder, lambda name: of_checkpoint(name) * 1.01, coarse)
+
+    monkeypatch.setattr(module, "prove", wrong)
+    result = convert("import", folder, "--output", tmp_path / "ckpt")
+    assert result.exit_code == 4
+    assert "both sides differ" in result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_words_are_checked(folder, tmp_path):
+    assert convert("export", folder, "--output", tmp_path / "x", "--dtype", "int4").exit_code == 2
+    assert convert("export", folder, "--output", tmp_path / "x", "--max-shard-size", "0GB").exit_code == 2
+    assert convert("import", folder, "--output", folder).exit_code == 4

@@ -1,0 +1,109 @@
+"""A small random model of transformers for each family, and for each variant that is awkward in some way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 53  # odd, so that padding would show
+_LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1000.0, **values}}
+
+
+def llama3() -> dict[str, Any]:
+    return rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+
+
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "initializer_range": 0.3}
+NEOX = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
+GEMMA = {**_LLAMA, "head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar": 10}
+
+# name: the class of the configuration, and what it is made with
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "gpt2 wide": (
+        "GPT2Config",
+        {**GPT2, "n_inner": 40, "activation_function": "gelu", "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+    ),
+    "llama 1": ("LlamaConfig", {**_LLAMA, "num_key_value_heads": 4}),
+    "llama 3.2": ("LlamaConfig", {**_LLAMA, **llama3(), "tie_word_embeddings": True}),
+    "llama biases": ("LlamaConfig", {**_LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "llama linear": ("LlamaConfig", {**_LLAMA, **rope("linear", factor=4.0), "hidden_act": "gelu"}),
+    "llama yarn": (
+        "LlamaConfig",
+        {**_LLAMA, **rope("yarn", factor=4.0, original_max_position_embeddings=16)},
+    ),
+    "mistral": ("MistralConfig", {**_LLAMA, "sliding_window": 6, "head_dim": 8}),
+    "mistral full": ("MistralConfig", {**_LLAMA, "sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2Config", {**_LLAMA, "tie_word_embeddings": True}),
+    "qwen2 windows": (
+        "Qwen2Config",
+        {**_LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+    ),
+    "qwen3": ("Qwen3Config", {**_LLAMA, "head_dim": 12}),
+    "smollm3": ("SmolLM3Config", {**_LLAMA, "no_rope_layer_interval": 2}),
+    "gemma2": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3TextConfig", {**GEMMA, "num_hidden_layers": 7}),
+    "gemma3 scaled": (
+        "Gemma3TextConfig",
+        {
+            **GEMMA,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3Config", {**_LLAMA, "sliding_window": 9, **rope("default", partial_rotary_factor=0.5)}),
+    "olmo2": ("Olmo2Config", dict(_LLAMA)),
+    "pythia": ("GPTNeoXConfig", {**NEOX, **rope("default", partial_rotary_factor=0.25)}),
+    "pythia in turn": (
+        "GPTNeoXConfig",
+        {**NEOX, "use_parallel_residual": False, **rope("default", partial_rotary_factor=0.5)},
+    ),
+}
+
+
+def make(name: str, folder: Path, **changes: Any) -> Any:
+    """The model, with biases and norms moved from zeros and ones, saved to the folder."""
+    import transformers
+
+    kind, values = VARIANTS[name]
+    torch.manual_seed(sum(name.encode()))
+    config = getattr(transformers, kind)(**{**values, **changes})
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
+    model.eval().save_pretrained(folder)
+    return model
+
+
+def load(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """What transformers makes of a folder, and what it missed or did not expect."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True, local_files_only=True
+    )

@@ -1,0 +1,93 @@
+"""Each family held to transformers: logits, loss and every gradient, and what comes back after a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from family_variants import VARIANTS, VOCABULARY, load, make
+
+from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
+from megalaunch.engine.checkpoint.foreign import ForeignWeights
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
+from megalaunch.engine.checkpoint.store import save_checkpoint
+from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.inference.convert import export_huggingface, import_huggingface
+from megalaunch.rundir.checkpoint.contents import WEIGHTS
+
+pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
+
+TOKENS = torch.randint(0, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(3))
+
+
+def loss_of(logits: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+
+
+def decoder_of(checkpoint: Path):
+    weights = StoredWeights(checkpoint)
+    decoder = build_decoder(weights.model)
+    for name, parameter in decoder.named_parameters():
+        parameter.data.copy_(weights.read(name))
+    return decoder
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_there_and_back(name, tmp_path):
+    theirs = make(name, tmp_path / "hf")
+    report = import_huggingface(tmp_path / "hf", tmp_path / "ckpt")
+    assert report["reader_of_the_folder"].startswith("transformers")
+    ours = decoder_of(tmp_path / "ckpt")
+
+    logits, expected = ours(TOKENS), theirs(TOKENS).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    loss, their_loss = loss_of(logits), loss_of(expected)
+    torch.testing.assert_close(loss, their_loss, rtol=1e-4, atol=0)
+    loss.backward()
+    their_loss.backward()
+    _hold_gradients(tmp_path / "hf", ours, theirs)
+
+    export_huggingface(tmp_path / "ckpt", tmp_path / "same")
+    _hold_bytes(tmp_path / "hf", tmp_path / "same")
+
+    torch.optim.SGD(ours.parameters(), lr=0.05).step()
+    _save(ours, tmp_path / "ckpt", tmp_path / "step")
+    export_huggingface(tmp_path / "step", tmp_path / "out")
+    again, info = load(tmp_path / "out")
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        after = ours(TOKENS)
+        torch.testing.assert_close(again.eval()(TOKENS).logits, after, rtol=1e-4, atol=1e-4)
+    assert (after - logits).abs().max() > 1e-3, "the step changed nothing"
+
+
+def _hold_gradients(folder: Path, ours, theirs) -> None:
+    """Their gradients under our names, each to 1e-4 of its largest value."""
+    renamed = {"lm_head.weight": "embed_out.weight"} if theirs.config.model_type == "gpt_neox" else {}
+    gradients = {renamed.get(key, key): p.grad for key, p in theirs.named_parameters() if p.grad is not None}
+    mine = {key: p.grad for key, p in ours.named_parameters()}
+    steepest = max(gradient.abs().max() for gradient in mine.values())
+    compared = set()
+    for pair in ForeignWeights(HuggingFaceFolder(folder)).pairs:
+        for key, expected in zip(pair.ours, pair.to_ours([gradients[their] for their in pair.theirs]), strict=True):
+            limit = 1e-4 * max(expected.abs().max(), 1e-2 * steepest)  # some are 0 by definition
+            assert (mine[key] - expected).abs().max() <= limit, key
+            compared.add(key)
+    assert compared == set(mine)
+
+
+def _hold_bytes(folder: Path, other: Path) -> None:
+    first, second = HuggingFaceFolder(folder), HuggingFaceFolder(other)
+    assert first.tensors.keys() == second.tensors.keys()
+    for key in first.tensors:
+        assert torch.equal(first.read(key).view(torch.uint8), second.read(key).view(torch.uint8)), key
+
+
+def _save(decoder, imported: Path, target: Path) -> None:
+    """A checkpoint as a run would write it after its first step."""
+    tensors = {WEIGHTS + key: p.detach() for key, p in decoder.named_parameters()}
+    origin = json.loads((imported / "origin.json").read_text())
+    save_checkpoint(target, tensors, {"origin": origin}, {"spec.yaml": imported / "spec.yaml"})

@@ -1,0 +1,81 @@
+"""A folder begins a run under any layout: every parameter, and the loss and gradients of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from family_variants import load, make
+from forked_ranks import run_ranks
+from looped_run import run_loop, ten_steps
+from oracle import small_spec
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.engine.checkpoint.foreign import ForeignWeights
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
+from megalaunch.engine.checkpoint.initial import load_initial
+from megalaunch.engine.inference.convert import export_huggingface
+from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.train.assemble import sharded_model
+from megalaunch.plan.topology import Topology
+
+pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2, "schedule": "1f1b"},
+    "tp2 pp2": {"tp": 2, "pp": 2, "schedule": "1f1b", "sequence_parallel": True},
+}
+
+
+def _loaded(spec: RunSpec, folder: Path) -> dict[str, torch.Tensor]:
+    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    model = sharded_model(spec, mesh)
+    load_initial(folder, spec.model, model)
+    return {
+        name: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "phi3", "pythia", "qwen3"])
+def test_every_parameter_arrives(name, layout, tmp_path):
+    changes = {"n_layer": 4} if name == "gpt2" else {"num_hidden_layers": 4}
+    make(name, tmp_path, vocab_size=52, **changes)
+    weights = ForeignWeights(HuggingFaceFolder(tmp_path))
+    spec = small_spec(**{f"parallel__{key}": value for key, value in {"dp": 1, **LAYOUTS[layout]}.items()})
+    spec = replace(spec, model=replace(weights.model, vocab_size=60))  # 8 rows to fill up
+    found: dict[str, Any] = {}
+    for part in run_ranks(spec.cluster.devices_per_node, _loaded, spec, tmp_path):
+        found |= part
+    assert found.keys() == weights.shapes.keys()
+    for key, value in found.items():
+        expected = weights.read(key)
+        arrived = torch.as_tensor(value)
+        if key in ("embedding.weight", "head.weight"):
+            assert not arrived[52:].any()
+            arrived = arrived[:52]
+        assert torch.equal(arrived, expected), key
+
+
+def test_a_run_begins_with_the_weights_and_its_checkpoint_is_exported(tmp_path):
+    """The worker's own way: loop, save, export; the true vocabulary and the companions come back."""
+    make("llama 3.2", tmp_path / "hf", vocab_size=61)
+    (tmp_path / "hf" / "generation_config.json").write_text('{"top_k": 3}')
+    model = replace(ForeignWeights(HuggingFaceFolder(tmp_path / "hf")).model, vocab_size=64)
+    spec = small_spec(parallel__dp=1, parallel__tp=2, checkpoint__initialize_from=str(tmp_path / "hf"))
+    spec = replace(spec, model=model, train=replace(spec.train, steps=2))
+    spec = replace(spec, data=replace(ten_steps(tmp_path).data, validation_prefix=None))
+    run_loop(spec, tmp_path / "run")
+    export_huggingface(tmp_path / "run", tmp_path / "out")
+    again, info = load(tmp_path / "out")
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert again.config.vocab_size == 61
+    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"top_k": 3}'
+    before, after = (HuggingFaceFolder(tmp_path / name).read("model.norm.weight") for name in ("hf", "out"))
+    assert 0 < (before - after).abs().max() < 0.01, "two small steps from where it began"
