@@ -8,7 +8,6 @@ Nothing heavy is imported before the worker has tied its life to its parent's.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import sys
 import traceback
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalaunch.engine.process import StopRequest, die_with_parent, own_output
+from megalaunch.engine.witness import Witness
 
 if TYPE_CHECKING:
     from megalaunch.rundir.paths import RunDirectory
@@ -45,7 +45,8 @@ def main(arguments: list[str]) -> int:
 
     directory, rank = RunDirectory(path.parent), int(os.environ["RANK"])
     own_output(directory.rank_log(rank))
-    faulthandler.enable()
+    witness = Witness(directory.trail(rank), _attempt())
+    witness.install()
     progress = ProgressWriter(directory.progress(rank), rank, _attempt())
     progress.report("loading torch")
     try:
@@ -55,6 +56,7 @@ def main(arguments: list[str]) -> int:
         live(spec, directory, rank, progress, stop)
     except BaseException as error:
         with contextlib.suppress(OSError):  # a full disk: the traceback still reaches the log, if anything does
+            witness.tell()  # before the event: who reads that looks for this
             _report_crash(directory, progress, rank, error)
         raise
     progress.report("done")

@@ -93,8 +93,9 @@ def create_folders(directory: RunDirectory) -> None:
     """The folders that workers write into, without what the last launch's workers left to be watched."""
     for folder in (directory.logs, directory.checkpoints, directory.plots):
         folder.mkdir(parents=True, exist_ok=True)
-    for stale in directory.logs.glob("rank_*.progress.json"):
-        stale.unlink()
+    for pattern in ("rank_*.progress.json", "rank_*.collectives.json"):
+        for stale in directory.logs.glob(pattern):
+            stale.unlink()
     directory.outcome.unlink(missing_ok=True)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megalaunch.launch.out_of_step import Suspect
 from megalaunch.launch.ranks import Rank, rank_label
 from megalaunch.rundir.lines import Record
 
@@ -69,12 +70,18 @@ def explain_end(code: int | None) -> tuple[str, str]:
 
 
 def first_failure(
-    attempt: int, events: Sequence[Record], ranks: Mapping[int, Rank], exit_codes: Mapping[int, int], step: int
+    attempt: int,
+    events: Sequence[Record],
+    ranks: Mapping[int, Rank],
+    exit_codes: Mapping[int, int],
+    step: int,
+    suspect: Suspect | None = None,
 ) -> Failure:
     """The cause of a failed attempt.
 
     `events` are the attempt's `worker_failed` records, `ranks` its workers, `exit_codes` the agent's by pid. A
-    worker's own exception comes first; then a worker that died without a word; last those who lost a peer.
+    worker's own exception comes first; then a worker that died without a word; last those who lost a peer, of whom
+    one may be a `suspect`: it ran other collectives than they.
     """
     by_time = sorted(events, key=lambda event: event.get("time", 0.0))
     own = [event for event in by_time if not _is_victim(event)]
@@ -83,23 +90,25 @@ def first_failure(
     spoke = {event.get("rank") for event in by_time}
     held_on = [rank for rank in ranks.values() if rank.held_on and rank.progress.rank not in spoke]
     silent = [rank for rank in ranks.values() if rank.ended and not rank.held_on and rank.progress.rank not in spoke]
+    ends = {rank.progress.rank: _end_of(rank, exit_codes) for rank in silent}
+    # The agent ends the others by SIGTERM, so a death by any other signal came before.
+    killed = [rank for rank in silent if ends[rank.progress.rank] not in (None, 0, -signal.SIGTERM)]
+    if suspect is not None and suspect.rank in ranks and not killed:
+        return _failed_at(attempt, ranks[suspect.rank], "out of step", suspect.message)
     if held_on and not silent:  # the others' collectives timed out on it
         behind = min(held_on, key=lambda rank: rank.progress.step)
         return _failed_at(attempt, behind, "hang", "the other ranks waited for it until their collectives timed out")
-    ends = {rank.progress.rank: _end_of(rank, exit_codes) for rank in silent}
-    # The agent ends the others by SIGTERM, so a death by any other signal came before.
-    silent.sort(key=lambda rank: (ends[rank.progress.rank] in (None, 0, -signal.SIGTERM), rank.progress.time))
     if silent:
-        rank = silent[0]
+        rank = min(killed or silent, key=lambda rank: rank.progress.time)
         return _failed_at(attempt, rank, *explain_end(ends[rank.progress.rank]))
     if by_time:
         return _from_event(attempt, by_time[0])
     return Failure(attempt, None, "", "starting", step, "ended", "no worker reported anything")
 
 
-def hang_failure(attempt: int, behind: Rank | None, step: int, silent_seconds: float) -> Failure:
-    """No rank has moved for `silent_seconds`; `behind` is the one that the others wait for."""
-    message = f"no progress on any rank for {silent_seconds:.0f} s"
+def hang_failure(attempt: int, behind: Rank | None, step: int, silent_seconds: float, reason: str = "") -> Failure:
+    """No rank has moved for `silent_seconds`; `behind` is the one that the others wait for, `reason` how one knows."""
+    message = f"no progress on any rank for {silent_seconds:.0f} s" + (f": {reason}" if reason else "")
     if behind is None:
         return Failure(attempt, None, "", "starting", step, "hang", message)
     return _failed_at(attempt, behind, "hang", message)

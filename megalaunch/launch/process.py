@@ -62,6 +62,16 @@ def is_stopped(process: Process) -> bool:
     return stat is not None and stat.state in "Tt"
 
 
+def expects(process: Process, number: signal.Signals) -> bool:
+    """Whether it handles, holds or ignores this signal, so that it would not die of it."""
+    try:
+        text = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    masks = (line.split()[1] for line in text.splitlines() if line.startswith(("SigBlk:", "SigIgn:", "SigCgt:")))
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+
 def parent_of(process: Process) -> int | None:
     """The pid of its parent, or None when it is gone."""
     stat = _stat_of(process)

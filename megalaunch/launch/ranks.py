@@ -23,6 +23,11 @@ class Rank:
     held_on: bool = False  # it still ran when others had died, and the launcher ended it
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether its process is held by a stop signal or a debugger."""
+        return self.process is not None and is_stopped(self.process)
+
+    @property
     def label(self) -> str:
         """`rank 1 (dp1)`."""
         return rank_label(self.progress.rank, self.progress.coordinates)
@@ -106,7 +111,6 @@ class Ranks:
         """Who holds the others up: a stopped process, else the lowest step, else who has been silent longest."""
 
         def order(rank: Rank) -> tuple[bool, int, float]:
-            stopped = rank.process is not None and is_stopped(rank.process)
-            return (not stopped, rank.progress.step, rank.progress.time)
+            return (not rank.is_stopped, rank.progress.step, rank.progress.time)
 
         return min(self.alive, key=order, default=None)

@@ -15,7 +15,9 @@ from megalaunch.launch.agent_log import exit_codes
 from megalaunch.launch.failure import Failure, first_failure, hang_failure
 from megalaunch.launch.follow import LineFollower
 from megalaunch.launch.lock import RunLock
+from megalaunch.launch.out_of_step import differing, out_of_step
 from megalaunch.launch.process import Process, send_signal, wait_for_any_end
+from megalaunch.launch.question import ask
 from megalaunch.launch.ranks import Rank, Ranks
 from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.view import RunView
@@ -23,6 +25,7 @@ from megalaunch.rundir.events import EventName, record_event
 from megalaunch.rundir.lines import Record
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.trail import read_trail
 
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 0.5  # the agent's log names the dead within 0.1 s
@@ -138,6 +141,7 @@ class Supervisor:
         if agent_ended or (not ranks.alive and (waited > SETTLE_SECONDS or self._all_explained())):
             self._judge(ranks.attempt, ranks.known)
         elif waited > LOST_PEER_SECONDS:
+            ask(ranks.alive, self._directory)
             for rank in ranks.alive:
                 rank.held_on = True
             _kill(ranks.alive)
@@ -152,7 +156,9 @@ class Supervisor:
         self._judged.add(attempt)
         events = [record for record in self._worker_failures if record.get("attempt", attempt) == attempt]
         codes = exit_codes(agent_log(self._directory))
-        failure = first_failure(attempt, events, ranks, codes, self._ranks.step)
+        left = [(number, read_trail(self._directory.trail(number), attempt)) for number in ranks]
+        trails = {number: trail for number, trail in left if trail}
+        failure = first_failure(attempt, events, ranks, codes, self._ranks.step, differing(trails))
         if failure.rank is None and self._failures:
             return  # the agent's own end, after a failure that is known
         self._note(failure, said=any(event.get("rank") == failure.rank for event in events))
@@ -184,9 +190,12 @@ class Supervisor:
         limit = self._spec.launcher.timeout
         if silent <= (limit if self._ranks.stepping else max(limit, STARTING_SECONDS)):
             return False
-        behind = self._ranks.furthest_behind()
+        trails = ask(self._ranks.alive, self._directory)
+        suspect = None if any(rank.is_stopped for rank in self._ranks.alive) else out_of_step(trails)
+        behind = self._ranks.known[suspect.rank] if suspect else self._ranks.furthest_behind()
         self._judged.add(self._ranks.attempt)
-        self._note(hang_failure(self._ranks.attempt, behind, self._ranks.step, silent), said=False)
+        reason = suspect.message if suspect else ""
+        self._note(hang_failure(self._ranks.attempt, behind, self._ranks.step, silent, reason), said=False)
         if behind is None:
             return True
         # All at once: the others wait in a collective and would only be ended 30 s after the agent asked them to.

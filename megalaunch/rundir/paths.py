@@ -83,6 +83,10 @@ class RunDirectory:
         """Where rank `rank` is now."""
         return self.logs / f"rank_{rank}.progress.json"
 
+    def trail(self, rank: int) -> Path:
+        """The last collectives of rank `rank`, when it was asked or crashed."""
+        return self.logs / f"rank_{rank}.collectives.json"
+
     def checkpoint(self, step: int) -> Path:
         """The checkpoint taken after step `step`."""
         return self.checkpoints / f"step_{step:08d}"

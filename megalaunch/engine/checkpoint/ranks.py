@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.witness import BESIDE
 
 T = TypeVar("T")
 _WRITING = datetime.timedelta(days=1)  # a disk takes its time, and a rank that dies is noticed at once
@@ -40,7 +41,7 @@ def background_group() -> dist.ProcessGroup | None:
     """A gloo group of all ranks for a thread beside training; None without a process group. Collective."""
     if not dist.is_initialized():
         return None
-    group = dist.new_group(backend="gloo", timeout=_WRITING)
+    group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc=BESIDE)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

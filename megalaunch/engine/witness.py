@@ -1,0 +1,107 @@
+"""What a worker can tell while its main thread is stuck: the stacks of its threads, and its last collectives.
+
+Standard library only until it is asked: it is in place before torch is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from megalaunch.rundir.trail import (
+    STACKS_SIGNAL,
+    TRAIL_SIGNAL,
+    Collective,
+    GroupTrail,
+    Trail,
+    write_trail,
+)
+
+_REMEMBERED = 1000  # collectives of all groups: some steps of a large model
+_TOLD = 20  # newest ones of each group
+BESIDE = "checkpoint"  # the group of a thread beside training, which is no part of the ranks' common steps
+
+
+class Witness:
+    """Answers STACKS_SIGNAL (in C, whatever holds the interpreter) and TRAIL_SIGNAL (from a thread of its own)."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self._path, self._attempt = path, attempt
+        self._main = threading.main_thread().ident
+
+    def install(self) -> None:
+        """Be there from now on; before torch is imported, whose flight recorder is told its size by a variable."""
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_REMEMBERED))
+        faulthandler.enable()
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {TRAIL_SIGNAL})  # threads to come inherit it: only ours takes it
+        threading.Thread(target=self._answer, name="witness", daemon=True).start()
+
+    def _answer(self) -> None:
+        while True:
+            signal.sigwait({TRAIL_SIGNAL})
+            self.tell()
+
+    def tell(self) -> None:
+        """Write the trail of now; what cannot be written or is not known is left out."""
+        where, inside = self._place()
+        with contextlib.suppress(OSError):
+            write_trail(self._path, Trail(self._attempt, where, inside, _groups()))
+
+    def _place(self) -> tuple[str, bool]:
+        """The innermost line of ours that the main thread is in, and whether torch.distributed is further in."""
+        frame = sys._current_frames().get(self._main or 0)
+        inside = False
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if f"{os.sep}megalaunch{os.sep}" in file:
+                return f"{file.rpartition('megalaunch' + os.sep)[2]}:{frame.f_lineno} {frame.f_code.co_name}", inside
+            inside = inside or f"{os.sep}torch{os.sep}distributed{os.sep}" in file
+            frame = frame.f_back
+        return "", inside
+
+
+def _groups() -> tuple[GroupTrail, ...]:
+    """From torch's flight recorder, where this torch has one that can be read without unpickling."""
+    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
+    names = _ranks_of_groups()
+    if c10d is None or not names or not hasattr(c10d, "_dump_fr_trace_json"):
+        return ()
+    by_group: dict[str, list[dict[str, Any]]] = {}
+    titles = {}
+    for entry in json.loads(c10d._dump_fr_trace_json(True, False)).get("entries", []):
+        name, title = entry["process_group"]
+        if not entry["is_p2p"] and name in names and title != BESIDE:
+            by_group.setdefault(name, []).append(entry)
+            titles[name] = title.removeprefix("mesh_").replace("default_pg", "world")
+    return tuple(_group(titles[name], names[name], entries) for name, entries in by_group.items())
+
+
+def _group(title: str, ranks: tuple[int, ...], entries: list[dict[str, Any]]) -> GroupTrail:
+    seen = Counter(_what(entry) for entry in entries)
+    last = tuple(
+        Collective(entry["collective_seq_id"], _what(entry), not entry["retired"]) for entry in entries[-_TOLD:]
+    )
+    return GroupTrail(title, ranks, last, dict(seen))
+
+
+def _what(entry: dict[str, Any]) -> str:
+    shapes = ", ".join(str(shape) for shape in entry["input_sizes"])
+    operation = entry["profiling_name"].partition(":")[2]
+    return f"{operation} of {shapes}" if shapes else operation
+
+
+def _ranks_of_groups() -> dict[str, tuple[int, ...]]:
+    """The ranks of every group of this process, by the group's name."""
+    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if module is None or not module.is_initialized():
+        return {}
+    return {name: tuple(module.get_process_group_ranks(group)) for group, name in module._world.pg_names.items()}

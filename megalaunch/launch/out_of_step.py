@@ -1,0 +1,113 @@
+"""Which rank fell out of step, from the collectives that each rank says it ran last.
+
+All members of a group have to run the same collectives in the same order; who runs another one, or none, holds up all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megalaunch.rundir.trail import Collective, GroupTrail, Trail
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A rank, and in what way it differs from the others."""
+
+    rank: int
+    message: str
+
+
+@dataclass(frozen=True)
+class _Doubt:
+    """The likelier the culprit, the fewer ranks ran the same there, and the fewer times it was run before."""
+
+    votes: int
+    seen: int
+    rank: int
+    message: str
+
+
+def out_of_step(trails: Mapping[int, Trail]) -> Suspect | None:
+    """The rank that does not do what the others do, or None when the trails do not say."""
+    return _worst(list(_different(trails)) or list(_busy(trails)) or list(_alone(trails))) or _awaited(trails)
+
+
+def differing(trails: Mapping[int, Trail]) -> Suspect | None:
+    """The rank that ran another collective than the others of its group, or None; for ranks that have crashed."""
+    return _worst(list(_different(trails)))
+
+
+def _worst(doubts: list[_Doubt]) -> Suspect | None:
+    worst = min(doubts, key=lambda doubt: (doubt.votes, doubt.seen, doubt.rank), default=None)
+    return Suspect(worst.rank, worst.message) if worst else None
+
+
+def _different(trails: Mapping[int, Trail]) -> Iterator[_Doubt]:
+    """Members of one group whose collectives of the same number differ."""
+    run: dict[tuple[str, int], Counter[str]] = {}  # group's name and number -> what ranks of all such groups ran
+    for _, group, one in _all_collectives(trails):
+        run.setdefault((group.name, one.number), Counter())[one.what] += 1
+    members: dict[tuple[tuple[int, ...], str, int], dict[int, tuple[str, int]]] = {}
+    for rank, group, one in _all_collectives(trails):
+        at = members.setdefault((group.ranks, group.name, one.number), {})
+        at[rank] = (one.what, group.seen.get(one.what, 0))
+    for (_, name, number), ran in sorted(members.items(), key=lambda item: item[0][2]):
+        if len({what for what, _ in ran.values()}) < 2:
+            continue
+        for rank, (what, seen) in ran.items():
+            others = Counter(other for other, _ in ran.values() if other != what).most_common(1)[0][0]
+            message = f"it runs {what} where the other ranks of its {name} group run {others}"
+            yield _Doubt(run[name, number][what], seen, rank, message)
+        return  # what comes after the first difference follows from it
+
+
+def _busy(trails: Mapping[int, Trail]) -> Iterator[_Doubt]:
+    """Ranks that wait for nobody while others wait."""
+    busy = [rank for rank, trail in trails.items() if not trail.waits]
+    if busy and len(busy) < len(trails):
+        for rank in busy:
+            where = f" in {trails[rank].where}" if trails[rank].where else ""
+            yield _Doubt(len(busy), 0, rank, f"it is busy{where} while the other ranks wait")
+
+
+def _alone(trails: Mapping[int, Trail]) -> Iterator[_Doubt]:
+    """Ranks that wait in a collective that no other member has come to, and that they have not run before."""
+    newest = _newest(trails)
+    for rank, group, one in _all_collectives(trails):
+        others = [newest.get((group.ranks, group.name, other), 0) for other in group.ranks if other != rank]
+        if one.waiting and group.seen.get(one.what, 0) == 1 and others and max(others) < one.number:
+            message = f"it waits in {one.what}, to which no other rank of its {group.name} group comes"
+            yield _Doubt(1, 1, rank, message)
+
+
+def _awaited(trails: Mapping[int, Trail]) -> Suspect | None:
+    """The rank that more ranks wait for than for any other."""
+    newest, missed = _newest(trails), Counter[int]()
+    for rank, group, one in _all_collectives(trails):
+        if one.waiting:
+            for other in group.ranks:
+                missed[other] += other != rank and newest.get((group.ranks, group.name, other), 0) < one.number
+    ranked = missed.most_common(2)
+    if not ranked or ranked[0][1] == 0 or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
+        return None
+    return Suspect(ranked[0][0], "the other ranks wait in collectives that it does not come to")
+
+
+def _newest(trails: Mapping[int, Trail]) -> dict[tuple[tuple[int, ...], str, int], int]:
+    """By ranks and name of a group, and a member: the number of its newest collective."""
+    return {
+        (group.ranks, group.name, rank): group.last[-1].number
+        for rank, trail in trails.items()
+        for group in trail.groups
+        if group.last
+    }
+
+
+def _all_collectives(trails: Mapping[int, Trail]) -> Iterator[tuple[int, GroupTrail, Collective]]:
+    for rank, trail in trails.items():
+        for group in trail.groups:
+            for one in group.last:
+                yield rank, group, one

@@ -1,0 +1,34 @@
+"""Asking workers that do not move where they are: their stacks go to their logs, their last collectives to a file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from megalaunch.launch.process import expects, send_signal
+from megalaunch.launch.ranks import Rank
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.trail import STACKS_SIGNAL, TRAIL_SIGNAL, Trail, read_trail
+
+ANSWER_SECONDS = 2.0
+_QUESTIONS = (STACKS_SIGNAL, TRAIL_SIGNAL)
+
+
+def ask(ranks: Sequence[Rank], directory: RunDirectory) -> dict[int, Trail]:
+    """The trails of those that answer in time; a stopped process cannot."""
+    asked: dict[int, Rank] = {}
+    for rank in ranks:
+        if rank.process and not rank.is_stopped and all(expects(rank.process, number) for number in _QUESTIONS):
+            asked[rank.progress.rank] = rank
+            directory.trail(rank.progress.rank).unlink(missing_ok=True)
+            for number in _QUESTIONS:
+                send_signal(rank.process, number)
+    answers: dict[int, Trail] = {}
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while len(answers) < len(asked) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        for place, rank in asked.items():
+            trail = read_trail(directory.trail(place), rank.progress.attempt)
+            if trail is not None:
+                answers[place] = trail
+    return answers

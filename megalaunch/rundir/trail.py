@@ -1,0 +1,74 @@
+"""What a worker tells when it hangs or crashes: its last collectives, and where its main thread is."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""A worker writes the stacks of its threads into its log, whatever they are stuck in."""
+TRAIL_SIGNAL = signal.SIGUSR1
+"""A worker writes its trail."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a group: the members number them alike. `what` says operation and shapes."""
+
+    number: int
+    what: str
+    waiting: bool
+
+
+@dataclass(frozen=True)
+class GroupTrail:
+    """The newest collectives of one group, oldest first; `seen` counts all that are remembered by `what`."""
+
+    name: str
+    ranks: tuple[int, ...]
+    last: tuple[Collective, ...]
+    seen: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trail:
+    """One rank's; `where` is the innermost line of ours, `inside` whether it is in a call of torch.distributed."""
+
+    attempt: int
+    where: str
+    inside: bool
+    groups: tuple[GroupTrail, ...]
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank waits for others."""
+        return self.inside or any(one.waiting for group in self.groups for one in group.last)
+
+
+def write_trail(path: Path, trail: Trail) -> None:
+    """Write by an atomic rename. Raises OSError."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(json.dumps(asdict(trail)), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def read_trail(path: Path, attempt: int) -> Trail | None:
+    """The trail that a worker of this attempt left, or None."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        groups = tuple(
+            GroupTrail(
+                group["name"],
+                tuple(group["ranks"]),
+                tuple(Collective(**one) for one in group["last"]),
+                group["seen"],
+            )
+            for group in data["groups"]
+        )
+        trail = Trail(data["attempt"], data["where"], data["inside"], groups)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return trail if trail.attempt == attempt else None

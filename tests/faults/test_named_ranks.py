@@ -1,0 +1,115 @@
+"""A rank that dies, stalls or falls out of step is named by its coordinates, under layouts of several axes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from launching import events_of, running, steps_of, wait_until, worker_pids
+from training import train_tiny, training
+
+from megalaunch.rundir.lines import read_lines
+from megalaunch.rundir.outcome import read_outcome
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.progress import read_progress
+
+TIMEOUT = 8
+WORDS = ("train.steps=400", "train.stop_at=40", "checkpoint.interval=5", f"launcher.timeout={TIMEOUT}")
+
+# Python runs a file of this name at its start: that is how a worker comes to do what none does by itself.
+SPOILED = """
+import os, sys, threading, time
+
+def spoil():
+    name = "megalaunch.engine.train.step"
+    while not hasattr(sys.modules.get(name), "Step"):
+        time.sleep(0.01)
+    real = sys.modules[name].Step.run
+
+    def run(self, number, *rest):
+        if number == 4:
+            import torch, torch.distributed as dist
+            {fault}
+        return real(self, number, *rest)
+
+    sys.modules[name].Step.run = run
+
+if os.environ.get("RANK") == "{rank}":
+    threading.Thread(target=spoil, daemon=True).start()
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+def stacks_in(path: Path) -> bool:
+    """Whether a log holds the stack of a thread that trains."""
+    text = path.read_text(errors="replace")
+    return "(most recent call first)" in text and "/megalaunch/engine/train/" in text
+
+
+def named(directory: RunDirectory, exception: str) -> dict | None:
+    """What was said of the rank that failed in this way."""
+    return next((event for event in events_of(directory, "worker_failed") if event["exception"] == exception), None)
+
+
+def test_a_rank_that_dies_and_one_that_stalls(tmp_path, shared):
+    directory = RunDirectory(tmp_path / "run")
+    with training(tmp_path, "parallel=tp2pp2", *WORDS, shared=shared) as process:
+        wait_until(lambda: 7 in steps_of(directory), 120)
+        os.kill(read_progress(directory.progress(3)).pid, signal.SIGKILL)
+        died = wait_until(lambda: named(directory, "SIGKILL"), TIMEOUT)
+        assert (died["rank"], died["coordinates"]) == (3, "pp1 tp1")
+        wait_until(lambda: max(steps_of(directory)) > 12, 120)
+        os.kill(read_progress(directory.progress(2)).pid, signal.SIGSTOP)
+        began = time.monotonic()
+        stalled = wait_until(lambda: named(directory, "hang"), 60)
+        assert time.monotonic() - began < TIMEOUT + 5
+        assert (stalled["rank"], stalled["coordinates"]) == (2, "pp1 tp0")
+        assert all(stacks_in(directory.rank_log(rank)) for rank in (0, 1, 3))
+        _, err = process.communicate(timeout=180)
+    assert (process.returncode, err) == (0, "")
+    assert [line["step"] for line in read_lines(directory.metrics) if "loss" in line] == list(range(1, 41))
+
+
+IN_TP = "dist.all_reduce(torch.ones(7), group=self._mesh.grid['tp'].get_group())"
+FAULTS = {
+    "another_collective": (
+        "tp2cp2",
+        3,
+        "cp1 tp1",
+        IN_TP,
+        "it waits in all_reduce of [7], to which no other rank of its tp group comes",
+    ),
+    "one_more_barrier": (
+        "tp2pp2",
+        1,
+        "pp0 tp1",
+        "dist.barrier()",
+        "it runs barrier where the other ranks of its world group run all_reduce of [2]",
+    ),
+    "an_endless_loop": ("tp2pp2", 2, "pp1 tp0", "time.sleep(1000)", "it is busy"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["another_collective", *(pytest.param(name, marks=pytest.mark.slow) for name in list(FAULTS)[1:])]
+)
+def test_a_rank_that_falls_out_of_step(tmp_path, shared, name):
+    layout, rank, coordinates, fault, said = FAULTS[name]
+    (tmp_path / "sitecustomize.py").write_text(SPOILED.format(rank=rank, fault=fault))
+    python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    words = (f"parallel={layout}", *WORDS, "launcher.max_restarts=0")
+    code, _, err = train_tiny(tmp_path, *words, shared=shared, PYTHONPATH=python_path)
+    directory = RunDirectory(tmp_path / "run")
+    assert code in (5, 6), err
+    assert f"rank {rank} ({coordinates})" in err
+    assert said in " ".join(err.split())
+    assert read_outcome(directory.outcome).details["rank"] == rank
+    assert running(worker_pids(directory)) == []
+    assert max(steps_of(directory)) == 3

@@ -1,0 +1,96 @@
+"""Who fell out of step, from made-up trails: another collective, one too many, one too few, or no wait at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megalaunch.launch.out_of_step import differing, out_of_step
+from megalaunch.rundir.trail import Collective, GroupTrail, Trail, read_trail, write_trail
+
+WORLD = (0, 1, 2, 3)
+SEEN = {"all_reduce of [2]": 40, "all_gather of [8]": 40, "barrier": 1}
+
+
+def group(name: str, ranks: tuple[int, ...], *what: str, waiting: bool = False) -> GroupTrail:
+    """Collectives 1, 2, ... of a group; the last one may be waited in."""
+    last = tuple(Collective(i + 1, one, waiting and i == len(what) - 1) for i, one in enumerate(what))
+    return GroupTrail(name, ranks, last, {one: SEEN.get(one, 1) for one in what})
+
+
+def trail(*groups: GroupTrail, where: str = "engine/train/step.py:1 run", inside: bool = False) -> Trail:
+    return Trail(0, where, inside, groups)
+
+
+STEP, GATHER = "all_reduce of [2]", "all_gather of [8]"
+
+
+def test_another_collective_than_the_rest_of_the_group():
+    trails = {rank: trail(group("world", WORLD, STEP, STEP, waiting=True)) for rank in (0, 1, 3)}
+    trails[2] = trail(group("world", WORLD, STEP, "barrier", waiting=True))
+    for judge in (out_of_step, differing):
+        found = judge(trails)
+        assert (found.rank, found.message) == (
+            2, f"it runs barrier where the other ranks of its world group run {STEP}",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_of_two_the_other_pairs_decide(odd):
+    """tp pairs 0 1 and 2 3: what one of the first pair runs, both of the second run too."""
+    trails = {rank: trail(group("tp", (2, 3), GATHER)) for rank in (2, 3)}
+    trails[odd] = trail(group("tp", (0, 1), STEP, waiting=True))
+    trails[1 - odd] = trail(group("tp", (0, 1), GATHER, waiting=True))
+    assert out_of_step(trails).rank == odd
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_of_two_alone_the_one_decides_that_was_never_run_before(odd):
+    trails = {odd: trail(group("tp", (0, 1), "all_reduce of [7]", waiting=True))}
+    trails[1 - odd] = trail(group("tp", (0, 1), GATHER, waiting=True))
+    assert out_of_step(trails).rank == odd
+
+
+def test_one_too_many():
+    trails = {rank: trail(group("world", WORLD, STEP, STEP, waiting=True)) for rank in (0, 1, 2)}
+    trails[3] = trail(group("world", WORLD, STEP), group("tp", (2, 3), "all_reduce of [7]", waiting=True))
+    found = out_of_step(trails)
+    assert (found.rank, found.message) == (
+        3, "it waits in all_reduce of [7], to which no other rank of its tp group comes",
+    )  # fmt: skip
+    assert differing(trails) is None
+
+
+def test_one_too_few():
+    """Two ranks are in an all-reduce of dp; the third has left it out and waits elsewhere."""
+    trails = {rank: trail(group("dp", (0, 1, 2), STEP, STEP, waiting=True)) for rank in (0, 2)}
+    trails[1] = trail(group("dp", (0, 1, 2), STEP), group("tp", (1, 3), GATHER, GATHER, waiting=True))
+    found = out_of_step(trails)
+    assert (found.rank, found.message) == (1, "the other ranks wait in collectives that it does not come to")
+
+
+def test_one_that_waits_for_nobody():
+    """Ranks that wait in a point-to-point exchange have no collective open, but are inside torch.distributed."""
+    trails = {rank: trail(group("world", WORLD, STEP, STEP, waiting=True)) for rank in (0, 2)}
+    trails[1] = trail(group("world", WORLD, STEP), inside=True)
+    trails[3] = trail(group("world", WORLD, STEP), where="engine/train/loss.py:7 loss")
+    found = out_of_step(trails)
+    assert (found.rank, found.message) == (3, "it is busy in engine/train/loss.py:7 loss while the other ranks wait")
+
+
+def test_nothing_is_said_without_grounds():
+    assert out_of_step({}) is None
+    assert out_of_step({rank: trail() for rank in WORLD}) is None  # all of them compute
+    assert out_of_step({rank: trail(group("tp", (0, 1), STEP, waiting=True)) for rank in (0, 1)}) is None
+
+
+def test_trails_are_kept_by_attempt(tmp_path: Path):
+    written = trail(group("tp", (0, 1), STEP, waiting=True), where="x.py:1 f", inside=True)
+    path = tmp_path / "rank_0.collectives.json"
+    assert read_trail(path, 0) is None
+    write_trail(path, written)
+    assert read_trail(path, 0) == written
+    assert read_trail(path, 1) is None
+    path.write_text('{"attempt": 0, "groups": 3}')
+    assert read_trail(path, 0) is None
