@@ -109,6 +109,8 @@ JOINT: dict[str, tuple[int, str]] = {
     "position-embedding-type": (1, "model.position_embedding"),
     "use-rotary-position-embeddings": (0, "model.position_embedding"),
     "rotary-base": (1, "model.rope.theta"),
+    "no-rope-freq": (1, "model.no_rope_every"),
+    "softmax-scale": (1, "model.attention_scale_dim"),
     "rotary-seq-len-interpolation-factor": (1, "model.rope.scaling model.rope.factor"),
     "use-rope-scaling": (0, "model.rope.scaling"),
     "rope-scaling-factor": (1, "model.rope.factor"),

@@ -41,6 +41,9 @@ def _heads(given: Arguments, values: Values) -> None:
         given.drop("kv-channels", "latent attention has head widths of its own")
     elif head_dim is not None:
         values["model.head_dim"] = None if width and heads and head_dim * heads == width else head_dim
+    scale = given.number("softmax-scale")
+    if scale:
+        values["model.attention_scale_dim"] = 1 / scale**2
 
 
 def _blocks(given: Arguments, values: Values) -> None:
@@ -83,7 +86,7 @@ def _window(given: Arguments, values: Values) -> None:
             given.lose("window-size", f"needs two whole numbers, got {window!r}")
     frequency = given.word("window-attn-skip-freq")
     if frequency is not None:
-        every = _full_attention_every(frequency)
+        every = _every_nth(frequency, 0)
         if every is None:
             given.lose("window-attn-skip-freq", f"only every n-th layer sees all tokens here, got {frequency}")
         else:
@@ -95,13 +98,13 @@ def _window(given: Arguments, values: Values) -> None:
         values["model.attention_sinks"] = sinks == "learnable"
 
 
-def _full_attention_every(text: str) -> int | None:
-    """n of `n` and of a list of 1 (window) and 0 (all tokens) that has a 0 at every n-th place."""
+def _every_nth(text: str, mark: int) -> int | None:
+    """n of `n` and of a list of 0 and 1 that has the mark at every n-th place and nowhere else."""
     pattern = list_of(text)
     if pattern is None:
         return int(text) if text.isdigit() and int(text) else None
-    every = pattern.index(0) + 1 if 0 in pattern else 0
-    fits = every and all((value == 0) == ((index + 1) % every == 0) for index, value in enumerate(pattern))
+    every = pattern.index(mark) + 1 if mark in pattern else 0
+    fits = every and all((value == mark) == ((index + 1) % every == 0) for index, value in enumerate(pattern))
     return every if fits else None
 
 
@@ -118,6 +121,11 @@ def _positions(given: Arguments, values: Values) -> None:
         return
     base = given.number("rotary-base", 10000.0)
     values["model.rope.theta"] = base
+    skipped = given.word("no-rope-freq")
+    if skipped is not None:
+        values["model.no_rope_every"] = _every_nth(skipped, 1)
+        if values["model.no_rope_every"] is None:
+            given.lose("no-rope-freq", f"only every n-th layer is left unrotated here, got {skipped}")
     factor = given.number("rotary-seq-len-interpolation-factor")
     if factor is not None:
         values |= {"model.rope.scaling": "linear", "model.rope.factor": factor}
