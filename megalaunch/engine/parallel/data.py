@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megalaunch.config.schema.parallel import DataSharding, ParallelSpec
@@ -35,17 +36,28 @@ SWITCHES: dict[DataSharding, Switches] = {
 
 
 def shard(model: Decoder, mesh: Mesh, parallel: ParallelSpec, precision: MixedPrecisionPolicy) -> None:
-    """Shard every layer and the rest as one unit each, in place; also at dp=1, so that one code path serves all."""
-    strategy = parallel.data_sharding
+    """Shard every layer and the rest as one unit each, in place; also at dp=1, so that one code path serves all.
+
+    There, where no copy in another format is needed either, a unit has no parameters to care for: torch would copy
+    weights and gradients within the one rank, which took a tenth of a small step.
+    """
+    alone = mesh.data_parallel.size() == 1 and precision.param_dtype == torch.float32
     for layer in model.layers.values():
         fully_shard(
             layer,
             mesh=mesh.data_parallel,
-            reshard_after_forward=SWITCHES[strategy].reshard_after_forward and mesh.pp.size == 1,
+            reshard_after_forward=SWITCHES[parallel.data_sharding].reshard_after_forward and mesh.pp.size == 1,
             mp_policy=precision,
+            ignored_params=set(layer.parameters()) if alone else None,
         )
     # The root's tensors are needed at both ends of the pass; freeing them between would only cost time.
-    fully_shard(model, mesh=mesh.data_parallel, reshard_after_forward=False, mp_policy=precision)
+    fully_shard(
+        model,
+        mesh=mesh.data_parallel,
+        reshard_after_forward=False,
+        mp_policy=precision,
+        ignored_params=set(model.parameters()) if alone else None,
+    )
     for unit in units(model):
         # The loss is divided by the global token count already: gradients are summed, not averaged.
         # Gloo knows no pre-multiplied sum, hence the forced plain one.

@@ -55,6 +55,8 @@ def states_of(spec: RunSpec, topology: Topology, held: Held, accounting: Account
     divided = held.dense / shards + held.experts / expert_shards
     on_device = 1 - spec.optimizer.offload_fraction
     moments = MOMENTS[spec.optimizer.name] * _BYTES[spec.precision.moments] * on_device
+    if accounting.sharded_master and topology.dp * topology.cp == 1 and spec.precision.compute == "fp32":
+        return _alone(held, topology, moments)
     if accounting.sharded_master:
         return _sharded(spec, topology, held, divided, shards, moments, in_flight)
     return _whole_weights(spec, held, divided, moments + MASTER * on_device, accounting)
@@ -112,6 +114,20 @@ def _moving(source: int, reduced: int, shards: int, *, adds: bool) -> float:
     copying = source + reduced - MASTER / shards
     summing = reduced * (2 if shards == 1 else 1) + (reduced / shards if adds else 0.0)
     return max(copying, summing)
+
+
+def _alone(held: Held, topology: Topology, moments: float) -> States:
+    """One data-parallel rank in fp32: it computes with the weights themselves, and gradients stay where they arise."""
+    every, several = held.dense + held.experts, topology.microbatches > 1
+    weights, before = MASTER * every, MASTER * every if several else 0.0
+    return States(
+        optimizer=moments * every,
+        loss=Phase(weights, before),
+        layer=Phase(weights, before, 0.0 if several else MASTER * held.head),
+        unit=0.0 if several else MASTER * held.layer,
+        between=None,
+        end=Phase(weights, MASTER * every, MASTER * (held.root - held.head) if several else 0.0),
+    )
 
 
 def _whole_weights(spec: RunSpec, held: Held, divided: float, optimizer: float, accounting: Accounting) -> States:

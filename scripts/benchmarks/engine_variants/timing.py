@@ -1,0 +1,129 @@
+"""Variants side by side on forked ranks: one step of each in turn, so that a slow moment meets all of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from engine_variants.shape import Work
+from engine_variants.variants import VARIANTS
+
+WARM = 2  # steps that are not counted
+
+
+@dataclass
+class Times:
+    """Of one variant on rank 0: seconds of every step, processor seconds of all ranks, the losses, and the split."""
+
+    wall: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    split: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def median(self) -> float:
+        """Seconds a step."""
+        return statistics.median(self.wall)
+
+
+def side_by_side(names: Sequence[str], work: Work, ranks: int, steps: int) -> dict[str, Times]:
+    """Times of all variants on `ranks` processes of one thread each. Raises RuntimeError when a rank fails."""
+    torch.set_num_threads(1)  # before the fork: a forked OpenMP pool would hang
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        here, there = context.Pipe()
+        workers = [
+            context.Process(target=_rank, args=(rank, ranks, folder, there, names, work, steps), daemon=True)
+            for rank in range(ranks)
+        ]
+        for worker in workers:
+            worker.start()
+        there.close()
+        try:
+            found: dict[str, Times] = here.recv()
+        except EOFError as error:
+            raise RuntimeError("a rank failed; its traceback is above") from error
+        finally:
+            for worker in workers:
+                worker.join(timeout=60)
+    return found
+
+
+def _rank(rank: int, ranks: int, folder: str, answer: Connection, names: Sequence[str], work: Work, steps: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=ranks)
+    variants = {name: VARIANTS[name](work) for name in names}
+    times = {name: Times() for name in names}
+    for turn in range(WARM + steps):
+        for name, one in variants.items():
+            dist.barrier()
+            started, used = time.perf_counter(), time.process_time()
+            loss = one()
+            dist.barrier()
+            times[name].losses.append(loss)
+            if turn >= WARM:
+                times[name].wall.append(time.perf_counter() - started)
+                times[name].processor.append(_sum(time.process_time() - used))
+    for name, one in variants.items():
+        dist.barrier()
+        times[name].split = _split(one)
+    if rank == 0:
+        answer.send(times)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _sum(value: float) -> float:
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()
+
+
+@contextmanager
+def _waits() -> Iterator[list[float]]:
+    """Seconds that this thread waits for collectives, one number a wait."""
+    waited: list[float] = []
+    original = dist.Work.wait
+
+    def timed(self: dist.Work, *args: object, **kwargs: object) -> object:
+        started = time.perf_counter()
+        try:
+            return original(self, *args, **kwargs)  # type: ignore[arg-type]
+        finally:
+            waited.append(time.perf_counter() - started)
+
+    dist.Work.wait = timed  # type: ignore[method-assign, assignment]
+    try:
+        yield waited
+    finally:
+        dist.Work.wait = original  # type: ignore[method-assign]
+
+
+def _split(one: object) -> dict[str, float]:
+    """Shares of one profiled step: arithmetic, exposed communication, and the host (Python, autograd, dispatch)."""
+    assert callable(one)
+    with _waits() as waited, profile(activities=[ProfilerActivity.CPU]) as profiled:
+        started = time.perf_counter()
+        one()
+        whole = time.perf_counter() - started
+    communication, compute = sum(waited), 0.0
+    for event in profiled.events() or ():
+        if event.name.startswith(("_c10d_functional::wait_tensor", "c10d::")):
+            communication += event.self_cpu_time_total / 1e6
+        elif event.name.startswith("aten::"):
+            compute += event.self_cpu_time_total / 1e6
+    return {
+        "compute": compute / whole,
+        "communication": communication / whole,
+        "host": max(0.0, 1 - (compute + communication) / whole),
+    }
