@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class Witness:
         """Write the trail of now; what cannot be written or is not known is left out."""
         where, inside = self._place()
         with contextlib.suppress(OSError):
-            write_trail(self._path, Trail(self._attempt, where, inside, _groups()))
+            write_trail(self._path, Trail(self._attempt, time.time(), where, inside, _groups()))
 
     def _place(self) -> tuple[str, bool]:
         """The innermost line of ours that the main thread is in, and whether torch.distributed is further in."""

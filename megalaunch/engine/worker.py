@@ -71,6 +71,11 @@ def _attempt() -> int:
 def _report_crash(directory: RunDirectory, progress: ProgressWriter, rank: int, error: BaseException) -> None:
     from megalaunch.rundir.events import record_event
 
+    cause = error
+    while (
+        type(cause) is RuntimeError and cause.__cause__
+    ):  # so a pipeline's stage wraps what went wrong, a lost peer too
+        cause = cause.__cause__
     record_event(
         directory,
         "worker_failed",
@@ -78,8 +83,8 @@ def _report_crash(directory: RunDirectory, progress: ProgressWriter, rank: int, 
         coordinates=progress.coordinates,
         phase=progress.phase,
         step=progress.step,
-        exception=type(error).__name__,
-        message=str(error)[:2000],
+        exception=type(cause).__name__,
+        message=str(cause)[:2000],
         trace=traceback.format_exc()[-4000:],
         attempt=_attempt(),
     )

@@ -17,10 +17,10 @@ _QUESTIONS = (STACKS_SIGNAL, TRAIL_SIGNAL)
 def ask(ranks: Sequence[Rank], directory: RunDirectory) -> dict[int, Trail]:
     """The trails of those that answer in time; a stopped process cannot."""
     asked: dict[int, Rank] = {}
+    began = time.time()
     for rank in ranks:
         if rank.process and not rank.is_stopped and all(expects(rank.process, number) for number in _QUESTIONS):
             asked[rank.progress.rank] = rank
-            directory.trail(rank.progress.rank).unlink(missing_ok=True)
             for number in _QUESTIONS:
                 send_signal(rank.process, number)
     answers: dict[int, Trail] = {}
@@ -28,7 +28,7 @@ def ask(ranks: Sequence[Rank], directory: RunDirectory) -> dict[int, Trail]:
     while len(answers) < len(asked) and time.monotonic() < deadline:
         time.sleep(0.05)
         for place, rank in asked.items():
-            trail = read_trail(directory.trail(place), rank.progress.attempt)
+            trail = read_trail(directory.trail(place), rank.progress.attempt, since=began)
             if trail is not None:
                 answers[place] = trail
     return answers

@@ -35,9 +35,12 @@ class GroupTrail:
 
 @dataclass(frozen=True)
 class Trail:
-    """One rank's; `where` is the innermost line of ours, `inside` whether it is in a call of torch.distributed."""
+    """One rank's, told at `time` (since 1970); `where` is the innermost line of ours that its main thread is in,
+    `inside` whether it is in a call of torch.distributed there.
+    """
 
     attempt: int
+    time: float
     where: str
     inside: bool
     groups: tuple[GroupTrail, ...]
@@ -55,8 +58,8 @@ def write_trail(path: Path, trail: Trail) -> None:
     unfinished.replace(path)
 
 
-def read_trail(path: Path, attempt: int) -> Trail | None:
-    """The trail that a worker of this attempt left, or None."""
+def read_trail(path: Path, attempt: int, since: float = 0.0) -> Trail | None:
+    """The trail that a worker of this attempt left (not before `since`), or None."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         groups = tuple(
@@ -68,7 +71,7 @@ def read_trail(path: Path, attempt: int) -> Trail | None:
             )
             for group in data["groups"]
         )
-        trail = Trail(data["attempt"], data["where"], data["inside"], groups)
+        trail = Trail(data["attempt"], data["time"], data["where"], data["inside"], groups)
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return trail if trail.attempt == attempt else None
+    return trail if trail.attempt == attempt and trail.time >= since else None

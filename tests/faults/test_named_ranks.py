@@ -16,7 +16,7 @@ from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
 
-TIMEOUT = 8
+TIMEOUT = 12
 WORDS = ("train.steps=400", "train.stop_at=40", "checkpoint.interval=5", f"launcher.timeout={TIMEOUT}")
 
 # Python runs a file of this name at its start: that is how a worker comes to do what none does by itself.

@@ -20,7 +20,7 @@ def group(name: str, ranks: tuple[int, ...], *what: str, waiting: bool = False) 
 
 
 def trail(*groups: GroupTrail, where: str = "engine/train/step.py:1 run", inside: bool = False) -> Trail:
-    return Trail(0, where, inside, groups)
+    return Trail(0, 50.0, where, inside, groups)
 
 
 STEP, GATHER = "all_reduce of [2]", "all_gather of [8]"
@@ -92,5 +92,6 @@ def test_trails_are_kept_by_attempt(tmp_path: Path):
     write_trail(path, written)
     assert read_trail(path, 0) == written
     assert read_trail(path, 1) is None
+    assert read_trail(path, 0, since=51.0) is None
     path.write_text('{"attempt": 0, "groups": 3}')
     assert read_trail(path, 0) is None

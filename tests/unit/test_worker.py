@@ -15,6 +15,7 @@ from megalaunch.engine import process, worker
 from megalaunch.engine.process import StopRequest
 from megalaunch.rundir.lines import read_lines
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.progress import ProgressWriter
 
 
 def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -49,6 +50,22 @@ def test_a_broken_spec_is_a_crash_that_names_it(tmp_path):
     assert (event["event"], event["rank"], event["attempt"], event["phase"]) == ("worker_failed", 0, 2, "loading torch")
     assert event["exception"] == "SpecError"
     assert "train.steps: has no value" in event["message"]
+
+
+def test_an_exception_that_torch_has_wrapped_is_told_as_it_was(tmp_path):
+    """Else a rank whose pipeline lost its peer would look like the one that failed."""
+    directory = RunDirectory(tmp_path)
+    progress = ProgressWriter(tmp_path / "progress", 0, 0)
+    try:
+        try:
+            raise ValueError("Connection closed by peer")
+        except ValueError as error:
+            raise RuntimeError("[Stage 0] failed to run forward") from error
+    except RuntimeError as error:
+        worker._report_crash(directory, progress, 0, error)
+    (event,) = read_lines(directory.events)
+    assert (event["exception"], event["message"]) == ("ValueError", "Connection closed by peer")
+    assert "[Stage 0] failed to run forward" in event["trace"]
 
 
 def test_it_ends_at_once_when_its_launcher_is_gone(tmp_path):
