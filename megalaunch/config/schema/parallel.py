@@ -53,5 +53,7 @@ class ParallelSpec:
     overlap_grad_reduce: bool = setting(True, "Gradients are reduced while the backward pass goes on.")
     overlap_param_gather: bool = setting(True, "Parameters are gathered while earlier layers compute.")
     overlap_tp: bool = setting(False, "Tensor-parallel exchanges run beside their matmuls.")
-    overlap_pipeline: bool = setting(False, "Stages send and receive while they compute (interleaved).")
+    overlap_pipeline: bool = setting(
+        False, "A plan's stages send and receive while they compute (interleaved); a run's always do."
+    )
     overlap_experts: bool = setting(False, "Expert exchanges run beside another microbatch's compute.")

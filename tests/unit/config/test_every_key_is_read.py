@@ -34,14 +34,14 @@ WITHOUT = {
     "parallel.expert_dispatch": "parallel.ep",
     "parallel.overlap_experts": "parallel.ep",
     "parallel.microbatch_group": "parallel.vpp",
-    "parallel.overlap_pipeline": "parallel.vpp",
     "parallel.schedule": "parallel.pp",
     "precision.fp8.": "precision.compute",
     "precision.loss_scale.": "precision.compute",
     "recompute.": "recompute.granularity",
 }
 # Keys that are not for a run: they name it, start it or plan it.
-ELSEWHERE = {"cluster.node_bandwidth", "cluster.cpu_workers", "launcher.name"}
+# (parallel.overlap_pipeline: torch's interleaved schedules send without waiting, always; a plan compares both.)
+ELSEWHERE = {"cluster.node_bandwidth", "cluster.cpu_workers", "launcher.name", "parallel.overlap_pipeline"}
 
 
 def sections_of(kind: type, prefix: str = "") -> Iterator[tuple[str, type]]:
