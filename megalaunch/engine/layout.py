@@ -58,7 +58,7 @@ def local(parameter: Tensor) -> Tensor:
 
     The gradient has the label of the parameter: what is a part of a sum is summed once a step (train.finalize).
     """
-    if type(parameter) is nn.Parameter or type(parameter) is Tensor or not hasattr(parameter, "to_local"):
+    if not hasattr(type(parameter), "to_local"):  # of the type: of a tensor, a tracer of graphs gives no answer
         return parameter
     values: Tensor = parameter.to_local(grad_placements=parameter.placements)  # type: ignore[attr-defined]
     return values

@@ -67,7 +67,6 @@ LIMITS = (
     Limit("optimizer.offload_fraction", (0.0,), "optimizer states in host memory"),
     Limit("schedule.warmup_init_lr", (0.0,), "a warm-up that starts above 0"),
     Limit("batch.ramp", (None,), "batches that grow"),
-    Limit("train.compile", (False,), "compiled layers"),
 )
 
 

@@ -17,6 +17,7 @@ from megalaunch.engine.model.context import WHOLE_SAMPLE, Context
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.init import initialise
 from megalaunch.engine.model.parts import ModelParts
+from megalaunch.engine.parallel.compile import compile_layers
 from megalaunch.engine.parallel.context import ContextParallel
 from megalaunch.engine.parallel.data import shard
 from megalaunch.engine.parallel.pipeline import keep_stage
@@ -70,6 +71,8 @@ def _part(spec: RunSpec, mesh: Mesh, stage: Stage, boundary: Boundary, context: 
     keep_stage(part, stage)
     divide(part, mesh.grid["tp"])
     recompute(part, spec.recompute)
+    if spec.train.compile:
+        compile_layers(part)
     shard(part, mesh, spec.parallel, sharding_policy(spec.precision))
     return part
 

@@ -1,0 +1,46 @@
+"""Compiled layers give the numbers of one process under every kind of parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from forked_ranks import run_ranks
+from oracle import assert_same, on_ranks, one_process, small_spec
+
+from megalaunch.engine.parallel import compile as compiling
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2 zero3": {"parallel__dp": 2, "parallel__data_sharding": "optim_grads_params", "batch__micro_batch_size": 1},
+    "tp2 sp": {"parallel__tp": 2, "parallel__sequence_parallel": True},
+    "cp2": {"parallel__cp": 2, "parallel__cp_exchange": "p2p"},
+    "packed": {"parallel__dp": 2, "data__reset_attention": True},
+    "full": {"parallel__dp": 2, "recompute__granularity": "full"},
+    "attention": {"parallel__dp": 2, "recompute__granularity": "selective", "recompute__modules": ["attention"]},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_as_one_process(name, monkeypatch):
+    """The graphs and their joint backward, without the minutes of C++ that the default backend takes on processors."""
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    spec = small_spec(**{"parallel__dp": 1, "model__vocab_size": 64, "train__compile": True, **LAYOUTS[name]})
+    assert_same(run_ranks(2, _compiled, spec, timeout=180)[0], one_process(spec))
+
+
+def _compiled(spec: Any) -> Any:
+    """Fails when nothing was compiled, or when later steps compile anew."""
+    from torch._dynamo.utils import counters
+
+    numbers = on_ranks(spec)
+    assert counters["stats"]["unique_graphs"] >= 1
+    assert counters["stats"]["unique_graphs"] <= 4, dict(counters["stats"])
+    return numbers
+
+
+@pytest.mark.slow
+def test_by_the_default_backend():
+    torch.set_num_threads(1)
+    spec = small_spec(parallel__dp=1, train__compile=True)
+    assert_same(run_ranks(1, on_ranks, spec, timeout=400)[0], one_process(spec))
