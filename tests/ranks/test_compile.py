@@ -35,7 +35,7 @@ def _compiled(spec: Any) -> Any:
 
     numbers = on_ranks(spec)
     assert counters["stats"]["unique_graphs"] >= 1
-    assert counters["stats"]["unique_graphs"] <= 4, dict(counters["stats"])
+    assert counters["stats"]["unique_graphs"] <= 8, dict(counters["stats"])  # exchanges of tp end a graph
     return numbers
 
 

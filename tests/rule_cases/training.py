@@ -171,4 +171,16 @@ CHECKPOINT = {
     ),
     "checkpoint.none": Case("train.steps=1001 checkpoint.interval=0", "train.steps=1000 checkpoint.interval=0"),
 }
-CASES = {**BATCH, **SCHEDULE, **OPTIMIZER, **PRECISION, **RECOMPUTE, **CHECKPOINT}
+COMPILE = {
+    "train.compile_whole_backward": Case(
+        "parallel.schedule=zbv",
+        "parallel.schedule=interleaved",
+        (*TINY, "train.compile=true", "parallel=pp2vpp2", "model.num_layers=4", "batch.global_batch_size=4"),
+    ),
+    "train.compile_kept_parts": Case(
+        "recompute.modules=[norm]",
+        "recompute.modules=[attention]",
+        (*TINY, "train.compile=true", "recompute.granularity=selective"),
+    ),
+}
+CASES = {**COMPILE, **BATCH, **SCHEDULE, **OPTIMIZER, **PRECISION, **RECOMPUTE, **CHECKPOINT}

@@ -60,3 +60,34 @@ depends(
         severity="note",
     )
 )
+
+
+_SPLIT_BACKWARD = ("zero_bubble", "zbv", "dualpipev")
+_REMADE = ("norm", "mlp", "activation")
+
+
+@rule("train.compile_whole_backward", "Compiled layers go with schedules that run each backward pass whole.")
+def compile_whole_backward(at: Situation) -> Iterator[Broken]:
+    """A compiled layer has one backward function, and these schedules call the halves apart (pytorch#161904)."""
+    p = at.spec.parallel
+    if at.spec.train.compile and p.pp > 1 and p.schedule in _SPLIT_BACKWARD:
+        yield Broken(
+            "train.compile",
+            f"schedule={p.schedule} halves each backward pass, and a compiled layer has only the whole",
+            {"schedule": p.schedule},
+            ({"train.compile": False}, {"parallel.schedule": "auto"}),
+        )
+
+
+@rule("train.compile_kept_parts", "A compiled layer is recomputed whole, or at the core of its attention.")
+def compile_kept_parts(at: Situation) -> Iterator[Broken]:
+    """Other parts are made again where they are read, which no graph can hold; the compiler chooses by itself there."""
+    again = at.spec.recompute
+    remade = [module for module in again.modules if module in _REMADE]
+    if at.spec.train.compile and again.granularity == "selective" and remade:
+        yield Broken(
+            "train.compile",
+            f"compiled layers do not recompute {', '.join(remade)} by themselves",
+            {"modules": remade},
+            ({"recompute.modules": ("attention",)}, {"recompute.granularity": "full"}, {"train.compile": False}),
+        )
