@@ -64,10 +64,15 @@ def choose_engine(
     return Engine(EngineChoice.TOKENIZERS, f"encoding with tokenizers, about ten times slower: {reason}")
 
 
-def gigatoken_ids(content: str, texts: Sequence[str]) -> list[NDArray[Any]] | str:
-    """The ids that gigatoken gives for each text, or why it cannot; `content` is that of a tokenizer.json."""
+def gigatoken_ids(
+    content: str, texts: Sequence[str], load: Callable[[EngineChoice, str], Encode] | None = None
+) -> list[NDArray[Any]] | str:
+    """The ids that gigatoken gives for each text, or why it cannot; `content` is that of a tokenizer.json.
+
+    `load` stands in for `encoder_of`.
+    """
     try:
-        return [*map(encoder_of(EngineChoice.GIGATOKEN, content), texts)]
+        return [*map((load or encoder_of)(EngineChoice.GIGATOKEN, content), texts)]
     except ImportError:
         return "gigatoken is not installed (pip install 'megalaunch[data]' brings it)"
     except BaseException as error:  # its Rust code panics with a class of its own below BaseException

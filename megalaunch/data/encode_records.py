@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,9 @@ class ChunkEncoder:
     has any token. A record that is bad under one key is left out under all, so that the files stay aligned.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, load: Callable[[EngineChoice, str], Encode] | None = None) -> None:
         self._recipe = recipe
-        self._encode: Encode = encoder_of(recipe.engine, recipe.tokenizer.read_text(encoding="utf-8"))
+        self._encode = (load or encoder_of)(recipe.engine, recipe.tokenizer.read_text(encoding="utf-8"))
         self._split = None if recipe.language is None else splitter(recipe.language)
         self._end = None if recipe.end is None else np.array([recipe.end])
 

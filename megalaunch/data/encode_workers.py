@@ -20,7 +20,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from megalaunch.data.encode_engine import gigatoken_ids
+from megalaunch.data.encode_engine import Encode, encoder_of, gigatoken_ids
 from megalaunch.data.encode_records import ChunkEncoder, Encoded, Recipe
 from megalaunch.data.errors import DataError
 from megalaunch.data.input_chunks import Chunk
@@ -30,14 +30,17 @@ _AHEAD = 4  # chunks a worker that are under way or wait to be written
 
 
 class Workers:
-    """`count` processes that encode; with one, this process does it itself."""
+    """`count` processes that encode; with one, this process does it itself.
 
-    def __init__(self, count: int, engine: EngineChoice) -> None:
+    They begin to load `tokenizer`, the file that was asked for, before it is known what will be encoded.
+    """
+
+    def __init__(self, count: int, engine: EngineChoice, tokenizer: Path) -> None:
         self._count = count
         self._pool: ProcessPoolExecutor | None = None
         if count > 1:
             # Spawned, not forked: the tokenizer library may have threads of its own in this process.
-            self._pool = ProcessPoolExecutor(count, _Context(), _start_worker, (engine,))
+            self._pool = ProcessPoolExecutor(count, _Context(), _start_worker, (engine, tokenizer))
             for _ in range(count):
                 self._pool.submit(_nothing)
 
@@ -116,13 +119,13 @@ class _Context(SpawnContext):
     Process = _Process
 
 
-def _start_worker(engine: EngineChoice) -> None:
+def _start_worker(engine: EngineChoice, tokenizer: Path) -> None:
     """Make this process a worker: leave Ctrl-C to the parent, die with the parent, load what takes time to load."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    if engine is not EngineChoice.TOKENIZERS:
-        with suppress(ImportError):
-            import gigatoken  # noqa: F401
+    if engine is not EngineChoice.TOKENIZERS and tokenizer.suffix == ".json":
+        with suppress(OSError, ValueError):
+            gigatoken_ids(tokenizer.read_text(encoding="utf-8"), [], _loaded)
 
 
 def _die_with_parent() -> None:
@@ -136,8 +139,13 @@ def _nothing() -> None:
     """Done by each worker first, so that all are started."""
 
 
+@lru_cache(maxsize=1)
+def _loaded(engine: EngineChoice, content: str) -> Encode:
+    return encoder_of(engine, content)
+
+
 def _gigatoken_ids(tokenizer: Path, texts: list[str]) -> list[NDArray[Any]] | str:
-    return gigatoken_ids(tokenizer.read_text(encoding="utf-8"), texts)
+    return gigatoken_ids(tokenizer.read_text(encoding="utf-8"), texts, _loaded)
 
 
 def _encode(recipe: Recipe, chunk: Chunk) -> Encoded:
@@ -146,4 +154,4 @@ def _encode(recipe: Recipe, chunk: Chunk) -> Encoded:
 
 @lru_cache(maxsize=1)
 def _encoder(recipe: Recipe) -> ChunkEncoder:
-    return ChunkEncoder(recipe)
+    return ChunkEncoder(recipe, _loaded)

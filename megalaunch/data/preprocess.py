@@ -55,9 +55,9 @@ def preprocess(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise DataError("preprocessing was started by torchrun, once a process", fix="Start it by itself, once.")
     found = find_inputs(inputs, settings.format)
-    workers = Workers(settings.workers, settings.engine)
+    path = tokenizer_file(settings.tokenizer)
+    workers = Workers(settings.workers, settings.engine, path)
     try:
-        path = tokenizer_file(settings.tokenizer)
         tokenizer = load_tokenizer(path, settings.merges)
         end = tokenizer.require_eod(path, "Leave out --append-eod.") if settings.append_eod else None
         level = "document" if settings.language is None else "sentence"

@@ -32,7 +32,7 @@ _LAST_EPOCH_APART_BELOW = 0.80
 KEPT_FROM = 1 << 20
 _BLOCK = 1 << 16  # documents
 _BLOCKS_AT_ONCE = 64  # bounds the memory that their ends take
-_MOST_THREADS = 8
+_MOST_THREADS, _BLOCKS_A_THREAD = 8, 8  # starting a thread takes as long as a few blocks
 # Raise it when the same inputs would give another order than before.
 _ORDER_VERSION = 1
 
@@ -174,7 +174,7 @@ class _Joined:
 @contextmanager
 def _on_threads(blocks: int) -> Iterator[Callable[..., Iterator[Any]]]:
     """`map` over as many threads as are of use for so many blocks."""
-    threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS, blocks)
+    threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS, blocks // _BLOCKS_A_THREAD)
     if threads < 2:
         yield map
         return

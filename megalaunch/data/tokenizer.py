@@ -38,11 +38,12 @@ _CONFIG = "tokenizer_config.json"
 class Tokenizer:
     """A loaded tokenizer. Nothing is put around the text: no begin or end token, no template.
 
-    `end_name` is the end-of-document token that the file names itself, if it does.
+    `end_name` is the end-of-document token that the file names itself, if it does; `content` that of the
+    tokenizer.json that it was loaded from.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, end_name: str | None = None) -> None:
-        self._inner, self.end_name = inner, end_name
+    def __init__(self, inner: tokenizers.Tokenizer, end_name: str | None = None, content: str | None = None) -> None:
+        self._inner, self.end_name, self._content = inner, end_name, content
 
     @cached_property
     def vocab_size(self) -> int:
@@ -89,7 +90,7 @@ class Tokenizer:
 
     def to_json(self) -> str:
         """The content of a tokenizer.json of it."""
-        return self._inner.to_str()
+        return self._inner.to_str() if self._content is None else self._content
 
     def vocabulary_hash(self) -> str:
         """A sha256 of all tokens with their ids, the same in whatever form the tokenizer is stored."""
@@ -136,7 +137,7 @@ def load_tokenizer(path: Path | str, merges: Path | str | None = None) -> Tokeni
         return Tokenizer(conversion.of_sentencepiece(path, content), conversion.sentencepiece_end(content))
     inner = _inner_of(content)
     if inner is not None:
-        return Tokenizer(inner, _named_end(path))
+        return Tokenizer(inner, _named_end(path), content.decode())
     parsed = _parse(path, content)
     if conversion.is_tekken(parsed):
         return Tokenizer(conversion.of_tekken(path, parsed))
@@ -168,7 +169,7 @@ def tokenizer_of_json(content: str) -> Tokenizer:
     """The tokenizer of a tokenizer.json's content that is known to be good."""
     import tokenizers
 
-    return Tokenizer(tokenizers.Tokenizer.from_str(content))
+    return Tokenizer(tokenizers.Tokenizer.from_str(content), content=content)
 
 
 def _parse(path: Path, content: bytes) -> dict[str, Any]:

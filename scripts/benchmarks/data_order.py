@@ -1,7 +1,7 @@
 """Building the order of a billion tokens, beside megatron-core's compiled routine, in one process.
 
-Run it as `scripts/bench data_order [--tokens N]`; exit 1 when a bar is missed. The ratio is held to its bar for all
-three indices together: the sample index alone is a seventh of them.
+Run it as `scripts/bench data_order [--tokens N]`; exit 1 when a bar is missed. Ours computes on threads, so its ratio
+depends on how many cores are free.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import statistics
 import sys
 import time
@@ -87,6 +88,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5, help="runs of each; the median counts (5)")
     options = parser.parse_args()
     theirs = compiled()
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     print(f"{'seconds, median of ' + str(options.runs):52} {'ours':>8} {'mcore':>8} {'ratio':>6}")
     missed = 0
     for mean, sequence_length, epochs in ((700, 4096, 1), (700, 4096, 3), (700, 512, 1), (5000, 8192, 1)):
@@ -94,7 +96,7 @@ def main() -> int:
         for name, (ours, others) in rows.items():
             mine = statistics.median(ours)
             ratio = mine / statistics.median(others) if others else None
-            bad = mine >= SECONDS_BAR or (name.startswith("all three") and ratio is not None and ratio > RATIO_BAR)
+            bad = mine >= SECONDS_BAR or (ratio is not None and ratio > RATIO_BAR)
             missed += bad
             shown = f"{statistics.median(others):8.3f} {ratio:6.2f}" if ratio else f"{'-':>8} {'-':>6}"
             print(f"{name:52} {mine:8.3f} {shown}{'  missed' if bad else ''}")

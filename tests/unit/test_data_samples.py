@@ -108,7 +108,7 @@ def test_starts_equal_the_naive_walk(lengths, sequence_length, num_samples, seed
 def test_blocks_and_threads_do_not_show(lengths, sequence_length, num_samples):
     whole = order_of(lengths, sequence_length, num_samples, 7)
     with (
-        mock.patch.multiple("megalaunch.data.sample_order", _BLOCK=3, _BLOCKS_AT_ONCE=2),
+        mock.patch.multiple("megalaunch.data.sample_order", _BLOCK=3, _BLOCKS_AT_ONCE=2, _BLOCKS_A_THREAD=1),
         mock.patch.object(os, "sched_getaffinity", return_value={0, 1, 2}),
     ):
         cut = order_of(lengths, sequence_length, num_samples, 7)
