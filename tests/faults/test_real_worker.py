@@ -157,9 +157,10 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_full_disk_while_saving(small_disk, shared, undisturbed):
+@pytest.mark.parametrize("beside", ["false", "true"])
+def test_a_full_disk_while_saving(small_disk, shared, undisturbed, beside):
     directory = RunDirectory(small_disk / "run")
-    words = (f"train.steps={STEPS}",)
+    words = (f"train.steps={STEPS}", f"checkpoint.asynchronous={beside}")
     assert train_tiny(small_disk, *words, "train.stop_at=10", shared=shared)[0] == 0
     ballast = small_disk / "ballast"
     with ballast.open("wb") as file:
