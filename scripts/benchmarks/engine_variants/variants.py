@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from engine_variants.plain import PlainDecoder, with_dtensor_styles, with_fsdp2
+from engine_variants.regions import region
 from engine_variants.shape import (
     CLIP,
     EPSILON,
@@ -201,4 +202,7 @@ VARIANTS: dict[str, Callable[[Work], OneStep]] = {
         work, dp=2, data_sharding="optim_grads_params", overlap_param_gather=False, overlap_grad_reduce=False
     ),
     "FSDP2 dp2": fsdp2,
+    "beside the matmuls": region,
+    "waited for": lambda work: region(work, waits=True),
+    "in rings": lambda work: region(work, rings=True),
 }
