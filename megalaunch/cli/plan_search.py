@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from megalaunch.config.schema import RunSpec
     from megalaunch.plan.check import HasOrigin
-    from megalaunch.plan.search import Found, SearchResult
+    from megalaunch.plan.search import Difference, Found, SearchResult
 
 SHOWN = 10
 _GIB = 2**30
@@ -156,12 +156,20 @@ def _own_lines(result: SearchResult, best: Sequence[Found]) -> list[str]:
     )
     lines = ["", head]
     for found in [f for f in best if f.speed > own.speed][:_REASONS]:
-        reasons = [d.meaning for d in differences(found.time, own.time)[:_REASONS] if abs(d.seconds) >= 0.005]
         gain = found.speed / own.speed - 1
         lines.append(
-            f"  number {result.place(found)} is {gain:.1%} faster: {'; '.join(reasons)}, a step of the slowest rank"
+            f"  number {result.place(found)} is {gain:.1%} faster: {_reasons(differences(found.time, own.time))}"
         )
-    return lines
+    return lines + ["  (seconds of a step, of the slowest rank)"] * (len(lines) > 2)
+
+
+def _reasons(found: Sequence[Difference]) -> str:
+    """What the faster spends less on, then what it pays for that."""
+    seen = [difference for difference in found if abs(difference.seconds) >= 0.005]
+    gains = [d.meaning for d in seen if d.seconds < 0][:_REASONS]
+    price = [d.meaning for d in seen if d.seconds > 0][: _REASONS - 1]
+    text = "; ".join(gains) or "every part by a little"
+    return f"{text}; though {'; '.join(price)}" if price else text
 
 
 def _counts(result: SearchResult) -> list[str]:

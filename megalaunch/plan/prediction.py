@@ -12,7 +12,8 @@ from megalaunch.plan.cost import CONSTANTS, STATEMENTS, Constant, Statement, Ste
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.memory import ENGINE, Memory
 from megalaunch.plan.memory.rank import memory_by_rank
-from megalaunch.plan.memory.saved import rows_with_bytes
+from megalaunch.plan.memory.saved import rows_with_bytes, saved_bytes
+from megalaunch.plan.memory.states import GATHERED_UNITS, MASTER
 from megalaunch.plan.memory.widths import Formats
 from megalaunch.plan.shares import chunks_by_rank
 from megalaunch.plan.topology import RankGrid, Topology
@@ -121,8 +122,7 @@ def assumptions(spec: RunSpec) -> Iterator[Constant | Statement]:
         yield from _of_chip(spec, chip)
     yield from CONSTANTS
     yield from STATEMENTS
-    yield Constant("bytes a logit at the peak", ENGINE.logit_bytes, "engine/train/loss.py")
-    yield Constant("bytes a weight of its fp32 master, divided as data_sharding says", 4, "engine/parallel/data.py")
+    yield from _of_memory()
     kinds = {kind for chunks in chunks_by_rank(spec) for chunk in chunks for kind, _ in chunk.kinds}
     for kind in sorted(kinds, key=lambda kind: (kind.mtp, kind.experts, kind.window or 0)):
         name = ("further depth" if kind.mtp else "layer with experts" if kind.experts else "layer") + (
@@ -131,6 +131,19 @@ def assumptions(spec: RunSpec) -> Iterator[Constant | Statement]:
         for row, size, spared in rows_with_bytes(spec.model, kind, Formats.of(spec), ENGINE):
             source = "computed again" if spared else f"plan/memory/saved.py, divided by {row.divided}"
             yield Constant(f"bytes a token that a {name} keeps: {row.name}", size, source)
+        working = saved_bytes(spec.model, kind, Formats.of(spec), ENGINE).working
+        yield Constant(f"bytes a token of gradients as a {name} runs backwards", working, "plan/memory/saved.py")
+
+
+def _of_memory() -> Iterator[Constant]:
+    """Constants of the memory model of our engine."""
+    sharding = "engine/parallel/data.py"
+    yield Constant("bytes a weight of its fp32 master, divided as data_sharding says", MASTER, sharding)
+    yield Constant("layers gathered at once by optim_grads_params", GATHERED_UNITS, sharding)
+    yield Constant("bytes a logit as the loss runs backwards", ENGINE.logit_bytes, "engine/train/loss.py")
+    waiting = ENGINE.waiting_logits or 0.0
+    yield Constant("bytes a logit that waits in a pipeline, beside itself", waiting, "engine/train/loss.py")
+    yield Constant("copies of its scores that a ring of cp ranks holds", ENGINE.ring_scores, "engine/parallel/ring.py")
 
 
 def _of_chip(spec: RunSpec, chip: ChipFacts) -> Iterator[Constant]:

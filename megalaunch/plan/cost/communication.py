@@ -136,10 +136,11 @@ def data_parallel(
 
     `window` is the compute of one microbatch. Reductions hide behind backward passes (2/3 of it), a gather behind
     the first forward pass (1/3), those of whole sharding behind every pass; what belongs to one `unit` cannot hide.
+    A pipeline gathers and reduces once a step, whatever is sharded.
     """
     p, microbatches = spec.parallel, topology.microbatches
-    whole = p.data_sharding == "optim_grads_params"
-    rounds = microbatches if p.data_sharding in ("optim_grads", "optim_grads_params") else 1
+    whole = p.data_sharding == "optim_grads_params" and topology.pp == 1
+    rounds = microbatches if topology.pp == 1 and p.data_sharding in ("optim_grads", "optim_grads_params") else 1
     width = 2 if spec.precision.reduce == "bf16" else 4
     reducing = rounds * _both(spec, topology, wires, held, width) + _between(spec, topology, wires, held, width)
     gathering = 0.0
@@ -148,9 +149,9 @@ def data_parallel(
     share = unit / max(1.0, sum(held))
     hidden = 0.0
     if p.overlap_grad_reduce:
-        hidden += min(reducing * (1 - share / rounds), window * rounds * 2 / 3)
+        hidden += min(reducing * (1 - share / rounds), window * rounds * c.BACKWARD_SHARE.value)
     if p.overlap_param_gather:
-        room = window * microbatches if whole else window / 3
+        room = window * microbatches if whole else window * (1 - c.BACKWARD_SHARE.value)
         hidden += min(gathering * (1 - (share / microbatches if whole else share)), room)
     return Exchange(reducing + gathering - hidden, hidden)
 

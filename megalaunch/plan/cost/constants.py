@@ -63,6 +63,16 @@ LINK = Constant("collectives inside a node reach, of the link's bandwidth", 0.80
 NETWORK = Constant("collectives between nodes reach, of the network's bandwidth", 0.85, "DeepEP: 43 of 50 GB/s")
 DEFAULT_LINK = Constant("link of a chip without a figure, bytes/s a way", 25e9, "assumed: PCIe 4 x16")
 DEFAULT_NETWORK = Constant("network of a chip without a figure, bytes/s a device", 25e9, "assumed: 200 Gb/s a device")
+BACKWARD = Constant("backward matmuls for each of the forward pass", 2.0, "gradients of inputs and of weights")
+ATTENTION_PRODUCTS = Constant(
+    "attention's backward work, of the forward work", 2.5, "FlashAttention-2, section 3.1: scores are computed again"
+)
+NORM_TRAFFIC = Constant("values moved a hidden value by norms and residuals of a layer", 16.0, "both passes; meets one H100's rates (llmq)")
+ROTARY_TRAFFIC = Constant("values moved a rotated value", 4.0, "both passes")
+GATED_TRAFFIC = Constant("values moved an inner value of a gated block", 8.0, "both passes, SwiGLU in one kernel")
+PLAIN_TRAFFIC = Constant("values moved an inner value of a plain block", 5.0, "both passes")
+BACKWARD_SHARE = Constant("part of a microbatch behind which reductions hide", 2 / 3, "the backward pass")
+ZERO_BUBBLE = Constant("bubble of the zero_bubble schedule, of 1F1B's (zbv, dualpipev: none)", 1 / 3, "Qi et al. 2024")
 GAPS = Constant("launches and waits between kernels, of the compute time", 0.02, "assumed")
 TP_EXPOSED = Constant(
     "tensor-parallel exchanges that overlap leaves exposed (overlap_tp)",

@@ -14,9 +14,6 @@ from megalaunch.config.schema.recompute import RecomputeModule
 from megalaunch.plan.cost import constants as c
 from megalaunch.plan.layers import Layer
 
-BACKWARD = 2.0  # gradients of inputs and of weights: two matmuls for each of the forward pass
-ATTENTION_BACKWARD_FLOPS = 2.5  # five products for two: scores are computed again (FlashAttention-2, section 3.1)
-
 
 @dataclass(frozen=True)
 class Device:
@@ -91,7 +88,7 @@ def layer_time(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> L
     if shape.full_again:
         again = forward + attention + memory / 3
     return LayerTime(
-        matmul=forward * (1 + BACKWARD),
+        matmul=forward * (1 + c.BACKWARD.value),
         attention=attention + attention_back,
         memory=memory,
         again=again,
@@ -163,22 +160,22 @@ def _attention(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> t
     forward = c.ATTENTION_FORWARD.value * length / (length + c.ATTENTION_FORWARD_HALF.value) * narrow
     backward = c.ATTENTION_BACKWARD.value * length / (length + c.ATTENTION_BACKWARD_HALF.value) * narrow
     seconds = flops / device.attention_flops
-    return seconds / forward, ATTENTION_BACKWARD_FLOPS * seconds / backward
+    return seconds / forward, c.ATTENTION_PRODUCTS.value * seconds / backward
 
 
 def _traffic(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> float:
     """Bytes through memory of norms, residuals, rotations and activations, both passes, in 16 bits.
 
-    Values touched a token: 16 h for two norms and residuals, 4 for each rotated value, 8 for each inner one of a
-    gated block and 5 of a plain one (facts of a roofline that meets one device's published rates).
+    Values touched a token by two norms and residuals, rotation and the inner block: a roofline that meets one device's
+    published rates.
     """
     hidden, tp = model.hidden_size, shape.tp
     part = tp if shape.sequence_parallel else 1
     query, _ = head_widths(model)
     groups = model.num_attention_heads if model.mla.kv_lora_rank else model.num_query_groups or 1
     rotated = query * (model.num_attention_heads + groups) / tp
-    inner = 8 if model.activation in GATED else 5
-    values = 16 * hidden / part + 4 * rotated
+    inner = (c.GATED_TRAFFIC if model.activation in GATED else c.PLAIN_TRAFFIC).value
+    values = c.NORM_TRAFFIC.value * hidden / part + c.ROTARY_TRAFFIC.value * rotated
     casts: float = 2 * hidden
     if kind.experts:
         moe = model.moe
@@ -196,5 +193,5 @@ def _traffic(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> flo
 def head_time(model: ModelSpec, shape: Shape, device: Device) -> float:
     """Seconds of head and loss for one microbatch, both passes."""
     vocabulary = (model.vocab_size or 1) / shape.tp
-    matmul = matmul_seconds(shape.tokens, model.hidden_size, vocabulary, device.head_flops) * (1 + BACKWARD)
+    matmul = matmul_seconds(shape.tokens, model.hidden_size, vocabulary, device.head_flops) * (1 + c.BACKWARD.value)
     return matmul + shape.tokens * vocabulary * c.LOGIT_TRAFFIC.value / device.memory

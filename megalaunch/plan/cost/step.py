@@ -20,7 +20,7 @@ from megalaunch.plan.shares import Chunk, chunks_by_rank, held_by_rank
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.facts import CHIPS, ChipFacts
 
-_BUBBLE = {"zero_bubble": 1 / 3, "zbv": 0.0, "dualpipev": 0.0}  # of 1F1B's, Qi et al. 2024
+_BUBBLE = {"zero_bubble": c.ZERO_BUBBLE.value, "zbv": 0.0, "dualpipev": 0.0}  # of 1F1B's
 
 
 class UnknownCost(ValueError):

@@ -12,7 +12,7 @@ _MEANINGS = {
     "memory": "in work bound by memory",
     "head": "in head and loss",
     "again": "in recomputation",
-    "gaps": "between kernels",
+    "gaps": "between kernels and beside exchanges",
     "bubble": "in the pipeline's bubble",
     "optimizer": "in the optimizer",
     "tp": "waiting for tensor-parallel exchanges",

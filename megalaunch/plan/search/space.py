@@ -161,11 +161,11 @@ def _layouts(layers: int, mtp: int, pp: int) -> Iterator[Division]:
 
 
 def shardings(spec: RunSpec) -> tuple[DataSharding, ...]:
-    """What data-parallel ranks divide; within a pipeline gathering anew for every microbatch is for the rules."""
+    """What data-parallel ranks divide; a pipeline keeps gradients and copies whole whatever they do."""
     p = spec.parallel
-    if (p.dp or 1) * p.cp == 1:
+    if (p.dp or 1) * p.cp == 1 or p.pp > 1:
         return ("optim",)
-    return ("optim", "optim_grads_params") if p.pp > 1 else ("optim", "optim_grads", "optim_grads_params")
+    return ("optim", "optim_grads", "optim_grads_params")
 
 
 def micro_batches(spec: RunSpec) -> Iterator[int]:
