@@ -67,7 +67,7 @@ BACKWARD = Constant("backward matmuls for each of the forward pass", 2.0, "gradi
 ATTENTION_PRODUCTS = Constant(
     "attention's backward work, of the forward work", 2.5, "FlashAttention-2, section 3.1: scores are computed again"
 )
-NORM_TRAFFIC = Constant("values moved a hidden value by norms and residuals of a layer", 16.0, "both passes; meets one H100's rates (llmq)")
+NORM_TRAFFIC = Constant("values moved a hidden value by norms and residuals", 16.0, "both passes of a layer")
 ROTARY_TRAFFIC = Constant("values moved a rotated value", 4.0, "both passes")
 GATED_TRAFFIC = Constant("values moved an inner value of a gated block", 8.0, "both passes, SwiGLU in one kernel")
 PLAIN_TRAFFIC = Constant("values moved an inner value of a plain block", 5.0, "both passes")

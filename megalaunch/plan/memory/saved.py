@@ -127,12 +127,13 @@ def rows_with_bytes(
 @lru_cache(maxsize=8192)
 def saved_bytes(model: ModelSpec, kind: Layer, formats: Formats, accounting: Accounting) -> SavedBytes:
     """What one layer keeps, by the table."""
-    kept = again = 0.0
+    kept = 0.0
+    again = {True: 0.0, False: 0.0}  # of attention, of the feed-forward block: one is done before the other begins
     widths = widths_of(model, kind, formats, accounting)
-    for _, size, spared in rows_with_bytes(model, kind, formats, accounting):
-        again += size if spared else 0.0
+    for row, size, spared in rows_with_bytes(model, kind, formats, accounting):
+        again[row in ATTENTION or row in LATENTS] += size if spared else 0.0
         kept += 0.0 if spared else size
-    return SavedBytes(kept, again, widths.r * widths.h / widths.part, _working(widths))
+    return SavedBytes(kept, max(again.values()), widths.r * widths.h / widths.part, _working(widths))
 
 
 def _working(w: Widths) -> float:
