@@ -1,0 +1,169 @@
+"""The deep plan's bytes: by hand for one small layer, against the closed form, and alike however much is computed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from made_specs import resolved
+from oracle import small_spec
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.engine.deep_plan import plan as deep
+from megalaunch.engine.deep_plan.axes import AxisNames
+from megalaunch.engine.deep_plan.plan import deep_plan
+from megalaunch.engine.measure.memory import peak_bytes
+from megalaunch.plan.memory.rank import memory_by_rank
+from megalaunch.plan.topology import Topology
+
+TOKENS, H, Q, K, N, F, V = 512, 64, 64, 32, 4, 96, 512
+
+
+def _one_layer(**values: object) -> RunSpec:
+    sizes = {"num_layers": 1, "hidden_size": H, "head_dim": 16, "num_attention_heads": N, "ffn_hidden_size": F}
+    model = {f"model__{key}": value for key, value in sizes.items()}
+    batch = {"batch__sequence_length": TOKENS, "batch__micro_batch_size": 1, "batch__global_batch_size": 1}
+    return small_spec(**(model | {"model__vocab_size": V} | batch | values))
+
+
+LAYER = 2 * H + H * (Q + 2 * K) + Q * H + 3 * H * F
+PARAMETERS = 2 * V * H + H + LAYER
+
+
+def test_bytes_of_a_layer_on_a_gpu_by_hand():
+    found = deep_plan(_one_layer(platform__chip="h100", precision__compute="bf16"))
+    assert found.parameters == PARAMETERS
+    assert found.phase == "backward"
+    # The stream and its normed form twice, queries, keys, values, attention's output, gate, up and their product in
+    # 16 bits; two statistics of norms and a log-sum for each head in 32.
+    layer = 2 * (4 * H + 2 * Q + 2 * K + 3 * F) + 4 * (2 + N)
+    ends = 2 * 2 * H + 4  # the last norm's input and output
+    rotation = 2 * 2 * 16  # cosine and sine of each position
+    assert found.kinds["activations"] == TOKENS * (layer + ends + rotation) + 2 * 4  # and the loss, and its share of the mean
+    assert found.kinds["logits"] == 3 * 4 * TOKENS * V  # log-probabilities, their gradient, the logits' gradient
+    assert found.kinds["weights"] == (4 + 2) * PARAMETERS  # the master and its gathered copy
+    assert found.kinds["optimizer"] == 2 * 4 * PARAMETERS
+    assert found.kinds["gradients"] == 0  # none yet: the first backward pass begins
+
+
+def test_states_are_divided_as_the_strategy_says():
+    words = {"parallel__dp": 4, "batch__global_batch_size": 8, "platform__chip": "h100", "precision__compute": "bf16"}
+    for strategy, weights, gradients, moments in (
+        ("no_shard", 4 + 2, 4, 8),
+        ("optim", 4 / 4 + 2, 4, 8 / 4),
+        ("optim_grads", 4 / 4 + 2, 4 / 4, 8 / 4),
+    ):
+        found = deep_plan(_one_layer(parallel__data_sharding=strategy, **words))
+        assert found.kinds["weights"] == weights * PARAMETERS, strategy
+        assert found.kinds["gradients"] == gradients * PARAMETERS, strategy
+        # Beside the moments AdamW counts the updates of each of 12 parameters.
+        assert found.kinds["optimizer"] == moments * PARAMETERS, strategy
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallel__dp": 2},
+        {"parallel__pp": 3, "parallel__schedule": "gpipe"},
+        {"parallel__pp": 3, "parallel__schedule": "1f1b"},
+        {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "interleaved", "model__num_layers": 4},
+        {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zbv", "model__num_layers": 4},
+    ],
+)
+def test_a_part_of_the_microbatches_tells_of_all(layout, monkeypatch):
+    spec = small_spec(batch__micro_batch_size=1, batch__global_batch_size=24 * layout.get("parallel__dp", 1), **layout)
+    part = deep_plan(spec, 0)
+    assert part.computed < part.microbatches == 24
+    monkeypatch.setattr(deep, "enough_microbatches", lambda spec, topology: None)
+    whole = deep_plan(spec, 0)
+    assert whole.computed == 24
+    assert (part.kinds, part.phase) == (whole.kinds, whole.phase)
+    assert part.exchanges == whole.exchanges
+
+
+LLAMA = ("recipe=llama3_8b", "data.mock=true", "model.num_layers=8", "cluster.devices_per_node=8")
+AGREED = {
+    "zero1, one microbatch": ("parallel=dp8", "batch.global_batch_size=8"),
+    "zero0": ("parallel=zero0dp8", "batch.global_batch_size=16"),
+    "zero2": ("parallel=zero2dp8", "batch.global_batch_size=16"),
+    "zero3": ("parallel=zero3dp8", "batch.global_batch_size=16"),
+    "zero3 fp32": ("parallel=zero3dp8", "batch.global_batch_size=8", "precision=fp32"),
+    "tp4": ("parallel=tp4", "batch.global_batch_size=4"),
+    "tp8sp": ("parallel=tp8sp", "batch.global_batch_size=2"),
+    "tp2cp2 a2a": ("parallel=tp2cp2", "parallel.cp_exchange=a2a", "batch.global_batch_size=4"),
+    "cp2 p2p": ("parallel=cp2", "parallel.cp_exchange=p2p", "batch.global_batch_size=4"),
+    "cp2 allgather": ("parallel=cp2", "parallel.cp_exchange=allgather", "batch.global_batch_size=4"),
+    "pp4": ("parallel=pp4", "batch.global_batch_size=16"),
+    "tp2pp2sp": ("parallel=tp2pp2sp", "batch.global_batch_size=16"),
+    "tp2pp4vpp2sp": ("parallel=tp2pp4vpp2sp", "batch.global_batch_size=8"),
+    "recompute full": ("parallel=zero2dp8", "batch.global_batch_size=16", "recompute=full"),
+    "recompute selective": ("parallel=zero2dp8", "batch.global_batch_size=16", "recompute=selective"),
+    "recompute full, tp2pp2sp": ("parallel=tp2pp2sp", "batch.global_batch_size=16", "recompute=full"),
+}
+
+
+def _hold_together(spec: RunSpec, rank: int | None = None) -> None:
+    """The total within 5 %; each kind that is a tenth of it within 5 % of its own size or 1 % of the total."""
+    found = deep_plan(spec, rank)
+    planned = memory_by_rank(spec)[Topology.of(spec).dense.place(found.rank)["pp"]]
+    assert planned.parameters == found.parameters
+    assert planned.total == pytest.approx(found.total, rel=0.05)
+    kinds = dict(found.kinds)
+    kinds["buffers"] += kinds.pop("collectives")
+    for kind, size in kinds.items():
+        if size > found.total / 10:
+            assert planned.kinds[kind] == pytest.approx(size, rel=0.05, abs=0.01 * found.total), kind
+
+
+@pytest.mark.parametrize("layout", AGREED)
+def test_the_engine_and_the_planner_agree(layout):
+    _hold_together(resolved(*LLAMA, "batch.micro_batch_size=1", *AGREED[layout])[0])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_engine_and_the_planner_agree_on_every_stage(stage):
+    spec = resolved(*LLAMA, "parallel=pp4", "batch.micro_batch_size=1", "batch.global_batch_size=16")[0]
+    _hold_together(spec, Topology.of(spec).dense.group(0, "pp")[stage])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1023])
+def test_70b_on_1024_devices(rank):
+    """Llama 3 70B at tp4 pp4 dp64: under 30 s of one processor, and under 2 GB."""
+    words = ("recipe=llama3_70b", "parallel=tp4pp4", "cluster.nodes=128", "batch.global_batch_size=256")
+    spec = resolved(*words, "data.mock=true")[0]
+    assert Topology.of(spec).world == 1024
+    started = time.process_time()
+    _hold_together(spec, rank)
+    assert time.process_time() - started < 30
+    assert peak_bytes(torch.device("cpu")) < 2e9
+
+
+def test_names_of_groups():
+    spec = small_spec(parallel__tp=2, parallel__cp=2, parallel__dp=4, parallel__pp=2, parallel__replicas=2)
+    topology = Topology.of(spec)
+    names = AxisNames(topology, 5)
+    for axes in ("tp", "cp", "dp", "pp", "tp+cp", "cp+dp"):
+        assert names.of(tuple(topology.dense.group(5, *axes.split("+")))) == axes
+    assert names.of(tuple(range(32))) == "world"
+    assert names.of((1, 5)) == "dp shard"
+    assert names.of((5, 13)) == "dp replicate"
+    assert names.of((5, 6, 7)) == "3 ranks"
+
+
+def test_what_cannot_be_planned_is_refused():
+    with pytest.raises(ValueError, match="rank 2 is outside a world of 2"):
+        deep_plan(small_spec(parallel__dp=2), 2)
+    with pytest.raises(ValueError, match="does not run precision.residual=fp32"):
+        deep_plan(small_spec(precision__residual="fp32"))
+    assert not dist.is_initialized()
+
+
+def test_nothing_stays_replaced():
+    before = torch.UntypedStorage.resize_, torch.nn.functional.rms_norm
+    deep_plan(_one_layer(platform__chip="h100"))
+    assert (torch.UntypedStorage.resize_, torch.nn.functional.rms_norm) == before
+    assert torch.zeros(1).is_cpu
+    assert not dist.is_initialized()
