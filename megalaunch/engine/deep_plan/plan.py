@@ -14,7 +14,7 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.engine.deep_plan.accelerator import as_on_gpu, reduce_as_on_gpu
 from megalaunch.engine.deep_plan.axes import AxisNames
 from megalaunch.engine.deep_plan.exchanges import Call, ExchangeLedger
-from megalaunch.engine.deep_plan.memory import MemoryLedger, Peak
+from megalaunch.engine.deep_plan.memory import Kind, MemoryLedger, Peak
 from megalaunch.engine.deep_plan.moment import Moment
 from megalaunch.engine.deep_plan.owners import Owners
 from megalaunch.engine.deep_plan.phases import told_phases
@@ -91,7 +91,7 @@ def _steps(spec: RunSpec, mesh: Mesh, moment: Moment, on_gpu: bool, world: ExitS
     parameters = sum(_held(parameter) for parameter in model.parameters())
     tokens = mesh.topology.micro_batch_size * spec.batch.sequence_length // mesh.topology.cp
     exchanges = ExchangeLedger(moment)
-    memory = MemoryLedger(moment, (tokens, (spec.model.vocab_size or 0) // mesh.tp.size))
+    memory = MemoryLedger(moment, (tokens, _columns(spec, mesh)))
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), HostNumbers(), exchanges, memory):
         world.enter_context(mode)
     world.enter_context(memory.listening())
@@ -102,26 +102,33 @@ def _steps(spec: RunSpec, mesh: Mesh, moment: Moment, on_gpu: bool, world: ExitS
     memory.after_phase = lambda: owners.claim(memory)
     step = watched_step(spec, mesh, model, optimizer, moment)
 
-    def found(number: int, microbatches: int) -> _Found:
+    def found(microbatches: int) -> _Found:
         batch = batch_of(spec, mesh, microbatches)
         owners.claim(memory)
         exchanges.clear()
         memory.begin()
         with moment.of("optimizer"):
-            step.run(number, batch, None)
+            step.run(1, batch, None)
         return _Found(memory.peak(), {one.call: (one.count, one.bytes) for one in exchanges.traffic})
 
-    fewer = enough_microbatches(spec, mesh.topology)
-    if fewer is None:
-        return parameters, mesh.topology.microbatches, found(1, mesh.topology.microbatches)
-    first, second = found(1, fewer[0]), found(2, fewer[1])
-    times = (mesh.topology.microbatches - fewer[1]) // (fewer[1] - fewer[0])
-    return parameters, fewer[1], _extended(first, second, times)
+    whole = mesh.topology.microbatches
+    for fewer, group in enough_microbatches(spec, mesh.topology):
+        first, second = found(fewer), found(fewer + group)
+        growth = _growth(first, second)
+        if not any(growth.values()) or growth == _growth(second, found(fewer + 2 * group)):
+            return parameters, fewer + group, _extended(first, second, (whole - fewer - group) // group)
+        # The peaks are not at the same moment: what grows with microbatches has not won yet.
+    return parameters, whole, found(whole)
+
+
+def _growth(fewer: _Found, more: _Found) -> dict[Kind, int]:
+    """What further microbatches add to the peak."""
+    return {kind: size - fewer.peak.kinds[kind] for kind, size in more.peak.kinds.items()}
 
 
 def _extended(fewer: _Found, more: _Found, times: int) -> _Found:
     """The step in which what `more` has beyond `fewer` comes `times` more often."""
-    kinds = {kind: size + times * (size - fewer.peak.kinds[kind]) for kind, size in more.peak.kinds.items()}
+    kinds = {kind: more.peak.kinds[kind] + times * size for kind, size in _growth(fewer, more).items()}
     traffic = {}
     for call, (count, size) in more.traffic.items():
         before = fewer.traffic.get(call, (0, 0))
@@ -137,6 +144,13 @@ def _held(parameter: Tensor) -> int:
         for name, placement in zip(names, parameter.placements, strict=True):
             divided *= 1 if placement.is_replicate() or name != "tp" else parameter.device_mesh[name].size()
     return parameter.numel() // divided
+
+
+def _columns(spec: RunSpec, mesh: Mesh) -> int:
+    """How many logits of a token are this rank's: by torch.chunk's rule, so that the last rank may have fewer."""
+    whole = spec.model.vocab_size or 0
+    width = -(-whole // mesh.tp.size)
+    return max(0, min(width, whole - mesh.tp.rank * width))
 
 
 def _boundary(spec: RunSpec, topology: Topology) -> tuple[int, int, int]:
