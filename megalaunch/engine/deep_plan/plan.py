@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -100,10 +101,10 @@ def _steps(spec: RunSpec, mesh: Mesh, moment: Moment, on_gpu: bool, world: ExitS
     owners = Owners(model, optimizer)
     owners.claim_moments(memory)
     memory.after_phase = lambda: owners.claim(memory)
-    step = watched_step(spec, mesh, model, optimizer, moment)
 
     def found(microbatches: int) -> _Found:
-        batch = batch_of(spec, mesh, microbatches)
+        step, batch = watched_step(spec, mesh, model, optimizer, moment), batch_of(spec, mesh, microbatches)
+        gc.collect()  # a schedule of before goes only now, with what it holds
         owners.claim(memory)
         exchanges.clear()
         memory.begin()
