@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from oracle import SEQUENCE, RandomSamples, small_spec
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalaunch.config.schema import RunSpec
@@ -154,6 +155,17 @@ def test_gradients_are_reduced_beside_the_backward_pass_or_after_it(strategy):
     assert beside.count("matmul") == everything
     assert sorted(_matmuls_before(beside, name))[0] < everything - 2 * LAYER
     assert _matmuls_before(after, name) == [everything] * UNITS
+
+
+def _copied_by_torch(spec: RunSpec) -> bool:
+    model = sharded_model(spec, make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank()))
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("ranks", "precision", "copied"), [(1, "fp32", False), (1, "bf16", True), (2, "fp32", True)])
+def test_one_rank_in_fp32_computes_with_the_weights_themselves(ranks, precision, copied):
+    spec = small_spec(parallel__dp=ranks, precision__compute=precision, batch__micro_batch_size=1)
+    assert run_ranks(ranks, _copied_by_torch, spec) == [copied] * ranks
 
 
 def _own_reduce_scatter(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
