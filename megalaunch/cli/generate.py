@@ -13,7 +13,9 @@ from megalaunch.rundir.outcome import ExitCode
 
 
 def generate(
-    source: Annotated[Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT", help="A run, or one of its checkpoints.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT|HF_DIR", help="A run, a checkpoint, or a Hugging Face folder.")
+    ],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token; 1: as learnt.")] = 0.8,
@@ -31,7 +33,7 @@ def generate(
 
     source = source.expanduser()
     if not source.is_dir():
-        refuse(f"{source} is no directory; give a run directory or one of its checkpoints/step_<number>")
+        refuse(f"{source} is no directory; give a run, one of its checkpoints/step_<number> or a Hugging Face folder")
     if find_spec("torch") is None:
         refuse("generate needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
     from megalaunch.engine import api

@@ -9,10 +9,11 @@ import torch
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.huggingface import is_huggingface
 from megalaunch.engine.deep_plan.report import DeepPlan, Exchange
 from megalaunch.engine.inference.convert import export_huggingface, import_huggingface
 from megalaunch.engine.inference.generate import generate_tokens
-from megalaunch.engine.inference.load import LanguageModel, find_checkpoint, load_language_model
+from megalaunch.engine.inference.load import LanguageModel, find_checkpoint, load_folder, load_language_model
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.inference.text import text_of
 
@@ -61,12 +62,14 @@ def generate(source: Path, prompt: str, max_new_tokens: int = 200, sampling: Sam
 
 
 def open_model(source: Path, report: Callable[[str], None] = lambda message: None) -> LanguageModel:
-    """The model of a run directory's newest valid checkpoint, or of a checkpoint directory, on the best device here.
+    """The model of a run's newest valid checkpoint, a checkpoint or a Hugging Face folder, on the best device here.
 
     `report` hears of checkpoints that are passed over. Raises NotADirectoryError when `source` is neither, and
     CheckpointError when there is no valid checkpoint.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if is_huggingface(source):
+        return load_folder(source, device)
     return load_language_model(find_checkpoint(source, report), device)
 
 

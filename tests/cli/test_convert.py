@@ -66,10 +66,11 @@ def test_there_and_back_is_the_same_bytes(folder, tmp_path):
 
 def test_text_comes_out_of_an_import(folder, tmp_path):
     assert convert("import", folder, "--output", tmp_path / "ckpt").exit_code == 0
-    words = ["generate", str(tmp_path / "ckpt"), "--prompt", "the cat", "--max-new-tokens", "5"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    assert result.output.startswith("the cat")
+    words = ["--prompt", "the cat", "--max-new-tokens", "9", "--temperature", "0"]
+    results = [CliRunner().invoke(app, ["generate", str(source), *words]) for source in (tmp_path / "ckpt", folder)]
+    assert [result.exit_code for result in results] == [0, 0], results[-1].output
+    assert results[0].output.startswith("the cat")
+    assert results[0].output == results[1].output
 
 
 def test_every_fault_is_listed_and_nothing_written(folder, tmp_path):

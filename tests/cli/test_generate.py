@@ -73,7 +73,8 @@ def test_what_is_no_run(tmp_path: Path):
     result = call(tmp_path / "nowhere", "--prompt", "x")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        f"{tmp_path / 'nowhere'} is no directory; give a run directory or one of its checkpoints/step_<number>\n"
+        f"{tmp_path / 'nowhere'} is no directory; "
+        "give a run, one of its checkpoints/step_<number> or a Hugging Face folder\n"
     )
     result = call(tmp_path, "--prompt", "x")
     assert result.exit_code == 2

@@ -86,8 +86,19 @@ def _hold_to_one_process(features: dict[str, Any], layout: dict[str, Any], **val
     assert_same(joined_stages(every), one_process(spec, True))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", FEATURES)
+# Each part meets each kind of layout in the quick tests; these are its further forms.
+FURTHER_FEATURES = ("pythia", "qwen3 layernorm", "olmo2 layernorm", "capped sinks", "llama3")
+FURTHER_LAYOUTS = ("tp4 sp", "cp2 gathered", "cp2 exchanged")
+CASES = [
+    pytest.param(name, layout, marks=pytest.mark.slow)
+    if name in FURTHER_FEATURES and layout in FURTHER_LAYOUTS
+    else (name, layout)
+    for name in FEATURES
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_every_gradient_is_that_of_one_process(name, layout):
     _hold_to_one_process(FEATURES[name], LAYOUTS[layout])
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megalaunch.config.schema import build_run_spec
+from megalaunch.config.schema import RunSpec, build_run_spec
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.config.spec_file import spec_to_text
 from megalaunch.data.errors import DataError
@@ -69,11 +69,11 @@ def _write(
             chunk = Chunk((0,) * len(sources[name].shape), sources[name].shape, file)
             catalogue[name] = StoredTensor(DTYPE_NAMES[sources[name].dtype], sources[name].shape, (chunk,))
     yield _text(unfinished / CATALOGUE, catalogue_text(catalogue))
-    yield _text(unfinished / SPEC_FILE, spec_text(weights.model))
+    yield _text(unfinished / SPEC_FILE, spec_to_text(spec_of(weights.model)))
     yield _text(unfinished / f"{ORIGIN}.json", json.dumps(weights.origin, indent=1) + "\n")
     for name, path in folder.companions().items():
         yield _copied(unfinished / (ORIGIN_FILE + name), path.read_bytes())
-    tokenizer = _tokenizer_text(folder)
+    tokenizer = tokenizer_text(folder)
     if tokenizer is not None:
         yield _text(unfinished / TOKENIZER_FILE, tokenizer)
 
@@ -90,10 +90,10 @@ def _shards(sources: dict[str, TensorSource]) -> Iterator[list[str]]:
     yield names
 
 
-def spec_text(model: ModelSpec) -> str:
+def spec_of(model: ModelSpec) -> RunSpec:
     """A spec with the model and nothing else of its own: enough to generate, to export and to begin a run from."""
     length = min(model.max_position_embeddings, 4096)
-    spec = build_run_spec(
+    return build_run_spec(
         {
             "model": asdict(model),
             "batch": {"sequence_length": length, "global_batch_size": 1},
@@ -101,10 +101,10 @@ def spec_text(model: ModelSpec) -> str:
             "data": {"mock": True},
         }
     )
-    return spec_to_text(spec)
 
 
-def _tokenizer_text(folder: HuggingFaceFolder) -> str | None:
+def tokenizer_text(folder: HuggingFaceFolder) -> str | None:
+    """The folder's tokenizer as a tokenizer.json, None where it has none; raises CheckpointError when it is damaged."""
     for name in ("tokenizer.json", "tokenizer.model", "vocab.json"):
         path = folder.directory / name
         if path.is_file():

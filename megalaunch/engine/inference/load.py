@@ -11,9 +11,12 @@ import torch
 from megalaunch.config.schema import RunSpec, SpecError
 from megalaunch.config.spec_file import read_spec
 from megalaunch.data.errors import DataError
-from megalaunch.data.tokenizer import Tokenizer, load_tokenizer
+from megalaunch.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of_json
 from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.foreign import ForeignWeights
 from megalaunch.engine.checkpoint.history import newest_valid
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
+from megalaunch.engine.checkpoint.import_huggingface import spec_of, tokenizer_text
 from megalaunch.engine.checkpoint.read import read_tensors
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.model.decoder import Decoder
@@ -59,6 +62,22 @@ def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
         reason = f"all of them are damaged: {', '.join(refused)}" if refused else "the run has not saved one yet"
         raise CheckpointError(f"{run.checkpoints} holds no valid checkpoint ({reason})")
     return found
+
+
+def load_folder(directory: Path, device: torch.device) -> LanguageModel:
+    """Load a Hugging Face folder as it is; raises CheckpointError with everything that keeps it from being exact."""
+    folder = HuggingFaceFolder(directory)
+    weights, text = ForeignWeights(folder), tokenizer_text(folder)
+    if text is None:
+        raise CheckpointError(f"{directory} has no tokenizer, so that no text can be generated")
+    spec = spec_of(weights.model)
+    dtype = _format(spec, device)
+    with torch.device("meta"):
+        decoder = build_decoder(spec.model)
+    placed = {name: value.to(device, dtype) for name, value in weights.walk(weights.shapes.keys())}
+    decoder.load_state_dict(placed, strict=False, assign=True)
+    decoder.tie()
+    return LanguageModel(directory, spec, decoder.eval(), tokenizer_of_json(text))
 
 
 def load_language_model(checkpoint: Path, device: torch.device) -> LanguageModel:

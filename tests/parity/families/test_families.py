@@ -16,6 +16,8 @@ from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.store import save_checkpoint
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.inference.convert import export_huggingface, import_huggingface
+from megalaunch.engine.inference.generate import generate_tokens
+from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.rundir.checkpoint.contents import WEIGHTS
 
 pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
@@ -62,6 +64,23 @@ def test_there_and_back(name, tmp_path):
         after = ours(TOKENS)
         torch.testing.assert_close(again.eval()(TOKENS).logits, after, rtol=1e-4, atol=1e-4)
     assert (after - logits).abs().max() > 1e-3, "the step changed nothing"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_greedy_text(name, tmp_path):
+    """Through the cache, past every window."""
+    theirs = make(name, tmp_path / "hf")
+    weights = ForeignWeights(HuggingFaceFolder(tmp_path / "hf"))
+    ours = build_decoder(weights.model)
+    for key, parameter in ours.named_parameters():
+        parameter.data.copy_(weights.read(key))
+    prompt = TOKENS[:1, :6]
+    expected = prompt
+    with torch.no_grad():
+        for _ in range(40):  # without a cache: the plain definition
+            expected = torch.cat((expected, theirs(expected).logits[:, -1:].argmax(-1)), dim=1)
+    found = list(generate_tokens(ours.eval(), prompt, 40, Sampling(temperature=0)))
+    assert torch.stack(found, dim=1).tolist() == expected[:, 6:].tolist()
 
 
 def _hold_gradients(folder: Path, ours, theirs) -> None:
