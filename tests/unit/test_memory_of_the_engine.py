@@ -16,11 +16,13 @@ from megalaunch.plan.memory.rank import END, LAYER, LOSS, UNIT, Memory, memory_b
 from megalaunch.plan.topology import Topology
 
 CLOSE = 0.05
-SHAPE = (
+LLAMA = (
     "model=llama3_8b", "model.num_layers=3", "model.hidden_size=1024", "model.ffn_hidden_size=3584",
     "model.num_attention_heads=16", "model.num_query_groups=4", "model.head_dim=64", "model.vocab_size=16384",
-    "platform=h100", "precision=bf16", "train.steps=10", "cluster.nodes=1",
 )  # fmt: skip
+GPT2 = ("model=gpt2_124m", "model.num_layers=3", "model.hidden_dropout=0", "model.attention_dropout=0")
+QWEN3 = ("model=qwen3_8b", *LLAMA[1:])
+RUN = ("platform=h100", "precision=bf16", "train.steps=10", "cluster.nodes=1")
 FEW_WORDS = "model.vocab_size=1024"
 SELECTIVE = "recompute=selective"
 
@@ -35,18 +37,20 @@ class Case:
     moment: str
     words: tuple[str, ...] = ()
     rank: int = 0
+    shape: tuple[str, ...] = LLAMA
 
     @property
     def name(self) -> str:
         """For pytest."""
-        return " ".join((self.layout, "x".join(map(str, self.batch)), *self.words, f"rank {self.rank}"))
+        return " ".join((self.shape[0], self.layout, "x".join(map(str, self.batch)), *self.words, f"rank {self.rank}"))
 
     @property
     def spec(self) -> RunSpec:
         """The resolved spec."""
         total, micro, length = self.batch
         spec, _ = resolved(
-            *SHAPE,
+            *self.shape,
+            *RUN,
             f"parallel={self.layout}",
             f"cluster.devices_per_node={self.ranks}",
             f"batch.sequence_length={length}",
@@ -65,6 +69,8 @@ CASES = [
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,activation]")),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,mlp]")),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "recompute=full")),
+    Case("dp", 1, (8, 4, 1024), LOSS, shape=GPT2),  # LayerNorm, biases, learned positions, tied embeddings
+    Case("dp", 1, (8, 4, 1024), LOSS, shape=QWEN3),  # norms of queries and keys
     Case("zero0", 4, (8, 1, 512), END, ("precision.reduce=bf16",)),
     Case("zero1", 8, (8, 1, 256), UNIT, (FEW_WORDS,)),
     Case("zero2", 4, (16, 2, 2048), LAYER, (FEW_WORDS,)),
