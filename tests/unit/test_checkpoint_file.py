@@ -162,3 +162,16 @@ def test_ten_thousand_mutated_headers_are_refused_or_right(tmp_path: Path):
 
 def test_both_wings_know_the_same_dtypes():
     assert {DTYPE_NAMES[dtype]: dtype.itemsize for dtype in DTYPES.values()} == dict(DTYPE_BYTES)
+
+
+def test_a_file_of_any_size_is_read():
+    """Two tensors far into a file of 12 GB: only its header is at hand."""
+    gigabytes = {"first": [0, 4 * 10**9], "second": [4 * 10**9, 12 * 10**9]}
+    header = {
+        name: {"dtype": "F32", "shape": [(end - begin) // 4], "data_offsets": [begin, end]}
+        for name, (begin, end) in gigabytes.items()
+    }
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text
+    entries = read_header("x", io.BytesIO(content).read, len(content) + 12 * 10**9)
+    assert entries["second"].end == len(content) + 12 * 10**9

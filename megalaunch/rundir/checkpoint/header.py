@@ -72,11 +72,16 @@ def _entry(name: str, value: Any, start: int) -> Entry:
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise ValueError(f"{name!r} has the unknown dtype {dtype!r}")
     shape, offsets = value["shape"], value["data_offsets"]
-    if not are_sizes(shape) or not are_sizes(offsets) or len(offsets) != 2:
+    if not are_sizes(shape) or not _are_places(offsets):
         raise ValueError(f"{name!r} has impossible sizes")
     if math.prod(shape) * DTYPE_BYTES[dtype] != offsets[1] - offsets[0]:
         raise ValueError(f"{name!r} has {offsets[1] - offsets[0]} bytes, which its shape {shape} does not need")
     return Entry(dtype, tuple(shape), start + offsets[0], start + offsets[1])
+
+
+def _are_places(offsets: Any) -> bool:
+    """Whether these are two places in a file, whatever its size: their product means nothing."""
+    return isinstance(offsets, list) and len(offsets) == 2 and all(are_sizes([offset]) for offset in offsets)
 
 
 def are_sizes(values: Any) -> bool:
