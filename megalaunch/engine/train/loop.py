@@ -129,6 +129,7 @@ class Loop:
             self._record.event("stop_requested", signal=self._asked_to_stop.name)
         if self.step > 0:
             self._saver.save(self._position)
+        self._record.phase("ending", self.step)
         return self._ending()
 
     @property
