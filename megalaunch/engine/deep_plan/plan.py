@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.engine.deep_plan.accelerator import as_on_gpu, reduce_as_on_gpu
 from megalaunch.engine.deep_plan.axes import AxisNames
 from megalaunch.engine.deep_plan.exchanges import Call, ExchangeLedger
@@ -51,6 +51,7 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     beyond = [f"{limit.path}={value}" for limit, value in unsupported(spec)]
     if beyond:
         raise ValueError(f"the engine does not run {', '.join(beyond)}")
+    spec = with_values(spec, {"train.compile": False})  # a compiler would want tensors that have memory
     topology = Topology.of(spec)
     rank = topology.dense.group(0, "pp")[memory_of(spec).rank] if rank is None else rank
     coordinates = topology.coordinates(rank)

@@ -47,6 +47,14 @@ class FrugalStage(PipelineStage):
         _forget(self.grad_recv_info[bwd_chunk_id])
         return found
 
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """As torch's; after it the loss, which the schedule keeps, no longer holds the graph and the stage's input."""
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None and full_backward:
+            loss.detach_()
+
 
 def _forget(infos: tuple[Any, ...]) -> None:
     for info in infos:
