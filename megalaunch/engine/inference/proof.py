@@ -16,7 +16,8 @@ from megalaunch.engine.inference.streamed import Read, streamed_logits
 
 TOLERANCE = 1e-4  # of the largest logit; of 1 where that is smaller
 _ROWS, _LENGTH = 2, 24
-_TRANSFORMERS_BYTES = 1_000_000_000  # in fp32: memory stays below 2 GB; beyond it the other side is read with our own decoder, layer by layer
+# In fp32. Memory stays below 2 GB: beyond it the other side is read with our own decoder, layer by layer.
+_TRANSFORMERS_BYTES = 1_000_000_000
 
 
 def prove(
