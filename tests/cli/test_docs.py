@@ -72,7 +72,8 @@ def test_commands_are_valid(words, tmp_path):
 def test_printed_output_is_real(transcript):
     command, _, printed = transcript.partition("\n")
     done = call(shlex.split(command)[2:], ROOT)
-    assert printed.strip() in done.stdout + done.stderr
+    said = (done.stdout + done.stderr).replace(f"{ROOT}/", "")  # pages name no checkout's place
+    assert printed.strip() in said
 
 
 def test_there_is_something_to_test():
