@@ -33,7 +33,8 @@ def free_disk(path: Path) -> int | None:
     try:
         while not path.exists() and path != path.parent:
             path = path.parent
-        return shutil.disk_usage(path).free
+        usage = shutil.disk_usage(path)
+        return usage.free if usage.total else None  # of size 0 are /proc and its like, where nothing can be written
     except (OSError, ValueError):  # not readable; no path at all
         return None
 
