@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 pytest_plugins = ["forked_ranks", "proofs"]
@@ -13,3 +15,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     drawn.addoption("--random", type=int, default=6, help="layouts to hold to one process")
     drawn.addoption("--pairs", type=int, default=6, help="pairs of layouts to save and load under")
     drawn.addoption("--seed", type=int, default=0, help="seed of what is drawn")
+
+
+def pytest_configure() -> None:
+    """Ctrl-C reaches the processes of tests, also where a shell in the background has it ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
