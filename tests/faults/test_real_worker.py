@@ -21,7 +21,7 @@ from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
 
 SAME = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
-STEPS = 30
+STEPS = 60  # two seconds of steps: time enough to strike in the middle
 
 
 @pytest.fixture(scope="module")
