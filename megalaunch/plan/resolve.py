@@ -234,12 +234,16 @@ def _micro_batch(spec: RunSpec) -> _Changes:
     return {"batch.micro_batch_size": (share, why)}
 
 
+_MOST_GROUPS = 1000  # of microbatches that are tried: no batch has more, and a check must not take long
+
+
 def _for_every_stage(share: int, spec: RunSpec) -> int:
     """The largest part of a rank's share that leaves a microbatch for every stage, in whole groups of pp."""
-    pp, stages = spec.parallel.pp, spec.parallel.pp * virtual_stages(spec)
-    for count in range(stages, share + 1):
-        if share % count == 0 and count % pp == 0:
-            return share // count
+    groups, rest = divmod(share, spec.parallel.pp)
+    chunks = virtual_stages(spec)
+    for count in range(chunks, min(groups, chunks + _MOST_GROUPS) + 1) if rest == 0 else ():
+        if groups % count == 0:
+            return groups // count
     return 1
 
 

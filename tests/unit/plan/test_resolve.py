@@ -1,3 +1,4 @@
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,13 @@ def test_the_quickstart_fits_one_to_eight_workers(dp, micro):
     spec, _ = resolved("recipe=quickstart", machine=node)
     assert (spec.platform.chip, spec.parallel.dp, spec.batch.micro_batch_size) == ("h100", dp, micro)
     assert spec.precision.compute == "bf16"
+
+
+def test_a_huge_batch_of_a_pipeline_is_divided_at_once():
+    began = time.process_time()
+    words = ("parallel=pp2", "parallel.vpp=2", "batch.global_batch_size=2000000014")  # twice a prime
+    assert resolved("recipe=quickstart", *words)[0].batch.micro_batch_size == 1
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(("layout", "micro"), [("pp2", 4), ("pp4", 2), ("pp2vpp2", 2), ("pp2dp2", 2), ("pp2dp8", 1)])
