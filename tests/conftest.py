@@ -18,5 +18,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Ctrl-C reaches the processes of tests, also where a shell in the background has it ignored."""
+    """Ctrl-C and hang-ups reach the processes of tests, also below nohup and in background shells."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
