@@ -44,7 +44,9 @@ def _two_steps(poison: str, samples: RandomSamples) -> dict[str, object]:
     step.run(1, batches.of(1, 2), None)
     if poison == "loss" and mesh.rank == 1:
         passes = itertools.count()
-        model.parts[-1].head.register_forward_hook(lambda module, x, logits: logits * (torch.nan if next(passes) == 1 else 1))
+        model.parts[-1].head.register_forward_hook(
+            lambda module, x, logits: logits * (torch.nan if next(passes) == 1 else 1)
+        )
     if poison == "gradient" and mesh.rank == 1:
         model.parts[-1].norm.register_full_backward_hook(lambda *_: (_[1][0] * torch.inf,))
     weights = [local_values(p).clone() for p in model.parameters()]

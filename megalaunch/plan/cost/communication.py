@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.plan.cost import constants as c
+from megalaunch.plan.exchange import usual_exchange
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.facts import ChipFacts
 
@@ -91,8 +92,7 @@ def context_parallel(
     if cp == 1:
         return Exchange()
     queries, keys = widths
-    ways = spec.parallel.cp_exchange
-    way = ways if isinstance(ways, str) else ways[0]
+    way = usual_exchange(spec.parallel)
     if way == "a2a":
         return Exchange(2 * wires.all_to_all(tokens * 2 * (2 * queries + keys), cp, tp))
     ring = 3 * wires.ring(cp * tokens * keys * 2, cp, tp)

@@ -8,6 +8,7 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.model import GATED, ModelSpec
 from megalaunch.config.schema.parallel import ContextExchange
 from megalaunch.config.schema.recompute import RecomputeModule
+from megalaunch.plan.exchange import usual_exchange
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.accounting import Accounting
 
@@ -87,7 +88,7 @@ class Formats:
             modules=modules,
             keys=spec.batch.sequence_length,
             cp=p.cp,
-            exchange=p.cp_exchange if isinstance(p.cp_exchange, str) else p.cp_exchange[0],
+            exchange=usual_exchange(p),
             documents=spec.data.reset_attention,
         )
 

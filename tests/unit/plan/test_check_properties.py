@@ -101,6 +101,7 @@ def value_of(word: str):
 @example(("tiny", {"data.blend": ("", "2 x")}), LAPTOP, "validate")
 @example(("tiny", {"data.blend": ("2 x", "0"), "data.corpus": None}), LAPTOP, "validate")
 @example(("tiny", {"parallel.tp": 10**9, "cluster.nodes": 3, "cluster.devices_per_node": 7}), LAPTOP, "train")
+@example(("tiny", {"parallel.cp_exchange": ()}), LAPTOP, "validate")
 @given(SPECS, MACHINES, st.sampled_from(["validate", "train"]))
 def test_the_checker_never_raises_and_shown_fixes_are_right(drawn, machine, purpose):
     recipe, values = drawn

@@ -1,0 +1,15 @@
+"""Which way of exchanging keys stands for all layers, where memory and time are predicted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megalaunch.config.schema.parallel import ContextExchange, ParallelSpec
+
+
+def usual_exchange(parallel: ParallelSpec) -> ContextExchange:
+    """The one of most layers; of an empty list, which its rule reports, the default."""
+    ways = parallel.cp_exchange
+    if isinstance(ways, str):
+        return ways
+    return Counter(ways).most_common(1)[0][0] if ways else "p2p"
