@@ -24,6 +24,8 @@ class Accounting:
     `activation_inputs`: what a gated activation keeps: gate and up (2), or silu(gate) as well (3).
     `deferred_heads`: microbatches whose gradients of logits wait, so that the head's own gradient comes late.
     `plain_contexts`: attention over gathered keys, or within documents, keeps a mask in the format of queries.
+    `stage_messages`: a pipeline's stage keeps its output of each microbatch in flight until that runs backwards, and
+    holds one gradient that came and one that leaves.
     `ring_scores`: fp32 copies of scores that a ring of context-parallel ranks works on, where no kernel is fused.
     """
 
@@ -39,13 +41,20 @@ class Accounting:
     waiting_logits: float | None = None
     plain_contexts: bool = False
     ring_scores: int = 0
+    stage_messages: bool = False
 
 
 # FSDP2 over fp32 master weights (engine/parallel/data.py). The loss (engine/train/loss.py) holds, as it runs
 # backwards, log-probabilities, their gradient and the logits' gradient, each in fp32; the 16-bit logits are gone.
-# engine/parallel/ring.py works on scores and on their gradients.
+# engine/parallel/ring.py works on scores and on their gradients. torch's stages keep what they have sent on.
 ENGINE = Accounting(
-    "engine", sharded_master=True, logit_bytes=12.0, waiting_logits=4.0, plain_contexts=True, ring_scores=2
+    "engine",
+    sharded_master=True,
+    logit_bytes=12.0,
+    waiting_logits=4.0,
+    plain_contexts=True,
+    ring_scores=2,
+    stage_messages=True,
 )
 
 # Megatron-LM: 2 (weights) + 4 (main gradients) + 12 / (dp cp) bytes a parameter (report_theoretical_memory). Its

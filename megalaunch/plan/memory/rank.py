@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.plan.layers import Layer
@@ -68,6 +68,8 @@ def memory_by_rank(spec: RunSpec, accounting: Accounting = ENGINE) -> list[Memor
     found = []
     for rank, chunks in enumerate(ranks):
         kept = _kept(spec, topology, rank, chunks, saved, ends)
+        if accounting.stage_messages:
+            kept = _with_messages(kept, chunks, next(iter(saved.values())).boundary)
         moments = _moments(spec, topology, kept, held[rank], rank, chunks, accounting)
         found.append(max(moments, key=lambda memory: memory.total))
     return found
@@ -78,14 +80,20 @@ class _Kept:
     """Activations of a rank, bytes for each token of a microbatch.
 
     `all` as its backward passes begin; `layer` those of one layer, `working` what comes on top while one runs
-    backwards; `copies` microbatches in flight, `head_copies` of them in the part that has the head.
+    backwards; `messages` gradients between stages meanwhile. `alive`: microbatches of each chunk in flight.
     """
 
     all: float
     layer: float
     working: float
-    copies: int
+    alive: tuple[int, ...]
     head_copies: int
+    messages: float = 0.0
+
+    @property
+    def copies(self) -> int:
+        """Microbatches in flight, of the chunk that has most."""
+        return max(1, *self.alive)
 
 
 def _moments(
@@ -121,7 +129,7 @@ def _moments(
 
     if losses:
         yield at(LOSS, states.loss, kept.all, losses * (accounting.logit_bytes + own) * vocabulary)
-    yield at(LAYER, states.layer, kept.all + kept.working)
+    yield at(LAYER, states.layer, kept.all + kept.working, buffers=tokens * kept.messages)
     if states.unit:
         yield at(UNIT, states.layer, kept.all - kept.layer, buffers=states.unit)
     if states.between is not None:
@@ -181,7 +189,14 @@ def _kept(
         if chunk.head:
             total += ends * copies
             head_copies = max(1, copies)
-    return _Kept(total, layer, working, max(1, *alive), head_copies)
+    return _Kept(total, layer, working, alive, head_copies)
+
+
+def _with_messages(kept: _Kept, chunks: tuple[Chunk, ...], stream: float) -> _Kept:
+    """With the outputs that stages keep, and the gradients that they get from the next and give to the one before."""
+    outputs = sum(copies for chunk, copies in zip(chunks, kept.alive, strict=True) if not chunk.head)
+    gradients = any(not chunk.head for chunk in chunks) + any(not chunk.embedding for chunk in chunks)
+    return replace(kept, all=kept.all + outputs * stream, messages=gradients * stream)
 
 
 def _with_recompute(spec: RunSpec, saved: SavedBytes, layers: int, left: int) -> tuple[float, float, int]:
