@@ -6,7 +6,7 @@ returns at once, so that a matmul can run beside the exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,20 +52,23 @@ def start_reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Pending:
 
 def start_exchange(x: Tensor, axis: Axis) -> Pending:
     """The i-th of equal parts along dim 0 goes to rank i; the result holds one part of each rank, in rank order."""
+    splits = [x.shape[0] // axis.size] * axis.size
+    return start_uneven_exchange(x, splits, splits, axis)
+
+
+def start_uneven_exchange(x: Tensor, to: Sequence[int], found: Sequence[int], axis: Axis) -> Pending:
+    """Rows of `x`, so many to each rank in rank order; the result holds `found` rows of each."""
     if axis.size == 1:
         return _done(x)
-    splits = [x.shape[0] // axis.size] * axis.size
-    return Pending(_OPS.all_to_all_single(x.contiguous(), splits, splits, axis.group), _as_it_is)
+    return Pending(_OPS.all_to_all_single(x.contiguous(), list(found), list(to), axis.group), _as_it_is)
 
 
 def start_shift(x: Tensor, axis: Axis) -> Pending:
     """What the rank before this one has; the first gets the last one's."""
-    if axis.size == 1:
-        return _done(x)
     rows = x.shape[0]
-    sent = [rows if rank == (axis.rank + 1) % axis.size else 0 for rank in range(axis.size)]
+    to = [rows if rank == (axis.rank + 1) % axis.size else 0 for rank in range(axis.size)]
     found = [rows if rank == (axis.rank - 1) % axis.size else 0 for rank in range(axis.size)]
-    return Pending(_OPS.all_to_all_single(x.contiguous(), found, sent, axis.group), _as_it_is)
+    return start_uneven_exchange(x, to, found, axis)
 
 
 def start_sum(x: Tensor, axis: Axis) -> Pending:

@@ -8,7 +8,13 @@ from megalaunch.config.schema.parallel import ContextExchange, ParallelSpec
 
 
 def usual_exchange(parallel: ParallelSpec) -> ContextExchange:
-    """The one of most layers; of an empty list, which its rule reports, the default."""
+    """The one of most layers; of an empty list, which its rule reports, the default.
+
+    Of documents dealt out by length the worst case, since a plan does not know them: one as long as its sample is
+    cut over all ranks, and each gets all its keys.
+    """
+    if parallel.cp_dynamic:
+        return "allgather"
     ways = parallel.cp_exchange
     if isinstance(ways, str):
         return ways

@@ -50,7 +50,6 @@ LIMITS = (
     Limit("parallel.microbatch_group", (None,), "groups of another size than pp"),
     Limit("parallel.ep", (1,), "expert parallelism"),
     Limit("parallel.etp", (None, 1), "tensor parallelism inside experts"),
-    Limit("parallel.cp_dynamic", (False,), "context-parallel groups by length"),
     Limit("precision.compute", ("auto", "fp32", "bf16"), "fp16 and fp8"),
     Limit("precision.gradients", ("fp32",), "gradients kept in bf16"),
     Limit("precision.moments", ("fp32",), "moments in bf16"),

@@ -51,7 +51,8 @@ class Topology:
 
     `shards` is how many data-parallel ranks share one copy of what is sharded, `replicas` how many copies there
     are (dp = replicas * shards); without sharding every rank is a replica. `microbatches` is per rank and step.
-    `last_stage_rank` is the pp rank that holds the head; `cp_hierarchy` the sizes of cp inside and outside, if any.
+    `last_stage_rank` is the pp rank that holds the head; `cp_hierarchy` the sizes of cp inside and outside, if any;
+    `cp_dynamic` says that documents are dealt out to context-parallel ranks by their length.
     """
 
     tp: int
@@ -69,6 +70,7 @@ class Topology:
     nodes: int
     last_stage_rank: int
     cp_hierarchy: tuple[int, ...] = ()
+    cp_dynamic: bool = False
 
     @classmethod
     def of(cls, spec: RunSpec) -> Topology:
@@ -96,6 +98,7 @@ class Topology:
             nodes=spec.cluster.nodes,
             last_stage_rank=0 if p.schedule in V_SCHEDULES else p.pp - 1,
             cp_hierarchy=p.cp_hierarchy if p.cp > 1 else (),
+            cp_dynamic=p.cp_dynamic and p.cp > 1,
         )
 
     @property

@@ -76,10 +76,8 @@ CASES = {
         "parallel=tp2cp2 parallel.cp_exchange=a2a model.num_query_groups=4",
         TWELVE,
     ),
-    "parallel.dynamic_cp_stages": Case("parallel=cp2pp2", "parallel=cp2", DYNAMIC),
-    "parallel.dynamic_cp_groups": Case(
-        "parallel=cp2dp3 batch.global_batch_size=24", "parallel=cp2dp4 batch.global_batch_size=24", DYNAMIC
-    ),
+    "parallel.dynamic_cp_needs_cp": Case("parallel=dp2", "parallel=cp2", DYNAMIC),
+    "parallel.dynamic_cp_compile": Case("parallel=cp2 train.compile=true", "parallel=cp2 train.compile=false", DYNAMIC),
     "parallel.dynamic_cp_latent": Case(
         "parallel=cp2 model.mla.kv_lora_rank=16 model.num_query_groups=null", "parallel=cp2", DYNAMIC
     ),

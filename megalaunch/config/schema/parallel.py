@@ -46,7 +46,7 @@ class ParallelSpec:
     cp_hierarchy: tuple[int, ...] = setting(
         (), "Sizes of a2a inside and p2p outside (a2a+p2p); empty: none.", minimum=1
     )
-    cp_dynamic: bool = setting(False, "Packed documents get context-parallel groups by their length.")
+    cp_dynamic: bool = setting(False, "Packed documents get context-parallel groups by their length, 1 to cp ranks.")
     expert_dispatch: Literal["alltoall", "allgather", "flex"] = setting(
         "alltoall", "How tokens reach their experts; flex: a fused library (DeepEP)."
     )

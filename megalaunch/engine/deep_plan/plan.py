@@ -19,11 +19,13 @@ from megalaunch.engine.deep_plan.memory import Kind, MemoryLedger, Peak
 from megalaunch.engine.deep_plan.moment import Moment
 from megalaunch.engine.deep_plan.owners import Owners
 from megalaunch.engine.deep_plan.phases import told_phases
+from megalaunch.engine.deep_plan.replaced import replaced
 from megalaunch.engine.deep_plan.report import DeepPlan, Exchange
 from megalaunch.engine.deep_plan.sampling import enough_microbatches
-from megalaunch.engine.deep_plan.step import batch_of, watched_step
+from megalaunch.engine.deep_plan.step import batch_of, watched_step, whole_samples
 from megalaunch.engine.deep_plan.world import HostNumbers, absent_neighbours, fake_mesh
 from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.parallel import dealt_context
 from megalaunch.engine.precision.policy import compute_format
 from megalaunch.engine.train.assemble import give_memory, laid_out
 from megalaunch.engine.train.optimizer import NamedAdamW
@@ -60,6 +62,7 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     with ExitStack() as world:
         mesh = world.enter_context(fake_mesh(topology, rank))
         world.enter_context(told_phases(moment))
+        world.enter_context(replaced(dealt_context, "run_lengths", whole_samples))
         if on_gpu:
             world.enter_context(as_on_gpu())
         world.enter_context(absent_neighbours(_boundary(spec, topology), compute_format(spec.precision)))

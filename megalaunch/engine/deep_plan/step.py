@@ -39,6 +39,11 @@ class Watched:
         self.passes.release()
 
 
+def whole_samples(documents_BS: Tensor) -> tuple[int, ...]:
+    """The length of each row's only document, which a fake tensor does not tell (`dealt_context.run_lengths`)."""
+    return (documents_BS.shape[1],) * documents_BS.shape[0]
+
+
 class SameRow:
     """Samples that are all alike: sizes do not depend on words."""
 
@@ -68,6 +73,6 @@ def watched_step(spec: RunSpec, mesh: Mesh, model: ModelParts, optimizer: NamedA
 def batch_of(spec: RunSpec, mesh: Mesh, microbatches: int) -> StepBatch:
     """So many microbatches of this rank, on the CPU."""
     size = mesh.topology.micro_batch_size
-    one = share(microbatch([SameRow(spec)[0]] * size), mesh.cp)
+    one = share(microbatch([SameRow(spec)[0]] * size), mesh.cp, mesh.topology.cp_dynamic)
     indices = tuple(range(number * size, (number + 1) * size) for number in range(microbatches))
     return StepBatch(indices, (one,) * microbatches, microbatches * one.labels.numel())

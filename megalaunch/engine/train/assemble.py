@@ -20,6 +20,7 @@ from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.parallel.compile import compile_layers
 from megalaunch.engine.parallel.context import ContextParallel
 from megalaunch.engine.parallel.data import shard
+from megalaunch.engine.parallel.dealt_context import DealtContext
 from megalaunch.engine.parallel.pipeline import keep_stage
 from megalaunch.engine.parallel.recompute import recompute
 from megalaunch.engine.parallel.tensor import TensorParallel, divide
@@ -83,7 +84,9 @@ def _boundary(spec: RunSpec, mesh: Mesh) -> Boundary:
 
 
 def _context(spec: RunSpec, mesh: Mesh) -> Context:
-    return ContextParallel.of(spec.parallel, mesh) if mesh.cp.size > 1 else WHOLE_SAMPLE
+    if mesh.cp.size == 1:
+        return WHOLE_SAMPLE
+    return DealtContext(mesh.cp) if spec.parallel.cp_dynamic else ContextParallel.of(spec.parallel, mesh)
 
 
 def _open_tokens(spec: RunSpec) -> tuple[Rows, FiniteRows | None]:

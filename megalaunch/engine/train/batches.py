@@ -18,6 +18,7 @@ from megalaunch.data.row import Row, Rows
 from megalaunch.engine.ending import Problem
 from megalaunch.engine.mesh import Axis, Mesh
 from megalaunch.engine.parallel.context import places_of
+from megalaunch.engine.parallel.dealt_context import tokens_of
 from megalaunch.engine.train.loss import IGNORED
 from megalaunch.rundir.outcome import ExitCode
 
@@ -29,7 +30,8 @@ _PATIENCE = 2.0  # seconds after which a wait for tokens is told, and told again
 class MicroBatch:
     """Inputs and labels, [B, S] int64 each; an IGNORED label has no loss.
 
-    `positions` and `documents` ([B, S] int64) as in data's Row; None as there.
+    `positions` and `documents` ([B, S] int64) as in data's Row; None as there. Where tokens are dealt out by the
+    length of documents, every rank has the `documents` of whole samples.
     """
 
     tokens: Tensor
@@ -85,6 +87,7 @@ class BatchShape:
     data_rank: int
     data_size: int
     context: Axis = Axis("cp")
+    by_length: bool = False
 
     def indices(self, step: int) -> tuple[range, ...]:
         """The sample indices of each of this rank's microbatches in `step` (the first is 1)."""
@@ -96,7 +99,8 @@ class BatchShape:
 
 def batch_shape(global_batch_size: int, mesh: Mesh) -> BatchShape:
     """This rank's share of every global batch."""
-    return BatchShape(global_batch_size, mesh.topology.micro_batch_size, mesh.data_rank, mesh.data_size, mesh.cp)
+    t = mesh.topology
+    return BatchShape(global_batch_size, t.micro_batch_size, mesh.data_rank, mesh.data_size, mesh.cp, t.cp_dynamic)
 
 
 class TrainBatches:
@@ -158,7 +162,7 @@ class TrainBatches:
         except (DataError, OSError) as error:
             reason = f"the training tokens of step {step} cannot be read: {error}"
             return StepBatch(indices, problem=Problem(ExitCode.DATA, reason))
-        microbatches = tuple(share(microbatch(group), self._shape.context) for group in groups)
+        microbatches = tuple(share(microbatch(group), self._shape.context, self._shape.by_length) for group in groups)
         if self._device.type == "cuda":
             microbatches = tuple(one.map(Tensor.pin_memory) for one in microbatches)
         return StepBatch(indices, microbatches, sum(int((m.labels != IGNORED).sum()) for m in microbatches))
@@ -176,12 +180,17 @@ def microbatch(rows: Sequence[Row]) -> MicroBatch:
     return MicroBatch(tokens, labels, positions, documents)
 
 
-def share(batch: MicroBatch, context: Axis) -> MicroBatch:
-    """This rank's tokens of each sample."""
+def share(batch: MicroBatch, context: Axis, by_length: bool = False) -> MicroBatch:
+    """This rank's tokens of each sample, or `by_length` of documents as many of all samples."""
     if context.size == 1:
         return batch
-    places = places_of(batch.tokens.shape[1], context)
-    return replace(batch, positions=batch.inputs["positions"]).map(lambda part: part[:, places])
+    placed = replace(batch, positions=batch.inputs["positions"])
+    if not by_length:
+        places = places_of(batch.tokens.shape[1], context)
+        return placed.map(lambda part: part[:, places])
+    documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
+    tokens = tokens_of(documents, context)
+    return replace(replace(placed, documents=None).map(lambda part: part.flatten()[tokens]), documents=documents)
 
 
 def _stacked(parts: Sequence[npt.NDArray[np.int64] | None], otherwise: npt.NDArray[np.int64]) -> Tensor | None:

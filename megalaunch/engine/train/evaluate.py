@@ -39,7 +39,7 @@ def validation_loss(
         if not may_go_on(problem) or batch is None:
             passes.release()
             return None
-        batch = share(batch, mesh.cp).map(lambda part: part.to(mesh.device))
+        batch = share(batch, mesh.cp, mesh.topology.cp_dynamic).map(lambda part: part.to(mesh.device))
         sums[0] += passes.evaluate(batch)
         sums[1] += (batch.labels != IGNORED).sum()
     passes.release()

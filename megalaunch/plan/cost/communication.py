@@ -86,7 +86,8 @@ def context_parallel(
     """One layer and one microbatch; `widths` of queries and of keys with values, `attention` seconds to hide behind.
 
     p2p (Liu et al. 2023): keys and values go around, both passes, and their gradients in the second. a2a (Jacobs et
-    al. 2023): all four tensors change from sequence to heads and back. allgather: keys and values at once.
+    al. 2023): all four tensors change from sequence to heads and back. allgather: keys and values at once. Documents
+    dealt out by length: as if each were as long as its sample, which is the most that travels.
     """
     cp, tp = topology.cp, topology.tp
     if cp == 1:
@@ -95,6 +96,8 @@ def context_parallel(
     way = usual_exchange(spec.parallel)
     if way == "a2a":
         return Exchange(2 * wires.all_to_all(tokens * 2 * (2 * queries + keys), cp, tp))
+    if spec.parallel.cp_dynamic:  # keys there, their gradients back
+        return Exchange(2 * wires.ring(cp * tokens * keys * 2, cp, tp))
     ring = 3 * wires.ring(cp * tokens * keys * 2, cp, tp)
     if way == "allgather":
         return Exchange(ring)

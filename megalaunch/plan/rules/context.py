@@ -146,22 +146,21 @@ def _other_exchange(at: Situation) -> Iterator[Fix]:
             yield {"parallel.cp_exchange": "a2a+p2p", "parallel.cp_hierarchy": pair}
 
 
-@rule("parallel.dynamic_cp_stages", "Context-parallel groups by length are made without a pipeline.")
-def dynamic_cp_stages(at: Situation) -> Iterator[Broken]:
-    """Microbatches of different groups would meet in one stage."""
+@rule("parallel.dynamic_cp_needs_cp", "Documents are dealt out by length where there are ranks to deal to.")
+def dynamic_cp_needs_cp(at: Situation) -> Iterator[Broken]:
+    """With cp 1 every rank has its documents whole, and the choice has no effect."""
+    if at.spec.parallel.cp_dynamic and at.spec.parallel.cp == 1:
+        fixes = ({"parallel.cp_dynamic": False},)
+        yield Broken("parallel.cp_dynamic", "cp_dynamic has no effect: cp is 1", {"cp": 1}, fixes, "warning")
+
+
+@rule("parallel.dynamic_cp_compile", "Layers are compiled where documents are not dealt out by length.")
+def dynamic_cp_compile(at: Situation) -> Iterator[Broken]:
+    """Every microbatch has documents of its own, and a graph of its own would be compiled for each."""
     p = at.spec.parallel
-    if p.cp_dynamic and p.pp > 1:
-        yield _dynamic(at, f"cp_dynamic needs one pipeline stage, and pp is {p.pp}", {"pp": p.pp}, {"parallel.pp": 1})
-
-
-@rule("parallel.dynamic_cp_groups", "Context-parallel groups by length halve a power of two of ranks.")
-def dynamic_cp_groups(at: Situation) -> Iterator[Broken]:
-    """Groups of 1, 2, 4, ... ranks are cut from dp x cp."""
-    p, dp = at.spec.parallel, at.dp
-    if p.cp_dynamic and dp is not None and (dp * p.cp) & (dp * p.cp - 1):
-        ranks = dp * p.cp
-        message = f"cp_dynamic cuts groups of 1, 2, 4, ... from dp {dp} x cp {p.cp} = {ranks}, which is no power of two"
-        yield _dynamic(at, message, {"dp": dp, "cp": p.cp, "ranks": ranks})
+    if p.cp_dynamic and p.cp > 1 and at.spec.train.compile:
+        message = "cp_dynamic attends in other pieces in every microbatch, and train.compile would compile each anew"
+        yield _dynamic(at, message, {}, {"train.compile": False})
 
 
 @rule("parallel.dynamic_cp_latent", "Context-parallel groups by length are made for ordinary attention.")
@@ -179,12 +178,12 @@ def dynamic_cp_documents(at: Situation) -> Iterator[Broken]:
         yield _dynamic(at, message, {}, {"data.reset_attention": True})
 
 
-@rule("parallel.dynamic_cp_exchange", "Context-parallel groups by length pass keys around (p2p).")
+@rule("parallel.dynamic_cp_exchange", "Context-parallel groups by length have a way of their own to exchange keys.")
 def dynamic_cp_exchange(at: Situation) -> Iterator[Broken]:
-    """The number of heads cannot divide over groups of every size, and a hierarchy has one size."""
+    """Keys go straight to the ranks whose queries see them: neither all to all, nor around, nor heads for tokens."""
     others = [kind for kind in _exchanges(at) if kind != "p2p"]
     if at.spec.parallel.cp_dynamic and others:
-        message = f"cp_dynamic changes the size of groups, which cp_exchange={'+'.join(others)} cannot"
+        message = f"cp_dynamic sends keys where they are seen, and cp_exchange={'+'.join(others)} would not be followed"
         yield _dynamic(at, message, {}, {"parallel.cp_exchange": "p2p", "parallel.cp_hierarchy": ()})
 
 

@@ -1,0 +1,132 @@
+"""Context parallelism with documents dealt out by length against one process, alone and with every other axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from forked_ranks import run_ranks
+from oracle import Numbers, assert_same, joined_stages, on_ranks, one_process, small_spec
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.data.row import Row
+from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.model.context import WHOLE_SAMPLE
+from megalaunch.engine.model.scores import PLAIN, Scoring
+from megalaunch.engine.parallel.dealt_context import DealtContext, tokens_of
+from megalaunch.plan.topology import Topology
+
+SEQUENCE = oracle.SEQUENCE
+# Of one document; short ones only; one over a rank's share; one that is a rank's share. With labels that count in all,
+# all, the last documents, all but the longest: a rank has none that counts.
+KINDS = (((16,), 0), ((1, 2, 1, 3, 2, 1, 2, 1, 3), 0), ((11, 1, 2, 2), 1), ((8, 3, 5), 1))
+
+
+class Uneven(oracle.RandomSamples):
+    """Rows of the kinds above, in turns."""
+
+    def __getitem__(self, index: int) -> Row:
+        lengths, first = KINDS[index % len(KINDS)]
+        documents = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        return Row(super().__getitem__(index).tokens, documents >= first, positions, documents)
+
+
+def _uneven_on_ranks(spec: RunSpec) -> Numbers | None:
+    oracle.samples_of = lambda spec: Uneven()
+    return on_ranks(spec, every_stage=spec.parallel.pp > 1)
+
+
+def _held_to_one_process(monkeypatch: pytest.MonkeyPatch, ranks: int, **values: Any) -> None:
+    monkeypatch.setattr(oracle, "samples_of", lambda spec: Uneven())
+    shape = {"model__vocab_size": 64, "model__num_attention_heads": 8, "model__head_dim": 4, "model__num_layers": 4}
+    dealt = {"parallel__cp_dynamic": True, "data__reset_attention": True}
+    spec = small_spec(**{**shape, **dealt, "parallel__cp": 2, **values})
+    assert_same(joined_stages(run_ranks(ranks, _uneven_on_ranks, spec)), one_process(spec))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_two_ranks(monkeypatch, rows):
+    _held_to_one_process(monkeypatch, 2, batch__micro_batch_size=rows)
+
+
+def test_four_ranks(monkeypatch):
+    _held_to_one_process(monkeypatch, 4, parallel__cp=4, batch__micro_batch_size=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recompute",
+    [{"recompute__granularity": "full"}, {"recompute__granularity": "selective", "recompute__modules": ["attention"]}],
+    ids=["full", "attention"],
+)
+def test_recompute(monkeypatch, recompute):
+    _held_to_one_process(monkeypatch, 4, parallel__cp=4, batch__micro_batch_size=2, **recompute)
+
+
+def test_with_tensor_and_sequence_parallelism(monkeypatch):
+    _held_to_one_process(monkeypatch, 4, parallel__tp=2, parallel__sequence_parallel=True)
+
+
+@pytest.mark.parametrize("sharding", [pytest.param("optim", marks=pytest.mark.slow), "optim_grads_params"])
+def test_with_data_parallelism(monkeypatch, sharding):
+    more = {"parallel__data_sharding": sharding, "batch__micro_batch_size": 1}
+    _held_to_one_process(monkeypatch, 4, parallel__dp=2, **more)
+
+
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zbv"])
+def test_with_stages(monkeypatch, schedule):
+    stages = {"parallel__pp": 2, "parallel__schedule": schedule, "parallel__vpp": 2 if schedule == "zbv" else None}
+    _held_to_one_process(monkeypatch, 4, **stages)
+
+
+LENGTHS = (
+    ((24,), (24,)),
+    ((1,) * 24, (1, 2, 3, 4, 5, 6, 2, 1)),
+    ((13, 1, 1, 9), (20, 4)),
+    ((12, 12), (12, 6, 6)),
+    ((3, 21), (2, 2, 2, 2, 2, 2, 12)),
+    ((7, 5, 3, 9), (1, 23)),
+)
+SCORINGS = (PLAIN, Scoring(0.3, soft_cap=2.0), Scoring(sinks=torch.linspace(-1, 1, 4)))
+
+
+def _differences(ranks: int) -> list[float]:
+    """The largest difference of outputs and gradients between dealt documents and whole samples, for every case."""
+    spec = small_spec(parallel__dp=1, parallel__cp=ranks, parallel__cp_dynamic=True)
+    axis = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank()).cp
+    generator, found = torch.Generator().manual_seed(0), []
+    for case, lengths in enumerate(LENGTHS):
+        documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
+        mine, windows = tokens_of(documents, axis), [None, 4]
+        q, k, v, dout = (torch.randn(2, n, 24, 4, generator=generator) for n in (4, 2, 2, 4))
+
+        def dealt(x: torch.Tensor, mine: torch.Tensor = mine) -> torch.Tensor:
+            return x.transpose(1, 2).flatten(0, 1)[mine].transpose(1, 2)
+
+        attends = DealtContext(axis).attention(24 // ranks, documents, windows)
+        references = WHOLE_SAMPLE.attention(24, documents, windows)
+        scoring = SCORINGS[case % len(SCORINGS)]
+        for attend, reference in zip(attends, references, strict=True):
+            here = _passed(attend, [dealt(x) for x in (q, k, v)], scoring, dealt(dout))
+            whole = _passed(reference, [q, k, v], scoring, dout)
+            found += [(a - dealt(b)).abs().max().item() for a, b in zip(here, whole, strict=True)]
+    return found
+
+
+def _passed(attend: Any, inputs: list[torch.Tensor], scoring: Scoring, dout: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = attend(*leaves, scoring)
+    out.backward(dout)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_attention_is_that_of_whole_samples(ranks):
+    for differences in run_ranks(ranks, _differences, ranks):
+        assert max(differences) < 1e-5
