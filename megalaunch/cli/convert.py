@@ -1,4 +1,4 @@
-"""`megalaunch convert`: weights from a Hugging Face folder, and weights into one."""
+"""`megalaunch convert`: weights from a Hugging Face folder or from Megatron, and weights into a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Carry weights from and to Hugging Face folders, each time with a proof.",
+    help="Carry weights from and to Hugging Face folders, and from Megatron, each time with a proof.",
 )
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -67,6 +67,43 @@ def export(
             max(1, int(float(size[1]) * _UNITS[size[2]])),
             report=lambda message: typer.echo(message, err=True),
         )
+        typer.echo(_proof(report))
+        typer.echo(f"wrote {output}")
+
+
+@app.command("import-megatron")
+def import_megatron(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A torch_dist checkpoint, or its run.")],
+    output: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The checkpoint to write.")],
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read the pickles in it, see below.")] = False,
+    vocab_size: Annotated[int | None, typer.Option(help="True vocabulary, without Megatron's padding.")] = None,
+) -> None:
+    """Turn a GPT checkpoint of Megatron-LM (torch_dist) into a checkpoint of ours.
+
+    Megatron describes its checkpoints in pickles, which run whatever code is in them when they are opened in the usual
+    way. --allow-pickle reads them in a process of its own that knows tensors, plain containers and Megatron's own
+    records by name and refuses every other name; nothing in them is run.
+    """
+    from megalaunch.cli.exit import refuse
+
+    if not allow_pickle:
+        refuse(
+            f"error: {directory} describes itself in pickles, which can hold code. megalaunch reads them in a process "
+            "of its own that runs none of it and refuses every name but those of tensors, plain containers and "
+            "Megatron's records.\n  fix:  if you trust whoever made it, add --allow-pickle"
+        )
+    with _told():
+        from megalaunch.config.megatron.saved_arguments import ArgumentsError, model_of_saved
+        from megalaunch.engine import api
+
+        source = api.MegatronCheckpoint(directory.expanduser())
+        try:
+            model = model_of_saved(source.arguments, output.name)
+        except ArgumentsError as error:
+            problems = "\n  ".join(error.problems)
+            refuse(f"error: {directory} cannot be carried over exactly:\n  {problems}", ExitCode.CHECKPOINT)
+        report = api.import_megatron(source, model, output.expanduser(), vocab_size)
+        typer.echo(f"read {directory}, iteration {source.iteration}")
         typer.echo(_proof(report))
         typer.echo(f"wrote {output}")
 

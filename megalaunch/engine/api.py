@@ -10,8 +10,9 @@ import torch
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import is_huggingface
+from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from megalaunch.engine.deep_plan.report import DeepPlan, Exchange
-from megalaunch.engine.inference.convert import export_huggingface, import_huggingface
+from megalaunch.engine.inference.convert import export_huggingface, import_huggingface, import_megatron
 from megalaunch.engine.inference.generate import generate_tokens
 from megalaunch.engine.inference.load import LanguageModel, find_checkpoint, load_folder, load_language_model
 from megalaunch.engine.inference.sampling import Sampling
@@ -22,6 +23,7 @@ __all__ = [
     "DeepPlan",
     "Exchange",
     "LanguageModel",
+    "MegatronCheckpoint",
     "Sampling",
     "continue_text",
     "deep_plan",
@@ -30,6 +32,7 @@ __all__ = [
     "format_named",
     "generate",
     "import_huggingface",
+    "import_megatron",
     "length_note",
     "open_model",
 ]

@@ -12,7 +12,7 @@ from tiny_run import tiny_tokenizer
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
-from megalaunch.engine.checkpoint.foreign import parameter_shapes
+from megalaunch.engine.checkpoint.paired import parameter_shapes
 from megalaunch.engine.families.table import FAMILIES, read_config, write_config
 
 from tiny_run import tiny_spec  # isort: skip

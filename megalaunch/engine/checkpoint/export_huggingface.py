@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.config.spec_file import read_spec
-from megalaunch.engine.checkpoint import publish
-from megalaunch.engine.checkpoint.errors import CheckpointError, free_bytes, no_space, write_error
-from megalaunch.engine.checkpoint.foreign import parameter_shapes
+from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import COMPANIONS, CONFIG, INDEX, WEIGHTS_FILE
+from megalaunch.engine.checkpoint.paired import parameter_shapes
 from megalaunch.engine.checkpoint.read import whole_tensor
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES, TensorSource, write_file
+from megalaunch.engine.checkpoint.whole import require_new, written_whole
 from megalaunch.engine.families.pairs import Pair
 from megalaunch.engine.families.table import FamilyError, family_of, write_config
 from megalaunch.rundir.checkpoint.catalogue import read_catalogue
@@ -81,9 +81,7 @@ class Export:
 
 def export_folder(weights: StoredWeights, asked: Export, prove: Prove) -> dict[str, Any]:
     """Write the folder; returns the proof's report. Raises CheckpointError, and then nothing is left behind."""
-    output = asked.output
-    if output.exists():
-        raise CheckpointError(f"{output} exists; name another directory")
+    require_new(asked.output)
     try:
         config = write_config(weights.model)
         pairs = list(family_of(weights.model).tensors(weights.model))
@@ -91,26 +89,14 @@ def export_folder(weights: StoredWeights, asked: Export, prove: Prove) -> dict[s
         raise CheckpointError(f"{weights.checkpoint} cannot be exported:\n  " + "\n  ".join(error.problems)) from error
     _require_all_named(weights, pairs)
     sources = {name: source for pair in pairs for name, source in _sources(weights, pair, asked.dtype)}
-    needed = sum(source.size for source in sources.values())
-    if free_bytes(output.parent) < needed:
-        raise no_space(output, needed, free_bytes(output.parent))
-    unfinished = None
-    try:
-        unfinished = publish.begin(output)
+    with written_whole(asked.output, sum(source.size for source in sources.values())) as unfinished:
         _write_shards(unfinished, sources, asked.max_shard_bytes)
         dtype = next(iter(sources.values())).dtype
         config = {**_kept(weights.origin, config), **config, "torch_dtype": str(dtype).removeprefix("torch.")}
         (unfinished / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         for name, path in weights.companions().items():
             (unfinished / name).write_bytes(path.read_bytes())
-        report = prove(weights, unfinished)
-        publish.publish(unfinished, output)
-    except OSError as error:
-        raise write_error(output, unfinished, needed, error) from error
-    finally:
-        if unfinished is not None:
-            publish.discard(unfinished)
-    return report
+        return prove(weights, unfinished)
 
 
 def _require_all_named(weights: StoredWeights, pairs: list[Pair]) -> None:

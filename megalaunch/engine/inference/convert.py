@@ -1,4 +1,4 @@
-"""Hugging Face in and out, each with its proof: what the command `convert` and library users call."""
+"""Hugging Face in and out and Megatron in, each with its proof: what the command `convert` and library users call."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from typing import Any
 
 import torch
 
+from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.checkpoint.export_huggingface import Export, StoredWeights, export_folder
 from megalaunch.engine.checkpoint.foreign import ForeignWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.import_huggingface import import_folder
+from megalaunch.engine.checkpoint.imported import write_imported
+from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
+from megalaunch.engine.checkpoint.megatron_weights import MegatronWeights
 from megalaunch.engine.checkpoint.read import whole_tensor
+from megalaunch.engine.checkpoint.whole import require_new
 from megalaunch.engine.inference.load import find_checkpoint
 from megalaunch.engine.inference.proof import prove
+from megalaunch.engine.inference.streamed import Read
 from megalaunch.rundir.checkpoint.catalogue import read_catalogue
 from megalaunch.rundir.checkpoint.contents import WEIGHTS
 
@@ -30,16 +36,40 @@ def import_huggingface(folder: Path, checkpoint: Path) -> dict[str, Any]:
     reports: list[dict[str, Any]] = []
 
     def compare(weights: ForeignWeights, written: Path) -> dict[str, Any]:
-        catalogue = read_catalogue(written)
-
-        def of_checkpoint(name: str) -> torch.Tensor:
-            return whole_tensor(written, WEIGHTS + name, catalogue, {})
-
-        reports.append(prove(weights.model, folder, weights.read, of_checkpoint))
+        reports.append(prove(weights.model, folder, weights.read, _reader(written)))
         return reports[-1]
 
     import_folder(folder, checkpoint, compare)
     return reports[-1]
+
+
+def import_megatron(
+    source: MegatronCheckpoint, model: ModelSpec, checkpoint: Path, vocabulary: int | None = None
+) -> dict[str, Any]:
+    """A Megatron checkpoint of the model that its arguments mean becomes one of ours; returns the proof's report.
+
+    `vocabulary` is the true one, without what Megatron filled up. Raises CheckpointError that lists everything which
+    keeps it from being exact; then nothing is written.
+    """
+    require_new(checkpoint)
+    weights = MegatronWeights(source, model, vocabulary)
+    reports: list[dict[str, Any]] = []
+
+    def compare(written: Path) -> dict[str, Any]:
+        reports.append(prove(weights.model, None, weights.read, _reader(written)))
+        return reports[-1]
+
+    write_imported(weights, None, checkpoint, compare)
+    return reports[-1]
+
+
+def _reader(written: Path) -> Read:
+    catalogue = read_catalogue(written)
+
+    def of_checkpoint(name: str) -> torch.Tensor:
+        return whole_tensor(written, WEIGHTS + name, catalogue, {})
+
+    return of_checkpoint
 
 
 def export_huggingface(

@@ -16,7 +16,8 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.foreign import ForeignWeights
 from megalaunch.engine.checkpoint.history import newest_valid
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
-from megalaunch.engine.checkpoint.import_huggingface import spec_of, tokenizer_text
+from megalaunch.engine.checkpoint.import_huggingface import tokenizer_text
+from megalaunch.engine.checkpoint.imported import spec_of
 from megalaunch.engine.checkpoint.read import read_tensors
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.model.decoder import Decoder

@@ -21,12 +21,13 @@ _TRANSFORMERS_BYTES = 1_000_000_000
 
 
 def prove(
-    model: ModelSpec, folder: Path, of_folder: Read, of_checkpoint: Read, largest_fault: float = 0.0
+    model: ModelSpec, folder: Path | None, of_folder: Read, of_checkpoint: Read, largest_fault: float = 0.0
 ) -> dict[str, Any]:
     """The report; raises CheckpointError where logits differ by more than the tolerance.
 
-    `folder` is the Hugging Face side: read by transformers where it is installed and the model is small enough for
-    it. `largest_fault` is what a coarser format of the output explains, as a part of the largest logit.
+    `folder` is the Hugging Face side, if there is one: read by transformers where it is installed and the model is
+    small enough for it. `largest_fault` is what a coarser format of the output explains, as a part of the
+    largest logit.
     """
     generator = torch.Generator().manual_seed(20)
     length = min(_LENGTH, model.max_position_embeddings)
@@ -51,8 +52,8 @@ def prove(
     return report
 
 
-def _theirs(model: ModelSpec, folder: Path, read: Read, probe: Tensor) -> tuple[Tensor, str]:
-    if find_spec("transformers") is None or _bytes(model) > _TRANSFORMERS_BYTES:
+def _theirs(model: ModelSpec, folder: Path | None, read: Read, probe: Tensor) -> tuple[Tensor, str]:
+    if folder is None or find_spec("transformers") is None or _bytes(model) > _TRANSFORMERS_BYTES:
         return streamed_logits(model, read, probe), "megalaunch"
     transformers: Any = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()

@@ -62,7 +62,7 @@ def read_catalogue(directory: Path) -> dict[str, StoredTensor]:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict):
             raise ValueError("it is no mapping")
-        return {name: _stored(name, entry) for name, entry in data.items()}
+        return {name: stored_tensor(name, entry) for name, entry in data.items()}
     except FileNotFoundError as error:
         raise CheckpointError(f"{directory} is no checkpoint: {CATALOGUE} is missing") from error
     except OSError as error:
@@ -71,7 +71,8 @@ def read_catalogue(directory: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
-def _stored(name: str, entry: Any) -> StoredTensor:
+def stored_tensor(name: str, entry: Any) -> StoredTensor:
+    """One entry of a catalogue, checked; raises ValueError, TypeError or KeyError."""
     shape, chunks = entry["shape"], tuple(_chunk(chunk) for chunk in entry["chunks"])
     if not are_sizes(shape):
         raise ValueError(f"{name!r} has an impossible shape")

@@ -1,0 +1,155 @@
+"""A torch_dist checkpoint of Megatron-LM: described by a child that unpickles, read here as plain bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.safetensors_file import DTYPES
+from megalaunch.rundir.checkpoint.catalogue import StoredTensor, stored_tensor
+from megalaunch.rundir.checkpoint.manifest import is_plain_name
+
+_READER = Path(__file__).with_name("unpickled.py")
+_PATIENCE_SECONDS = 900
+_TRACKER = "latest_checkpointed_iteration.txt"
+_STACKED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class LayerTensor:
+    """Kind and shape of one tensor, or of one layer of a stacked one."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class MegatronCheckpoint:
+    """The checkpoint, described and checked, its tensors unread; one layer of a stack has a name of its own.
+
+    Raises CheckpointError for what is no such checkpoint, and for each name in its pickles that stands for code.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = _iteration(directory)
+        said = _described(self.directory)
+        self.arguments: Mapping[str, Any] = said["arguments"]
+        self.iteration = said["iteration"]
+        self._stored: dict[str, StoredTensor] = {}
+        self._begins: dict[str, list[int]] = {}
+        for name, entry in said["tensors"].items():
+            self._take(name, entry)
+
+    @property
+    def tensors(self) -> Mapping[str, LayerTensor]:
+        """Kind and shape of every tensor, by its name in a checkpoint that stacks nothing."""
+        found = {}
+        for name, stored in self._stored.items():
+            if _is_stack(name):
+                part = name.removeprefix("decoder.layers.")
+                for layer in range(stored.shape[0] if stored.shape else 0):
+                    found[f"decoder.layers.{layer}.{part}"] = LayerTensor(stored.dtype, stored.shape[1:])
+            else:
+                found[name] = LayerTensor(stored.dtype, stored.shape)
+        return found
+
+    def read(self, name: str) -> Tensor:
+        """One tensor; raises CheckpointError when its file ends early or cannot be read."""
+        layer = _STACKED.fullmatch(name)
+        if layer is None or name in self._stored:
+            return self._put_together(name, None)
+        return self._put_together(f"decoder.layers.{layer[2]}", int(layer[1]))
+
+    def _put_together(self, name: str, layer: int | None) -> Tensor:
+        stored = self._stored[name]
+        first = 0 if layer is None else layer
+        wanted = stored.shape if layer is None else (1, *stored.shape[1:])
+        whole = torch.empty(wanted, dtype=DTYPES[stored.dtype])
+        for chunk, begin in zip(stored.chunks, self._begins[name], strict=True):
+            if layer is not None and not chunk.offsets[0] <= layer < chunk.offsets[0] + chunk.shape[0]:
+                continue
+            part = _values(self.directory / chunk.file, begin, chunk.shape, whole.dtype, name)
+            if layer is not None:
+                part = part[layer - chunk.offsets[0]][None]
+            starts = (chunk.offsets[0] - first if layer is None else 0, *chunk.offsets[1:]) if part.ndim else ()
+            box = tuple(slice(start, start + size) for start, size in zip(starts, part.shape, strict=True))
+            whole[box] = part
+        return whole if layer is None else whole[0]
+
+    def _take(self, name: str, entry: dict[str, Any]) -> None:
+        try:
+            self._stored[name] = stored_tensor(name, entry)
+            self._begins[name] = [chunk["begin"] for chunk in entry["chunks"]]
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(f"{self.directory}: .metadata is damaged: {error}") from error
+
+
+def _is_stack(name: str) -> bool:
+    return name.startswith("decoder.layers.") and _STACKED.fullmatch(name) is None
+
+
+def _iteration(directory: Path) -> Path:
+    """The folder of the newest iteration, where the folder of a whole run was named."""
+    tracker = directory / _TRACKER
+    if (directory / ".metadata").exists() or not tracker.is_file():
+        return directory
+    word = tracker.read_text(encoding="utf-8", errors="replace").strip()[:40]
+    name = f"iter_{int(word):07d}" if word.isdigit() else word
+    if not is_plain_name(name):
+        raise CheckpointError(f"{tracker} says {word!r}, which is no iteration")
+    return directory / name
+
+
+def _described(directory: Path) -> dict[str, Any]:
+    for name in (".metadata", "common.pt"):
+        if not (directory / name).is_file():
+            raise CheckpointError(
+                f"{directory} is no torch_dist checkpoint of Megatron-LM: it has no {name} "
+                "(one in another format is saved anew with: --ckpt-convert-format torch_dist)"
+            )
+    command = [sys.executable, "-I", "-S", str(_READER), str(directory.resolve())]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE_SECONDS, check=False, env={}
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CheckpointError(f"{directory}: reading its pickles took over {_PATIENCE_SECONDS} s") from error
+    try:
+        said = json.loads(done.stdout)
+    except ValueError as error:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
+        raise CheckpointError(
+            f"{directory}: the process that reads its pickles ended with {done.returncode}: {last[0]}"
+        ) from error
+    if "refused" in said:
+        lines = [f"{name} (in {where})" for name, where in sorted(said["refused"].items())]
+        raise CheckpointError(
+            f"{directory} is refused: its pickles name what is neither a tensor nor a plain container, and nothing of "
+            "it was run:\n  " + "\n  ".join(lines)
+        )
+    if "problem" in said:
+        raise CheckpointError(f"{directory}: {said['problem']}")
+    return dict(said)
+
+
+def _values(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
+    part = torch.empty(shape, dtype=dtype)
+    flat = part.reshape(-1).view(torch.uint8).numpy().data if part.numel() else memoryview(bytearray())
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            filled = file.readinto(flat) if len(flat) else 0
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if filled != len(flat):
+        raise CheckpointError(f"{path}: ends inside of {name}")
+    return part

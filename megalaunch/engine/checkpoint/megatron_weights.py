@@ -1,0 +1,133 @@
+"""Megatron's GPT tensors under our names: the fused ones taken apart, norms by either of their two names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from megalaunch.config.schema.model import GATED, Family, ModelSpec
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
+from megalaunch.engine.checkpoint.paired import PairedWeights
+from megalaunch.engine.families.pairs import Pair, fused, same
+from megalaunch.engine.families.registry import head_dim_of
+from megalaunch.engine.families.table import FAMILIES, FamilyError, write_config
+
+# Norms that Transformer Engine keeps inside the matrix after them, and what they are called apart from it.
+_INSIDE = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+class MegatronWeights(PairedWeights):
+    """Raises one CheckpointError with every missing, unexpected or mis-shaped tensor.
+
+    `vocabulary` is the true one, without the rows that Megatron filled up; None: all rows are meant.
+    """
+
+    def __init__(self, checkpoint: MegatronCheckpoint, model: ModelSpec, vocabulary: int | None) -> None:
+        rows = checkpoint.tensors.get("embedding.word_embeddings.weight")
+        if rows is not None and rows.shape:
+            model = replace(model, vocab_size=rows.shape[0])
+        self._apart = any(name.endswith(".input_layernorm.weight") for name in checkpoint.tensors)
+        super().__init__(checkpoint, _with_family(model), list(_pairs(model)))
+        problems = list(self.problems("its arguments mean"))
+        whole = model.vocab_size or 0
+        if not 0 < (vocabulary or whole) <= whole:
+            problems.append(f"--vocab-size {vocabulary}: the embedding has {whole} rows")
+        if problems:
+            lines = "\n  ".join(problems)
+            raise CheckpointError(f"{checkpoint.directory} cannot be carried over exactly:\n  {lines}")
+        self._vocabulary = vocabulary or whole
+
+    @property
+    def origin(self) -> Mapping[str, object]:
+        """What the checkpoint keeps: the true vocabulary."""
+        return {"vocab_size": self._vocabulary, "config": None}
+
+    def companions(self) -> Mapping[str, Path]:
+        """Nothing travels with Megatron's weights."""
+        return {}
+
+    def stored(self, name: str) -> str:
+        """Norms stand apart in a model of Megatron's local layers."""
+        if self._apart:
+            for inside, apart in _INSIDE.items():
+                name = name.replace(inside, apart)
+        return name
+
+
+def _with_family(model: ModelSpec) -> ModelSpec:
+    """The family that has words for all of the model, so that it can be exported; as it is where none has."""
+    for name in FAMILIES:
+        as_one = replace(model, family=cast(Family, name))
+        try:
+            write_config(as_one)
+        except FamilyError:
+            continue
+        return as_one
+    return model
+
+
+def _pairs(model: ModelSpec) -> Iterator[Pair]:
+    yield same("embedding.word_embeddings.weight", "embedding.weight")
+    if model.position_embedding == "learned":
+        yield same("embedding.position_embeddings.weight", "embedding.positions")
+    parts = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
+    for part in parts:
+        yield same(f"decoder.final_layernorm.{part}", f"norm.{part}")
+    if not model.tied_embeddings:
+        yield same("output_layer.weight", "head.weight")
+    for index in range(model.num_layers):
+        theirs, ours = f"decoder.layers.{index}.", f"layers.{index}."
+        for part in parts:
+            yield same(f"{theirs}self_attention.linear_qkv.layer_norm_{part}", f"{ours}attention_norm.{part}")
+            yield same(f"{theirs}mlp.linear_fc1.layer_norm_{part}", f"{ours}mlp_norm.{part}")
+        yield from _attention(model, f"{theirs}self_attention.", f"{ours}attention.")
+        yield from _mlp(model, f"{theirs}mlp.", f"{ours}mlp.")
+
+
+def _attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[Pair]:
+    for part in _parts(model.qkv_bias):
+        yield _dealt_by_group(f"{theirs}linear_qkv.{part}", [f"{ours}{name}_proj.{part}" for name in "qkv"], model)
+    for part in _parts(model.attention_output_bias):
+        yield same(f"{theirs}linear_proj.{part}", f"{ours}o_proj.{part}")
+    if model.qk_norm == "head":
+        for name in "qk":
+            for part in _parts(model.norm == "layernorm"):
+                yield same(f"{theirs}{name}_layernorm.{part}", f"{ours}{name}_norm.{part}")
+
+
+def _mlp(model: ModelSpec, theirs: str, ours: str) -> Iterator[Pair]:
+    names = ["gate_proj", "up_proj"] if model.activation in GATED else ["up_proj"]
+    for part in _parts(model.mlp_bias):
+        rows = [model.ffn_hidden_size] * len(names)
+        yield fused(f"{theirs}linear_fc1.{part}", [f"{ours}{name}.{part}" for name in names], rows)
+        yield same(f"{theirs}linear_fc2.{part}", f"{ours}down_proj.{part}")
+
+
+def _parts(bias: bool) -> tuple[str, ...]:
+    return ("weight", "bias") if bias else ("weight",)
+
+
+def _dealt_by_group(theirs: str, ours: Sequence[str], model: ModelSpec) -> Pair:
+    """The queries of the first group, its key, its value, then those of the second group, ..."""
+    groups, width = model.num_query_groups or model.num_attention_heads, head_dim_of(model)
+    rows = [model.num_attention_heads // groups * width, width, width]
+
+    def split(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        (whole,) = tensors
+        by_group = whole.reshape(groups, sum(rows), *whole.shape[1:])
+        return [part.flatten(0, 1) for part in torch.split(by_group, rows, dim=1)]
+
+    def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        by_group = [part.reshape(groups, -1, *part.shape[1:]) for part in tensors]
+        return [torch.cat(by_group, dim=1).flatten(0, 1)]
+
+    return Pair((theirs,), tuple(ours), split, join)

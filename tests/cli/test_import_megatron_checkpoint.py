@@ -1,0 +1,223 @@
+"""`megalaunch convert import-megatron`: what it carries, what it lists, and that no pickle makes anything run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter, save
+from typer.testing import CliRunner
+
+from megalaunch.cli.app import app
+from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
+
+LAYERS, WIDTH, INNER, HEADS, GROUPS, HEAD, ROWS = 2, 16, 24, 4, 2, 4, 40
+ARGUMENTS = {
+    "num_layers": LAYERS,
+    "hidden_size": WIDTH,
+    "ffn_hidden_size": INNER,
+    "num_attention_heads": HEADS,
+    "group_query_attention": True,
+    "num_query_groups": GROUPS,
+    "kv_channels": HEAD,
+    "max_position_embeddings": 32,
+    "padded_vocab_size": ROWS,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "rotary_base": 500,
+    "untie_embeddings_and_output_weights": True,
+    "params_dtype": torch.bfloat16,
+    "num_experts": None,
+}
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a stacked GPT checkpoint, as Megatron's documentation gives them."""
+    stack = "decoder.layers."
+    return {
+        "embedding.word_embeddings.weight": (ROWS, WIDTH),
+        "decoder.final_layernorm.weight": (WIDTH,),
+        "output_layer.weight": (ROWS, WIDTH),
+        stack + "self_attention.linear_qkv.weight": (LAYERS, (HEADS + 2 * GROUPS) * HEAD, WIDTH),
+        stack + "self_attention.linear_qkv.layer_norm_weight": (LAYERS, WIDTH),
+        stack + "self_attention.linear_proj.weight": (LAYERS, WIDTH, HEADS * HEAD),
+        stack + "mlp.linear_fc1.weight": (LAYERS, 2 * INNER, WIDTH),
+        stack + "mlp.linear_fc1.layer_norm_weight": (LAYERS, WIDTH),
+        stack + "mlp.linear_fc2.weight": (LAYERS, WIDTH, INNER),
+    }
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], arguments: dict[str, object]) -> None:
+    beside = {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(3), "rng_state/shard_0_1": torch.zeros(2)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save({**tensors, **beside}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    torch.save({"args": Namespace(**arguments), "iteration": 40}, folder / "common.pt")
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes().items()}
+
+
+@pytest.fixture
+def saved(tensors, tmp_path) -> Path:
+    write(tmp_path / "megatron", tensors, ARGUMENTS)
+    return tmp_path / "megatron"
+
+
+def convert(source: Path, *words: str):
+    output = source.parent / "ckpt"
+    return CliRunner().invoke(app, ["convert", "import-megatron", str(source), "--output", str(output), *words])
+
+
+def test_every_tensor_arrives(saved, tensors):
+    done = convert(saved, "--allow-pickle", "--vocab-size", "37")
+    assert done.exit_code == 0, done.output
+    assert "iteration 40" in done.output
+    weights = StoredWeights(saved.parent / "ckpt")
+    assert weights.model.vocab_size == 37
+    stack = {name.removeprefix("decoder.layers."): tensor for name, tensor in tensors.items()}
+    queries_per_group = HEADS // GROUPS
+    for layer in range(LAYERS):
+        qkv = stack["self_attention.linear_qkv.weight"][layer].view(GROUPS, queries_per_group + 2, HEAD, WIDTH)
+        gate_up = stack["mlp.linear_fc1.weight"][layer]
+        expected = {
+            "attention.q_proj": qkv[:, :queries_per_group].reshape(-1, WIDTH),
+            "attention.k_proj": qkv[:, -2].reshape(-1, WIDTH),
+            "attention.v_proj": qkv[:, -1].reshape(-1, WIDTH),
+            "attention.o_proj": stack["self_attention.linear_proj.weight"][layer],
+            "attention_norm": stack["self_attention.linear_qkv.layer_norm_weight"][layer],
+            "mlp.gate_proj": gate_up[:INNER],
+            "mlp.up_proj": gate_up[INNER:],
+            "mlp.down_proj": stack["mlp.linear_fc2.weight"][layer],
+            "mlp_norm": stack["mlp.linear_fc1.layer_norm_weight"][layer],
+        }
+        for name, value in expected.items():
+            assert torch.equal(weights.read(f"layers.{layer}.{name}.weight"), value), name
+    assert torch.equal(weights.read("embedding.weight"), tensors["embedding.word_embeddings.weight"][:37])
+    assert torch.equal(weights.read("head.weight"), tensors["output_layer.weight"][:37])
+    assert torch.equal(weights.read("norm.weight"), tensors["decoder.final_layernorm.weight"])
+
+
+def test_pickles_are_read_only_when_allowed(saved):
+    done = convert(saved)
+    assert done.exit_code == 2
+    assert "pickles, which can hold code" in done.output
+    assert "add --allow-pickle" in done.output
+
+
+def test_every_fault_is_listed_and_nothing_written(tensors, tmp_path):
+    del tensors["decoder.final_layernorm.weight"]
+    tensors["decoder.layers.mlp.linear_fc2.weight"] = torch.zeros(LAYERS, WIDTH, INNER + 1)
+    tensors["decoder.layers.mlp.router.weight"] = torch.zeros(LAYERS, 2, WIDTH)
+    write(tmp_path / "megatron", tensors, ARGUMENTS)
+    done = convert(tmp_path / "megatron", "--allow-pickle", "--vocab-size", "41")
+    assert done.exit_code == 4
+    for text in (
+        "missing: decoder.final_layernorm.weight [16]",
+        "mis-shaped: decoder.layers.0.mlp.linear_fc2.weight is [16, 25], its arguments mean [16, 24]",
+        "unexpected: decoder.layers.1.mlp.router.weight [2, 16]",
+        "--vocab-size 41: the embedding has 40 rows",
+    ):
+        assert text in done.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
+
+
+def test_other_models_are_refused_by_argument(tensors, tmp_path):
+    changes = {"num_experts": 8, "multi_latent_attention": True}
+    write(tmp_path / "megatron", tensors, {**ARGUMENTS, **changes})
+    done = convert(tmp_path / "megatron", "--allow-pickle")
+    assert done.exit_code == 4
+    assert "--num-experts 8: only plain GPT models" in done.output
+    assert "--multi-latent-attention True" in done.output
+
+
+class Evil:
+    """Runs a command when it is unpickled in the usual way."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+class Sly(Evil):
+    """The same without naming a shell."""
+
+    def __reduce__(self):
+        return eval, (f"open({str(self.marker)!r}, 'w')",)
+
+
+def poisoned_metadata(saved: Path, evil: Evil) -> None:
+    with (saved / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    metadata.planner_data = {"deep": [({"inside": evil},)]}
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def poisoned_arguments(saved: Path, evil: Evil) -> None:
+    torch.save({"args": Namespace(**ARGUMENTS, extra=[evil]), "iteration": 1}, saved / "common.pt")
+
+
+def poisoned_tensor(saved: Path, evil: Evil) -> None:
+    """In the place of a tensor's own bytes; .metadata says as before where it lies."""
+    with (saved / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    torch.save({"tensor": evil}, saved / "evil.distcp")
+    for index, place in metadata.storage_data.items():
+        if index.fqn == "output_layer.weight":
+            place.relative_path, place.offset = "evil.distcp", 0
+            place.length = (saved / "evil.distcp").stat().st_size
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("kind", [Evil, Sly])
+@pytest.mark.parametrize("poison", [poisoned_metadata, poisoned_arguments, poisoned_tensor])
+def test_code_in_a_pickle_is_refused_by_name_and_does_not_run(poison, kind, saved, tmp_path):
+    marker = tmp_path / "it ran"
+    poison(saved, kind(marker))
+    done = convert(saved, "--allow-pickle")
+    assert done.exit_code == 4
+    assert f"  {'posix.system' if kind is Evil else 'builtins.eval'} (in " in done.output
+    assert "nothing of it was run" in done.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
+
+
+def test_the_poison_would_work_elsewhere(saved, tmp_path):
+    """The tests above can fail: the usual way of opening such a file does run what is in it."""
+    poisoned_metadata(saved, Sly(tmp_path / "it ran"))
+    with (saved / ".metadata").open("rb") as file:
+        pickle.load(file)
+    assert (tmp_path / "it ran").exists()
+
+
+def test_names_inside_of_allowed_modules_are_no_way_in(saved):
+    """A dotted name, and a class that is known from elsewhere."""
+    torch.save({"args": Namespace(**ARGUMENTS)}, saved / "common.pt")
+    reached = b"\x80\x04\x8c\x08argparse\x8c\x0f_sys.modules.os\x93."
+    (saved / ".metadata").write_bytes(reached)
+    done = convert(saved, "--allow-pickle")
+    assert done.exit_code == 4
+    assert "argparse._sys.modules.os (in .metadata)" in done.output
+
+
+def test_damaged_and_other_files(saved, tmp_path):
+    (saved / "__0_0.distcp").write_bytes((saved / "__0_0.distcp").read_bytes()[:3000])
+    done = convert(saved, "--allow-pickle")
+    assert done.exit_code == 4
+    assert "__0_0.distcp" in done.output
+    (saved / ".metadata").write_bytes(b"\x80\x04]")
+    assert "no torch_dist checkpoint, or a damaged one" in convert(saved, "--allow-pickle").output
+    (saved / ".metadata").unlink()
+    assert "it has no .metadata" in convert(saved, "--allow-pickle").output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
