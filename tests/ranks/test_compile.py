@@ -15,6 +15,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero3": {"parallel__dp": 2, "parallel__data_sharding": "optim_grads_params", "batch__micro_batch_size": 1},
     "tp2 sp": {"parallel__tp": 2, "parallel__sequence_parallel": True},
     "cp2": {"parallel__cp": 2, "parallel__cp_exchange": "p2p"},
+    "loss in chunks": {"parallel__tp": 2, "train__loss_chunks": 4},
     "packed": {"parallel__dp": 2, "data__reset_attention": True},
     "full": {"parallel__dp": 2, "recompute__granularity": "full"},
     "attention": {"parallel__dp": 2, "recompute__granularity": "selective", "recompute__modules": ["attention"]},

@@ -172,6 +172,11 @@ CHECKPOINT = {
     "checkpoint.none": Case("train.steps=1001 checkpoint.interval=0", "train.steps=1000 checkpoint.interval=0"),
 }
 COMPILE = {
+    "train.loss_chunks": Case(
+        "train.loss_chunks=257",
+        "train.loss_chunks=256",
+        (*TINY, "batch.sequence_length=128", "batch.micro_batch_size=2"),
+    ),
     "train.compile_whole_backward": Case(
         "parallel.schedule=zbv",
         "parallel.schedule=interleaved",

@@ -102,6 +102,9 @@ AGREED = {
     "tp2pp4vpp2sp": ("parallel=tp2pp4vpp2sp", "batch.global_batch_size=8", "model.num_layers=8"),
     "recompute full": ("parallel=zero2dp8", "batch.global_batch_size=16", "recompute=full"),
     "recompute selective": ("parallel=zero2dp8", "batch.global_batch_size=16", "recompute=selective"),
+    "loss in chunks, zero3": ("parallel=zero3dp8", "batch.global_batch_size=16", "train.loss_chunks=8"),
+    "loss in chunks, tp8sp": ("parallel=tp8sp", "batch.global_batch_size=2", "train.loss_chunks=8"),
+    "loss in chunks, pp4": ("parallel=pp4", "batch.global_batch_size=16", "train.loss_chunks=8"),
     "recompute full, tp2pp2sp": ("parallel=tp2pp2sp", "batch.global_batch_size=16", "recompute=full"),
 }
 
@@ -129,7 +132,7 @@ def _hold_together(spec: RunSpec, rank: int | None = None) -> None:
             assert ours[kind] == pytest.approx(size, rel=0.05, abs=0.01 * found.total), kind
 
 
-QUICK = ("zero1, one microbatch", "tp8sp", "cp2 p2p", "tp2pp2sp", "recompute selective")
+QUICK = ("zero1, one microbatch", "tp8sp", "cp2 p2p", "tp2pp2sp", "recompute selective", "loss in chunks, zero3")
 
 
 @pytest.mark.parametrize(

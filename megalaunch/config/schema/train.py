@@ -15,6 +15,9 @@ class TrainSpec:
     stop_at: int | None = setting(None, "Stop resumably after this step; null: at the end.", "steps", minimum=1)
     seed: int = setting(1234, "Seed of weights and data order.", minimum=0)
     validation_interval: int = setting(100, "Steps between validations, 0: only at the end.", "steps", minimum=0)
+    loss_chunks: int = setting(
+        1, "Pieces of a microbatch's tokens; head and loss take one after the other. 1: all at once.", minimum=1
+    )
     compile: bool = setting(False, "Each layer is compiled by torch.compile.")
     sample_prompt: str | None = setting(None, "Prompt continued by the model at the end; null: no sample.")
     sample_tokens: int = setting(64, "Length of that continuation.", "tokens", minimum=1)

@@ -96,7 +96,7 @@ def _steps(spec: RunSpec, mesh: Mesh, moment: Moment, on_gpu: bool, world: ExitS
     parameters = sum(_held(parameter) for parameter in model.parameters())
     tokens = mesh.topology.micro_batch_size * spec.batch.sequence_length // mesh.topology.cp
     exchanges = ExchangeLedger(moment)
-    memory = MemoryLedger(moment, (tokens, _columns(spec, mesh)))
+    memory = MemoryLedger(moment, (-(-tokens // spec.train.loss_chunks), _columns(spec, mesh)))
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), HostNumbers(), exchanges, memory):
         world.enter_context(mode)
     world.enter_context(memory.listening())

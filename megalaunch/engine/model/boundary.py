@@ -30,6 +30,9 @@ class Boundary(Protocol):
     def enter(self, x_BsH: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
         """All projections of the same input: [B, s, H] -> [B, S, f] each."""
 
+    def gather(self, x_BsH: Tensor) -> Tensor:
+        """The input of a region whose work on it is not a projection alone: [B, s, H] -> [B, S, H]."""
+
     def leave(self, x_BSf: Tensor, projection: Linear) -> Tensor:
         """Project and sum over ranks: [B, S, f] -> [B, s, H]."""
 
@@ -62,6 +65,10 @@ class OneDevice:
     def enter(self, x_BsH: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
         """[B, S, H] -> [B, S, F] each."""
         return tuple(projection(x_BsH) for projection in projections)
+
+    def gather(self, x_BsH: Tensor) -> Tensor:
+        """It is whole."""
+        return x_BsH
 
     def leave(self, x_BSf: Tensor, projection: Linear) -> Tensor:
         """[B, S, F] -> [B, S, H]."""

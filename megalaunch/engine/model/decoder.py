@@ -89,6 +89,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         stores: Sequence[KeyValueStore] | None = None,
         documents_BS: Tensor | None = None,
+        logits: bool = True,
     ) -> Tensor:
         """Logits of the token after each position; on a pipeline stage before the last, what the next one needs.
 
@@ -97,6 +98,7 @@ class Decoder(nn.Module):
         in which every rank holds all of a sample.
         `documents_BS`: numbers of the documents the tokens belong to, which do not see each other; all see all when
         None.
+        `logits` False: not they but what the head makes them from, [B, s, H].
         """
         held = x.shape[1] if positions is None else positions.shape[-1]
         if positions is None:
@@ -111,9 +113,16 @@ class Decoder(nn.Module):
             x = self.through(names, x, rotations, attends, stores)
         if self.norm is None or self.head is None:
             return x
-        (logits_BSV,) = self.boundary.enter(self.norm(x), self.head)
+        x = self.norm(x)
+        if not logits:
+            return x
+        (logits_BSV,) = self.boundary.enter(x, self.head)
+        return self.capped_logits(logits_BSV)
+
+    def capped_logits(self, logits: Tensor) -> Tensor:
+        """What the head gives, kept below the config's soft cap if it has one."""
         cap = self.config.logit_soft_cap
-        return logits_BSV if cap is None else capped(logits_BSV, cap)
+        return logits if cap is None else capped(logits, cap)
 
     def through(
         self,

@@ -25,7 +25,7 @@ from megalaunch.engine.parallel.stage import FrugalStage
 from megalaunch.plan.stages import Stage
 
 PipelineLoss = Callable[[Tensor, Tensor], Tensor]
-"""Logits and labels of a microbatch -> its summed loss."""
+"""The last stage's output and labels of a microbatch -> its summed loss."""
 
 _ONE_STAGE: Mapping[Schedule, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _SEVERAL_STAGES: Mapping[Schedule, type[PipelineScheduleMulti]] = {
@@ -60,10 +60,13 @@ class Pipeline:
         self._divisor = 1
         self._prepared: tuple[int, PipelineScheduleSingle | PipelineScheduleMulti] | None = None
 
-    def train(self, inputs: Mapping[str, Tensor], labels: Tensor, microbatches: int, divisor: int) -> list[Tensor]:
+    def train(
+        self, inputs: Mapping[str, Tensor | bool], labels: Tensor, microbatches: int, divisor: int
+    ) -> list[Tensor]:
         """Forward and backward of all microbatches; each one's loss / divisor on the last stage, else nothing.
 
-        `inputs` and `labels` hold them one after the other along dim 0; `inputs` has the key `tokens`.
+        `inputs` and `labels` hold them one after the other along dim 0; `inputs` has the key `tokens`, and what is no
+        tensor is the same for all.
         """
         if self._prepared is None or self._prepared[0] != microbatches:
             self._prepared = microbatches, self._schedule(microbatches)
@@ -90,5 +93,5 @@ class Pipeline:
         several = _SEVERAL_STAGES[self._schedule_name]
         return several(list(stages), microbatches, loss_fn=self._divided_loss, scale_grads=False)
 
-    def _divided_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self._loss(logits, labels) / torch.tensor(self._divisor, device=logits.device)
+    def _divided_loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        return self._loss(output, labels) / torch.tensor(self._divisor, device=output.device)

@@ -26,7 +26,9 @@ class Relay:
         self._model, self._mesh, self._wire = model, mesh, wire
         self._ranks = [stage.rank for stage in stages]
 
-    def run(self, tokens_BS: Tensor, inputs: Mapping[str, Tensor | Sequence[KeyValueStore] | None]) -> Tensor | None:
+    def run(
+        self, tokens_BS: Tensor, inputs: Mapping[str, Tensor | Sequence[KeyValueStore] | bool | None]
+    ) -> Tensor | None:
         """The last stage's output where that stage is, else nothing; every stage gets `inputs`. Collective over pp."""
         mine, x = iter(self._model.parts), tokens_BS
         for number, rank in enumerate(self._ranks):

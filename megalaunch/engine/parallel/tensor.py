@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megalaunch.engine.collectives import start_gather, start_reduce_scatter, start_sum
+from megalaunch.engine.collectives import Pending, start_gather, start_reduce_scatter, start_sum
 from megalaunch.engine.layout import ParamLayout, layout_of, local, piece
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.decoder import Decoder
@@ -61,6 +61,11 @@ class TensorParallel:
             out if p.bias is None else out + self.part(p.bias, p.bias_layout)
             for out, p in zip(outputs, projections, strict=True)
         )
+
+    def gather(self, x_BsH: Tensor) -> Tensor:
+        """[B, s, H] -> [B, S, H]; backward: the ranks' gradients are parts of a sum."""
+        whole: Tensor = _Gather.apply(x_BsH, self.axis, self.sequence_parallel)  # type: ignore[no-untyped-call]
+        return whole
 
     def leave(self, x_BSf: Tensor, projection: Linear) -> Tensor:
         """[B, S, f] -> [B, s, H]."""
@@ -123,10 +128,23 @@ class _Enter(torch.autograd.Function):
         dx = dys[0] @ weights[0]
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
             dx = torch.addmm(dx.flatten(0, 1), dy.flatten(0, 1), weight).view_as(dx)
-        reducing = start_reduce_scatter(dx, _SEQUENCE, ctx.axis) if ctx.divided_sequence else start_sum(dx, ctx.axis)
+        reducing = _start_adding(dx, ctx.axis, ctx.divided_sequence)
         rows = (gathering.wait() if gathering else x).flatten(0, 1)
         dweights = [dy.flatten(0, 1).T @ rows for dy in dys]
         return reducing.wait(), None, None, *dweights
+
+
+class _Gather(torch.autograd.Function):
+    """What `_Enter` does around its projections."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, divided_sequence: bool) -> Tensor:
+        ctx.axis, ctx.divided_sequence = axis, divided_sequence
+        return start_gather(x, _SEQUENCE, axis).wait() if divided_sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _start_adding(gradients[0], ctx.axis, ctx.divided_sequence).wait(), None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -135,13 +153,17 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, axis: Axis, divided_sequence: bool) -> Tensor:
         ctx.axis, ctx.divided_sequence = axis, divided_sequence
-        pending = start_reduce_scatter(partial, _SEQUENCE, axis) if divided_sequence else start_sum(partial, axis)
-        return pending.wait()
+        return _start_adding(partial, axis, divided_sequence).wait()
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = dys
         return (start_gather(dy, _SEQUENCE, ctx.axis).wait() if ctx.divided_sequence else dy), None, None
+
+
+def _start_adding(partial: Tensor, axis: Axis, divided_sequence: bool) -> Pending:
+    """The sum of the ranks' parts, whole or divided by sequence."""
+    return start_reduce_scatter(partial, _SEQUENCE, axis) if divided_sequence else start_sum(partial, axis)
 
 
 class _Average(torch.autograd.Function):

@@ -11,15 +11,14 @@ from torch import Tensor
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.parallel import ParallelSpec
 from megalaunch.engine.mesh import Mesh
-from megalaunch.engine.model.boundary import Boundary
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.parallel.data import announce_microbatch, finish_microbatch, release
-from megalaunch.engine.parallel.pipeline import Pipeline, PipelineLoss
+from megalaunch.engine.parallel.pipeline import Pipeline
 from megalaunch.engine.parallel.relay import Relay
 from megalaunch.engine.precision.policy import compute_format
 from megalaunch.engine.train.batches import MicroBatch, StepBatch
-from megalaunch.engine.train.loss import summed_token_loss
+from megalaunch.engine.train.head_loss import HeadLoss
 from megalaunch.plan.stages import stages_of
 
 
@@ -40,8 +39,8 @@ def passes_of(spec: RunSpec, mesh: Mesh, model: ModelParts) -> Passes:
     """The passes of a laid-out model, or of this rank's stages of it."""
     if mesh.pp.size == 1:
         (decoder,) = model.parts
-        return OneStage(decoder, spec.parallel)
-    loss = _loss_of(model.parts[-1].boundary)
+        return OneStage(decoder, spec.parallel, HeadLoss(decoder, spec.train.loss_chunks))
+    loss = HeadLoss(model.parts[-1], spec.train.loss_chunks)
     pipeline = Pipeline(model, mesh, stages_of(spec), spec.parallel.schedule, loss)
     return PipelinedPasses(pipeline, relay_of(spec, mesh, model), model, mesh, loss)
 
@@ -57,6 +56,7 @@ class OneStage:
 
     model: Decoder
     parallel: ParallelSpec
+    loss: HeadLoss
 
     def train(self, batch: StepBatch, total_tokens: int) -> Tensor:
         """One microbatch after the other."""
@@ -72,8 +72,8 @@ class OneStage:
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
         """Forward only, when gradients are off."""
-        logits = self.model(batch.tokens, batch.positions, documents_BS=batch.documents)
-        return summed_token_loss(logits, batch.labels, self.model.boundary.vocabulary)
+        output = self.model(batch.tokens, batch.positions, documents_BS=batch.documents, logits=self.loss.of_logits)
+        return self.loss(output, batch.labels)
 
     def release(self) -> None:
         """Free gathered parameters."""
@@ -88,28 +88,22 @@ class PipelinedPasses:
     relay: Relay
     model: ModelParts
     mesh: Mesh
-    loss: PipelineLoss
+    loss: HeadLoss
 
     def train(self, batch: StepBatch, total_tokens: int) -> Tensor:
         """By the schedule; zeros on all stages but the last."""
         joined = MicroBatch.joined(batch.microbatches)
-        losses = self.pipeline.train(joined.inputs, joined.labels, len(batch.microbatches), max(total_tokens, 1))
+        inputs: dict[str, Tensor | bool] = {**joined.inputs, "logits": self.loss.of_logits}
+        losses = self.pipeline.train(inputs, joined.labels, len(batch.microbatches), max(total_tokens, 1))
         return torch.stack(losses) if losses else torch.zeros(len(batch.microbatches), device=self.mesh.device)
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
         """One microbatch through all stages; zero on all but the last."""
         rest = {name: value for name, value in batch.inputs.items() if name != "tokens"}
-        logits = self.relay.run(batch.tokens, rest)
-        return self.loss(logits, batch.labels) if logits is not None else torch.zeros((), device=self.mesh.device)
+        output = self.relay.run(batch.tokens, {**rest, "logits": self.loss.of_logits})
+        return self.loss(output, batch.labels) if output is not None else torch.zeros((), device=self.mesh.device)
 
     def release(self) -> None:
         """Free gathered parameters."""
         for part in self.model.parts:
             release(part)
-
-
-def _loss_of(boundary: Boundary) -> PipelineLoss:
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return summed_token_loss(logits, labels, boundary.vocabulary)
-
-    return loss

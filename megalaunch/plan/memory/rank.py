@@ -9,6 +9,7 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.accounting import ENGINE, Accounting
 from megalaunch.plan.memory.in_flight import in_flight
+from megalaunch.plan.memory.loss import loss_bytes
 from megalaunch.plan.memory.saved import SavedBytes, ends_bytes, saved_bytes
 from megalaunch.plan.memory.states import Phase, states_of
 from megalaunch.plan.memory.widths import Formats, format_bytes
@@ -109,18 +110,19 @@ def _moments(
     states = states_of(spec, topology, held, accounting, kept.copies)
     tokens = topology.micro_batch_size * spec.batch.sequence_length / topology.cp
     losses = sum(chunk.head + chunk.depths for chunk in chunks)
-    vocabulary = (spec.model.vocab_size or 0) / topology.tp
-    own, waits = _logits_kept(spec, topology, accounting)
-    waiting = waits * (kept.head_copies - 1) * vocabulary
-    late = losses * tokens * (_deferred(spec, topology, accounting) + waiting)
+    loss = loss_bytes(spec, topology, accounting, tokens)
+    waiting = losses * (kept.head_copies - 1)
+    late = losses * tokens * _deferred(spec, topology, accounting) + waiting * loss.logits_waiting
 
-    def at(moment: str, phase: Phase, activations: float, logits: float = 0.0, buffers: float = 0.0) -> Memory:
+    def at(
+        moment: str, phase: Phase, activations: float, logits: float = 0.0, buffers: float = 0.0, beside: float = 0.0
+    ) -> Memory:
         return Memory(
             weights=phase.weights,
             gradients=phase.gradients,
             optimizer=states.optimizer,
-            activations=tokens * activations,
-            logits=tokens * logits + late,
+            activations=tokens * activations + beside + waiting * loss.formed_waiting,
+            logits=logits + late,
             buffers=phase.buffers + buffers,
             rank=rank,
             parameters=held.dense + held.experts,
@@ -128,21 +130,14 @@ def _moments(
         )
 
     if losses:
-        yield at(LOSS, states.loss, kept.all, losses * (accounting.logit_bytes + own) * vocabulary)
+        yield at(LOSS, states.loss, kept.all, losses * loss.logits, beside=losses * loss.beside)
+        yield at(LOSS, states.loss, kept.all, beside=losses * loss.scaled)
     yield at(LAYER, states.layer, kept.all + kept.working, buffers=tokens * kept.messages)
     if states.unit:
         yield at(UNIT, states.layer, kept.all - kept.layer, buffers=states.unit)
     if states.between is not None:
         yield at(BETWEEN, states.between, kept.all * (1 - 1 / kept.copies))
     yield at(END, states.end, 0.0)
-
-
-def _logits_kept(spec: RunSpec, topology: Topology, accounting: Accounting) -> tuple[float, float]:
-    """Bytes a logit that a stage keeps of the microbatch whose loss runs backwards, and of each one that waits."""
-    if topology.pp == 1 or accounting.waiting_logits is None:
-        return 0.0, 0.0
-    narrow = format_bytes(spec.precision.compute)
-    return float(narrow), accounting.waiting_logits + narrow
 
 
 def _deferred(spec: RunSpec, topology: Topology, accounting: Accounting) -> float:

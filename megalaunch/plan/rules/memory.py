@@ -18,6 +18,8 @@ TIGHT = 0.95
 """Part of a device above which a run may still fail: libraries and fragments take what the model does not count."""
 _MANY_STAGES = 1024
 _CANDIDATES = 12
+_CHUNK = 1024
+"""Tokens whose logits a fix proposes to have at once: large enough for the head's matmul to be as fast as ever."""
 _GB = 1e9
 _LESS: dict[str, Any] = {"recompute.granularity": "selective", "recompute.modules": ("norm", "activation")}
 _LEAST: dict[str, Any] = {
@@ -81,6 +83,13 @@ def smaller(at: Situation, limit: float) -> Iterator[Fix]:
             yield fix
 
 
+def _chunked(spec: RunSpec) -> dict[str, Any]:
+    """Head and loss by chunks, which costs next to nothing; empty where they are chunked, or too short for it."""
+    tokens = (spec.batch.micro_batch_size or 1) * spec.batch.sequence_length // spec.parallel.cp
+    chunks = tokens // _CHUNK
+    return {"train.loss_chunks": chunks} if spec.train.loss_chunks == 1 and chunks > 1 else {}
+
+
 def _candidates(spec: RunSpec) -> Iterator[Fix]:
     p, batch = spec.parallel, spec.batch
     smaller: list[dict[str, Any]] = [{}]
@@ -89,11 +98,14 @@ def _candidates(spec: RunSpec) -> Iterator[Fix]:
     if spec.precision.compute == "fp32":
         smaller.append({"precision.compute": "bf16"})
     micro = batch.micro_batch_size or 1
+    chunked = _chunked(spec)
+    if chunked:
+        yield chunked
     wider = [n for n in (2 * p.tp, 4 * p.tp, 8 * p.tp) if n <= 8]
     deeper = [n for n in (2 * p.pp, 4 * p.pp, 8 * p.pp) if n <= spec.model.num_layers]
     again: list[dict[str, Any]] = [{}, *([_LESS] if spec.recompute.granularity == "none" else [])]
     again += [_LEAST] if spec.recompute.granularity != "full" else []
-    layouts: list[dict[str, Any]] = [{}]
+    layouts: list[dict[str, Any]] = [{}, *([chunked] if chunked else [])]
     layouts += [{"batch.micro_batch_size": n} for n in sorted({max(1, micro // 2), 1}, reverse=True) if n < micro]
     if p.tp > 1 and not p.sequence_parallel:
         layouts.insert(1, {"parallel.sequence_parallel": True})
@@ -104,5 +116,5 @@ def _candidates(spec: RunSpec) -> Iterator[Fix]:
     for number, layout in enumerate(layouts):
         for recomputed in again:
             for sharding in smaller if number < dividing else smaller[:1]:
-                if layout or recomputed or sharding:
+                if recomputed or sharding or layout not in ({}, chunked):
                     yield {**layout, **recomputed, **sharding}

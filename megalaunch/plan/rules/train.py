@@ -21,6 +21,20 @@ def stop_at(at: Situation) -> Iterator[Broken]:
         )
 
 
+@rule("train.loss_chunks", "Head and loss take no more chunks than there are tokens.")
+def loss_chunks(at: Situation) -> Iterator[Broken]:
+    """They divide the tokens of one microbatch on one context-parallel rank."""
+    chunks, micro = at.spec.train.loss_chunks, at.spec.batch.micro_batch_size
+    tokens = max(1, (micro or 1) * at.spec.batch.sequence_length // at.spec.parallel.cp)
+    if micro is not None and chunks > tokens:
+        yield Broken(
+            "train.loss_chunks",
+            f"loss_chunks {chunks} is more than the {tokens} tokens of a microbatch on a rank",
+            {"loss_chunks": chunks, "tokens": tokens},
+            ({"train.loss_chunks": max(1, tokens // 1024)}, {"train.loss_chunks": 1}),
+        )
+
+
 @rule("train.sample_fits", "The sampled text fits into the model's context.")
 def sample_fits(at: Situation) -> Iterator[Broken]:
     """Behind max_position_embeddings the text is cut."""

@@ -1,0 +1,52 @@
+"""Bytes of head and loss on one device: of logits of all tokens at once, or of a chunk's and the formed gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.plan.memory.accounting import Accounting
+from megalaunch.plan.memory.widths import format_bytes
+from megalaunch.plan.topology import Topology
+
+
+@dataclass(frozen=True)
+class LossBytes:
+    """Bytes of one loss.
+
+    `logits` at their peak, and `logits_waiting` of each other microbatch of a pipeline whose loss has run. `beside`:
+    what else there is with them, gradients that were formed by then; `scaled`: as these are scaled, once the logits
+    are gone; `formed_waiting` of each other microbatch.
+    """
+
+    logits: float
+    logits_waiting: float = 0.0
+    beside: float = 0.0
+    scaled: float = 0.0
+    formed_waiting: float = 0.0
+
+
+def loss_bytes(spec: RunSpec, topology: Topology, accounting: Accounting, tokens: float) -> LossBytes:
+    """Those of a microbatch of so many tokens on a rank."""
+    narrow = format_bytes(spec.precision.compute)
+    vocabulary = (spec.model.vocab_size or 0) / topology.tp
+    if spec.train.loss_chunks == 1:
+        own, waits = _kept_by_a_stage(topology, accounting, narrow)
+        return LossBytes((accounting.logit_bytes + own) * vocabulary * tokens, waits * vocabulary * tokens)
+    # engine/train/head_loss.py: a chunk's logits stay beside what their loss works on.
+    chunk = -(-tokens // spec.train.loss_chunks)
+    hidden = narrow * spec.model.hidden_size
+    formed = hidden * (tokens + vocabulary)
+    return LossBytes(
+        (accounting.logit_bytes + narrow) * vocabulary * chunk,
+        beside=formed + (hidden * tokens if spec.parallel.sequence_parallel else 0.0),
+        scaled=2 * formed,
+        formed_waiting=formed,
+    )
+
+
+def _kept_by_a_stage(topology: Topology, accounting: Accounting, narrow: int) -> tuple[float, float]:
+    """Bytes a logit that a pipeline keeps of the microbatch whose loss runs backwards, and of each one that waits."""
+    if topology.pp == 1 or accounting.waiting_logits is None:
+        return 0.0, 0.0
+    return float(narrow), accounting.waiting_logits + narrow
