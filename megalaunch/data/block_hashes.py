@@ -18,7 +18,7 @@ class BlockHashes:
         self._whole: list[str] = []
         self._open, self._held = hashlib.sha256(), 0
 
-    def add(self, content: bytes) -> None:
+    def add(self, content: bytes | memoryview) -> None:
         """Append to the file that is hashed."""
         left = memoryview(content)
         while left:

@@ -14,7 +14,7 @@ from megalaunch.data.encode_engine import Encode, encoder_of
 from megalaunch.data.errors import DataError
 from megalaunch.data.input_chunks import Chunk, Unreadable, too_long
 from megalaunch.data.preprocess_settings import EngineChoice
-from megalaunch.data.read_records import Record, records
+from megalaunch.data.read_records import Record, plain_texts, read, records
 from megalaunch.data.sentences import splitter
 
 _LONGEST_KEPT = 1 << 20  # bytes of a bad record that are kept for the quarantine
@@ -50,14 +50,9 @@ class BadRecord:
 class KeyTokens:
     """The documents of one key: ids in the type of the file, tokens a sequence, sequences a document (int32)."""
 
-    tokens: bytes
-    lengths: bytes
-    documents: bytes
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in it."""
-        return int(np.frombuffer(self.lengths, np.int32).sum(dtype=np.int64))
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int32]
+    documents: NDArray[np.int32]
 
 
 @dataclass
@@ -89,8 +84,27 @@ class ChunkEncoder:
         if isinstance(chunk.body, Unreadable):
             result.records = result.lines = chunk.body.lines
             result.bad.append(BadRecord(chunk.path, 0, False, chunk.body.cause, chunk.body.fix, b""))
-            result.keys = [KeyTokens(b"", b"", b"") for _ in self._recipe.keys]
+            result.keys = [self._joined([]) for _ in self._recipe.keys]
             return result
+        chunk = read(chunk)
+        return self._at_once(chunk) or self._one_by_one(chunk)
+
+    def _at_once(self, chunk: Chunk) -> Encoded | None:
+        """All records together, where nothing is to be said of any of them."""
+        texts = plain_texts(chunk, self._recipe.keys, self._recipe.record_bytes) if self._split is None else None
+        if texts is None:
+            return None
+        keys = []
+        for column in texts:
+            documents = list(map(self._encode, column))
+            joined = np.concatenate(documents)
+            if joined.max(initial=0) >= self._recipe.vocab_size:
+                return None
+            keys.append(self._joined([[ids] if ids.size else [] for ids in documents]))
+        return Encoded(len(texts[0]), len(texts[0]), keys)
+
+    def _one_by_one(self, chunk: Chunk) -> Encoded:
+        result = Encoded()
         documents: list[list[list[NDArray[Any]]]] = []
         for record in records(chunk, self._recipe.keys):
             result.records += 1
@@ -130,6 +144,6 @@ class ChunkEncoder:
             if document and self._end is not None:
                 parts.append(self._end)
                 lengths[-1] += 1
-        tokens = np.concatenate(parts, dtype=self._recipe.dtype, casting="unsafe") if parts else np.empty(0)
-        counts = np.array([len(document) for document in documents], np.int32)
-        return KeyTokens(tokens.tobytes(), np.array(lengths, np.int32).tobytes(), counts.tobytes())
+        none = [np.empty(0, self._recipe.dtype)]
+        tokens = np.concatenate(parts or none, dtype=self._recipe.dtype, casting="unsafe")
+        return KeyTokens(tokens, np.array(lengths, np.int32), np.array(list(map(len, documents)), np.int32))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megalaunch.data.block_hashes import BlockHashes, describe, hash_file
 from megalaunch.data.encode_records import KeyTokens
@@ -96,7 +97,7 @@ class Output:
         try:
             for number, key in enumerate(keys):
                 self._append(f"{number}.bin", key.tokens)
-                self._hashes[number].add(key.tokens)
+                self._hashes[number].add(key.tokens.view(np.uint8).data)
                 self._append(f"{number}.lengths", key.lengths)
                 self._append(f"{number}.documents", key.documents)
             self._append("quarantine", b"".join(quarantined))
@@ -166,8 +167,8 @@ class Output:
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
 
-    def _append(self, name: str, content: bytes) -> None:
-        left = memoryview(content)
+    def _append(self, name: str, content: bytes | NDArray[Any]) -> None:
+        left = memoryview(content if isinstance(content, bytes) else content.view(np.uint8))
         while left:
             left = left[os.write(self._files[name], left) :]
 

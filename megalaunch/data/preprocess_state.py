@@ -60,7 +60,7 @@ class State:
         counts.written += encoded.records - left_out
         counts.quarantined += len(lines)
         counts.skipped += left_out - len(lines)
-        counts.tokens += sum(key.num_tokens for key in encoded.keys)
+        counts.tokens += sum(key.tokens.size for key in encoded.keys)
         counts.bytes_read += chunk.stored
         self.line = self.line + encoded.lines if chunk.end.file == self.position.file else 0
         self.position = chunk.end

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from megalaunch.data.errors import DataError
 from megalaunch.data.input_chunks import Chunk, Lines, Rows, Span, Unreadable, WholeFiles
 from megalaunch.data.source_files import open_source
 
+# What the quick way raises for a line that is no object with texts under the keys.
+_UNUSUAL = (ValueError, KeyError, TypeError, RecursionError)
 _FIRST, _LATER = 1, 2  # line numbers to record_sentences, which looks for a byte order mark in the first
 
 
@@ -42,6 +45,31 @@ class Record:
         return json.dumps(dict(zip(self.keys, self.source, strict=True)), default=repr).encode()
 
 
+def read(chunk: Chunk) -> Chunk:
+    """The chunk with the lines in it that it only named. DataError when its file cannot be read any more."""
+    if not isinstance(chunk.body, Span):
+        return chunk
+    return replace(chunk, body=Lines(chunk.body.offset, _part(chunk.path, chunk.body)))
+
+
+def plain_texts(chunk: Chunk, keys: tuple[str, ...], record_bytes: int) -> list[list[str]] | None:
+    """For each key the texts of all records, where nothing but such records is in the chunk; else None.
+
+    That is nearly every chunk of jsonl, and an order of magnitude less work than to look at the records one by one.
+    """
+    if not isinstance(chunk.body, Lines):
+        return None
+    lines = _lines(chunk.body.content)
+    if max(map(len, lines)) >= record_bytes:
+        return None
+    try:
+        found = list(map(_parse, lines))
+        texts = [list(map(itemgetter(key), found)) for key in keys]
+    except _UNUSUAL:
+        return None
+    return texts if all(set(map(type, column)) == {str} for column in texts) else None
+
+
 def records(chunk: Chunk, keys: tuple[str, ...]) -> Iterator[Record]:
     """All records of a chunk; DataError when its file cannot be read any more."""
     body = chunk.body
@@ -53,10 +81,7 @@ def records(chunk: Chunk, keys: tuple[str, ...]) -> Iterator[Record]:
             yield Record(path, None, keys, _whole(path) if body.content is None else body.content)
     elif isinstance(body, Span | Lines):
         content = body.content if isinstance(body, Lines) else _part(chunk.path, body)
-        lines = content.split(b"\n")
-        if not lines[-1]:
-            lines.pop()
-        for number, line in enumerate(lines):
+        for number, line in enumerate(_lines(content)):
             yield Record(chunk.path, number, keys, line, number == 0 and body.offset == 0)
 
 
@@ -77,13 +102,20 @@ def good_texts(chunk: Chunk, keys: tuple[str, ...], characters: int) -> list[str
     return texts
 
 
+def _lines(content: bytes) -> list[bytes]:
+    lines = content.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return lines
+
+
 def _line(line: bytes, keys: tuple[str, ...], path: Path, number: int) -> list[Sequence[str]]:
     try:  # what nearly every line is; all else is looked into by record_sentences, which says what is wrong
         record = _parse(line)
         found = [record[key] for key in keys]
         if all(type(text) is str for text in found):
             return [[text] for text in found]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except _UNUSUAL:
         pass
     return [record_sentences(line, key, path, number) for key in keys]
 
