@@ -94,6 +94,7 @@ def run(
 
 
 def _preprocess(inputs: list[str], prefix: Path, settings: Settings, show: Callable[[Progress], None]) -> None:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy then has no threads, and the workers can be forked
     from megalaunch.cli.exit import refuse
     from megalaunch.data import preprocess as work
     from megalaunch.data.errors import DataError

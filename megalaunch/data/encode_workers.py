@@ -15,22 +15,29 @@ from numpy.typing import NDArray
 
 from megalaunch.data.encode_engine import Encode, encoder_of, gigatoken_ids
 from megalaunch.data.encode_records import ChunkEncoder, Encoded, Recipe
+from megalaunch.data.encode_slots import Slots
 from megalaunch.data.errors import DataError
 from megalaunch.data.input_chunks import Chunk
 from megalaunch.data.preprocess_settings import EngineChoice
-from megalaunch.data.worker_process import WorkerDied, WorkerProcess
+from megalaunch.data.worker_process import WorkerDied, WorkerProcess, is_alone
 
 _AHEAD = 4  # chunks a worker that are under way or wait to be written
+_SLOT_BYTES = 2  # bytes of tokens a byte of text for which memory is shared; text has about one token a three bytes
+_shared: list[Slots] = []  # of a worker: the memory that it shares with its parent, if it does
 
 
 class Workers:
     """`count` processes that encode; with one, this process does it itself.
 
-    They begin to load `tokenizer`, the file that was asked for, before it is known what will be encoded.
+    They begin to load `tokenizer`, the file that was asked for, before it is known what will be encoded. Where they
+    can be forked they share memory with this process, enough for most chunks of `chunk_bytes`.
     """
 
-    def __init__(self, count: int, engine: EngineChoice, tokenizer: Path) -> None:
-        self._workers = [WorkerProcess(_load, engine, tokenizer) for _ in range(count)] if count > 1 else []
+    def __init__(self, count: int, engine: EngineChoice, tokenizer: Path, chunk_bytes: int) -> None:
+        forked = count > 1 and is_alone()
+        self._slots = Slots(_AHEAD * count + 1, _SLOT_BYTES * chunk_bytes) if forked else None
+        words = (forked, _get_ready, engine, tokenizer, self._slots)
+        self._workers = [WorkerProcess(*words) for _ in range(count)] if count > 1 else []
 
     def start_gigatoken(self, tokenizer: Path, texts: list[str]) -> Callable[[], list[NDArray[Any]] | str]:
         """Have a worker encode texts with gigatoken; what is given back waits for the ids, or for why it cannot."""
@@ -45,18 +52,28 @@ class Workers:
         Raises DataError for a worker that dies, and what reading or encoding raises.
         """
         if not self._workers:
-            encoder = ChunkEncoder(recipe)
+            encoder = ChunkEncoder(recipe, _loaded)
             yield from ((chunk, encoder.encode(chunk)) for chunk in ahead)
             return
-        waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
-        for chunk in islice(ahead, _AHEAD * len(self._workers)):
-            waiting.append((chunk, self._submit(_encode, recipe, chunk)))
+        waiting: deque[tuple[Chunk, int | None, Future[tuple[Encoded, list[int] | None]]]] = deque()
+
+        def submit(count: int) -> None:
+            for chunk in islice(ahead, count):
+                slot = None if self._slots is None else self._slots.take()
+                waiting.append((chunk, slot, self._submit(_encode, recipe, chunk, slot)))
+
+        submit(_AHEAD * len(self._workers))
         while waiting:
-            chunk, future = waiting.popleft()
-            encoded: Encoded = _result(future)
-            for following in islice(ahead, 1):
-                waiting.append((following, self._submit(_encode, recipe, following)))
+            chunk, slot, future = waiting.popleft()
+            encoded, sizes = _result(future)
+            submit(1)
+            if self._slots is None or slot is None:
+                yield chunk, encoded
+                continue
+            if sizes is not None:
+                self._slots.find(slot, encoded, sizes)
             yield chunk, encoded
+            self._slots.free(slot)
 
     def close(self) -> None:
         """End the processes; what they were to do is dropped."""
@@ -75,8 +92,10 @@ def _result(future: Future[Any]) -> Any:
         raise DataError("a worker process died, perhaps for lack of memory", fix=fix) from None
 
 
-def _load(engine: EngineChoice, tokenizer: Path) -> None:
-    """Load what takes time to load, before it is asked for."""
+def _get_ready(engine: EngineChoice, tokenizer: Path, slots: Slots | None) -> None:
+    """In a worker: load what takes time to load, before it is asked for."""
+    if slots is not None:
+        _shared.append(slots)
     if engine is not EngineChoice.TOKENIZERS and tokenizer.suffix == ".json":
         with suppress(OSError, ValueError):
             gigatoken_ids(tokenizer.read_text(encoding="utf-8"), [], _loaded)
@@ -91,8 +110,10 @@ def _gigatoken_ids(tokenizer: Path, texts: list[str]) -> list[NDArray[Any]] | st
     return gigatoken_ids(tokenizer.read_text(encoding="utf-8"), texts, _loaded)
 
 
-def _encode(recipe: Recipe, chunk: Chunk) -> Encoded:
-    return _encoder(recipe).encode(chunk)
+def _encode(recipe: Recipe, chunk: Chunk, slot: int | None) -> tuple[Encoded, list[int] | None]:
+    """In a worker: a chunk's documents; with numbers, their tokens lie in the slot, so many of each key."""
+    encoded = _encoder(recipe).encode(chunk)
+    return encoded, None if slot is None else _shared[0].leave(slot, encoded)
 
 
 @lru_cache(maxsize=1)

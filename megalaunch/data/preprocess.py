@@ -56,7 +56,7 @@ def preprocess(
         raise DataError("preprocessing was started by torchrun, once a process", fix="Start it by itself, once.")
     found = find_inputs(inputs, settings.format)
     path = tokenizer_file(settings.tokenizer)
-    workers = Workers(settings.workers, settings.engine, path)
+    workers = Workers(settings.workers, settings.engine, path, settings.chunk_bytes)
     try:
         tokenizer = load_tokenizer(path, settings.merges)
         end = tokenizer.require_eod(path, "Leave out --append-eod.") if settings.append_eod else None

@@ -1,4 +1,4 @@
-"""One spawned process that does what it is asked, in order, and the pipe to it."""
+"""One process that does what it is asked, in order, and the pipe to it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkProcess, SpawnProcess
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,24 +22,35 @@ class WorkerDied(Exception):
     """The process is gone, and with it what it had been asked."""
 
 
+def is_alone() -> bool:
+    """Whether this process has no other thread, so that it can be forked; False where that cannot be told."""
+    try:
+        return sum(1 for _ in Path("/proc/self/task").iterdir()) == 1
+    except OSError:
+        return False
+
+
 class WorkerProcess:
     """A process at work; `prepare(*words)` runs in it first.
+
+    It is spawned, or `forked`, which is quicker and shares memory: only for who `is_alone`, as a fork of a process
+    with threads (a tokenizer library's, say) may hang. Nobody is asked before all are forked: then a thread starts.
 
     It shares no lock and no pipe with another worker, unlike those of a pool: killed at any moment, in the middle
     of an answer too, it leaves nobody waiting.
     """
 
-    def __init__(self, prepare: Callable[..., object], *words: object) -> None:
+    def __init__(self, forked: bool, prepare: Callable[..., object], *words: object) -> None:
         self._pipe, there = Pipe()
         self._asked: deque[Future[Any]] = deque()
         self._lock = threading.Lock()
         self._gone = False
-        # Spawned, not forked: the tokenizer library may have threads of its own in this process.
-        self._process = _Process(target=_serve, args=(there, prepare, words), daemon=True)
+        kind = _Forked if forked else _Spawned
+        inherited = self._pipe if forked else None
+        self._process = kind(target=_serve, args=(there, inherited, prepare, words), daemon=True)
         self._process.start()
         there.close()
-        self._reader = threading.Thread(target=self._read_answers, daemon=True)
-        self._reader.start()
+        self._reader: threading.Thread | None = None
 
     @property
     def asked(self) -> int:
@@ -53,6 +65,9 @@ class WorkerProcess:
                 future.set_exception(WorkerDied())
                 return future
             self._asked.append(future)
+            if self._reader is None:
+                self._reader = threading.Thread(target=self._read_answers, daemon=True)
+                self._reader.start()
         with suppress(BrokenPipeError, ConnectionResetError):  # the reader sees the death too, and says so
             self._pipe.send((function, words))
         return future
@@ -61,7 +76,8 @@ class WorkerProcess:
         """End the process now; what it was doing is dropped."""
         self._process.kill()
         self._process.join()
-        self._reader.join()
+        if self._reader is not None:
+            self._reader.join()
         self._pipe.close()
 
     def _read_answers(self) -> None:
@@ -81,27 +97,52 @@ class WorkerProcess:
             future.set_exception(WorkerDied())
 
 
-class _Process(SpawnProcess):
-    """It inherits that Ctrl-C is put off, and needs no main module.
+@contextmanager
+def _interrupts_put_off() -> Iterator[None]:
+    """Ctrl-C waits; a process that is started meanwhile inherits that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Forked(ForkProcess):
+    """It begins with all that is loaded here."""
+
+    def start(self) -> None:
+        with _interrupts_put_off():
+            super().start()
+
+
+class _Spawned(SpawnProcess):
+    """It begins anew, and needs no main module.
 
     Without a main module it does not import the command line anew, nor the script of who uses this as a library.
     """
 
     def start(self) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         names: dict[str, Any] = vars(sys.modules["__main__"])
         kept: dict[str, Any] = {name: names[name] for name in ("__spec__", "__file__") if name in names}
         names["__spec__"] = None
         names.pop("__file__", None)
         try:
-            super().start()
+            with _interrupts_put_off():
+                super().start()
         finally:
             names |= kept
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(pipe: Connection, prepare: Callable[..., object], words: tuple[object, ...]) -> None:
-    """The process's whole life: leave Ctrl-C to the parent, get ready, answer."""
+def _serve(
+    pipe: Connection, inherited: Connection | None, prepare: Callable[..., object], words: tuple[object, ...]
+) -> None:
+    """The process's whole life: leave Ctrl-C to the parent, get ready, answer.
+
+    A pipe ends when nobody has its other end. A fork `inherited` that of its own, and those of the workers before
+    it: after the parent's death the last one ends first.
+    """
+    if inherited is not None:
+        inherited.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     questions: SimpleQueue[tuple[Callable[..., Any], tuple[object, ...]]] = SimpleQueue()
     threading.Thread(target=_read_questions, args=(pipe, questions), daemon=True).start()

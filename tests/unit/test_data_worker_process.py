@@ -3,6 +3,8 @@
 import os
 import signal
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -42,7 +44,7 @@ def die_within_an_answer() -> None:
 
 @pytest.fixture
 def worker():
-    made = WorkerProcess(nothing)
+    made = WorkerProcess(False, nothing)
     yield made
     made.close()
 
@@ -74,7 +76,7 @@ def test_a_death_is_told_to_all_that_wait(worker, death):
 
 
 def test_it_is_made_ready_first(tmp_path):
-    worker = WorkerProcess(prepare, tmp_path / "made")
+    worker = WorkerProcess(False, prepare, tmp_path / "made")
     assert worker.submit(os.path.exists, tmp_path / "made").result(LIMIT)
     worker.close()
 
@@ -84,3 +86,40 @@ def test_closing_does_not_wait_for_work_under_way(worker):
     began = time.monotonic()
     worker.close()
     assert time.monotonic() - began < LIMIT
+
+
+FORKED = """
+import os, signal, sys, time
+from megalaunch.data.worker_process import WorkerDied, WorkerProcess, is_alone
+assert is_alone()
+here = os.getpid()
+workers = [WorkerProcess(True, int) for _ in range(3)]
+pids = [worker.submit(os.getpid).result(60) for worker in workers]
+assert len({here, *pids}) == 4 and not is_alone()
+asked = workers[1].submit(time.sleep, 1000)
+os.kill(pids[1], signal.SIGKILL)
+try:
+    asked.result(60)
+except WorkerDied:
+    assert [workers[number].submit(len, "abc").result(60) for number in (0, 2)] == [3, 3]
+    print(*pids, flush=True)
+os.kill(here, signal.SIGKILL)
+"""
+
+
+def test_forked_ones_die_alone_and_with_their_parent():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = done.stdout.split()
+    assert len(pids) == 3, done.stderr
+    deadline = time.monotonic() + LIMIT
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,77 @@
+"""Workers forked by a process of one thread share memory with it; the bytes are those of one process."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+from token_files import sentences, small_tokenizer
+
+from megalaunch.data.encode_records import Encoded, KeyTokens
+from megalaunch.data.encode_slots import Slots
+
+# Prints how many of the chunks lay in shared memory, and how many did not.
+RUN = """
+import sys
+from pathlib import Path
+from megalaunch.data import encode_slots
+from megalaunch.data.preprocess import preprocess
+from megalaunch.data.preprocess_settings import OnBadRecord, Settings
+
+found = []
+real = encode_slots.Slots.find
+encode_slots.Slots.find = lambda self, slot, *words: (found.append(slot), real(self, slot, *words))
+settings = Settings(Path(sys.argv[2]), workers=int(sys.argv[4]), chunk_bytes=1000, json_keys=("text", "more"),
+                    append_eod=True, on_bad_record=OnBadRecord.QUARANTINE)
+chunks = []
+preprocess([sys.argv[1]], Path(sys.argv[3]), settings, lambda progress: chunks.append(progress.documents))
+print(len(found), len(chunks) - len(found), len(set(found)))
+"""
+
+
+def test_the_bytes_of_one_process(tmp_path):
+    tokenizer = small_tokenizer(tmp_path / "tokenizer.json")
+    lines = [json.dumps({"text": text, "more": text[:9]}) for text in [*sentences(600), "", "x"]]
+    lines[100] = '{"text": 7, "more": "bad"}'
+    lines[300] = json.dumps({"text": "\u4e2d" * 20_000, "more": ""})  # more tokens than a slot holds
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    printed = {}
+    for workers in (1, 2):
+        words = [tmp_path / "in.jsonl", tokenizer, tmp_path / str(workers) / "out", workers]
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        )
+        printed[workers] = [int(word) for word in done.stdout.split()]
+    shared, sent, slots = printed[2]
+    assert shared > 10 * sent > 0
+    assert shared > slots > 1  # each is used again
+    assert printed[1][0] == 0
+    for name in ("out_text_document.bin", "out_text_document.idx", "out_more_document.bin", "out_quarantine.jsonl"):
+        one, two = ((tmp_path / str(workers) / name).read_bytes() for workers in (1, 2))
+        assert one
+        assert one == two
+
+
+def test_a_slot_holds_the_tokens_of_all_keys_or_none():
+    slots = Slots(3, 12)
+    some = [np.array([1, 2, 3], np.uint16), np.array([], np.uint16), np.array([4], np.uint16)]
+    nothing = np.empty(0, np.int32)
+    encoded = Encoded(keys=[KeyTokens(tokens, nothing, nothing) for tokens in some])
+    sizes = slots.leave(1, encoded)
+    assert sizes == [3, 0, 1]
+    assert [key.tokens.size for key in encoded.keys] == [0, 0, 0]
+    slots.find(1, encoded, sizes)
+    assert [key.tokens.tolist() for key in encoded.keys] == [[1, 2, 3], [], [4]]
+    large = Encoded(keys=[KeyTokens(np.arange(7, dtype=np.uint16), nothing, nothing)])
+    assert slots.leave(0, large) is None
+    assert large.keys[0].tokens.size == 7
+    taken = {slots.take() for _ in range(3)}
+    assert taken == {0, 1, 2}
+    slots.free(2)
+    assert slots.take() == 2
