@@ -188,3 +188,19 @@ def test_nothing_stays_replaced():
     assert (torch.UntypedStorage.resize_, torch.nn.functional.rms_norm) == before
     assert torch.zeros(1).is_cpu
     assert not dist.is_initialized()
+
+
+def test_documents_dealt_out_by_length_are_planned_as_long_as_their_sample():
+    sizes = {
+        "model__vocab_size": 512,
+        "model__num_attention_heads": 8,
+        "model__head_dim": 32,
+        "model__hidden_size": 256,
+    }
+    batch = {"batch__sequence_length": 2048, "batch__micro_batch_size": 1, "data__reset_attention": True}
+    spec = small_spec(parallel__cp=4, parallel__cp_dynamic=True, **sizes, **batch)
+    found = deep_plan(spec, 0)
+    assert abs(memory_by_rank(spec)[0].total / found.total - 1) < 0.05
+    key = 2 * 2 * 32 * 4  # key and value of two groups in fp32
+    traffic = [e.bytes for e in found.exchanges if (e.phase, e.kind, e.axis) == ("forward", "all-to-all", "cp")]
+    assert traffic == [3 * 8 * 3 * 512 * key]  # of 3 layers and 8 microbatches: three ranks' keys arrive

@@ -14,11 +14,11 @@ from operator import add, le
 import numpy as np
 from numpy.typing import NDArray
 
-# A group is large enough for a document when 1/k of its tokens' and pairs' even share is; all k are tried. 0: when its
-# tokens have room; None: when it is all ranks.
-_PARTS = (0, 1, 2, 4, 8, None)
-# A key that arrives costs as much as so many pairs of query and key: between what a CPU with gloo and GPUs over a
-# network do. It only decides between deals that are all right.
+# A group is large enough for a document that is at most 1/k of the group's even share of tokens and of pairs; all k are
+# tried. 0: when its tokens have room; None: when it is all ranks.
+GROUPS_BY = (0, 1, 2, 4, 8, None)
+# A key that arrives costs as much time as so many pairs of query and key, on GPUs with a network (docs/decisions.md).
+# It only decides between deals that are all right.
 KEY_IN_PAIRS = 256
 
 Flat = NDArray[np.int64]
@@ -108,7 +108,7 @@ class Deal:
 
 
 @lru_cache(maxsize=256)
-def deal(lengths: tuple[int, ...], ranks: int) -> Deal:
+def deal(lengths: tuple[int, ...], ranks: int, groups_by: tuple[int | None, ...] = GROUPS_BY) -> Deal:
     """The cheapest of some deals of documents to `ranks` ranks; the same on every rank that asks.
 
     Raises ValueError when the tokens are no multiple of the ranks.
@@ -116,7 +116,7 @@ def deal(lengths: tuple[int, ...], ranks: int) -> Deal:
     tokens, rest = divmod(sum(lengths), ranks)
     if rest or not tokens:
         raise ValueError(f"{sum(lengths)} tokens do not divide over {ranks} context-parallel ranks")
-    return min((_Dealing(lengths, ranks, parts).deal() for parts in _PARTS), key=lambda found: found.cost)
+    return min((_Dealing(lengths, ranks, parts).deal() for parts in groups_by), key=lambda found: found.cost)
 
 
 class _Dealing:

@@ -57,6 +57,17 @@ def test_the_parts_of_a_step_add_up(seventy):
     )
 
 
+def test_keys_of_dealt_documents_travel_once_each_way(seventy):
+    """An all-gather counts a second gather in the backward pass."""
+    spec = _with(seventy, parallel__cp=2, data__reset_attention=True)
+    gathered, dealt = (
+        step_time(_with(spec, **{f"parallel__{key}": value})).exchanges["cp"]
+        for key, value in (("cp_exchange", "allgather"), ("cp_dynamic", True))
+    )
+    assert dealt.exposed == pytest.approx(gathered.exposed * 2 / 3)
+    assert dealt.hidden == 0
+
+
 def test_the_bubble_shrinks_with_virtual_stages_and_microbatches(seventy):
     plain = step_time(_with(seventy, parallel__vpp=None, parallel__overlap_pipeline=False))
     assert plain.bubble == pytest.approx(5 * step_time(seventy).bubble, rel=0.1)
