@@ -43,9 +43,11 @@ def random_layouts(seed: int, most_ranks: int = 8, **fixed: Any) -> Iterator[Lay
 
 def random_runs(seed: int, most_ranks: int = 8) -> Iterator[Layout]:
     """Layouts each with an awkward model, recomputation and packed documents of its own."""
-    source = random.Random(seed)
+    source, dealing = random.Random(seed), random.Random(f"{seed}, dealt by length")
     while True:
         run = {**_drawn(source), **dict(_awkward(source)), **_uneven(source)}
+        if run["data__reset_attention"] and run.get("parallel__cp_exchange") == "p2p" and dealing.random() < 0.5:
+            run["parallel__cp_dynamic"] = True
         if ranks_of(run) <= most_ranks and _allowed(run):
             yield run
 

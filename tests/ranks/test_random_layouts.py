@@ -37,3 +37,4 @@ def test_draws_are_various():
     for axis in ("dp", "pp", "cp", "tp"):
         assert {run[f"parallel__{axis}"] for run in runs} >= {1, 2}
     assert {run["recompute__granularity"] for run in runs} == {"none", "full", "selective"}
+    assert any(run.get("parallel__cp_dynamic") for run in runs)

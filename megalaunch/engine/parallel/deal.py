@@ -65,27 +65,18 @@ class Deal:
         """Whether any document lies on several ranks."""
         return not all(self.whole(piece) for pieces in self.ranks for piece in pieces)
 
-    @cached_property
-    def own(self) -> tuple[Flat, ...]:
-        """The tokens of each rank, in its order."""
-        return tuple(
-            np.concatenate([self.first[p.document] + np.arange(p.start, p.stop) for p in pieces])
-            for pieces in self.ranks
-        )
+    def own(self, rank: int) -> Flat:
+        """The tokens of a rank, in its order."""
+        return np.concatenate([self.first[p.document] + np.arange(p.start, p.stop) for p in self.ranks[rank]])
 
-    @cached_property
-    def _homes(self) -> tuple[Flat, Flat]:
-        """Of each token: its rank, and its number there."""
-        rank_of, number_of = np.empty((2, sum(self.lengths)), np.int64)
-        for rank, tokens in enumerate(self.own):
-            rank_of[tokens], number_of[tokens] = rank, np.arange(len(tokens))
-        return rank_of, number_of
+    def holders(self) -> Flat:
+        """The rank of each token."""
+        found = np.empty(sum(self.lengths), np.int64)
+        for rank in range(len(self.ranks)):
+            found[self.own(rank)] = rank
+        return found
 
-    def number(self, tokens: Flat) -> Flat:
-        """The numbers of tokens on the rank that holds them."""
-        return self._homes[1][tokens]
-
-    def wanted(self, rank: int) -> tuple[Flat, ...]:
+    def wanted(self, rank: int, holders: Flat) -> tuple[Flat, ...]:
         """The tokens of each other rank whose keys this one's queries see."""
         stops: dict[int, int] = {}
         for piece in self.ranks[rank]:
@@ -93,7 +84,7 @@ class Deal:
                 stops[piece.document] = max(stops.get(piece.document, 0), piece.stop)
         seen = [self.first[document] + np.arange(stop) for document, stop in sorted(stops.items())]
         tokens = np.concatenate((*seen, np.empty(0, np.int64)))
-        homes = self._homes[0][tokens]
+        homes = holders[tokens]
         return tuple(tokens[homes == other] if other != rank else tokens[:0] for other in range(len(self.ranks)))
 
     def pairs(self, rank: int) -> int:
@@ -103,8 +94,10 @@ class Deal:
     @cached_property
     def cost(self) -> tuple[int, int]:
         """What the slowest rank waits for, in pairs; then all keys that travel."""
-        arriving = [sum(map(len, self.wanted(rank))) for rank in range(len(self.ranks))] if self.cut else [0]
-        return max(map(self.pairs, range(len(self.ranks)))) + KEY_IN_PAIRS * max(arriving), sum(arriving)
+        ranks = range(len(self.ranks))
+        holders = self.holders()
+        arriving = [sum(map(len, self.wanted(rank, holders))) for rank in ranks] if self.cut else [0]
+        return max(map(self.pairs, ranks)) + KEY_IN_PAIRS * max(arriving), sum(arriving)
 
 
 @lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ def run_lengths(documents_BS: Tensor) -> tuple[int, ...]:
 
 def tokens_of(documents_BS: Tensor, axis: Axis) -> Tensor:
     """The tokens that this rank holds, [B, s], by their number in the microbatch."""
-    own = deal(run_lengths(documents_BS), axis.size).own[axis.rank]
+    own = deal(run_lengths(documents_BS), axis.size).own(axis.rank)
     return torch.from_numpy(own).view(len(documents_BS), -1)
 
 
@@ -56,18 +56,15 @@ class Trade:
     keys: Flat
 
 
-@lru_cache(maxsize=64)
 def trade_of(dealt: Deal, rank: int) -> Trade:
     """That of `rank`."""
-    everyone = range(len(dealt.ranks))
-    sent = [dealt.number(dealt.wanted(other)[rank]) for other in everyone]
-    found = dealt.wanted(rank)
-    own = dealt.own[rank]
-    place = np.full(sum(dealt.lengths), -1)
-    place[own] = np.arange(len(own))
-    place[np.concatenate(found)] = len(own) + np.arange(sum(map(len, found)))
-    pieces = dealt.ranks[rank]
-    keys = [place[dealt.first[p.document] + np.arange(p.stop)] for p in pieces if not dealt.whole(p)]
+    own, holders, pieces = dealt.own(rank), dealt.holders(), dealt.ranks[rank]
+    found = dealt.wanted(rank, holders)
+    number = np.full(len(holders), -1)
+    number[own] = np.arange(len(own))
+    number[np.concatenate(found)] = len(own) + np.arange(sum(map(len, found)))
+    sent = [number[dealt.wanted(other, holders)[rank]] for other in range(len(dealt.ranks))]
+    keys = [number[dealt.first[p.document] + np.arange(p.stop)] for p in pieces if not dealt.whole(p)]
     return Trade(
         sent=np.concatenate(sent),
         to=tuple(map(len, sent)),
@@ -92,12 +89,13 @@ class DealtContext:
         if documents_Bs is None:
             raise ValueError("tokens that are dealt out by length come with their documents")
         dealt = deal(run_lengths(documents_Bs), self.axis.size)
-        made = {window: _attention(dealt, self.axis, window, documents_Bs.device) for window in set(windows)}
+        trade = trade_of(dealt, self.axis.rank)
+        made = {window: _attention(dealt, trade, self.axis, window, documents_Bs.device) for window in set(windows)}
         return [made[window] for window in windows]
 
 
-def _attention(dealt: Deal, axis: Axis, window: int | None, device: torch.device) -> Attend:
-    pieces, trade = dealt.ranks[axis.rank], trade_of(dealt, axis.rank)
+def _attention(dealt: Deal, trade: Trade, axis: Axis, window: int | None, device: torch.device) -> Attend:
+    pieces = dealt.ranks[axis.rank]
     whole = _products_of_whole([p.tokens for p in pieces if dealt.whole(p)], window, device)
     rest = [_product_of_cut(p, window, device) for p in pieces if not dealt.whole(p)]
     sent, keys = (torch.from_numpy(numbers).to(device) for numbers in (trade.sent, trade.keys))
