@@ -231,10 +231,10 @@ OTHERS = (
         ("model=qwen3_30b_a3b",),
         8,
         "ep8zero3",
-        (4096, 1, 512),
-        (*_BF16, "recompute=full"),
+        (4096, 4, 512),
+        (*_BF16, "recompute=full", "train.loss_chunks=16"),
         12040,
-        note="micro batch 4 there, with head and loss in one kernel, which our engine has not; recomputation assumed",
+        note="activation_checkpointing in its file; logits whole there, the loss in 16 bits (fp32_upcast: false)",
     ),
     Published(
         "Moonlight-16B bf16, 16",
@@ -334,7 +334,12 @@ OTHERS = (
         note="TP2 PP8 VP4 EP64; stages and recomputation assumed",
     ),
 )
-# llmq (C++/CUDA) on one H100, 524,288 tokens a step, bf16 moments: the only published single-device training rates.
+# llmq (C++/CUDA) on one H100, 524,288 tokens a step: the only published single-device training rates. Its commands
+# (benchmarks/H100x1.md): --model-dtype=bf16, which is the format of master weights, gradients and activations alike;
+# moments in bf16; nothing computed again, nothing offloaded. Logits stay in 16 bits there and become their own
+# gradients, of all tokens or of 4 (1.5B) and 2 (7B) chunks. Ours are worked on in fp32: chunks of 512 tokens.
+# 14B: --recompute-ffn --offload-opt-m --offload-opt-v --offload-residual. One residual stream of each of 48 layers, 10
+# of the 66 kB a token that a layer keeps then, is as much as all that 7.5 layers keep, which is what we can say.
 ONE_DEVICE = tuple(
     Published(
         f"Qwen2.5-{size} llmq bf16, 1",
@@ -342,10 +347,26 @@ ONE_DEVICE = tuple(
         1,
         "dp",
         (1024, micro, 512),
-        (*_BF16, "precision.moments=bf16"),
+        (*_BF16, "precision.master=bf16", "precision.moments=bf16", f"train.loss_chunks={2 * micro}", *words),
         rate,
     )
-    for size, micro, rate in (("0.5B", 32, 149500), ("1.5B", 32, 58900), ("3B", 16, 30900), ("7B", 4, 13850))
+    for size, micro, rate, words in (
+        ("0.5B", 32, 149500, ()),
+        ("1.5B", 32, 58900, ()),
+        ("3B", 16, 30900, ()),
+        ("7B", 4, 13850, ()),
+        (
+            "14B",
+            8,
+            6330,
+            (
+                "recompute=selective",
+                "recompute.modules=[mlp]",
+                "optimizer.offload_fraction=1",
+                "recompute.offload_layers=7",
+            ),
+        ),
+    )
 )
 # Whose peaks Megatron's accounting is held to. The logging rank of Megatron-LM is the last.
 # Bridge's SFT recipe (perf_recipes/llama/h100): bf16 gradients, 8-bit parameters without cached transposes, head

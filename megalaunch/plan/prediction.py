@@ -13,7 +13,7 @@ from megalaunch.plan.flops import step_flops
 from megalaunch.plan.memory import ENGINE, Memory
 from megalaunch.plan.memory.rank import memory_by_rank
 from megalaunch.plan.memory.saved import rows_with_bytes, saved_bytes
-from megalaunch.plan.memory.states import GATHERED_UNITS, MASTER
+from megalaunch.plan.memory.states import GATHERED_UNITS, master_bytes
 from megalaunch.plan.memory.widths import Formats
 from megalaunch.plan.shares import chunks_by_rank
 from megalaunch.plan.topology import RankGrid, Topology
@@ -122,7 +122,7 @@ def assumptions(spec: RunSpec) -> Iterator[Constant | Statement]:
         yield from _of_chip(spec, chip)
     yield from CONSTANTS
     yield from STATEMENTS
-    yield from _of_memory()
+    yield from _of_memory(spec)
     kinds = {kind for chunks in chunks_by_rank(spec) for chunk in chunks for kind, _ in chunk.kinds}
     for kind in sorted(kinds, key=lambda kind: (kind.mtp, kind.experts, kind.window or 0)):
         name = ("further depth" if kind.mtp else "layer with experts" if kind.experts else "layer") + (
@@ -135,10 +135,10 @@ def assumptions(spec: RunSpec) -> Iterator[Constant | Statement]:
         yield Constant(f"bytes a token of gradients as a {name} runs backwards", working, "plan/memory/saved.py")
 
 
-def _of_memory() -> Iterator[Constant]:
+def _of_memory(spec: RunSpec) -> Iterator[Constant]:
     """Constants of the memory model of our engine."""
     sharding = "engine/parallel/data.py"
-    yield Constant("bytes a weight of its fp32 master, divided as data_sharding says", MASTER, sharding)
+    yield Constant("bytes a master weight, divided as data_sharding says", master_bytes(spec), sharding)
     yield Constant("layers gathered at once by optim_grads_params", GATHERED_UNITS, sharding)
     yield Constant("bytes a logit as the loss runs backwards", ENGINE.logit_bytes, "engine/train/loss.py")
     waiting = ENGINE.waiting_logits or 0.0

@@ -27,6 +27,7 @@ CHANGEABLE = (
     "data.cache_directory",
     "train.steps",
     "train.compile",
+    "train.loss_chunks",
     "train.stop_at",
     "train.validation_interval",
     "train.sample_prompt",

@@ -53,6 +53,7 @@ LIMITS = (
     Limit("precision.compute", ("auto", "fp32", "bf16"), "fp16 and fp8"),
     Limit("precision.gradients", ("fp32",), "gradients kept in bf16"),
     Limit("precision.moments", ("fp32",), "moments in bf16"),
+    Limit("precision.master", ("fp32",), "weights without an fp32 copy"),
     Limit("precision.residual", ("compute",), "a residual stream in fp32"),
     Limit(
         "recompute.modules",

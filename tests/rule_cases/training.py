@@ -58,6 +58,7 @@ OPTIMIZER = {
 PRECISION = {
     "precision.loss_scale_idle": Case("precision.loss_scale.window=10", "precision.loss_scale.window=1000"),
     "precision.residual_idle": Case("precision.residual=fp32", "precision.residual=fp32 precision.compute=bf16"),
+    "precision.master_narrower": Case("precision.master=bf16", "precision.master=bf16 precision.compute=bf16"),
     "precision.scale_limits": Case(
         "precision.loss_scale.initial=2 precision.loss_scale.minimum=4",
         "precision.loss_scale.initial=4 precision.loss_scale.minimum=4",

@@ -35,7 +35,7 @@ class LossScaleSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSpec:
-    """Master weights stay in fp32; these formats hold while a step runs."""
+    """In which formats a step is computed, and what it changes is kept."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = setting(
         "auto", "Format of matmuls and activations; auto: bf16 where the device multiplies it natively, else fp32."
@@ -43,6 +43,9 @@ class PrecisionSpec:
     reduce: Literal["fp32", "bf16"] = setting("fp32", "Format in which gradients are summed over ranks.")
     gradients: Literal["fp32", "bf16"] = setting("fp32", "Format in which gradients are kept and added up.")
     moments: Literal["fp32", "bf16"] = setting("fp32", "Format of the optimizer's moments.")
+    master: Literal["fp32", "bf16"] = setting(
+        "fp32", "Format of the weights that the optimizer changes; bf16: there are no finer ones."
+    )
     residual: Literal["compute", "fp32"] = setting("compute", "Format of the residual stream.")
     fp8: Float8Spec = field(default_factory=Float8Spec)
     loss_scale: LossScaleSpec = field(default_factory=LossScaleSpec)

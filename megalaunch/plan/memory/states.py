@@ -13,7 +13,6 @@ from megalaunch.plan.memory.widths import format_bytes
 from megalaunch.plan.shares import Held
 from megalaunch.plan.topology import Topology
 
-MASTER = 4
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1}
 """Numbers that an optimizer keeps for each weight."""
 _BYTES = {"fp32": 4, "bf16": 2}
@@ -55,17 +54,28 @@ def states_of(spec: RunSpec, topology: Topology, held: Held, accounting: Account
     divided = held.dense / shards + held.experts / expert_shards
     on_device = 1 - spec.optimizer.offload_fraction
     moments = MOMENTS[spec.optimizer.name] * _BYTES[spec.precision.moments] * on_device
-    if accounting.sharded_master and topology.dp * topology.cp == 1 and spec.precision.compute == "fp32":
-        return _alone(held, topology, moments)
+    if accounting.sharded_master and topology.dp * topology.cp == 1 and _computes_with_master(spec):
+        return _alone(spec, held, topology, moments)
     if accounting.sharded_master:
         return _sharded(spec, topology, held, divided, shards, moments, in_flight)
-    return _whole_weights(spec, held, divided, moments + MASTER * on_device, accounting)
+    optimizer = moments if _computes_with_master(spec) else moments + master_bytes(spec) * on_device
+    return _whole_weights(spec, held, divided, optimizer, accounting)
+
+
+def master_bytes(spec: RunSpec) -> int:
+    """Bytes of a weight that the optimizer changes."""
+    return _BYTES[spec.precision.master]
+
+
+def _computes_with_master(spec: RunSpec) -> bool:
+    """Whether these weights are in the compute format, so that no copies are needed."""
+    return spec.precision.compute == spec.precision.master
 
 
 def _sharded(
     spec: RunSpec, topology: Topology, held: Held, divided: float, shards: int, moments: float, in_flight: int
 ) -> States:
-    """FSDP2: fp32 weights divided, copies gathered from them.
+    """FSDP2: master weights divided, copies gathered from them.
 
     A pipeline keeps copies and gradients whole until its end, whatever the strategy: its stages reduce once.
     """
@@ -76,7 +86,8 @@ def _sharded(
     sharding, pipelined = spec.parallel.data_sharding, topology.pp > 1
     adds_up = pipelined or sharding in ("no_shard", "optim")  # whole gradients, until the last microbatch
     several = topology.microbatches > 1
-    every, master, summed = held.dense + held.experts, MASTER * divided, MASTER * divided
+    every, width = held.dense + held.experts, master_bytes(spec)
+    master = summed = width * divided  # FSDP2 keeps sums in the format of what they change
     before = 0.0  # with all microbatches in flight none has left gradients yet
     if topology.microbatches > in_flight:
         before = reduced * every if adds_up else summed
@@ -86,13 +97,14 @@ def _sharded(
         gathered = min(every, held.root + GATHERED_UNITS * held.layer)
     between = Phase(master + copy * every, reduced * every, copy * held.root) if several and adds_up else None
     if pipelined:  # the ends are summed first, while all layers' gradients are still whole
-        moving = held.root * max(reduced, _moving(reduced, reduced, shards, adds=False) + MASTER / shards - reduced)
+        summing = _moving(reduced, reduced, width, shards, adds=False)
+        moving = held.root * max(reduced, summing + width / shards - reduced)
         end = Phase(master + copy * (every - held.root), reduced * every, moving)
     else:
         source = reduced if several and adds_up else copy
-        moving = held.root * _moving(source, reduced, shards, adds=several and not adds_up)
+        moving = held.root * _moving(source, reduced, width, shards, adds=several and not adds_up)
         replicated = topology.replicas > 1 or (sharding == "no_shard" and topology.dp * topology.cp > 1)
-        if replicated and reduced != MASTER:  # what replicas exchange is held until the end of the pass
+        if replicated and reduced != width:  # what replicas exchange is held until the end of the pass
             moving += reduced * divided
         end = Phase(master, summed, moving)
     return States(
@@ -105,28 +117,30 @@ def _sharded(
     )
 
 
-def _moving(source: int, reduced: int, shards: int, *, adds: bool) -> float:
-    """Bytes a parameter of gradients that are summed and divided, beside the divided sum itself.
+def _moving(source: int, reduced: int, kept: int, shards: int, *, adds: bool) -> float:
+    """Bytes a parameter of gradients that are summed and divided, beside the divided sum itself, of `kept` bytes.
 
     First they are copied from `source` bytes to `reduced` ones, then summed, which a lone rank does by a division that
     makes one copy more; then perhaps added to what earlier microbatches left.
     """
-    copying = source + reduced - MASTER / shards
+    copying = source + reduced - kept / shards
     summing = reduced * (2 if shards == 1 else 1) + (reduced / shards if adds else 0.0)
     return max(copying, summing)
 
 
-def _alone(held: Held, topology: Topology, moments: float) -> States:
-    """One data-parallel rank in fp32: it computes with the weights themselves, and gradients stay where they arise."""
+def _alone(spec: RunSpec, held: Held, topology: Topology, moments: float) -> States:
+    """One data-parallel rank that computes with the master weights themselves; gradients stay where they arise."""
     every, several = held.dense + held.experts, topology.microbatches > 1
-    weights, before = MASTER * every, MASTER * every if several else 0.0
+    width = master_bytes(spec)
+    gradient = max(width, _BYTES[spec.precision.gradients])
+    weights, before = width * every, gradient * every if several else 0.0
     return States(
         optimizer=moments * every,
         loss=Phase(weights, before),
-        layer=Phase(weights, before, 0.0 if several else MASTER * held.head),
-        unit=0.0 if several else MASTER * held.layer,
+        layer=Phase(weights, before, 0.0 if several else gradient * held.head),
+        unit=0.0 if several else gradient * held.layer,
         between=None,
-        end=Phase(weights, MASTER * every, MASTER * (held.root - held.head) if several else 0.0),
+        end=Phase(weights, gradient * every, gradient * (held.root - held.head) if several else 0.0),
     )
 
 
@@ -138,8 +152,6 @@ def _whole_weights(spec: RunSpec, held: Held, divided: float, optimizer: float, 
         weight = accounting.float8_weight_copies + (0 if spec.precision.fp8.param_gather else plain)
     weights = weight * (held.dense + held.experts - held.root) + plain * held.root  # the ends are not in 8 bits
     whole = held.dense + held.experts
-    if spec.precision.compute == "fp32":
-        optimizer -= MASTER
     if spec.parallel.data_sharding == "optim_grads_params":
         weights, whole = plain * divided, divided
     phase = Phase(weights, _BYTES[spec.precision.gradients] * whole)

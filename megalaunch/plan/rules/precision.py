@@ -31,6 +31,19 @@ depends(
 )
 
 
+@rule("precision.master_narrower", "Weights are kept in no narrower format than they are used in.")
+def master_narrower(at: Situation) -> Iterator[Broken]:
+    """Copies in fp32 of weights in bf16 have no more digits than these."""
+    precision = at.spec.precision
+    if precision.compute == "fp32" and precision.master != "fp32":
+        yield Broken(
+            "precision.master",
+            f"matmuls are in fp32, of weights that are kept in {precision.master}",
+            fixes=({"precision.master": "fp32"}, {"precision.compute": "bf16"}),
+            severity="warning",
+        )
+
+
 @rule("precision.scale_limits", "The first loss scale is no smaller than the smallest.")
 def scale_limits(at: Situation) -> Iterator[Broken]:
     """It only falls from there when gradients overflow."""

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from made_specs import resolved
-from published_runs import BRIDGE, DGXC, MEMORY_7B, OTHERS
+from published_runs import BRIDGE, DGXC, MEMORY_7B, ONE_DEVICE, OTHERS
 
 from megalaunch.config.schema import with_values
 from megalaunch.plan.memory import ENGINE, MEGATRON, memory_of
@@ -136,7 +136,7 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_leaves(llama):
     assert four < memory_of(tp4).activations < one
 
 
-@pytest.mark.parametrize("run", [*DGXC, *BRIDGE, *OTHERS, *MEMORY_7B], ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [*DGXC, *BRIDGE, *OTHERS, *ONE_DEVICE, *MEMORY_7B], ids=lambda run: run.name)
 def test_ranks_hold_every_parameter_once(run):
     """Over tensor, expert and pipeline ranks the divided parameters add up to the model's."""
     spec = run.spec

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from made_specs import resolved
-from published_runs import BRIDGE, DGXC, MEMORY_7B, OTHERS
+from published_runs import BRIDGE, DGXC, MEMORY_7B, MEMORY_MOE, MEMORY_SFT, ONE_DEVICE, OTHERS
 
 from megalaunch.plan.check import check
 from megalaunch.plan.memory import memory_of
@@ -64,6 +64,8 @@ def test_a_processor_is_never_too_small():
     assert not _found(spec, composition.origins)
 
 
-@pytest.mark.parametrize("run", [*DGXC, *BRIDGE, *OTHERS, *MEMORY_7B], ids=lambda run: run.name)
+@pytest.mark.parametrize(
+    "run", [*DGXC, *BRIDGE, *OTHERS, *ONE_DEVICE, *MEMORY_7B, *MEMORY_SFT, *MEMORY_MOE], ids=lambda run: run.name
+)
 def test_no_real_run_is_refused_as_not_fitting(run):
     assert not [finding for finding in _found(run.spec) if finding.severity == "error"]
