@@ -84,6 +84,10 @@ class Tokenizer:
         """How a token is written in the vocabulary; None for an id that is not in it."""
         return self._inner.id_to_token(token_id)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token that is written so in the vocabulary, None where it is not in it."""
+        return self._vocabulary.get(token)
+
     def special_tokens(self) -> list[str]:
         """The tokens that stand outside the learned vocabulary, by id."""
         return [token.content for _, token in sorted(self._inner.get_added_tokens_decoder().items())]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -12,19 +12,23 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import is_huggingface
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from megalaunch.engine.deep_plan.report import DeepPlan, Exchange
+from megalaunch.engine.inference.ask import Ask, answers, tokens_of
 from megalaunch.engine.inference.convert import export_huggingface, import_huggingface, import_megatron
-from megalaunch.engine.inference.generate import generate_tokens
 from megalaunch.engine.inference.load import LanguageModel, find_checkpoint, load_folder, load_language_model
 from megalaunch.engine.inference.sampling import Sampling
-from megalaunch.engine.inference.text import text_of
+from megalaunch.engine.inference.write import Piece, Written
 
 __all__ = [
+    "Ask",
     "CheckpointError",
     "DeepPlan",
     "Exchange",
     "LanguageModel",
     "MegatronCheckpoint",
+    "Piece",
     "Sampling",
+    "Written",
+    "answers",
     "continue_text",
     "deep_plan",
     "export_huggingface",
@@ -35,6 +39,7 @@ __all__ = [
     "import_megatron",
     "length_note",
     "open_model",
+    "tokens_of",
 ]
 
 _WORTH_THREADS = 20_000_000  # parameters; one thread reads as many in about 10 ms
@@ -83,16 +88,8 @@ def continue_text(
 
     Raises ValueError at once, not at the first piece, when the prompt is empty or too long for the model.
     """
-    tokens = model.tokenizer.encode(prompt)
-    if not tokens:
-        raise ValueError("the prompt is empty: give the model at least a word to continue")
-    longest = model.spec.model.max_position_embeddings
-    if len(tokens) + max_new_tokens > longest:
-        raise ValueError(
-            f"the prompt of {len(tokens)} tokens and {max_new_tokens} new ones are more than the "
-            f"{longest} that the model is made for (model.max_position_embeddings)"
-        )
-    return _continue(model, tokens, max_new_tokens, sampling or Sampling())
+    asked = answers(model, tokens_of(model, [prompt]), Ask(max_new_tokens, sampling or Sampling()))
+    return (piece.text for piece in asked if isinstance(piece, Piece))
 
 
 def fit_threads(model: LanguageModel) -> None:
@@ -105,23 +102,9 @@ def fit_threads(model: LanguageModel) -> None:
         torch.set_num_threads(1)
 
 
-def length_note(model: LanguageModel, prompt: str, max_new_tokens: int) -> str | None:
-    """A warning when the text may outgrow the samples that the model was trained on, else None."""
-    trained, asked = model.spec.batch.sequence_length, len(model.tokenizer.encode(prompt)) + max_new_tokens
+def length_note(model: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> str | None:
+    """A warning when a text may outgrow the samples that the model was trained on, else None."""
+    trained, asked = model.spec.batch.sequence_length, max(map(len, prompts), default=0) + max_new_tokens
     if asked <= trained:
         return None
     return f"the text may grow to {asked} tokens; this model was trained on {trained} at a time and may lose the thread"
-
-
-def _continue(model: LanguageModel, tokens: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
-    end_id = model.tokenizer.eod_id
-    drawn = generate_tokens(
-        model.decoder,
-        torch.tensor([tokens]),
-        max_new_tokens,
-        sampling,
-        end_id=end_id,
-        vocabulary=model.tokenizer.vocab_size,
-    )
-    written = (int(token) for (token,) in drawn)
-    return text_of(model.tokenizer, tokens, (token for token in written if token != end_id))

@@ -12,7 +12,7 @@ from oracle import small_spec
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.inference.generate import generate_tokens
+from megalaunch.engine.inference.generate import TextModel, Writing, generate_tokens
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.init import initialise
@@ -21,7 +21,7 @@ from megalaunch.engine.train.assemble import sharded_model
 from megalaunch.engine.train.passes import relay_of
 from megalaunch.plan.topology import Topology
 
-PROMPTS = torch.arange(10).view(2, 5) * 3  # five tokens: no length that ranks could share
+PROMPTS = [[0, 3, 6, 9, 12], [15, 18]]  # of different lengths, and none that ranks could share
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "sequence_parallel": True},
     "cp2": {"cp": 2},
@@ -31,12 +31,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+def tokens_by(model: TextModel) -> list[list[int]]:
+    """Step by step, of both rows."""
+    return [drawn.tokens_B.tolist() for drawn in generate_tokens(model, PROMPTS, Writing(12, Sampling(seed=5)))]
+
+
 def written(spec: RunSpec) -> list[list[int]]:
     """What this rank's model writes."""
     mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
     model = sharded_model(spec, mesh)
     text_model = TextRelay(model, mesh, relay_of(spec, mesh, model))
-    return torch.stack(list(generate_tokens(text_model, PROMPTS, 12, Sampling(seed=5)))).tolist()
+    return tokens_by(text_model)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -45,6 +50,6 @@ def test_text_of_a_layout(name):
     spec = small_spec(**{"parallel__dp": 1, "model__vocab_size": 64, "model__num_layers": 4, **values})
     alone = build_decoder(spec.model)
     initialise(alone, spec.train.seed)
-    expected = torch.stack(list(generate_tokens(alone, PROMPTS, 12, Sampling(seed=5)))).tolist()
+    expected = tokens_by(alone)
     assert run_ranks(2, written, spec) == [expected, expected]
     assert len({token for row in expected for token in row}) > 4

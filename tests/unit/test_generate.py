@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,29 +14,81 @@ from tiny_run import make_run, tiny_decoder, tiny_tokenizer
 
 from megalaunch.engine import api
 from megalaunch.engine.checkpoint.store import CheckpointError
-from megalaunch.engine.inference.cache import make_cache
-from megalaunch.engine.inference.generate import generate_tokens, next_logits
+from megalaunch.engine.inference.cache import TextCache
+from megalaunch.engine.inference.generate import Writing, generate_tokens, next_logits
+from megalaunch.engine.inference.lean import LeanDecoder
 from megalaunch.engine.inference.sampling import Sampler, Sampling, distribution
-from megalaunch.engine.inference.text import text_of
+from megalaunch.engine.inference.text import StopStrings, text_of
 
 GREEDY = Sampling(temperature=0)
 
 
-def cache_for(model, capacity: int):
-    return make_cache(model.config.num_layers, capacity)
+def cache_for(model, capacity: int, starts=()):
+    return TextCache(model.config.num_layers, capacity, starts)
 
 
+def rows_of(model, prompts, count: int, sampling: Sampling, samples=None, **writing) -> list[list[int]]:
+    """What each row writes."""
+    asked = Writing(count, sampling, **writing)
+    return torch.stack([drawn.tokens_B for drawn in generate_tokens(model, prompts, asked, samples)], dim=1).tolist()
+
+
+PROMPTS = [[5, 6, 7], [90, 4, 200], [11], [250, 3, 3, 8, 40, 41, 42]]
+
+
+@pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("cuts", [[1] * 12, [12], [5, 1, 1, 5], [3, 4, 5]])
-def test_the_cache_gives_the_logits_of_a_whole_pass(cuts: list[int]):
+def test_the_cache_gives_the_logits_of_a_whole_pass(cuts: list[int], lean: bool):
     model = tiny_decoder()
     tokens = torch.randint(0, 300, (3, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         whole = model(tokens)
+    writer = LeanDecoder(model) if lean else model
     cache, start = cache_for(model, 12), 0
     for size in cuts:
-        logits = next_logits(model, tokens[:, start : start + size], cache)
+        logits = next_logits(writer, tokens[:, start : start + size], cache)
         start += size
         torch.testing.assert_close(logits, whole[:, start - 1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"sliding_window": 3},
+        {"sliding_window": 3, "attention_soft_cap": 2.0, "qk_norm": "full"},
+        {"position_embedding": "learned", "norm": "layernorm", "mlp_bias": True, "qkv_bias": True},
+    ],
+)
+def test_prompts_of_different_lengths_are_what_they_are_alone(shape: dict, lean: bool):
+    """Logits to rounding, past the window."""
+    model = tiny_decoder(**shape)
+    longest = max(map(len, PROMPTS))
+    starts = [longest - len(prompt) for prompt in PROMPTS]
+    padded = torch.tensor([[0] * start + prompt for start, prompt in zip(starts, PROMPTS, strict=True)])
+    more = torch.randint(0, 300, (len(PROMPTS), 4), generator=torch.Generator().manual_seed(2))
+    writer = LeanDecoder(model) if lean else model
+    cache = cache_for(model, longest + 4, starts)
+    found = [next_logits(writer, padded, cache)]
+    found += [next_logits(writer, more[:, place : place + 1], cache) for place in range(4)]
+    for row, prompt in enumerate(PROMPTS):
+        with torch.no_grad():
+            alone = model(torch.cat((torch.tensor(prompt), more[row]))[None])[0, len(prompt) - 1 :]
+        torch.testing.assert_close(torch.stack([logits[row] for logits in found]), alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_lean_decoder_shares_its_parameters():
+    model = tiny_decoder(tied_embeddings=True)
+    tokens = torch.tensor([PROMPTS[3]])
+    with torch.no_grad():
+        before = model(tokens)
+        lean = LeanDecoder(model)
+        torch.testing.assert_close(model(tokens), before, rtol=1e-5, atol=1e-5)
+        model.layers["1"].mlp.up_proj.weight.mul_(2)
+        model.embedding.weight.mul_(0.5)
+        found = next_logits(lean, tokens, cache_for(model, 7))
+        torch.testing.assert_close(found, model(tokens)[:, -1], rtol=1e-5, atol=1e-5)
 
 
 def test_the_cache_refuses_what_does_not_fit():
@@ -51,50 +104,92 @@ def test_greedy_takes_what_repeated_whole_passes_take():
     for _ in range(20):
         with torch.no_grad():
             expected = torch.cat([expected, model(expected)[:, -1].argmax(-1, keepdim=True)], dim=1)
-    drawn = torch.stack(list(generate_tokens(model, prompts, 20, GREEDY)), dim=1)
-    assert torch.equal(drawn, expected[:, 3:])
+    assert rows_of(model, prompts.tolist(), 20, GREEDY) == expected[:, 3:].tolist()
 
 
-def test_rows_of_a_batch_are_what_they_are_alone():
-    model, prompts = tiny_decoder(), torch.tensor([[5, 6, 7], [90, 4, 200]])
-    together = torch.stack(list(generate_tokens(model, prompts, 15, Sampling(seed=3))), dim=1)
-    for row in range(2):
-        alone = generate_tokens(model, prompts[row : row + 1], 15, Sampling(seed=3 + row))
-        assert torch.equal(torch.cat(list(alone)), together[row])
+def test_a_batch_of_eight_is_eight_singles():
+    """Greedy and drawn, of any lengths, in any order, whatever sample of its prompt a row is."""
+    model = LeanDecoder(tiny_decoder())
+    prompts = PROMPTS + [[*prompt[::-1], 9] for prompt in PROMPTS]
+    for sampling in (GREEDY, Sampling(temperature=1.0, seed=3, repetition_penalty=1.3)):
+        together = rows_of(model, prompts, 15, sampling, samples=[0, 1] * 4)
+        for row, prompt in enumerate(prompts):
+            assert rows_of(model, [prompt], 15, sampling, samples=[row % 2]) == [together[row]]
+        assert rows_of(model, prompts[::-1], 15, sampling, samples=[1, 0] * 4) == together[::-1]
 
 
-def test_a_seed_decides_the_text():
-    model, prompts = tiny_decoder(), torch.tensor([[5, 6, 7]])
+def test_a_seed_and_a_sample_decide_the_text():
+    model = tiny_decoder()
 
-    def drawn(seed: int) -> list[int]:
-        return torch.cat(list(generate_tokens(model, prompts, 30, Sampling(temperature=1.0, seed=seed)))).tolist()
+    def drawn(seed: int, sample: int = 0) -> list[list[int]]:
+        return rows_of(model, [[5, 6, 7]], 30, Sampling(temperature=1.0, seed=seed), [sample])
 
     assert drawn(1) == drawn(1)
     assert drawn(1) != drawn(2)
+    assert drawn(1, 1) not in (drawn(1), drawn(2))
 
 
 def test_it_stops_when_every_row_has_ended():
-    model, prompts = tiny_decoder(), torch.tensor([[5, 6, 7], [90, 4, 200]])
-    free = torch.stack(list(generate_tokens(model, prompts, 10, GREEDY)), dim=1)
-    end = int(free[0, 2])
-    first = [row.tolist().index(end) if end in row else 99 for row in free]
-    drawn = torch.stack(list(generate_tokens(model, prompts, 10, GREEDY, end_id=end)), dim=1)
-    assert drawn.shape[1] == min(10, max(first) + 1)
-    assert drawn[0, first[0] :].tolist() == [end] * (drawn.shape[1] - first[0])
-    assert drawn[1, : first[1]].tolist() == free[1, : first[1]].tolist()[: drawn.shape[1]]
-    alone = list(generate_tokens(model, prompts[:1], 10, GREEDY, end_id=end))
-    assert len(alone) == first[0] + 1
+    model, prompts = tiny_decoder(), PROMPTS[:2]
+    free = rows_of(model, prompts, 10, GREEDY)
+    end = free[0][2]
+    first = [row.index(end) if end in row else 99 for row in free]
+    drawn = rows_of(model, prompts, 10, GREEDY, ends=frozenset({end, 299}))
+    assert len(drawn[0]) == min(10, max(first) + 1)
+    assert drawn[0][: first[0] + 1] == free[0][: first[0] + 1]
+    assert drawn[1] == free[1][: len(drawn[1])]
+    assert len(rows_of(model, prompts[:1], 10, GREEDY, ends=frozenset({end}))[0]) == first[0] + 1
+
+
+def test_the_caller_may_end_rows():
+    ended = [False, True]
+    for number, _ in enumerate(generate_tokens(tiny_decoder(), PROMPTS[:2], Writing(10, GREEDY), ended=ended)):
+        ended[0] = number == 3
+    assert number == 3
 
 
 def test_ids_that_no_tokenizer_knows_are_never_written():
     model = tiny_decoder()
     with torch.no_grad():
         model.head.weight[250:] *= 50  # the likeliest by far, were they allowed
-    hot = Sampling(temperature=2.0)
-    for sampling in (GREEDY, hot):
-        drawn = torch.cat(list(generate_tokens(model, torch.tensor([[5]]), 30, sampling, vocabulary=250)))
-        assert drawn.max() < 250
-    assert torch.cat(list(generate_tokens(model, torch.tensor([[5]]), 30, GREEDY))).max() >= 250
+    for sampling in (GREEDY, Sampling(temperature=2.0)):
+        assert max(rows_of(model, [[5]], 30, sampling, vocabulary=250)[0]) < 250
+    assert max(rows_of(model, [[5]], 30, GREEDY)[0]) >= 250
+
+
+def test_log_probabilities_are_the_models_own():
+    model = tiny_decoder()
+    sampling = Sampling(temperature=0.3, top_k=5, repetition_penalty=2.0, seed=4)
+    text = list(PROMPTS[0])
+    for drawn in generate_tokens(model, [text[:3]], Writing(8, sampling, likeliest=3)):
+        with torch.no_grad():
+            expected = model(torch.tensor([text]))[0, -1].log_softmax(-1)
+        token = int(drawn.tokens_B[0])
+        chosen_B, ids_Bn, best_Bn = drawn.likelihoods
+        torch.testing.assert_close(chosen_B[0], expected[token], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(best_Bn[0], expected.topk(3).values, rtol=1e-4, atol=1e-4)
+        assert ids_Bn[0].tolist() == expected.topk(3).indices.tolist()
+        text.append(token)
+
+
+def test_a_penalty_and_filters_are_those_of_transformers():
+    transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(5)) * 3
+    prompts = [[1, 2, 2], [3, 30, 31], [0, 39, 7]]
+    theirs = transformers.LogitsProcessorList(
+        [
+            transformers.RepetitionPenaltyLogitsProcessor(1.7),
+            transformers.TemperatureLogitsWarper(0.7),
+            transformers.TopKLogitsWarper(12),
+            transformers.TopPLogitsWarper(0.8),
+            transformers.MinPLogitsWarper(0.1),
+        ]
+    )
+    expected = theirs(torch.tensor(prompts), logits.clone()).softmax(-1)
+    sampling = Sampling(temperature=0.7, top_k=12, top_p=0.8, min_p=0.1, repetition_penalty=1.7)
+    found = distribution(Sampler(sampling, prompts, [0, 0, 0]).penalised(logits), sampling)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert 3 < (found > 0).sum() < 36
 
 
 LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]]).log()
@@ -114,6 +209,8 @@ LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]]).log()
         (Sampling(temperature=1.0, top_p=1e-9), [0, 1, 0, 0], [1, 0, 0, 0]),
         # of the three kept by top-k (4/9, 3/9, 2/9), two hold 7/9 >= 0.7
         (Sampling(temperature=1.0, top_k=3, top_p=0.7), [0, 4 / 7, 0, 3 / 7], [1 / 3, 1 / 3, 1 / 3, 0]),
+        (Sampling(temperature=1.0, min_p=0.6), [0, 4 / 7, 0, 3 / 7], [0.25] * 4),
+        (Sampling(temperature=1.0, min_p=1.0), [0, 1, 0, 0], [0.25] * 4),
     ],
 )
 def test_distributions_are_exact(sampling: Sampling, first: list[float], second: list[float]):
@@ -134,7 +231,7 @@ def test_a_tiny_temperature_is_greedy_and_not_nan():
 
 
 def test_draws_follow_the_distribution():
-    sampler = Sampler(Sampling(temperature=1.0, top_k=3), 1)
+    sampler = Sampler(Sampling(temperature=1.0, top_k=3), [[1]], [0])
     counts = torch.zeros(4)
     for _ in range(4000):
         counts[sampler.next_tokens(LOGITS[:1])] += 1
@@ -153,6 +250,8 @@ def test_draws_follow_the_distribution():
         ({"top_p": 0.0}, "top-p must be over 0 and at most 1, not 0.0"),
         ({"top_p": 1.1}, "top-p must be over 0 and at most 1, not 1.1"),
         ({"top_p": math.nan}, "top-p must be over 0"),
+        ({"min_p": 1.5}, "min-p must be from 0 to 1, not 1.5"),
+        ({"repetition_penalty": 0.0}, "repetition penalty must be over 0, not 0.0"),
         ({"seed": -1}, "seed must be from 0"),
         ({"seed": 2**63}, "seed must be from 0"),
     ],
@@ -176,6 +275,48 @@ def test_characters_are_shown_when_they_are_whole(tmp_path: Path):
         assert len(pieces) > 5
     half = tokenizer.encode("🐈")[:-1]
     assert "".join(text_of(tokenizer, tokenizer.encode("the"), half)).strip("\ufffd") == ""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+def test_a_stop_string_ends_the_text_before_it_however_it_comes(size: int):
+    text = "one <|en and <|end|> two END"
+    for strings, expected in [
+        (["<|end|>"], "one <|en and "),
+        (["END", " two"], "one <|en and <|end|>"),
+        (["nowhere"], text),
+        (["o"], ""),
+        (["ENDS"], text),
+    ]:
+        stops, found = StopStrings(strings), ""
+        for start in range(0, len(text), size):
+            if stops.found is None:
+                found += stops.add(text[start : start + size], last=start + size >= len(text))
+        assert found == expected
+        assert (stops.found is None) == (expected == text)
+
+
+def test_texts_of_many_prompts_end_each_in_its_own_way(tmp_path: Path):
+    model = api.open_model(make_run(tmp_path / "run").root)
+    prompts = ["the cat", "the dog lay by", "näh"]
+
+    def written(**ask: object) -> list[api.Written]:
+        events = list(api.answers(model, api.tokens_of(model, prompts), api.Ask(20, GREEDY, **ask)))
+        records = sorted((event for event in events if isinstance(event, api.Written)), key=lambda one: one.row)
+        for record in records:
+            pieces = [event.text for event in events if isinstance(event, api.Piece) and event.row == record.row]
+            assert "".join(pieces) == record.text
+        return records
+
+    free = written(batch_size=2)
+    assert [record.finish for record in free] == ["length"] * 3
+    assert [record.text for record in free] == [api.generate(tmp_path / "run", one, 20, GREEDY) for one in prompts]
+    stop = free[1].text[5:8]
+    stopped = written(stop=(stop,), likeliest=0)
+    assert (stopped[1].finish, stopped[1].stop) == ("stop", stop)
+    assert [record.text for record in stopped] == [record.text.split(stop)[0] for record in free]
+    assert len(stopped[1].places) == len(stopped[1].tokens) < 20
+    twice = written(num_samples=2, batch_size=4)
+    assert [record.text for record in twice] == [record.text for record in free for _ in range(2)]
 
 
 def test_a_run_directory_means_its_newest_valid_checkpoint(tmp_path: Path):
@@ -206,8 +347,8 @@ def test_tied_embeddings_and_an_end_of_the_document(tmp_path: Path):
     run = make_run(tmp_path / "run", tied_embeddings=True)
     model = api.open_model(run.root)
     assert model.decoder.head.weight is model.decoder.embedding.weight
-    first = next(iter(generate_tokens(model.decoder, torch.tensor([model.tokenizer.encode("the cat")]), 1, GREEDY)))
-    model.tokenizer.__dict__["eod_id"] = int(first)
+    ((first,),) = rows_of(model.decoder, api.tokens_of(model, ["the cat"]), 1, GREEDY)
+    model = replace(model, ends=frozenset({first}))
     assert list(api.continue_text(model, "the cat", 20, GREEDY)) == []
 
 
@@ -217,8 +358,8 @@ def test_prompts_that_cannot_be_continued(tmp_path: Path):
         api.continue_text(model, "")
     with pytest.raises(ValueError, match=r"of \d tokens and 30 new ones are more than the 20"):
         api.continue_text(model, "the cat", 30)
-    assert api.length_note(model, "the cat", 10) is None
-    assert "trained on 64 at a time" in (api.length_note(model, "the cat", 100) or "")
+    assert api.length_note(model, [[1, 2]], 10) is None
+    assert "trained on 64 at a time" in (api.length_note(model, [[1, 2]], 100) or "")
 
 
 @pytest.mark.parametrize(("name", "reason"), [("spec.yaml", "spec.yaml"), ("tokenizer.json", "no such file")])

@@ -1,11 +1,20 @@
-"""The key/value cache: what every layer remembers of the positions it has seen.
+"""The key/value cache: what every layer remembers of the positions it has seen, and who may look at what.
 
 One contiguous block a layer, of a size known from the start, so that a step copies nothing but its own keys.
+Shapes: B batch, N query heads, G key/value groups, S new positions, T all positions so far, D head dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from megalaunch.engine.model.context import Attend, causal
+from megalaunch.engine.model.scores import PLAIN, Scoring, weigh
 
 
 class LayerCache:
@@ -25,18 +34,88 @@ class LayerCache:
 
         Raises ValueError when they do not fit.
         """
-        end = self.length + keys.shape[2]
+        start, count = self.length, keys.shape[2]
+        end = start + count
         if end > self._capacity:
             raise ValueError(f"the cache holds {self._capacity} positions, {end} are asked for")
         if self._keys is None or self._values is None:
             batch, groups, _, head_dim = keys.shape
             self._keys, self._values = (keys.new_empty(batch, groups, self._capacity, head_dim) for _ in range(2))
-        self._keys[:, :, self.length : end] = keys
-        self._values[:, :, self.length : end] = values
+        self._keys.narrow(2, start, count).copy_(keys)
+        self._values.narrow(2, start, count).copy_(values)
         self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        return self._keys.narrow(2, 0, end), self._values.narrow(2, 0, end)
 
 
-def make_cache(num_layers: int, capacity: int) -> list[LayerCache]:
-    """An empty cache for sequences of up to `capacity` tokens, one entry a layer."""
-    return [LayerCache(capacity) for _ in range(num_layers)]
+class TextCache:
+    """The caches of all layers, for rows of up to `capacity` tokens.
+
+    `starts`: how many tokens at the front of each row only fill it up (prompts of different lengths end together);
+    nobody sees them. Positions are counted from there.
+    """
+
+    def __init__(self, num_layers: int, capacity: int, starts: Sequence[int] = ()) -> None:
+        self._layers = [LayerCache(capacity) for _ in range(num_layers)]
+        self._starts_B = torch.tensor(starts) if any(starts) else None
+        self._length = 0
+
+    def __getitem__(self, layer: int) -> LayerCache:
+        """That of one layer."""
+        return self._layers[layer]
+
+    def begin(self, count: int, device: torch.device) -> Tensor:
+        """The positions of the next `count` tokens, [S], or [B, S] where rows differ; a pass over them follows."""
+        slots_S = torch.arange(self._length, self._length + count, device=device)
+        self._length += count
+        if self._starts_B is None:
+            return slots_S
+        self._starts_B = self._starts_B.to(device)
+        return (slots_S - self._starts_B[:, None]).clamp(min=0)
+
+    def attention(self, held: int, windows: Sequence[int | None]) -> Sequence[Attend]:
+        """Of the last `held` positions over all so far, in layers with these windows (None: all tokens)."""
+        made = {window: self._attend(held, window) for window in set(windows)}
+        return [made[window] for window in windows]
+
+    def _attend(self, held: int, window: int | None) -> Attend:
+        if self._starts_B is None and held > 1:
+            return partial(causal, window=window)
+        first = 0 if window is None or held > 1 else max(0, self._length - window)
+        if self._starts_B is None:
+            return partial(_look_back, first=first)
+        shown = self._shown(self._starts_B, held, window)[..., first:]
+        return partial(_look_back, first=first, shown=shown) if held == 1 else partial(_masked, shown=shown)
+
+    def _shown(self, starts_B: Tensor, held: int, window: int | None) -> Tensor:
+        """Which slots each query sees, [B, 1, S, T]; fillers see themselves: a softmax needs something."""
+        keys = torch.arange(self._length, device=starts_B.device)
+        distance = keys[self._length - held :, None] - keys
+        near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        return ((near & (keys >= starts_B[:, None, None])) | (distance == 0)).unsqueeze(1)
+
+
+def _masked(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: Scoring = PLAIN, /, *, shown: Tensor) -> Tensor:
+    return weigh(q_BNSD, k_BGTD, v_BGTD, shown, scoring)
+
+
+def _look_back(
+    q_BN1D: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    scoring: Scoring = PLAIN,
+    /,
+    *,
+    first: int,
+    shown: Tensor | None = None,
+) -> Tensor:
+    """One query a row. Those of the heads that share keys stand as positions of one head: no key is repeated."""
+    if first:
+        k_BGTD, v_BGTD = k_BGTD[:, :, first:], v_BGTD[:, :, first:]
+    if not scoring.plain:
+        mask = shown if shown is not None else torch.ones(1, k_BGTD.shape[2], dtype=torch.bool, device=k_BGTD.device)
+        return weigh(q_BN1D, k_BGTD, v_BGTD, mask, scoring)
+    batch, heads, _, width = q_BN1D.shape
+    groups = k_BGTD.shape[1]
+    shared = q_BN1D.reshape(batch, groups, heads // groups, width)
+    out = F.scaled_dot_product_attention(shared, k_BGTD, v_BGTD, attn_mask=shown, scale=scoring.scale)
+    return out.reshape(batch, heads, 1, width)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from megalaunch.config.spec_file import read_spec
 from megalaunch.data.errors import DataError
 from megalaunch.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of_json
 from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 from megalaunch.engine.checkpoint.foreign import ForeignWeights
 from megalaunch.engine.checkpoint.history import newest_valid
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
@@ -20,6 +22,8 @@ from megalaunch.engine.checkpoint.import_huggingface import tokenizer_text
 from megalaunch.engine.checkpoint.imported import spec_of
 from megalaunch.engine.checkpoint.read import read_tensors
 from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.inference.chat import ends_of
+from megalaunch.engine.inference.lean import LeanDecoder
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.rundir.checkpoint.catalogue import CATALOGUE
 from megalaunch.rundir.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
@@ -29,12 +33,22 @@ from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A decoder ready to be asked, with its tokenizer; `checkpoint` is where it came from."""
+    """A decoder ready to be asked, with its tokenizer; `checkpoint` is where it came from.
+
+    `files` stand beside the weights, by the names of Hugging Face folders; `ends` are the tokens that end a text.
+    """
 
     checkpoint: Path
     spec: RunSpec
     decoder: Decoder
     tokenizer: Tokenizer
+    files: Mapping[str, Path]
+    ends: frozenset[int]
+
+    @cached_property
+    def lean(self) -> LeanDecoder:
+        """The decoder as it writes text; its parameters stay those of `decoder`."""
+        return LeanDecoder(self.decoder)
 
 
 def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
@@ -78,7 +92,9 @@ def load_folder(directory: Path, device: torch.device) -> LanguageModel:
     placed = {name: value.to(device, dtype) for name, value in weights.walk(weights.shapes.keys())}
     decoder.load_state_dict(placed, strict=False, assign=True)
     decoder.tie()
-    return LanguageModel(directory, spec, decoder.eval(), tokenizer_of_json(text))
+    tokenizer, files = tokenizer_of_json(text), folder.companions()
+    ends = ends_of(files, folder.config, tokenizer)
+    return LanguageModel(directory, spec, decoder.eval(), tokenizer, files, ends)
 
 
 def load_language_model(checkpoint: Path, device: torch.device) -> LanguageModel:
@@ -90,9 +106,12 @@ def load_language_model(checkpoint: Path, device: torch.device) -> LanguageModel
         spec = read_spec(checkpoint / SPEC_FILE)
         tokenizer = load_tokenizer(checkpoint / TOKENIZER_FILE)
         decoder = _decoder(checkpoint, spec, _format(spec, device), device)
+        stored = StoredWeights(checkpoint)
     except (SpecError, DataError, OSError, ValueError) as error:
         raise CheckpointError(f"no text can be generated from {checkpoint}: {error}") from error
-    return LanguageModel(checkpoint, spec, decoder, tokenizer)
+    files = stored.companions()
+    ends = ends_of(files, stored.origin.get("config", {}), tokenizer)
+    return LanguageModel(checkpoint, spec, decoder, tokenizer, files, ends)
 
 
 def _format(spec: RunSpec, device: torch.device) -> torch.dtype:

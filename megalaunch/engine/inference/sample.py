@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from megalaunch.config.schema import RunSpec
 from megalaunch.data.tokenizer import Tokenizer
-from megalaunch.engine.inference.generate import TextModel, generate_tokens
+from megalaunch.engine.inference.generate import TextModel, Writing, generate_tokens
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.inference.text import text_of
 
@@ -24,13 +22,8 @@ def sample_text(spec: RunSpec, model: TextModel, tokenizer: Tokenizer) -> str:
             f"train.sample_prompt has {len(tokens)} tokens, the model is made for {longest} in all "
             "(model.max_position_embeddings)"
         )
-    drawn = generate_tokens(
-        model,
-        torch.tensor([tokens]),
-        min(spec.train.sample_tokens, longest - len(tokens)),
-        Sampling(seed=spec.train.seed),
-        end_id=tokenizer.eod_id,
-        vocabulary=tokenizer.vocab_size,
-    )
-    written = [int(token) for (token,) in drawn]
-    return prompt + "".join(text_of(tokenizer, tokens, (t for t in written if t != tokenizer.eod_id)))
+    ends = frozenset(() if tokenizer.eod_id is None else (tokenizer.eod_id,))
+    most = min(spec.train.sample_tokens, longest - len(tokens))
+    writing = Writing(most, Sampling(seed=spec.train.seed), ends, tokenizer.vocab_size)
+    written = [int(drawn.tokens_B[0]) for drawn in generate_tokens(model, [tokens], writing)]
+    return prompt + "".join(text_of(tokenizer, tokens, (t for t in written if t not in ends)))

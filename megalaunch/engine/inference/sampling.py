@@ -1,11 +1,13 @@
-"""From logits to the next token: temperature, top-k, top-p, and a seed for each row.
+"""From logits to the next token: penalty, temperature, top-k, top-p, min-p, and a stream of draws for each row.
 
 Shapes: B batch, V vocabulary.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,16 +16,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Temperature 0 always takes the likeliest one (then the rest means nothing).
+    """How tokens are chosen. Temperature 0 always takes the likeliest one (then only the penalty matters besides).
 
     `top_k` keeps the k likeliest tokens; of these, `top_p` keeps the smallest number of likeliest tokens that
-    hold at least that share of the probability (Holtzman et al., 2019). Raises ValueError, naming the setting.
+    hold at least that share of the probability (Holtzman et al., 2019); `min_p` drops those less likely than that
+    part of the likeliest one (Nguyen et al., 2024). `repetition_penalty` divides the positive logits of tokens that
+    the text holds already, prompt included, and multiplies the negative ones (Keskar et al., 2019).
+    Raises ValueError, naming the setting.
     """
 
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float = 1.0
     seed: int = 1234
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
@@ -32,22 +39,41 @@ class Sampling:
             raise ValueError(f"top-k must be 1 or more, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top-p must be over 0 and at most 1, not {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min-p must be from 0 to 1, not {self.min_p}")
+        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
+            raise ValueError(f"repetition penalty must be over 0, not {self.repetition_penalty}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be from 0 to 2^63 - 1, not {self.seed}")
 
 
 class Sampler:
-    """Draws one token a row. Row r draws from a generator of its own, so its text does not depend on the others."""
+    """Draws one token a row, and remembers what each row holds where a penalty asks for it.
 
-    def __init__(self, sampling: Sampling, batch: int) -> None:
-        self._sampling = sampling
+    A row's stream of draws depends on the seed, its prompt and which sample of it this is, so that its text does not
+    depend on the rows beside it.
+    """
+
+    def __init__(self, sampling: Sampling, prompts: Sequence[Sequence[int]], samples: Sequence[int]) -> None:
+        self._sampling, self._prompts = sampling, prompts
         # Drawn on the CPU: the same seed then means the same draws on every device.
-        self._generators = [torch.Generator().manual_seed((sampling.seed + row) % 2**63) for row in range(batch)]
+        self._generators = [
+            torch.Generator().manual_seed(stream_seed(sampling.seed, prompt, sample))
+            for prompt, sample in zip(prompts, samples, strict=True)
+        ]
+        self._held_BV: Tensor | None = None
 
     def next_tokens(self, logits_BV: Tensor) -> Tensor:
         """Token ids [B], int64, on the CPU."""
+        wide_BV = self.penalised(logits_BV.float())
+        next_B = self._chosen(wide_BV)
+        if self._held_BV is not None:
+            self._held_BV.scatter_(1, next_B.to(self._held_BV.device)[:, None], True)
+        return next_B
+
+    def _chosen(self, logits_BV: Tensor) -> Tensor:
         if self._sampling.temperature == 0:
-            return logits_BV.float().argmax(dim=-1).cpu()
+            return logits_BV.argmax(dim=-1).cpu()
         probabilities = distribution(logits_BV, self._sampling).cpu()
         drawn = [
             torch.multinomial(row, 1, generator=generator)
@@ -55,18 +81,49 @@ class Sampler:
         ]
         return torch.cat(drawn)
 
+    def penalised(self, logits_BV: Tensor) -> Tensor:
+        """The logits with the penalty on what each row holds."""
+        penalty = self._sampling.repetition_penalty
+        if penalty == 1:
+            return logits_BV
+        if self._held_BV is None:
+            self._held_BV = torch.zeros(logits_BV.shape, dtype=torch.bool)
+            for held, prompt in zip(self._held_BV, self._prompts, strict=True):
+                held[[token for token in set(prompt) if token < len(held)]] = True
+            self._held_BV = self._held_BV.to(logits_BV.device)
+        penalised = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+        return torch.where(self._held_BV, penalised, logits_BV)
+
+
+def stream_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
+    """The seed of one row's draws."""
+    text = f"{seed} {sample} {' '.join(map(str, prompt))}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 2**63
+
 
 def distribution(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     """The probabilities [B, V], fp32, that tokens are drawn with (temperature over 0)."""
     # The largest is subtracted first: a tiny temperature must not make inf - inf.
     logits_BV = logits_BV.float()
     scaled = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / sampling.temperature
-    probabilities, order = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
+    whole = torch.softmax(scaled, dim=-1)
+    left = whole if sampling.top_k is None and sampling.top_p == 1 else _likeliest(whole, sampling)
+    if sampling.min_p > 0:  # seen from the likeliest token, which top-k and top-p always leave
+        left = _normalised(left.masked_fill(whole < sampling.min_p * whole.amax(dim=-1, keepdim=True), 0))
+    return left
+
+
+def _likeliest(probabilities_BV: Tensor, sampling: Sampling) -> Tensor:
+    """What top-k and then top-p leave."""
+    ranked, order = probabilities_BV.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k is not None:
-        probabilities[:, sampling.top_k :] = 0
-        probabilities /= probabilities.sum(dim=-1, keepdim=True)
+        ranked[:, sampling.top_k :] = 0
+        ranked = _normalised(ranked)
     if sampling.top_p < 1:
-        before = probabilities.cumsum(dim=-1) - probabilities  # what the likelier tokens hold already
-        probabilities[before >= sampling.top_p] = 0
-        probabilities /= probabilities.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(probabilities).scatter_(1, order, probabilities)
+        before = ranked.cumsum(dim=-1) - ranked  # what the likelier tokens hold already
+        ranked = _normalised(ranked.masked_fill(before >= sampling.top_p, 0))
+    return torch.zeros_like(ranked).scatter_(1, order, ranked)
+
+
+def _normalised(weights_BV: Tensor) -> Tensor:
+    return weights_BV / weights_BV.sum(dim=-1, keepdim=True)

@@ -5,6 +5,7 @@ Shapes: B batch, S queries, T keys, H hidden, N query heads, G key/value groups,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -26,6 +27,15 @@ class KeyValueStore(Protocol):
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store [B, G, S, D] of the new positions; return those of all positions, [B, G, T, D]."""
+
+
+class KeyValueStores(Protocol):
+    """Those of all layers, which know what the rows of a batch may look at."""
+
+    def __getitem__(self, layer: int, /) -> KeyValueStore: ...
+
+    def attention(self, held: int, windows: Sequence[int | None]) -> Sequence[Attend]:
+        """Of the last `held` positions, in layers with these windows (None: all tokens)."""
 
 
 class Attention(nn.Module):

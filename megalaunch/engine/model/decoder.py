@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalaunch.engine.layout import COLUMNS
-from megalaunch.engine.model.attention import Attention, KeyValueStore
+from megalaunch.engine.model.attention import Attention, KeyValueStore, KeyValueStores
 from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
 from megalaunch.engine.model.config import DecoderConfig, RopeConfig
 from megalaunch.engine.model.context import WHOLE_SAMPLE, Attend, Context
@@ -87,15 +87,15 @@ class Decoder(nn.Module):
         self,
         x: Tensor,
         positions: Tensor | None = None,
-        stores: Sequence[KeyValueStore] | None = None,
+        stores: KeyValueStores | None = None,
         documents_BS: Tensor | None = None,
         logits: bool = True,
     ) -> Tensor:
         """Logits of the token after each position; on a pipeline stage before the last, what the next one needs.
 
         `x`: token ids [B, S], or on a stage after the first what the one before it gave, [B, s, H]. `positions` of
-        these tokens, [S] or [B, S]; None: 0, 1, ..., on the first stage only. `stores`: one a layer, for generation,
-        in which every rank holds all of a sample.
+        these tokens, [S] or [B, S]; None: 0, 1, ..., on the first stage only. `stores`: for generation, in which
+        every rank holds all of a sample; then logits are those after the last position alone, [B, 1, V].
         `documents_BS`: numbers of the documents the tokens belong to, which do not see each other; all see all when
         None.
         `logits` False: not they but what the head makes them from, [B, s, H].
@@ -103,8 +103,11 @@ class Decoder(nn.Module):
         held = x.shape[1] if positions is None else positions.shape[-1]
         if positions is None:
             positions = self.context.places(held, x.device)
-        context = self.context if stores is None else WHOLE_SAMPLE
-        attends = context.attention(held, documents_BS, [layer.window for layer in self.config.layers])
+        windows = [layer.window for layer in self.config.layers]
+        if stores is None:
+            attends = self.context.attention(held, documents_BS, windows)
+        else:
+            attends = stores.attention(held, windows)
         if self.embedding is not None:
             x = self.embedding.vectors(x, positions, self.boundary)
         ropes = {layer.rope for layer in self.config.layers}
@@ -113,6 +116,8 @@ class Decoder(nn.Module):
             x = self.through(names, x, rotations, attends, stores)
         if self.norm is None or self.head is None:
             return x
+        if stores is not None:
+            x = x[:, -1:]  # what text goes on with
         x = self.norm(x)
         if not logits:
             return x
@@ -130,7 +135,7 @@ class Decoder(nn.Module):
         x: Tensor,
         rotations: Mapping[RopeConfig | None, Rotation | None],
         attends: Sequence[Attend],
-        stores: Sequence[KeyValueStore] | None,
+        stores: KeyValueStores | None,
     ) -> Tensor:
         """The layers of these names, one after the other."""
         for name in names:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalaunch.engine.collectives import start_gather
 from megalaunch.engine.mesh import Mesh
-from megalaunch.engine.model.attention import KeyValueStore
+from megalaunch.engine.model.attention import KeyValueStores
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.parts import ModelParts
 from megalaunch.plan.stages import Stage
@@ -26,9 +26,7 @@ class Relay:
         self._model, self._mesh, self._wire = model, mesh, wire
         self._ranks = [stage.rank for stage in stages]
 
-    def run(
-        self, tokens_BS: Tensor, inputs: Mapping[str, Tensor | Sequence[KeyValueStore] | bool | None]
-    ) -> Tensor | None:
+    def run(self, tokens_BS: Tensor, inputs: Mapping[str, Tensor | KeyValueStores | bool | None]) -> Tensor | None:
         """The last stage's output where that stage is, else nothing; every stage gets `inputs`. Collective over pp."""
         mine, x = iter(self._model.parts), tokens_BS
         for number, rank in enumerate(self._ranks):
@@ -66,7 +64,7 @@ class TextRelay:
         """Where tokens have to be."""
         return self._mesh.device
 
-    def __call__(self, tokens_BS: Tensor, positions: Tensor, stores: Sequence[KeyValueStore]) -> Tensor:
+    def __call__(self, tokens_BS: Tensor, positions: Tensor, stores: KeyValueStores) -> Tensor:
         """Logits of the last position, [B, 1, V]. Collective."""
         boundary = self._model.parts[0].boundary
         with boundary.whole_sequences():

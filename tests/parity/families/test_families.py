@@ -16,7 +16,8 @@ from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.store import save_checkpoint
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.inference.convert import export_huggingface, import_huggingface
-from megalaunch.engine.inference.generate import generate_tokens
+from megalaunch.engine.inference.generate import Writing, generate_tokens
+from megalaunch.engine.inference.lean import LeanDecoder
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.rundir.checkpoint.contents import WEIGHTS
 
@@ -68,19 +69,29 @@ def test_there_and_back(name, tmp_path):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_greedy_text(name, tmp_path):
-    """Through the cache, past every window."""
-    theirs = make(name, tmp_path / "hf")
+    """64 tokens of transformers' `generate`, past every window; two prompts at once, by both of our decoders."""
+    theirs = make(name, tmp_path / "hf", **MORE_ROOM[name.startswith("gpt2")])
     weights = ForeignWeights(HuggingFaceFolder(tmp_path / "hf"))
     ours = build_decoder(weights.model)
     for key, parameter in ours.named_parameters():
         parameter.data.copy_(weights.read(key))
-    prompt = TOKENS[:1, :6]
-    expected = prompt
-    with torch.no_grad():
-        for _ in range(40):  # without a cache: the plain definition
-            expected = torch.cat((expected, theirs(expected).logits[:, -1:].argmax(-1)), dim=1)
-    found = list(generate_tokens(ours.eval(), prompt, 40, Sampling(temperature=0)))
-    assert torch.stack(found, dim=1).tolist() == expected[:, 6:].tolist()
+    prompts = [TOKENS[0, :6].tolist(), TOKENS[1, :9].tolist()]
+    expected = [_their_text(theirs, prompt) for prompt in prompts]
+    for model in (ours.eval(), LeanDecoder(ours)):
+        drawn = generate_tokens(model, prompts, Writing(64, Sampling(temperature=0)))
+        assert torch.stack([step.tokens_B for step in drawn], dim=1).tolist() == expected
+
+
+MORE_ROOM = ({"max_position_embeddings": 96}, {"n_positions": 96})  # for 64 tokens and what is before them
+
+
+def _their_text(model, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    model.generation_config.eos_token_id = None
+    written = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False, pad_token_id=0
+    )
+    return written[0, len(prompt) :].tolist()
 
 
 def _hold_gradients(folder: Path, ours, theirs) -> None:

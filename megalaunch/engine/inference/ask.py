@@ -1,0 +1,68 @@
+"""What is asked of a language model: prompts of any number and length, and how their continuations are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.inference.chat import chat_text
+from megalaunch.engine.inference.generate import TextModel, Writing
+from megalaunch.engine.inference.load import LanguageModel
+from megalaunch.engine.inference.sampling import Sampling
+from megalaunch.engine.inference.write import Piece, Writer, Written
+
+
+@dataclass(frozen=True)
+class Ask:
+    """`stop`: strings that end a text and are no part of it; `likeliest`: as in `Writing`. Raises ValueError."""
+
+    max_new_tokens: int = 200
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    num_samples: int = 1
+    batch_size: int = 8
+    likeliest: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = {"max-new-tokens": self.max_new_tokens, "num-samples": self.num_samples, "batch-size": self.batch_size}
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name} must be 1 or more, not {count}")
+        if "" in self.stop:
+            raise ValueError("a stop string is empty: every text would end at once")
+        if self.likeliest is not None and self.likeliest < 0:
+            raise ValueError(f"logprobs must be 0 or more, not {self.likeliest}")
+
+
+def tokens_of(model: LanguageModel, prompts: Sequence[str | Sequence[dict[str, str]]]) -> list[list[int]]:
+    """The tokens of each prompt; a conversation goes through the chat template. Raises ValueError."""
+    texts = [prompt if isinstance(prompt, str) else chat_text(model.files, prompt) for prompt in prompts]
+    return [model.tokenizer.encode(text) for text in texts]
+
+
+def require_room(spec: ModelSpec, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Raises ValueError for the first prompt that is empty, or too long for the model."""
+    for number, tokens in enumerate(prompts, 1):
+        which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+        if not tokens:
+            raise ValueError(f"{which} is empty: give the model at least a word to continue")
+        longest = spec.max_position_embeddings
+        if len(tokens) + max_new_tokens > longest:
+            raise ValueError(
+                f"{which} of {len(tokens)} tokens and {max_new_tokens} new ones are more than the "
+                f"{longest} that the model is made for (model.max_position_embeddings)"
+            )
+
+
+def answers(
+    model: LanguageModel, prompts: Sequence[Sequence[int]], ask: Ask, by: TextModel | None = None
+) -> Iterator[Piece | Written]:
+    """Pieces and finished texts of every prompt's samples; raises ValueError at once for prompts without room.
+
+    `by`: what computes instead of the model's own decoder.
+    """
+    require_room(model.spec.model, prompts, ask.max_new_tokens)
+    writing = Writing(ask.max_new_tokens, ask.sampling, model.ends, model.tokenizer.vocab_size, ask.likeliest)
+    writer = Writer(by or model.lean, model.tokenizer, writing, ask.stop)
+    return writer.write(prompts, ask.num_samples, ask.batch_size)
