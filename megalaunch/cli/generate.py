@@ -14,41 +14,58 @@ from megalaunch.rundir.outcome import ExitCode
 if TYPE_CHECKING:
     from megalaunch.engine.api import Ask, LanguageModel
 
+Source = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT|HF_DIR", help="A run, a checkpoint, or a Hugging Face folder.")
+]
+Words = Annotated[list[str] | None, typer.Option(help="A text to continue; may be given again.")]
+File = Annotated[
+    str | None,
+    typer.Option(metavar="FILE|-", help="A prompt a line, of a text file, a .jsonl file or (-) standard input."),
+]
+Chat = Annotated[bool, typer.Option("--chat", help="Ask through the model's own chat template.")]
+System = Annotated[str | None, typer.Option(help="With --chat: the system message.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to write at most.")]
+Samples = Annotated[int, typer.Option(min=1, help="Texts of each prompt.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token; 1: as learnt.")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Draw from the k likeliest tokens only.")]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that hold this probability.")
+]
+MinP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Leave out tokens less likely than this part of the likeliest one.")
+]
+Penalty = Annotated[float, typer.Option(min=0.0, help="Over 1: tokens that the text holds already become less likely.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End a text before this string; may be given again.")]
+Logprobs = Annotated[
+    int | None, typer.Option(min=0, help="With --json: log-probabilities, with those of the N likeliest tokens.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="The same seed writes the same texts.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Texts that are written at once.")]
+Stream = Annotated[
+    bool | None, typer.Option("--stream/--no-stream", help="Show text as it is written (default, but with --json).")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a text, a line each.")]
+
 
 def generate(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT|HF_DIR", help="A run, a checkpoint, or a Hugging Face folder.")
-    ],
-    prompt: Annotated[list[str] | None, typer.Option(help="A text to continue; may be given again.")] = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option(metavar="FILE|-", help="A prompt a line, of a text file, a .jsonl file or (-) standard input."),
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's own chat template.")] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 200,
-    num_samples: Annotated[int, typer.Option(min=1, help="Texts of each prompt.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token; 1: as learnt.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from the k likeliest tokens only.")] = None,
-    top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that hold this probability.")
-    ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Leave out tokens less likely than this part of the likeliest one.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(min=0.0, help="Over 1: tokens that the text holds already become less likely.")
-    ] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="End a text before this string; may be given again.")] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(min=0, help="With --json: log-probabilities, with those of the N likeliest tokens.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same texts.")] = 1234,
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts that are written at once.")] = 8,
-    stream: Annotated[
-        bool | None, typer.Option("--stream/--no-stream", help="Show text as it is written (default, but with --json).")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a text, a line each.")] = False,
+    source: Source,
+    prompt: Words = None,
+    prompts: File = None,
+    chat: Chat = False,
+    system: System = None,
+    max_new_tokens: NewTokens = 200,
+    num_samples: Samples = 1,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    stop: Stop = None,
+    logprobs: Logprobs = None,
+    seed: Seed = 1234,
+    batch_size: BatchSize = 8,
+    stream: Stream = None,
+    json: Json = False,
 ) -> None:
     """Let a trained model continue texts: the prompts and what follows go to standard output as they are written.
 
@@ -74,8 +91,17 @@ def generate(
     try:
         sampling = api.Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty)
         ask = api.Ask(max_new_tokens, sampling, tuple(stop or ()), num_samples, batch_size, logprobs)
-        model = api.open_model(source, report=lambda message: typer.echo(message, err=True))
-        _write(model, asked, ask, json, not json if stream is None else stream)
+    except ValueError as error:
+        refuse(str(error))
+    _write(source, asked, ask, json, not json if stream is None else stream)
+
+
+def _write(source: Path, prompts: list[Prompt], ask: Ask, as_json: bool, stream: bool) -> None:
+    from megalaunch.cli.exit import refuse
+    from megalaunch.engine import api
+
+    try:
+        _show(api.open_model(source, lambda message: typer.echo(message, err=True)), prompts, ask, as_json, stream)
     except api.CheckpointError as error:
         refuse(str(error), ExitCode.CHECKPOINT)
     except (NotADirectoryError, ValueError) as error:
@@ -84,7 +110,7 @@ def generate(
         refuse("", ExitCode.INTERRUPTED)
 
 
-def _write(model: LanguageModel, prompts: list[Prompt], ask: Ask, as_json: bool, stream: bool) -> None:
+def _show(model: LanguageModel, prompts: list[Prompt], ask: Ask, as_json: bool, stream: bool) -> None:
     from megalaunch.cli.texts_shown import shown_json, shown_text
     from megalaunch.engine import api
 

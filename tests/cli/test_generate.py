@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_run import make_run
 from typer.testing import CliRunner
 
 from megalaunch.cli import generate as module
 from megalaunch.cli.app import app
+from megalaunch.cli.prompts import PromptError, read_prompts
+from megalaunch.engine import api
+from megalaunch.engine.inference.chat import chat_text
+from megalaunch.engine.inference.load import load_language_model
 from megalaunch.rundir.paths import RunDirectory
 
 
@@ -59,7 +67,14 @@ def test_text_that_outgrows_the_training_samples_is_announced(run: RunDirectory)
         (["--prompt", "x", "--top-p", 1.5], "'--top-p'"),
         (["--prompt", "x", "--top-p", 0], "top-p must be over 0 and at most 1, not 0.0"),
         (["--prompt", "x", "--seed", -3], "'--seed'"),
-        ([], "'--prompt'"),
+        ([], "there is no prompt: give --prompt TEXT"),
+        (["--prompt", "x", "--stop", ""], "a stop string is empty"),
+        (["--prompt", "x", "--min-p", 2], "'--min-p'"),
+        (["--prompt", "x", "--repetition-penalty", 0], "repetition penalty must be over 0"),
+        (["--prompt", "x", "--logprobs", 2], "--logprobs goes with --json"),
+        (["--prompt", "x", "--system", "Be kind."], "--system goes with --chat"),
+        (["--prompts", "nowhere.txt"], "cannot read the prompts in nowhere.txt: No such file"),
+        (["--prompt", "x", "--chat"], "this model came without a chat template"),
     ],
 )
 def test_options_that_mean_nothing_are_named(run: RunDirectory, options: list[object], reason: str):
@@ -67,6 +82,80 @@ def test_options_that_mean_nothing_are_named(run: RunDirectory, options: list[ob
     assert result.exit_code == 2
     assert reason in result.stderr
     assert result.stdout == ""
+
+
+def test_many_prompts_are_shown_in_turn_and_as_json(run: RunDirectory, tmp_path: Path):
+    words = (run.root, "--max-new-tokens", 9, "--temperature", 0)
+    file = tmp_path / "prompts.txt"
+    file.write_text("the dog\n\nthe mat\n")
+    many = (*words, "--prompt", "the cat sat on", "--prompts", file, "--num-samples", 2, "--batch-size", 4)
+    alone = [call(*words, "--prompt", prompt).stdout for prompt in ("the cat sat on", "the dog", "the mat")]
+    headed = [f"--- prompt {n}, sample {k}\n{text}" for n, text in enumerate(alone, 1) for k in (1, 2)]
+    assert call(*many).stdout == call(*many, "--no-stream").stdout == "".join(headed)
+    records = [json.loads(line) for line in call(*many, "--json", "--logprobs", 1).stdout.splitlines()]
+    assert [record["prompt"] + record["text"] + "\n" for record in records] == [text for text in alone for _ in (1, 2)]
+    assert [(record["index"], record["sample"]) for record in records] == [(n, k) for n in range(3) for k in range(2)]
+    for record in records:
+        assert record["finish"] == "length"
+        assert [one["id"] for one in record["logprobs"]] == record["tokens"]
+        assert all(one["best"][0]["logprob"] == one["logprob"] for one in record["logprobs"]), "greedy"
+    events = [json.loads(line) for line in call(*many, "--json", "--stream").stdout.splitlines()]
+    pieces = [event["piece"] for event in events if (event["index"], event["sample"]) == (1, 0) and "piece" in event]
+    assert "".join(pieces) == records[2]["text"]
+    assert len(pieces) > 3
+
+
+def test_chat_goes_through_the_template_that_came_with_the_model(run: RunDirectory, tmp_path: Path):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(run.checkpoint(20), folder)
+    (folder / "manifest.json").unlink()
+    template = "{% for m in messages %}the {{ m.role }} {{ m['content'] }} {% endfor %}{{ eos_token }}on"
+    config = folder / "huggingface.tokenizer_config.json"
+    model = load_language_model(folder, torch.device("cpu"))
+
+    def asked(text: str, messages: list[dict[str, str]]) -> str:
+        config.write_text(json.dumps({"chat_template": text, "eos_token": {"content": "mat"}}))
+        return chat_text({"tokenizer_config.json": config}, messages)
+
+    talk = [{"role": "user", "content": "cat"}]
+    assert asked(template, talk) == "the user cat maton"
+    assert asked("{{ messages[0] | tojson }}{{ range(2) | list }}", talk) == '{"role": "user", "content": "cat"}[0, 1]'
+    for program in (
+        "{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ open('/etc/passwd').read() }}",
+        "{% for x in %}",
+    ):
+        with pytest.raises(ValueError, match="the chat template that came with this model cannot be applied: "):
+            asked(program, talk)
+    asked(template, talk)
+    model = load_language_model(folder, torch.device("cpu"))
+    assert model.files["tokenizer_config.json"] == config
+    assert api.tokens_of(model, [talk]) == [model.tokenizer.encode("the user cat maton")]
+
+
+def test_prompts_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lines = tmp_path / "x.jsonl"
+    lines.write_text('{"prompt": "a\\nb"}\n{"messages": [{"role": "user", "content": "hi"}]}\n')
+    hi = [{"role": "user", "content": "hi"}]
+    assert read_prompts(["c"], str(lines), True, "S")[1:] == [
+        [{"role": "system", "content": "S"}, {"role": "user", "content": "a\nb"}],
+        [{"role": "system", "content": "S"}, *hi],
+    ]
+    with pytest.raises(PromptError, match=r'x\.jsonl, line 2 has no text under "prompt"; conversations need --chat'):
+        read_prompts([], str(lines), False, None)
+    lines.write_text("{]\n")
+    with pytest.raises(PromptError, match=r"x\.jsonl, line 1 is no JSON"):
+        read_prompts([], str(lines), False, None)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("one\r\n\nzwölf\n".encode())))
+    assert read_prompts([], "-", False, None) == ["one", "zwölf"]
+    lines.write_bytes(b"\xff")
+    with pytest.raises(PromptError, match="are no UTF-8: byte 0 is wrong"):
+        read_prompts([], str(lines), False, None)
+    lines.write_text("\n")
+    with pytest.raises(PromptError, match="holds no line: give --prompt TEXT"):
+        read_prompts([], str(lines), False, None)
 
 
 def test_what_is_no_run(tmp_path: Path):
