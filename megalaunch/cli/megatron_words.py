@@ -21,6 +21,8 @@ _RENAMED = {
     "--lang": "--language",
 }
 _LISTS = {"--input": "", "--json-keys": "--json-key"}
+# It times some numbers of workers on the first documents, prints the fastest, and writes no files.
+_SEARCH_FOR_WORKERS = ("--find-optimal-num-workers", "--workers-to-check", "--max-documents")
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Rewritten:
 def rewrite(words: Sequence[str]) -> Rewritten:
     """Our spelling of a command line; words that are ours already stay as they are.
 
-    Raises ValueError for a tokenizer type that is not known here.
+    Raises ValueError for a tokenizer type that is not known here, and for what is done in another way.
     """
     result, inputs = Rewritten(), []
     left = _separated(words)
@@ -55,6 +57,14 @@ def rewrite(words: Sequence[str]) -> Rewritten:
                     "--partitions is not needed: all workers share the work, and documents keep the order of the "
                     "inputs, as with --keep-sequential-samples"
                 )
+        elif word == "--keep-newlines":
+            _check_sentences_are_whole(words)
+            result.notes.append("--keep-newlines changes nothing: without --split-sentences all of a text is kept")
+        elif word in _SEARCH_FOR_WORKERS:
+            raise ValueError(
+                f"{word} is not known here: leave it out, and --workers too; then one process a core encodes, and the "
+                "progress line shows MB/s. To try a number: --workers N on a part of the input."
+            )
         elif word != "--keep-sequential-samples":
             result.words.append(_RENAMED.get(word, word))
     result.words += inputs
@@ -63,7 +73,7 @@ def rewrite(words: Sequence[str]) -> Rewritten:
 
 def _separated(words: Sequence[str]) -> list[str]:
     """`--option=value` of Megatron's options as two words."""
-    known = {*_RENAMED, *_LISTS, "--tokenizer-type", "--partitions"}
+    known = {*_RENAMED, *_LISTS, *_SEARCH_FOR_WORKERS, "--tokenizer-type", "--partitions"}
     parts: list[str] = []
     for word in words:
         option, equals, value = word.partition("=")
@@ -77,6 +87,15 @@ def _values(left: list[str]) -> list[str]:
     while left and (left[0] == "-" or not left[0].startswith("-")):
         values.append(left.pop(0))
     return values
+
+
+def _check_sentences_are_whole(words: Sequence[str]) -> None:
+    if "--split-sentences" in words:
+        raise ValueError(
+            "--keep-newlines is not known here: --split-sentences leaves out what stands between sentences. To keep "
+            "newlines, split the texts beforehand: a list of strings under the key is a document of these sentences, "
+            "each as it is. Leave out both options then."
+        )
 
 
 def _check_type(name: str) -> None:

@@ -10,6 +10,7 @@ from token_files import sentences, small_tokenizer, write_jsonl
 
 from megalaunch.cli.megatron_words import rewrite
 from megalaunch.data.indexed import IndexedTokens
+from megalaunch.data.tokenizer import load_tokenizer
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
@@ -55,6 +56,40 @@ def test_unknown_tokenizer_types_are_named(tmp_path):
     done = run("--input", "x", "--output-prefix", tmp_path / "o", "--tokenizer-type", "BertWordPieceCase")
     assert done.returncode == 2
     assert done.stderr.startswith("--tokenizer-type BertWordPieceCase is not known here; known are HuggingFaceTok")
+
+
+@pytest.mark.parametrize("word", ["--find-optimal-num-workers", "--workers-to-check=16 32", "--max-documents=9"])
+def test_the_search_for_workers_is_answered_with_the_other_way(word, tmp_path):
+    done = run("--input", "x", "--output-prefix", tmp_path / "o", "--workers", "2", *word.replace("=", " ").split())
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"{word.partition('=')[0]} is not known here: leave it out, and --workers too; then")
+    assert done.stderr.count("\n") == 1
+    with pytest.raises(ValueError, match=r"leave it out, and --workers too"):
+        rewrite([word])
+
+
+def test_newlines_between_sentences(tmp_path):
+    """Megatron looks at --keep-newlines only when it splits sentences."""
+    rewritten = rewrite(["--input", "a", "--keep-newlines", "--append-eod"])
+    assert rewritten.words == ["--append-eod", "a"]
+    assert len(rewritten.notes) == 1
+    assert rewritten.notes[0].startswith("--keep-newlines changes nothing")
+    done = run("--input", "x", "--output-prefix", tmp_path / "o", "--keep-newlines", "--split-sentences")
+    assert done.returncode == 2
+    assert done.stderr.startswith("--keep-newlines is not known here: --split-sentences leaves out what")
+    assert "a list of strings under the key is a document of these sentences" in done.stderr
+
+
+def test_what_the_newline_error_advises_keeps_newlines(tmp_path):
+    tokenizer = small_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": ["The sea.\n\n", "The shore.\n"]}) + "\n")
+    done = run(tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", 1)
+    assert done.returncode == 0, done.stderr
+    read = IndexedTokens(tmp_path / "out_text_document")
+    assert (read.num_documents, len(read.lengths)) == (1, 2)
+    texts = [load_tokenizer(tokenizer).decode(read.tokens(number).tolist()) for number in range(2)]
+    assert texts == ["The sea.\n\n", "The shore.\n"]
 
 
 @pytest.mark.parametrize(
