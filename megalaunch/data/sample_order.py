@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +25,7 @@ _LAST_EPOCH_APART_BELOW = 0.80
 # Entries from which on an order is kept on disk, where the ranks of a machine share its memory; fewer are made
 # in a few hundredths of a second.
 KEPT_FROM = 1 << 20
-_BLOCK = 1 << 16  # documents
-_BLOCKS_AT_ONCE = 64  # bounds the memory that their ends take
-_MOST_THREADS, _BLOCKS_A_THREAD = 8, 8  # starting a thread takes as long as a few blocks
+_BLOCK, _SMALLEST_BLOCK = 1 << 16, 1 << 12  # documents
 # Raise it when the same inputs would give another order than before.
 _ORDER_VERSION = 1
 
@@ -119,67 +112,72 @@ def sample_starts(
 
     Sample k begins at token k * sequence_length of the stream, in the last document that begins at or
     before it: documents without tokens are stepped over, as Megatron's loop does. Worked out for blocks of
-    documents that stay in a processor's cache, several at a time: numpy computes on threads.
+    documents that stay in a processor's cache, in arrays that all blocks share.
     """
-    narrow = max(len(documents), int(lengths.max(initial=0))) < 2**31
+    longest = int(lengths.max(initial=0))
+    narrow = max(len(documents), longest) < 2**31
     starts = np.zeros((samples + 1, 2), np.int32 if narrow else np.int64)
-
-    def joined(first: int) -> _Joined:
-        # All numbers are in range: of the modes, clip checks least.
-        return _Joined(first, lengths.take(documents[first : first + _BLOCK], mode="clip"))
-
-    with _on_threads(len(documents) // _BLOCK) as on_all:
-        before = 0
-        for first in range(0, len(documents), _BLOCK * _BLOCKS_AT_ONCE):
-            end = min(first + _BLOCK * _BLOCKS_AT_ONCE, len(documents))
-            blocks = list(on_all(joined, range(first, end, _BLOCK)))
-            *tokens, before = accumulate((int(block.ends[-1]) for block in blocks), initial=before)
-            deque(on_all(lambda b, t: b.fill(starts, t, sequence_length), blocks, tokens), 0)
+    block = _Block(starts, sequence_length, longest)
+    before = 0
+    for first in range(0, len(documents), block.size):
+        before += block.fill(first, before, lengths, documents[first : first + block.size])
     return starts
 
 
-class _Joined:
-    """Documents in a row, of which `first` is the place of the first; `ends` are the tokens up to each one's end."""
+class _Block:
+    """Sets the rows of `starts` for `size` documents at a time.
 
-    def __init__(self, first: int, lengths: NDArray[np.int32]) -> None:
-        self.first, self._lengths = first, lengths
-        self.ends = lengths.astype(np.int64)
-        np.cumsum(self.ends, out=self.ends)
+    The numbers within a block are of 32 bits where they fit, of which numpy computes twice as many at a time.
+    """
 
-    def fill(self, starts: NDArray[Any], before: int, sequence_length: int) -> None:
-        """Set the rows of the samples that begin in these documents, `before` tokens into the stream."""
+    def __init__(self, starts: NDArray[Any], sequence_length: int, longest: int) -> None:
+        self._starts, self._sequence_length = starts, sequence_length
+        fitting = (2**32 - 2 * sequence_length) // max(longest, 1)
+        self.size = min(fitting, _BLOCK) if fitting >= _SMALLEST_BLOCK else _BLOCK
+        number = np.uint32 if fitting >= _SMALLEST_BLOCK else np.int64
+        self._lengths = np.empty(self.size, np.int32)
+        self._ends = np.empty(self.size, number)
+        self._begun = np.empty(self.size + 1, number)
+
+    def fill(self, first: int, before: int, lengths: NDArray[np.int32], documents: NDArray[np.int32]) -> int:
+        """The tokens of these documents, of which `first` is the place of the first, `before` tokens into the stream.
+
+        Row 0 stays (0, 0) even if the first documents are empty, as in Megatron.
+        """
+        sequence_length = self._sequence_length
         passed, phase = divmod(before, sequence_length)
-        done = max(passed + bool(phase), 1)  # row 0 stays (0, 0) even if the first documents are empty, as in Megatron
-        begun = self.ends + (phase + sequence_length - 1)
-        if int(begun[-1]) < 2**32:
-            begun = begun.astype(np.uint32)  # of which numpy divides several at a time
-        begun //= sequence_length  # samples from `passed` on that begin before each end
-        stop = min(passed + int(begun[-1]), len(starts))
-        if stop <= done:
-            return
-        np.maximum(begun, done - passed, out=begun)
-        counts = np.diff(begun, prepend=begun.dtype.type(done - passed))
-        found = np.flatnonzero(counts != 0)
-        if len(found) < stop - done:
-            found = np.repeat(found, counts[found])
-        found = found[: stop - done]
-        tokens = np.arange(done * sequence_length - before, stop * sequence_length - before, sequence_length)
-        tokens += self._lengths.take(found)
-        tokens -= self.ends.take(found)
-        starts[done:stop, 1] = tokens
-        found += self.first
-        starts[done:stop, 0] = found
+        done = max(passed + bool(phase), 1)
+        # All numbers are in range: of the modes, clip checks least.
+        taken = lengths.take(documents, mode="clip", out=self._lengths[: len(documents)])
+        taken = taken.view(np.uint32) if self._ends.dtype == np.uint32 else taken.astype(np.int64)
+        # So much is added to every end that a division rounds up: to the samples that begin before it.
+        added = phase + sequence_length - 1
+        taken[0] += added
+        ends = np.cumsum(taken, dtype=taken.dtype, out=self._ends[: len(taken)])
+        taken[0] -= added
+        begun = np.floor_divide(ends, sequence_length, out=self._begun[1 : len(ends) + 1])
+        if not before:
+            np.maximum(begun, 1, out=begun)
+        stop = min(passed + int(begun[-1]), len(self._starts))
+        if stop > done:
+            found = self._found(begun, done - passed, stop - passed)
+            tokens = sequence_length * np.arange(done, stop) + (added - before)
+            tokens -= np.subtract(ends, taken, out=taken).take(found)
+            self._starts[done:stop, 1] = tokens
+            found += first
+            self._starts[done:stop, 0] = found
+        return int(ends[-1]) - added
 
-
-@contextmanager
-def _on_threads(blocks: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """`map` over as many threads as are of use for so many blocks."""
-    threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS, blocks // _BLOCKS_A_THREAD)
-    if threads < 2:
-        yield map
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        yield pool.map
+    def _found(self, begun: NDArray[Any], done: int, stop: int) -> NDArray[np.intp]:
+        """The documents in which samples `done` to `stop` begin; `begun` of them begin before the end of each."""
+        if 2 * (stop - done) > len(begun):  # one that ends before a sample begins is passed by it
+            passed: NDArray[np.intp] = np.bincount(begun, minlength=stop)[:stop]
+            return np.cumsum(passed, out=passed)[done:]
+        self._begun[0] = done
+        found = np.flatnonzero(begun != self._begun[: len(begun)])
+        if len(found) < stop - done:  # some hold several
+            found = np.repeat(found, begun.take(found) - self._begun.take(found))
+        return found[: stop - done]
 
 
 def kept_order(

@@ -1,7 +1,6 @@
 """Sample order: Megatron's goldens, a naive walk as the reference, what follows past the request."""
 
 import math
-import os
 from pathlib import Path
 from unittest import mock
 
@@ -105,12 +104,9 @@ def test_starts_equal_the_naive_walk(lengths, sequence_length, num_samples, seed
 
 @given(st.lists(st.integers(0, 12), min_size=9, max_size=40).filter(any), st.integers(1, 30), st.integers(1, 60))
 @settings(max_examples=40, deadline=None)
-def test_blocks_and_threads_do_not_show(lengths, sequence_length, num_samples):
+def test_blocks_do_not_show(lengths, sequence_length, num_samples):
     whole = order_of(lengths, sequence_length, num_samples, 7)
-    with (
-        mock.patch.multiple("megalaunch.data.sample_order", _BLOCK=3, _BLOCKS_AT_ONCE=2, _BLOCKS_A_THREAD=1),
-        mock.patch.object(os, "sched_getaffinity", return_value={0, 1, 2}),
-    ):
+    with mock.patch("megalaunch.data.sample_order._BLOCK", 3):
         cut = order_of(lengths, sequence_length, num_samples, 7)
     assert cut.starts.tolist() == whole.starts.tolist()
 
@@ -125,6 +121,21 @@ def test_more_tokens_in_a_block_than_32_bits_count():
     for number, (document, offset) in enumerate(starts.tolist()):
         assert begins[document] + offset == number * sequence_length
         assert 0 <= offset < lengths[document]
+
+
+@pytest.mark.parametrize("sequence_length", [100, 3000, 600_000])
+def test_blocks_are_as_short_as_32_bits_ask_for(sequence_length):
+    """Many samples a document, about one, few; 5,000 documents of this length would be past 2^32 tokens."""
+    lengths = np.random.RandomState(3).randint(0, 1000, 9000).astype(np.int32)
+    lengths[[0, 17, 5000]] = 0, 900_000, 0
+    samples = (int(lengths.sum()) - 1) // sequence_length
+    starts = sample_starts(lengths, np.arange(len(lengths), dtype=np.int32), samples, sequence_length)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    at = np.arange(samples + 1) * sequence_length
+    places = np.searchsorted(ends, at, side="right")
+    places[0] = 0
+    assert starts[:, 0].tolist() == places.tolist()
+    assert starts[1:, 1].tolist() == (at - ends[places] + lengths[places])[1:].tolist()
 
 
 @given(corpora, st.integers(1, 9), st.integers(1, 60))
