@@ -20,6 +20,7 @@ from megalaunch.data.row import Row, positions_within
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.dropout import streams_of
 from megalaunch.engine.model.init import initial_value, initialise
 from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.placement import fill
@@ -134,7 +135,9 @@ def one_process(spec: RunSpec, shaken: bool = False) -> Numbers:
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
         indices = range(step * size, (step + 1) * size)
-        loss = sum(_plain_loss(model, rows[index]) for index in indices) / labels_of(rows, indices)
+        streams = [_streams(spec, index) for index in indices]
+        summed = (_plain_loss(model, rows[index], drawn) for index, drawn in zip(indices, streams, strict=True))
+        loss = sum(summed) / labels_of(rows, indices)
         adamw.zero_grad()
         loss.backward()
         if step == 0:
@@ -148,12 +151,18 @@ def one_process(spec: RunSpec, shaken: bool = False) -> Numbers:
     return Numbers(losses, norms, gradients, parameters, _plain_validation(model))
 
 
-def _plain_loss(model: torch.nn.Module, row: Row) -> torch.Tensor:
-    """The summed loss of one row, each of its documents passed through the model alone."""
+def _streams(spec: RunSpec, index: int) -> torch.Tensor | None:
+    """What the dropout of one sample is drawn from, where there is any."""
+    drops = spec.model.hidden_dropout or spec.model.attention_dropout
+    return streams_of(spec.train.seed, [index], torch.device("cpu")) if drops else None
+
+
+def _plain_loss(model: torch.nn.Module, row: Row, streams: torch.Tensor | None = None) -> torch.Tensor:
+    """The summed loss of one row, each of its documents passed through the model alone (dropout: in no document)."""
     tokens = torch.from_numpy(row.tokens)
     documents = np.zeros(SEQUENCE, np.int64) if row.documents is None else row.documents
     pieces = np.split(np.arange(SEQUENCE), np.flatnonzero(np.diff(documents)) + 1)
-    logits = torch.cat([model(tokens[None, :-1][:, piece])[0] for piece in pieces])
+    logits = torch.cat([model(tokens[None, :-1][:, piece], streams_B=streams)[0] for piece in pieces])
     losses = F.cross_entropy(logits, tokens[1:], reduction="none")
     return losses.sum() if row.counted is None else losses[torch.from_numpy(row.counted)].sum()
 

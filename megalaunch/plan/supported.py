@@ -42,8 +42,6 @@ class Limit:
 
 
 LIMITS = (
-    Limit("model.hidden_dropout", (0.0,), "dropout"),
-    Limit("model.attention_dropout", (0.0,), "dropout of attention"),
     Limit("model.moe.num_experts", (None,), "mixture of experts"),
     Limit("model.mla.kv_lora_rank", (None,), "latent attention"),
     Limit("model.mtp.num_layers", (0,), "multi-token prediction"),

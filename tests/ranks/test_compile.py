@@ -17,6 +17,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"parallel__cp": 2, "parallel__cp_exchange": "p2p"},
     "loss in chunks": {"parallel__tp": 2, "train__loss_chunks": 4},
     "packed": {"parallel__dp": 2, "data__reset_attention": True},
+    "dropout": {"parallel__dp": 2, "model__hidden_dropout": 0.2, "model__attention_dropout": 0.2},
     "full": {"parallel__dp": 2, "recompute__granularity": "full"},
     "attention": {"parallel__dp": 2, "recompute__granularity": "selective", "recompute__modules": ["attention"]},
 }

@@ -21,6 +21,11 @@ LLAMA = (
     "model.num_attention_heads=16", "model.num_query_groups=4", "model.head_dim=64", "model.vocab_size=16384",
 )  # fmt: skip
 GPT2 = ("model=gpt2_124m", "model.num_layers=3", "model.hidden_dropout=0", "model.attention_dropout=0")
+DROPPING = (
+    "model=gpt2_124m", "model.num_layers=3", "model.hidden_size=1536", "model.ffn_hidden_size=6144",
+    "model.num_attention_heads=12", "model.num_query_groups=12", "model.head_dim=128", "model.vocab_size=1024",
+    "model.hidden_dropout=0.1", "model.attention_dropout=0.1",
+)  # fmt: skip
 QWEN3 = ("model=qwen3_8b", *LLAMA[1:])
 RUN = ("platform=h100", "precision=bf16", "train.steps=10", "cluster.nodes=1")
 FEW_WORDS = "model.vocab_size=1024"
@@ -71,6 +76,9 @@ CASES = [
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, "recompute=full")),
     Case("dp", 1, (8, 4, 1024), LOSS, shape=GPT2),  # LayerNorm, biases, learned positions, tied embeddings
     Case("dp", 1, (8, 4, 1024), LOSS, shape=QWEN3),  # norms of queries and keys
+    Case("dp", 1, (8, 4, 1024), LAYER, shape=DROPPING),
+    Case("tp4sp", 4, (8, 4, 1024), LAYER, shape=DROPPING),
+    Case("cp2", 2, (4, 2, 1024), LAYER, shape=DROPPING),
     Case("zero0", 4, (8, 1, 512), END, ("precision.reduce=bf16",)),
     Case("zero1", 8, (8, 1, 256), UNIT, (FEW_WORDS,)),
     Case("zero2", 4, (16, 2, 2048), LAYER, (FEW_WORDS,)),

@@ -45,6 +45,7 @@ def decoder_config(model: ModelSpec) -> DecoderConfig:
         learned_positions=model.max_position_embeddings if learned else None,
         embedding_scale=model.hidden_size**0.5 if model.scaled_embedding else 1.0,
         logit_soft_cap=model.logit_soft_cap,
+        hidden_dropout=model.hidden_dropout,
         tied_embeddings=model.tied_embeddings,
         init_std=model.init_std,
         embedding_init_std=model.init_std if model.embedding_init_std is None else model.embedding_init_std,
@@ -68,6 +69,7 @@ def _attention(model: ModelSpec) -> AttentionConfig:
         qk_norm=model.qk_norm,
         qkv_bias=model.qkv_bias,
         output_bias=model.attention_output_bias,
+        dropout=model.attention_dropout,
     )
 
 

@@ -70,21 +70,27 @@ class Attention(nn.Module):
         rotation: Rotation | None,
         attend: Attend,
         store: KeyValueStore | None = None,
+        words_BN: Tensor | None = None,
     ) -> Tensor:
-        """[B, S, H] -> [B, S, H]; with a store the keys of earlier positions are seen too."""
+        """[B, S, H] -> [B, S, H]; with a store the keys of earlier positions are seen too.
+
+        `words_BN` of this rank's heads are those by which weights are dropped; None: none is.
+        """
         queries, keys, values = self.boundary.enter(x_BSH, self.q_proj, self.k_proj, self.v_proj)
         q_BNSD = self._turned(self._normed(queries, self.q_norm), rotation)
         k_BGTD = self._turned(self._normed(keys, self.k_norm), rotation)
         v_BGTD = self._heads(values)
         if store is not None:
             k_BGTD, v_BGTD = store.extend(k_BGTD, v_BGTD)
-        out_BNSD = self.core(attend, q_BNSD, k_BGTD, v_BGTD)
+        out_BNSD = self.core(attend, q_BNSD, k_BGTD, v_BGTD, words_BN)
         return self.boundary.leave(out_BNSD.transpose(1, 2).flatten(2), self.o_proj)
 
-    def core(self, attend: Attend, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def core(
+        self, attend: Attend, queries: Tensor, keys: Tensor, values: Tensor, words_BN: Tensor | None = None
+    ) -> Tensor:
         """What lies between the projections."""
         sinks = None if self.sinks is None else local(self.sinks)
-        scoring = Scoring(self.config.scale_dim**-0.5, self.config.soft_cap, sinks)
+        scoring = Scoring(self.config.scale_dim**-0.5, self.config.soft_cap, sinks, words_BN, self.config.dropout)
         return attend(queries, keys, values, scoring)
 
     def _normed(self, projected: Tensor, norm: nn.Module | None) -> Tensor:

@@ -48,6 +48,9 @@ class Boundary(Protocol):
     def own(self, positions: Tensor) -> Tensor:
         """Of [..., S] what goes with this rank's tokens between regions, [..., s]."""
 
+    def divide(self, whole: Tensor) -> Tensor:
+        """Of [N] what goes with this rank's heads inside a region, [n]."""
+
     def average(self, statistic: Tensor) -> Tensor:
         """Inside a region: the mean over ranks of what each found of its part of the features."""
 
@@ -90,6 +93,10 @@ class OneDevice:
     def own(self, positions: Tensor) -> Tensor:
         """All of them."""
         return positions
+
+    def divide(self, whole: Tensor) -> Tensor:
+        """All of it."""
+        return whole
 
     def average(self, statistic: Tensor) -> Tensor:
         """The statistic."""

@@ -58,6 +58,7 @@ class AttentionConfig:
     qk_norm: str = "none"
     qkv_bias: bool = False
     output_bias: bool = False
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +86,15 @@ class DecoderConfig:
     learned_positions: int | None = None
     embedding_scale: float = 1.0
     logit_soft_cap: float | None = None
+    hidden_dropout: float = 0.0
     tied_embeddings: bool
     init_std: float
     embedding_init_std: float
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is dropped in training."""
+        return self.hidden_dropout > 0 or self.attention.dropout > 0
 
     @property
     def num_layers(self) -> int:

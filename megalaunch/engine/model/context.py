@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalaunch.engine.model.scores import PLAIN, Scoring, weigh
+from megalaunch.engine.model.blocks import weigh
+from megalaunch.engine.model.scores import PLAIN, Scoring
+from megalaunch.engine.model.sight import Sight, sight_of
 
 
 class Attend(Protocol):
@@ -50,28 +52,10 @@ class WholeSample:
         if documents_Bs is None:
             return partial(causal, window=window)
         places = self.places(held, documents_Bs.device)
-        return seen(visible(places, places, documents_Bs, documents_Bs, window))
+        return seen(sight_of(places, places, documents_Bs, documents_Bs, window))
 
 
 WHOLE_SAMPLE = WholeSample()
-
-
-def visible(
-    places_q: Tensor,
-    places_k: Tensor,
-    documents_q: Tensor | None,
-    documents_k: Tensor | None,
-    window: int | None = None,
-) -> Tensor:
-    """Which keys each query sees: itself and the `window` - 1 before it, of its own document. [q, k] or [B, 1, q, k].
-
-    `places` [s] and [T] are where they stand in the sample; equal `documents` [B, s], [B, T] need not be neighbours.
-    """
-    distance = places_q[:, None] - places_k[None, :]
-    shown = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    if documents_q is None or documents_k is None:
-        return shown
-    return (shown & (documents_q[:, :, None] == documents_k[:, None, :])).unsqueeze(1)
 
 
 def causal(
@@ -87,14 +71,14 @@ def causal(
             q_BNSD, k_BGTD, v_BGTD, is_causal=queries > 1, scale=scoring.scale, enable_gqa=grouped
         )
     places = torch.arange(keys, device=q_BNSD.device)
-    mask = visible(places[keys - queries :], places, None, None, window)
-    return weigh(q_BNSD, k_BGTD, v_BGTD, mask, scoring)
+    sight = Sight(places[keys - queries :], places, window=window)
+    return weigh(q_BNSD, k_BGTD, v_BGTD, sight, scoring)
 
 
-def seen(mask: Tensor) -> Attend:
-    """Attention over the keys that `mask` (bool, [..., q, k]) shows."""
+def seen(sight: Sight) -> Attend:
+    """Attention over the keys that a sight shows."""
 
     def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
-        return weigh(q_BNSD, k_BGTD, v_BGTD, mask.to(q_BNSD.device), scoring)
+        return weigh(q_BNSD, k_BGTD, v_BGTD, sight.to(q_BNSD.device), scoring)
 
     return attend

@@ -16,6 +16,7 @@ from megalaunch.engine.model.attention import Attention, KeyValueStore, KeyValue
 from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
 from megalaunch.engine.model.config import DecoderConfig, RopeConfig
 from megalaunch.engine.model.context import WHOLE_SAMPLE, Attend, Context
+from megalaunch.engine.model.dropout import NOTHING, Drop, Drops, LayerDrops, drops_of, nothing
 from megalaunch.engine.model.embedding import Embedding
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.mlp import MLP
@@ -44,12 +45,17 @@ class DecoderLayer(nn.Module):
         rotation: Rotation | None,
         attend: Attend,
         store: KeyValueStore | None = None,
+        drops: LayerDrops = NOTHING,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
-        attended = self.attention_out_norm(self.attention(self.attention_norm(x_BSH), rotation, attend, store))
-        between = x_BSH + attended
+        attended = self.attention(self.attention_norm(x_BSH), rotation, attend, store, drops.weights)
+        between = x_BSH + _dropped(self.attention_out_norm(attended), drops.attended)
         fed = self.mlp_out_norm(self.mlp(self.mlp_norm(x_BSH if self.parallel else between)))
-        return between + fed
+        return between + _dropped(fed, drops.fed)
+
+
+def _dropped(x_BSH: Tensor, drop: Drop | None) -> Tensor:
+    return x_BSH if drop is None else drop(x_BSH)
 
 
 def _norm(config: DecoderConfig, present: bool) -> nn.Module:
@@ -90,6 +96,7 @@ class Decoder(nn.Module):
         stores: KeyValueStores | None = None,
         documents_BS: Tensor | None = None,
         logits: bool = True,
+        streams_B: Tensor | None = None,
     ) -> Tensor:
         """Logits of the token after each position; on a pipeline stage before the last, what the next one needs.
 
@@ -97,7 +104,7 @@ class Decoder(nn.Module):
         these tokens, [S] or [B, S]; None: 0, 1, ..., on the first stage only. `stores`: for generation, in which
         every rank holds all of a sample; then logits are those after the last position alone, [B, 1, V].
         `documents_BS`: numbers of the documents the tokens belong to, which do not see each other; all see all when
-        None.
+        None. `streams_B`: what dropout is drawn from (model/dropout.py); nothing is dropped when None.
         `logits` False: not they but what the head makes them from, [B, s, H].
         """
         held = x.shape[1] if positions is None else positions.shape[-1]
@@ -108,12 +115,16 @@ class Decoder(nn.Module):
             attends = self.context.attention(held, documents_BS, windows)
         else:
             attends = stores.attention(held, windows)
+        drops = nothing(self.layers)
+        if streams_B is not None:
+            places = self.context.places(held, x.device)
+            drops = drops_of(self.config, self.boundary, streams_B, places, list(self.layers))
         if self.embedding is not None:
-            x = self.embedding.vectors(x, positions, self.boundary)
+            x = _dropped(self.embedding.vectors(x, positions, self.boundary), drops.embedded)
         ropes = {layer.rope for layer in self.config.layers}
         rotations = {rope: rotation_of(positions, rope, x.dtype) if rope else None for rope in ropes}
         for names in self.spans or tuple((name,) for name in self.layers):
-            x = self.through(names, x, rotations, attends, stores)
+            x = self.through(names, x, rotations, attends, stores, drops)
         if self.norm is None or self.head is None:
             return x
         if stores is not None:
@@ -136,10 +147,12 @@ class Decoder(nn.Module):
         rotations: Mapping[RopeConfig | None, Rotation | None],
         attends: Sequence[Attend],
         stores: KeyValueStores | None,
+        drops: Drops,
     ) -> Tensor:
         """The layers of these names, one after the other."""
         for name in names:
             index = int(name)
             rotation = rotations[self.config.layers[index].rope]
-            x = self.layers[name](x, rotation, attends[index], stores[index] if stores is not None else None)
+            store = stores[index] if stores is not None else None
+            x = self.layers[name](x, rotation, attends[index], store, drops.layers[name])
         return x

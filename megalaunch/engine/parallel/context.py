@@ -17,8 +17,9 @@ from torch import Tensor
 from megalaunch.config.schema.parallel import ContextExchange, ParallelSpec
 from megalaunch.engine.collectives import start_exchange, start_gather, start_reduce_scatter
 from megalaunch.engine.mesh import Axis, Mesh
-from megalaunch.engine.model.context import Attend, causal, seen, visible
+from megalaunch.engine.model.context import Attend, causal, seen
 from megalaunch.engine.model.scores import PLAIN, Scoring
+from megalaunch.engine.model.sight import Sight, sight_of
 from megalaunch.engine.parallel.ring import RingAttention
 
 _SEQUENCE = 2  # the dim of tokens in [B, N, s, D]
@@ -74,16 +75,16 @@ def _all_places(length: int, axis: Axis) -> Tensor:
     return torch.cat([places_of(length, Axis(axis.name, axis.size, rank)) for rank in range(axis.size)])
 
 
-def _visible_here(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> Tensor:
+def _sight_here(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> Sight:
     """Which keys of all ranks, in rank order, the queries of this one see."""
     held = len(order) // axis.size
     here = slice(axis.rank * held, (axis.rank + 1) * held)
-    return visible(order[here], order, None if everyone is None else everyone[:, here], everyone, window)
+    return sight_of(order[here], order, None if everyone is None else everyone[:, here], everyone, window)
 
 
 def _gathering(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> Attend:
     """Every rank gathers all keys and values; their gradients are summed where they belong (Llama 3)."""
-    attend_all = seen(_visible_here(axis, order, everyone, window))
+    attend_all = seen(_sight_here(axis, order, everyone, window))
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
         keys_values = torch.stack((k_BGsD, v_BGsD))
@@ -96,12 +97,14 @@ def _gathering(axis: Axis, order: Tensor, everyone: Tensor | None, window: int |
 
 def _ring(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> Attend:
     """Keys and values travel round the ranks."""
-    masks = torch.stack(_visible_here(axis, order, everyone, window).chunk(axis.size, dim=-1))
+    whole = _sight_here(axis, order, everyone, window)
+    parts = zip(whole.places_k.chunk(axis.size), whole.shown.chunk(axis.size, dim=-1), strict=True)
+    sights = [Sight(whole.places_q, places, mask) for places, mask in parts]
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
         keys_values = torch.stack((k_BGsD, v_BGsD))
-        held_masks = masks.to(q_BNsD.device)
-        out: Tensor = RingAttention.apply(q_BNsD, keys_values, held_masks, axis, scoring, scoring.sinks)  # type: ignore[no-untyped-call]
+        here = tuple(sight.to(q_BNsD.device) for sight in sights)
+        out: Tensor = RingAttention.apply(q_BNsD, keys_values, here, axis, scoring, scoring.sinks)  # type: ignore[no-untyped-call]
         return out
 
     return attend
@@ -114,7 +117,7 @@ def _exchanging(axis: Axis, order: Tensor, everyone: Tensor | None, window: int 
     if everyone is not None:
         documents = everyone[:, natural.to(everyone.device)]
         places = torch.arange(len(order), device=everyone.device)
-        local_attend = seen(visible(places, places, documents, documents, window))
+        local_attend = seen(sight_of(places, places, documents, documents, window))
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
         there, back = natural.to(q_BNsD.device), order.to(q_BNsD.device)

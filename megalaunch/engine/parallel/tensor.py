@@ -84,6 +84,10 @@ class TensorParallel:
         """Of [..., S] what goes with this rank's tokens between regions, [..., s]."""
         return positions.chunk(self.axis.size, dim=-1)[self.axis.rank] if self.sequence_parallel else positions
 
+    def divide(self, whole: Tensor) -> Tensor:
+        """Of [N] what goes with this rank's heads inside a region, [n]."""
+        return whole.chunk(self.axis.size)[self.axis.rank]
+
     def average(self, statistic: Tensor) -> Tensor:
         """The mean over ranks of what each found of its part of the features."""
         mean: Tensor = _Average.apply(statistic, self.axis)  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.parallel import ParallelSpec
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.dropout import streams_of
 from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.parallel.data import announce_microbatch, finish_microbatch, release
 from megalaunch.engine.parallel.pipeline import Pipeline
@@ -39,10 +41,10 @@ def passes_of(spec: RunSpec, mesh: Mesh, model: ModelParts) -> Passes:
     """The passes of a laid-out model, or of this rank's stages of it."""
     if mesh.pp.size == 1:
         (decoder,) = model.parts
-        return OneStage(decoder, spec.parallel, HeadLoss(decoder, spec.train.loss_chunks))
+        return OneStage(decoder, spec.parallel, HeadLoss(decoder, spec.train.loss_chunks), spec.train.seed)
     loss = HeadLoss(model.parts[-1], spec.train.loss_chunks)
     pipeline = Pipeline(model, mesh, stages_of(spec), spec.parallel.schedule, loss)
-    return PipelinedPasses(pipeline, relay_of(spec, mesh, model), model, mesh, loss)
+    return PipelinedPasses(pipeline, relay_of(spec, mesh, model), model, mesh, loss, spec.train.seed)
 
 
 def relay_of(spec: RunSpec, mesh: Mesh, model: ModelParts) -> Relay:
@@ -57,6 +59,7 @@ class OneStage:
     model: Decoder
     parallel: ParallelSpec
     loss: HeadLoss
+    seed: int
 
     def train(self, batch: StepBatch, total_tokens: int) -> Tensor:
         """One microbatch after the other."""
@@ -64,7 +67,8 @@ class OneStage:
         for number, microbatch in enumerate(batch.microbatches, start=1):
             last = number == len(batch.microbatches)
             announce_microbatch(self.model, self.parallel, last)
-            loss = self.evaluate(microbatch) / max(total_tokens, 1)
+            streams = _streams(self.model, self.seed, batch.indices[number - 1])
+            loss = self._loss(microbatch, streams) / max(total_tokens, 1)
             torch.autograd.backward(loss)
             finish_microbatch(self.model, self.parallel, last)
             losses.append(loss.detach())
@@ -72,7 +76,16 @@ class OneStage:
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
         """Forward only, when gradients are off."""
-        output = self.model(batch.tokens, batch.positions, documents_BS=batch.documents, logits=self.loss.of_logits)
+        return self._loss(batch, None)
+
+    def _loss(self, batch: MicroBatch, streams_B: Tensor | None) -> Tensor:
+        output = self.model(
+            batch.tokens,
+            batch.positions,
+            documents_BS=batch.documents,
+            logits=self.loss.of_logits,
+            streams_B=streams_B,
+        )
         return self.loss(output, batch.labels)
 
     def release(self) -> None:
@@ -89,11 +102,15 @@ class PipelinedPasses:
     model: ModelParts
     mesh: Mesh
     loss: HeadLoss
+    seed: int
 
     def train(self, batch: StepBatch, total_tokens: int) -> Tensor:
         """By the schedule; zeros on all stages but the last."""
         joined = MicroBatch.joined(batch.microbatches)
         inputs: dict[str, Tensor | bool] = {**joined.inputs, "logits": self.loss.of_logits}
+        streams = _streams(self.model.parts[0], self.seed, [index for indices in batch.indices for index in indices])
+        if streams is not None:
+            inputs["streams_B"] = streams
         losses = self.pipeline.train(inputs, joined.labels, len(batch.microbatches), max(total_tokens, 1))
         return torch.stack(losses) if losses else torch.zeros(len(batch.microbatches), device=self.mesh.device)
 
@@ -107,3 +124,8 @@ class PipelinedPasses:
         """Free gathered parameters."""
         for part in self.model.parts:
             release(part)
+
+
+def _streams(model: Decoder, seed: int, samples: Sequence[int]) -> Tensor | None:
+    """What dropout is drawn from in training, where the model has any."""
+    return streams_of(seed, samples, model.device) if model.config.drops else None

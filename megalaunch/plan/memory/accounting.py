@@ -27,6 +27,8 @@ class Accounting:
     `stage_messages`: a pipeline's stage keeps its output of each microbatch in flight until that runs backwards, and
     holds one gradient that came and one that leaves.
     `ring_scores`: fp32 copies of scores that a ring of context-parallel ranks works on, where no kernel is fused.
+    `scored_queries`: queries of a block where attention that no kernel computes works block by block; 0: it does not.
+    `dropout_masks`: a mask is kept for each block's output, a byte a number; else a word a token, to draw it again.
     """
 
     name: str
@@ -41,12 +43,15 @@ class Accounting:
     waiting_logits: float | None = None
     plain_contexts: bool = False
     ring_scores: int = 0
+    scored_queries: int = 0
+    dropout_masks: bool = True
     stage_messages: bool = False
 
 
 # FSDP2 over fp32 master weights (engine/parallel/data.py). The loss (engine/train/loss.py) holds, as it runs
 # backwards, log-probabilities, their gradient and the logits' gradient, each in fp32; the 16-bit logits are gone.
-# engine/parallel/ring.py works on scores and on their gradients. torch's stages keep what they have sent on.
+# engine/model/blocks.py works on scores and on their gradients; engine/model/dropout.py draws masks twice.
+# torch's stages keep what they have sent on.
 ENGINE = Accounting(
     "engine",
     sharded_master=True,
@@ -54,6 +59,8 @@ ENGINE = Accounting(
     waiting_logits=4.0,
     plain_contexts=True,
     ring_scores=2,
+    scored_queries=512,
+    dropout_masks=False,
     stage_messages=True,
 )
 

@@ -50,7 +50,7 @@ ATTENTION = (
     Row("attention's output, input of the last projection", lambda w: w.i * w.o),
     Row("the same in 16 bits, beside an 8-bit input", lambda w: (w.b - w.i) * 2 * w.o, spared_by=("attention",)),
     Row("the same before the norm after it", lambda w: w.b * w.h if w.out_norm else 0, "sequence"),
-    Row("dropout's mask", lambda w: w.h if w.dropout else 0, "sequence"),
+    Row("dropout's mask, or what it is drawn from", lambda w: w.dropped, "sequence"),
 )
 # DeepSeek-V2 report, section 2.1: down to the latents (whole on every rank), their norms, up to heads.
 LATENTS = (
@@ -66,7 +66,7 @@ DENSE = (
     Row("inputs of the activation", lambda w: w.b * w.g * w.f, "tp", ("mlp",)),
     Row("activation's output, input of down", lambda w: w.i * w.f, "tp", ("mlp", "activation")),
     Row("the block's output before the norm after it", lambda w: w.b * w.h if w.out_norm else 0, "sequence"),
-    Row("dropout's mask", lambda w: w.h if w.dropout else 0, "sequence"),
+    Row("dropout's mask, or what it is drawn from", lambda w: w.dropped, "sequence"),
 )
 # Tokens come to experts in copies, t of them; an even load is assumed. Their matmuls see full rows.
 EXPERTS = (

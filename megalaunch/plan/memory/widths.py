@@ -22,7 +22,8 @@ class Widths:
     on one rank, `e` of an expert, `s` of the shared experts; `g` what the activation keeps of these widths (1 plain,
     2 gate and up); `t` experts a token meets; `E` experts; `ql`, `kl`, `p` latents of queries and keys and the
     rotary part; `keys` attended tokens. Context parallelism: `held` ranks' keys and values are kept, `mask` columns of
-    a mask, `scores` bytes of the scores that a ring works on; `part` ranks share what is divided by sequence.
+    a mask, `scores` bytes of the scores that a ring or a block works on; `part` ranks share what is divided by
+    sequence. `dropped` bytes by which dropout knows what it dropped of a block's output.
     """
 
     b: float
@@ -46,7 +47,7 @@ class Widths:
     keys: int
     qk_norm: bool
     out_norm: bool
-    dropout: bool
+    dropped: int
     mla: bool
     experts: bool
     mtp: bool
@@ -132,14 +133,14 @@ def widths_of(model: ModelSpec, kind: Layer, formats: Formats, accounting: Accou
         keys=min(formats.keys, kind.window or formats.keys),
         qk_norm=model.qk_norm != "none",
         out_norm=model.block_norms != "pre",
-        dropout=model.hidden_dropout > 0,
+        dropped=(model.hidden_size if accounting.dropout_masks else 4) if model.hidden_dropout else 0,
         mla=latent,
         experts=kind.experts,
         mtp=kind.mtp,
         unfused=accounting.unfused_attention,
         held=_held(formats, groups),
-        mask=formats.keys if accounting.plain_contexts and _masked(formats) else 0,
-        scores=accounting.ring_scores * _ring_bytes(formats, n, query) if _in_ring(formats) else 0,
+        mask=formats.keys if accounting.plain_contexts and _masked(formats) and not _scored(model) else 0,
+        scores=_score_bytes(model, formats, accounting, n, query),
         part=tp if formats.sequence_parallel else 1,
     )
 
@@ -151,12 +152,28 @@ def _held(formats: Formats, groups: float) -> float:
     return max(1.0, formats.cp / groups) if formats.exchange == "a2a" else 1.0
 
 
-def _ring_bytes(formats: Formats, heads: float, query: float) -> float:
-    """Scores of a token with the keys of one rank in fp32, and what is as wide as the queries.
+def _score_bytes(model: ModelSpec, formats: Formats, accounting: Accounting, heads: float, query: float) -> float:
+    """Scores that attention works on where no kernel is fused, in fp32, and what is as wide as the queries.
 
-    Those are half of: queries, keys and values of every head, the output's gradient and all four's own.
+    Those are half of: queries, keys and values of every head, the output's gradient and all four's own. A ring works
+    on the keys of one rank at a time, other exchanges on a block of queries. A soft cap has a derivative, dropout a
+    byte for each score.
     """
-    return 4 * (heads * formats.keys / formats.cp + 4 * query)
+    here = formats.keys / formats.cp
+    if _in_ring(formats):
+        scores = heads * here
+    elif _scored(model) and accounting.scored_queries:
+        whole = formats.keys if formats.exchange == "a2a" else here  # queries of a sample on one rank
+        scores = heads * min(accounting.scored_queries / whole, 1.0) * formats.keys
+    else:
+        return 0.0
+    more = (4 if model.attention_soft_cap else 0) + (1 if model.attention_dropout else 0)
+    return accounting.ring_scores * 4 * (scores + 4 * query) + more * scores
+
+
+def _scored(model: ModelSpec) -> bool:
+    """Whether torch's own attention cannot compute the layers' (engine/model/scores.py)."""
+    return model.attention_soft_cap is not None or model.attention_sinks or model.attention_dropout > 0
 
 
 def _in_ring(formats: Formats) -> bool:

@@ -1,0 +1,140 @@
+"""Dropout whose masks are a function of (seed, sample, layer, site, place, feature), whatever the layout.
+
+A mask is a hash of numbers that every rank knows, in 32-bit arithmetic that wraps: it is the same on every device, in a
+recomputed forward pass and in the backward pass, which draws it anew instead of keeping it.
+
+Shapes: B batch, s tokens of this rank between regions, H hidden, n query heads of this rank, L layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalaunch.engine.model.boundary import Boundary
+from megalaunch.engine.model.config import DecoderConfig
+
+_SITES = 3  # of a layer: what attention adds, what the feed-forward block adds, attention's weights
+
+
+def streams_of(seed: int, samples: Sequence[int], device: torch.device) -> Tensor:
+    """A random word for each sample of the training order, [B] int32; every mask of its tokens follows from it."""
+    digests = (hashlib.sha256(f"{seed}:dropout:{sample}".encode()).digest() for sample in samples)
+    words = [int.from_bytes(digest[:4], "little", signed=True) for digest in digests]
+    return torch.tensor(words, dtype=torch.int32).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Dropout at one site: a word for each token [B, s] and for each feature [H]."""
+
+    rows: Tensor
+    columns: Tensor
+    rate: float
+
+    def __call__(self, x_BsH: Tensor) -> Tensor:
+        """Zeros at `rate`, and the rest divided by 1 - rate."""
+        dropped: Tensor = _Drop.apply(x_BsH, self.rows, self.columns, self.rate)  # type: ignore[no-untyped-call]
+        return dropped
+
+
+@dataclass(frozen=True)
+class LayerDrops:
+    """What one layer drops of the blocks' outputs, and the words [B, n] by which it drops attention's weights."""
+
+    attended: Drop | None = None
+    fed: Drop | None = None
+    weights: Tensor | None = None
+
+
+NOTHING = LayerDrops()
+
+
+@dataclass(frozen=True)
+class Drops:
+    """What a forward pass drops; layers by name."""
+
+    embedded: Drop | None
+    layers: Mapping[str, LayerDrops]
+
+
+def nothing(names: Iterable[str]) -> Drops:
+    """No dropout at all, as in evaluation."""
+    return Drops(None, dict.fromkeys(names, NOTHING))
+
+
+def drops_of(
+    config: DecoderConfig, boundary: Boundary, streams_B: Tensor, places: Tensor, names: Sequence[str]
+) -> Drops:
+    """Those of the layers of these names, for samples with these streams.
+
+    `places` [S] are where the tokens of this rank stand in their sample.
+    """
+    if not config.drops:
+        return nothing(names)
+    sites = torch.tensor([0, *(_SITES * int(name) + site for name in names for site in range(1, _SITES + 1))])
+    words = combined(streams_B, sites.to(streams_B.device)[:, None])  # for each site one a sample
+    attended, fed, weights = words[1:].view(-1, _SITES, len(streams_B)).unbind(1)  # [L, B] each
+    drops: list[tuple[Drop | None, Drop | None]] = [(None, None)] * len(names)
+    embedded = None
+    if config.hidden_dropout:
+        columns = hashed(torch.arange(config.hidden_size, device=places.device))
+        rows = combined(torch.cat((words[:1], attended, fed))[..., None], boundary.own(places))
+        embedded, *each = (Drop(row, columns, config.hidden_dropout) for row in rows.unbind())
+        drops = list(zip(each[: len(names)], each[len(names) :], strict=True))
+    heads: Sequence[Tensor | None] = [None] * len(names)
+    if config.attention.dropout:
+        mine = boundary.divide(torch.arange(config.attention.num_heads, device=places.device))
+        heads = combined(weights[..., None], mine).unbind()
+    layers = {name: LayerDrops(*pair, head) for name, pair, head in zip(names, drops, heads, strict=True)}
+    return Drops(embedded, layers)
+
+
+class _Drop(torch.autograd.Function):
+    """x * kept / (1 - rate); its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+        ctx.save_for_backward(rows, columns)
+        ctx.rate = rate
+        return x.mul(kept(rows, columns, rate)).mul_(1 / (1 - rate))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, columns = ctx.saved_tensors
+        return gradients[0].mul(kept(rows, columns, ctx.rate)).mul_(1 / (1 - ctx.rate)), None, None, None
+
+
+def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+    """What stays of a table with these hashed rows [...] and columns [C]: bool [..., C], false at `rate`.
+
+    A word is the exclusive or of its row's and column's, mixed by two multiplications (as in MurmurHash3, Appleby).
+    """
+    words = rows.unsqueeze(-1) ^ columns
+    words.mul_(-2048144789)
+    words ^= (words >> 15).bitwise_and_(0x1FFFF)
+    words.mul_(-1028477387)
+    # A compiler may cancel a factor in a comparison with 0; with 1 it may not.
+    return words >= (round(rate * 2**32) - 2**31 or 1)
+
+
+def combined(words: Tensor, numbers: Tensor) -> Tensor:
+    """A word for each pair of a word and a number, broadcast."""
+    return _mixed(words ^ hashed(numbers))
+
+
+def hashed(numbers: Tensor) -> Tensor:
+    """A word for each number from 0."""
+    return _mixed(numbers.to(torch.int32) + 0x1E3779B9)
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """MurmurHash3's last step: every bit of the result depends on every bit of the word."""
+    words = (words ^ ((words >> 16) & 0xFFFF)) * -2048144789
+    words = (words ^ ((words >> 13) & 0x7FFFF)) * -1028477387
+    return words ^ ((words >> 16) & 0xFFFF)

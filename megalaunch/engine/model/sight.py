@@ -1,0 +1,68 @@
+"""Which keys each query sees, and where both stand in their sample.
+
+Shapes: B batch, s queries, T keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sight:
+    """`mask` (bool, [..., s, T]) shows keys to queries; None: places and `window` say it all.
+
+    `places_q` [s] and `places_k` [T] are where they stand in the sample.
+    """
+
+    places_q: Tensor
+    places_k: Tensor
+    mask: Tensor | None = None
+    window: int | None = None
+
+    @property
+    def shown(self) -> Tensor:
+        """The mask, made where there is none."""
+        return visible(self.places_q, self.places_k, None, None, self.window) if self.mask is None else self.mask
+
+    def of_queries(self, first: int, end: int) -> Sight:
+        """That of some of the queries."""
+        mask = None if self.mask is None else self.mask[..., first:end, :]
+        return replace(self, places_q=self.places_q[first:end], mask=mask)
+
+    def to(self, device: torch.device) -> Sight:
+        """The same on a device."""
+        mask = None if self.mask is None else self.mask.to(device)
+        return replace(self, places_q=self.places_q.to(device), places_k=self.places_k.to(device), mask=mask)
+
+
+def visible(
+    places_q: Tensor,
+    places_k: Tensor,
+    documents_q: Tensor | None,
+    documents_k: Tensor | None,
+    window: int | None = None,
+) -> Tensor:
+    """Which keys each query sees: itself and the `window` - 1 before it, of its own document. [q, k] or [B, 1, q, k].
+
+    `places` [s] and [T] are where they stand in the sample; equal `documents` [B, s], [B, T] need not be neighbours.
+    """
+    distance = places_q[:, None] - places_k[None, :]
+    shown = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if documents_q is None or documents_k is None:
+        return shown
+    return (shown & (documents_q[:, :, None] == documents_k[:, None, :])).unsqueeze(1)
+
+
+def sight_of(
+    places_q: Tensor,
+    places_k: Tensor,
+    documents_q: Tensor | None,
+    documents_k: Tensor | None,
+    window: int | None = None,
+) -> Sight:
+    """With the mask of `visible`, made once for all layers that share it."""
+    return Sight(places_q, places_k, visible(places_q, places_k, documents_q, documents_k, window), window)

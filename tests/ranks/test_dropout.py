@@ -1,0 +1,79 @@
+"""Dropout draws the same masks under every layout and in a recomputed pass; rates are those that were asked for."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from forked_ranks import run_ranks
+from oracle import assert_same, joined_stages, on_ranks, one_process, small_spec
+
+from megalaunch.config.schema import with_values
+
+DROPOUT: dict[str, Any] = {
+    "model__hidden_dropout": 0.2,
+    "model__attention_dropout": 0.3,
+    "model__vocab_size": 64,
+    "model__num_layers": 2,
+    "model__num_attention_heads": 8,
+    "model__num_query_groups": 2,
+    "model__head_dim": 4,
+}
+SP = {"tp": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2},
+    "tp2": {"tp": 2},
+    "tp2 sp": SP,
+    "cp2 ring": {"cp": 2, "cp_exchange": "p2p"},
+    "cp2 gathered": {"cp": 2, "cp_exchange": "allgather"},
+    "cp2 exchanged": {"cp": 2, "cp_exchange": "a2a"},
+    "cp4 on two levels, tp2 sp": {**SP, "cp": 4, "cp_exchange": "a2a+p2p", "cp_hierarchy": (2, 2)},
+    "pp2": {"pp": 2, "schedule": "1f1b"},
+    "tp2 pp2 dp2": {"dp": 2, "tp": 2, "pp": 2, "schedule": "1f1b"},
+}
+AGAIN: dict[str, dict[str, Any]] = {
+    "full": {"recompute__granularity": "full"},
+    "parts": {"recompute__granularity": "selective", "recompute__modules": ["attention", "norm", "mlp"]},
+}
+QUICK = ("tp2 sp", "cp2 ring", "cp2 exchanged", "pp2")
+
+
+def _spec(layout: dict[str, Any], **values: Any) -> Any:
+    words = {f"parallel__{key}": value for key, value in layout.items()}
+    return small_spec(**{"parallel__dp": 1, **DROPOUT, **words, **values})
+
+
+def _held_to_one_process(spec: Any) -> None:
+    every = run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True)
+    assert_same(joined_stages(every), one_process(spec))
+
+
+@pytest.mark.parametrize(
+    "layout", [layout if layout in QUICK else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS]
+)
+def test_every_gradient_is_that_of_one_process(layout):
+    _held_to_one_process(_spec(LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize(
+    ("layout", "again"),
+    [
+        ("dp2", "full"),
+        ("cp2 ring", "parts"),
+        pytest.param("tp2 sp", "full", marks=pytest.mark.slow),
+        pytest.param("tp2 pp2 dp2", "parts", marks=pytest.mark.slow),
+    ],
+)
+def test_a_recomputed_pass_draws_the_same(layout, again):
+    _held_to_one_process(_spec(LAYOUTS[layout], **AGAIN[again]))
+
+
+def test_no_layout_hides_that_nothing_is_dropped():
+    spec = _spec({"dp": 1})
+    plain = one_process(with_values(spec, {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0}))
+    hidden, weights = (
+        one_process(with_values(spec, {f"model.{key}": 0.0})) for key in ("attention_dropout", "hidden_dropout")
+    )
+    losses = [numbers.losses for numbers in (plain, hidden, weights, one_process(spec))]
+    assert all(abs(a[0] - b[0]) > 1e-3 for a, b in itertools.combinations(losses, 2))
