@@ -76,4 +76,4 @@ def test_no_layout_hides_that_nothing_is_dropped():
         one_process(with_values(spec, {f"model.{key}": 0.0})) for key in ("attention_dropout", "hidden_dropout")
     )
     losses = [numbers.losses for numbers in (plain, hidden, weights, one_process(spec))]
-    assert all(abs(a[0] - b[0]) > 1e-3 for a, b in itertools.combinations(losses, 2))
+    assert all(abs(a[0] - b[0]) > 1e-5 for a, b in itertools.combinations(losses, 2)), losses

@@ -81,6 +81,7 @@ CASES = {
     "parallel.dynamic_cp_latent": Case(
         "parallel=cp2 model.mla.kv_lora_rank=16 model.num_query_groups=null", "parallel=cp2", DYNAMIC
     ),
+    "parallel.dynamic_cp_dropout": Case("parallel=cp2 model.hidden_dropout=0.1", "parallel=cp2", DYNAMIC),
     "parallel.dynamic_cp_documents": Case("parallel=cp2 data.reset_attention=false", "parallel=cp2", DYNAMIC),
     "parallel.dynamic_cp_exchange": Case(
         "parallel=cp2 parallel.cp_exchange=allgather", "parallel=cp2 parallel.cp_exchange=p2p", DYNAMIC

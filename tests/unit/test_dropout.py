@@ -134,8 +134,8 @@ def test_each_alone(only):
     assert [torch.equal(a, b) for a, b in zip(first, other, strict=True)] == [False, True, True]
 
 
-def test_masks_are_applied_where_gpt2_applies_them():
-    """GPT-2 of transformers in training, its dropout modules replaced by ours in the order in which it calls them."""
+def test_masks_are_applied_where_gpt2_applies_them(monkeypatch):
+    """GPT-2 of transformers in training, its dropout replaced by ours in the order in which it calls it."""
     transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
     from megalaunch.engine.families.gpt import FAMILY
     from megalaunch.engine.families.registry import build_decoder
@@ -144,13 +144,16 @@ def test_masks_are_applied_where_gpt2_applies_them():
 
     rates = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.2}
     shape = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "initializer_range": 0.3}
-    config = transformers.GPT2Config(**shape, **rates, attn_implementation="eager")
+    config = transformers.GPT2Config(**shape, **rates, bos_token_id=0, eos_token_id=0)
     model = read_config(config.to_dict(), "made up")
     assert (model.hidden_dropout, model.attention_dropout) == (0.3, 0.2)
     written = FAMILY.write(replace(model, hidden_dropout=0.4, attention_dropout=0.1))
     assert [written[key] for key in rates] == [0.4, 0.4, 0.1]
 
-    ours, theirs = build_decoder(model), transformers.GPT2LMHeadModel(config).train()
+    ours, theirs = (
+        build_decoder(model),
+        transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager").train(),
+    )
     initialise(ours, 0)
     _copy(ours, theirs)
     streams, places = streams_of(0, range(3), CPU), torch.arange(24)
@@ -163,9 +166,7 @@ def test_masks_are_applied_where_gpt2_applies_them():
 
     each = [(weights(layer.weights), layer.attended, layer.fed) for layer in layers]
     calls = iter([drops.embedded, *itertools.chain(*each)])
-    for module in theirs.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.forward = lambda x: next(calls)(x)
+    monkeypatch.setattr(torch.nn.functional, "dropout", lambda x, *_, **__: next(calls)(x))
     expected = theirs(TOKENS).logits
     torch.testing.assert_close(ours(TOKENS, streams_B=streams), expected, rtol=1e-4, atol=1e-4)
     assert next(calls, None) is None

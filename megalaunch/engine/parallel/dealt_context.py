@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megalaunch.engine.collectives import Pending, start_uneven_exchange
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.model.context import Attend, causal, seen, visible
+from megalaunch.engine.model.context import Attend, causal, seen
 from megalaunch.engine.model.scores import PLAIN, Scoring
+from megalaunch.engine.model.sight import sight_of
 from megalaunch.engine.parallel.deal import Deal, Flat, Piece, deal
 
 # Whole documents that share one masked product: below this many tokens starting one costs more than it computes.
@@ -144,7 +145,7 @@ def _products_of_whole(lengths: Sequence[int], window: int | None, device: torch
             numbers = torch.arange(len(bundle), device=device)
             documents = numbers.repeat_interleave(torch.tensor(bundle, device=device))[None]
             places = torch.arange(tokens, device=device)
-            attend = seen(visible(places, places, documents, documents, window))
+            attend = seen(sight_of(places, places, documents, documents, window))
         made.append((tokens, tokens, attend))
     return made
 
@@ -165,7 +166,7 @@ def _product_of_cut(piece: Piece, window: int | None, device: torch.device) -> t
     if piece.start == 0:
         return piece.tokens, piece.stop, partial(causal, window=window)
     places = torch.arange(piece.stop, device=device)
-    return piece.tokens, piece.stop, seen(visible(places[piece.start :], places, None, None, window))
+    return piece.tokens, piece.stop, seen(sight_of(places[piece.start :], places, None, None, window))
 
 
 def _in_one_row(x_BNsD: Tensor) -> Tensor:

@@ -170,6 +170,16 @@ def dynamic_cp_latent(at: Situation) -> Iterator[Broken]:
         yield _dynamic(at, f"cp_dynamic does not go with the latent attention of {at.spec.model.name}", {})
 
 
+@rule("parallel.dynamic_cp_dropout", "Dropout is drawn where a rank's row of tokens is of one sample.")
+def dynamic_cp_dropout(at: Situation) -> Iterator[Broken]:
+    """A mask follows from sample and place; a rank that documents are dealt to holds those of any sample."""
+    model = at.spec.model
+    rates = {key: getattr(model, key) for key in ("hidden_dropout", "attention_dropout") if getattr(model, key)}
+    if at.spec.parallel.cp_dynamic and at.spec.parallel.cp > 1 and rates:
+        message = f"cp_dynamic mixes samples in a rank's rows, and {' and '.join(rates)} draws by sample and place"
+        yield _dynamic(at, message, {}, {f"model.{key}": 0.0 for key in rates})
+
+
 @rule("parallel.dynamic_cp_documents", "Context-parallel groups by length are made for packed documents.")
 def dynamic_cp_documents(at: Situation) -> Iterator[Broken]:
     """A sample whose attention crosses documents has one length, and one group."""
