@@ -52,7 +52,6 @@ LIMITS = (
     Limit("precision.gradients", ("fp32",), "gradients kept in bf16"),
     Limit("precision.moments", ("fp32",), "moments in bf16"),
     Limit("precision.master", ("fp32",), "weights without an fp32 copy"),
-    Limit("precision.residual", ("compute",), "a residual stream in fp32"),
     Limit(
         "recompute.modules",
         ("attention", "norm", "mlp", "activation"),

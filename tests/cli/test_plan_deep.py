@@ -54,7 +54,7 @@ def test_one_rank_sends_nothing():
     ("words", "said"),
     [
         (("--rank", "8"), "error: --rank 8 is outside the world of 8\nfix:  --rank 0 to 7"),
-        (("precision.residual=fp32",), "  precision.residual=fp32  (a residual stream in fp32)"),
+        (("model.mtp.num_layers=1",), "  model.mtp.num_layers=1  (multi-token prediction)"),
         (("parallel.tp=3",), "[parallel."),
         (("--search",), "it knows no --search, --tokens or --assumptions"),
     ],

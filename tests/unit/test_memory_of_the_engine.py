@@ -90,6 +90,7 @@ CASES = [
     Case("cp2", 2, (4, 2, 2048), LAYER, (FEW_WORDS, "parallel.cp_exchange=allgather")),
     Case("cp2", 2, (4, 2, 2048), LOSS, ("parallel.cp_exchange=a2a",)),
     Case("pp3", 3, (6, 1, 2048), LAYER),
+    Case("pp3", 3, (6, 1, 2048), LAYER, ("precision.residual=fp32", FEW_WORDS), rank=1),
     Case("pp3", 3, (12, 1, 128), END),
     Case("pp3", 3, (6, 1, 2048), LOSS, rank=2),
     Case("pp3", 3, (3, 1, 2048), LOSS, ("parallel.schedule=gpipe",), rank=2),

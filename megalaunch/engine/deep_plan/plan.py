@@ -26,7 +26,7 @@ from megalaunch.engine.deep_plan.step import batch_of, watched_step, whole_sampl
 from megalaunch.engine.deep_plan.world import HostNumbers, absent_neighbours, fake_mesh
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.parallel import dealt_context
-from megalaunch.engine.precision.policy import compute_format
+from megalaunch.engine.precision.policy import stream_format
 from megalaunch.engine.train.assemble import give_memory, laid_out
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.memory import memory_of
@@ -65,7 +65,7 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
         world.enter_context(replaced(dealt_context, "run_lengths", whole_samples))
         if on_gpu:
             world.enter_context(as_on_gpu())
-        world.enter_context(absent_neighbours(_boundary(spec, topology), compute_format(spec.precision)))
+        world.enter_context(absent_neighbours(_boundary(spec, topology), stream_format(spec.precision)))
         parameters, computed, found = _steps(spec, mesh, moment, on_gpu, world)
         names = AxisNames(topology, rank)
         exchanges = tuple(

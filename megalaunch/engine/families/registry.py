@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.config.schema.rope import RopeSpec
 from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
@@ -18,9 +20,14 @@ from megalaunch.engine.model.decoder import Decoder
 from megalaunch.plan.layers import Layer, layers_of
 
 
-def build_decoder(model: ModelSpec, boundary: Boundary = ONE_DEVICE, context: Context = WHOLE_SAMPLE) -> Decoder:
-    """The decoder of a resolved model section, on the current default device (usually meta)."""
-    return Decoder(decoder_config(model), boundary, context)
+def build_decoder(
+    model: ModelSpec,
+    boundary: Boundary = ONE_DEVICE,
+    context: Context = WHOLE_SAMPLE,
+    narrow: torch.dtype | None = None,
+) -> Decoder:
+    """The decoder of a resolved model section, on the current default device (usually meta); `narrow` as Decoder's."""
+    return Decoder(decoder_config(model), boundary, context, narrow)
 
 
 def decoder_config(model: ModelSpec) -> DecoderConfig:

@@ -124,7 +124,8 @@ def _format(spec: RunSpec, device: torch.device) -> torch.dtype:
 
 def _decoder(checkpoint: Path, spec: RunSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
     with torch.device("meta"):
-        decoder = build_decoder(spec.model)
+        wide = spec.precision.residual == "fp32" and dtype != torch.float32
+        decoder = build_decoder(spec.model, narrow=dtype if wide else None)
     shapes = {name: parameter.shape for name, parameter in decoder.named_parameters()}
     weights = read_tensors(checkpoint, [WEIGHTS + name for name in shapes])
     for name, shape in shapes.items():

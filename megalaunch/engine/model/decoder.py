@@ -63,11 +63,20 @@ def _norm(config: DecoderConfig, present: bool) -> nn.Module:
 
 
 class Decoder(nn.Module):
-    """Token ids [B, S] -> logits [B, S, V]; of a rank's part of the vocabulary where a boundary divides it."""
+    """Token ids [B, S] -> logits [B, S, V]; of a rank's part of the vocabulary where a boundary divides it.
 
-    def __init__(self, config: DecoderConfig, boundary: Boundary = ONE_DEVICE, context: Context = WHOLE_SAMPLE) -> None:
+    `narrow` is the format of blocks beside a residual stream in fp32; None: the stream has the blocks' format.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        boundary: Boundary = ONE_DEVICE,
+        context: Context = WHOLE_SAMPLE,
+        narrow: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.config, self.boundary, self.context = config, boundary, context
+        self.config, self.boundary, self.context, self.narrow = config, boundary, context, narrow
         # A pipeline stage has the first and the last parts only if it is the first or the last.
         self.embedding: Embedding | None = Embedding(
             config.vocab_size, config.hidden_size, config.learned_positions, config.embedding_scale
@@ -121,8 +130,9 @@ class Decoder(nn.Module):
             drops = drops_of(self.config, self.boundary, streams_B, places, list(self.layers))
         if self.embedding is not None:
             x = _dropped(self.embedding.vectors(x, positions, self.boundary), drops.embedded)
+            x = x if self.narrow is None else x.float()
         ropes = {layer.rope for layer in self.config.layers}
-        rotations = {rope: rotation_of(positions, rope, x.dtype) if rope else None for rope in ropes}
+        rotations = {rope: rotation_of(positions, rope, self.narrow or x.dtype) if rope else None for rope in ropes}
         for names in self.spans or tuple((name,) for name in self.layers):
             x = self.through(names, x, rotations, attends, stores, drops)
         if self.norm is None or self.head is None:

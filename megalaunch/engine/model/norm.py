@@ -20,13 +20,15 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size)) if config.layer else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size]; statistics are taken in fp32 whatever the format of x."""
+        """[..., size] -> [..., size] in the weight's format; statistics are taken in fp32 whatever that of x."""
         weight, shape, epsilon = local(self.weight), self.weight.shape, self.config.epsilon
         if self.config.plus_one:  # the sum would lose most of a small weight in a half format
-            wide, dtype = 1 + weight.float(), x.dtype
+            wide, dtype = 1 + weight.float(), weight.dtype
             bias = local(self.bias).float() if self.bias is not None else None
             normed = F.layer_norm(x.float(), shape, wide, bias, epsilon) if self.config.layer else None
             return (F.rms_norm(x.float(), shape, wide, epsilon) if normed is None else normed).to(dtype)
-        if self.bias is not None:
-            return F.layer_norm(x, shape, weight, local(self.bias), epsilon)
-        return F.rms_norm(x, shape, weight, epsilon)
+        bias = None if self.bias is None else local(self.bias).to(x.dtype)
+        factor = weight.to(x.dtype)  # a residual stream may be wider
+        if self.config.layer:
+            return F.layer_norm(x, shape, factor, bias, epsilon).to(weight.dtype)
+        return F.rms_norm(x, shape, factor, epsilon).to(weight.dtype)

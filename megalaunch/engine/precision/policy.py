@@ -17,6 +17,25 @@ def compute_format(precision: PrecisionSpec) -> torch.dtype:
     return _FORMATS[precision.compute]
 
 
+def stream_format(precision: PrecisionSpec) -> torch.dtype:
+    """The format of the residual stream, and of what one pipeline stage hands to the next."""
+    return torch.float32 if precision.residual == "fp32" else compute_format(precision)
+
+
+def narrow_format(precision: PrecisionSpec) -> torch.dtype | None:
+    """The format of blocks beside a wider residual stream; None where the two are one."""
+    compute = compute_format(precision)
+    return None if stream_format(precision) == compute else compute
+
+
 def sharding_policy(precision: PrecisionSpec) -> MixedPrecisionPolicy:
-    """FSDP2's view: parameters are cast when gathered, gradients summed in `precision.reduce`."""
-    return MixedPrecisionPolicy(param_dtype=compute_format(precision), reduce_dtype=_FORMATS[precision.reduce])
+    """FSDP2's view: parameters are cast when gathered, gradients summed in `precision.reduce`.
+
+    A layer's input is cast as well, unless it is a stream that is to stay wide.
+    """
+    compute = compute_format(precision)
+    return MixedPrecisionPolicy(
+        param_dtype=compute,
+        reduce_dtype=_FORMATS[precision.reduce],
+        cast_forward_inputs=narrow_format(precision) is None,
+    )

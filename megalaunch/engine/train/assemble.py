@@ -25,7 +25,7 @@ from megalaunch.engine.parallel.pipeline import keep_stage
 from megalaunch.engine.parallel.recompute import recompute
 from megalaunch.engine.parallel.tensor import TensorParallel, divide
 from megalaunch.engine.parallel.tied import renew_tied_head
-from megalaunch.engine.precision.policy import sharding_policy
+from megalaunch.engine.precision.policy import narrow_format, sharding_policy
 from megalaunch.engine.train.agreement import end_together
 from megalaunch.engine.train.loop import Trainee
 from megalaunch.engine.train.optimizer import NamedAdamW
@@ -68,7 +68,7 @@ def give_memory(model: ModelParts, mesh: Mesh, seed: int) -> None:
 
 def _part(spec: RunSpec, mesh: Mesh, stage: Stage, boundary: Boundary, context: Context) -> Decoder:
     with torch.device("meta"):
-        part = build_decoder(spec.model, boundary, context)
+        part = build_decoder(spec.model, boundary, context, narrow_format(spec.precision))
     keep_stage(part, stage)
     divide(part, mesh.grid["tp"])
     recompute(part, spec.recompute)

@@ -18,7 +18,7 @@ from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.parallel.data import announce_microbatch, finish_microbatch, release
 from megalaunch.engine.parallel.pipeline import Pipeline
 from megalaunch.engine.parallel.relay import Relay
-from megalaunch.engine.precision.policy import compute_format
+from megalaunch.engine.precision.policy import stream_format
 from megalaunch.engine.train.batches import MicroBatch, StepBatch
 from megalaunch.engine.train.head_loss import HeadLoss
 from megalaunch.plan.stages import stages_of
@@ -49,7 +49,7 @@ def passes_of(spec: RunSpec, mesh: Mesh, model: ModelParts) -> Passes:
 
 def relay_of(spec: RunSpec, mesh: Mesh, model: ModelParts) -> Relay:
     """Forward passes through all stages of a laid-out model."""
-    return Relay(model, mesh, stages_of(spec), compute_format(spec.precision))
+    return Relay(model, mesh, stages_of(spec), stream_format(spec.precision))
 
 
 @dataclass(frozen=True)
