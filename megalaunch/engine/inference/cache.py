@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.engine.model.blocks import weigh
 from megalaunch.engine.model.context import Attend, causal
-from megalaunch.engine.model.scores import PLAIN, Scoring, weigh
+from megalaunch.engine.model.scores import PLAIN, Scoring
+from megalaunch.engine.model.sight import sight_by
 
 
 class LayerCache:
@@ -95,7 +97,7 @@ class TextCache:
 
 
 def _masked(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: Scoring = PLAIN, /, *, shown: Tensor) -> Tensor:
-    return weigh(q_BNSD, k_BGTD, v_BGTD, shown, scoring)
+    return weigh(q_BNSD, k_BGTD, v_BGTD, sight_by(shown), scoring)
 
 
 def _look_back(
@@ -113,7 +115,7 @@ def _look_back(
         k_BGTD, v_BGTD = k_BGTD[:, :, first:], v_BGTD[:, :, first:]
     if not scoring.plain:
         mask = shown if shown is not None else torch.ones(1, k_BGTD.shape[2], dtype=torch.bool, device=k_BGTD.device)
-        return weigh(q_BN1D, k_BGTD, v_BGTD, mask, scoring)
+        return weigh(q_BN1D, k_BGTD, v_BGTD, sight_by(mask), scoring)
     batch, heads, _, width = q_BN1D.shape
     groups = k_BGTD.shape[1]
     shared = q_BN1D.reshape(batch, groups, heads // groups, width)

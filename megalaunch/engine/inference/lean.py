@@ -80,10 +80,10 @@ class LeanDecoder:
     def __call__(self, tokens_BS: Tensor, positions: Tensor, stores: TextCache) -> Tensor:
         """Logits [B, 1, V] after the last of these tokens."""
         batch, held = tokens_BS.shape
-        x_BSH = self._embedding.vectors(tokens_BS, positions, ONE_DEVICE)
+        x_BSH, narrow = self._embedding.vectors(tokens_BS, positions, ONE_DEVICE), self._decoder.narrow
         windows = [layer.window for layer in self.config.layers]
         turns = {rope: _turn(positions, rope, x_BSH.dtype) for rope in {layer.rope for layer in self.config.layers}}
-        x_RH = x_BSH.flatten(0, 1)
+        x_RH = (x_BSH if narrow is None else x_BSH.float()).flatten(0, 1)
         attends = stores.attention(held, windows)
         for number, (layer, config) in enumerate(zip(self._layers, self.config.layers, strict=True)):
             x_RH = layer(x_RH, batch, turns[config.rope], attends[number], stores[number])

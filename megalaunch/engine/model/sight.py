@@ -66,3 +66,9 @@ def sight_of(
 ) -> Sight:
     """With the mask of `visible`, made once for all layers that share it."""
     return Sight(places_q, places_k, visible(places_q, places_k, documents_q, documents_k, window), window)
+
+
+def sight_by(mask: Tensor) -> Sight:
+    """By a mask alone, where nothing is dropped: nobody asks for places."""
+    nowhere = torch.empty(0, dtype=torch.int64, device=mask.device)
+    return Sight(nowhere, nowhere, mask)
