@@ -1,4 +1,4 @@
-"""A forward pass that holds one layer at a time: how two sets of weights of any size are compared."""
+"""A forward pass that holds one tensor at a time: how two sets of weights of any size are compared."""
 
 from __future__ import annotations
 
@@ -6,52 +6,77 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.model.embedding import Embedding
+from megalaunch.engine.model.linear import Linear
 
 Read = Callable[[str], Tensor]
 """A parameter by its name in the decoder."""
+_PIECE_VALUES = 1 << 24  # of a matrix in fp32 at a time: 64 MiB beside the matrix as it is stored
 
 
 @torch.no_grad()
 def streamed_logits(model: ModelSpec, read: Read, tokens_BS: Tensor) -> Tensor:
-    """Logits [B, S, V] in fp32; each part's weights are read when its turn comes, and dropped after it."""
+    """Logits [B, S, V] in fp32; each tensor is read when its turn comes, and dropped after it."""
     with torch.device("meta"):
         decoder = build_decoder(model).eval()
     embedding, norm, head = decoder.embedding, decoder.norm, decoder.head
     assert embedding is not None
     assert norm is not None
     assert head is not None
-    _fill(embedding, "embedding.", read)
     for name, layer in decoder.layers.items():
-        _hold_in_turn(layer, f"layers.{name}.", read)
-    _hold_in_turn(norm, "norm.", read)
-    _hold_in_turn(head, "embedding." if model.tied_embeddings else "head.", read)
-    first = next(iter(decoder.layers.values()))
-    first.register_forward_pre_hook(lambda module, inputs: _forget(embedding))
-    logits: Tensor = decoder(tokens_BS)
+        _read_in_turn(layer, f"layers.{name}.", read)
+    _read_in_turn(norm, "norm.", read)
+    _read_in_turn(head, "embedding." if model.tied_embeddings else "head.", read)
+    logits: Tensor = decoder(_looked_up(embedding, read, tokens_BS))
     return logits
 
 
-def _hold_in_turn(module: nn.Module, prefix: str, read: Read) -> None:
-    def before(module: nn.Module, inputs: Any) -> None:
-        _fill(module, prefix, read)
+def _looked_up(embedding: Embedding, read: Read, tokens_BS: Tensor) -> Tensor:
+    """The table keeps the rows of these tokens only, which get new numbers."""
+    kept, numbers_BS = torch.unique(tokens_BS, return_inverse=True)
+    _hold(embedding, "weight", read("embedding.weight")[kept])
+    if embedding.positions is not None:
+        _hold(embedding, "positions", read("embedding.positions"))
+    return numbers_BS
 
-    def after(module: nn.Module, inputs: Any, output: Any) -> None:
-        _forget(module)
+
+def _read_in_turn(part: nn.Module, prefix: str, read: Read) -> None:
+    for path, module in part.named_modules():
+        inside = f"{prefix}{path}." if path else prefix
+        if isinstance(module, Linear):
+            module.forward = _Matrix(inside, read, biased=module.bias is not None)  # type: ignore[method-assign]
+        elif any(True for _ in module.parameters(recurse=False)):
+            _hold_in_turn(module, inside, read)
+
+
+class _Matrix:
+    """x W^T (+ b), with W read anew and multiplied piece by piece."""
+
+    def __init__(self, prefix: str, read: Read, biased: bool) -> None:
+        self._prefix, self._read, self._biased = prefix, read, biased
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self._read(f"{self._prefix}weight")
+        rows = max(1, _PIECE_VALUES // weight.shape[1])
+        product = torch.cat([F.linear(x, piece.float()) for piece in torch.split(weight, rows)], dim=-1)
+        return product + self._read(f"{self._prefix}bias").float() if self._biased else product
+
+
+def _hold_in_turn(module: nn.Module, prefix: str, read: Read) -> None:
+    """Vectors that a module holds itself: norms, sinks."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+
+    def before(module: nn.Module, inputs: Any) -> None:
+        for name in names:
+            _hold(module, name, read(prefix + name))
 
     module.register_forward_pre_hook(before)
-    module.register_forward_hook(after)
 
 
-def _fill(module: nn.Module, prefix: str, read: Read) -> None:
-    values = {name: read(prefix + name).float() for name, _ in module.named_parameters()}
-    module.load_state_dict(values, assign=True)
-
-
-def _forget(module: nn.Module) -> None:
-    module.load_state_dict(
-        {name: torch.empty_like(p, device="meta") for name, p in module.named_parameters()}, assign=True
-    )
+def _hold(module: nn.Module, name: str, value: Tensor) -> None:
+    setattr(module, name, nn.Parameter(value.float(), requires_grad=False))

@@ -1,0 +1,55 @@
+"""`megalaunch convert` on a model that is larger than the memory it may take: tensors pass through one at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from made_models import write_random_folder
+from training import MEGALAUNCH
+
+MILLION = 1_000_000
+# Above what the proof reads with transformers, which holds a model whole.
+LARGE = {"hidden_size": 1024, "ffn_hidden_size": 2816, "num_layers": 18, "vocab_size": 32_000}
+SMALL = {"hidden_size": 64, "ffn_hidden_size": 96, "num_layers": 2, "vocab_size": 320}
+
+
+def peak_bytes(words: list[str], place: Path) -> int:
+    """The most memory that the command had in RAM at once: its own and what it had mapped of files."""
+    log = place / "log.txt"
+    child = os.fork()
+    if child == 0:
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.chdir(place)
+            os.execve(MEGALAUNCH[0], [*MEGALAUNCH, *words], {**os.environ, "OMP_NUM_THREADS": "1"})
+        finally:
+            os._exit(127)
+    _, status, usage = os.wait4(child, 0)
+    assert status == 0, log.read_text()
+    assert "proved" in log.read_text()
+    return usage.ru_maxrss * 1024
+
+
+@pytest.mark.slow
+def test_both_ways_in_a_part_of_the_models_size(tmp_path):
+    """A small model takes what torch itself takes; what a large one takes more is far less than its size."""
+    peaks = {}
+    for name, shape in {"small": SMALL, "large": LARGE}.items():
+        place = tmp_path / name
+        place.mkdir()
+        size = write_random_folder(place / "hf", torch.bfloat16, **shape)
+        peak = partial(peak_bytes, place=place)
+        peaks[name] = [peak(["convert", "import", "hf", "--output", "ckpt"])]
+        peaks[name].append(peak(["convert", "export", "ckpt", "--output", "out", "--max-shard-size", "200MB"]))
+        assert json.loads((place / "out" / "config.json").read_text())["num_hidden_layers"] == shape["num_layers"]
+    assert size > 500 * MILLION
+    for small, large in zip(peaks["small"], peaks["large"], strict=True):
+        # The largest tensor is 66 MB: held once as it is stored, mapped once, and 67 MB of it in fp32.
+        assert large - small < 300 * MILLION, f"{(large - small) / MILLION:.0f} MB more"
