@@ -39,7 +39,7 @@ ENGINE_FLOORS = (
     ("families", "parallel"),
     ("checkpoint",),
     ("train", "inference"),
-    ("life", "deep_plan"),
+    ("life", "deep_plan", "score"),
     ("api", "worker"),
 )
 

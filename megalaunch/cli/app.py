@@ -31,6 +31,7 @@ COMMANDS = {
     "train": Subcommand("train", "train", "Train a model, or continue a run."),
     "watch": Subcommand("watch", "watch", "Show a run that goes on elsewhere."),
     "generate": Subcommand("generate", "generate", "Let a trained model continue a text."),
+    "evaluate": Subcommand("evaluate", "evaluate", "Tell how well a trained model predicts texts."),
     "checkpoint": Subcommand("checkpoint", "app", "List, inspect and verify checkpoints."),
     "convert": Subcommand("convert", "app", "Carry weights from and to Hugging Face folders."),
     "preprocess": Subcommand("preprocess", "preprocess", "Turn text or jsonl into token files."),

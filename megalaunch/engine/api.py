@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,9 @@ from megalaunch.engine.inference.convert import export_huggingface, import_huggi
 from megalaunch.engine.inference.load import LanguageModel, find_checkpoint, load_folder, load_language_model
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.inference.write import Piece, Written
+
+if TYPE_CHECKING:
+    from megalaunch.engine.score import Score as Score
 
 __all__ = [
     "Ask",
@@ -39,6 +43,7 @@ __all__ = [
     "import_megatron",
     "length_note",
     "open_model",
+    "scores",
     "tokens_of",
 ]
 
@@ -54,6 +59,19 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     from megalaunch.engine.deep_plan.plan import deep_plan as planned  # what only generates text needs no DTensor
 
     return planned(spec, rank)
+
+
+def scores(
+    model: LanguageModel,
+    data: list[str],
+    sequence_length: int | None = None,
+    batch_size: int = 4,
+    json_key: str = "text",
+) -> Iterator[Score]:
+    """How well a model predicts each data set; `engine.score` says how. Raises DataError and ValueError."""
+    from megalaunch.engine.score import scores as scored  # what only generates text needs no trainer
+
+    return scored(model, data, sequence_length, batch_size, json_key)
 
 
 def format_named(word: str) -> torch.dtype:

@@ -1,0 +1,94 @@
+"""`megalaunch evaluate`: the loss of a run's own validation, that of transformers, and what is made of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from family_variants import VOCABULARY, make
+from looped_run import run_loop, ten_steps
+from oracle import VOCABULARY as RUN_VOCABULARY
+from token_files import write_tokens
+from typer.testing import CliRunner
+
+from megalaunch.cli.app import app
+from megalaunch.rundir.lines import read_lines
+from megalaunch.rundir.paths import RunDirectory
+
+
+def write_letters(path: Path, count: int) -> None:
+    """A tokenizer of `count` single characters, the first of which ends a document."""
+    import tokenizers
+
+    vocabulary = {chr(ord("0") + number): number for number in range(1, count)} | {"</s>": 0}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="1"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    inner.decoder = tokenizers.decoders.Fuse()
+    inner.add_special_tokens(["</s>"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    inner.save(str(path))
+
+
+def evaluated(*words: object) -> list[dict]:
+    result = CliRunner().invoke(app, ["evaluate", *map(str, words), "--json"])
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_the_loss_is_that_of_the_runs_own_validation(tmp_path):
+    spec = ten_steps(tmp_path)
+    run = RunDirectory(tmp_path / "run")
+    write_letters(run.tokenizer, RUN_VOCABULARY)
+    spec = replace(spec, tokenizer=replace(spec.tokenizer, path=str(run.tokenizer)))
+    run_loop(spec, run.root)
+    last = [line["validation_loss"] for line in read_lines(run.metrics) if "validation_loss" in line][-1]
+    (found,) = evaluated(run.root, "--data", spec.data.validation_prefix)
+    assert found["loss"] == pytest.approx(last, abs=1e-4)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert found["bytes"] > 0
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / math.log(2) / found["bytes"])
+
+
+def test_the_loss_is_that_of_transformers(tmp_path):
+    pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
+    theirs = make("gemma2", tmp_path / "hf")
+    write_letters(tmp_path / "hf" / "tokenizer.json", VOCABULARY)
+    tokens = np.random.default_rng(1).integers(1, VOCABULARY, 101)
+    one = write_tokens(tmp_path / "one", [tokens[:60].tolist(), tokens[60:].tolist()])
+    lines = tmp_path / "two.jsonl"
+    lines.write_text(json.dumps({"body": "ABBA"}) + "\n" + json.dumps({"body": "CAB"}) + "\n")
+    words = ("--data", one, "--data", lines, "--sequence-length", 20, "--json-key", "body")
+    first, second = evaluated(tmp_path / "hf", *words, "--batch-size", 3)
+    ids = torch.from_numpy(tokens)
+    with torch.no_grad():
+        logits = theirs(ids[:100].view(5, 20)).logits
+        assert first["loss"] == pytest.approx(float(F.cross_entropy(logits.flatten(0, 1), ids[1:])), abs=1e-4)
+        words = torch.tensor([[17, 18, 18, 17, 0, 19, 17, 18, 0]])
+        logits = theirs(words[:, :-1]).logits
+        assert second["loss"] == pytest.approx(float(F.cross_entropy(logits[0], words[0, 1:])), abs=1e-4)
+    assert (first["tokens"], second["tokens"]) == (100, 8)
+    assert second["bytes"] == 6, "the first letter is not predicted, and an end of a document is no text"
+    shown = CliRunner().invoke(app, ["evaluate", str(tmp_path / "hf"), "--data", str(one), "--sequence-length", "20"])
+    assert f"{first['loss']:.4f}" in shown.stdout
+
+
+def test_what_cannot_be_evaluated(tmp_path):
+    make("llama 1", tmp_path / "hf")
+    write_letters(tmp_path / "hf" / "tokenizer.json", VOCABULARY)
+    for words, code, reason in [
+        (["--data", tmp_path / "nowhere"], 3, "nowhere"),
+        (["--data", write_tokens(tmp_path / "short", [[5]])], 3, "it holds no token to predict"),
+        (["--data", tmp_path / "short", "--sequence-length", 65], 2, "longer than the 64 that the model is made for"),
+        (["--data", write_tokens(tmp_path / "strange", [[5, 99]])], 3, "the vocabulary has 53 entries"),
+        ([], 2, "'--data'"),
+    ]:
+        result = CliRunner().invoke(app, ["evaluate", str(tmp_path / "hf"), *map(str, words)])
+        assert (result.exit_code, reason in result.stderr) == (code, True), result.output
+    result = CliRunner().invoke(app, ["evaluate", str(tmp_path / "no"), "--data", "x"])
+    assert (result.exit_code, "is no directory" in result.stderr) == (2, True)
