@@ -59,7 +59,7 @@ def test_commands_are_valid(words, tmp_path):
     words = [word for word in words if word != "--prepare-only"]
     if words[0] == "train":
         done = call([*words, "--dry-run"], tmp_path)
-    elif words[0] in ("watch", "generate", "preprocess"):
+    elif words[0] in ("watch", "generate", "evaluate", "preprocess"):
         shown = call([words[0], "--help"], tmp_path).stdout
         assert all(word in shown for word in words if word.startswith("--"))
         return
