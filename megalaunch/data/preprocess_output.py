@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalaunch.data.block_hashes import BlockHashes, describe, hash_file
+from megalaunch.data.early_sync import EarlySync
 from megalaunch.data.encode_records import KeyTokens
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.index_file import copy_index
@@ -40,6 +41,7 @@ class Output:
         self._state = self.folder / "state.json"
         self._files: dict[str, int] = {}
         self._hashes = [BlockHashes() for _ in finals]
+        self._syncs = [EarlySync() for _ in finals]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -97,6 +99,7 @@ class Output:
         try:
             for number, key in enumerate(keys):
                 self._append(f"{number}.bin", key.tokens)
+                self._syncs[number].wrote(self._files[f"{number}.bin"], key.tokens.nbytes)
                 self._hashes[number].add(key.tokens.view(np.uint8).data)
                 self._append(f"{number}.lengths", key.lengths)
                 self._append(f"{number}.documents", key.documents)
@@ -107,6 +110,8 @@ class Output:
     def checkpoint(self, state: dict[str, Any]) -> None:
         """Make all that was added safe, and keep `state` with it."""
         try:
+            for sync in self._syncs:
+                sync.finish()
             for file in self._files.values():
                 os.fdatasync(file)
             sizes = {name: os.lseek(file, 0, os.SEEK_CUR) for name, file in self._files.items()}
@@ -161,6 +166,8 @@ class Output:
 
     def close(self, keep: bool) -> None:
         """Let go of the folder; it goes too, unless it is to be kept for a later resume."""
+        for sync in self._syncs:
+            sync.close()
         for file in self._files.values():
             os.close(file)
         if not keep:
