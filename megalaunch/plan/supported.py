@@ -45,7 +45,6 @@ LIMITS = (
     Limit("model.moe.num_experts", (None,), "mixture of experts"),
     Limit("model.mla.kv_lora_rank", (None,), "latent attention"),
     Limit("model.mtp.num_layers", (0,), "multi-token prediction"),
-    Limit("parallel.microbatch_group", (None,), "groups of another size than pp"),
     Limit("parallel.ep", (1,), "expert parallelism"),
     Limit("parallel.etp", (None, 1), "tensor parallelism inside experts"),
     Limit("precision.compute", ("auto", "fp32", "bf16"), "fp16 and fp8"),

@@ -8,6 +8,8 @@ import pytest
 from forked_ranks import run_ranks
 from oracle import assert_same, joined_stages, on_ranks, one_process, small_spec
 
+from megalaunch.engine.parallel.interleaved import InterleavedGroups
+
 VOCABULARY = 64
 
 
@@ -24,6 +26,27 @@ def test_two_stages(schedule):
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zbv", "dualpipev"])
 def test_two_stages_a_rank(schedule):
     _held_to_one_process(2, parallel__pp=2, parallel__vpp=2, parallel__schedule=schedule, model__num_layers=4)
+
+
+@pytest.mark.parametrize(("ranks", "group", "microbatches"), [(2, 3, 8), (3, 4, 8), (2, 5, 7)])
+def test_groups_of_microbatches(ranks, group, microbatches):
+    """The last group is smaller in the first and the last; torch's own rounds could not be of 7 microbatches."""
+    _held_to_one_process(
+        ranks, parallel__pp=ranks, parallel__vpp=2, parallel__schedule="interleaved", model__num_layers=2 * ranks,
+        parallel__microbatch_group=group, batch__micro_batch_size=1, batch__global_batch_size=microbatches,
+    )  # fmt: skip
+
+
+def test_a_group_is_run_before_the_next_stage_s():
+    schedule = object.__new__(InterleavedGroups)
+    schedule._group, schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = 4, 2, 2, 6
+    for rank in (0, 1):
+        ran = [action for action in schedule._calculate_single_rank_operations(rank) if action is not None]
+        forward = [(a.stage_index, a.microbatch_index) for a in ran if a.computation_type.name == "FORWARD"]
+        expected = [(rank, m) for m in range(4)] + [(2 + rank, m) for m in range(4)]
+        assert forward == [*expected, *((rank, m) for m in (4, 5)), *((2 + rank, m) for m in (4, 5))]
+        first = next(number for number, action in enumerate(ran) if action.computation_type.name == "FULL_BACKWARD")
+        assert first == 4 + 2 * (1 - rank) + 1
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])

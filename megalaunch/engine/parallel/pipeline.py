@@ -17,10 +17,11 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from megalaunch.config.schema.parallel import Schedule
+from megalaunch.config.schema.parallel import ParallelSpec, Schedule
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.parts import ModelParts
+from megalaunch.engine.parallel.interleaved import InterleavedGroups
 from megalaunch.engine.parallel.stage import FrugalStage
 from megalaunch.plan.stages import Stage
 
@@ -51,9 +52,10 @@ class Pipeline:
     """This rank's stages, and the schedule of a number of microbatches."""
 
     def __init__(
-        self, model: ModelParts, mesh: Mesh, stages: Sequence[Stage], schedule: Schedule, loss: PipelineLoss
+        self, model: ModelParts, mesh: Mesh, stages: Sequence[Stage], parallel: ParallelSpec, loss: PipelineLoss
     ) -> None:
-        self._mesh, self._schedule_name, self._loss = mesh, schedule, loss
+        self._mesh, self._schedule_name, self._loss = mesh, parallel.schedule, loss
+        self._group = parallel.microbatch_group if parallel.schedule == "interleaved" else None
         numbers = [number for number, stage in enumerate(stages) if stage.rank == mesh.pp.rank]
         self._parts = dict(zip(numbers, model.parts, strict=True))
         self._number_of_stages = len(stages)
@@ -90,6 +92,9 @@ class Pipeline:
             (stage,) = stages
             kind = _ONE_STAGE[self._schedule_name]
             return kind(stage, microbatches, loss_fn=self._divided_loss, scale_grads=False)
+        if self._group is not None:
+            settings: dict[str, Any] = {"loss_fn": self._divided_loss, "scale_grads": False}
+            return InterleavedGroups(list(stages), microbatches, self._group, **settings)
         several = _SEVERAL_STAGES[self._schedule_name]
         return several(list(stages), microbatches, loss_fn=self._divided_loss, scale_grads=False)
 

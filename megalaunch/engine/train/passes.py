@@ -43,7 +43,7 @@ def passes_of(spec: RunSpec, mesh: Mesh, model: ModelParts) -> Passes:
         (decoder,) = model.parts
         return OneStage(decoder, spec.parallel, HeadLoss(decoder, spec.train.loss_chunks), spec.train.seed)
     loss = HeadLoss(model.parts[-1], spec.train.loss_chunks)
-    pipeline = Pipeline(model, mesh, stages_of(spec), spec.parallel.schedule, loss)
+    pipeline = Pipeline(model, mesh, stages_of(spec), spec.parallel, loss)
     return PipelinedPasses(pipeline, relay_of(spec, mesh, model), model, mesh, loss, spec.train.seed)
 
 
