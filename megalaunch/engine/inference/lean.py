@@ -51,7 +51,11 @@ class Joined:
 
     def __call__(self, x_RH: Tensor) -> Tensor:
         """[R, H] -> [R, F], one projection after the other."""
-        return torch.mm(x_RH, self._matrix_HF) if self._bias_F is None else torch.addmm(self._bias_F, x_RH, self._matrix_HF)
+        return (
+            torch.mm(x_RH, self._matrix_HF)
+            if self._bias_F is None
+            else torch.addmm(self._bias_F, x_RH, self._matrix_HF)
+        )
 
 
 class LeanDecoder:
