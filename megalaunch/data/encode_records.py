@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalaunch.data.encode_engine import Encode, encoder_of
+from megalaunch.data.encode_engine import Encode
 from megalaunch.data.errors import DataError
 from megalaunch.data.input_chunks import Chunk, Unreadable, too_long
 from megalaunch.data.preprocess_settings import EngineChoice
@@ -72,9 +72,9 @@ class ChunkEncoder:
     has any token. A record that is bad under one key is left out under all, so that the files stay aligned.
     """
 
-    def __init__(self, recipe: Recipe, load: Callable[[EngineChoice, str], Encode] | None = None) -> None:
+    def __init__(self, recipe: Recipe, load: Callable[[EngineChoice, str], Encode]) -> None:
         self._recipe = recipe
-        self._encode = (load or encoder_of)(recipe.engine, recipe.tokenizer.read_text(encoding="utf-8"))
+        self._encode = load(recipe.engine, recipe.tokenizer.read_text(encoding="utf-8"))
         self._split = None if recipe.language is None else splitter(recipe.language)
         self._end = None if recipe.end is None else np.array([recipe.end])
 

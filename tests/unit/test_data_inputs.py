@@ -211,11 +211,11 @@ def test_globs_and_folders_keep_a_stable_order(tmp_path, tokenizer):
 
 
 def test_an_id_beyond_the_vocabulary_is_a_bad_record(tmp_path, tokenizer, monkeypatch):
-    from megalaunch.data import encode_records
+    from megalaunch.data import encode_workers
 
-    real = encode_records.encoder_of
+    real = encode_workers.encoder_of  # not `_loaded`, which keeps what other tests have loaded
     monkeypatch.setattr(
-        encode_records, "encoder_of", lambda *words: lambda text: real(*words)(text) + (300 if "gulls" in text else 0)
+        encode_workers, "_loaded", lambda *words: lambda text: real(*words)(text) + (300 if "gulls" in text else 0)
     )
     path = write_jsonl(tmp_path / "in.jsonl", ["the sea", "gulls", "the sea"])
     with pytest.raises(DataError, match=r"in\.jsonl, line 2: id \d+ is beyond the vocabulary of 300"):
