@@ -58,7 +58,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         try:
             for rank in range(world_size):
                 ranks.append(_fork_rank(rank, world_size, Path(folder), function, args, timeout))
-            answered = _collect(ranks, timeout)
+            answered = _collect(ranks, Path(folder), timeout)
             stacks = _ask_stacks(ranks, Path(folder))
         finally:
             _end(ranks)
@@ -106,6 +106,7 @@ def _be_rank(
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     try:
         with (folder / f"stack_{rank}").open("w") as stack_file:
+            faulthandler.enable(stack_file)  # a segmentation fault shows where it was
             faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=False)
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
             dist.init_process_group(
@@ -141,7 +142,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _collect(ranks: list[_Rank], timeout: float) -> list[int]:
+def _collect(ranks: list[_Rank], folder: Path, timeout: float) -> list[int]:
     """Wait for every rank's answer; returns the ranks that answered, in the order in which they did."""
     deadline = time.monotonic() + timeout
     waiting = {rank.answer: rank for rank in ranks}
@@ -153,7 +154,8 @@ def _collect(ranks: list[_Rank], timeout: float) -> list[int]:
             try:
                 rank.outcome = rank.answer.recv()
             except (EOFError, pickle.UnpicklingError):
-                rank.outcome = ("died", _how_it_died(rank.pid))
+                last_stack = (folder / f"stack_{ranks.index(rank)}").read_text()
+                rank.outcome = ("died", "\n".join([_how_it_died(rank.pid), _indent(last_stack)]))
             if rank.outcome[0] != "done":  # the others now wait for a rank that is gone
                 deadline = min(deadline, time.monotonic() + AFTER_FAILURE)
     return answered

@@ -72,6 +72,15 @@ def test_pytest_outcomes_in_a_rank_are_failures_here():
         run_ranks(1, body)
 
 
+def test_a_crash_shows_where_it_was():
+    def crashes():
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with pytest.raises(RanksFailed, match="rank 0 was killed by SIGSEGV") as failure:
+        run_ranks(1, crashes)
+    assert "in crashes" in str(failure.value)
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [
