@@ -175,7 +175,7 @@ class Output:
         os.close(self._lock)
 
     def _append(self, name: str, content: bytes | NDArray[Any]) -> None:
-        left = memoryview(content if isinstance(content, bytes) else content.view(np.uint8))
+        left = memoryview(content) if isinstance(content, bytes) else content.view(np.uint8).data
         while left:
             left = left[os.write(self._files[name], left) :]
 
