@@ -56,7 +56,6 @@ LIMITS = (
         ("attention", "norm", "mlp", "activation"),
         "recomputing parts of experts and of latent attention",
     ),
-    Limit("recompute.offload_layers", (0,), "activations in host memory"),
     Limit("optimizer.name", ("adamw",), "other optimizers"),
     Limit("optimizer.embedding_lr", (None,), "a rate of its own for embedding and head"),
     Limit("optimizer.skip_above_norm", (None,), "skipping steps of a large gradient"),

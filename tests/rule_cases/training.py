@@ -188,5 +188,10 @@ COMPILE = {
         "recompute.modules=[attention]",
         (*TINY, "train.compile=true", "recompute.granularity=selective"),
     ),
+    "train.compile_offload": Case(
+        "train.compile=true",
+        "train.compile=false",
+        (*TINY, "platform=h100", "cluster.devices_per_node=2", "recompute.offload_layers=1"),
+    ),
 }
 CASES = {**COMPILE, **BATCH, **SCHEDULE, **OPTIMIZER, **PRECISION, **RECOMPUTE, **CHECKPOINT}

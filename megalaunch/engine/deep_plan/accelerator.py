@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 from megalaunch.engine.deep_plan.replaced import replaced
 from megalaunch.engine.model.parts import ModelParts
+from megalaunch.engine.parallel import offload
 from megalaunch.engine.parallel.data import units
 from megalaunch.kernels import swiglu
 
@@ -32,6 +33,7 @@ def as_on_gpu() -> Iterator[None]:
         patches.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
         patches.enter_context(replaced(swiglu, "_has_triton", lambda: True))
         patches.enter_context(replaced(swiglu, "swiglu_fused", _Swiglu.apply))
+        patches.enter_context(replaced(offload, "send", _Elsewhere))
         yield
 
 
@@ -39,6 +41,26 @@ def reduce_as_on_gpu(model: ModelParts) -> None:
     """Give the sharded units the reduce-scatter that they have where gloo's is not in the way."""
     for unit in (unit for part in model.parts for unit in units(part)):
         unit.set_custom_reduce_scatter(DefaultReduceScatter())
+
+
+class _Elsewhere:
+    """A tensor in host memory takes none of the device's."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._shape, self._dtype = flat.shape, flat.dtype
+        self._back: Tensor | None = None
+
+    def fetch(self) -> None:
+        """It comes back as another one of its kind."""
+        if self._back is None:
+            self._back = torch.empty(self._shape, dtype=self._dtype)
+
+    def arrived(self) -> Tensor:
+        """That one."""
+        self.fetch()
+        assert self._back is not None, "fetch sets it"
+        back, self._back = self._back, None
+        return back
 
 
 class _RMSNorm(torch.autograd.Function):

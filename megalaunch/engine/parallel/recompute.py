@@ -32,7 +32,7 @@ def recompute(model: Decoder, settings: RecomputeSpec) -> None:
         for layer in chosen:
             _again(layer, "forward")
     elif settings.granularity == "selective":
-        for layer in layers:
+        for layer in layers[settings.offload_layers :]:  # those before it keep everything, in host memory
             assert isinstance(layer, DecoderLayer)
             _selective(layer, settings.modules)
 

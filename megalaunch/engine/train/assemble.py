@@ -21,6 +21,7 @@ from megalaunch.engine.parallel.compile import compile_layers
 from megalaunch.engine.parallel.context import ContextParallel
 from megalaunch.engine.parallel.data import shard
 from megalaunch.engine.parallel.dealt_context import DealtContext
+from megalaunch.engine.parallel.offload import offload
 from megalaunch.engine.parallel.pipeline import keep_stage
 from megalaunch.engine.parallel.recompute import recompute
 from megalaunch.engine.parallel.tensor import TensorParallel, divide
@@ -72,6 +73,7 @@ def _part(spec: RunSpec, mesh: Mesh, stage: Stage, boundary: Boundary, context: 
     keep_stage(part, stage)
     divide(part, mesh.grid["tp"])
     recompute(part, spec.recompute)
+    offload(part, spec.recompute.offload_layers)
     if spec.train.compile:
         compile_layers(part)
     shard(part, mesh, spec.parallel, sharding_policy(spec.precision))

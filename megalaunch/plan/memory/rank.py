@@ -165,11 +165,13 @@ def _kept(
         topology.microbatches,
         spec.parallel.microbatch_group or topology.pp,
     )
-    full, offloaded = spec.recompute.granularity == "full", spec.recompute.offload_layers
-    left = spec.recompute.num_layers  # of recompute.method=block: the first layers of a rank
+    full = spec.recompute.granularity == "full"
     total = working = layer = 0.0
     head_copies = 1
     for chunk, copies in zip(chunks, alive, strict=True):
+        offloaded, layers = spec.recompute.offload_layers, sum(count for _, count in chunk.kinds)
+        back = _fetched(layers, offloaded)
+        left = spec.recompute.num_layers  # of recompute.method=block: the first layers of a stage
         for kind, count in chunk.kinds:
             one = saved[kind]
             on_device = max(0, count - offloaded)
@@ -179,12 +181,18 @@ def _kept(
             else:
                 kept, again = one.kept * on_device, one.again
             total += kept * copies
-            working = max(working, again + one.working)
+            working = max(working, again + one.working + back * (one.kept + one.again))
             layer = kept / on_device if on_device else 0.0
         if chunk.head:
             total += ends * copies
             head_copies = max(1, copies)
     return _Kept(total, layer, working, alive, head_copies)
+
+
+def _fetched(layers: int, offloaded: int) -> int:
+    """Offloaded layers of a stage that take room while one runs backwards: it and the next, less what has made room."""
+    here = max(0, layers - offloaded)
+    return max(0, min(2, layers) - here) if offloaded else 0
 
 
 def _with_messages(kept: _Kept, chunks: tuple[Chunk, ...], stream: float) -> _Kept:
@@ -195,10 +203,14 @@ def _with_messages(kept: _Kept, chunks: tuple[Chunk, ...], stream: float) -> _Ke
 
 
 def _with_recompute(spec: RunSpec, saved: SavedBytes, layers: int, left: int) -> tuple[float, float, int]:
-    """Whole layers computed again: bytes kept, bytes alive meanwhile, layers still to recompute."""
+    """Whole layers computed again: bytes kept, bytes alive meanwhile beside those, layers still to recompute."""
     whole = saved.kept + saved.again
     if spec.recompute.method == "block":
         again = min(left, layers)
-        return saved.boundary * again + whole * (layers - again), whole if again else 0.0, left - again
-    size = spec.recompute.num_layers
-    return saved.boundary * -(-layers // size), whole * min(size, layers), left
+        # Layers that are kept stand behind the others, and have made room by then.
+        meanwhile = whole - saved.boundary if again == layers else 0.0
+        return saved.boundary * again + whole * (layers - again), meanwhile, left - again
+    size = min(spec.recompute.num_layers, layers)
+    if not size:
+        return 0.0, 0.0, left
+    return saved.boundary * -(-layers // size), whole * size - saved.boundary, left

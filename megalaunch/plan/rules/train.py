@@ -105,3 +105,15 @@ def compile_kept_parts(at: Situation) -> Iterator[Broken]:
             {"modules": remade},
             ({"recompute.modules": ("attention",)}, {"recompute.granularity": "full"}, {"train.compile": False}),
         )
+
+
+@rule("train.compile_offload", "Layers whose activations wait in host memory are not compiled.")
+def compile_offload(at: Situation) -> Iterator[Broken]:
+    """A graph decides by itself what it keeps, and no tensor can leave from within it."""
+    if at.spec.train.compile and at.spec.recompute.offload_layers:
+        yield Broken(
+            "train.compile",
+            f"offload_layers={at.spec.recompute.offload_layers} sends away what a compiled layer keeps to itself",
+            {"offload_layers": at.spec.recompute.offload_layers},
+            ({"train.compile": False}, {"recompute.offload_layers": 0}),
+        )
