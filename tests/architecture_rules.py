@@ -40,7 +40,9 @@ ENGINE_FLOORS = (
     ("checkpoint",),
     ("train", "inference"),
     ("life", "deep_plan", "score"),
+    ("texts",),
     ("api", "worker"),
+    ("text_worker",),
 )
 
 FOREIGN_TO_LAUNCHER = ("torch", "safetensors", "transformer_engine", "triton", "transformers")

@@ -24,12 +24,19 @@ def evaluate(
         list[str],
         typer.Option(metavar="PREFIX|TEXTS", help="Token files, or a file, folder or glob of texts; may be repeated."),
     ],
+    layout: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[LAYOUT]...", help="parallel=tp2pp2 and the like: over local workers."),
+    ] = None,
     sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens a row (default: the run's).")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 4,
     json_key: Annotated[str, typer.Option(help="The key of the text in jsonl and parquet.")] = "text",
     json: Annotated[bool, typer.Option("--json", help="One JSON object a data set, a line each.")] = False,
 ) -> None:
-    """Loss, perplexity and bits per byte of a model on each data set, as the validation loss of a run is computed."""
+    """Loss, perplexity and bits per byte of a model on each data set, as the validation loss of a run is computed.
+
+    `parallel=` words as those of `train` lay the model over workers on this machine.
+    """
     from megalaunch.cli.exit import refuse
 
     source = source.expanduser()
@@ -39,13 +46,25 @@ def evaluate(
         refuse("evaluate needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
     from megalaunch.engine import api
 
+    headed = json
+
+    def show(score: Score) -> None:
+        nonlocal headed
+        if not headed:
+            typer.echo(f"{'tokens':>12}{'loss':>10}{'perplexity':>14}{'bits a byte':>13}  data")
+        headed = True
+        typer.echo(json_text.dumps(_record(score)) if json else _row(score))
+
     try:
+        if layout:
+            from megalaunch.cli.laid_out import answered
+
+            answered(source, layout, api.ScoreJob(tuple(data), sequence_length, batch_size, json_key), show)
+            return
         model = api.open_model(source, lambda message: typer.echo(message, err=True))
         api.fit_threads(model)
-        if not json:
-            typer.echo(f"{'tokens':>12}{'loss':>10}{'perplexity':>14}{'bits a byte':>13}  data")
         for score in api.scores(model, data, sequence_length, batch_size, json_key):
-            typer.echo(json_text.dumps(_record(score)) if json else _row(score))
+            show(score)
     except DataError as error:
         refuse(str(error), ExitCode.DATA)
     except api.CheckpointError as error:

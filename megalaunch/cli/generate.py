@@ -12,12 +12,16 @@ from megalaunch.cli.prompts import Prompt, PromptError, read_prompts
 from megalaunch.rundir.outcome import ExitCode
 
 if TYPE_CHECKING:
+    from megalaunch.cli.texts_shown import ShownTexts
     from megalaunch.engine.api import Ask, LanguageModel
 
 Source = Annotated[
     Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT|HF_DIR", help="A run, a checkpoint, or a Hugging Face folder.")
 ]
-Words = Annotated[list[str] | None, typer.Option(help="A text to continue; may be given again.")]
+Words = Annotated[
+    list[str] | None, typer.Argument(metavar="[LAYOUT]...", help="parallel=tp2pp2 and the like: over local workers.")
+]
+Texts = Annotated[list[str] | None, typer.Option(help="A text to continue; may be given again.")]
 File = Annotated[
     str | None,
     typer.Option(metavar="FILE|-", help="A prompt a line, of a text file, a .jsonl file or (-) standard input."),
@@ -49,7 +53,8 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object a text, a li
 
 def generate(
     source: Source,
-    prompt: Words = None,
+    layout: Words = None,
+    prompt: Texts = None,
     prompts: File = None,
     chat: Chat = False,
     system: System = None,
@@ -70,8 +75,10 @@ def generate(
     """Let a trained model continue texts: the prompts and what follows go to standard output as they are written.
 
     Each text ends with the document that the model writes, before a stop string, or after the given number of tokens.
+    `parallel=` words as those of `train` lay the model over workers on this machine.
     """
     from megalaunch.cli.exit import refuse
+    from megalaunch.cli.texts_shown import JsonTexts, PlainTexts
 
     source = source.expanduser()
     if not source.is_dir():
@@ -93,15 +100,21 @@ def generate(
         ask = api.Ask(max_new_tokens, sampling, tuple(stop or ()), num_samples, batch_size, logprobs)
     except ValueError as error:
         refuse(str(error))
-    _write(source, asked, ask, json, not json if stream is None else stream)
+    streams = not json if stream is None else stream
+    _write(source, layout or [], asked, ask, (JsonTexts if json else PlainTexts)(asked, num_samples, streams))
 
 
-def _write(source: Path, prompts: list[Prompt], ask: Ask, as_json: bool, stream: bool) -> None:
+def _write(source: Path, layout: list[str], prompts: list[Prompt], ask: Ask, shown: ShownTexts) -> None:
     from megalaunch.cli.exit import refuse
     from megalaunch.engine import api
 
     try:
-        _show(api.open_model(source, lambda message: typer.echo(message, err=True)), prompts, ask, as_json, stream)
+        if layout:
+            from megalaunch.cli.laid_out import answered
+
+            answered(source, layout, api.WriteJob(tuple(prompts), ask), shown.add)
+        else:
+            _write_alone(api.open_model(source, lambda message: typer.echo(message, err=True)), prompts, ask, shown)
     except api.CheckpointError as error:
         refuse(str(error), ExitCode.CHECKPOINT)
     except (NotADirectoryError, ValueError) as error:
@@ -110,8 +123,7 @@ def _write(source: Path, prompts: list[Prompt], ask: Ask, as_json: bool, stream:
         refuse("", ExitCode.INTERRUPTED)
 
 
-def _show(model: LanguageModel, prompts: list[Prompt], ask: Ask, as_json: bool, stream: bool) -> None:
-    from megalaunch.cli.texts_shown import shown_json, shown_text
+def _write_alone(model: LanguageModel, prompts: list[Prompt], ask: Ask, shown: ShownTexts) -> None:
     from megalaunch.engine import api
 
     api.fit_threads(model)
@@ -120,5 +132,5 @@ def _show(model: LanguageModel, prompts: list[Prompt], ask: Ask, as_json: bool, 
     note = api.length_note(model, tokens, ask.max_new_tokens)
     if note:
         typer.echo(note, err=True)
-    show = shown_json if as_json else shown_text
-    show(texts, prompts, ask.num_samples, stream)
+    for event in texts:
+        shown.add(event)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megalaunch.cli.prompts import Prompt
 
@@ -14,32 +14,57 @@ if TYPE_CHECKING:
     from megalaunch.engine.api import Piece, Written
 
 
-def shown_text(texts: Iterable[Piece | Written], prompts: Sequence[Prompt], samples: int, stream: bool) -> None:
+class ShownTexts(Protocol):
+    """Takes texts as they grow."""
+
+    def add(self, event: Piece | Written) -> None:
+        """The next piece, or the record of a finished text."""
+
+
+class PlainTexts:
     """Each prompt with its continuation (an answer alone, without the conversation), under a line that counts them."""
-    many = len(prompts) * samples > 1
-    begun = -1
-    for event in _in_turn(texts):
-        if _is_piece(event) and not stream:
-            continue
-        prompt = prompts[event.row // samples]
-        if event.row != begun:
-            begun = event.row
+
+    def __init__(self, prompts: Sequence[Prompt], samples: int, stream: bool) -> None:
+        self._prompts, self._samples, self._stream = prompts, samples, stream
+        self._turns, self._begun = _Turns(), -1
+
+    def add(self, event: Piece | Written) -> None:
+        """Print what it is the turn of."""
+        for ready in self._turns.after(event):
+            if self._stream or not _is_piece(ready):
+                self._print(ready)
+
+    def _print(self, event: Any) -> None:
+        samples, prompt = self._samples, self._prompts[event.row // self._samples]
+        if event.row != self._begun:
+            self._begun = event.row
             sample = f", sample {event.row % samples + 1}" if samples > 1 else ""
+            many = len(self._prompts) * samples > 1
             _show(f"--- prompt {event.row // samples + 1}{sample}\n" if many else "")
             _show(prompt if isinstance(prompt, str) else "")
         if _is_piece(event):
             _show(event.text)
         else:
-            _show("\n" if stream else event.text + "\n")
+            _show("\n" if self._stream else event.text + "\n")
 
 
-def shown_json(texts: Iterable[Piece | Written], prompts: Sequence[Prompt], samples: int, stream: bool) -> None:
+class JsonTexts:
     """A line for each text; with `stream` one for each piece before it."""
-    for event in texts if stream else _in_turn(texts):
-        place = {"index": event.row // samples, "sample": event.row % samples}
+
+    def __init__(self, prompts: Sequence[Prompt], samples: int, stream: bool) -> None:
+        self._prompts, self._samples, self._stream = prompts, samples, stream
+        self._turns = _Turns()
+
+    def add(self, event: Piece | Written) -> None:
+        """Print its line, in turn where texts are not streamed."""
+        for ready in (event,) if self._stream else self._turns.after(event):
+            self._print(ready)
+
+    def _print(self, event: Any) -> None:
+        place = {"index": event.row // self._samples, "sample": event.row % self._samples}
         if not _is_piece(event):
-            _show(json.dumps({**place, "prompt": prompts[event.row // samples], **_record(event)}) + "\n")
-        elif stream:
+            _show(json.dumps({**place, "prompt": self._prompts[event.row // self._samples], **_record(event)}) + "\n")
+        elif self._stream:
             _show(json.dumps({**place, "piece": event.text}) + "\n")
 
 
@@ -58,17 +83,21 @@ def _is_piece(event: Piece | Written) -> bool:
     return not hasattr(event, "finish")
 
 
-def _in_turn(texts: Iterable[Piece | Written]) -> Iterator[Any]:
+class _Turns:
     """Rows one after the other: of each the events as they come, once those before it are finished."""
-    turn, waiting = 0, dict[int, list[Any]]()
-    for event in texts:
-        waiting.setdefault(event.row, []).append(event)
-        while waiting.get(turn):
-            ready = waiting.pop(turn)
+
+    def __init__(self) -> None:
+        self._turn, self._waiting = 0, dict[int, list[Any]]()
+
+    def after(self, event: Piece | Written) -> Iterator[Any]:
+        """What may be shown now that this has come, too."""
+        self._waiting.setdefault(event.row, []).append(event)
+        while self._waiting.get(self._turn):
+            ready = self._waiting.pop(self._turn)
             yield from ready
             if _is_piece(ready[-1]):
                 break
-            turn += 1
+            self._turn += 1
 
 
 def _show(text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,26 +13,42 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import is_huggingface
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from megalaunch.engine.deep_plan.report import DeepPlan, Exchange
-from megalaunch.engine.inference.ask import Ask, answers, tokens_of
+from megalaunch.engine.inference.ask import Ask, answers, length_note, tokens_of
 from megalaunch.engine.inference.convert import export_huggingface, import_huggingface, import_megatron
-from megalaunch.engine.inference.load import LanguageModel, find_checkpoint, load_folder, load_language_model
+from megalaunch.engine.inference.load import (
+    LanguageModel,
+    ModelSource,
+    find_checkpoint,
+    load_folder,
+    load_language_model,
+    read_source,
+)
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.inference.write import Piece, Written
+from megalaunch.engine.texts.job import Answer, Job, Note, ScoreJob, WriteJob, answer_of, answers_file, write_job
 
 if TYPE_CHECKING:
     from megalaunch.engine.score import Score as Score
 
 __all__ = [
+    "Answer",
     "Ask",
     "CheckpointError",
     "DeepPlan",
     "Exchange",
+    "Job",
     "LanguageModel",
     "MegatronCheckpoint",
+    "ModelSource",
+    "Note",
     "Piece",
     "Sampling",
+    "ScoreJob",
+    "WriteJob",
     "Written",
+    "answer_of",
     "answers",
+    "answers_file",
     "continue_text",
     "deep_plan",
     "export_huggingface",
@@ -43,8 +59,10 @@ __all__ = [
     "import_megatron",
     "length_note",
     "open_model",
+    "open_source",
     "scores",
     "tokens_of",
+    "write_job",
 ]
 
 _WORTH_THREADS = 20_000_000  # parameters; one thread reads as many in about 10 ms
@@ -99,6 +117,11 @@ def open_model(source: Path, report: Callable[[str], None] = lambda message: Non
     return load_language_model(find_checkpoint(source, report), device)
 
 
+def open_source(source: Path, report: Callable[[str], None] = lambda message: None) -> ModelSource:
+    """As `open_model`, without the weights: they stay where they are."""
+    return read_source(source if is_huggingface(source) else find_checkpoint(source, report))
+
+
 def continue_text(
     model: LanguageModel, prompt: str, max_new_tokens: int = 200, sampling: Sampling | None = None
 ) -> Iterator[str]:
@@ -118,11 +141,3 @@ def fit_threads(model: LanguageModel) -> None:
     """
     if sum(parameter.numel() for parameter in model.decoder.parameters()) < _WORTH_THREADS:
         torch.set_num_threads(1)
-
-
-def length_note(model: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> str | None:
-    """A warning when a text may outgrow the samples that the model was trained on, else None."""
-    trained, asked = model.spec.batch.sequence_length, max(map(len, prompts), default=0) + max_new_tokens
-    if asked <= trained:
-        return None
-    return f"the text may grow to {asked} tokens; this model was trained on {trained} at a time and may lose the thread"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,13 +16,13 @@ from megalaunch.data.errors import DataError
 from megalaunch.data.indexed import IndexedTokens, bin_path, idx_path
 from megalaunch.data.row import DocumentBorders
 from megalaunch.data.token_writer import TokenWriter, token_type
-from megalaunch.data.validation_samples import ValidationSamples
-from megalaunch.engine.inference.load import LanguageModel
+from megalaunch.data.validation_samples import FiniteRows, ValidationSamples
+from megalaunch.engine.inference.load import LanguageModel, ModelSource
 from megalaunch.engine.train.batches import microbatch
 from megalaunch.engine.train.head_loss import HeadLoss
 from megalaunch.engine.train.loss import IGNORED
 
-_CHUNKS = 16  # of the head and its loss: few logits at a time
+HEAD_CHUNKS = 16  # of the head and its loss: few logits at a time
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class Score:
         return self.loss * self.tokens / math.log(2) / self.num_bytes if self.num_bytes else None
 
 
+Summed = Callable[[FiniteRows], tuple[float, int]]
+"""The sum of the token losses (nats) of all rows, and of how many tokens."""
+
+
 def scores(
     model: LanguageModel, data: list[str], sequence_length: int | None, batch_size: int, json_key: str
 ) -> Iterator[Score]:
@@ -53,21 +58,31 @@ def scores(
     all documents joined as they stand, so that every token but the first is predicted once. Borders of documents mean
     what they mean to the run. Raises DataError; ValueError for a length that the model is not made for.
     """
-    length = sequence_length or model.spec.batch.sequence_length
-    if length > model.spec.model.max_position_embeddings:
-        longest = model.spec.model.max_position_embeddings
+    length = length_of_rows(model, sequence_length)
+    return scores_by(partial(_summed, model, batch_size), model, data, length, json_key)
+
+
+def length_of_rows(source: ModelSource, asked: int | None) -> int:
+    """The given length, or the run's; raises ValueError for one that the model is not made for."""
+    length, longest = asked or source.spec.batch.sequence_length, source.spec.model.max_position_embeddings
+    if length > longest:
         raise ValueError(f"rows of {length} tokens are longer than the {longest} that the model is made for")
-    for source in data:
-        if idx_path(Path(source)).is_file() or bin_path(Path(source)).is_file():
-            yield _score(model, source, Path(source), length, batch_size)
+    return length
+
+
+def scores_by(summed: Summed, source: ModelSource, data: Sequence[str], length: int, json_key: str) -> Iterator[Score]:
+    """As `scores`, by anything that sums the losses of the source's model. Raises DataError."""
+    for name in data:
+        if idx_path(Path(name)).is_file() or bin_path(Path(name)).is_file():
+            yield _score(summed, source, name, Path(name), length)
             continue
         with tempfile.TemporaryDirectory() as folder:
             prefix = Path(folder) / "tokens"
-            _write(model, source, prefix, json_key)
-            yield _score(model, source, prefix, length, batch_size)
+            _write(source, name, prefix, json_key)
+            yield _score(summed, source, name, prefix, length)
 
 
-def _write(model: LanguageModel, source: str, prefix: Path, json_key: str) -> None:
+def _write(model: ModelSource, source: str, prefix: Path, json_key: str) -> None:
     """The texts as token files, each with the tokenizer's end-of-document token behind it."""
     tokenizer = model.tokenizer
     end = [] if tokenizer.eod_id is None else [tokenizer.eod_id]
@@ -77,11 +92,18 @@ def _write(model: LanguageModel, source: str, prefix: Path, json_key: str) -> No
             writer.end_document()
 
 
+def _score(summed: Summed, source: ModelSource, name: str, prefix: Path, length: int) -> Score:
+    rows = ValidationSamples(prefix, length, vocab_size=source.spec.model.vocab_size, borders=_borders(source))
+    total, tokens = summed(rows) if len(rows) else (0.0, 0)
+    if not tokens:
+        raise DataError("it holds no token to predict", file=name, fix="Name data with two tokens or more.")
+    return Score(name, tokens, _num_bytes(source, prefix), total / tokens)
+
+
 @torch.inference_mode()
-def _score(model: LanguageModel, name: str, prefix: Path, length: int, batch_size: int) -> Score:
-    decoder, vocabulary = model.decoder, model.decoder.config.vocab_size
-    rows = ValidationSamples(prefix, length, vocab_size=vocabulary, borders=_borders(model))
-    head = HeadLoss(decoder, _CHUNKS)
+def _summed(model: LanguageModel, batch_size: int, rows: FiniteRows) -> tuple[float, int]:
+    decoder = model.decoder
+    head = HeadLoss(decoder, HEAD_CHUNKS)
     total, tokens = 0.0, 0
     for start in range(0, len(rows), batch_size):
         stop = min(start + batch_size, len(rows))
@@ -89,12 +111,10 @@ def _score(model: LanguageModel, name: str, prefix: Path, length: int, batch_siz
         states = decoder(batch.tokens, batch.positions, documents_BS=batch.documents, logits=False)
         total += float(head(states, batch.labels))
         tokens += int((batch.labels != IGNORED).sum())
-    if not tokens:
-        raise DataError("it holds no token to predict", file=name, fix="Name data with two tokens or more.")
-    return Score(name, tokens, _num_bytes(model, prefix), total / tokens)
+    return total, tokens
 
 
-def _num_bytes(model: LanguageModel, prefix: Path) -> int:
+def _num_bytes(model: ModelSource, prefix: Path) -> int:
     """Bytes of text in all sequences, but of the very first token, which nothing predicts."""
     file = IndexedTokens(prefix)
     texts = (model.tokenizer.decode(file.tokens(number).tolist()) for number in range(file.num_sequences))
@@ -102,7 +122,7 @@ def _num_bytes(model: LanguageModel, prefix: Path) -> int:
     return sum(len(text.encode()) for text in texts) - len(first.encode())
 
 
-def _borders(model: LanguageModel) -> DocumentBorders | None:
+def _borders(model: ModelSource) -> DocumentBorders | None:
     data, eod = model.spec.data, model.tokenizer.eod_id
     if eod is None or not (data.reset_positions or data.reset_attention or data.mask_eod_loss):
         return None

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from megalaunch.engine.process import StopRequest, die_with_parent, own_output
 from megalaunch.engine.witness import Witness
 
 if TYPE_CHECKING:
+    from megalaunch.config.schema import RunSpec
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.rundir.progress import ProgressWriter
 
@@ -27,7 +29,18 @@ USAGE = """usage: torchrun --nproc-per-node N -m megalaunch.engine.worker RUN/sp
 that start them by hand"""
 
 
-def main(arguments: list[str]) -> int:
+Life = Callable[["RunSpec", "RunDirectory", int, "ProgressWriter", StopRequest], None]
+"""What a rank does of a spec and a directory; returns when all ranks ended on purpose together."""
+
+
+def train(spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWriter, stop: StopRequest) -> None:
+    """The life of a rank that trains."""
+    from megalaunch.engine.life import live
+
+    live(spec, directory, rank, progress, stop)
+
+
+def main(arguments: list[str], life: Life = train) -> int:
     """Run one rank; returns 0 for an end on purpose (the outcome says which), raises for a crash."""
     die_with_parent()
     stop = StopRequest()
@@ -50,10 +63,7 @@ def main(arguments: list[str]) -> int:
     progress = ProgressWriter(directory.progress(rank), rank, _attempt())
     progress.report("loading torch")
     try:
-        spec = read_spec(path)
-        from megalaunch.engine.life import live
-
-        live(spec, directory, rank, progress, stop)
+        life(read_spec(path), directory, rank, progress, stop)
     except BaseException as error:
         with contextlib.suppress(OSError):  # a full disk: the traceback still reaches the log, if anything does
             witness.tell()  # before the event: who reads that looks for this

@@ -39,8 +39,8 @@ _NEXT = {
 }
 
 
-def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchEnd) -> list[str]:
-    """The lines; none for a run that is done."""
+def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchEnd, advice: str | None = None) -> list[str]:
+    """The lines; none for a run that is done. `advice`: what to do next, where that is not what a run's user does."""
     outcome, failure = end.outcome, end.failure
     if outcome.exit_code == ExitCode.DONE:
         return []
@@ -55,7 +55,7 @@ def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchEnd) -> li
     if code not in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
         lines += _field("log", str(_log_of(directory, outcome.details.get("rank"))), 1)
     lines += _field("run", f"{directory.root}, at step {outcome.step}", 1)
-    lines += _field("next", _NEXT.get(code, "read the log"), 2)
+    lines += _field("next", advice or _NEXT.get(code, "read the log"), 2)
     return lines[: MAX_LINES - 1] + lines[-1:] if len(lines) > MAX_LINES else lines
 
 

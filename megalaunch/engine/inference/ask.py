@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.inference.chat import chat_text
 from megalaunch.engine.inference.generate import TextModel, Writing
-from megalaunch.engine.inference.load import LanguageModel
+from megalaunch.engine.inference.load import LanguageModel, ModelSource
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.inference.write import Piece, Writer, Written
 
@@ -35,7 +35,7 @@ class Ask:
             raise ValueError(f"logprobs must be 0 or more, not {self.likeliest}")
 
 
-def tokens_of(model: LanguageModel, prompts: Sequence[str | Sequence[dict[str, str]]]) -> list[list[int]]:
+def tokens_of(model: ModelSource, prompts: Sequence[str | Sequence[dict[str, str]]]) -> list[list[int]]:
     """The tokens of each prompt; a conversation goes through the chat template. Raises ValueError."""
     texts = [prompt if isinstance(prompt, str) else chat_text(model.files, prompt) for prompt in prompts]
     return [model.tokenizer.encode(text) for text in texts]
@@ -62,7 +62,22 @@ def answers(
 
     `by`: what computes instead of the model's own decoder.
     """
-    require_room(model.spec.model, prompts, ask.max_new_tokens)
-    writing = Writing(ask.max_new_tokens, ask.sampling, model.ends, model.tokenizer.vocab_size, ask.likeliest)
-    writer = Writer(by or model.lean, model.tokenizer, writing, ask.stop)
+    return answers_by(by or model.lean, model, prompts, ask)
+
+
+def answers_by(
+    computing: TextModel, source: ModelSource, prompts: Sequence[Sequence[int]], ask: Ask
+) -> Iterator[Piece | Written]:
+    """As `answers`, by anything that computes the logits of the source's model."""
+    require_room(source.spec.model, prompts, ask.max_new_tokens)
+    writing = Writing(ask.max_new_tokens, ask.sampling, source.ends, source.tokenizer.vocab_size, ask.likeliest)
+    writer = Writer(computing, source.tokenizer, writing, ask.stop)
     return writer.write(prompts, ask.num_samples, ask.batch_size)
+
+
+def length_note(model: ModelSource, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> str | None:
+    """A warning when a text may outgrow the samples that the model was trained on, else None."""
+    trained, asked = model.spec.batch.sequence_length, max(map(len, prompts), default=0) + max_new_tokens
+    if asked <= trained:
+        return None
+    return f"the text may grow to {asked} tokens; this model was trained on {trained} at a time and may lose the thread"

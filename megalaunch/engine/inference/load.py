@@ -17,7 +17,7 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 from megalaunch.engine.checkpoint.foreign import ForeignWeights
 from megalaunch.engine.checkpoint.history import newest_valid
-from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface
 from megalaunch.engine.checkpoint.import_huggingface import tokenizer_text
 from megalaunch.engine.checkpoint.imported import spec_of
 from megalaunch.engine.checkpoint.read import read_tensors
@@ -32,18 +32,24 @@ from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 
 @dataclass(frozen=True)
-class LanguageModel:
-    """A decoder ready to be asked, with its tokenizer; `checkpoint` is where it came from.
+class ModelSource:
+    """All of a language model but its weights; `checkpoint` is where these are.
 
     `files` stand beside the weights, by the names of Hugging Face folders; `ends` are the tokens that end a text.
     """
 
     checkpoint: Path
     spec: RunSpec
-    decoder: Decoder
     tokenizer: Tokenizer
     files: Mapping[str, Path]
     ends: frozenset[int]
+
+
+@dataclass(frozen=True)
+class LanguageModel(ModelSource):
+    """A decoder ready to be asked, with its tokenizer."""
+
+    decoder: Decoder
 
     @cached_property
     def lean(self) -> LeanDecoder:
@@ -79,22 +85,29 @@ def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
     return found
 
 
+def read_source(directory: Path) -> ModelSource:
+    """What a Hugging Face folder or a checkpoint holds beside its weights, which are not read.
+
+    Raises CheckpointError as `load_folder` and `load_language_model` do.
+    """
+    if is_huggingface(directory):
+        folder = HuggingFaceFolder(directory)
+        return _source_of_folder(folder, ForeignWeights(folder))
+    return _source_of_checkpoint(directory)
+
+
 def load_folder(directory: Path, device: torch.device) -> LanguageModel:
     """Load a Hugging Face folder as it is; raises CheckpointError with everything that keeps it from being exact."""
     folder = HuggingFaceFolder(directory)
-    weights, text = ForeignWeights(folder), tokenizer_text(folder)
-    if text is None:
-        raise CheckpointError(f"{directory} has no tokenizer, so that no text can be generated")
-    spec = spec_of(weights.model)
-    dtype = _format(spec, device)
+    weights = ForeignWeights(folder)
+    source = _source_of_folder(folder, weights)
+    dtype = _format(source.spec, device)
     with torch.device("meta"):
-        decoder = build_decoder(spec.model)
+        decoder = build_decoder(source.spec.model)
     placed = {name: value.to(device, dtype) for name, value in weights.walk(weights.shapes.keys())}
     decoder.load_state_dict(placed, strict=False, assign=True)
     decoder.tie()
-    tokenizer, files = tokenizer_of_json(text), folder.companions()
-    ends = ends_of(files, folder.config, tokenizer)
-    return LanguageModel(directory, spec, decoder.eval(), tokenizer, files, ends)
+    return LanguageModel(**vars(source), decoder=decoder.eval())
 
 
 def load_language_model(checkpoint: Path, device: torch.device) -> LanguageModel:
@@ -102,16 +115,36 @@ def load_language_model(checkpoint: Path, device: torch.device) -> LanguageModel
 
     On a CPU the decoder computes in fp32 (one token a step is bound by memory), elsewhere in the run's format.
     """
+    source = _source_of_checkpoint(checkpoint)
+    try:
+        decoder = _decoder(checkpoint, source.spec, _format(source.spec, device), device)
+    except (OSError, ValueError) as error:
+        raise _unusable(checkpoint, error) from error
+    return LanguageModel(**vars(source), decoder=decoder)
+
+
+def _source_of_folder(folder: HuggingFaceFolder, weights: ForeignWeights) -> ModelSource:
+    text = tokenizer_text(folder)
+    if text is None:
+        raise CheckpointError(f"{folder.directory} has no tokenizer, so that no text can be generated")
+    tokenizer, files = tokenizer_of_json(text), folder.companions()
+    ends = ends_of(files, folder.config, tokenizer)
+    return ModelSource(folder.directory, spec_of(weights.model), tokenizer, files, ends)
+
+
+def _source_of_checkpoint(checkpoint: Path) -> ModelSource:
     try:
         spec = read_spec(checkpoint / SPEC_FILE)
         tokenizer = load_tokenizer(checkpoint / TOKENIZER_FILE)
-        decoder = _decoder(checkpoint, spec, _format(spec, device), device)
         stored = StoredWeights(checkpoint)
     except (SpecError, DataError, OSError, ValueError) as error:
-        raise CheckpointError(f"no text can be generated from {checkpoint}: {error}") from error
+        raise _unusable(checkpoint, error) from error
     files = stored.companions()
-    ends = ends_of(files, stored.origin.get("config", {}), tokenizer)
-    return LanguageModel(checkpoint, spec, decoder, tokenizer, files, ends)
+    return ModelSource(checkpoint, spec, tokenizer, files, ends_of(files, stored.origin.get("config", {}), tokenizer))
+
+
+def _unusable(checkpoint: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"no text can be generated from {checkpoint}: {error}")
 
 
 def _format(spec: RunSpec, device: torch.device) -> torch.dtype:

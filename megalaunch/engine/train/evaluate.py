@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megalaunch.data.errors import DataError
 from megalaunch.data.validation_samples import FiniteRows
@@ -19,7 +20,6 @@ from megalaunch.engine.train.passes import Passes
 from megalaunch.rundir.outcome import ExitCode
 
 
-@torch.no_grad()
 def validation_loss(
     passes: Passes,
     rows: FiniteRows,
@@ -27,7 +27,20 @@ def validation_loss(
     mesh: Mesh,
     may_go_on: Callable[[Problem | None], bool],
 ) -> float | None:
-    """Mean loss in nats per token, or None when it was cut short. Collective.
+    """Mean loss in nats per token, or None when it was cut short. Collective; the arguments of `summed_loss`."""
+    sums = summed_loss(passes, rows, rows_at_once, mesh, may_go_on)
+    return None if sums is None else float(sums[0] / sums[1])
+
+
+@torch.no_grad()
+def summed_loss(
+    passes: Passes,
+    rows: FiniteRows,
+    rows_at_once: int,
+    mesh: Mesh,
+    may_go_on: Callable[[Problem | None], bool],
+) -> Tensor | None:
+    """The sum of all token losses in nats, and how many they are, fp64 [2]; None when it was cut short. Collective.
 
     Every rank computes equally many batches, the last ones without a label that counts if need be. Before each,
     `may_go_on` hears whether this rank could read its rows; it has to answer alike on all ranks (or raise).
@@ -45,7 +58,7 @@ def validation_loss(
     passes.release()
     sums *= mesh.speaks
     dist.all_reduce(sums)
-    return float(sums[0] / sums[1])
+    return sums
 
 
 def _read(rows: FiniteRows, indices: range) -> tuple[MicroBatch | None, Problem | None]:
