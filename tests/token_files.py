@@ -51,3 +51,16 @@ def prepared_spec(
             "train": {"steps": 1, "seed": seed},
         }
     )
+
+
+def write_letters(path: Path, count: int) -> None:
+    """A tokenizer of `count` single characters, the first of which ends a document."""
+    import tokenizers
+
+    vocabulary = {chr(ord("0") + number): number for number in range(1, count)} | {"</s>": 0}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="1"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    inner.decoder = tokenizers.decoders.Fuse()
+    inner.add_special_tokens(["</s>"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    inner.save(str(path))

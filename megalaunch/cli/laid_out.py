@@ -50,7 +50,7 @@ def answered(source: Path, words: Sequence[str], job: Job, take: Callable[[Any],
             spec = _checked(_spec(opened, layout, job, directory), machine)
             api.write_job(directory, job)
             display = _AnswersDisplay(directory, take)
-            end = _launched(spec, directory, words, machine, stop, display)
+            end = run_workers(spec, directory, words, machine, stop, display)
         if display.error is not None:
             raise display.error
         crashed = _is_crash(end)
@@ -175,7 +175,7 @@ class _AnswersDisplay:
         """All is shown as it comes."""
 
 
-def _launched(
+def run_workers(
     spec: RunSpec,
     directory: RunDirectory,
     words: Sequence[str],
@@ -183,6 +183,7 @@ def _launched(
     stop: StopSignals,
     display: _AnswersDisplay,
 ) -> LaunchEnd:
+    """Start the workers of a resolved spec, and show their answers until they are done."""
     from megalaunch.launch.directory import leave_run, take_run
     from megalaunch.launch.local import Launch, run_locally
     from megalaunch.launch.view import scale_of

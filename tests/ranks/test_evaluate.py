@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,25 +13,12 @@ import torch.nn.functional as F
 from family_variants import VOCABULARY, make
 from looped_run import run_loop, ten_steps
 from oracle import VOCABULARY as RUN_VOCABULARY
-from token_files import write_tokens
+from token_files import write_letters, write_tokens
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
 from megalaunch.rundir.lines import read_lines
 from megalaunch.rundir.paths import RunDirectory
-
-
-def write_letters(path: Path, count: int) -> None:
-    """A tokenizer of `count` single characters, the first of which ends a document."""
-    import tokenizers
-
-    vocabulary = {chr(ord("0") + number): number for number in range(1, count)} | {"</s>": 0}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="1"))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    inner.decoder = tokenizers.decoders.Fuse()
-    inner.add_special_tokens(["</s>"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    inner.save(str(path))
 
 
 def evaluated(*words: object) -> list[dict]:

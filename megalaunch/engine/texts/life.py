@@ -56,7 +56,7 @@ def answer(spec: RunSpec, directory: RunDirectory, rank: int, progress: Progress
     try:
         if problem is not None:  # the same on every rank
             raise Ending(problem.exit_code, problem.reason, 0)
-        _answer(spec, make_mesh(topology, device, rank), directory, record)
+        do_job(spec, make_mesh(topology, device, rank), directory, record)
         ending = Ending(ExitCode.DONE, "answered", 0)
     except Ending as planned:
         ending = planned
@@ -64,8 +64,11 @@ def answer(spec: RunSpec, directory: RunDirectory, rank: int, progress: Progress
     leave()
 
 
-def _answer(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: Record) -> None:
-    """Raises an Ending, the same on every rank, for what is wrong with the source, the job or its data."""
+def do_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: Record) -> None:
+    """Lay the model out, load its weights and answer the job of the directory. Collective.
+
+    Raises an Ending, the same on every rank, for what is wrong with the source, the job or its data.
+    """
     path = Path(spec.checkpoint.initialize_from or "")
     record.phase("building")
     model = sharded_model(spec, mesh)
