@@ -37,6 +37,7 @@ def answered(source: Path, words: Sequence[str], job: Job, take: Callable[[Any],
     """
     from megalaunch.cli.exit import refuse
     from megalaunch.engine import api
+    from megalaunch.launch.directory import RunDirectoryError
     from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
     from megalaunch.platform.detect import detect_machine
 
@@ -48,9 +49,12 @@ def answered(source: Path, words: Sequence[str], job: Job, take: Callable[[Any],
     try:
         with StopSignals() as stop:
             spec = _checked(_spec(opened, layout, job, directory), machine)
-            api.write_job(directory, job)
             display = _AnswersDisplay(directory, take)
-            end = run_workers(spec, directory, words, machine, stop, display)
+            try:
+                api.write_job(directory, job)
+                end = run_workers(spec, directory, words, machine, stop, display)
+            except (OSError, RunDirectoryError) as error:
+                refuse(f"the workers' folder cannot be written: {error}\nfix:  let TMPDIR name a disk with space")
         if display.error is not None:
             raise display.error
         crashed = _is_crash(end)

@@ -70,19 +70,29 @@ def length_of_rows(source: ModelSource, asked: int | None) -> int:
     return length
 
 
-def scores_by(summed: Summed, source: ModelSource, data: Sequence[str], length: int, json_key: str) -> Iterator[Score]:
-    """As `scores`, by anything that sums the losses of the source's model. Raises DataError."""
+def scores_by(
+    summed: Summed,
+    source: ModelSource,
+    data: Sequence[str],
+    length: int,
+    json_key: str,
+    moves: Callable[[], None] = lambda: None,
+) -> Iterator[Score]:
+    """As `scores`, by anything that sums the losses of the source's model; `moves` hears of each document that is read.
+
+    Raises DataError.
+    """
     for name in data:
         if idx_path(Path(name)).is_file() or bin_path(Path(name)).is_file():
-            yield _score(summed, source, name, Path(name), length)
+            yield _score(summed, source, name, Path(name), length, moves)
             continue
         with tempfile.TemporaryDirectory() as folder:
             prefix = Path(folder) / "tokens"
-            _write(source, name, prefix, json_key)
-            yield _score(summed, source, name, prefix, length)
+            _write(source, name, prefix, json_key, moves)
+            yield _score(summed, source, name, prefix, length, moves)
 
 
-def _write(model: ModelSource, source: str, prefix: Path, json_key: str) -> None:
+def _write(model: ModelSource, source: str, prefix: Path, json_key: str, moves: Callable[[], None]) -> None:
     """The texts as token files, each with the tokenizer's end-of-document token behind it."""
     tokenizer = model.tokenizer
     end = [] if tokenizer.eod_id is None else [tokenizer.eod_id]
@@ -90,14 +100,17 @@ def _write(model: ModelSource, source: str, prefix: Path, json_key: str) -> None
         for document in find_corpus(source, json_key).documents():
             writer.add_sequence(tokenizer.encode(document.text) + end)
             writer.end_document()
+            moves()
 
 
-def _score(summed: Summed, source: ModelSource, name: str, prefix: Path, length: int) -> Score:
+def _score(
+    summed: Summed, source: ModelSource, name: str, prefix: Path, length: int, moves: Callable[[], None]
+) -> Score:
     rows = ValidationSamples(prefix, length, vocab_size=source.spec.model.vocab_size, borders=_borders(source))
     total, tokens = summed(rows) if len(rows) else (0.0, 0)
     if not tokens:
         raise DataError("it holds no token to predict", file=name, fix="Name data with two tokens or more.")
-    return Score(name, tokens, _num_bytes(source, prefix), total / tokens)
+    return Score(name, tokens, _num_bytes(source, prefix, moves), total / tokens)
 
 
 @torch.inference_mode()
@@ -114,12 +127,14 @@ def _summed(model: LanguageModel, batch_size: int, rows: FiniteRows) -> tuple[fl
     return total, tokens
 
 
-def _num_bytes(model: ModelSource, prefix: Path) -> int:
+def _num_bytes(model: ModelSource, prefix: Path, moves: Callable[[], None]) -> int:
     """Bytes of text in all sequences, but of the very first token, which nothing predicts."""
     file = IndexedTokens(prefix)
-    texts = (model.tokenizer.decode(file.tokens(number).tolist()) for number in range(file.num_sequences))
-    first = model.tokenizer.decode(file.stream[:1].tolist())
-    return sum(len(text.encode()) for text in texts) - len(first.encode())
+    total = 0
+    for number in range(file.num_sequences):
+        total += len(model.tokenizer.decode(file.tokens(number).tolist()).encode())
+        moves()
+    return total - len(model.tokenizer.decode(file.stream[:1].tolist()).encode())
 
 
 def _borders(model: ModelSource) -> DocumentBorders | None:

@@ -122,7 +122,8 @@ def _written(laid: _Laid, job: WriteJob) -> Iterator[Answer]:
 
 def _scored(laid: _Laid, job: ScoreJob) -> Iterator[Answer]:
     length = length_of_rows(laid.source, job.sequence_length)
-    return scores_by(partial(_summed, laid, job.batch_size), laid.source, job.data, length, job.json_key)
+    moves = partial(laid.record.at, "answering", 0)
+    return scores_by(partial(_summed, laid, job.batch_size), laid.source, job.data, length, job.json_key, moves)
 
 
 def _summed(laid: _Laid, batch_size: int, rows: FiniteRows) -> tuple[float, int]:
