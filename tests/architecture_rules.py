@@ -39,13 +39,13 @@ ENGINE_FLOORS = (
     ("families", "parallel"),
     ("checkpoint",),
     ("train", "inference"),
-    ("life", "deep_plan", "score"),
+    ("life", "deep_plan", "score", "harness"),
     ("texts",),
     ("api", "worker"),
     ("text_worker",),
 )
 
-FOREIGN_TO_LAUNCHER = ("torch", "safetensors", "transformer_engine", "triton", "transformers")
+FOREIGN_TO_LAUNCHER = ("torch", "safetensors", "transformer_engine", "triton", "transformers", "lm_eval")
 FOREIGN_TO_ENGINE = ("hydra", "omegaconf", "typer", "click", "rich")
 # The one importer of pickles; tests/cli/test_import_megatron_checkpoint.py holds it to running nothing.
 AUDITED = "megalaunch/engine/checkpoint/unpickled.py"

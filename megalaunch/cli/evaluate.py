@@ -1,8 +1,10 @@
-"""`megalaunch evaluate`: how well a trained model predicts texts."""
+"""`megalaunch evaluate`: how well a trained model predicts texts, and what it reaches in tasks of lm-eval."""
 
 from __future__ import annotations
 
 import json as json_text
+from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +15,7 @@ from megalaunch.data.errors import DataError
 from megalaunch.rundir.outcome import ExitCode
 
 if TYPE_CHECKING:
-    from megalaunch.engine.api import Score
+    from megalaunch.engine.api import Score, TaskScore
 
 
 def evaluate(
@@ -21,29 +23,38 @@ def evaluate(
         Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT|HF_DIR", help="A run, a checkpoint, or a Hugging Face folder.")
     ],
     data: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(metavar="PREFIX|TEXTS", help="Token files, or a file, folder or glob of texts; may be repeated."),
-    ],
+    ] = None,
     layout: Annotated[
         list[str] | None,
         typer.Argument(metavar="[LAYOUT]...", help="parallel=tp2pp2 and the like: over local workers."),
     ] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens a row (default: the run's).")] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A task or group of lm-eval; may be repeated.")
+    ] = None,
+    include_path: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Tasks of your own. lm-eval runs Python that they name: trust them."),
+    ] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples before each question of a task.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many questions of each task.")] = None,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens a row (default: the run's; in tasks all that the model is made for)."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 4,
     json_key: Annotated[str, typer.Option(help="The key of the text in jsonl and parquet.")] = "text",
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a data set, a line each.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a data set or figure, a line each.")] = False,
 ) -> None:
-    """Loss, perplexity and bits per byte of a model on each data set, as the validation loss of a run is computed.
+    """How well a model predicts data sets (loss, perplexity, bits per byte), and what it reaches in tasks of lm-eval.
 
-    `parallel=` words as those of `train` lay the model over workers on this machine.
+    The loss is computed as the validation loss of a run is. `parallel=` words as those of `train` lay the model over
+    workers on this machine.
     """
-    from megalaunch.cli.exit import refuse
-
     source = source.expanduser()
-    if not source.is_dir():
-        refuse(f"{source} is no directory; give a run, one of its checkpoints/step_<number> or a Hugging Face folder")
-    if find_spec("torch") is None:
-        refuse("evaluate needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
+    _check(source, data, layout, task, include_path)
+    from megalaunch.cli.exit import refuse
     from megalaunch.engine import api
 
     headed = json
@@ -59,20 +70,60 @@ def evaluate(
         if layout:
             from megalaunch.cli.laid_out import answered
 
-            answered(source, layout, api.ScoreJob(tuple(data), sequence_length, batch_size, json_key), show)
+            answered(source, layout, api.ScoreJob(tuple(data or ()), sequence_length, batch_size, json_key), show)
             return
         model = api.open_model(source, lambda message: typer.echo(message, err=True))
         api.fit_threads(model)
-        for score in api.scores(model, data, sequence_length, batch_size, json_key):
-            show(score)
+        if data:
+            for score in api.scores(model, data, sequence_length, batch_size, json_key):
+                show(score)
+        if task:
+            scores = api.task_scores(model, task, include_path, num_fewshot, limit, batch_size, sequence_length)
+            _show_tasks(scores, json)
     except DataError as error:
         refuse(str(error), ExitCode.DATA)
     except api.CheckpointError as error:
         refuse(str(error), ExitCode.CHECKPOINT)
     except (NotADirectoryError, ValueError) as error:
         refuse(str(error))
+    except OSError as error:
+        refuse(f"something is not there, or cannot be read: {error}", ExitCode.DATA)
     except KeyboardInterrupt:
         refuse("", ExitCode.INTERRUPTED)
+
+
+def _check(
+    source: Path, data: list[str] | None, layout: list[str] | None, task: list[str] | None, include_path: Path | None
+) -> None:
+    """Refuse what cannot be, before anything heavy is imported."""
+    from megalaunch.cli.exit import refuse
+
+    if not data and not task:
+        refuse("name what to evaluate on: texts or token files with --data, or a task of lm-eval with --task")
+    if layout and task:
+        refuse(f"tasks of lm-eval run in one process: leave out {' '.join(layout)}, or --task")
+    if not source.is_dir():
+        refuse(f"{source} is no directory; give a run, one of its checkpoints/step_<number> or a Hugging Face folder")
+    if include_path is not None and not include_path.is_dir():
+        refuse(
+            f"--include-path {include_path} is no directory; name the folder that holds the YAML files of your tasks"
+        )
+    if find_spec("torch") is None:
+        refuse("evaluate needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
+    if task and find_spec("lm_eval") is None:
+        refuse("--task needs lm-eval, which is not installed; add it with: pip install 'megalaunch[lm-eval]'")
+
+
+def _show_tasks(scores: Sequence[TaskScore], json: bool) -> None:
+    if json:
+        for score in scores:
+            typer.echo(json_text.dumps(asdict(score)))
+        return
+    typer.echo(f"{'samples':>12}{'value':>10}{'stderr':>10}  {'metric':<24}task")
+    for score in scores:
+        stderr = "-" if score.stderr is None else f"{score.stderr:.4f}"
+        metric = score.metric if score.filter == "none" else f"{score.metric} ({score.filter})"
+        typer.echo(f"{score.samples:>12,}{score.value:>10.4f}{stderr:>10}  {metric:<24}{score.task}")
 
 
 def _row(score: Score) -> str:

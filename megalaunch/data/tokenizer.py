@@ -36,7 +36,7 @@ _CONFIG = "tokenizer_config.json"
 
 
 class Tokenizer:
-    """A loaded tokenizer. Nothing is put around the text: no begin or end token, no template.
+    """A loaded tokenizer. Nothing is put around the text unless asked for: no begin or end token, no template.
 
     `end_name` is the end-of-document token that the file names itself, if it does; `content` that of the
     tokenizer.json that it was loaded from.
@@ -68,9 +68,9 @@ class Tokenizer:
             raise DataError(f"it has no end-of-document token (known: {names})", file=path, fix=switch)
         return self.eod_id
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text."""
-        return self._inner.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, around: bool = False) -> list[int]:
+        """The ids of a text; `around`: with the tokens that the file says to put around one, if it does."""
+        return self._inner.encode(text, add_special_tokens=around).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, computed on all cores."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,24 +10,17 @@ import torch
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.checkpoint.huggingface import is_huggingface
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from megalaunch.engine.deep_plan.report import DeepPlan, Exchange
 from megalaunch.engine.inference.ask import Ask, answers, length_note, tokens_of
 from megalaunch.engine.inference.convert import export_huggingface, import_huggingface, import_megatron
-from megalaunch.engine.inference.load import (
-    LanguageModel,
-    ModelSource,
-    find_checkpoint,
-    load_folder,
-    load_language_model,
-    read_source,
-)
+from megalaunch.engine.inference.load import LanguageModel, ModelSource, find_checkpoint, open_model, read_source
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.inference.write import Piece, Written
 from megalaunch.engine.texts.job import Answer, Job, Note, ScoreJob, WriteJob, answer_of, answers_file, write_job
 
 if TYPE_CHECKING:
+    from megalaunch.engine.harness import TaskScore as TaskScore
     from megalaunch.engine.score import Score as Score
 
 __all__ = [
@@ -61,6 +54,7 @@ __all__ = [
     "open_model",
     "open_source",
     "scores",
+    "task_scores",
     "tokens_of",
     "write_job",
 ]
@@ -92,6 +86,24 @@ def scores(
     return scored(model, data, sequence_length, batch_size, json_key)
 
 
+def task_scores(
+    model: LanguageModel,
+    tasks: Sequence[str],
+    include_path: Path | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 4,
+    max_length: int | None = None,
+) -> list[TaskScore]:
+    """What a model reaches in tasks of lm-eval, which must be installed; `engine.harness` says how.
+
+    Raises ValueError for unknown tasks, OSError when the data of one is not there.
+    """
+    from megalaunch.engine.harness import task_scores as scored  # lm-eval is an extra, and imports a lot
+
+    return scored(model, tasks, include_path, num_fewshot, limit, batch_size, max_length)
+
+
 def format_named(word: str) -> torch.dtype:
     """`fp32`, `bf16` or `fp16`; raises KeyError for other words."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[word]
@@ -103,18 +115,6 @@ def generate(source: Path, prompt: str, max_new_tokens: int = 200, sampling: Sam
     Raises as `open_model` and `continue_text` do.
     """
     return "".join(continue_text(open_model(source), prompt, max_new_tokens, sampling))
-
-
-def open_model(source: Path, report: Callable[[str], None] = lambda message: None) -> LanguageModel:
-    """The model of a run's newest valid checkpoint, a checkpoint or a Hugging Face folder, on the best device here.
-
-    `report` hears of checkpoints that are passed over. Raises NotADirectoryError when `source` is neither, and
-    CheckpointError when there is no valid checkpoint.
-    """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if is_huggingface(source):
-        return load_folder(source, device)
-    return load_language_model(find_checkpoint(source, report), device)
 
 
 def open_source(source: Path, report: Callable[[str], None] = lambda message: None) -> ModelSource:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+<<<<<<< HEAD
+=======
+from importlib.util import find_spec
+from pathlib import Path
+>>>>>>> 9165ac8 (lm-eval's tasks with a model of ours: an adapter, and megalaunch evaluate --task)
 
 import numpy as np
 import pytest
@@ -64,7 +69,9 @@ def test_the_loss_is_that_of_transformers(tmp_path):
     assert f"{first['loss']:.4f}" in shown.stdout
 
 
-def test_what_cannot_be_evaluated(tmp_path):
+def test_what_cannot_be_evaluated(tmp_path, monkeypatch):
+    here = find_spec
+    monkeypatch.setattr("megalaunch.cli.evaluate.find_spec", lambda name: None if name == "lm_eval" else here(name))
     make("llama 1", tmp_path / "hf")
     write_letters(tmp_path / "hf" / "tokenizer.json", VOCABULARY)
     for words, code, reason in [
@@ -72,7 +79,9 @@ def test_what_cannot_be_evaluated(tmp_path):
         (["--data", write_tokens(tmp_path / "short", [[5]])], 3, "it holds no token to predict"),
         (["--data", tmp_path / "short", "--sequence-length", 65], 2, "longer than the 64 that the model is made for"),
         (["--data", write_tokens(tmp_path / "strange", [[5, 99]])], 3, "the vocabulary has 53 entries"),
-        ([], 2, "'--data'"),
+        ([], 2, "with --data, or a task of lm-eval with --task"),
+        (["--task", "any"], 2, "pip install 'megalaunch[lm-eval]'"),
+        (["--task", "any", "--include-path", tmp_path / "no"], 2, "no is no directory"),
     ]:
         result = CliRunner().invoke(app, ["evaluate", str(tmp_path / "hf"), *map(str, words)])
         assert (result.exit_code, reason in result.stderr) == (code, True), result.output

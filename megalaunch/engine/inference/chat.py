@@ -37,7 +37,7 @@ def chat_text(files: Mapping[str, Path], messages: Sequence[Mapping[str, str]]) 
     )
     sandbox.filters["tojson"] = _as_json
     sandbox.globals |= {"raise_exception": _refused, "strftime_now": _now}
-    named = {name: text for name in _TOKENS if (text := _token(files, name)) is not None}
+    named = {name: text for name in _TOKENS if (text := named_token(files, name)) is not None}
     try:
         return sandbox.from_string(template).render(messages=list(messages), add_generation_prompt=True, **named)
     except (TemplateError, TypeError, ValueError, RecursionError, OverflowError) as error:
@@ -48,7 +48,7 @@ def ends_of(files: Mapping[str, Path], config: Mapping[str, Any], tokenizer: Tok
     """The tokens that end a text: the tokenizer's own, and those that generation_config.json or config.json name."""
     declared = _json(files, "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
     found = {one for one in (declared if isinstance(declared, list) else [declared]) if type(one) is int}
-    named = tokenizer.token_id(text) if (text := _token(files, "eos_token")) is not None else None
+    named = tokenizer.token_id(text) if (text := named_token(files, "eos_token")) is not None else None
     return frozenset({*found, *(one for one in (named, tokenizer.eod_id) if one is not None)})
 
 
@@ -65,7 +65,8 @@ def _template(files: Mapping[str, Path]) -> str | None:
     return None
 
 
-def _token(files: Mapping[str, Path], name: str) -> str | None:
+def named_token(files: Mapping[str, Path], name: str) -> str | None:
+    """The token that tokenizer_config.json names as `bos_token`, `eos_token`, ...; raises CheckpointError."""
     found = _json(files, "tokenizer_config.json").get(name)
     found = found.get("content") if isinstance(found, dict) else found
     return found if isinstance(found, str) else None

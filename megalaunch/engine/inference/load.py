@@ -57,6 +57,20 @@ class LanguageModel(ModelSource):
         return LeanDecoder(self.decoder)
 
 
+def open_model(
+    source: Path, report: Callable[[str], None] = lambda message: None, device: torch.device | None = None
+) -> LanguageModel:
+    """The model of a run's newest valid checkpoint, a checkpoint or a Hugging Face folder; None: on the best device.
+
+    `report` hears of checkpoints that are passed over. Raises NotADirectoryError when `source` is neither, and
+    CheckpointError when there is no valid checkpoint.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if is_huggingface(source):
+        return load_folder(source, device)
+    return load_language_model(find_checkpoint(source, report), device)
+
+
 def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
     """The checkpoint meant by a run directory (its newest valid one) or a checkpoint directory; it is verified.
 
@@ -150,6 +164,9 @@ def _unusable(checkpoint: Path, error: Exception) -> CheckpointError:
 def _format(spec: RunSpec, device: torch.device) -> torch.dtype:
     if device.type == "cpu":
         return torch.float32
+    if spec.precision.compute == "auto":  # of weights that no run of ours was launched with; as a launch resolves it
+        slow = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.float32 if slow else torch.bfloat16
     from megalaunch.engine.precision.policy import compute_format  # FSDP2 comes with it, a second of imports
 
     return compute_format(spec.precision)

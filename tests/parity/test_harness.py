@@ -1,0 +1,143 @@
+"""lm-eval with a model of ours finds what it finds with the same weights in its own model `hf`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+from harness_tasks import write_model, write_tasks
+from tiny_run import make_run
+from typer.testing import CliRunner
+
+from megalaunch.cli.app import app
+
+pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install 'megalaunch[lm-eval]')")
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lm_eval") / "tasks"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**OFFLINE, "HF_HOME": str(folder.parent / "hf")}.items():
+            patch.setenv(name, value)
+        yield folder, write_tasks(folder)
+
+
+@pytest.fixture(scope="module", params=["begins", "plain"])
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "hf"
+    write_model(path, begins=request.param == "begins")
+    return path
+
+
+@pytest.fixture
+def own_tasks_only(monkeypatch):
+    """lm-eval reads thousands of its own tasks before it finds ours, 10 seconds each time."""
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setattr("megalaunch.engine.harness.TaskManager", partial(TaskManager, include_defaults=False))
+
+
+def evaluated(model, tasks, model_args: dict) -> dict:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(tasks[0]), include_defaults=False)
+    return simple_evaluate(
+        model, model_args, tasks[1], batch_size=5, device="cpu", task_manager=manager, bootstrap_iters=0
+    )
+
+
+def test_figures_and_every_answer_are_those_of_hf(folder, tasks):
+    pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'lm-eval[hf]')")
+    import megalaunch.engine.harness  # noqa: F401  # adds the model
+
+    theirs = evaluated("hf", tasks, {"pretrained": str(folder), "dtype": "float32"})
+    ours = evaluated("megalaunch", tasks, {"pretrained": str(folder)})
+    for task, figures in theirs["results"].items():
+        numbers = {key: value for key, value in figures.items() if isinstance(value, float)}
+        assert numbers
+        assert {key: ours["results"][task][key] for key in numbers} == pytest.approx(numbers, abs=1e-3)
+    assert 0 < theirs["results"]["local_writing"]["exact_match,vowel"] < 1
+    answers = {task: [row["resps"] for row in theirs["samples"][task]] for task in tasks[1]}
+    found = {task: [row["resps"] for row in ours["samples"][task]] for task in tasks[1]}
+    assert found["local_writing"] == answers["local_writing"]
+    assert len({text for ((text,),) in answers["local_writing"]}) > 6, "the texts must differ to prove anything"
+    for mine, other in zip(found["local_choice"], answers["local_choice"], strict=True):
+        for (mine_logprob, mine_greedy), (logprob, greedy) in zip(flat(mine), flat(other), strict=True):
+            assert (float(mine_logprob), mine_greedy) == (pytest.approx(float(logprob), abs=1e-3), greedy)
+    for mine, other in zip(found["local_reading"], answers["local_reading"], strict=True):
+        assert mine[0] == pytest.approx(other[0], abs=1e-3)
+
+
+def flat(responses: list) -> list:
+    return [answer for (answer,) in responses]
+
+
+@pytest.mark.slow
+def test_commands(tasks, tmp_path, own_tasks_only):
+    """`megalaunch evaluate --task` and lm-eval's own command line find the same of a run of ours."""
+    run = str(make_run(tmp_path / "run", steps=(1,)).root)
+    words = [word for name in tasks[1] for word in ("--task", name)]
+    shown = CliRunner().invoke(
+        app, ["evaluate", run, "--include-path", str(tasks[0]), "--limit", "5", "--json", *words]
+    )
+    assert shown.exit_code == 0, shown.output
+    records = [json.loads(line) for line in shown.stdout.splitlines()]
+    figures = {(record["task"], f"{record['metric']},{record['filter']}"): record["value"] for record in records}
+    assert {task for task, _ in figures} == {*tasks[1]}
+    assert {record["samples"] for record in records} == {5}
+    found = json.loads(by_lm_eval(tasks, "--limit", "5", "--model_args", f"pretrained={run}", output=tmp_path / "out"))
+    theirs = {(task, key): found["results"][task][key] for task, key in figures}
+    assert figures == pytest.approx(theirs, abs=1e-6)
+
+
+def by_lm_eval(tasks, *words: str, output: Path) -> str:
+    """What `lm_eval --model megalaunch` writes into its results."""
+    command = [sys.executable, "-m", "megalaunch.engine.harness", "--model", "megalaunch", *words]
+    command += ["--tasks", ",".join(tasks[1]), "--include_path", str(tasks[0]), "--output_path", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, **OFFLINE})
+    assert done.returncode == 0, done.stderr
+    (results,) = output.rglob("results_*.json")
+    return results.read_text()
+
+
+def test_refusals(tasks, tmp_path, own_tasks_only):
+    write_model(tmp_path / "hf", begins=False)
+    (tasks[0] / "long.yaml").write_text(
+        yaml.safe_dump({"include": "local_writing.yaml", "task": "long"} | wish(max_gen_toks=48))
+    )
+    (tasks[0] / "beams.yaml").write_text(
+        yaml.safe_dump({"include": "local_writing.yaml", "task": "beams"} | wish(num_beams=2))
+    )
+    missing = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "nowhere.jsonl")}}}
+    (tasks[0] / "gone.yaml").write_text(yaml.safe_dump({"include": "local_writing.yaml", "task": "gone"} | missing))
+    for name, code, reason in [
+        ("nix", 2, "lm-eval has no task nix"),
+        ("long", 2, "max_gen_toks=48 leaves no room for a prompt in the 48 tokens"),
+        ("beams", 2, "num_beams is unknown"),
+        ("gone", 3, "nowhere.jsonl"),
+    ]:
+        words = ["evaluate", str(tmp_path / "hf"), "--task", name, "--include-path", str(tasks[0])]
+        result = CliRunner().invoke(app, words)
+        assert (result.exit_code, reason in result.stderr) == (code, True), result.output
+    for words, reason in [
+        ({"batch_size": "auto"}, "batch_size must be a number"),
+        ({"max_length": 99}, "from 1 to the 48"),
+    ]:
+        from megalaunch.engine.harness import HarnessModel
+
+        with pytest.raises(ValueError, match=reason):
+            HarnessModel(tmp_path / "hf", **words)
+
+
+def wish(**values: int) -> dict:
+    return {"generation_kwargs": {"until": ["s"], **values}}
