@@ -10,6 +10,7 @@ import torch
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.huggingface import is_huggingface
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from megalaunch.engine.deep_plan.report import DeepPlan, Exchange
 from megalaunch.engine.inference.ask import Ask, answers, length_note, tokens_of

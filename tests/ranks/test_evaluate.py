@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-<<<<<<< HEAD
-=======
 from importlib.util import find_spec
-from pathlib import Path
->>>>>>> 9165ac8 (lm-eval's tasks with a model of ours: an adapter, and megalaunch evaluate --task)
 
 import numpy as np
 import pytest
@@ -80,6 +76,11 @@ def test_what_cannot_be_evaluated(tmp_path, monkeypatch):
         (["--data", tmp_path / "short", "--sequence-length", 65], 2, "longer than the 64 that the model is made for"),
         (["--data", write_tokens(tmp_path / "strange", [[5, 99]])], 3, "the vocabulary has 53 entries"),
         ([], 2, "with --data, or a task of lm-eval with --task"),
+        (
+            ["parallel=tp2", "--task", "any"],
+            2,
+            "tasks of lm-eval run in one process: leave out parallel=tp2, or --task",
+        ),
         (["--task", "any"], 2, "pip install 'megalaunch[lm-eval]'"),
         (["--task", "any", "--include-path", tmp_path / "no"], 2, "no is no directory"),
     ]:
