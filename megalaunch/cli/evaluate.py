@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json as json_text
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,19 +55,10 @@ def evaluate(
     """
     source = source.expanduser()
     _check(source, data, layout, task, include_path)
-    from megalaunch.cli.exit import refuse
-    from megalaunch.engine import api
+    show = _Table(json)
+    with _failures_refused():
+        from megalaunch.engine import api
 
-    headed = json
-
-    def show(score: Score) -> None:
-        nonlocal headed
-        if not headed:
-            typer.echo(f"{'tokens':>12}{'loss':>10}{'perplexity':>14}{'bits a byte':>13}  data")
-        headed = True
-        typer.echo(json_text.dumps(_record(score)) if json else _row(score))
-
-    try:
         if layout:
             from megalaunch.cli.laid_out import answered
 
@@ -74,15 +66,36 @@ def evaluate(
             return
         model = api.open_model(source, lambda message: typer.echo(message, err=True))
         api.fit_threads(model)
-        if data:
-            for score in api.scores(model, data, sequence_length, batch_size, json_key):
-                show(score)
+        for score in api.scores(model, data, sequence_length, batch_size, json_key) if data else ():
+            show(score)
         if task:
             scores = api.task_scores(model, task, include_path, num_fewshot, limit, batch_size, sequence_length)
             _show_tasks(scores, json)
+
+
+class _Table:
+    """Shows scores one by one, a header before the first."""
+
+    def __init__(self, json: bool) -> None:
+        self._json, self._headed = json, json
+
+    def __call__(self, score: Score) -> None:
+        if not self._headed:
+            typer.echo(f"{'tokens':>12}{'loss':>10}{'perplexity':>14}{'bits a byte':>13}  data")
+        self._headed = True
+        typer.echo(json_text.dumps(_record(score)) if self._json else _row(score))
+
+
+@contextmanager
+def _failures_refused() -> Iterator[None]:
+    from megalaunch.cli.exit import refuse
+    from megalaunch.engine.api import CheckpointError
+
+    try:
+        yield
     except DataError as error:
         refuse(str(error), ExitCode.DATA)
-    except api.CheckpointError as error:
+    except CheckpointError as error:
         refuse(str(error), ExitCode.CHECKPOINT)
     except (NotADirectoryError, ValueError) as error:
         refuse(str(error))
