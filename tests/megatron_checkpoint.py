@@ -21,7 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron_model import _without_cuda
+from megatron_model import WITHOUT_KERNELS, _without_cuda
 
 LENGTH, ROWS = 12, 56
 _SHAPE = {
@@ -126,14 +126,7 @@ def _model(arguments: dict[str, Any], ranks: int, stacked: bool) -> Any:
         add_bias_linear=given.add_bias_linear,
         add_qkv_bias=given.add_qkv_bias,
         qk_layernorm=given.qk_layernorm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
+        **WITHOUT_KERNELS,
         tensor_model_parallel_size=ranks,
     )
     return GPTModel(

@@ -54,6 +54,19 @@ def loss_and_gradients(
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+# No dropout, and none of the fused kernels that only CUDA has.
+WITHOUT_KERNELS: dict[str, Any] = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "use_cpu_initialization": True,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+}
+
+
 def _model(spec: ModelSpec, length: int, ranks: int) -> Any:
     config = TransformerConfig(
         num_layers=spec.num_layers,
@@ -67,14 +80,7 @@ def _model(spec: ModelSpec, length: int, ranks: int) -> Any:
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
+        **WITHOUT_KERNELS,
         tensor_model_parallel_size=ranks,
     )
     return GPTModel(

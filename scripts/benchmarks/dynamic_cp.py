@@ -12,11 +12,9 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 import torch.distributed as dist
+from engine_variants.ranks import answer_of_ranks
 from engine_variants.shape import GROUPS, HEAD_DIM, HIDDEN, LAYERS, Work
 
 from megalaunch.config.schema import RunSpec, with_values
@@ -165,24 +164,7 @@ def _rank(rank: int, ranks: int, folder: str, answer: Connection, lengths: Lengt
 
 def measured(lengths: Lengths, ranks: int, steps: int) -> dict[str, Found]:
     """All ways in turns. Raises RuntimeError when a rank fails."""
-    torch.set_num_threads(1)  # before the fork: a forked OpenMP pool would hang
-    context = get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        here, there = context.Pipe()
-        workers = [
-            context.Process(target=_rank, args=(rank, ranks, folder, there, lengths, steps), daemon=True)
-            for rank in range(ranks)
-        ]
-        for worker in workers:
-            worker.start()
-        there.close()
-        try:
-            found: dict[str, Found] = here.recv()
-        except EOFError as error:
-            raise RuntimeError("a rank failed; its traceback is above") from error
-        finally:
-            for worker in workers:
-                worker.join(timeout=60)
+    found: dict[str, Found] = answer_of_ranks(ranks, _rank, lengths, steps)
     return found
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from engine_variants.ranks import answer_of_ranks
 from engine_variants.shape import Work
 from engine_variants.variants import VARIANTS
 
@@ -39,24 +38,7 @@ class Times:
 
 def side_by_side(names: Sequence[str], work: Work, ranks: int, steps: int) -> dict[str, Times]:
     """Times of all variants on `ranks` processes of one thread each. Raises RuntimeError when a rank fails."""
-    torch.set_num_threads(1)  # before the fork: a forked OpenMP pool would hang
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        here, there = context.Pipe()
-        workers = [
-            context.Process(target=_rank, args=(rank, ranks, folder, there, names, work, steps), daemon=True)
-            for rank in range(ranks)
-        ]
-        for worker in workers:
-            worker.start()
-        there.close()
-        try:
-            found: dict[str, Times] = here.recv()
-        except EOFError as error:
-            raise RuntimeError("a rank failed; its traceback is above") from error
-        finally:
-            for worker in workers:
-                worker.join(timeout=60)
+    found: dict[str, Times] = answer_of_ranks(ranks, _rank, names, work, steps)
     return found
 
 
