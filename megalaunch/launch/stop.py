@@ -33,6 +33,7 @@ class StopSignals:
         self.watching = False
         self._last = float("-inf")
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
+        self._mask: set[int | signal.Signals] = set()
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, *_AS_TERMINATE):
@@ -41,11 +42,14 @@ class StopSignals:
             if not (number == signal.SIGHUP and before == signal.SIG_IGN):
                 self._previous[number] = before
                 signal.signal(number, self._received)
+        # Who starts us may have blocked some for itself, and a mask is inherited: they would never arrive.
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, before in self._previous.items():
             signal.signal(number, before)
 

@@ -54,6 +54,18 @@ def test_an_early_warning_asks_the_workers_to_save():
         assert (stop.exit_code, stop.forwarded) == (ExitCode.PREEMPTED, signal.SIGTERM)
 
 
+def test_a_signal_that_our_parent_had_blocked_is_heard():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
+    try:
+        with StopSignals() as stop:
+            stop.watching = True
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.first == signal.SIGUSR1
+        assert {signal.SIGUSR1, signal.SIGTERM} <= signal.pthread_sigmask(signal.SIG_BLOCK, set())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
