@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from forked_ranks import run_ranks
 from proofs import Proof, record
 
 from megalaunch.config.schema import RunSpec, build_run_spec
@@ -202,6 +203,12 @@ def on_ranks(spec: RunSpec, every_stage: bool = False, shaken: bool = False) -> 
     numbers = Numbers([r.loss for r in results], [r.grad_norm for r in results], gradients, parameters, validation)
     speaks = mesh.rank == 0 or (every_stage and mesh.rank % (mesh.topology.world // mesh.pp.size) == 0)
     return numbers if speaks else None
+
+
+def hold_to_one_process(spec: RunSpec, shaken: bool = False, timeout: float = 120) -> None:
+    """The layout's numbers by as many ranks as it takes, held to the reference of the same spec."""
+    every = run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True, shaken, timeout=timeout)
+    assert_same(joined_stages(every), one_process(spec, shaken))
 
 
 def shake(model: Decoder | ModelParts) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from forked_ranks import run_ranks
-from oracle import assert_same, joined_stages, on_ranks, one_process, small_spec
+from oracle import hold_to_one_process, small_spec
 
 # Each joins parts that some family has together, and more of them than any has.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -81,9 +80,7 @@ AWKWARD = {  # larger weights than usual: caps, clamps and softmaxes that hardly
 def _hold_to_one_process(features: dict[str, Any], layout: dict[str, Any], **values: Any) -> None:
     values |= {f"model__{key}": value for key, value in features.items()}
     values |= {f"parallel__{key}": value for key, value in layout.items()}
-    spec = small_spec(**{**AWKWARD, **values})
-    every = run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True, True)
-    assert_same(joined_stages(every), one_process(spec, True))
+    hold_to_one_process(small_spec(**{**AWKWARD, **values}), shaken=True)
 
 
 # Each part meets each kind of layout in the quick tests; these are its further forms.

@@ -6,8 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from forked_ranks import run_ranks
-from oracle import assert_same, joined_stages, on_ranks, one_process, small_spec
+from oracle import hold_to_one_process, one_process, small_spec
 
 from megalaunch.config.schema import with_values
 
@@ -44,16 +43,11 @@ def _spec(layout: dict[str, Any], **values: Any) -> Any:
     return small_spec(**{"parallel__dp": 1, **DROPOUT, **words, **values})
 
 
-def _held_to_one_process(spec: Any) -> None:
-    every = run_ranks(spec.cluster.devices_per_node, on_ranks, spec, True)
-    assert_same(joined_stages(every), one_process(spec))
-
-
 @pytest.mark.parametrize(
     "layout", [layout if layout in QUICK else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS]
 )
 def test_every_gradient_is_that_of_one_process(layout):
-    _held_to_one_process(_spec(LAYOUTS[layout]))
+    hold_to_one_process(_spec(LAYOUTS[layout]))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +60,7 @@ def test_every_gradient_is_that_of_one_process(layout):
     ],
 )
 def test_a_recomputed_pass_draws_the_same(layout, again):
-    _held_to_one_process(_spec(LAYOUTS[layout], **AGAIN[again]))
+    hold_to_one_process(_spec(LAYOUTS[layout], **AGAIN[again]))
 
 
 def test_no_layout_hides_that_nothing_is_dropped():

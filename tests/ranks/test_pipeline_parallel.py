@@ -5,34 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from forked_ranks import run_ranks
-from oracle import assert_same, joined_stages, on_ranks, one_process, small_spec
+from oracle import hold_to_one_process, small_spec
 
 from megalaunch.engine.parallel.interleaved import InterleavedGroups
 
 VOCABULARY = 64
 
 
-def _held_to_one_process(ranks: int, **values: Any) -> None:
+def _held_to_one_process(**values: Any) -> None:
     spec = small_spec(**{"parallel__dp": 1, "model__vocab_size": VOCABULARY, **values})
-    assert_same(joined_stages(run_ranks(ranks, on_ranks, spec, True)), one_process(spec))
+    hold_to_one_process(spec)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 def test_two_stages(schedule):
-    _held_to_one_process(2, parallel__pp=2, parallel__schedule=schedule, model__num_layers=4)
+    _held_to_one_process(parallel__pp=2, parallel__schedule=schedule, model__num_layers=4)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zbv", "dualpipev"])
 def test_two_stages_a_rank(schedule):
-    _held_to_one_process(2, parallel__pp=2, parallel__vpp=2, parallel__schedule=schedule, model__num_layers=4)
+    _held_to_one_process(parallel__pp=2, parallel__vpp=2, parallel__schedule=schedule, model__num_layers=4)
 
 
 @pytest.mark.parametrize(("ranks", "group", "microbatches"), [(2, 3, 8), (3, 4, 8), (2, 5, 7)])
 def test_groups_of_microbatches(ranks, group, microbatches):
     """The last group is smaller in the first and the last; torch's own rounds could not be of 7 microbatches."""
     _held_to_one_process(
-        ranks, parallel__pp=ranks, parallel__vpp=2, parallel__schedule="interleaved", model__num_layers=2 * ranks,
+        parallel__pp=ranks, parallel__vpp=2, parallel__schedule="interleaved", model__num_layers=2 * ranks,
         parallel__microbatch_group=group, batch__micro_batch_size=1, batch__global_batch_size=microbatches,
     )  # fmt: skip
 
@@ -53,14 +52,14 @@ def test_a_group_is_run_before_the_next_stage_s():
 def test_tied_embeddings(schedule):
     vpp = 1 if schedule == "1f1b" else 2
     _held_to_one_process(
-        2, parallel__pp=2, parallel__vpp=vpp, parallel__schedule=schedule, model__num_layers=4,
+        parallel__pp=2, parallel__vpp=vpp, parallel__schedule=schedule, model__num_layers=4,
         model__tied_embeddings=True,
     )  # fmt: skip
 
 
 def test_uneven_stages():
     _held_to_one_process(
-        3, parallel__pp=3, parallel__schedule="1f1b", model__num_layers=7, parallel__first_stage_layers=2,
+        parallel__pp=3, parallel__schedule="1f1b", model__num_layers=7, parallel__first_stage_layers=2,
         parallel__last_stage_layers=3,
     )  # fmt: skip
 
@@ -68,13 +67,13 @@ def test_uneven_stages():
 def test_four_stages_there_and_back():
     """Eight stages on four ranks, uneven; the rank of the first also has the last."""
     _held_to_one_process(
-        4, parallel__pp=4, parallel__vpp=2, parallel__schedule="zbv", model__num_layers=7, parallel__head_as_layer=True
+        parallel__pp=4, parallel__vpp=2, parallel__schedule="zbv", model__num_layers=7, parallel__head_as_layer=True
     )
 
 
 def test_a_layout_in_letters():
     _held_to_one_process(
-        2, parallel__pp=2, parallel__schedule="interleaved", model__num_layers=5, parallel__stage_layout="Ett|t|t|tL"
+        parallel__pp=2, parallel__schedule="interleaved", model__num_layers=5, parallel__stage_layout="Ett|t|t|tL"
     )
 
 
@@ -96,11 +95,11 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", TOGETHER)
 def test_with_another_axis(name, schedule):
     values = SCHEDULES[schedule] | TOGETHER[name]
-    _held_to_one_process(4, parallel__pp=2, parallel__schedule=schedule, model__num_layers=4, **values)
+    _held_to_one_process(parallel__pp=2, parallel__schedule=schedule, model__num_layers=4, **values)
 
 
 def test_three_axes():
     _held_to_one_process(
-        8, parallel__pp=2, parallel__tp=2, parallel__dp=2, parallel__sequence_parallel=True,
+        parallel__pp=2, parallel__tp=2, parallel__dp=2, parallel__sequence_parallel=True,
         parallel__schedule="1f1b", model__num_layers=4, batch__micro_batch_size=1,
     )  # fmt: skip

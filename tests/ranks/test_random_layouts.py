@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from forked_ranks import run_ranks
-from oracle import Numbers, assert_same, on_ranks, one_process
+from oracle import hold_to_one_process
 from random_layouts import Layout, name_of, random_runs, ranks_of, spec_of
 
 
@@ -19,14 +18,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_a_layout_against_one_process(drawn: Layout):
-    spec = spec_of(drawn)
-    every = run_ranks(ranks_of(drawn), on_ranks, spec, True, timeout=240)
-    stages: list[Numbers] = [numbers for numbers in every if numbers is not None]
-    found = stages[0]
-    for other in stages[1:]:
-        found.gradients |= other.gradients
-        found.parameters |= other.parameters
-    assert_same(found, one_process(spec))
+    hold_to_one_process(spec_of(drawn), timeout=240)
 
 
 def test_draws_are_various():
