@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 
-_SYNCED_AT_ONCE = 1 << 25  # bytes
+_SYNCED_AT_ONCE = 1 << 23  # bytes; at the end about so many are still to be synced
 
 
 class EarlySync:

@@ -116,7 +116,7 @@ def encoder_of(name: EngineChoice, content: str) -> Encode:
         encode: Encode = gigatoken.Tokenizer.from_json(content.encode()).encode
         return encode
     tokenizer = tokenizer_of_json(content)
-    return lambda text: np.array(tokenizer.encode_batch([text])[0], dtype=np.int64)
+    return lambda text: np.array(tokenizer.encode_batch([text])[0], dtype=np.uint32)
 
 
 def _first_line(error: BaseException) -> str:

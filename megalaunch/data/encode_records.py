@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class KeyTokens:
-    """The documents of one key: ids in the type of the file, tokens a sequence, sequences a document (int32)."""
+    """The documents of one key: ids, tokens a sequence, sequences a document (int32)."""
 
     tokens: NDArray[Any]
     lengths: NDArray[np.int32]
@@ -57,7 +57,10 @@ class KeyTokens:
 
 @dataclass
 class Encoded:
-    """One chunk's documents by key, and its bad records; records = written + len(bad), lines are those passed."""
+    """One chunk's documents by key, and its bad records; records = written + len(bad), lines are those passed.
+
+    The ids are in the type of the file.
+    """
 
     records: int = 0
     lines: int = 0
@@ -76,7 +79,7 @@ class ChunkEncoder:
         self._recipe = recipe
         self._encode = load(recipe.engine, recipe.tokenizer.read_text(encoding="utf-8"))
         self._split = None if recipe.language is None else splitter(recipe.language)
-        self._end = None if recipe.end is None else np.array([recipe.end])
+        self._end = None if recipe.end is None else np.array([recipe.end], np.uint32)
 
     def encode(self, chunk: Chunk) -> Encoded:
         """The documents of a chunk. DataError only when its file cannot be read any more."""
@@ -84,7 +87,7 @@ class ChunkEncoder:
         if isinstance(chunk.body, Unreadable):
             result.records = result.lines = chunk.body.lines
             result.bad.append(BadRecord(chunk.path, 0, False, chunk.body.cause, chunk.body.fix, b""))
-            result.keys = [self._joined([]) for _ in self._recipe.keys]
+            result.keys = [self._stored(self._joined([])) for _ in self._recipe.keys]
             return result
         chunk = read(chunk)
         return self._at_once(chunk) or self._one_by_one(chunk)
@@ -96,11 +99,10 @@ class ChunkEncoder:
             return None
         keys = []
         for column in texts:
-            documents = list(map(self._encode, column))
-            joined = np.concatenate(documents)
-            if joined.max(initial=0) >= self._recipe.vocab_size:
+            key = self._joined([[ids] if ids.size else [] for ids in map(self._encode, column)])
+            if key.tokens.max(initial=0) >= self._recipe.vocab_size:
                 return None
-            keys.append(self._joined([[ids] if ids.size else [] for ids in documents]))
+            keys.append(self._stored(key))
         return Encoded(len(texts[0]), len(texts[0]), keys)
 
     def _one_by_one(self, chunk: Chunk) -> Encoded:
@@ -117,7 +119,8 @@ class ChunkEncoder:
                 absolute = record.number is None
                 result.bad.append(BadRecord(record.path, line, absolute, error.cause, error.fix, content))
         result.lines = result.records
-        result.keys = [self._joined([document[k] for document in documents]) for k in range(len(self._recipe.keys))]
+        columns = ([document[k] for document in documents] for k in range(len(self._recipe.keys)))
+        result.keys = [self._stored(self._joined(column)) for column in columns]
         return result
 
     def _check_size(self, record: Record) -> None:
@@ -135,7 +138,12 @@ class ChunkEncoder:
                 raise DataError(f"id {largest} is beyond the vocabulary of {self._recipe.vocab_size:,}")
         return sequences
 
+    def _stored(self, key: KeyTokens) -> KeyTokens:
+        """With its ids, which the vocabulary holds, in the type of the file."""
+        return replace(key, tokens=key.tokens.astype(self._recipe.dtype))
+
     def _joined(self, documents: list[list[NDArray[Any]]]) -> KeyTokens:
+        """One key's documents in a row; ids in the type that the engine gives them in."""
         parts: list[NDArray[Any]] = []
         lengths: list[int] = []
         for document in documents:
@@ -145,5 +153,5 @@ class ChunkEncoder:
                 parts.append(self._end)
                 lengths[-1] += 1
         none = [np.empty(0, self._recipe.dtype)]
-        tokens = np.concatenate(parts or none, dtype=self._recipe.dtype, casting="unsafe")
+        tokens = np.concatenate(parts or none)
         return KeyTokens(tokens, np.array(lengths, np.int32), np.array(list(map(len, documents)), np.int32))

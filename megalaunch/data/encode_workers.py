@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Workers:
         self._slots = Slots(_AHEAD * count + 1, _SLOT_BYTES * chunk_bytes) if forked else None
         words = (forked, _get_ready, engine, tokenizer, self._slots)
         self._workers = [WorkerProcess(*words) for _ in range(count)] if count > 1 else []
+        self._begun: Recipe | None = None
+        self._waiting: deque[tuple[Chunk, int | None, Future[tuple[Encoded, list[int] | None]]]] = deque()
 
     def start_gigatoken(self, tokenizer: Path, texts: list[str]) -> Callable[[], list[NDArray[Any]] | str]:
         """Have a worker encode texts with gigatoken; what is given back waits for the ids, or for why it cannot."""
@@ -46,27 +48,27 @@ class Workers:
         future = self._submit(_gigatoken_ids, tokenizer, texts)
         return lambda: _result(future)
 
+    def begin(self, ahead: Iterator[Chunk], recipe: Recipe) -> None:
+        """Have the first chunks encoded before it is known whether they will be asked for with this recipe."""
+        self._begun = recipe
+        self._send(ahead, recipe, _AHEAD * len(self._workers))
+
     def encoded(self, ahead: Iterator[Chunk], recipe: Recipe) -> Iterator[tuple[Chunk, Encoded]]:
         """Every chunk with its documents, in order; at most a few chunks are in memory at a time.
 
-        Raises DataError for a worker that dies, and what reading or encoding raises.
+        Those that were begun come first. Raises DataError for a worker that dies, and what reading or encoding raises.
         """
         if not self._workers:
             encoder = ChunkEncoder(recipe, _loaded)
             yield from ((chunk, encoder.encode(chunk)) for chunk in ahead)
             return
-        waiting: deque[tuple[Chunk, int | None, Future[tuple[Encoded, list[int] | None]]]] = deque()
-
-        def submit(count: int) -> None:
-            for chunk in islice(ahead, count):
-                slot = None if self._slots is None else self._slots.take()
-                waiting.append((chunk, slot, self._submit(_encode, recipe, chunk, slot)))
-
-        submit(_AHEAD * len(self._workers))
-        while waiting:
-            chunk, slot, future = waiting.popleft()
+        if recipe != self._begun:
+            ahead = chain(self._taken_back(), ahead)
+            self._send(ahead, recipe, _AHEAD * len(self._workers))
+        while self._waiting:
+            chunk, slot, future = self._waiting.popleft()
             encoded, sizes = _result(future)
-            submit(1)
+            self._send(ahead, recipe, 1)
             if self._slots is None or slot is None:
                 yield chunk, encoded
                 continue
@@ -74,11 +76,31 @@ class Workers:
                 self._slots.find(slot, encoded, sizes)
             yield chunk, encoded
             self._slots.free(slot)
+        self._kill()  # there is no more to do: they end while the rest is written
+
+    def _send(self, ahead: Iterator[Chunk], recipe: Recipe, count: int) -> None:
+        for chunk in islice(ahead, count):
+            slot = None if self._slots is None else self._slots.take()
+            self._waiting.append((chunk, slot, self._submit(_encode, recipe, chunk, slot)))
+
+    def _taken_back(self) -> list[Chunk]:
+        """The chunks that were begun, once no worker is at them any more."""
+        begun, self._waiting = self._waiting, deque()
+        for _, slot, future in begun:
+            future.exception()
+            if self._slots is not None and slot is not None:
+                self._slots.free(slot)
+        return [chunk for chunk, _, _ in begun]
 
     def close(self) -> None:
         """End the processes; what they were to do is dropped."""
+        self._kill()
         for worker in self._workers:
             worker.close()
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
 
     def _submit(self, function: Callable[..., Any], *words: object) -> Future[Any]:
         return min(self._workers, key=lambda worker: worker.asked).submit(function, *words)

@@ -10,7 +10,7 @@ from megalaunch.data.errors import DataError
 from megalaunch.data.inputs import Input
 from megalaunch.data.source_files import open_source
 
-_BLOCK = 1 << 22
+_BLOCK = 1 << 20  # bytes, which stay in a processor's cache from the reading to the hashing
 _AHEAD = 1 << 28  # bytes that hashing may run before the encoding
 
 
@@ -48,11 +48,11 @@ class InputHashes:
             self._error = error
 
     def _sha256(self, entry: Input) -> str:
-        digest = hashlib.sha256()
+        digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
         with open_source(entry.path) as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
-                self._hashed += len(block)
+            while size := file.readinto(block):
+                digest.update(block[:size])
+                self._hashed += size
                 with self._moved:
                     self._moved.wait_for(lambda: self._hashed <= self._reached + _AHEAD)
         return digest.hexdigest()

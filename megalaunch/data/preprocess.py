@@ -6,10 +6,9 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megalaunch.data.encode_engine import CHECKED_CHARACTERS, Engine, choose_engine
 from megalaunch.data.encode_records import Encoded, Recipe
@@ -20,11 +19,14 @@ from megalaunch.data.input_hashes import InputHashes
 from megalaunch.data.inputs import Input, find_inputs
 from megalaunch.data.preprocess_output import Output
 from megalaunch.data.preprocess_report import write_reports
-from megalaunch.data.preprocess_settings import Settings
+from megalaunch.data.preprocess_settings import EngineChoice, Settings
 from megalaunch.data.preprocess_state import Progress, State, fingerprint
 from megalaunch.data.read_records import good_texts
 from megalaunch.data.token_writer import token_type
 from megalaunch.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,20 @@ class _Job:
         kept = self._output.keep_tokenizer(self._content)
         ahead = chunks(self._inputs, self._settings, self.state.position)
         first = list(islice(ahead, 1))
+        ahead = chain(first, ahead)
         keys = self._settings.json_keys
         texts = [text for chunk in first for text in good_texts(chunk, keys, CHECKED_CHARACTERS)]
-        start = partial(workers.start_gigatoken, kept)
+
+        def start(checked: list[str]) -> Callable[[], list[NDArray[Any]] | str]:
+            finish = workers.start_gigatoken(kept, checked)
+            workers.begin(ahead, self._recipe(kept, EngineChoice.GIGATOKEN))
+            return finish
+
         self.engine = choose_engine(self._settings.engine, self._tokenizer, texts, start)
         if self.engine.note:
             self._note(self.engine.note)
         try:
-            for chunk, encoded in workers.encoded(chain(first, ahead), self._recipe(kept)):
+            for chunk, encoded in workers.encoded(ahead, self._recipe(kept, self.engine.name)):
                 self._take(chunk, encoded)
                 if time.monotonic() - self._checkpointed >= self._settings.checkpoint_seconds:
                     self._checkpoint()
@@ -133,9 +141,9 @@ class _Job:
                 self._save_quietly()
             raise
 
-    def _recipe(self, tokenizer: Path) -> Recipe:
+    def _recipe(self, tokenizer: Path, engine: EngineChoice) -> Recipe:
         return Recipe(
-            engine=self.engine.name,
+            engine=engine,
             tokenizer=tokenizer,
             vocab_size=self._tokenizer.vocab_size,
             keys=self._settings.json_keys,
@@ -149,7 +157,9 @@ class _Job:
         """Make the whole safe on disk; the hashes of the inputs."""
         self.state.complete = True
         self._checkpoint()
-        return self._hashes.finish()
+        hashes = self._hashes.finish()
+        self._count_seconds()
+        return hashes
 
     def _take(self, chunk: Chunk, encoded: Encoded) -> None:
         """Write a chunk and count it; DataError for its first bad record when these stop the run."""
@@ -161,9 +171,12 @@ class _Job:
             raise
         self._output.add(encoded.keys, quarantined)
         self._whole = True
-        self.state.counts.seconds = self._seconds_before + time.monotonic() - self._started
+        self._count_seconds()
         self._hashes.reached(self.state.counts.bytes_read)
         self._show(self.state.counts)
+
+    def _count_seconds(self) -> None:
+        self.state.counts.seconds = self._seconds_before + time.monotonic() - self._started
 
     def _checkpoint(self) -> None:
         self._output.checkpoint({"fingerprint": self._fingerprint, **self.state.to_save()})

@@ -59,8 +59,8 @@ def plain_texts(chunk: Chunk, keys: tuple[str, ...], record_bytes: int) -> list[
     """
     if not isinstance(chunk.body, Lines):
         return None
-    lines = _lines(chunk.body.content)
-    if max(map(len, lines)) >= record_bytes:
+    lines = _views(chunk.body.content)
+    if max(map(len, lines), default=0) >= record_bytes:
         return None
     try:
         found = list(map(_parse, lines))
@@ -109,6 +109,17 @@ def _lines(content: bytes) -> list[bytes]:
     return lines
 
 
+def _views(content: bytes) -> list[memoryview]:
+    """The same lines, not copied."""
+    whole, lines, start = memoryview(content), [], 0
+    while (end := content.find(b"\n", start)) >= 0:
+        lines.append(whole[start:end])
+        start = end + 1
+    if start < len(content):
+        lines.append(whole[start:])
+    return lines
+
+
 def _line(line: bytes, keys: tuple[str, ...], path: Path, number: int) -> list[Sequence[str]]:
     try:  # what nearly every line is; all else is looked into by record_sentences, which says what is wrong
         record = _parse(line)
@@ -120,18 +131,18 @@ def _line(line: bytes, keys: tuple[str, ...], path: Path, number: int) -> list[S
     return [record_sentences(line, key, path, number) for key in keys]
 
 
-def _parser() -> Callable[[bytes], Any]:
+def _parser() -> Callable[[bytes | memoryview], Any]:
     """orjson where it is installed: what it takes it reads as `json` does, and it is stricter."""
     try:
         import orjson
     except ImportError:
         return _standard_parse
-    parse: Callable[[bytes], Any] = orjson.loads
+    parse: Callable[[bytes | memoryview], Any] = orjson.loads
     return parse
 
 
-def _standard_parse(line: bytes) -> Any:
-    text = line.decode()
+def _standard_parse(line: bytes | memoryview) -> Any:
+    text = str(line, "utf-8")
     if "\\ud" in text or "\\uD" in text:  # perhaps half of a surrogate pair, which json lets through
         raise ValueError
     return json.loads(text)

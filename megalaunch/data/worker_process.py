@@ -72,9 +72,13 @@ class WorkerProcess:
             self._pipe.send((function, words))
         return future
 
+    def kill(self) -> None:
+        """Have the process end now, which `close` waits for."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the process now; what it was doing is dropped."""
-        self._process.kill()
+        self.kill()
         self._process.join()
         if self._reader is not None:
             self._reader.join()

@@ -29,25 +29,58 @@ preprocess([sys.argv[1]], Path(sys.argv[3]), settings, lambda progress: chunks.a
 print(len(found), len(chunks) - len(found), len(set(found)))
 """
 
+# The same with an engine that gives wrong ids in place of gigatoken: that shows when the first chunks are under way.
+WRONG = """
+from megalaunch.data import encode_workers
+
+right = encode_workers.encoder_of
+
+
+def wrong(name, content):
+    encode = right("tokenizers", content)
+    return (lambda text: encode(text)[::-1].copy()) if name == "gigatoken" else encode
+
+
+encode_workers.encoder_of = wrong
+begun = []
+begin = encode_workers.Workers.begin
+encode_workers.Workers.begin = lambda self, *words: (begin(self, *words), begun.extend(self._waiting))
+"""
+
+
+def run(folder, workers, script=RUN, engine=""):
+    words = [folder / "in.jsonl", folder / "tokenizer.json", folder / f"{workers}{engine}" / "out", workers]
+    return subprocess.run(
+        [sys.executable, "-c", script, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    ).stdout
+
+
+def test_chunks_begun_with_an_engine_that_proves_wrong_are_encoded_anew(tmp_path):
+    small_tokenizer(tmp_path / "tokenizer.json")
+    lines = [json.dumps({"text": text, "more": text[:9]}) for text in sentences(600)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    printed = run(tmp_path, 2, WRONG + RUN + "print(len(begun))", "wrong")
+    found, sent, slots, begun = map(int, printed.split())
+    assert begun == slots - 1 == 8  # all places but the spare one
+    assert found > 4 * begun
+    assert not sent
+    run(tmp_path, 1)
+    for name in ("out_text_document.bin", "out_text_document.idx", "out_more_document.bin"):
+        assert (tmp_path / "2wrong" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
+
 
 def test_the_bytes_of_one_process(tmp_path):
-    tokenizer = small_tokenizer(tmp_path / "tokenizer.json")
+    small_tokenizer(tmp_path / "tokenizer.json")
     lines = [json.dumps({"text": text, "more": text[:9]}) for text in [*sentences(600), "", "x"]]
     lines[100] = '{"text": 7, "more": "bad"}'
     lines[300] = json.dumps({"text": "\u4e2d" * 20_000, "more": ""})  # more tokens than a slot holds
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    printed = {}
-    for workers in (1, 2):
-        words = [tmp_path / "in.jsonl", tokenizer, tmp_path / str(workers) / "out", workers]
-        done = subprocess.run(
-            [sys.executable, "-c", RUN, *map(str, words)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-        )
-        printed[workers] = [int(word) for word in done.stdout.split()]
+    printed = {workers: [int(word) for word in run(tmp_path, workers).split()] for workers in (1, 2)}
     shared, sent, slots = printed[2]
     assert shared > 10 * sent > 0
     assert shared > slots > 1  # each is used again
