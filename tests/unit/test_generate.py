@@ -16,9 +16,11 @@ from megalaunch.engine import api
 from megalaunch.engine.checkpoint.store import CheckpointError
 from megalaunch.engine.inference.cache import TextCache
 from megalaunch.engine.inference.generate import Writing, generate_tokens, next_logits
-from megalaunch.engine.inference.lean import LeanDecoder
+from megalaunch.engine.inference.lean import Joined, LeanDecoder
 from megalaunch.engine.inference.sampling import Sampler, Sampling, distribution
 from megalaunch.engine.inference.text import StopStrings, text_of
+from megalaunch.engine.layout import COLUMNS
+from megalaunch.engine.model.linear import Linear
 
 GREEDY = Sampling(temperature=0)
 
@@ -76,6 +78,23 @@ def test_prompts_of_different_lengths_are_what_they_are_alone(shape: dict, lean:
         with torch.no_grad():
             alone = model(torch.cat((torch.tensor(prompt), more[row]))[None])[0, len(prompt) - 1 :]
         torch.testing.assert_close(torch.stack([logits[row] for logits in found]), alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 24, 25])
+@pytest.mark.parametrize("features", [(40,), (96, 192), (96, 105)])
+def test_joined_projections_are_each_by_itself_for_any_number_of_rows(features: tuple[int, ...], rows: int):
+    """One row, few rows by blocks (with features left over and without), and many."""
+    torch.manual_seed(rows)
+    for bias in (False, True):
+        projections = [Linear(32, size, COLUMNS, bias) for size in features]
+        for parameter in (p for projection in projections for p in projection.parameters()):
+            parameter.data.normal_()
+        x, residual = torch.randn(rows, 32), torch.randn(rows, sum(features))
+        with torch.no_grad():
+            expected = torch.cat([projection(x) for projection in projections], dim=1)
+            joined = Joined(*projections)
+            torch.testing.assert_close(joined(x), expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(joined.onto(residual, x), residual + expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_lean_decoder_shares_its_parameters():

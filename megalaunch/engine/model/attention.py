@@ -89,9 +89,12 @@ class Attention(nn.Module):
         self, attend: Attend, queries: Tensor, keys: Tensor, values: Tensor, words_BN: Tensor | None = None
     ) -> Tensor:
         """What lies between the projections."""
+        return attend(queries, keys, values, self.scoring(words_BN))
+
+    def scoring(self, words_BN: Tensor | None = None) -> Scoring:
+        """How its scores become weights."""
         sinks = None if self.sinks is None else local(self.sinks)
-        scoring = Scoring(self.config.scale_dim**-0.5, self.config.soft_cap, sinks, words_BN, self.config.dropout)
-        return attend(queries, keys, values, scoring)
+        return Scoring(self.config.scale_dim**-0.5, self.config.soft_cap, sinks, words_BN, self.config.dropout)
 
     def _normed(self, projected: Tensor, norm: nn.Module | None) -> Tensor:
         """[B, S, f] -> heads [B, n, S, D], normed one by one or all together."""
