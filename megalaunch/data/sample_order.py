@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from megalaunch.data.cache import cached_directory
 from megalaunch.data.errors import DataError
+from megalaunch.data.sample_starts import sample_starts
 
 # A sample shares its last token with the next one: it is the last label here and the first input there.
 SHARED = 1
@@ -25,7 +26,6 @@ _LAST_EPOCH_APART_BELOW = 0.80
 # Entries from which on an order is kept on disk, where the ranks of a machine share its memory; fewer are made
 # in a few hundredths of a second.
 KEPT_FROM = 1 << 20
-_BLOCK, _SMALLEST_BLOCK = 1 << 16, 1 << 12  # documents
 # Raise it when the same inputs would give another order than before.
 _ORDER_VERSION = 1
 
@@ -103,81 +103,6 @@ def _shuffled_documents(sequences: range, epochs: int, apart: bool, random: np.r
     random.shuffle(first)
     random.shuffle(one)
     return np.concatenate([first, one])
-
-
-def sample_starts(
-    lengths: NDArray[np.int32], documents: NDArray[np.int32], samples: int, sequence_length: int
-) -> NDArray[Any]:
-    """Where samples 0 to `samples` begin in the joined `documents`: pairs (place in `documents`, token there).
-
-    Sample k begins at token k * sequence_length of the stream, in the last document that begins at or
-    before it: documents without tokens are stepped over, as Megatron's loop does. Worked out for blocks of
-    documents that stay in a processor's cache, in arrays that all blocks share.
-    """
-    longest = int(lengths.max(initial=0))
-    narrow = max(len(documents), longest) < 2**31
-    starts = np.zeros((samples + 1, 2), np.int32 if narrow else np.int64)
-    block = _Block(starts, sequence_length, longest)
-    before = 0
-    for first in range(0, len(documents), block.size):
-        before += block.fill(first, before, lengths, documents[first : first + block.size])
-    return starts
-
-
-class _Block:
-    """Sets the rows of `starts` for `size` documents at a time.
-
-    The numbers within a block are of 32 bits where they fit, of which numpy computes twice as many at a time.
-    """
-
-    def __init__(self, starts: NDArray[Any], sequence_length: int, longest: int) -> None:
-        self._starts, self._sequence_length = starts, sequence_length
-        fitting = (2**32 - 2 * sequence_length) // max(longest, 1)
-        self.size = min(fitting, _BLOCK) if fitting >= _SMALLEST_BLOCK else _BLOCK
-        number = np.uint32 if fitting >= _SMALLEST_BLOCK else np.int64
-        self._lengths = np.empty(self.size, np.int32)
-        self._ends = np.empty(self.size, number)
-        self._begun = np.empty(self.size + 1, number)
-
-    def fill(self, first: int, before: int, lengths: NDArray[np.int32], documents: NDArray[np.int32]) -> int:
-        """The tokens of these documents, of which `first` is the place of the first, `before` tokens into the stream.
-
-        Row 0 stays (0, 0) even if the first documents are empty, as in Megatron.
-        """
-        sequence_length = self._sequence_length
-        passed, phase = divmod(before, sequence_length)
-        done = max(passed + bool(phase), 1)
-        # All numbers are in range: of the modes, clip checks least.
-        taken = lengths.take(documents, mode="clip", out=self._lengths[: len(documents)])
-        taken = taken.view(np.uint32) if self._ends.dtype == np.uint32 else taken.astype(np.int64)
-        # So much is added to every end that a division rounds up: to the samples that begin before it.
-        added = phase + sequence_length - 1
-        taken[0] += added
-        ends = np.cumsum(taken, dtype=taken.dtype, out=self._ends[: len(taken)])
-        taken[0] -= added
-        begun = np.floor_divide(ends, sequence_length, out=self._begun[1 : len(ends) + 1])
-        if not before:
-            np.maximum(begun, 1, out=begun)
-        stop = min(passed + int(begun[-1]), len(self._starts))
-        if stop > done:
-            found = self._found(begun, done - passed, stop - passed)
-            tokens = sequence_length * np.arange(done, stop) + (added - before)
-            tokens -= np.subtract(ends, taken, out=taken).take(found)
-            self._starts[done:stop, 1] = tokens
-            found += first
-            self._starts[done:stop, 0] = found
-        return int(ends[-1]) - added
-
-    def _found(self, begun: NDArray[Any], done: int, stop: int) -> NDArray[np.intp]:
-        """The documents in which samples `done` to `stop` begin; `begun` of them begin before the end of each."""
-        if 2 * (stop - done) > len(begun):  # one that ends before a sample begins is passed by it
-            passed: NDArray[np.intp] = np.bincount(begun, minlength=stop)[:stop]
-            return np.cumsum(passed, out=passed)[done:]
-        self._begun[0] = done
-        found = np.flatnonzero(begun != self._begun[: len(begun)])
-        if len(found) < stop - done:  # some hold several
-            found = np.repeat(found, begun.take(found) - self._begun.take(found))
-        return found[: stop - done]
 
 
 def kept_order(

@@ -12,7 +12,8 @@ from token_files import prepared_spec, write_tokens
 
 from megalaunch.data.errors import DataError
 from megalaunch.data.gpt_samples import GPTSamples
-from megalaunch.data.sample_order import sample_order, sample_starts
+from megalaunch.data.sample_order import sample_order
+from megalaunch.data.sample_starts import sample_starts
 from megalaunch.data.source import open_training, open_validation
 from megalaunch.data.split import split_ranges
 from megalaunch.data.token_writer import TokenWriter, token_type
@@ -106,7 +107,7 @@ def test_starts_equal_the_naive_walk(lengths, sequence_length, num_samples, seed
 @settings(max_examples=40, deadline=None)
 def test_blocks_do_not_show(lengths, sequence_length, num_samples):
     whole = order_of(lengths, sequence_length, num_samples, 7)
-    with mock.patch("megalaunch.data.sample_order._BLOCK", 3):
+    with mock.patch("megalaunch.data.sample_starts._BLOCK", 4):
         cut = order_of(lengths, sequence_length, num_samples, 7)
     assert cut.starts.tolist() == whole.starts.tolist()
 
@@ -123,19 +124,35 @@ def test_more_tokens_in_a_block_than_32_bits_count():
         assert 0 <= offset < lengths[document]
 
 
-@pytest.mark.parametrize("sequence_length", [100, 3000, 600_000])
-def test_blocks_are_as_short_as_32_bits_ask_for(sequence_length):
-    """Many samples a document, about one, few; 5,000 documents of this length would be past 2^32 tokens."""
-    lengths = np.random.RandomState(3).randint(0, 1000, 9000).astype(np.int32)
-    lengths[[0, 17, 5000]] = 0, 900_000, 0
-    samples = (int(lengths.sum()) - 1) // sequence_length
-    starts = sample_starts(lengths, np.arange(len(lengths), dtype=np.int32), samples, sequence_length)
+def starts_by_search(lengths, samples, sequence_length):
+    """The same by looking each sample up among the ends of all documents."""
     ends = np.cumsum(lengths, dtype=np.int64)
     at = np.arange(samples + 1) * sequence_length
     places = np.searchsorted(ends, at, side="right")
     places[0] = 0
-    assert starts[:, 0].tolist() == places.tolist()
-    assert starts[1:, 1].tolist() == (at - ends[places] + lengths[places])[1:].tolist()
+    tokens = at - ends[places] + lengths[places]
+    tokens[0] = 0
+    return np.stack([places, tokens], axis=1).tolist()
+
+
+@pytest.mark.parametrize("sequence_length", [100, 3000, 600_000])
+def test_starts_of_several_whole_blocks(sequence_length):
+    """Many samples a document, about one, few."""
+    lengths = np.random.RandomState(3).randint(0, 1000, 150_001).astype(np.int32)
+    lengths[[0, 17, 5000]] = 0, 900_000, 0
+    samples = (int(lengths.sum()) - 1) // sequence_length
+    starts = sample_starts(lengths, np.arange(len(lengths), dtype=np.int32), samples, sequence_length)
+    assert starts.tolist() == starts_by_search(lengths, samples, sequence_length)
+
+
+@pytest.mark.parametrize("sequence_length", [2**21 + 1, 2**26 - 1, 2**29 + 3])
+def test_blocks_of_more_tokens_than_32_bits_count_among_others(sequence_length):
+    lengths = np.random.RandomState(4).randint(0, 2**27, 61).astype(np.int32)
+    lengths[[3, 17, 18, 19, 40]] = 2**31 - 1, 2**31 - 1, 2**31 - 2, 2**31 - 1, 0
+    samples = (int(lengths.sum(dtype=np.int64)) - 1) // sequence_length
+    with mock.patch("megalaunch.data.sample_starts._BLOCK", 4):
+        starts = sample_starts(lengths, np.arange(len(lengths), dtype=np.int32), samples, sequence_length)
+    assert starts.tolist() == starts_by_search(lengths, samples, sequence_length)
 
 
 @given(corpora, st.integers(1, 9), st.integers(1, 60))
