@@ -13,7 +13,7 @@ from megalaunch.rundir.outcome import ExitCode
 
 if TYPE_CHECKING:
     from megalaunch.cli.texts_shown import ShownTexts
-    from megalaunch.engine.api import Ask, LanguageModel
+    from megalaunch.engine.api import Ask, ModelSource
 
 Source = Annotated[
     Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT|HF_DIR", help="A run, a checkpoint, or a Hugging Face folder.")
@@ -114,7 +114,8 @@ def _write(source: Path, layout: list[str], prompts: list[Prompt], ask: Ask, sho
 
             answered(source, layout, api.WriteJob(tuple(prompts), ask), shown.add)
         else:
-            _write_alone(api.open_model(source, lambda message: typer.echo(message, err=True)), prompts, ask, shown)
+            opened = api.open_source(source, lambda message: typer.echo(message, err=True))
+            _write_alone(opened, api.checked_tokens(opened, prompts, ask), ask, shown)
     except api.CheckpointError as error:
         refuse(str(error), ExitCode.CHECKPOINT)
     except (NotADirectoryError, ValueError) as error:
@@ -123,11 +124,11 @@ def _write(source: Path, layout: list[str], prompts: list[Prompt], ask: Ask, sho
         refuse("", ExitCode.INTERRUPTED)
 
 
-def _write_alone(model: LanguageModel, prompts: list[Prompt], ask: Ask, shown: ShownTexts) -> None:
+def _write_alone(source: ModelSource, tokens: list[list[int]], ask: Ask, shown: ShownTexts) -> None:
     from megalaunch.engine import api
 
+    model = api.load_weights(source)
     api.fit_threads(model)
-    tokens = api.tokens_of(model, prompts)
     texts = api.answers(model, tokens, ask)
     note = api.length_note(model, tokens, ask.max_new_tokens)
     if note:

@@ -33,7 +33,7 @@ def answered(source: Path, words: Sequence[str], job: Job, take: Callable[[Any],
     """Have a job done under the layout of the words; `take` gets each answer as it comes, notes go to standard error.
 
     Ends the command where the layout, the job or a worker fails. Raises CheckpointError and NotADirectoryError as
-    `open_model` does, and the OSError of `take`.
+    `open_model` does, ValueError for prompts that cannot be, and the OSError of `take`.
     """
     from megalaunch.cli.exit import refuse
     from megalaunch.engine import api
@@ -43,6 +43,8 @@ def answered(source: Path, words: Sequence[str], job: Job, take: Callable[[Any],
 
     layout = _layout(words)
     opened = api.open_source(source, lambda message: typer.echo(message, err=True))
+    if isinstance(job, api.WriteJob):  # before workers load anything
+        api.checked_tokens(opened, job.prompts, job.ask)
     machine = detect_machine()
     directory = RunDirectory(Path(tempfile.mkdtemp(prefix="megalaunch-")))
     crashed = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,12 +10,11 @@ import torch
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.checkpoint.huggingface import is_huggingface
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from megalaunch.engine.deep_plan.report import DeepPlan, Exchange
-from megalaunch.engine.inference.ask import Ask, answers, length_note, tokens_of
+from megalaunch.engine.inference.ask import Ask, answers, checked_tokens, length_note, tokens_of
 from megalaunch.engine.inference.convert import export_huggingface, import_huggingface, import_megatron
-from megalaunch.engine.inference.load import LanguageModel, ModelSource, find_checkpoint, open_model, read_source
+from megalaunch.engine.inference.load import LanguageModel, ModelSource, load_weights, open_model, open_source
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.inference.write import Piece, Written
 from megalaunch.engine.texts.job import Answer, Job, Note, ScoreJob, WriteJob, answer_of, answers_file, write_job
@@ -43,6 +42,7 @@ __all__ = [
     "answer_of",
     "answers",
     "answers_file",
+    "checked_tokens",
     "continue_text",
     "deep_plan",
     "export_huggingface",
@@ -52,6 +52,7 @@ __all__ = [
     "import_huggingface",
     "import_megatron",
     "length_note",
+    "load_weights",
     "open_model",
     "open_source",
     "scores",
@@ -116,11 +117,6 @@ def generate(source: Path, prompt: str, max_new_tokens: int = 200, sampling: Sam
     Raises as `open_model` and `continue_text` do.
     """
     return "".join(continue_text(open_model(source), prompt, max_new_tokens, sampling))
-
-
-def open_source(source: Path, report: Callable[[str], None] = lambda message: None) -> ModelSource:
-    """As `open_model`, without the weights: they stay where they are."""
-    return read_source(source if is_huggingface(source) else find_checkpoint(source, report))
 
 
 def continue_text(

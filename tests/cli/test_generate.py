@@ -84,6 +84,27 @@ def test_options_that_mean_nothing_are_named(run: RunDirectory, options: list[ob
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("layout", [[], ["parallel=tp2"]])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--prompt", "x", "--chat"], "leave --chat out and write the prompt as the model was trained on it"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x", "--max-new-tokens", 200_000], "(--max-new-tokens)"),
+    ],
+)
+def test_prompts_are_checked_before_weights_are_loaded(
+    run: RunDirectory, options: list[object], reason: str, layout: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    def loaded(*words: object, **more: object) -> None:
+        raise AssertionError("weights were loaded, or workers started")
+
+    monkeypatch.setattr("megalaunch.engine.inference.load.build_decoder", loaded)
+    monkeypatch.setattr("megalaunch.cli.laid_out.run_workers", loaded)
+    result = call(run.root, *layout, *options)
+    assert (result.exit_code, reason in result.stderr) == (2, True), result.output
+
+
 def test_many_prompts_are_shown_in_turn_and_as_json(run: RunDirectory, tmp_path: Path):
     words = (run.root, "--max-new-tokens", 9, "--temperature", 0)
     file = tmp_path / "prompts.txt"

@@ -41,6 +41,13 @@ def tokens_of(model: ModelSource, prompts: Sequence[str | Sequence[dict[str, str
     return [model.tokenizer.encode(text) for text in texts]
 
 
+def checked_tokens(model: ModelSource, prompts: Sequence[str | Sequence[dict[str, str]]], ask: Ask) -> list[list[int]]:
+    """As `tokens_of`, of prompts that the model has room for; weights are not needed. Raises ValueError."""
+    tokens = tokens_of(model, prompts)
+    require_room(model.spec.model, tokens, ask.max_new_tokens)
+    return tokens
+
+
 def require_room(spec: ModelSpec, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Raises ValueError for the first prompt that is empty, or too long for the model."""
     for number, tokens in enumerate(prompts, 1):
@@ -49,9 +56,11 @@ def require_room(spec: ModelSpec, prompts: Sequence[Sequence[int]], max_new_toke
             raise ValueError(f"{which} is empty: give the model at least a word to continue")
         longest = spec.max_position_embeddings
         if len(tokens) + max_new_tokens > longest:
+            left = longest - len(tokens)
+            fix = f"ask for at most {left} new ones (--max-new-tokens)" if left > 0 else "shorten the prompt"
             raise ValueError(
                 f"{which} of {len(tokens)} tokens and {max_new_tokens} new ones are more than the "
-                f"{longest} that the model is made for (model.max_position_embeddings)"
+                f"{longest} that the model is made for (model.max_position_embeddings); {fix}"
             )
 
 

@@ -65,10 +65,12 @@ def open_model(
     `report` hears of checkpoints that are passed over. Raises NotADirectoryError when `source` is neither, and
     CheckpointError when there is no valid checkpoint.
     """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if is_huggingface(source):
-        return load_folder(source, device)
-    return load_language_model(find_checkpoint(source, report), device)
+    return load_weights(open_source(source, report), device)
+
+
+def open_source(source: Path, report: Callable[[str], None] = lambda message: None) -> ModelSource:
+    """As `open_model`, without the weights: they stay where they are."""
+    return read_source(source if is_huggingface(source) else find_checkpoint(source, report))
 
 
 def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
@@ -102,7 +104,7 @@ def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
 def read_source(directory: Path) -> ModelSource:
     """What a Hugging Face folder or a checkpoint holds beside its weights, which are not read.
 
-    Raises CheckpointError as `load_folder` and `load_language_model` do.
+    Raises CheckpointError for what is missing there, or is not what it has to be.
     """
     if is_huggingface(directory):
         folder = HuggingFaceFolder(directory)
@@ -110,31 +112,36 @@ def read_source(directory: Path) -> ModelSource:
     return _source_of_checkpoint(directory)
 
 
-def load_folder(directory: Path, device: torch.device) -> LanguageModel:
-    """Load a Hugging Face folder as it is; raises CheckpointError with everything that keeps it from being exact."""
-    folder = HuggingFaceFolder(directory)
-    weights = ForeignWeights(folder)
-    source = _source_of_folder(folder, weights)
+def load_language_model(checkpoint: Path, device: torch.device) -> LanguageModel:
+    """Load a verified checkpoint; raises CheckpointError when something in it is missing or does not fit."""
+    return load_weights(_source_of_checkpoint(checkpoint), device)
+
+
+def load_weights(source: ModelSource, device: torch.device | None = None) -> LanguageModel:
+    """A model whose other parts are read already, on a device (None: the best one).
+
+    On a CPU the decoder computes in fp32 (one token a step is bound by memory), elsewhere in the run's format.
+    Raises CheckpointError with everything that keeps a folder from being exact, or is wrong with a checkpoint.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = _format(source.spec, device)
+    if is_huggingface(source.checkpoint):
+        return LanguageModel(**vars(source), decoder=_decoder_of_folder(source, dtype, device))
+    try:
+        decoder = _decoder(source.checkpoint, source.spec, dtype, device)
+    except (OSError, ValueError) as error:
+        raise _unusable(source.checkpoint, error) from error
+    return LanguageModel(**vars(source), decoder=decoder)
+
+
+def _decoder_of_folder(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Decoder:
+    weights = ForeignWeights(HuggingFaceFolder(source.checkpoint))
     with torch.device("meta"):
         decoder = build_decoder(source.spec.model)
     placed = {name: value.to(device, dtype) for name, value in weights.walk(weights.shapes.keys())}
     decoder.load_state_dict(placed, strict=False, assign=True)
     decoder.tie()
-    return LanguageModel(**vars(source), decoder=decoder.eval())
-
-
-def load_language_model(checkpoint: Path, device: torch.device) -> LanguageModel:
-    """Load a verified checkpoint; raises CheckpointError when something in it is missing or does not fit.
-
-    On a CPU the decoder computes in fp32 (one token a step is bound by memory), elsewhere in the run's format.
-    """
-    source = _source_of_checkpoint(checkpoint)
-    try:
-        decoder = _decoder(checkpoint, source.spec, _format(source.spec, device), device)
-    except (OSError, ValueError) as error:
-        raise _unusable(checkpoint, error) from error
-    return LanguageModel(**vars(source), decoder=decoder)
+    return decoder.eval()
 
 
 def _source_of_folder(folder: HuggingFaceFolder, weights: ForeignWeights) -> ModelSource:
