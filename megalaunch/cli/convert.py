@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megalaunch.rundir.checkpoint.contents import TOKENIZER_FILE
 from megalaunch.rundir.outcome import ExitCode
 
 app = typer.Typer(
@@ -38,7 +39,10 @@ def import_(
         report = api.import_huggingface(folder.expanduser(), output.expanduser())
         typer.echo(_proof(report))
         typer.echo(f"wrote {output}")
-        typer.echo(f'next: megalaunch generate {output} --prompt "..."')
+        if (output.expanduser() / TOKENIZER_FILE).is_file():
+            typer.echo(f'next: megalaunch generate {output} --prompt "..."')
+        else:
+            typer.echo(f"{folder} has no tokenizer: {output} can begin a run, but write no text")
 
 
 @app.command("export")

@@ -38,15 +38,20 @@ class HuggingFaceFolder:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        if not (directory / CONFIG).is_file():
+            what = f"has no {CONFIG}" if directory.is_dir() else "is no directory"
+            raise CheckpointError(f"{directory} {what}: give a Hugging Face folder, with {CONFIG} and safetensors")
         self.config = _json(directory / CONFIG)
         self._entries: dict[str, tuple[Path, Entry]] = {}
         for name in self._files():
             path = directory / name
             try:
                 with path.open("rb") as file:
-                    found = read_header(name, file.read, path.stat().st_size)
+                    found = read_header(str(path), file.read, path.stat().st_size)
             except OSError as error:
                 raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}; copy or download it again") from error
             twice = found.keys() & self._entries.keys()
             if twice:
                 raise CheckpointError(f"{directory}: {', '.join(sorted(twice))} stand in two files")
@@ -81,6 +86,11 @@ class HuggingFaceFolder:
             names = sorted(set(_json(index).get("weight_map", {}).values()))
             if not names or not all(isinstance(name, str) and is_plain_name(name) for name in names):
                 raise CheckpointError(f"{index}: weight_map names no files, or files outside of the folder")
+            lacking = [name for name in names if not (self.directory / name).is_file()]
+            if lacking:
+                raise CheckpointError(
+                    f"{self.directory} lacks {', '.join(lacking)}, which {INDEX} names; copy or download them"
+                )
             return names
         if (self.directory / WEIGHTS_FILE).is_file():
             return [WEIGHTS_FILE]

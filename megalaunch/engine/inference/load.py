@@ -26,7 +26,7 @@ from megalaunch.engine.inference.chat import ends_of
 from megalaunch.engine.inference.lean import LeanDecoder
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.rundir.checkpoint.catalogue import CATALOGUE
-from megalaunch.rundir.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
+from megalaunch.rundir.checkpoint.contents import ORIGIN, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
@@ -70,7 +70,12 @@ def open_model(
 
 def open_source(source: Path, report: Callable[[str], None] = lambda message: None) -> ModelSource:
     """As `open_model`, without the weights: they stay where they are."""
-    return read_source(source if is_huggingface(source) else find_checkpoint(source, report))
+    if is_huggingface(source):
+        return read_source(source)
+    try:
+        return read_source(find_checkpoint(source, report))
+    except NotADirectoryError as error:
+        raise NotADirectoryError(f"{error}, or a Hugging Face folder (config.json and safetensors)") from error
 
 
 def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
@@ -147,13 +152,21 @@ def _decoder_of_folder(source: ModelSource, dtype: torch.dtype, device: torch.de
 def _source_of_folder(folder: HuggingFaceFolder, weights: ForeignWeights) -> ModelSource:
     text = tokenizer_text(folder)
     if text is None:
-        raise CheckpointError(f"{folder.directory} has no tokenizer, so that no text can be generated")
+        raise CheckpointError(
+            f"{folder.directory} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json), without which the "
+            "model reads and writes no text; copy the one that belongs to the model there"
+        )
     tokenizer, files = tokenizer_of_json(text), folder.companions()
     ends = ends_of(files, folder.config, tokenizer)
     return ModelSource(folder.directory, spec_of(weights.model), tokenizer, files, ends)
 
 
 def _source_of_checkpoint(checkpoint: Path) -> ModelSource:
+    if (checkpoint / f"{ORIGIN}.json").is_file() and not (checkpoint / TOKENIZER_FILE).is_file():
+        raise CheckpointError(
+            f"{checkpoint} was imported without a tokenizer, so that the model reads and writes no text; import the "
+            "weights again from a folder that has one"
+        )
     try:
         spec = read_spec(checkpoint / SPEC_FILE)
         tokenizer = load_tokenizer(checkpoint / TOKENIZER_FILE)

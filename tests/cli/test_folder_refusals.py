@@ -1,0 +1,100 @@
+"""What is wrong with a Hugging Face folder is said with the file and a way out, by every command that reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_run import make_run
+from typer.testing import CliRunner
+
+from megalaunch.cli.app import app
+from megalaunch.engine.inference.convert import export_huggingface
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("folders")
+    export_huggingface(make_run(place / "run", steps=(1,)).root, place / "hf", max_shard_bytes=60_000)
+    return place / "hf"
+
+
+@pytest.fixture
+def folder(exported: Path, tmp_path: Path) -> Path:
+    """A folder of several files that a test may damage."""
+    copy = tmp_path / "hf"
+    copy.mkdir()
+    for file in exported.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    assert len(list(copy.glob("*.safetensors"))) > 2
+    return copy
+
+
+def refused(*words: object, code: int = 4) -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, result.output
+    return result.stderr
+
+
+def both(folder: Path) -> list[str]:
+    """What `convert import` and `generate` say."""
+    output = folder.parent / "ckpt"
+    found = [refused("convert", "import", folder, "--output", output), refused("generate", folder, "--prompt", "the")]
+    assert not output.exists()
+    return found
+
+
+def test_all_files_that_the_index_names_and_the_folder_lacks_are_listed(folder: Path):
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    for name in files[:2]:
+        (folder / name).unlink()
+    for said in both(folder):
+        assert f"{folder} lacks {files[0]}, {files[1]}, which model.safetensors.index.json names" in said
+        assert "copy or download them" in said
+
+
+def test_a_file_that_is_cut_off(folder: Path):
+    damaged = min(folder.glob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    for said in both(folder):
+        assert f"{damaged}: bad safetensors header: the tensors end at byte" in said
+        assert "copy or download it again" in said
+
+
+def test_no_folder_at_all(tmp_path: Path):
+    said = refused("convert", "import", tmp_path / "nowhere", "--output", tmp_path / "ckpt")
+    assert f"{tmp_path / 'nowhere'} is no directory" in said
+    said = refused("convert", "import", tmp_path, "--output", tmp_path / "ckpt")
+    assert f"{tmp_path} has no config.json: give a Hugging Face folder" in said
+    said = refused("generate", tmp_path, "--prompt", "the", code=2)
+    assert "or a Hugging Face folder (config.json and safetensors)" in said
+
+
+def test_no_tokenizer(folder: Path):
+    (folder / "tokenizer.json").unlink()
+    checkpoint = folder.parent / "ckpt"
+    result = CliRunner().invoke(app, ["convert", "import", str(folder), "--output", str(checkpoint)])
+    assert result.exit_code == 0, result.output
+    assert "next:" not in result.stdout
+    assert f"{folder} has no tokenizer: {checkpoint} can begin a run, but write no text" in result.stdout
+    for words in (["generate", folder, "--prompt", "the"], ["evaluate", folder, "--data", __file__]):
+        said = refused(*words)
+        assert f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)" in said
+        assert "copy the one that belongs to the model there" in said
+    said = refused("generate", checkpoint, "--prompt", "the")
+    assert f"{checkpoint} was imported without a tokenizer" in said
+    assert "import the weights again from a folder that has one" in said
+
+
+def test_a_tensor_of_no_layer(folder: Path):
+    """Listed with its name and shape; nothing is written."""
+    index = folder / "model.safetensors.index.json"
+    save_file({"extra": torch.zeros(2)}, folder / "more.safetensors")
+    data = json.loads(index.read_text())
+    data["weight_map"]["extra"] = "more.safetensors"
+    index.write_text(json.dumps(data))
+    for said in both(folder):
+        assert "unexpected: extra [2]" in said
