@@ -13,7 +13,7 @@ from megalaunch.engine.group import join, leave
 from megalaunch.engine.inference.sample import sample_text
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.parallel.relay import TextRelay
-from megalaunch.engine.process import StopRequest
+from megalaunch.engine.process import StopRequest, keep_freed_memory
 from megalaunch.engine.train.agreement import end_together, gather_objects
 from megalaunch.engine.train.assemble import assemble
 from megalaunch.engine.train.loop import Loop, Trainee
@@ -37,6 +37,8 @@ def live(spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWr
     try:
         end_together(_wrong_world(topology) or problem, step=0)
         record.phase("building")
+        if device.type == "cpu":
+            keep_freed_memory()
         ending = _train(assemble(spec, make_mesh(topology, device, rank)), directory, record, stop)
     except Ending as planned:
         ending = planned

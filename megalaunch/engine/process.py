@@ -16,6 +16,8 @@ from types import FrameType
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
 
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_KEPT = 2**30  # bytes
 REPEAT_SECONDS = 1.0
 
 
@@ -40,6 +42,17 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep the memory of large tensors for the next ones: the kernel would empty each page anew.
+
+    With glibc only; elsewhere nothing happens. What is larger than _KEPT still comes from the kernel and goes back.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _KEPT)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT)
 
 
 def own_output(log: Path) -> None:

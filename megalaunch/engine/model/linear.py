@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalaunch.engine.layout import EVERYWHERE, ParamLayout, local
+from megalaunch.engine.model.product import linear
 
 
 class Linear(nn.Module):
@@ -24,4 +24,4 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], where one device holds all."""
-        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+        return linear(x, local(self.weight), None if self.bias is None else local(self.bias))

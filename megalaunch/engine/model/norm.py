@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,9 +28,39 @@ class Norm(nn.Module):
             wide, dtype = 1 + weight.float(), weight.dtype
             bias = local(self.bias).float() if self.bias is not None else None
             normed = F.layer_norm(x.float(), shape, wide, bias, epsilon) if self.config.layer else None
-            return (F.rms_norm(x.float(), shape, wide, epsilon) if normed is None else normed).to(dtype)
+            return (rms_norm(x.float(), wide, epsilon) if normed is None else normed).to(dtype)
         bias = None if self.bias is None else local(self.bias).to(x.dtype)
         factor = weight.to(x.dtype)  # a residual stream may be wider
         if self.config.layer:
             return F.layer_norm(x, shape, factor, bias, epsilon).to(weight.dtype)
-        return F.rms_norm(x, shape, factor, epsilon).to(weight.dtype)
+        return rms_norm(x, factor, epsilon).to(weight.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension; torch has it as one operator on a GPU only."""
+    if not x.is_cpu or torch.compiler.is_compiling():
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+    normed: Tensor = _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call]
+    return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    """In few passes on a processor: keeps its input and 1 / rms in fp32 for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = x.float()
+        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        inverse = squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        dy, wide, factor = gradients[0].float(), x.float(), weight.float()
+        products = (dy * wide).flatten(0, -2)  # its columns sum to the weight's gradient, its rows to their share
+        dweight = inverse.flatten() @ products
+        share = (products @ factor).view_as(inverse).mul_(inverse.pow(3)).div_(x.shape[-1])
+        dx = (dy * factor).mul_(inverse).addcmul_(wide, share, value=-1)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None

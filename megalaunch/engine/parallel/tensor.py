@@ -21,6 +21,7 @@ from megalaunch.engine.layout import ParamLayout, layout_of, local, piece
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.model.product import linear, product
 from megalaunch.engine.parallel.tensor_ring import EnterInRing, LeaveInRing
 from megalaunch.engine.placement import divided
 
@@ -73,7 +74,7 @@ class TensorParallel:
         if self.overlap and self.sequence_parallel:
             total: Tensor = LeaveInRing.apply(x_BSf, self.axis, weight)  # type: ignore[no-untyped-call]
         else:
-            total = self._sum(F.linear(x_BSf, weight))
+            total = self._sum(linear(x_BSf, weight))
         return total if projection.bias is None else total + local(projection.bias)
 
     def part(self, parameter: Tensor, layout: ParamLayout) -> Tensor:
@@ -123,18 +124,18 @@ class _Enter(torch.autograd.Function):
         ctx.axis, ctx.divided_sequence = axis, divided_sequence
         ctx.save_for_backward(x, *weights)
         whole = start_gather(x, _SEQUENCE, axis).wait() if divided_sequence else x
-        return tuple(F.linear(whole, weight) for weight in weights)
+        return tuple(product(whole, weight.T) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         gathering = start_gather(x, _SEQUENCE, ctx.axis) if ctx.divided_sequence else None
-        dx = dys[0] @ weights[0]
+        dx = product(dys[0], weights[0])
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
-            dx = torch.addmm(dx.flatten(0, 1), dy.flatten(0, 1), weight).view_as(dx)
+            dx = product(dy, weight, onto=dx)
         reducing = _start_adding(dx, ctx.axis, ctx.divided_sequence)
         rows = (gathering.wait() if gathering else x).flatten(0, 1)
-        dweights = [dy.flatten(0, 1).T @ rows for dy in dys]
+        dweights = [product(dy.flatten(0, 1).T, rows) for dy in dys]
         return reducing.wait(), None, None, *dweights
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalaunch.engine.collectives import Pending, start_gather, start_reduce_scatter, start_shift
 from megalaunch.engine.mesh import Axis
+from megalaunch.engine.model.product import product, widens
 
 _SEQUENCE = 1  # the dim of S in [B, S, H]
 
@@ -42,12 +43,12 @@ class EnterInRing(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         gathering = start_gather(x, _SEQUENCE, ctx.axis)
-        dx = dys[0] @ weights[0]
+        dx = product(dys[0], weights[0])
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
-            dx = torch.addmm(dx.flatten(0, 1), dy.flatten(0, 1), weight).view_as(dx)
+            dx = product(dy, weight, onto=dx)
         reducing = start_reduce_scatter(dx, _SEQUENCE, ctx.axis)
         rows = gathering.wait().flatten(0, 1)
-        dweights = [dy.flatten(0, 1).T @ rows for dy in dys]
+        dweights = [product(dy.flatten(0, 1).T, rows) for dy in dys]
         return reducing.wait(), None, *dweights
 
 
@@ -86,7 +87,7 @@ class LeaveInRing(torch.autograd.Function):
             _multiply(held, weight, dx[:, owner])
             dy[:, owner] = held
             held = coming.wait() if coming else held
-        return dx.flatten(1, 2), None, dy.view(-1, hidden).T @ x.flatten(0, 1)
+        return dx.flatten(1, 2), None, product(dy.view(-1, hidden).T, x.flatten(0, 1))
 
 
 def _next(held: Tensor, axis: Axis, step: int) -> Pending | None:
@@ -96,5 +97,8 @@ def _next(held: Tensor, axis: Axis, step: int) -> Pending | None:
 
 def _multiply(x_BsK: Tensor, matrix_KN: Tensor, out_BsN: Tensor) -> None:
     """out = x matrix, written in place: a sample's rows lie together there, those of two samples do not."""
+    if widens(x_BsK):
+        out_BsN.copy_(product(x_BsK, matrix_KN))
+        return
     for x, out in zip(x_BsK, out_BsN, strict=True):
         torch.mm(x, matrix_KN, out=out)

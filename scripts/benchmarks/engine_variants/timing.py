@@ -1,11 +1,11 @@
-"""Variants side by side on forked ranks: one step of each in turn, so that a slow moment meets all of them."""
+"""Variants side by side: one step of each in turn, so that a slow moment meets all of them."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from engine_variants.ranks import answer_of_ranks
+from engine_variants.ranks import asked_ranks
 from engine_variants.shape import Work
 from engine_variants.variants import VARIANTS
 
@@ -37,32 +37,41 @@ class Times:
 
 
 def side_by_side(names: Sequence[str], work: Work, ranks: int, steps: int) -> dict[str, Times]:
-    """Times of all variants on `ranks` processes of one thread each. Raises RuntimeError when a rank fails."""
-    found: dict[str, Times] = answer_of_ranks(ranks, _rank, names, work, steps)
-    return found
+    """Times of all variants, each on `ranks` processes of its own with one thread each.
 
-
-def _rank(rank: int, ranks: int, folder: str, answer: Connection, names: Sequence[str], work: Work, steps: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=ranks)
-    variants = {name: VARIANTS[name](work) for name in names}
+    Raises RuntimeError when a rank fails.
+    """
     times = {name: Times() for name in names}
-    for turn in range(WARM + steps):
-        for name, one in variants.items():
-            dist.barrier()
-            started, used = time.perf_counter(), time.process_time()
-            loss = one()
-            dist.barrier()
-            times[name].losses.append(loss)
-            if turn >= WARM:
-                times[name].wall.append(time.perf_counter() - started)
-                times[name].processor.append(_sum(time.process_time() - used))
-    for name, one in variants.items():
+    with ExitStack() as started:
+        ask = {name: started.enter_context(asked_ranks(ranks, _rank, name, work)) for name in names}
+        for turn in range(WARM + steps):
+            for name, one in times.items():
+                loss, wall, processor = ask[name]("step")
+                one.losses.append(loss)
+                if turn >= WARM:
+                    one.wall.append(wall)
+                    one.processor.append(processor)
+        for name, one in times.items():
+            one.split = ask[name]("split")
+    return times
+
+
+def _rank(rank: int, ranks: int, folder: str, line: Connection, name: str, work: Work) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=ranks)
+    one = VARIANTS[name](work)
+    answers = {"step": lambda: _step(one), "split": lambda: _split(one)}
+    while (word := line.recv()) in answers:
         dist.barrier()
-        times[name].split = _split(one)
-    if rank == 0:
-        answer.send(times)
-    dist.barrier()
+        line.send(answers[word]())
     dist.destroy_process_group()
+
+
+def _step(one: Callable[[], float]) -> tuple[float, float, float]:
+    """The loss, seconds until all ranks are done, and processor seconds of all of them."""
+    started, used = time.perf_counter(), time.process_time()
+    loss = one()
+    dist.barrier()
+    return loss, time.perf_counter() - started, _sum(time.process_time() - used)
 
 
 def _sum(value: float) -> float:
@@ -91,9 +100,8 @@ def _waits() -> Iterator[list[float]]:
         dist.Work.wait = original  # type: ignore[method-assign]
 
 
-def _split(one: object) -> dict[str, float]:
+def _split(one: Callable[[], float]) -> dict[str, float]:
     """Shares of one profiled step: arithmetic, exposed communication, and the host (Python, autograd, dispatch)."""
-    assert callable(one)
     with _waits() as waited, profile(activities=[ProfilerActivity.CPU]) as profiled:
         started = time.perf_counter()
         one()

@@ -31,6 +31,7 @@ from engine_variants.shape import (
 )
 from megalaunch.data.row import Row
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.process import keep_freed_memory
 from megalaunch.engine.train.assemble import sharded_model
 from megalaunch.engine.train.batches import MicroBatch, StepBatch
 from megalaunch.engine.train.optimizer import NamedAdamW
@@ -54,6 +55,7 @@ class _Unread:
 
 def ours(work: Work, **parallel: object) -> OneStep:
     """The engine's own step, with everything that training does in it: counting, agreement, clipping, update."""
+    keep_freed_memory()  # as a worker does
     spec = work.spec(**parallel)
     mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
     model = sharded_model(spec, mesh)

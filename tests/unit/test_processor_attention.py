@@ -1,0 +1,28 @@
+"""Causal attention in blocks on a processor, beside torch's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megalaunch.engine.model.processor_attention import causal_on_processor
+
+
+@pytest.mark.parametrize("tokens", [2, 32, 33, 100])
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_output_and_gradients_are_those_of_torch(tokens, groups, dtype):
+    torch.manual_seed(0)
+    heads = [torch.randn(2, tokens, n, 8).transpose(1, 2).to(dtype) for n in (6, groups, groups)]
+    dout = torch.randn(2, 6, tokens, 8).to(dtype)
+    # The reference is fp32 on the same numbers: torch's own bf16 is further from it than ours.
+    reference = [x.float().requires_grad_() for x in heads]
+    mine = [x.requires_grad_() for x in heads]
+    expected = F.scaled_dot_product_attention(*reference, is_causal=True, scale=0.3, enable_gqa=True)
+    found = causal_on_processor(*mine, 0.3)
+    assert found.dtype == dtype
+    expected.backward(dout.float())
+    found.backward(dout)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(mine, reference, strict=True))]
+    for one, other in pairs:
+        assert (one - other).abs().max() <= tolerance * other.abs().max()
