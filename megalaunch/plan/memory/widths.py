@@ -53,7 +53,7 @@ class Widths:
     mtp: bool
     unfused: bool
     held: float
-    mask: int
+    mask: float
     scores: float
     part: int
 
@@ -73,6 +73,7 @@ class Formats:
     cp: int
     exchange: ContextExchange
     documents: bool
+    dealt: bool
 
     @classmethod
     def of(cls, spec: RunSpec) -> Formats:
@@ -91,6 +92,7 @@ class Formats:
             cp=p.cp,
             exchange=usual_exchange(p),
             documents=spec.data.reset_attention,
+            dealt=p.cp_dynamic and p.cp > 1,
         )
 
 
@@ -139,7 +141,7 @@ def widths_of(model: ModelSpec, kind: Layer, formats: Formats, accounting: Accou
         mtp=kind.mtp,
         unfused=accounting.unfused_attention,
         held=_held(formats, groups),
-        mask=formats.keys if accounting.plain_contexts and _masked(formats) and not _scored(model) else 0,
+        mask=_seen(formats) if accounting.plain_contexts and _masked(formats) and not _scored(model) else 0,
         scores=_score_bytes(model, formats, accounting, n, query),
         part=tp if formats.sequence_parallel else 1,
     )
@@ -147,9 +149,16 @@ def widths_of(model: ModelSpec, kind: Layer, formats: Formats, accounting: Accou
 
 def _held(formats: Formats, groups: float) -> float:
     """How often a rank keeps keys and values of its own tokens' number: those of all ranks, or repeated for each."""
+    if formats.dealt:
+        return formats.cp + 0.5  # those of both pieces (_seen)
     if formats.exchange == "allgather":
         return formats.cp
     return max(1.0, formats.cp / groups) if formats.exchange == "a2a" else 1.0
+
+
+def _seen(formats: Formats) -> float:
+    """Keys of a token's mask. A rank that a document is dealt to has two pieces of it, and no keys behind either."""
+    return formats.keys * (1 + 1 / (2 * formats.cp)) / 2 if formats.dealt else formats.keys
 
 
 def _score_bytes(model: ModelSpec, formats: Formats, accounting: Accounting, heads: float, query: float) -> float:
