@@ -50,6 +50,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {**_LLAMA, **rope("yarn", factor=4.0, original_max_position_embeddings=16)},
     ),
+    "llama yarn in full": (
+        "LlamaConfig",
+        {
+            **_LLAMA,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            **rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                beta_fast=8.0,
+                beta_slow=2.0,
+                attention_factor=1.3,
+            ),
+        },
+    ),
     "mistral": ("MistralConfig", {**_LLAMA, "sliding_window": 6, "head_dim": 8}),
     "mistral full": ("MistralConfig", {**_LLAMA, "sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2Config", {**_LLAMA, "tie_word_embeddings": True}),

@@ -97,6 +97,10 @@ def test_every_fault_is_listed_and_nothing_written(folder, tmp_path):
         ({"hidden_act": "tanh"}, "hidden_act is 'tanh'"),
         ({"a_new_kind_of_norm": True}, "a_new_kind_of_norm (True) is unknown"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary scaling 'dynamic' has no counterpart"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+            "rotary scaling 'longrope' has no counterpart",
+        ),
         ({"hidden_size": "32"}, "hidden_size is '32'"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from family_variants import load, make
+from family_variants import VARIANTS, VOCABULARY, load, make
 from forked_ranks import run_ranks
 from looped_run import run_loop, ten_steps
 from oracle import small_spec
@@ -42,25 +42,40 @@ def _loaded(spec: RunSpec, folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def _all_loaded(specs: dict[str, tuple[RunSpec, Path]]) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: _loaded(spec, folder) for name, (spec, folder) in specs.items()}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Every variant with four layers, and a vocabulary that is odd."""
+    place = tmp_path_factory.mktemp("variants")
+    for number, name in enumerate(VARIANTS):
+        changes: dict[str, Any] = {"n_layer": 4} if name.startswith("gpt2") else {"num_hidden_layers": 4}
+        if name == "gemma3 scaled":
+            changes["layer_types"] = ["sliding_attention", "full_attention"] * 2
+        make(name, place / str(number), **changes)
+    return {name: place / str(number) for number, name in enumerate(VARIANTS)}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["gpt2", "gemma3", "phi3", "pythia", "qwen3"])
-def test_every_parameter_arrives(name, layout, tmp_path):
-    changes = {"n_layer": 4} if name == "gpt2" else {"num_hidden_layers": 4}
-    make(name, tmp_path, vocab_size=52, **changes)
-    weights = ForeignWeights(HuggingFaceFolder(tmp_path))
-    spec = small_spec(**{f"parallel__{key}": value for key, value in {"dp": 1, **LAYOUTS[layout]}.items()})
-    spec = replace(spec, model=replace(weights.model, vocab_size=60))  # 8 rows to fill up
-    found: dict[str, Any] = {}
-    for part in run_ranks(spec.cluster.devices_per_node, _loaded, spec, tmp_path):
-        found |= part
-    assert found.keys() == weights.shapes.keys()
-    for key, value in found.items():
-        expected = weights.read(key)
-        arrived = torch.as_tensor(value)
-        if key in ("embedding.weight", "head.weight"):
-            assert not arrived[52:].any()
-            arrived = arrived[:52]
-        assert torch.equal(arrived, expected), key
+def test_every_parameter_arrives(layout, folders):
+    """Of every variant; the ranks are forked once."""
+    chosen = small_spec(**{f"parallel__{key}": value for key, value in {"dp": 1, **LAYOUTS[layout]}.items()})
+    weights = {name: ForeignWeights(HuggingFaceFolder(folder)) for name, folder in folders.items()}
+    specs = {  # 7 rows to fill up
+        name: (replace(chosen, model=replace(weights[name].model, vocab_size=VOCABULARY + 7)), folder)
+        for name, folder in folders.items()
+    }
+    parts = run_ranks(chosen.cluster.devices_per_node, _all_loaded, specs)
+    for name, theirs in weights.items():
+        found = {key: torch.as_tensor(value) for part in parts for key, value in part[name].items()}
+        assert found.keys() == theirs.shapes.keys(), name
+        for key, arrived in found.items():
+            if key in ("embedding.weight", "head.weight"):
+                assert not arrived[VOCABULARY:].any(), (name, key)
+                arrived = arrived[:VOCABULARY]
+            assert torch.equal(arrived, theirs.read(key)), (name, key)
 
 
 def test_a_run_begins_with_the_weights_and_its_checkpoint_is_exported(tmp_path):
