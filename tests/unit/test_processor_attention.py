@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megalaunch.engine.model.processor_attention import causal_on_processor
+from megalaunch.engine.model import product
+from megalaunch.engine.model.processor_attention import blocks_pay, causal_on_processor
 
 
 @pytest.mark.parametrize("tokens", [2, 32, 33, 100])
@@ -26,3 +27,13 @@ def test_output_and_gradients_are_those_of_torch(tokens, groups, dtype):
     pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(mine, reference, strict=True))]
     for one, other in pairs:
         assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+@pytest.mark.parametrize("unit", [None, "AMX"])
+def test_where_torch_is_faster_it_is_left_to_it(unit, monkeypatch):
+    monkeypatch.setattr(product, "_unit", lambda: unit)
+    fp32, bf16 = torch.float32, torch.bfloat16
+    cases = {(1, fp32): False, (1024, fp32): True, (1025, fp32): False, (1, bf16): False, (4096, bf16): unit is None}
+    found = {case: blocks_pay(torch.empty(1, 64, case[0], 1, dtype=case[1])) for case in cases}
+    assert found == cases
+    assert not blocks_pay(torch.empty(1, 64, 128, 1, device="meta"))

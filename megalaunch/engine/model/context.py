@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalaunch.engine.model.blocks import weigh
-from megalaunch.engine.model.processor_attention import causal_on_processor
+from megalaunch.engine.model.processor_attention import blocks_pay, causal_on_processor
 from megalaunch.engine.model.scores import PLAIN, Scoring
 from megalaunch.engine.model.sight import Sight, sight_of
 
@@ -67,7 +67,7 @@ def causal(
         k_BGTD, v_BGTD, window = k_BGTD[:, :, -window:], v_BGTD[:, :, -window:], None
     queries, keys = q_BNSD.shape[2], k_BGTD.shape[2]
     if queries in (1, keys) and scoring.plain and (window is None or window >= keys):
-        if q_BNSD.is_cpu and queries > 1 and not torch.compiler.is_compiling():  # it would unroll the blocks
+        if blocks_pay(q_BNSD):
             return causal_on_processor(q_BNSD, k_BGTD, v_BGTD, scoring.scaling(q_BNSD))
         grouped = q_BNSD.shape[1] != k_BGTD.shape[1]
         return F.scaled_dot_product_attention(

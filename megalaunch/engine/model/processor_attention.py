@@ -15,7 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalaunch.engine.model.product import widens
+
 _QUERIES = 32
+_LONGEST = 1024  # of fp32: the scores of 32 queries over more keys outgrow the cache, and torch's kernel wins
+
+
+def blocks_pay(q_BNSD: Tensor) -> bool:
+    """Whether this is faster than torch's kernel: never in bf16 where the processor multiplies that itself."""
+    tokens = q_BNSD.shape[2]
+    if not q_BNSD.is_cpu or tokens == 1 or torch.compiler.is_compiling():  # a compiler would unroll the blocks
+        return False
+    return widens(q_BNSD) or (q_BNSD.dtype == torch.float32 and tokens <= _LONGEST)
 
 
 def causal_on_processor(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float) -> Tensor:
