@@ -58,7 +58,7 @@ def inspect(
     """What a checkpoint holds: step, layout, tensors, totals. Of a run: what its newest complete one holds."""
     from megalaunch.cli.checkpoint_shown import inspect_lines
     from megalaunch.cli.checkpoint_summary import summary_of
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
     from megalaunch.rundir.checkpoint.contents import SPEC_FILE
     from megalaunch.rundir.checkpoint.errors import CheckpointError
     from megalaunch.rundir.outcome import ExitCode
@@ -67,7 +67,7 @@ def inspect(
     try:
         summary = summary_of(checkpoint, _spec_of(checkpoint / SPEC_FILE))
     except CheckpointError as error:
-        refuse(f"error: {error}", ExitCode.CHECKPOINT)
+        fail(str(error), ExitCode.CHECKPOINT)
     for line in [json.dumps(summary, indent=2)] if as_json else inspect_lines(checkpoint, summary, every):
         typer.echo(line)
 
@@ -94,19 +94,19 @@ def verify(path: Source) -> None:
 
 
 def _run_of(path: Path) -> RunDirectory:
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
     from megalaunch.rundir.paths import RunDirectory
 
     run = RunDirectory(path)
     if not run.checkpoints.is_dir() and not run.spec.is_file():
         what = "has neither a checkpoint nor a run in it" if path.is_dir() else "is no directory"
-        refuse(f"error: {path} {what}; give a run directory such as runs/quickstart")
+        fail(f"{path} {what}; give a run directory such as runs/quickstart")
     return run
 
 
 def _checkpoints_of(path: Path, only_complete: bool = True) -> list[Path]:
     """A checkpoint itself; of a run directory all of them, or the complete ones; the newest first, at least one."""
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
     from megalaunch.rundir.checkpoint.catalogue import CATALOGUE
     from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
     from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
@@ -123,7 +123,7 @@ def _checkpoints_of(path: Path, only_complete: bool = True) -> list[Path]:
         found = [checkpoint for checkpoint in found if not verify_checkpoint(checkpoint, hashes=False)]
     if not found:
         what = "complete checkpoint" if only_complete else "checkpoint"
-        refuse(f"error: {run.checkpoints} holds no {what}", ExitCode.CHECKPOINT)
+        fail(f"{run.checkpoints} holds no {what}", ExitCode.CHECKPOINT)
     return found
 
 

@@ -53,13 +53,13 @@ def export(
     max_shard_size: Annotated[str, typer.Option(help="Size of a file at most.")] = "5GB",
 ) -> None:
     """Turn a checkpoint into a Hugging Face folder, and prove that both compute the same."""
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
 
     if dtype not in (None, "fp32", "bf16", "fp16"):
-        refuse(f"error: --dtype {dtype}: fp32, bf16 or fp16")
+        fail(f"--dtype {dtype}: fp32, bf16 or fp16")
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)", max_shard_size.upper())
     if size is None or float(size[1]) == 0:
-        refuse(f"error: --max-shard-size {max_shard_size}: a number above 0 and KB, MB, GB or TB")
+        fail(f"--max-shard-size {max_shard_size}: a number above 0 and KB, MB, GB or TB")
     assert size is not None
     with _told():
         from megalaunch.engine import api
@@ -88,11 +88,11 @@ def import_megatron(
     way. --allow-pickle reads them in a process of its own that knows tensors, plain containers and Megatron's own
     records by name and refuses every other name; nothing in them is run.
     """
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
 
     if not allow_pickle:
-        refuse(
-            f"error: {directory} describes itself in pickles, which can hold code. megalaunch reads them in a process "
+        fail(
+            f"{directory} describes itself in pickles, which can hold code. megalaunch reads them in a process "
             "of its own that runs none of it and refuses every name but those of tensors, plain containers and "
             "Megatron's records.\n  fix:  if you trust whoever made it, add --allow-pickle"
         )
@@ -105,7 +105,7 @@ def import_megatron(
             model = model_of_saved(source.arguments, output.name)
         except ArgumentsError as error:
             problems = "\n  ".join(error.problems)
-            refuse(f"error: {directory} cannot be carried over exactly:\n  {problems}", ExitCode.CHECKPOINT)
+            fail(f"{directory} cannot be carried over exactly:\n  {problems}", ExitCode.CHECKPOINT)
         report = api.import_megatron(source, model, output.expanduser(), vocab_size)
         typer.echo(f"read {directory}, iteration {source.iteration}")
         typer.echo(_proof(report))
@@ -115,18 +115,18 @@ def import_megatron(
 @contextmanager
 def _told() -> Iterator[None]:
     """What goes wrong, in a sentence and with its exit code."""
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail, refuse
 
     if find_spec("torch") is None:
-        refuse("convert needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
+        fail("convert needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
     from megalaunch.engine import api
 
     try:
         yield
     except api.CheckpointError as error:
-        refuse(f"error: {error}", ExitCode.CHECKPOINT)
+        fail(str(error), ExitCode.CHECKPOINT)
     except (NotADirectoryError, ValueError) as error:
-        refuse(f"error: {error}")
+        fail(str(error))
     except KeyboardInterrupt:
         refuse("", ExitCode.INTERRUPTED)
 

@@ -18,7 +18,7 @@ def cache(
     """
     import time
 
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail, refuse
     from megalaunch.cli.render import problems_text
     from megalaunch.cli.token_findings import token_findings
     from megalaunch.config.compose import compose
@@ -42,7 +42,7 @@ def cache(
         spec = with_values(spec, prepared_values(prepared))
         training, validation = open_training(spec), open_validation(spec)
     except DataError as error:
-        refuse(f"error: {error}", ExitCode.DATA)
+        fail(str(error), ExitCode.DATA)
     typer.echo(f"training: {len(training):,} samples of {spec.batch.sequence_length:,} tokens")
     typer.echo(f"validation: {0 if validation is None else len(validation):,} rows")
     for finding in token_findings(spec):

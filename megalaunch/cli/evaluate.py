@@ -88,19 +88,19 @@ class _Table:
 
 @contextmanager
 def _failures_refused() -> Iterator[None]:
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail, refuse
     from megalaunch.engine.api import CheckpointError
 
     try:
         yield
     except DataError as error:
-        refuse(str(error), ExitCode.DATA)
+        fail(str(error), ExitCode.DATA)
     except CheckpointError as error:
-        refuse(str(error), ExitCode.CHECKPOINT)
+        fail(str(error), ExitCode.CHECKPOINT)
     except (NotADirectoryError, ValueError) as error:
-        refuse(str(error))
+        fail(str(error))
     except OSError as error:
-        refuse(f"something is not there, or cannot be read: {error}", ExitCode.DATA)
+        fail(f"something is not there, or cannot be read: {error}", ExitCode.DATA)
     except KeyboardInterrupt:
         refuse("", ExitCode.INTERRUPTED)
 
@@ -109,22 +109,20 @@ def _check(
     source: Path, data: list[str] | None, layout: list[str] | None, task: list[str] | None, include_path: Path | None
 ) -> None:
     """Refuse what cannot be, before anything heavy is imported."""
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
 
     if not data and not task:
-        refuse("name what to evaluate on: texts or token files with --data, or a task of lm-eval with --task")
+        fail("name what to evaluate on: texts or token files with --data, or a task of lm-eval with --task")
     if layout and task:
-        refuse(f"tasks of lm-eval run in one process: leave out {' '.join(layout)}, or --task")
+        fail(f"tasks of lm-eval run in one process: leave out {' '.join(layout)}, or --task")
     if not source.is_dir():
-        refuse(f"{source} is no directory; give a run, one of its checkpoints/step_<number> or a Hugging Face folder")
+        fail(f"{source} is no directory; give a run, one of its checkpoints/step_<number> or a Hugging Face folder")
     if include_path is not None and not include_path.is_dir():
-        refuse(
-            f"--include-path {include_path} is no directory; name the folder that holds the YAML files of your tasks"
-        )
+        fail(f"--include-path {include_path} is no directory; name the folder that holds the YAML files of your tasks")
     if find_spec("torch") is None:
-        refuse("evaluate needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
+        fail("evaluate needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
     if task and find_spec("lm_eval") is None:
-        refuse("--task needs lm-eval, which is not installed; add it with: pip install 'megalaunch[lm-eval]'")
+        fail("--task needs lm-eval, which is not installed; add it with: pip install 'megalaunch[lm-eval]'")
 
 
 def _show_tasks(scores: Sequence[TaskScore], json: bool) -> None:

@@ -13,3 +13,8 @@ def refuse(text: str, code: ExitCode = ExitCode.CONFIGURATION) -> NoReturn:
     """Print the reason and end the command with `code`."""
     typer.echo(text, err=True)
     raise typer.Exit(int(code))
+
+
+def fail(reason: str, code: ExitCode = ExitCode.CONFIGURATION) -> NoReturn:
+    """The same with `error:` before a reason that is no report of its own."""
+    refuse(f"error: {reason}", code)

@@ -77,35 +77,35 @@ def generate(
     Each text ends with the document that the model writes, before a stop string, or after the given number of tokens.
     `parallel=` words as those of `train` lay the model over workers on this machine.
     """
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
     from megalaunch.cli.texts_shown import JsonTexts, PlainTexts
 
     source = source.expanduser()
     if not source.is_dir():
-        refuse(f"{source} is no directory; give a run, one of its checkpoints/step_<number> or a Hugging Face folder")
+        fail(f"{source} is no directory; give a run, one of its checkpoints/step_<number> or a Hugging Face folder")
     if logprobs is not None and not json:
-        refuse("--logprobs goes with --json: plain text has no place for them")
+        fail("--logprobs goes with --json: plain text has no place for them")
     if system is not None and not chat:
-        refuse("--system goes with --chat")
+        fail("--system goes with --chat")
     try:
         asked = read_prompts(prompt or [], prompts, chat, system)
     except PromptError as error:
-        refuse(str(error))
+        fail(str(error))
     if find_spec("torch") is None:
-        refuse("generate needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
+        fail("generate needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
     from megalaunch.engine import api
 
     try:
         sampling = api.Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty)
         ask = api.Ask(max_new_tokens, sampling, tuple(stop or ()), num_samples, batch_size, logprobs)
     except ValueError as error:
-        refuse(str(error))
+        fail(str(error))
     streams = not json if stream is None else stream
     _write(source, layout or [], asked, ask, (JsonTexts if json else PlainTexts)(asked, num_samples, streams))
 
 
 def _write(source: Path, layout: list[str], prompts: list[Prompt], ask: Ask, shown: ShownTexts) -> None:
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail, refuse
     from megalaunch.engine import api
 
     try:
@@ -117,9 +117,9 @@ def _write(source: Path, layout: list[str], prompts: list[Prompt], ask: Ask, sho
             opened = api.open_source(source, lambda message: typer.echo(message, err=True))
             _write_alone(opened, api.checked_tokens(opened, prompts, ask), ask, shown)
     except api.CheckpointError as error:
-        refuse(str(error), ExitCode.CHECKPOINT)
+        fail(str(error), ExitCode.CHECKPOINT)
     except (NotADirectoryError, ValueError) as error:
-        refuse(str(error))
+        fail(str(error))
     except KeyboardInterrupt:
         refuse("", ExitCode.INTERRUPTED)
 

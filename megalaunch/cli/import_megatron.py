@@ -33,7 +33,7 @@ def import_megatron(
 
     Nothing is executed: variables, defaults, arrays and arithmetic are read as data.
     """
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
     from megalaunch.config.megatron.imported import import_script, report_text
     from megalaunch.config.megatron.shell_words import ScriptProblem
 
@@ -43,7 +43,7 @@ def import_megatron(
         imported = import_script(text, _name(file, output), Path(shown).name, _variables(variables or []), platform)
     except ScriptProblem as problem:
         place = f"{shown}:{problem.line}" if problem.line else shown
-        refuse(f"error: {place}: {problem.message}")
+        fail(f"{place}: {problem.message}")
     if output is not None:
         _write(imported, output, force)
     if as_json:
@@ -60,7 +60,7 @@ def import_megatron(
 def _read(file: str) -> str:
     import sys
 
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
     from megalaunch.config.megatron.shell_words import MAX_BYTES
 
     try:
@@ -68,7 +68,7 @@ def _read(file: str) -> str:
         with stream:
             return stream.read(MAX_BYTES + 1).decode("utf-8", errors="replace")
     except OSError as error:
-        refuse(f"error: {file} cannot be read: {error.strerror}")
+        fail(f"{file} cannot be read: {error.strerror}")
 
 
 def _name(file: str, output: Path | None) -> str:
@@ -77,11 +77,11 @@ def _name(file: str, output: Path | None) -> str:
 
 
 def _variables(words: list[str]) -> dict[str, str]:
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
 
     for word in words:
         if "=" not in word or not re.fullmatch(r"\w+", word.partition("=")[0]):
-            refuse(f"error: --set {word}: write NAME=VALUE")
+            fail(f"--set {word}: write NAME=VALUE")
     return {name: value for name, _, value in (word.partition("=") for word in words)}
 
 
@@ -90,20 +90,20 @@ def _paths(imported: Imported, output: Path) -> list[Path]:
 
 
 def _write(imported: Imported, output: Path, force: bool) -> None:
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
 
     if output.suffix not in (".yaml", ".yml"):
-        refuse(f"error: {output}: a recipe's file ends in .yaml")
+        fail(f"{output}: a recipe's file ends in .yaml")
     taken = [path for path in _paths(imported, output) if path.exists()]
     if taken and not force:
-        refuse(f"error: {', '.join(map(str, taken))} exists; name another file, or add --force")
+        fail(f"{', '.join(map(str, taken))} exists; name another file, or add --force")
     texts = [imported.recipe.text, *imported.recipe.option_files.values()]
     try:
         for path, text in zip(_paths(imported, output), texts, strict=True):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        refuse(f"error: {error.filename} cannot be written: {error.strerror}")
+        fail(f"{error.filename} cannot be written: {error.strerror}")
 
 
 def _files_text(imported: Imported) -> str:

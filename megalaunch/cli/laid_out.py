@@ -35,7 +35,7 @@ def answered(source: Path, words: Sequence[str], job: Job, take: Callable[[Any],
     Ends the command where the layout, the job or a worker fails. Raises CheckpointError and NotADirectoryError as
     `open_model` does, ValueError for prompts that cannot be, and the OSError of `take`.
     """
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail, refuse
     from megalaunch.engine import api
     from megalaunch.launch.directory import RunDirectoryError
     from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
@@ -56,7 +56,7 @@ def answered(source: Path, words: Sequence[str], job: Job, take: Callable[[Any],
                 api.write_job(directory, job)
                 end = run_workers(spec, directory, words, machine, stop, display)
             except (OSError, RunDirectoryError) as error:
-                refuse(f"the workers' folder cannot be written: {error}\nfix:  let TMPDIR name a disk with space")
+                fail(f"the workers' folder cannot be written: {error}\nfix:  let TMPDIR name a disk with space")
         if display.error is not None:
             raise display.error
         crashed = _is_crash(end)
@@ -70,7 +70,7 @@ def answered(source: Path, words: Sequence[str], job: Job, take: Callable[[Any],
 
 def _layout(words: Sequence[str]) -> ParallelSpec:
     """What the words say of `parallel`; refuses other words, and what is no layout."""
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail, refuse
     from megalaunch.cli.render import problems_text
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
@@ -78,7 +78,7 @@ def _layout(words: Sequence[str]) -> ParallelSpec:
     for word in words:
         key = word.partition("=")[0]
         if key != "parallel" and not key.startswith("parallel."):
-            refuse(
+            fail(
                 f"{word!r} says nothing about the layout: the model is as it was saved, "
                 "and only words such as parallel=tp2pp2 may follow its path"
             )
@@ -213,7 +213,7 @@ def _is_crash(end: LaunchEnd) -> bool:
 
 def _conclude(spec: RunSpec, directory: RunDirectory, end: LaunchEnd) -> None:
     """Return where all is answered, else end the command."""
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail, refuse
     from megalaunch.launch.report import failure_report
 
     code = end.outcome.exit_code
@@ -221,4 +221,6 @@ def _conclude(spec: RunSpec, directory: RunDirectory, end: LaunchEnd) -> None:
         return
     if _is_crash(end):
         refuse("\n".join(failure_report(spec, directory, end, _NEXT)), ExitCode(code))
-    refuse(end.outcome.reason if code in _SAID else "", ExitCode(code))
+    if code in _SAID:
+        fail(end.outcome.reason, ExitCode(code))
+    refuse("", ExitCode(code))

@@ -33,20 +33,20 @@ def plan(
 
     Exit code 0 when the run is valid, 2 when it is not.
     """
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
     from megalaunch.cli.plan_shown import show_plan
     from megalaunch.plan.prediction import parse_tokens
 
     if devices is not None and not search:
-        refuse("error: --devices belongs to --search; a plan is of the cluster in the run (cluster.nodes=N)")
+        fail("--devices belongs to --search; a plan is of the cluster in the run (cluster.nodes=N)")
     try:
         budget = parse_tokens(tokens) if tokens is not None else None
     except ValueError as error:
-        refuse(f"error: --tokens: {error}")
+        fail(f"--tokens: {error}")
     if rank is not None and not deep:
-        refuse("error: --rank belongs to --deep; a plan is of the fullest rank")
+        fail("--rank belongs to --deep; a plan is of the fullest rank")
     if deep and (search or budget is not None or show_assumptions):
-        refuse("error: --deep counts what one rank holds and sends; it knows no --search, --tokens or --assumptions")
+        fail("--deep counts what one rank holds and sends; it knows no --search, --tokens or --assumptions")
     composition, spec = _resolved(words or [])
     if deep:
         from megalaunch.cli.plan_deep import show_deep

@@ -20,17 +20,17 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 def show_deep(spec: RunSpec, origins: Mapping[str, HasOrigin], rank: int | None, as_json: bool) -> None:
     """Run one step on fake tensors and print it; refuses what cannot be run."""
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
 
     if find_spec("torch") is None:
-        refuse("plan --deep needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
+        fail("plan --deep needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
     _refuse_faults(spec, origins)
     from megalaunch.plan.memory.rank import memory_by_rank
     from megalaunch.plan.topology import Topology
 
     topology = Topology.of(spec)
     if rank is not None and rank >= topology.world:
-        refuse(f"error: --rank {rank} is outside the world of {topology.world}\nfix:  --rank 0 to {topology.world - 1}")
+        fail(f"--rank {rank} is outside the world of {topology.world}\nfix:  --rank 0 to {topology.world - 1}")
     from megalaunch.engine import api
 
     found = api.deep_plan(spec, rank)
@@ -40,7 +40,7 @@ def show_deep(spec: RunSpec, origins: Mapping[str, HasOrigin], rank: int | None,
 
 def _refuse_faults(spec: RunSpec, origins: Mapping[str, HasOrigin]) -> None:
     """End the command where the run is not valid, or beyond the engine; a device that is too small may be looked at."""
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail, refuse
     from megalaunch.cli.render import finding_block
     from megalaunch.plan.check import check
     from megalaunch.plan.supported import unsupported
@@ -49,10 +49,10 @@ def _refuse_faults(spec: RunSpec, origins: Mapping[str, HasOrigin]) -> None:
     if errors:
         refuse("\n\n".join(finding_block(finding) for finding in errors))
     if spec.model.vocab_size is None:
-        refuse("error: the vocabulary is open; name it (model.vocab_size=N) or the data")
+        fail("the vocabulary is open; name it (model.vocab_size=N) or the data")
     beyond = [f"  {limit.path}={value}  ({limit.meaning})" for limit, value in unsupported(spec)]
     if beyond:
-        refuse("\n".join(["error: the engine does not run this yet, so there is no step of it to look at:", *beyond]))
+        fail("\n".join(["the engine does not run this yet, so there is no step of it to look at:", *beyond]))
 
 
 def _as_text(spec: RunSpec, found: DeepPlan, planned: Memory) -> str:

@@ -23,13 +23,13 @@ def show_search(
     spec: RunSpec, origins: Mapping[str, HasOrigin], devices: int | None, as_json: bool, shown: int = SHOWN
 ) -> None:
     """Search the layouts of a resolved spec and print the best; exit code 2 when none can run."""
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
     from megalaunch.plan.search import SearchError, search
 
     try:
         result = search(spec, devices)
     except SearchError as error:
-        refuse(f"error: {error}")
+        fail(str(error))
     best = sound(result, origins, shown)
     typer.echo(search_json(result, best) if as_json else search_text(result, best))
     if not best:

@@ -36,7 +36,7 @@ class PlannedRun:
 
 def plan_run(words: list[str], starts: bool) -> PlannedRun:
     """Compose, resolve, check and show; refuses with every problem at once. `starts`: here and now."""
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail, refuse
     from megalaunch.cli.render import problems_text
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
@@ -61,7 +61,7 @@ def plan_run(words: list[str], starts: bool) -> PlannedRun:
     except RunDirectoryError as error:
         refuse_directory(error)
     except SpecError as error:
-        refuse(f"error: {error}\nfix:  name another run.directory")
+        fail(f"{error}\nfix:  name another run.directory")
     if state.stored is not None:
         resolution = resolve(composition.spec, machine, recipe, state.stored)
         spec = resolution.spec
@@ -122,7 +122,7 @@ def command_lines(planned: PlannedRun) -> list[str]:
 
 def with_data(planned: PlannedRun) -> RunSpec:
     """The spec with the paths of its prepared data; refuses data that cannot be used, or that the run had not."""
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail, refuse
     from megalaunch.cli.render import findings_text
     from megalaunch.cli.token_findings import token_findings
     from megalaunch.data.errors import DataError
@@ -134,7 +134,7 @@ def with_data(planned: PlannedRun) -> RunSpec:
         with Patience(typer.echo) as patience:
             prepared = prepare(planned.spec.data, planned.spec.tokenizer, patience.say)
     except DataError as error:
-        refuse(f"error: {error}", ExitCode.DATA)
+        fail(str(error), ExitCode.DATA)
     spec = _with_prepared(planned, prepared)
     changes = refused_changes(spec, planned.state.stored) if planned.state.stored is not None else []
     if changes:
@@ -148,7 +148,7 @@ def with_data(planned: PlannedRun) -> RunSpec:
 
 
 def _with_prepared(planned: PlannedRun, prepared: PreparedData) -> RunSpec:
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
     from megalaunch.config.schema import with_values
     from megalaunch.data.prepare import prepared_values
 
@@ -160,8 +160,8 @@ def _with_prepared(planned: PlannedRun, prepared: PreparedData) -> RunSpec:
     if not given or size is None:
         values["model.vocab_size"] = prepared.vocab_size
     elif size < prepared.vocab_size:
-        refuse(
-            f"error: model.vocab_size={size} is smaller than the tokenizer's {prepared.vocab_size}\n"
+        fail(
+            f"model.vocab_size={size} is smaller than the tokenizer's {prepared.vocab_size}\n"
             f"fix:  model.vocab_size={prepared.vocab_size}, or leave it out"
         )
     return with_values(spec, values)
@@ -169,6 +169,6 @@ def _with_prepared(planned: PlannedRun, prepared: PreparedData) -> RunSpec:
 
 def refuse_directory(error: RunDirectoryError) -> NoReturn:
     """End the command: the directory cannot hold this run."""
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
 
-    refuse(f"error: {error}\nfix:  {error.fix}")
+    fail(f"{error}\nfix:  {error.fix}")

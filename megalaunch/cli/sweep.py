@@ -61,40 +61,40 @@ def sweep(
 
 
 def _metric(word: str) -> Metric:
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
 
     match word:
         case "tokens_per_second" | "validation_loss":
             return word
         case _:
-            refuse(f"error: there is no metric {word!r}\nfix:  --metric tokens_per_second or --metric validation_loss")
+            fail(f"there is no metric {word!r}\nfix:  --metric tokens_per_second or --metric validation_loss")
 
 
 def _sampler(word: str | None, swept: SweepWords, trials: int | None) -> Sampler:
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
 
     if word is None:
         word = "grid" if swept.size is not None else "random"
     if word == "grid" and swept.size is None:
-        refuse("error: an interval has no grid\nfix:  --sampler random --trials N, or a list of values")
+        fail("an interval has no grid\nfix:  --sampler random --trials N, or a list of values")
     if trials is None and (word == "tpe" or (word == "random" and swept.size is None)):
-        refuse(f"error: the sampler {word} needs to know how many runs to make\nfix:  --trials N")
+        fail(f"the sampler {word} needs to know how many runs to make\nfix:  --trials N")
     match word:
         case "grid" | "random" | "tpe":
             return word
         case _:
-            refuse(f"error: there is no sampler {word!r}\nfix:  --sampler grid, random or tpe")
+            fail(f"there is no sampler {word!r}\nfix:  --sampler grid, random or tpe")
 
 
 def _folder_name(swept: SweepWords, name: str | None) -> str:
     import re
     from pathlib import Path
 
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
 
     if name is None:
         recipe = next((word.partition("=")[2] for word in swept.typed if word.startswith("recipe=")), "sweep")
         name = "sweep" if "recipe" in swept.axes else Path(recipe).stem.replace("/", "_")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        refuse(f"error: --name {name!r} is no name of a folder\nfix:  use letters, digits, - _ and .")
+        fail(f"--name {name!r} is no name of a folder\nfix:  use letters, digits, - _ and .")
     return name

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megalaunch.cli.exit import refuse
+from megalaunch.cli.exit import fail, refuse
 from megalaunch.cli.planned_run import PlannedRun, with_data
 from megalaunch.cli.sweep_judge import Judged
 from megalaunch.cli.sweep_plan import PlannedSweep
@@ -78,15 +78,15 @@ def _take(planned: PlannedSweep) -> RunLock:
         folder.root.mkdir(parents=True, exist_ok=True)
         lock = RunLock(folder.lock)
     except RunLocked as error:
-        refuse(f"error: {error}\nfix:  wait for it or stop it there, or name another sweep with --name")
+        fail(f"{error}\nfix:  wait for it or stop it there, or name another sweep with --name")
     except OSError as error:
-        refuse(f"error: {folder.root} cannot be written ({error.strerror})\nfix:  work in another folder")
+        fail(f"{folder.root} cannot be written ({error.strerror})\nfix:  work in another folder")
     try:
         if open_folder(folder, planned.request.definition):
             typer.echo(f"continuing the sweep in {folder.root}")
     except SweepFolderError as error:
         lock.release()
-        refuse(f"error: {error}\nfix:  {error.fix}")
+        fail(f"{error}\nfix:  {error.fix}")
     return lock
 
 
@@ -216,7 +216,7 @@ def _tree_sampler(planned: PlannedSweep) -> TreeSampler:
 
         return TreeSampler(request.words.axes, request.metric, request.seed)
     except ImportError:
-        refuse("error: --sampler tpe needs optuna\nfix:  pip install 'megalaunch[sweep]', or --sampler random")
+        fail("--sampler tpe needs optuna\nfix:  pip install 'megalaunch[sweep]', or --sampler random")
 
 
 def _results(planned: PlannedSweep) -> list[TrialResult]:

@@ -56,11 +56,11 @@ def train(
 
 def require_training_packages() -> None:
     """Refuse, naming the extra, where the launcher was installed without what trains."""
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
 
     missing = [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        refuse(
+        fail(
             f"training needs {' and '.join(missing)}, which this installation of megalaunch lacks.\n"
             "fix:  pip install 'megalaunch[train]'"
         )
@@ -89,9 +89,9 @@ def _train(planned: PlannedRun, stop: StopSignals, starts: bool) -> ExitCode:
     except RunDirectoryError as error:
         refuse_directory(error)
     except RunLocked as error:
-        from megalaunch.cli.exit import refuse
+        from megalaunch.cli.exit import fail
 
-        refuse(f"error: {error}\nfix:  wait for it or stop it there, or name another run.directory")
+        fail(f"{error}\nfix:  wait for it or stop it there, or name another run.directory")
     try:
         if planned.decision.action == "continue":
             typer.echo(f"continuing the run in {planned.directory.root}")

@@ -25,7 +25,7 @@ def watch(
 
     The exit code is that of the run.
     """
-    from megalaunch.cli.exit import refuse
+    from megalaunch.cli.exit import fail
     from megalaunch.config.schema import SpecError
     from megalaunch.config.spec_file import read_spec
     from megalaunch.launch.directory import run_is_held
@@ -37,9 +37,9 @@ def watch(
     try:
         spec = read_spec(directory.spec)
     except FileNotFoundError:
-        refuse(f"error: {run_dir} is no run directory: it holds no spec.yaml")
+        fail(f"{run_dir} is no run directory: it holds no spec.yaml")
     except (SpecError, OSError) as error:
-        refuse(f"error: {error}")
+        fail(str(error))
     view = RunView(spec, directory, scale_of(spec), attach=True)
     if run_is_held(directory):
         display = open_display(view)

@@ -183,7 +183,7 @@ def test_what_is_no_run(tmp_path: Path):
     result = call(tmp_path / "nowhere", "--prompt", "x")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        f"{tmp_path / 'nowhere'} is no directory; "
+        f"error: {tmp_path / 'nowhere'} is no directory; "
         "give a run, one of its checkpoints/step_<number> or a Hugging Face folder\n"
     )
     result = call(tmp_path, "--prompt", "x")
@@ -195,7 +195,7 @@ def test_a_run_without_a_valid_checkpoint(tmp_path: Path):
     run = make_run(tmp_path / "run", steps=())
     result = call(run.root, "--prompt", "x")
     assert result.exit_code == 4
-    assert result.stderr == f"{run.checkpoints} holds no valid checkpoint (the run has not saved one yet)\n"
+    assert result.stderr == f"error: {run.checkpoints} holds no valid checkpoint (the run has not saved one yet)\n"
     run = make_run(tmp_path / "other", steps=(7,))
     (run.checkpoint(7) / "tensors.json").write_text("{}")
     result = call(run.root, "--prompt", "x")
