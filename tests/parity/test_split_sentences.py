@@ -1,4 +1,4 @@
-"""`--split-sentences` writes what Megatron's loop over NLTK's sentences writes, with tables learnt from English texts."""
+"""`--split-sentences` writes what Megatron's loop over NLTK's sentences writes, with tables learnt from English."""
 
 import json
 from itertools import islice
