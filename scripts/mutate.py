@@ -95,7 +95,7 @@ def noticed(mutation: Mutation, copy: Path) -> bool:
 def run_tests(copy: Path, words: str) -> int:
     """pytest's exit code on the copy, stopping at the first failure; or NEVER_ENDED."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *words.split()]
-    environment = os.environ | {"PYTHONPATH": str(copy)}
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTEST_ADDOPTS": ""}
     try:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
