@@ -132,7 +132,7 @@ def _matmuls_before(events: list[str], collective: str) -> list[int]:
 
 
 LAYER = 7  # matmuls of a layer's forward pass: four of attention, three of the feed-forward block
-# Those of backward passes: each has two for one of the forward pass, and a norm's weight gradient is one on a processor.
+# Those of backward passes: two for each of the forward pass, and on a processor one for a norm's weight gradient.
 LAYER_BACK, HEAD_BACK = 2 * LAYER + 2, 2 + 1
 
 
