@@ -231,10 +231,13 @@ def test_end_tokens_need_one_in_the_vocabulary(tmp_path, tokenizer_path):
 
 MANY = """
 import sys
+import threading
 from pathlib import Path
 from megalaunch.data.preprocess import preprocess
 from megalaunch.data.preprocess_settings import Settings
 if __name__ == "__main__":
+    if sys.argv[4] == "spawned":
+        threading.Thread(target=threading.Event().wait, daemon=True).start()  # who is not alone does not fork
     settings = Settings(Path(sys.argv[2]), workers=2, chunk_bytes=50_000)
     preprocess([sys.argv[1]], Path(sys.argv[3]), settings, lambda progress: print(progress.documents, flush=True))
 """
@@ -259,13 +262,14 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.fixture
-def running(tmp_path, tokenizer_path):
+@pytest.fixture(params=["forked", "spawned"])
+def running(request, tmp_path, tokenizer_path):
     """A preprocessing of a minute or so by two workers, under way; its output prefix is `out`."""
     path = write_jsonl(tmp_path / "in.jsonl", [" ".join(sentences(100))] * 60_000)
     (tmp_path / "many.py").write_text(MANY)
-    command = [sys.executable, tmp_path / "many.py", path, tokenizer_path, tmp_path / "out"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, tmp_path / "many.py", path, tokenizer_path, tmp_path / "out", request.param]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # numpy's own threads would forbid a fork
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     assert process.stdout.readline().strip().isdigit()
     started = children_of(process.pid)
@@ -290,7 +294,10 @@ def test_workers_die_with_their_parent(running, tmp_path):
 
 
 def test_a_killed_worker_is_an_error_not_a_hang(running, tmp_path):
-    workers = [pid for pid in children_of(running.pid) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    workers = [
+        pid for pid in children_of(running.pid) if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+    assert len(workers) == 2
     os.kill(workers[0], signal.SIGKILL)
     _, errors = running.communicate(timeout=20)
     assert running.returncode == 1
