@@ -7,11 +7,11 @@ A reader sees the old directory or the new one, never a part; whatever a killed 
 from __future__ import annotations
 
 import ctypes
-import os
 import secrets
 import shutil
 from pathlib import Path
 
+from megalaunch.data.publish import sync_directory
 from megalaunch.rundir.checkpoint.listing import UNFINISHED, leftovers
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -52,15 +52,6 @@ def discard_leftovers(parent: Path) -> None:
     """Remove what killed saves left in `parent`; only when no save can be under way there."""
     for leftover in leftovers(parent):
         discard(leftover)
-
-
-def sync_directory(directory: Path) -> None:
-    """Bring a directory's names to disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _exchange(first: Path, second: Path) -> None:
