@@ -21,6 +21,7 @@ _KINDS = {
     "allgather_": "all-gather",
     "allgather_into_tensor_coalesced_": "all-gather",
     "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_out": "all-gather",
     "all_gather_into_tensor_coalesced": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_": "reduce-scatter",
