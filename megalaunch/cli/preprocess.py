@@ -96,12 +96,15 @@ def run(
 def _preprocess(inputs: list[str], prefix: Path, settings: Settings, show: Callable[[Progress], None]) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy then has no threads, and the workers can be forked
     from megalaunch.cli.exit import refuse
-    from megalaunch.data import preprocess as work
+    from megalaunch.data.early_tokenizer import EarlyTokenizer
     from megalaunch.data.errors import DataError
     from megalaunch.rundir.outcome import ExitCode
 
     try:
-        result = work.preprocess(inputs, prefix, settings, show, _note)
+        with EarlyTokenizer(settings.tokenizer, settings.merges) as early:
+            from megalaunch.data import preprocess as work  # which takes its time while the tokenizer is loaded
+
+            result = work.preprocess(inputs, prefix, settings, show, _note, early)
     except DataError as error:
         _end_line()
         refuse(str(error), ExitCode.DATA)

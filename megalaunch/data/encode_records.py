@@ -77,7 +77,7 @@ class ChunkEncoder:
 
     def __init__(self, recipe: Recipe, load: Callable[[EngineChoice, str], Encode]) -> None:
         self._recipe = recipe
-        self._encode = load(recipe.engine, recipe.tokenizer.read_text(encoding="utf-8"))
+        self._encode = load(recipe.engine, recipe.tokenizer.read_bytes().decode())
         self._split = None if recipe.language is None else splitter(recipe.language)
         self._end = None if recipe.end is None else np.array([recipe.end], np.uint32)
 

@@ -1,19 +1,17 @@
-"""The processes that encode: they start at once, and load the tokenizer when there is something to encode."""
+"""The processes that encode, and what they are asked."""
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
-from numpy.typing import NDArray
-
-from megalaunch.data.encode_engine import Encode, encoder_of, gigatoken_ids
+from megalaunch.data.encode_engine import Encode, encoder_of
 from megalaunch.data.encode_records import ChunkEncoder, Encoded, Recipe
 from megalaunch.data.encode_slots import Slots
 from megalaunch.data.errors import DataError
@@ -24,29 +22,46 @@ from megalaunch.data.worker_process import WorkerDied, WorkerProcess, is_alone
 _AHEAD = 4  # chunks a worker that are under way or wait to be written
 _SLOT_BYTES = 2  # bytes of tokens a byte of text for which memory is shared; text has about one token a three bytes
 _shared: list[Slots] = []  # of a worker: the memory that it shares with its parent, if it does
+_early: list[EarlyGigatoken] = []  # of who encodes, a worker or not: what was loaded before it began, if anything was
+
+
+@dataclass(frozen=True)
+class EarlyGigatoken:
+    """What encodes as the tokenizer.json `content` says."""
+
+    content: str
+    encode: Encode
 
 
 class Workers:
     """`count` processes that encode; with one, this process does it itself.
 
-    They begin to load `tokenizer`, the file that was asked for, before it is known what will be encoded. Where they
-    can be forked they share memory with this process, enough for most chunks of `chunk_bytes`.
+    Where they can be forked, `start` does so: they have what this process loaded, and share memory with it, enough for
+    most chunks of `chunk_bytes`. Else they are spawned at once.
     """
 
-    def __init__(self, count: int, engine: EngineChoice, tokenizer: Path, chunk_bytes: int) -> None:
-        forked = count > 1 and is_alone()
-        self._slots = Slots(_AHEAD * count + 1, _SLOT_BYTES * chunk_bytes) if forked else None
-        words = (forked, _get_ready, engine, tokenizer, self._slots)
-        self._workers = [WorkerProcess(*words) for _ in range(count)] if count > 1 else []
+    def __init__(self, count: int, chunk_bytes: int) -> None:
+        self._count, self._chunk_bytes = count, chunk_bytes
+        self._slots: Slots | None = None
+        self._workers: list[WorkerProcess] = []
+        if count > 1 and not is_alone():
+            self._spawn()
         self._begun: Recipe | None = None
         self._waiting: deque[tuple[Chunk, int | None, Future[tuple[Encoded, list[int] | None]]]] = deque()
 
-    def start_gigatoken(self, tokenizer: Path, texts: list[str]) -> Callable[[], list[NDArray[Any]] | str]:
-        """Have a worker encode texts with gigatoken; what is given back waits for the ids, or for why it cannot."""
-        if not self._workers:
-            return lambda: _gigatoken_ids(tokenizer, texts)
-        future = self._submit(_gigatoken_ids, tokenizer, texts)
-        return lambda: _result(future)
+    def start(self, early: EarlyGigatoken | None) -> None:
+        """Have all processes there, with what was loaded here where they can have it."""
+        if self._count > 1 and not self._workers and not is_alone():  # it no longer is
+            self._spawn()
+        if self._workers:
+            return
+        _early[:] = [] if early is None else [early]
+        if self._count > 1:
+            self._slots = Slots(_AHEAD * self._count + 1, _SLOT_BYTES * self._chunk_bytes)
+            self._workers = [WorkerProcess(True, _get_ready, self._slots) for _ in range(self._count)]
+
+    def _spawn(self) -> None:
+        self._workers = [WorkerProcess(False, int) for _ in range(self._count)]
 
     def begin(self, ahead: Iterator[Chunk], recipe: Recipe) -> None:
         """Have the first chunks encoded before it is known whether they will be asked for with this recipe."""
@@ -114,22 +129,17 @@ def _result(future: Future[Any]) -> Any:
         raise DataError("a worker process died, perhaps for lack of memory", fix=fix) from None
 
 
-def _get_ready(engine: EngineChoice, tokenizer: Path, slots: Slots | None) -> None:
-    """In a worker: load what takes time to load, before it is asked for."""
-    if slots is not None:
-        _shared.append(slots)
-    if engine is not EngineChoice.TOKENIZERS and tokenizer.suffix == ".json":
-        with suppress(OSError, ValueError):
-            gigatoken_ids(tokenizer.read_text(encoding="utf-8"), [], _loaded)
+def _get_ready(slots: Slots) -> None:
+    """In a forked worker: take over what it has from its parent."""
+    gc.freeze()  # what is never looked through for garbage stays shared
+    _shared.append(slots)
 
 
 @lru_cache(maxsize=1)
 def _loaded(engine: EngineChoice, content: str) -> Encode:
+    if engine is EngineChoice.GIGATOKEN and _early and _early[0].content == content:
+        return _early[0].encode
     return encoder_of(engine, content)
-
-
-def _gigatoken_ids(tokenizer: Path, texts: list[str]) -> list[NDArray[Any]] | str:
-    return gigatoken_ids(tokenizer.read_text(encoding="utf-8"), texts, _loaded)
 
 
 def _encode(recipe: Recipe, chunk: Chunk, slot: int | None) -> tuple[Encoded, list[int] | None]:

@@ -15,7 +15,7 @@ _AHEAD = 1 << 28  # bytes that hashing may run before the encoding
 
 
 class InputHashes:
-    """Hashes the inputs in a thread of its own; `finish` waits for them."""
+    """Hashes the inputs in a thread of its own, from `start` on or else from `finish`, which waits for them."""
 
     def __init__(self, inputs: Sequence[Input]) -> None:
         self._inputs = inputs
@@ -24,6 +24,9 @@ class InputHashes:
         self._hashed = self._reached = 0
         self._moved = threading.Condition()
         self._thread = threading.Thread(target=self._hash_all, daemon=True)
+
+    def start(self) -> None:
+        """Begin. Then this process has a thread more, and is not to be forked."""
         self._thread.start()
 
     def reached(self, position: int) -> None:
@@ -35,6 +38,8 @@ class InputHashes:
     def finish(self) -> list[str]:
         """The hex digest of each input, empty for standard input. DataError when one could not be read."""
         self.reached(sum(entry.size for entry in self._inputs))
+        if self._thread.ident is None:
+            self.start()
         self._thread.join()
         if self._error is not None:
             raise self._error

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megalaunch.data.encode_engine import CHECKED_CHARACTERS, Engine, choose_engine
+from megalaunch.data.early_tokenizer import EarlyTokenizer, KnownTokenizer
+from megalaunch.data.encode_engine import Engine, engine_for, gigatoken, unlike
 from megalaunch.data.encode_records import Encoded, Recipe
-from megalaunch.data.encode_workers import Workers
+from megalaunch.data.encode_workers import EarlyGigatoken, Workers
+from megalaunch.data.engine_check import CHECKED_CHARACTERS
 from megalaunch.data.errors import DataError
 from megalaunch.data.input_chunks import Chunk, chunks
 from megalaunch.data.input_hashes import InputHashes
@@ -23,10 +25,7 @@ from megalaunch.data.preprocess_settings import EngineChoice, Settings
 from megalaunch.data.preprocess_state import Progress, State, fingerprint
 from megalaunch.data.read_records import good_texts
 from megalaunch.data.token_writer import token_type
-from megalaunch.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from megalaunch.data.tokenizer import required_eod, tokenizer_file
 
 
 @dataclass(frozen=True)
@@ -47,40 +46,47 @@ def preprocess(
     settings: Settings,
     show: Callable[[Progress], None],
     note: Callable[[str], None] = lambda text: None,
+    early: EarlyTokenizer | None = None,
 ) -> Result:
     """Write `<output_prefix>_<key>_document.bin/.idx` for each key, and `.json` with counts and hashes.
 
     Inputs are files, folders, globs and `-`; documents keep their order whatever the number of workers.
     `show` is called after each chunk, `note` gets what the user should know. Raises DataError; then nothing
     stands under the final names, and what was done is kept for `settings.resume` (see preprocess_output.py).
+    `early` has begun to load the tokenizer of these settings; it is closed.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise DataError("preprocessing was started by torchrun, once a process", fix="Start it by itself, once.")
-    found = find_inputs(inputs, settings.format)
     path = tokenizer_file(settings.tokenizer)
-    workers = Workers(settings.workers, settings.engine, path, settings.chunk_bytes)
+    workers = Workers(settings.workers, settings.chunk_bytes)
     try:
-        tokenizer = load_tokenizer(path, settings.merges)
-        end = tokenizer.require_eod(path, "Leave out --append-eod.") if settings.append_eod else None
-        level = "document" if settings.language is None else "sentence"
-        finals = [output_prefix.with_name(f"{output_prefix.name}_{key}_{level}") for key in settings.json_keys]
-        output = Output(output_prefix, finals, token_type(tokenizer.vocab_size))
-        done = False
-        try:
-            job = _Job(found, settings, end, output, tokenizer, show, note)
-            job.run(workers)
-            if not job.state.counts.documents:
-                raise DataError("the inputs hold no documents", file=", ".join(inputs), fix="Give files with text.")
-            quarantine = job.state.counts.quarantined > 0
-            kept = finals[0].with_name(f"{output_prefix.name}_quarantine.jsonl") if quarantine else None
-            hashes = job.finish()
-            made = output.assemble()
-            report, *_ = write_reports(finals, found, hashes, settings, tokenizer, job.engine, job.state, made)
-            output.publish(kept)
-            done = True
-            return Result(tuple(finals), report, kept, job.state.counts, job.state.bad, job.engine)
-        finally:
-            output.close(keep=not done and output.saved() is not None)
+        with early or EarlyTokenizer(path, settings.merges) as loading:
+            found = find_inputs(inputs, settings.format)
+            tokenizer = loading.known()
+            end = required_eod(tokenizer.eod_id, path, "Leave out --append-eod.") if settings.append_eod else None
+            level = "document" if settings.language is None else "sentence"
+            finals = [output_prefix.with_name(f"{output_prefix.name}_{key}_{level}") for key in settings.json_keys]
+            output = Output(output_prefix, finals, token_type(tokenizer.vocab_size))
+            done = False
+            try:
+                job = _Job(found, settings, end, output, tokenizer, show, note)
+                job.start(workers, loading)
+                vocabulary = loading.vocabulary_hash()
+                loading.close()
+                job.run(workers)
+                if not job.state.counts.documents:
+                    raise DataError("the inputs hold no documents", file=", ".join(inputs), fix="Give files with text.")
+                quarantine = job.state.counts.quarantined > 0
+                kept = finals[0].with_name(f"{output_prefix.name}_quarantine.jsonl") if quarantine else None
+                hashes = job.finish()
+                made = output.assemble()
+                made_with = (settings, tokenizer, vocabulary, job.engine)
+                report, *_ = write_reports(finals, found, hashes, *made_with, job.state, made)
+                output.publish(kept)
+                done = True
+                return Result(tuple(finals), report, kept, job.state.counts, job.state.bad, job.engine)
+            finally:
+                output.close(keep=not done and output.saved() is not None)
     finally:
         workers.close()
 
@@ -94,14 +100,13 @@ class _Job:
         settings: Settings,
         end: int | None,
         output: Output,
-        tokenizer: Tokenizer,
+        tokenizer: KnownTokenizer,
         show: Callable[[Progress], None],
         note: Callable[[str], None],
     ) -> None:
         self._inputs, self._settings, self._end, self._output = inputs, settings, end, output
         self._tokenizer, self._show, self._note = tokenizer, show, note
-        self._content = tokenizer.to_json()
-        self._fingerprint = fingerprint(inputs, settings, self._content)
+        self._fingerprint = fingerprint(inputs, settings, tokenizer.content)
         saved = self._saved_state()
         self.state = State.load(saved) if saved else State(counts=Progress(sum(entry.size for entry in inputs)))
         output.open(saved)
@@ -112,27 +117,41 @@ class _Job:
         self._seconds_before = self.state.counts.seconds
         self._started = time.monotonic()
 
+    def start(self, workers: Workers, loading: EarlyTokenizer) -> None:
+        """Have the workers begin, with the engine that proves right over the first texts. Raises DataError."""
+        if self.state.complete:
+            return
+        self._kept = self._output.keep_tokenizer(self._tokenizer.content)
+        ahead = chunks(self._inputs, self._settings, self.state.position)
+        first = list(islice(ahead, 1))
+        self._ahead = chain(first, ahead)
+        self.engine = self._choose_engine(workers, loading, first)
+        self._hashes.start()  # a thread, so that all that is to be forked must be there
+        if self.engine.note:
+            self._note(self.engine.note)
+
+    def _choose_engine(self, workers: Workers, loading: EarlyTokenizer, first: list[Chunk]) -> Engine:
+        """The workers are started here: with gigatoken where it loads, while it is found out whether it is right."""
+        asked, content = self._settings.engine, self._tokenizer.content
+        if asked is EngineChoice.TOKENIZERS:
+            workers.start(None)
+            return Engine(asked)
+        keys = self._settings.json_keys
+        expected = loading.check([text for chunk in first for text in good_texts(chunk, keys, CHECKED_CHARACTERS)])
+        encode = gigatoken(content)
+        if isinstance(encode, str):
+            workers.start(None)
+            return engine_for(asked, encode)
+        workers.start(EarlyGigatoken(content, encode))
+        workers.begin(self._ahead, self._recipe(EngineChoice.GIGATOKEN))
+        return engine_for(asked, unlike(encode, expected()))
+
     def run(self, workers: Workers) -> None:
         """Bring all records from where the state stands to the end into the work folder."""
         if self.state.complete:
             return
-        kept = self._output.keep_tokenizer(self._content)
-        ahead = chunks(self._inputs, self._settings, self.state.position)
-        first = list(islice(ahead, 1))
-        ahead = chain(first, ahead)
-        keys = self._settings.json_keys
-        texts = [text for chunk in first for text in good_texts(chunk, keys, CHECKED_CHARACTERS)]
-
-        def start(checked: list[str]) -> Callable[[], list[NDArray[Any]] | str]:
-            finish = workers.start_gigatoken(kept, checked)
-            workers.begin(ahead, self._recipe(kept, EngineChoice.GIGATOKEN))
-            return finish
-
-        self.engine = choose_engine(self._settings.engine, self._tokenizer, texts, start)
-        if self.engine.note:
-            self._note(self.engine.note)
         try:
-            for chunk, encoded in workers.encoded(ahead, self._recipe(kept, self.engine.name)):
+            for chunk, encoded in workers.encoded(self._ahead, self._recipe(self.engine.name)):
                 self._take(chunk, encoded)
                 if time.monotonic() - self._checkpointed >= self._settings.checkpoint_seconds:
                     self._checkpoint()
@@ -141,10 +160,10 @@ class _Job:
                 self._save_quietly()
             raise
 
-    def _recipe(self, tokenizer: Path, engine: EngineChoice) -> Recipe:
+    def _recipe(self, engine: EngineChoice) -> Recipe:
         return Recipe(
             engine=engine,
-            tokenizer=tokenizer,
+            tokenizer=self._kept,
             vocab_size=self._tokenizer.vocab_size,
             keys=self._settings.json_keys,
             end=self._end,

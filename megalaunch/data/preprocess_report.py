@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import megalaunch
+from megalaunch.data.early_tokenizer import KnownTokenizer
 from megalaunch.data.encode_engine import Engine
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.indexed import REMAKE, bin_path, idx_path
@@ -73,7 +74,8 @@ def write_reports(
     inputs: Sequence[Input],
     hashes: Sequence[str],
     settings: Settings,
-    tokenizer: Tokenizer,
+    tokenizer: KnownTokenizer,
+    vocabulary_hash: str,
     engine: Engine,
     state: State,
     outputs: dict[str, Any],
@@ -95,7 +97,7 @@ def write_reports(
         "engine": {"name": engine.name, "note": engine.note},
         "tokenizer": {
             "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            "vocabulary_sha256": tokenizer.vocabulary_hash(),
+            "vocabulary_sha256": vocabulary_hash,
             "vocab_size": tokenizer.vocab_size,
             "eod_id": tokenizer.eod_id,
         },

@@ -63,10 +63,7 @@ class Tokenizer:
 
     def require_eod(self, path: Path, switch: str) -> int:
         """`eod_id`, or a DataError that says how to go without: `switch` turns the end token off."""
-        if self.eod_id is None:
-            names = ", ".join(_END_NAMES)
-            raise DataError(f"it has no end-of-document token (known: {names})", file=path, fix=switch)
-        return self.eod_id
+        return required_eod(self.eod_id, path, switch)
 
     def encode(self, text: str, around: bool = False) -> list[int]:
         """The ids of a text; `around`: with the tokens that the file says to put around one, if it does."""
@@ -106,6 +103,14 @@ class Tokenizer:
     def kind(self) -> str:
         """The class of its model (BPE, Unigram, ...)."""
         return type(self._inner.model).__name__
+
+
+def required_eod(eod_id: int | None, path: Path, switch: str) -> int:
+    """The end-of-document token of the tokenizer at `path`, or a DataError: `switch` turns that token off."""
+    if eod_id is None:
+        names = ", ".join(_END_NAMES)
+        raise DataError(f"it has no end-of-document token (known: {names})", file=path, fix=switch)
+    return eod_id
 
 
 def tokenizer_file(path: Path | str) -> Path:

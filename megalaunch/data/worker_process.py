@@ -68,9 +68,29 @@ class WorkerProcess:
             if self._reader is None:
                 self._reader = threading.Thread(target=self._read_answers, daemon=True)
                 self._reader.start()
-        with suppress(BrokenPipeError, ConnectionResetError):  # the reader sees the death too, and says so
-            self._pipe.send((function, words))
+        self._send(function, words)
         return future
+
+    def ask(self, function: Callable[..., Any], *words: object) -> Callable[[], Any]:
+        """The same without a thread, for who is yet to fork: what is given back waits for the answer.
+
+        Answers are to be waited for in the order of the questions, and none may come from `submit`.
+        """
+        self._send(function, words)
+        return self._answer
+
+    def _send(self, function: Callable[..., Any], words: tuple[object, ...]) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # who reads the answer sees the death too, and says so
+            self._pipe.send((function, words))
+
+    def _answer(self) -> Any:
+        try:
+            succeeded, answer = self._pipe.recv()
+        except (EOFError, OSError):
+            raise WorkerDied from None
+        if succeeded:
+            return answer
+        raise answer
 
     def kill(self) -> None:
         """Have the process end now, which `close` waits for."""

@@ -31,7 +31,7 @@ print(len(found), len(chunks) - len(found), len(set(found)))
 
 # The same with an engine that gives wrong ids in place of gigatoken: that shows when the first chunks are under way.
 WRONG = """
-from megalaunch.data import encode_workers
+from megalaunch.data import encode_engine, encode_workers
 
 right = encode_workers.encoder_of
 
@@ -41,7 +41,7 @@ def wrong(name, content):
     return (lambda text: encode(text)[::-1].copy()) if name == "gigatoken" else encode
 
 
-encode_workers.encoder_of = wrong
+encode_engine.encoder_of = encode_workers.encoder_of = wrong
 begun = []
 begin = encode_workers.Workers.begin
 encode_workers.Workers.begin = lambda self, *words: (begin(self, *words), begun.extend(self._waiting))

@@ -1,0 +1,127 @@
+"""The tokenizer, loaded by a process of its own while this one imports and loads what else it needs.
+
+Libraries of tokenizers load under Python's lock, so that a thread would not do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megalaunch.data.engine_check import Checked, checked_ids
+from megalaunch.data.errors import DataError
+from megalaunch.data.tokenizer import Tokenizer, load_tokenizer
+from megalaunch.data.worker_process import WorkerDied, WorkerProcess, is_alone
+
+
+@dataclass(frozen=True)
+class KnownTokenizer:
+    """What preprocessing must know of a tokenizer; `content` is that of a tokenizer.json of it."""
+
+    content: str
+    vocab_size: int
+    eod_id: int | None
+
+
+class EarlyTokenizer:
+    """A tokenizer that is loaded from the beginning on, used in a `with`.
+
+    It is loaded here, when it is asked for, where another process could not be forked.
+    """
+
+    def __init__(self, path: Path, merges: Path | None) -> None:
+        self._here = _Loading(path, merges)
+        self._process = WorkerProcess(True, _load_there, self._here) if is_alone() else None
+
+    def known(self) -> KnownTokenizer:
+        """What is to be known of it. Raises DataError for what `load_tokenizer` refuses."""
+        if self._process is None:
+            return self._here.known
+        known: KnownTokenizer = _answer(self._process.ask(_known_there))
+        return known
+
+    def check(self, texts: Sequence[str]) -> Callable[[], Checked]:
+        """Begin to encode probes and `texts` (see engine_check.py); what is given back waits for the ids."""
+        if self._process is None:
+            return lambda: self._here.check(texts)
+        answer = self._process.ask(_check_there, texts)
+        return lambda: _answer(answer)
+
+    def vocabulary_hash(self) -> str:
+        """That of `Tokenizer`; who asks for it last finds it computed."""
+        if self._process is None:
+            return self._here.vocabulary_hash
+        computed: str = _answer(self._process.ask(_hash_there))
+        return computed
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.close()
+
+    def __enter__(self) -> EarlyTokenizer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Loading:
+    """A tokenizer that is loaded when it is needed first."""
+
+    def __init__(self, path: Path, merges: Path | None) -> None:
+        self._path, self._merges = path, merges
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self._path, self._merges)
+
+    @cached_property
+    def known(self) -> KnownTokenizer:
+        one = self._tokenizer
+        return KnownTokenizer(one.to_json(), one.vocab_size, one.eod_id)
+
+    @cached_property
+    def vocabulary_hash(self) -> str:
+        return self._tokenizer.vocabulary_hash()
+
+    def check(self, texts: Sequence[str]) -> Checked:
+        return checked_ids(self._tokenizer, texts)
+
+
+_there: list[_Loading] = []  # in the other process: what it loads
+
+
+def _load_there(loading: _Loading) -> None:
+    _there.append(loading)
+    with suppress(Exception):  # whatever it is, it is raised again for who asks
+        _ = loading.known
+
+
+def _known_there() -> KnownTokenizer:
+    return _there[0].known
+
+
+def _check_there(texts: Sequence[str]) -> Checked:
+    checked = _there[0].check(texts)
+    _ = _there[0].vocabulary_hash  # kept until it is asked for
+    return checked
+
+
+def _hash_there() -> str:
+    return _there[0].vocabulary_hash
+
+
+def _answer(answer: Callable[[], Any]) -> Any:
+    try:
+        return answer()
+    except WorkerDied:
+        fix = "Free memory; --resume goes on with what was done."
+        raise DataError("the process that loads the tokenizer died, perhaps for lack of memory", fix=fix) from None
