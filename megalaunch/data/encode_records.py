@@ -59,13 +59,17 @@ class KeyTokens:
 class Encoded:
     """One chunk's documents by key, and its bad records; records = written + len(bad), lines are those passed.
 
-    The ids are in the type of the file.
+    The ids are in the type that the engine gives, or after `store` in that of the file.
     """
 
     records: int = 0
     lines: int = 0
     keys: list[KeyTokens] = field(default_factory=list)
     bad: list[BadRecord] = field(default_factory=list)
+
+    def store(self, dtype: np.dtype[Any]) -> None:
+        """Bring the ids, which the vocabulary holds, into the type of the file."""
+        self.keys = [replace(key, tokens=key.tokens.astype(dtype, copy=False)) for key in self.keys]
 
 
 class ChunkEncoder:
@@ -87,7 +91,7 @@ class ChunkEncoder:
         if isinstance(chunk.body, Unreadable):
             result.records = result.lines = chunk.body.lines
             result.bad.append(BadRecord(chunk.path, 0, False, chunk.body.cause, chunk.body.fix, b""))
-            result.keys = [self._stored(self._joined([])) for _ in self._recipe.keys]
+            result.keys = [self._joined([]) for _ in self._recipe.keys]
             return result
         chunk = read(chunk)
         return self._at_once(chunk) or self._one_by_one(chunk)
@@ -102,7 +106,7 @@ class ChunkEncoder:
             key = self._joined([[ids] if ids.size else [] for ids in map(self._encode, column)])
             if key.tokens.max(initial=0) >= self._recipe.vocab_size:
                 return None
-            keys.append(self._stored(key))
+            keys.append(key)
         return Encoded(len(texts[0]), len(texts[0]), keys)
 
     def _one_by_one(self, chunk: Chunk) -> Encoded:
@@ -120,7 +124,7 @@ class ChunkEncoder:
                 result.bad.append(BadRecord(record.path, line, absolute, error.cause, error.fix, content))
         result.lines = result.records
         columns = ([document[k] for document in documents] for k in range(len(self._recipe.keys)))
-        result.keys = [self._stored(self._joined(column)) for column in columns]
+        result.keys = [*map(self._joined, columns)]
         return result
 
     def _check_size(self, record: Record) -> None:
@@ -137,10 +141,6 @@ class ChunkEncoder:
             if (largest := ids.max()) >= self._recipe.vocab_size:
                 raise DataError(f"id {largest} is beyond the vocabulary of {self._recipe.vocab_size:,}")
         return sequences
-
-    def _stored(self, key: KeyTokens) -> KeyTokens:
-        """With its ids, which the vocabulary holds, in the type of the file."""
-        return replace(key, tokens=key.tokens.astype(self._recipe.dtype))
 
     def _joined(self, documents: list[list[NDArray[Any]]]) -> KeyTokens:
         """One key's documents in a row; ids in the type that the engine gives them in."""

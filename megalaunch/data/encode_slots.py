@@ -29,17 +29,17 @@ class Slots:
         """Give a place back."""
         self._free.append(slot)
 
-    def leave(self, slot: int, encoded: Encoded) -> list[int] | None:
-        """In a worker: put the tokens of each key there, and how many they are; None: they are too many."""
-        tokens = [key.tokens for key in encoded.keys]
-        if sum(part.nbytes for part in tokens) > self._size:
+    def leave(self, slot: int, encoded: Encoded, dtype: np.dtype[Any]) -> list[int] | None:
+        """In a worker: put the tokens of each key there as `dtype`, and how many they are; None: they are too many."""
+        sizes = [key.tokens.size for key in encoded.keys]
+        if sum(sizes) * dtype.itemsize > self._size:
             return None
         start = slot * self._size
-        for part in tokens:
-            self._view(start, part.size, part.dtype)[:] = part
-            start += part.nbytes
-        encoded.keys = [replace(key, tokens=key.tokens[:0]) for key in encoded.keys]
-        return [part.size for part in tokens]
+        for key, size in zip(encoded.keys, sizes, strict=True):
+            self._view(start, size, dtype)[:] = key.tokens
+            start += size * dtype.itemsize
+        encoded.keys = [replace(key, tokens=np.empty(0, dtype)) for key in encoded.keys]
+        return sizes
 
     def find(self, slot: int, encoded: Encoded, sizes: Sequence[int]) -> None:
         """In the parent: give each key its tokens, which stay where they lie."""

@@ -75,7 +75,10 @@ class Workers:
         """
         if not self._workers:
             encoder = ChunkEncoder(recipe, _loaded)
-            yield from ((chunk, encoder.encode(chunk)) for chunk in ahead)
+            for chunk in ahead:
+                encoded = encoder.encode(chunk)
+                encoded.store(recipe.dtype)
+                yield chunk, encoded
             return
         if recipe != self._begun:
             ahead = chain(self._taken_back(), ahead)
@@ -145,7 +148,10 @@ def _loaded(engine: EngineChoice, content: str) -> Encode:
 def _encode(recipe: Recipe, chunk: Chunk, slot: int | None) -> tuple[Encoded, list[int] | None]:
     """In a worker: a chunk's documents; with numbers, their tokens lie in the slot, so many of each key."""
     encoded = _encoder(recipe).encode(chunk)
-    return encoded, None if slot is None else _shared[0].leave(slot, encoded)
+    left = None if slot is None else _shared[0].leave(slot, encoded, recipe.dtype)
+    if left is None:
+        encoded.store(recipe.dtype)
+    return encoded, left
 
 
 @lru_cache(maxsize=1)

@@ -93,16 +93,16 @@ def test_the_bytes_of_one_process(tmp_path):
 
 def test_a_slot_holds_the_tokens_of_all_keys_or_none():
     slots = Slots(3, 12)
-    some = [np.array([1, 2, 3], np.uint16), np.array([], np.uint16), np.array([4], np.uint16)]
+    some = [np.array([1, 2, 65_535], np.uint32), np.array([], np.uint32), np.array([4], np.uint32)]
     nothing = np.empty(0, np.int32)
     encoded = Encoded(keys=[KeyTokens(tokens, nothing, nothing) for tokens in some])
-    sizes = slots.leave(1, encoded)
+    sizes = slots.leave(1, encoded, np.dtype(np.uint16))
     assert sizes == [3, 0, 1]
     assert [key.tokens.size for key in encoded.keys] == [0, 0, 0]
     slots.find(1, encoded, sizes)
-    assert [key.tokens.tolist() for key in encoded.keys] == [[1, 2, 3], [], [4]]
+    assert [key.tokens.tolist() for key in encoded.keys] == [[1, 2, 65_535], [], [4]]
     large = Encoded(keys=[KeyTokens(np.arange(7, dtype=np.uint16), nothing, nothing)])
-    assert slots.leave(0, large) is None
+    assert slots.leave(0, large, np.dtype(np.uint16)) is None
     assert large.keys[0].tokens.size == 7
     taken = {slots.take() for _ in range(3)}
     assert taken == {0, 1, 2}
