@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from megalaunch.config.schema import RunSpec
     from megalaunch.rundir.paths import RunDirectory
 
@@ -25,7 +22,6 @@ app = typer.Typer(
 
 Source = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run directory.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_SHOWN_EVERY = 0.5  # seconds between two figures of progress
 
 
 @app.command("list")
@@ -79,12 +75,13 @@ def verify(path: Source) -> None:
     The exit code is 4 when any is damaged.
     """
     from megalaunch.cli.checkpoint_shown import verified_lines
+    from megalaunch.cli.share_shown import share_shown
     from megalaunch.rundir.checkpoint.manifest import read_manifest, verify_checkpoint
     from megalaunch.rundir.outcome import ExitCode
 
     damaged = 0
     for checkpoint in _checkpoints_of(path, only_complete=False):
-        problems = verify_checkpoint(checkpoint, read=_progress(checkpoint.name))
+        problems = verify_checkpoint(checkpoint, read=share_shown(checkpoint.name))
         damaged += bool(problems)
         sizes = [] if problems else [record.size for record in read_manifest(checkpoint)]
         for line in verified_lines(checkpoint, sizes, problems):
@@ -136,19 +133,3 @@ def _spec_of(path: Path) -> RunSpec | None:
         return read_spec(path)
     except (SpecError, OSError):
         return None
-
-
-def _progress(name: str) -> Callable[[int, int], None]:
-    """Shows on a terminal how much of a checkpoint is read."""
-    import sys
-
-    shown = time.monotonic()
-
-    def show(done: int, total: int) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if sys.stderr.isatty() and now - shown > _SHOWN_EVERY:
-            shown = now
-            typer.echo(f"\r{name}: {done / max(1, total):4.0%}\r", err=True, nl=False)
-
-    return show

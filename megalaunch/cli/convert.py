@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +36,7 @@ def import_(
     with _told():
         from megalaunch.engine import api
 
-        report = api.import_huggingface(folder.expanduser(), output.expanduser())
+        report = api.import_huggingface(folder.expanduser(), output.expanduser(), _shown(output))
         typer.echo(_proof(report))
         typer.echo(f"wrote {output}")
         if (output.expanduser() / TOKENIZER_FILE).is_file():
@@ -70,6 +70,7 @@ def export(
             api.format_named(dtype) if dtype else None,
             max(1, int(float(size[1]) * _UNITS[size[2]])),
             report=lambda message: typer.echo(message, err=True),
+            wrote=_shown(output),
         )
         typer.echo(_proof(report))
         typer.echo(f"wrote {output}")
@@ -106,7 +107,7 @@ def import_megatron(
         except ArgumentsError as error:
             problems = "\n  ".join(error.problems)
             fail(f"{directory} cannot be carried over exactly:\n  {problems}", ExitCode.CHECKPOINT)
-        report = api.import_megatron(source, model, output.expanduser(), vocab_size)
+        report = api.import_megatron(source, model, output.expanduser(), vocab_size, _shown(output))
         typer.echo(f"read {directory}, iteration {source.iteration}")
         typer.echo(_proof(report))
         typer.echo(f"wrote {output}")
@@ -129,6 +130,12 @@ def _told() -> Iterator[None]:
         fail(str(error))
     except KeyboardInterrupt:
         refuse("", ExitCode.INTERRUPTED)
+
+
+def _shown(output: Path) -> Callable[[int, int], None]:
+    from megalaunch.cli.share_shown import share_shown
+
+    return share_shown(output.name, after=f"{output.name}: written, now the proof")
 
 
 def _proof(report: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from megalaunch.engine.checkpoint.huggingface import COMPANIONS, CONFIG, INDEX, 
 from megalaunch.engine.checkpoint.paired import parameter_shapes
 from megalaunch.engine.checkpoint.read import whole_tensor
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES, TensorSource, write_file
-from megalaunch.engine.checkpoint.whole import require_new, written_whole
+from megalaunch.engine.checkpoint.whole import Wrote, counted, require_new, written_whole
 from megalaunch.engine.families.pairs import Pair
 from megalaunch.engine.families.table import FamilyError, family_of, write_config
 from megalaunch.rundir.checkpoint.catalogue import read_catalogue
@@ -79,7 +79,7 @@ class Export:
     max_shard_bytes: int = 5_000_000_000
 
 
-def export_folder(weights: StoredWeights, asked: Export, prove: Prove) -> dict[str, Any]:
+def export_folder(weights: StoredWeights, asked: Export, prove: Prove, wrote: Wrote) -> dict[str, Any]:
     """Write the folder; returns the proof's report. Raises CheckpointError, and then nothing is left behind."""
     require_new(asked.output)
     try:
@@ -89,8 +89,9 @@ def export_folder(weights: StoredWeights, asked: Export, prove: Prove) -> dict[s
         raise CheckpointError(f"{weights.checkpoint} cannot be exported:\n  " + "\n  ".join(error.problems)) from error
     _require_all_named(weights, pairs)
     sources = {name: source for pair in pairs for name, source in _sources(weights, pair, asked.dtype)}
-    with written_whole(asked.output, sum(source.size for source in sources.values())) as unfinished:
-        _write_shards(unfinished, sources, asked.max_shard_bytes)
+    total = sum(source.size for source in sources.values())
+    with written_whole(asked.output, total) as unfinished:
+        _write_shards(unfinished, sources, asked.max_shard_bytes, counted(total, wrote))
         dtype = next(iter(sources.values())).dtype
         config = {**_kept(weights.origin, config), **config, "torch_dtype": str(dtype).removeprefix("torch.")}
         (unfinished / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -118,7 +119,9 @@ def _sources(weights: StoredWeights, pair: Pair, dtype: torch.dtype | None) -> I
         yield name, TensorSource(kind, tuple(shapes[name]), data)
 
 
-def _write_shards(unfinished: Path, sources: Mapping[str, TensorSource], limit: int) -> None:
+def _write_shards(
+    unfinished: Path, sources: Mapping[str, TensorSource], limit: int, count: Callable[[int], None]
+) -> None:
     shards: list[list[str]] = [[]]
     held = 0
     for name, source in sources.items():
@@ -128,12 +131,12 @@ def _write_shards(unfinished: Path, sources: Mapping[str, TensorSource], limit: 
         shards[-1].append(name)
         held += source.size
     if len(shards) == 1:
-        write_file(unfinished / WEIGHTS_FILE, sources)
+        write_file(unfinished / WEIGHTS_FILE, sources, count)
         return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_file(unfinished / file, {name: sources[name] for name in names})
+        write_file(unfinished / file, {name: sources[name] for name in names}, count)
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": sum(s.size for s in sources.values())}, "weight_map": weight_map}
     (unfinished / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

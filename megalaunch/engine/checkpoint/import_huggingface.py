@@ -12,18 +12,18 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.foreign import ForeignWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.imported import write_imported
-from megalaunch.engine.checkpoint.whole import require_new
+from megalaunch.engine.checkpoint.whole import Wrote, require_new
 
 Prove = Callable[[ForeignWeights, Path], dict[str, Any]]
 """Compares the folder with what was written; raises CheckpointError where they differ, else gives the report."""
 
 
-def import_folder(directory: Path, output: Path, prove: Prove) -> ForeignWeights:
+def import_folder(directory: Path, output: Path, prove: Prove, wrote: Wrote) -> ForeignWeights:
     """Write the checkpoint `output` and its proof; raises CheckpointError, and then nothing is left behind."""
     require_new(output)
     folder = HuggingFaceFolder(directory)
     weights = ForeignWeights(folder)
-    write_imported(weights, tokenizer_text(folder), output, lambda unfinished: prove(weights, unfinished))
+    write_imported(weights, tokenizer_text(folder), output, lambda unfinished: prove(weights, unfinished), wrote)
     return weights
 
 

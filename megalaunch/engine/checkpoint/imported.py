@@ -16,7 +16,7 @@ from megalaunch.config.schema import RunSpec, build_run_spec
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.config.spec_file import spec_to_text
 from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, HashedFile, TensorSource, write_file
-from megalaunch.engine.checkpoint.whole import written_whole
+from megalaunch.engine.checkpoint.whole import Wrote, counted, written_whole
 from megalaunch.rundir.checkpoint.catalogue import CATALOGUE, Chunk, StoredTensor, catalogue_text
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, FileRecord, manifest_text
@@ -46,27 +46,32 @@ class Weights(Protocol):
 
 
 def write_imported(
-    weights: Weights, tokenizer: str | None, output: Path, prove: Callable[[Path], dict[str, Any]]
+    weights: Weights, tokenizer: str | None, output: Path, prove: Callable[[Path], dict[str, Any]], wrote: Wrote
 ) -> None:
     """Write the checkpoint `output` with what `prove` says of it; raises CheckpointError and then leaves nothing."""
     sources = {
         WEIGHTS + name: TensorSource(weights.dtype(name), tuple(shape), partial(weights.read, name))
         for name, shape in weights.shapes.items()
     }
-    with written_whole(output, sum(source.size for source in sources.values())) as unfinished:
-        records = list(_write(unfinished, weights, tokenizer, sources))
+    total = sum(source.size for source in sources.values())
+    with written_whole(output, total) as unfinished:
+        records = list(_write(unfinished, weights, tokenizer, sources, counted(total, wrote)))
         report = prove(unfinished)
         records.append(_text(unfinished / PROOF, json.dumps(report, indent=1) + "\n"))
         _text(unfinished / MANIFEST, manifest_text(records))
 
 
 def _write(
-    unfinished: Path, weights: Weights, tokenizer: str | None, sources: dict[str, TensorSource]
+    unfinished: Path,
+    weights: Weights,
+    tokenizer: str | None,
+    sources: dict[str, TensorSource],
+    count: Callable[[int], None],
 ) -> Iterator[FileRecord]:
     catalogue = {}
     for number, names in enumerate(_shards(sources)):
         file = f"shard_{number:05d}.safetensors"
-        yield write_file(unfinished / file, {name: sources[name] for name in names})
+        yield write_file(unfinished / file, {name: sources[name] for name in names}, count)
         for name in names:
             chunk = Chunk((0,) * len(sources[name].shape), sources[name].shape, file)
             catalogue[name] = StoredTensor(DTYPE_NAMES[sources[name].dtype], sources[name].shape, (chunk,))

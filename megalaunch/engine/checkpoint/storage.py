@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from megalaunch.engine.checkpoint.safetensors_file import (
     TensorSource,
     write_file,
 )
+from megalaunch.engine.checkpoint.whole import Wrote, counted
 from megalaunch.rundir.checkpoint.catalogue import CATALOGUE, Catalogue, Chunk, StoredTensor, catalogue_text
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, FileRecord, manifest_text
 
@@ -65,7 +66,7 @@ class CheckpointWriter(StorageWriter):
         directory: Path,
         documents: Mapping[str, Any],
         files: Mapping[str, Path],
-        wrote: Callable[[int, int], None],
+        wrote: Wrote,
     ) -> None:
         self._directory, self._files, self._wrote = directory, files, wrote
         self._texts = {f"{name}.json": json.dumps(document, indent=1) + "\n" for name, document in documents.items()}
@@ -111,23 +112,14 @@ class CheckpointWriter(StorageWriter):
             sources = {item.index.fqn: _source(item, planner) for item in plan.items}
             assert len(sources) == len(plan.items), "a rank holds at most one part of a tensor"
             try:
-                record = write_file(Path(share.path), sources, self._counter(sources))
+                total = sum(source.size for source in sources.values())
+                record = write_file(Path(share.path), sources, counted(total, self._wrote))
             except OSError as error:
                 raise write_error(self._directory, Path(share.path).parent, share.needed, error) from error
             results = [WriteResult(item.index, sources[item.index.fqn].size, record) for item in plan.items]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
-
-    def _counter(self, sources: Mapping[str, TensorSource]) -> Callable[[int], None]:
-        written, total = 0, sum(source.size for source in sources.values())
-
-        def count(size: int) -> None:
-            nonlocal written
-            written += size
-            self._wrote(min(written, total), total)  # the header is no part of the total
-
-        return count
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when every rank has written: everything that is no tensor, the manifest, the rename."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +14,22 @@ def require_new(output: Path) -> None:
     """Raises CheckpointError when the name is taken."""
     if output.exists():
         raise CheckpointError(f"{output} exists; name another directory")
+
+
+Wrote = Callable[[int, int], None]
+"""Hears how many bytes of how many are written."""
+
+
+def counted(total: int, wrote: Wrote) -> Callable[[int], None]:
+    """What to call with the bytes of each piece that is written; headers are no part of the total."""
+    written = 0
+
+    def count(size: int) -> None:
+        nonlocal written
+        written += size
+        wrote(min(written, total), total)
+
+    return count
 
 
 @contextmanager

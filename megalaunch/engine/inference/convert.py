@@ -17,7 +17,7 @@ from megalaunch.engine.checkpoint.imported import write_imported
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from megalaunch.engine.checkpoint.megatron_weights import MegatronWeights
 from megalaunch.engine.checkpoint.read import whole_tensor
-from megalaunch.engine.checkpoint.whole import require_new
+from megalaunch.engine.checkpoint.whole import Wrote, require_new
 from megalaunch.engine.inference.load import find_checkpoint
 from megalaunch.engine.inference.proof import prove
 from megalaunch.engine.inference.streamed import Read
@@ -28,10 +28,15 @@ from megalaunch.rundir.checkpoint.contents import WEIGHTS
 _COARSE = {torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
-def import_huggingface(folder: Path, checkpoint: Path) -> dict[str, Any]:
+def _untold(done: int, total: int) -> None:
+    """For who does not ask how far it is."""
+
+
+def import_huggingface(folder: Path, checkpoint: Path, wrote: Wrote = _untold) -> dict[str, Any]:
     """A folder becomes a checkpoint; returns the proof's report, which is kept in it as proof.json.
 
-    Raises CheckpointError that lists everything which keeps it from being exact; then nothing is written.
+    `wrote` hears how far it is, in bytes, before the proof. Raises CheckpointError that lists everything which keeps
+    it from being exact; then nothing is written.
     """
     reports: list[dict[str, Any]] = []
 
@@ -39,12 +44,16 @@ def import_huggingface(folder: Path, checkpoint: Path) -> dict[str, Any]:
         reports.append(prove(weights.model, folder, weights.read, _reader(written)))
         return reports[-1]
 
-    import_folder(folder, checkpoint, compare)
+    import_folder(folder, checkpoint, compare, wrote)
     return reports[-1]
 
 
 def import_megatron(
-    source: MegatronCheckpoint, model: ModelSpec, checkpoint: Path, vocabulary: int | None = None
+    source: MegatronCheckpoint,
+    model: ModelSpec,
+    checkpoint: Path,
+    vocabulary: int | None = None,
+    wrote: Wrote = _untold,
 ) -> dict[str, Any]:
     """A Megatron checkpoint of the model that its arguments mean becomes one of ours; returns the proof's report.
 
@@ -59,7 +68,7 @@ def import_megatron(
         reports.append(prove(weights.model, None, weights.read, _reader(written)))
         return reports[-1]
 
-    write_imported(weights, None, checkpoint, compare)
+    write_imported(weights, None, checkpoint, compare, wrote)
     return reports[-1]
 
 
@@ -78,6 +87,7 @@ def export_huggingface(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     report: Callable[[str], None] = lambda message: None,
+    wrote: Wrote = _untold,
 ) -> dict[str, Any]:
     """A checkpoint, or the newest valid one of a run, becomes a folder; returns the proof's report.
 
@@ -91,4 +101,4 @@ def export_huggingface(
         return prove(weights.model, written, again.read, weights.read, coarse)
 
     weights = StoredWeights(find_checkpoint(source, report))
-    return export_folder(weights, Export(folder, dtype, max_shard_bytes), compare)
+    return export_folder(weights, Export(folder, dtype, max_shard_bytes), compare, wrote)
