@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import sys
 
-import pytest
-
 from megalaunch.cli import share_shown as module
 from megalaunch.cli.share_shown import share_shown
 
 
-@pytest.fixture
-def terminal(monkeypatch, capsys):
+def _on_a_terminal(monkeypatch, every: float = -1.0) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(module, "_EVERY", -1.0)
+    monkeypatch.setattr(module, "_EVERY", every)
 
 
-def test_a_terminal_sees_the_share_and_what_comes_after(terminal, capsys):
+def test_a_terminal_sees_the_share_and_what_comes_after(monkeypatch, capsys):
+    _on_a_terminal(monkeypatch)
     show = share_shown("out", after="out: written, now the proof")
     show(1, 4)
     show(4, 4)
     assert capsys.readouterr() == ("", "\rout:  25%\r\rout: written, now the proof\r")
 
 
-def test_what_comes_after_covers_the_share(terminal, capsys):
-    show = share_shown("a long name", after="done")
-    show(4, 4)
-    assert capsys.readouterr().err == f"\r{'done':17}\r"
-    assert len("a long name: 100%") == 17
+def test_what_comes_after_covers_the_share(monkeypatch, capsys):
+    _on_a_terminal(monkeypatch)
+    share_shown("a long name", after="done")(4, 4)
+    assert capsys.readouterr().err == f"\r{'done':{len('a long name: 100%')}}\r"
 
 
-def test_nothing_is_shown_twice_in_a_moment(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+def test_nothing_is_shown_twice_in_a_moment(monkeypatch, capsys):
+    _on_a_terminal(monkeypatch, every=60.0)
     share_shown("out")(1, 4)
     assert capsys.readouterr().err == ""
 
