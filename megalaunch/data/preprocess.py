@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from megalaunch.data.early_tokenizer import EarlyTokenizer, KnownTokenizer
-from megalaunch.data.encode_engine import Engine, engine_for, gigatoken, unlike
+from megalaunch.data.encode_engine import Engine
 from megalaunch.data.encode_records import Encoded, Recipe
-from megalaunch.data.encode_workers import EarlyGigatoken, Workers
+from megalaunch.data.encode_workers import Workers
 from megalaunch.data.engine_check import CHECKED_CHARACTERS
+from megalaunch.data.engine_trial import EngineTrial
 from megalaunch.data.errors import DataError
-from megalaunch.data.input_chunks import Chunk, chunks
+from megalaunch.data.input_chunks import Chunk, Position, chunks
 from megalaunch.data.input_hashes import InputHashes
 from megalaunch.data.inputs import Input, find_inputs
 from megalaunch.data.preprocess_output import Output
@@ -26,6 +27,8 @@ from megalaunch.data.preprocess_state import Progress, State, fingerprint
 from megalaunch.data.read_records import good_texts
 from megalaunch.data.token_writer import token_type
 from megalaunch.data.tokenizer import required_eod, tokenizer_file
+
+_BEGINNING = Position(0, 0)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ def preprocess(
     try:
         with early or EarlyTokenizer(path, settings.merges) as loading:
             found = find_inputs(inputs, settings.format)
+            ahead, texts = _begin_to_read(found, settings)
+            trial = EngineTrial(settings.engine, loading, path, texts)
             tokenizer = loading.known()
             end = required_eod(tokenizer.eod_id, path, "Leave out --append-eod.") if settings.append_eod else None
             level = "document" if settings.language is None else "sentence"
@@ -70,7 +75,7 @@ def preprocess(
             done = False
             try:
                 job = _Job(found, settings, end, output, tokenizer, show, note)
-                job.start(workers, loading)
+                job.start(workers, trial, ahead)
                 vocabulary = loading.vocabulary_hash()
                 loading.close()
                 job.run(workers)
@@ -89,6 +94,14 @@ def preprocess(
                 output.close(keep=not done and output.saved() is not None)
     finally:
         workers.close()
+
+
+def _begin_to_read(inputs: list[Input], settings: Settings) -> tuple[Iterator[Chunk], list[str]]:
+    """All chunks, and the first texts."""
+    ahead = chunks(inputs, settings, _BEGINNING)
+    first = list(islice(ahead, 1))
+    texts = [text for chunk in first for text in good_texts(chunk, settings.json_keys, CHECKED_CHARACTERS)]
+    return chain(first, ahead), texts
 
 
 class _Job:
@@ -117,34 +130,24 @@ class _Job:
         self._seconds_before = self.state.counts.seconds
         self._started = time.monotonic()
 
-    def start(self, workers: Workers, loading: EarlyTokenizer) -> None:
-        """Have the workers begin, with the engine that proves right over the first texts. Raises DataError."""
+    def start(self, workers: Workers, trial: EngineTrial, ahead: Iterator[Chunk]) -> None:
+        """Have the workers begin, with gigatoken where it loads, while it is found out whether it is right.
+
+        `ahead` are all chunks from the beginning. Raises DataError.
+        """
         if self.state.complete:
             return
         self._kept = self._output.keep_tokenizer(self._tokenizer.content)
-        ahead = chunks(self._inputs, self._settings, self.state.position)
-        first = list(islice(ahead, 1))
-        self._ahead = chain(first, ahead)
-        self.engine = self._choose_engine(workers, loading, first)
+        whole = self.state.position == _BEGINNING
+        self._ahead = ahead if whole else chunks(self._inputs, self._settings, self.state.position)
+        gigatoken = trial.gigatoken(self._tokenizer.content)
+        workers.start(gigatoken)
+        if gigatoken is not None:
+            workers.begin(self._ahead, self._recipe(EngineChoice.GIGATOKEN))
         self._hashes.start()  # a thread, so that all that is to be forked must be there
+        self.engine = trial.engine()
         if self.engine.note:
             self._note(self.engine.note)
-
-    def _choose_engine(self, workers: Workers, loading: EarlyTokenizer, first: list[Chunk]) -> Engine:
-        """The workers are started here: with gigatoken where it loads, while it is found out whether it is right."""
-        asked, content = self._settings.engine, self._tokenizer.content
-        if asked is EngineChoice.TOKENIZERS:
-            workers.start(None)
-            return Engine(asked)
-        keys = self._settings.json_keys
-        expected = loading.check([text for chunk in first for text in good_texts(chunk, keys, CHECKED_CHARACTERS)])
-        encode = gigatoken(content)
-        if isinstance(encode, str):
-            workers.start(None)
-            return engine_for(asked, encode)
-        workers.start(EarlyGigatoken(content, encode))
-        workers.begin(self._ahead, self._recipe(EngineChoice.GIGATOKEN))
-        return engine_for(asked, unlike(encode, expected()))
 
     def run(self, workers: Workers) -> None:
         """Bring all records from where the state stands to the end into the work folder."""
