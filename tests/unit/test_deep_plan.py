@@ -97,6 +97,11 @@ AGREED = {
     "tp2cp2 a2a": ("parallel=tp2cp2", "parallel.cp_exchange=a2a", "batch.global_batch_size=4"),
     "cp2 p2p": ("parallel=cp2", "parallel.cp_exchange=p2p", "batch.global_batch_size=4"),
     "cp2 allgather": ("parallel=cp2", "parallel.cp_exchange=allgather", "batch.global_batch_size=4"),
+    "cp2 dealt": ("parallel=cp2", "parallel.cp_dynamic=true", "data.reset_attention=true", "batch.global_batch_size=4"),
+    "cp4 dealt": (
+        *("parallel=cp2", "parallel.cp=4", "parallel.cp_dynamic=true", "data.reset_attention=true"),
+        *("batch.global_batch_size=4", "recompute=full"),
+    ),
     "pp4": ("parallel=pp4", "batch.global_batch_size=16"),
     "tp2pp2sp": ("parallel=tp2pp2sp", "batch.global_batch_size=16"),
     "tp2pp4vpp2sp": ("parallel=tp2pp4vpp2sp", "batch.global_batch_size=8", "model.num_layers=8"),
