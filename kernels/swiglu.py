@@ -1,4 +1,4 @@
-"""SwiGLU's elementwise half, silu(gate) * up: the plain-torch reference and the dispatch to the Triton kernel.
+"""SwiGLU's elementwise half, silu(gate) * up: the plain-torch reference, the Triton kernel and a processor's form.
 
 Plain torch keeps three activations for the backward pass (gate, up, silu(gate)); the kernel keeps two and reads
 and writes each value once. Source: Shazeer 2020, "GLU Variants Improve Transformer".
@@ -16,8 +16,12 @@ from torch import Tensor
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, elementwise, of the shape and dtype of both: by the kernel on CUDA, else by the reference."""
-    return swiglu_fused(gate, up) if gate.is_cuda and _has_triton() else swiglu_reference(gate, up)
+    """silu(gate) * up, elementwise, of the shape and dtype of both: each device in its fastest way."""
+    if gate.is_cuda and _has_triton():
+        return swiglu_fused(gate, up)
+    if gate.is_cpu and gate.requires_grad and not torch.compiler.is_compiling():
+        return swiglu_in_place(gate, up)
+    return swiglu_reference(gate, up)
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -28,6 +32,11 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_fused(gate: Tensor, up: Tensor) -> Tensor:
     """The Triton kernel, with its own backward pass; arithmetic in fp32 whatever the dtype."""
     return _FusedSwiglu.apply(gate.contiguous(), up.contiguous())
+
+
+def swiglu_in_place(gate: Tensor, up: Tensor) -> Tensor:
+    """The reference's arithmetic; gradients take the places of what is kept, since a processor waits for new memory."""
+    return _InPlaceSwiglu.apply(gate, up)
 
 
 @cache
@@ -49,3 +58,18 @@ class _FusedSwiglu(torch.autograd.Function):
 
         gate, up = ctx.saved_tensors
         return backward(gradients[0].contiguous(), gate, up)
+
+
+class _InPlaceSwiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        silu = F.silu(gate)
+        ctx.save_for_backward(gate, up, silu)
+        return silu * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up, silu = ctx.saved_tensors
+        dsilu = gradients[0] * up
+        dgate = torch.ops.aten.silu_backward.grad_input(dsilu, gate, grad_input=dsilu)
+        return dgate, silu.mul_(gradients[0])

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from megalaunch.engine.train.clip import clip, local_squared_norm
+from megalaunch.config.schema.optimizer import OptimizerSpec
+from megalaunch.engine.train.clip import clip_divisor, local_squared_norm
+from megalaunch.engine.train.optimizer import NamedAdamW
 
 
 def parameter(*gradient: float) -> torch.nn.Parameter:
@@ -14,11 +16,17 @@ def parameter(*gradient: float) -> torch.nn.Parameter:
 
 @pytest.mark.parametrize(("limit", "expected"), [(0.0, [3, 4]), (6.0, [3, 4]), (5.0, [3, 4]), (1.0, [0.6, 0.8])])
 def test_limits(limit, expected):
-    parameters = [parameter(3, 4), torch.nn.Parameter(torch.zeros(1))]  # the last one took no part in the step
-    assert local_squared_norm(parameters).item() == 25
-    clip(parameters, 5.0, limit)
-    assert parameters[0].grad.tolist() == pytest.approx(expected, rel=1e-6)
-    assert parameters[1].grad is None
+    """Moments tell what the update took for the gradient."""
+    model = torch.nn.Module()
+    model.taking, model.idle = parameter(3, 4), torch.nn.Parameter(torch.zeros(1))
+    assert local_squared_norm(model.parameters()).item() == 25
+    optimizer = NamedAdamW(model, OptimizerSpec(beta1=0.5))
+    optimizer.step(1e-3, clip_divisor(5.0, limit))
+    assert (2 * optimizer.states()["optimizer.exp_avg.taking"]).tolist() == pytest.approx(expected, rel=1e-6)
+    model.taking.grad = torch.zeros(2)  # the next step's is not clipped because the last one's was
+    optimizer.step(1e-3, clip_divisor(0.0, limit))
+    assert (4 * optimizer.states()["optimizer.exp_avg.taking"]).tolist() == pytest.approx(expected, rel=1e-6)
+    assert model.idle.grad is None
 
 
 def test_a_norm_beyond_fp32_is_not_finite_but_large_ones_are():

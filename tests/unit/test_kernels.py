@@ -1,4 +1,4 @@
-"""Each kernel against its plain-torch reference: on the CPU through Triton's interpreter, on CUDA as it is."""
+"""Each form against its plain-torch reference; the kernels on the CPU through Triton's interpreter."""
 
 import os
 import subprocess
@@ -29,9 +29,16 @@ def compare(device: str, dtype: torch.dtype, size: tuple[int, ...]) -> None:
         torch.testing.assert_close(mine, reference, rtol=tolerance, atol=tolerance)
 
 
-def test_dispatch_takes_the_reference_on_the_cpu():
-    gate, up = torch.randn(4), torch.randn(4)
-    assert torch.equal(swiglu(gate, up), swiglu_reference(gate, up))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_processor_in_place_has_the_very_numbers_of_the_reference(dtype):
+    torch.manual_seed(0)
+    gate, up, upstream = (torch.randn(5, 70).to(dtype) for _ in range(3))
+    leaves = gate.requires_grad_(), up.requires_grad_()
+    found, expected = swiglu(gate, up), swiglu_reference(gate, up)
+    assert found.grad_fn.name() != expected.grad_fn.name()
+    pairs = zip(*(torch.autograd.grad(out, leaves, upstream) for out in (found, expected)), strict=True)
+    assert torch.equal(found, expected)
+    assert all(torch.equal(mine, reference) for mine, reference in pairs)
 
 
 @pytest.mark.slow

@@ -50,16 +50,20 @@ class _Block(NamedTuple):
         place = x_BGRSf[:, :, :, self.first : self.end]
         place.copy_(rows.view(place.shape))
 
-    def hide(self, scores: Tensor) -> Tensor:
-        """In place: no query sees a key behind it. Scores [B G, R q, T]."""
+    def hide(self, scores: Tensor, behind: Tensor) -> Tensor:
+        """In place: no query sees a key behind it. Scores [B G, R q, T]; `behind`: -inf where one is, fp32 [q, q]."""
         width = self.end - self.first
-        last = scores.view(scores.shape[0], -1, width, self.end)[..., self.first :]
-        last.add_(last.new_full((width, width), -torch.inf).triu_(1))
+        scores.view(scores.shape[0], -1, width, self.end)[..., self.first :].add_(behind[:width, :width])
         return scores
 
 
 def _blocks(tokens: int) -> Iterator[_Block]:
     return (_Block(first, min(first + _QUERIES, tokens)) for first in range(0, tokens, _QUERIES))
+
+
+def _behind(x: Tensor) -> Tensor:
+    """What hides the keys behind the queries of a block, [q, q]."""
+    return x.new_full((_QUERIES, _QUERIES), -torch.inf, dtype=torch.float32).triu_(1)
 
 
 def _rows(x_BGSD: Tensor) -> Tensor:
@@ -82,11 +86,12 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         keys, values, groups = _rows(k), _rows(v), k.shape[1]
-        queries, out = _in_groups(q.float(), groups), _token_by_token(q)
+        queries, out, behind = _in_groups(q.float(), groups), _token_by_token(q), _behind(q)
+        keys_DT = keys.mT.contiguous()  # matmuls of so few rows are a quarter faster over it
         log_sum = q.new_empty(*q.shape[:-1], 1, dtype=torch.float32)
         for block in _blocks(q.shape[2]):
-            rows = block.of(queries)
-            scores = block.hide(torch.baddbmm(rows[:, :1, :1], rows, keys[:, : block.end].mT, beta=0, alpha=scale))
+            rows = block.of(queries) * scale
+            scores = block.hide(torch.bmm(rows, keys_DT[..., : block.end]), behind)
             largest = scores.amax(dim=-1, keepdim=True)
             weights = scores.sub_(largest).exp_()
             total = weights.sum(dim=-1, keepdim=True)
@@ -104,12 +109,13 @@ class _Causal(torch.autograd.Function):
         share = (dout * out).sum(dim=-1, keepdim=True)  # what the normalisation takes away
         queries, douts, shares, log_sums = (_in_groups(x, groups) for x in (q.float(), dout, share, log_sum))
         dq, dkeys, dvalues = _token_by_token(q), torch.zeros_like(keys), torch.zeros_like(values)
+        keys_DT, values_DT, behind = keys.mT.contiguous(), values.mT.contiguous(), _behind(q)
         for block in _blocks(q.shape[2]):
-            rows, drows, seen, scale = block.of(queries), block.of(douts), slice(block.end), ctx.scale
-            scores = torch.baddbmm(block.of(log_sums), rows, keys[:, seen].mT, beta=-1, alpha=scale)
-            weights = block.hide(scores).exp_()
+            rows, drows, seen = block.of(queries) * ctx.scale, block.of(douts), slice(block.end)
+            scores = torch.bmm(rows, keys_DT[..., seen]).sub_(block.of(log_sums))
+            weights = block.hide(scores, behind).exp_()
             dvalues[:, seen].baddbmm_(weights.mT, drows)
-            dscores = torch.baddbmm(block.of(shares), drows, values[:, seen].mT, beta=-1).mul_(weights)
-            block.put(torch.bmm(dscores, keys[:, seen]).mul_(scale), _in_groups(dq, groups))
-            dkeys[:, seen].baddbmm_(dscores.mT, rows, alpha=scale)
+            dscores = torch.bmm(drows, values_DT[..., seen]).sub_(block.of(shares)).mul_(weights)
+            block.put(torch.bmm(dscores, keys[:, seen]).mul_(ctx.scale), _in_groups(dq, groups))
+            dkeys[:, seen].baddbmm_(dscores.mT, rows)
         return dq, _token_by_token(k).copy_(dkeys.view(k.shape)), _token_by_token(v).copy_(dvalues.view(v.shape)), None

@@ -1,4 +1,4 @@
-"""The gradient norm over every axis, and clipping to it."""
+"""The gradient norm over every axis, and how far gradients are clipped by it."""
 
 from __future__ import annotations
 
@@ -45,8 +45,6 @@ def _norms(gradients: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def clip(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
-    """Scale all gradients by limit / norm when the norm is larger (Megatron's epsilon of 1e-6)."""
-    scale = limit / (norm + 1e-6)
-    if limit > 0 and scale < 1:
-        torch._foreach_mul_([local_values(p.grad) for p in parameters if p.grad is not None], scale)
+def clip_divisor(norm: float, limit: float) -> float:
+    """What all gradients are divided by, so that their norm is at most `limit` (0: any; Megatron's epsilon of 1e-6)."""
+    return max((norm + 1e-6) / limit, 1.0) if limit > 0 else 1.0

@@ -35,10 +35,12 @@ class NamedAdamW:
         """All parameters, in the model's order."""
         return list(self._parameters.values())
 
-    def step(self, learning_rate: float) -> None:
-        """One update with the gradients at hand, which are then dropped."""
+    def step(self, learning_rate: float, divisor: float = 1.0) -> None:
+        """One update with the gradients at hand over `divisor`, in the same pass; they are then dropped."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
+        # the fused update divides by what a scaler of losses would leave in this attribute
+        self._adamw.grad_scale = torch.tensor(divisor) if divisor != 1 else None  # type: ignore[attr-defined]
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
 

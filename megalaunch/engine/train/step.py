@@ -17,7 +17,7 @@ from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.parallel.tied import renew_tied_head
 from megalaunch.engine.train.agreement import Verdict, agree, gather_objects, total_valid_tokens
 from megalaunch.engine.train.batches import StepBatch
-from megalaunch.engine.train.clip import clip, local_squared_norm
+from megalaunch.engine.train.clip import clip_divisor, local_squared_norm
 from megalaunch.engine.train.finalize import finalize
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.passes import Passes
@@ -67,13 +67,12 @@ class Step:
         tokens = total_valid_tokens(mine, problem or batch.problem, step - 1, self._mesh.device)
         losses = self._passes.train(batch, tokens)
         finalize(self._model, self._mesh, self._spec.parallel.sequence_parallel)
-        parameters = self._optimizer.parameters
-        verdict = agree(losses.sum() * float(speaks), local_squared_norm(parameters), received)
+        squared_norm = local_squared_norm(self._optimizer.parameters)
+        verdict = agree(losses.sum() * float(speaks), squared_norm, received)
         if not verdict.finite:
             self._refuse(step, batch, losses, verdict)
-        clip(parameters, verdict.grad_norm, self._spec.optimizer.clip_grad)
         rate = learning_rate(self._spec.schedule, self._spec.optimizer.lr, step)
-        self._optimizer.step(rate)
+        self._optimizer.step(rate, clip_divisor(verdict.grad_norm, self._spec.optimizer.clip_grad))
         renew_tied_head(self._model, self._mesh)
         return StepResult(verdict.loss, verdict.grad_norm, rate, tokens, verdict.stop)
 
