@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -104,6 +105,7 @@ def _preprocess(inputs: list[str], prefix: Path, settings: Settings, show: Calla
         with EarlyTokenizer(settings.tokenizer, settings.merges) as early:
             from megalaunch.data import preprocess as work  # which takes its time while the tokenizer is loaded
 
+            gc.freeze()  # what was imported stays to the end, which is quicker when it is not looked through again
             result = work.preprocess(inputs, prefix, settings, show, _note, early)
     except DataError as error:
         _end_line()

@@ -59,6 +59,7 @@ class Workers:
         if self._count > 1:
             self._slots = Slots(_AHEAD * self._count + 1, _SLOT_BYTES * self._chunk_bytes)
             self._workers = [WorkerProcess(True, _get_ready, self._slots) for _ in range(self._count)]
+            _early.clear()  # theirs it stays
 
     def _spawn(self) -> None:
         self._workers = [WorkerProcess(False, int) for _ in range(self._count)]

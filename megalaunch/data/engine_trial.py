@@ -40,12 +40,14 @@ class EngineTrial:
         return self._early
 
     def engine(self) -> Engine:
-        """What is to encode. Raises DataError when gigatoken was asked for by name and cannot be used."""
+        """What is to encode, asked for once: gigatoken is let go, as freeing it at the end of all would take longer.
+
+        Raises DataError when it was asked for by name and cannot be used.
+        """
         if self._asked is EngineChoice.TOKENIZERS:
             return Engine(self._asked)
-        if self._early is None:
-            return engine_for(self._asked, self._why_not)
-        return engine_for(self._asked, unlike(self._early.encode, self._checked))
+        tried, self._early = self._early, None
+        return engine_for(self._asked, self._why_not if tried is None else unlike(tried.encode, self._checked))
 
     def _try(self, content: str) -> None:
         found = gigatoken(content)
