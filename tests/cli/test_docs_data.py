@@ -22,12 +22,15 @@ def kind(line: str) -> str:
 
 
 def steps() -> list[tuple[list[str], list[str]]]:
-    """Words of each command and the lines printed below it."""
+    """In the order of the page, the words of each command or script and the lines printed below it."""
     found: list[tuple[list[str], list[str]]] = []
-    for block in re.findall(r"^```console\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
+    for language, block in re.findall(r"^```(python|console)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            found.append(([sys.executable, "-c", block], []))
+            continue
         for line in block.splitlines():
             if line.startswith("$ "):
-                found.append((shlex.split(line)[2:], []))
+                found.append(([MEGALAUNCH, *shlex.split(line)[2:]], []))
             else:
                 found[-1][1].append(line)
     return found
@@ -35,14 +38,15 @@ def steps() -> list[tuple[list[str], list[str]]]:
 
 @pytest.mark.slow
 def test_the_walk(tmp_path):
-    script = re.search(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    subprocess.run([sys.executable, "-c", script[1]], cwd=tmp_path, check=True)
-    assert len(steps()) >= 5
+    assert len(steps()) >= 10
     for words, shown in steps():
-        done = subprocess.run([MEGALAUNCH, *words], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
         printed = {kind(line) for line in (done.stdout + done.stderr).splitlines()}
         for line in shown:
             if line == "..." or " tokens  " in line or line.startswith(("step", "  run")):
                 continue  # what a progress line or the bins of a histogram say depends on the moment and the corpus
             assert kind(line) in printed or kind(line) == kind("---"), line
+        if "open_training" in words[-1]:
+            for mark in ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"):
+                assert mark in done.stdout
