@@ -22,6 +22,19 @@ def test_half_formats_lose_nothing_in_the_sum():
     torch.testing.assert_close(loss.double(), each[labels != IGNORED].sum(), rtol=1e-6, atol=0)
 
 
+def test_gradients_are_those_of_torch_and_none_where_a_label_does_not_count():
+    draw = torch.Generator().manual_seed(0)
+    logits = (10 * torch.randn(2, 30, 50, generator=draw)).requires_grad_()
+    labels = torch.randint(0, 50, (2, 30), generator=draw)
+    labels[1, 20:] = IGNORED
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    pairs = [
+        torch.autograd.grad(loss / 7, logits)[0] for loss in (summed_token_loss(logits, labels, Axis("tp")), expected)
+    ]
+    torch.testing.assert_close(*pairs, rtol=1e-5, atol=1e-7)
+    assert pairs[0][1, 20:].count_nonzero() == 0
+
+
 def _head(weight: torch.nn.Parameter) -> Decoder:
     """A decoder of which only the head matters."""
     vocabulary, width = weight.shape
