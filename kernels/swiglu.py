@@ -70,6 +70,6 @@ class _InPlaceSwiglu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         gate, up, silu = ctx.saved_tensors
-        dsilu = gradients[0] * up
+        dsilu = up.mul_(gradients[0])
         dgate = torch.ops.aten.silu_backward.grad_input(dsilu, gate, grad_input=dsilu)
         return dgate, silu.mul_(gradients[0])

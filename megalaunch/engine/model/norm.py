@@ -62,5 +62,5 @@ class _RMSNorm(torch.autograd.Function):
         products = (dy * wide).flatten(0, -2)  # its columns sum to the weight's gradient, its rows to their share
         dweight = inverse.flatten() @ products
         share = (products @ factor).view_as(inverse).mul_(inverse.pow(3)).div_(x.shape[-1])
-        dx = (dy * factor).mul_(inverse).addcmul_(wide, share, value=-1)
+        dx = torch.mul(dy, factor, out=products.view_as(dy)).mul_(inverse).addcmul_(wide, share, value=-1)
         return dx.to(x.dtype), dweight.to(weight.dtype), None

@@ -1,15 +1,15 @@
 """Causal attention on a processor, a few queries at a time, so that their scores never leave its cache.
 
-Torch's own kernel there multiplies more slowly than matmuls do, in bf16 by half. Scores are fp32, made again in the
-backward pass from the log-sums of each softmax (Dao 2023). Key/value heads are not repeated: the queries of all heads
-of a group are rows of one matmul.
+Torch's own kernel there multiplies more slowly than matmuls do, in bf16 by half. Scores are fp32. The weights are kept
+for the backward pass where they are few, else made again (Dao 2023). Key/value heads are not repeated: the queries of
+all heads of a group are rows of one matmul.
 Shapes: B batch, N query heads, G key/value groups, R = N / G, S tokens, D head dim, q queries of a block, T keys before
-its end.
+its end. Rows are queries token by token, and of a token head by head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megalaunch.engine.model.product import widens
 
-_QUERIES = 32
-_LONGEST = 1024  # of fp32: the scores of 32 queries over more keys outgrow the cache, and torch's kernel wins
+_ROWS = 64  # of a block: fewer multiply slowly, more waste work on keys that their queries do not see
+_LONGEST = 1024  # tokens of fp32: scores over more keys outgrow the cache, and torch's kernel wins
+_KEPT = 512  # tokens of fp32: weights over more keys take more memory than what else a layer keeps
 
 
 def blocks_pay(q_BNSD: Tensor) -> bool:
@@ -36,44 +37,52 @@ def causal_on_processor(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: f
 
 
 class _Block(NamedTuple):
-    """Queries from `first` to `end`, which see the keys before `end`."""
+    """Queries from `first` to `end`, which see the keys before `end`; `heads` rows each."""
 
     first: int
     end: int
+    heads: int
 
-    def of(self, x_BGRSf: Tensor) -> Tensor:
-        """Their rows of all heads of a group, [B G, R q, f]."""
-        return x_BGRSf[:, :, :, self.first : self.end].flatten(2, 3).flatten(0, 1)
+    def of(self, rows: Tensor) -> Tensor:
+        """Its rows, [B G, q R, f] of [B G, S R, f]."""
+        return rows[:, self.first * self.heads : self.end * self.heads]
 
-    def put(self, rows: Tensor, x_BGRSf: Tensor) -> None:
+    def put(self, rows: Tensor, x_BGSRD: Tensor) -> None:
         """Into their places."""
-        place = x_BGRSf[:, :, :, self.first : self.end]
+        place = x_BGSRD[:, :, self.first : self.end]
         place.copy_(rows.view(place.shape))
 
-    def hide(self, scores: Tensor, behind: Tensor) -> Tensor:
-        """In place: no query sees a key behind it. Scores [B G, R q, T]; `behind`: -inf where one is, fp32 [q, q]."""
-        width = self.end - self.first
-        scores.view(scores.shape[0], -1, width, self.end)[..., self.first :].add_(behind[:width, :width])
-        return scores
+    def weights(self, queries: Tensor, keys_DT: Tensor, behind: Tensor) -> Tensor:
+        """How its rows weigh their keys, fp32 [B G, q R, T]. `behind`: -inf where a key is, [q R, q]."""
+        scores = torch.bmm(self.of(queries), keys_DT[..., : self.end])
+        scores[..., self.first :].add_(behind[: scores.shape[1], : self.end - self.first])
+        return torch.softmax(scores, dim=-1, out=scores)
 
 
-def _blocks(tokens: int) -> Iterator[_Block]:
-    return (_Block(first, min(first + _QUERIES, tokens)) for first in range(0, tokens, _QUERIES))
+def _blocks(tokens: int, heads: int) -> Sequence[_Block]:
+    width = max(_ROWS // heads, 16)
+    return [_Block(first, min(first + width, tokens), heads) for first in range(0, tokens, width)]
 
 
-def _behind(x: Tensor) -> Tensor:
-    """What hides the keys behind the queries of a block, [q, q]."""
-    return x.new_full((_QUERIES, _QUERIES), -torch.inf, dtype=torch.float32).triu_(1)
+def _behind(block: _Block, like: Tensor) -> Tensor:
+    """What hides the keys behind the queries of a block as wide as the first one, fp32 [q R, q]."""
+    hidden = like.new_full((block.end, block.end), -torch.inf, dtype=torch.float32).triu_(1)
+    return hidden.repeat_interleave(block.heads, dim=0)
 
 
-def _rows(x_BGSD: Tensor) -> Tensor:
-    """Keys or values in fp32, [B G, S, D]."""
-    return x_BGSD.float().flatten(0, 1)
+def _by_token(x_BNSD: Tensor, groups: int) -> Tensor:
+    """The heads of each group side by side, token by token: a view, [B, G, S, R, D]."""
+    return x_BNSD.view(x_BNSD.shape[0], groups, -1, *x_BNSD.shape[2:]).transpose(2, 3)
 
 
-def _in_groups(x_BNSf: Tensor, groups: int) -> Tensor:
-    """[B, G, R, S, f]."""
-    return x_BNSf.view(x_BNSf.shape[0], groups, -1, *x_BNSf.shape[2:])
+def _rows(x_BNSD: Tensor, groups: int) -> Tensor:
+    """A copy of them, [B G, S R, D]."""
+    return _by_token(x_BNSD, groups).flatten(2, 3).flatten(0, 1)
+
+
+def _keys(k_BGSD: Tensor, scale: float) -> Tensor:
+    """Keys in fp32 whose products with queries are their scores, [B G, S, D]."""
+    return torch.mul(k_BGSD, scale, out=k_BGSD.new_empty(k_BGSD.shape, dtype=torch.float32)).flatten(0, 1)
 
 
 def _token_by_token(x_BNSD: Tensor) -> Tensor:
@@ -85,37 +94,39 @@ def _token_by_token(x_BNSD: Tensor) -> Tensor:
 class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        keys, values, groups = _rows(k), _rows(v), k.shape[1]
-        queries, out, behind = _in_groups(q.float(), groups), _token_by_token(q), _behind(q)
-        keys_DT = keys.mT.contiguous()  # matmuls of so few rows are a quarter faster over it
-        log_sum = q.new_empty(*q.shape[:-1], 1, dtype=torch.float32)
-        for block in _blocks(q.shape[2]):
-            rows = block.of(queries) * scale
-            scores = block.hide(torch.bmm(rows, keys_DT[..., : block.end]), behind)
-            largest = scores.amax(dim=-1, keepdim=True)
-            weights = scores.sub_(largest).exp_()
-            total = weights.sum(dim=-1, keepdim=True)
-            block.put(torch.bmm(weights, values[:, : block.end]).div_(total), _in_groups(out, groups))
-            block.put(largest.add_(total.log_()), _in_groups(log_sum, groups))
-        ctx.save_for_backward(q, k, v, out, log_sum)
+        groups, tokens = k.shape[1:3]
+        keep, blocks = q.dtype == torch.float32 and tokens <= _KEPT, _blocks(tokens, q.shape[1] // groups)
+        rows, out, behind = _rows(q, groups), _token_by_token(q), _behind(blocks[0], q)
+        queries, values = rows.float(), v.float().flatten(0, 1)
+        keys_DT = _keys(k, scale).mT.contiguous()  # matmuls of so few rows are a quarter faster over it
+        kept = []
+        for block in blocks:
+            weights = block.weights(queries, keys_DT, behind)
+            block.put(torch.bmm(weights, values[:, : block.end]), _by_token(out, groups))
+            if keep:
+                kept.append(weights)
+        ctx.save_for_backward(rows, k, v, *kept)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, log_sum = ctx.saved_tensors
-        keys, values, groups = _rows(k), _rows(v), k.shape[1]
-        dout = gradients[0].float()
-        share = (dout * out).sum(dim=-1, keepdim=True)  # what the normalisation takes away
-        queries, douts, shares, log_sums = (_in_groups(x, groups) for x in (q.float(), dout, share, log_sum))
-        dq, dkeys, dvalues = _token_by_token(q), torch.zeros_like(keys), torch.zeros_like(values)
-        keys_DT, values_DT, behind = keys.mT.contiguous(), values.mT.contiguous(), _behind(q)
-        for block in _blocks(q.shape[2]):
-            rows, drows, seen = block.of(queries) * ctx.scale, block.of(douts), slice(block.end)
-            scores = torch.bmm(rows, keys_DT[..., seen]).sub_(block.of(log_sums))
-            weights = block.hide(scores, behind).exp_()
-            dvalues[:, seen].baddbmm_(weights.mT, drows)
-            dscores = torch.bmm(drows, values_DT[..., seen]).sub_(block.of(shares)).mul_(weights)
-            block.put(torch.bmm(dscores, keys[:, seen]).mul_(ctx.scale), _in_groups(dq, groups))
-            dkeys[:, seen].baddbmm_(dscores.mT, rows)
-        return dq, _token_by_token(k).copy_(dkeys.view(k.shape)), _token_by_token(v).copy_(dvalues.view(v.shape)), None
+        rows, k, v, *kept = ctx.saved_tensors
+        groups, tokens = k.shape[1:3]
+        blocks = _blocks(tokens, rows.shape[1] // tokens)
+        queries, keys, values = rows.float(), _keys(k, ctx.scale), v.float().flatten(0, 1)
+        values_DT, behind = values.mT.contiguous(), _behind(blocks[0], k)
+        keys_DT = keys.mT if kept else keys.mT.contiguous()
+        dout = _rows(gradients[0], groups).float()
+        dq, dkeys, dvalues = _token_by_token(gradients[0]), torch.zeros_like(keys), torch.zeros_like(values)
+        for index, block in enumerate(blocks):
+            own, seen = block.of(dout), slice(block.end)
+            weights = kept[index] if kept else block.weights(queries, keys_DT, behind)
+            dvalues[:, seen].baddbmm_(weights.mT, own)
+            dscores = torch.bmm(own, values_DT[..., seen])
+            torch._softmax_backward_data(dscores, weights, -1, torch.float32, grad_input=dscores)
+            block.put(torch.bmm(dscores, keys[:, seen]), _by_token(dq, groups))
+            dkeys[:, seen].baddbmm_(dscores.mT, block.of(queries))
+        dk = _token_by_token(k)
+        torch.mul(dkeys.view(k.shape), ctx.scale, out=dk)
+        return dq, dk, _token_by_token(v).copy_(dvalues.view(v.shape)), None

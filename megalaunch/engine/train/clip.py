@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalaunch.engine.placement import local_values, replication
 
-_ROW = 64  # numbers that a processor sums in fp32
+_ROW = 256  # numbers that a processor sums in fp32
 
 
 def local_squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

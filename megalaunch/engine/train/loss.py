@@ -18,6 +18,7 @@ def summed_token_loss(logits_BSV: Tensor, labels_BS: Tensor, vocabulary: Axis) -
     """Sum of the cross-entropies of all labels that are not IGNORED, in fp32 nats: a scalar.
 
     Where the axis divides the vocabulary, each rank gives the logits of its part and gets the whole loss.
+    The logits are used up: on a processor, what the backward pass needs takes their place.
     """
     logits, labels = logits_BSV.float().flatten(0, 1), labels_BS.flatten()
     loss: Tensor
@@ -31,13 +32,13 @@ def summed_token_loss(logits_BSV: Tensor, labels_BS: Tensor, vocabulary: Axis) -
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """On a processor: the gradient takes the place of the exponentials, where torch fills three times the memory."""
+    """On a processor: exponentials, then the gradient, take the place of the logits; torch fills it three times."""
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
         counted = labels_T != IGNORED
         columns = labels_T.where(counted, 0)[:, None]
-        shifted = logits_TV - logits_TV.amax(dim=1, keepdim=True)
+        shifted = logits_TV.sub_(logits_TV.amax(dim=1, keepdim=True))
         label_logits = shifted.gather(1, columns)[:, 0]
         exponentials = shifted.exp_()
         sums = exponentials.sum(dim=1)
