@@ -17,7 +17,7 @@ from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_KEPT = 2**30  # bytes
+_KEPT, _KEPT_BEFORE_2_35 = 2**30, 2**25  # bytes; the largest M_MMAP_THRESHOLD of older glibc, which refuses more
 REPEAT_SECONDS = 1.0
 
 
@@ -51,7 +51,7 @@ def keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _KEPT)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT) or mallopt(_M_MMAP_THRESHOLD, _KEPT_BEFORE_2_35)
         mallopt(_M_TRIM_THRESHOLD, _KEPT)
 
 
