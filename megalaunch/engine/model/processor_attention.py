@@ -118,15 +118,15 @@ class _Causal(torch.autograd.Function):
         values_DT, behind = values.mT.contiguous(), _behind(blocks[0], k)
         keys_DT = keys.mT if kept else keys.mT.contiguous()
         dout = _rows(gradients[0], groups).float()
-        dq, dkeys, dvalues = _token_by_token(gradients[0]), torch.zeros_like(keys), torch.zeros_like(values)
-        for index, block in enumerate(blocks):
-            own, seen = block.of(dout), slice(block.end)
-            weights = kept[index] if kept else block.weights(queries, keys_DT, behind)
-            dvalues[:, seen].baddbmm_(weights.mT, own)
+        dq, dkeys, dvalues = _token_by_token(gradients[0]), torch.empty_like(keys), torch.empty_like(values)
+        for block in reversed(blocks):
+            own, seen, sum_so_far = block.of(dout), slice(block.end), int(block.end < tokens)  # the last sees all keys
+            weights = kept.pop() if kept else block.weights(queries, keys_DT, behind)
+            dvalues[:, seen].baddbmm_(weights.mT, own, beta=sum_so_far)
             dscores = torch.bmm(own, values_DT[..., seen])
             torch._softmax_backward_data(dscores, weights, -1, torch.float32, grad_input=dscores)
             block.put(torch.bmm(dscores, keys[:, seen]), _by_token(dq, groups))
-            dkeys[:, seen].baddbmm_(dscores.mT, block.of(queries))
+            dkeys[:, seen].baddbmm_(dscores.mT, block.of(queries), beta=sum_so_far)
         dk = _token_by_token(k)
         torch.mul(dkeys.view(k.shape), ctx.scale, out=dk)
         return dq, dk, _token_by_token(v).copy_(dvalues.view(v.shape)), None
