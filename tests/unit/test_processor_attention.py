@@ -17,7 +17,7 @@ def test_output_and_gradients_are_those_of_torch(tokens, groups, dtype, kept, mo
     heads = [torch.randn(2, tokens, n, 8).transpose(1, 2).to(dtype) for n in (6, groups, groups)]
     dout = torch.randn(2, 6, tokens, 8).to(dtype)
     # The reference is fp32 on the same numbers: torch's own bf16 is further from it than ours.
-    reference = [x.float().requires_grad_() for x in heads]
+    reference = [x.float().clone().requires_grad_() for x in heads]
     mine = [x.requires_grad_() for x in heads]
     expected = F.scaled_dot_product_attention(*reference, is_causal=True, scale=0.3, enable_gqa=True)
     found = causal_on_processor(*mine, 0.3)
