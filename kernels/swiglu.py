@@ -35,7 +35,11 @@ def swiglu_fused(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_in_place(gate: Tensor, up: Tensor) -> Tensor:
-    """The reference's arithmetic; gradients take the places of what is kept, since a processor waits for new memory."""
+    """The reference's arithmetic; gradients take the place of what it makes, since a processor waits for new memory.
+
+    Gate and up stay as they are: where the output is not kept, it is made from them again, and a schedule that puts
+    off gradients of weights does so after this backward pass.
+    """
     return _InPlaceSwiglu.apply(gate, up)
 
 
@@ -70,6 +74,6 @@ class _InPlaceSwiglu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         gate, up, silu = ctx.saved_tensors
-        dsilu = up.mul_(gradients[0])
+        dsilu = gradients[0] * up
         dgate = torch.ops.aten.silu_backward.grad_input(dsilu, gate, grad_input=dsilu)
         return dgate, silu.mul_(gradients[0])

@@ -28,6 +28,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero3": {"parallel__dp": 2, "parallel__data_sharding": "optim_grads_params", "batch__micro_batch_size": 1},
     "tp2 sp": {"parallel__dp": 1, "parallel__tp": 2, "parallel__sequence_parallel": True},
     "cp2": {"parallel__dp": 1, "parallel__cp": 2},
+    # Gradients of weights come after those of what the activation reads, from its output made once more.
+    "pp2 zero_bubble": {
+        "parallel__dp": 1,
+        "parallel__pp": 2,
+        "parallel__schedule": "zero_bubble",
+        "model__num_layers": 4,
+        "model__activation": "swiglu",
+    },
 }
 
 
