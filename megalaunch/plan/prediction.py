@@ -10,7 +10,7 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.plan.batch import tokens_per_step
 from megalaunch.plan.cost import CONSTANTS, STATEMENTS, Constant, Statement, StepTime, UnknownCost, step_time
 from megalaunch.plan.flops import step_flops
-from megalaunch.plan.memory import ENGINE, Memory
+from megalaunch.plan.memory import Accounting, Memory, accounting_of
 from megalaunch.plan.memory.rank import memory_by_rank
 from megalaunch.plan.memory.saved import rows_with_bytes, saved_bytes
 from megalaunch.plan.memory.states import GATHERED_UNITS, master_bytes
@@ -122,28 +122,31 @@ def assumptions(spec: RunSpec) -> Iterator[Constant | Statement]:
         yield from _of_chip(spec, chip)
     yield from CONSTANTS
     yield from STATEMENTS
-    yield from _of_memory(spec)
+    accounting = accounting_of(spec)
+    yield from _of_memory(spec, accounting)
     kinds = {kind for chunks in chunks_by_rank(spec) for chunk in chunks for kind, _ in chunk.kinds}
     for kind in sorted(kinds, key=lambda kind: (kind.mtp, kind.experts, kind.window or 0)):
         name = ("further depth" if kind.mtp else "layer with experts" if kind.experts else "layer") + (
             f" of window {kind.window}" if kind.window else ""
         )
-        for row, size, spared in rows_with_bytes(spec.model, kind, Formats.of(spec), ENGINE):
+        for row, size, spared in rows_with_bytes(spec.model, kind, Formats.of(spec), accounting):
             source = "computed again" if spared else f"plan/memory/saved.py, divided by {row.divided}"
             yield Constant(f"bytes a token that a {name} keeps: {row.name}", size, source)
-        working = saved_bytes(spec.model, kind, Formats.of(spec), ENGINE).working
+        working = saved_bytes(spec.model, kind, Formats.of(spec), accounting).working
         yield Constant(f"bytes a token of gradients as a {name} runs backwards", working, "plan/memory/saved.py")
 
 
-def _of_memory(spec: RunSpec) -> Iterator[Constant]:
+def _of_memory(spec: RunSpec, accounting: Accounting) -> Iterator[Constant]:
     """Constants of the memory model of our engine."""
     sharding = "engine/parallel/data.py"
     yield Constant("bytes a master weight, divided as data_sharding says", master_bytes(spec), sharding)
     yield Constant("layers gathered at once by optim_grads_params", GATHERED_UNITS, sharding)
-    yield Constant("bytes a logit as the loss runs backwards", ENGINE.logit_bytes, "engine/train/loss.py")
-    waiting = ENGINE.waiting_logits or 0.0
+    yield Constant("bytes a logit as the loss runs backwards", accounting.logit_bytes, "engine/train/loss.py")
+    waiting = accounting.waiting_logits or 0.0
     yield Constant("bytes a logit that waits in a pipeline, beside itself", waiting, "engine/train/loss.py")
-    yield Constant("copies of its scores that a ring of cp ranks holds", ENGINE.ring_scores, "engine/parallel/ring.py")
+    yield Constant(
+        "copies of its scores that a ring of cp ranks holds", accounting.ring_scores, "engine/parallel/ring.py"
+    )
 
 
 def _of_chip(spec: RunSpec, chip: ChipFacts) -> Iterator[Constant]:

@@ -1,4 +1,4 @@
-"""The memory model against steps of our engine itself: fake tensors, any rank of any world, as on GPUs.
+"""The memory model against steps of our engine itself: fake tensors, any rank of any world, GPUs or processors.
 
 Shapes are small, but so large that what the model leaves out (counters, masks, indices) does not show.
 """
@@ -12,7 +12,7 @@ from made_specs import resolved
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.deep_plan.plan import deep_plan
-from megalaunch.plan.memory.rank import END, LAYER, LOSS, UNIT, Memory, memory_by_rank
+from megalaunch.plan.memory.rank import END, LAST, LAYER, LOSS, UNIT, Memory, memory_by_rank
 from megalaunch.plan.topology import Topology
 
 CLOSE = 0.05
@@ -27,7 +27,7 @@ DROPPING = (
     "model.hidden_dropout=0.1", "model.attention_dropout=0.1",
 )  # fmt: skip
 QWEN3 = ("model=qwen3_8b", *LLAMA[1:])
-RUN = ("platform=h100", "precision=bf16", "train.steps=10", "cluster.nodes=1")
+RUN = ("train.steps=10", "cluster.nodes=1")
 FEW_WORDS = "model.vocab_size=1024"
 SELECTIVE = "recompute=selective"
 
@@ -43,11 +43,14 @@ class Case:
     words: tuple[str, ...] = ()
     rank: int = 0
     shape: tuple[str, ...] = LLAMA
+    platform: str = "h100"
+    precision: str = "bf16"
 
     @property
     def name(self) -> str:
         """For pytest."""
-        return " ".join((self.shape[0], self.layout, "x".join(map(str, self.batch)), *self.words, f"rank {self.rank}"))
+        where = (self.platform, self.precision, f"rank {self.rank}")
+        return " ".join((self.shape[0], self.layout, "x".join(map(str, self.batch)), *self.words, *where))
 
     @property
     def spec(self) -> RunSpec:
@@ -56,6 +59,8 @@ class Case:
         spec, _ = resolved(
             *self.shape,
             *RUN,
+            f"platform={self.platform}",
+            f"precision={self.precision}",
             f"parallel={self.layout}",
             f"cluster.devices_per_node={self.ranks}",
             f"batch.sequence_length={length}",
@@ -69,7 +74,7 @@ class Case:
 CASES = [
     Case("dp", 1, (1, 1, 256), END),
     Case("dp", 1, (8, 4, 2048), LOSS),
-    Case("dp", 1, (4, 4, 2048), LOSS, ("precision.compute=fp32",)),
+    Case("dp", 1, (4, 4, 2048), LOSS, precision="fp32"),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS,)),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,activation]")),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS, SELECTIVE, "recompute.modules=[norm,mlp]")),
@@ -97,10 +102,36 @@ CASES = [
     Case("dp", 1, (8, 4, 2048), LOSS, ("train.loss_chunks=4",)),
     Case("zero2", 4, (8, 1, 1024), LOSS, ("train.loss_chunks=16", "model.vocab_size=65536")),  # gradients are scaled
     Case("dp", 1, (8, 4, 2048), LAYER, ("train.loss_chunks=32",)),
-    Case("dp", 1, (4, 4, 2048), LOSS, ("train.loss_chunks=8", "precision.compute=fp32")),
+    Case("dp", 1, (4, 4, 2048), LOSS, ("train.loss_chunks=8",), precision="fp32"),
     Case("tp4sp", 4, (4, 2, 2048), LOSS, ("train.loss_chunks=4",)),
     Case("pp3", 3, (3, 1, 2048), LOSS, ("train.loss_chunks=4", "parallel.schedule=gpipe"), rank=2),
     Case("tp2pp3sp", 6, (6, 2, 2048), LAYER, rank=2),
+    Case("dp", 1, (4, 4, 512), LAST, (FEW_WORDS, "recompute=full"), precision="fp32"),
+    Case("zero1", 2, (2, 1, 256), LAST, (FEW_WORDS, "recompute=full"), precision="fp32"),
+]
+
+
+def _on_processors(layout: str, ranks: int, batch: tuple[int, int, int], moment: str, *words: str) -> Case:
+    return Case(layout, ranks, batch, moment, words, platform="cpu", precision="fp32")
+
+
+DEALT = ("parallel.cp_dynamic=true", "data.reset_attention=true")
+CASES += [
+    _on_processors("dp", 1, (4, 4, 512), LOSS),
+    _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS),  # attention's weights are kept
+    _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, "data.reset_attention=true"),  # none, but a mask
+    _on_processors("dp", 1, (2, 2, 1024), LAYER, FEW_WORDS),  # so many are not
+    _on_processors("dp", 1, (4, 4, 512), LAST, FEW_WORDS, "recompute=full"),
+    _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, SELECTIVE, "recompute.modules=[attention]"),
+    _on_processors("tp2", 2, (8, 4, 512), LOSS),
+    _on_processors("tp2sp", 2, (8, 4, 512), LOSS),
+    _on_processors("zero3", 2, (8, 4, 512), LAYER, FEW_WORDS),
+    _on_processors("cp2", 2, (4, 4, 512), LOSS),
+    _on_processors("cp2", 2, (4, 4, 512), LAYER, FEW_WORDS, "parallel.cp_exchange=a2a"),
+    _on_processors("cp2", 2, (4, 4, 512), LAYER, FEW_WORDS, "parallel.cp_exchange=allgather"),
+    _on_processors("cp2", 2, (4, 4, 512), LAYER, FEW_WORDS, *DEALT),
+    _on_processors("pp3", 3, (6, 2, 512), LAYER, FEW_WORDS),
+    Case("dp", 1, (4, 4, 512), LAYER, (FEW_WORDS,), platform="cpu"),
 ]
 
 

@@ -4,14 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megalaunch.engine.model import product
+from megalaunch.engine.model import processor_attention, product
 from megalaunch.engine.model.processor_attention import blocks_pay, causal_on_processor
 
 
 @pytest.mark.parametrize("tokens", [2, 32, 33, 100])
 @pytest.mark.parametrize("groups", [1, 2, 6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_output_and_gradients_are_those_of_torch(tokens, groups, dtype):
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, 512), (torch.float32, 1), (torch.bfloat16, 512)])
+def test_output_and_gradients_are_those_of_torch(tokens, groups, dtype, kept, monkeypatch):
+    monkeypatch.setattr(processor_attention, "_KEPT", kept)
     torch.manual_seed(0)
     heads = [torch.randn(2, tokens, n, 8).transpose(1, 2).to(dtype) for n in (6, groups, groups)]
     dout = torch.randn(2, 6, tokens, 8).to(dtype)
@@ -27,6 +28,24 @@ def test_output_and_gradients_are_those_of_torch(tokens, groups, dtype):
     pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(mine, reference, strict=True))]
     for one, other in pairs:
         assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "expected"), [(512, torch.float32, 1), (513, torch.float32, 0), (512, torch.bfloat16, 0)]
+)
+def test_weights_are_kept_where_they_are_few(tokens, dtype, expected):
+    q, k, v = (torch.randn(1, 2, tokens, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    held = []
+
+    def save(tensor):
+        held.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        causal_on_processor(q, k, v, 0.3)
+    weights = sum(held) - q.numel() - k.numel() - v.numel()
+    block = 64  # queries, at one head a group: half of the square, and half of a block's more
+    assert weights == expected * 2 * tokens * (tokens + block) // 2
 
 
 @pytest.mark.parametrize("unit", [None, "AMX"])

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from made_specs import resolved
 
 from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.model import product
+from megalaunch.engine.model.processor_attention import blocks_pay
 from megalaunch.plan.layers import layers_of
-from megalaunch.plan.memory import ENGINE
+from megalaunch.plan.memory import PROCESSOR
 from megalaunch.plan.memory.saved import rows_with_bytes
 from megalaunch.plan.memory.widths import Formats
 
 TOKENS = 64
-# On a processor the plain form of SwiGLU keeps silu(gate) beside gate and up (kernels/swiglu.py).
-ON_CPU = replace(ENGINE, activation_inputs=3)
+FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def _kept_by_autograd(spec) -> int:
     """Bytes of all storages that autograd saves in one forward pass, parameters left out."""
     torch.manual_seed(0)
-    model = build_decoder(spec.model).to(torch.bfloat16)
+    model = build_decoder(spec.model).to(FORMATS[spec.precision.compute])
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -38,6 +37,7 @@ def _kept_by_autograd(spec) -> int:
     return sum(kept.values())
 
 
+@pytest.mark.parametrize(("precision", "unit"), [("bf16", None), ("bf16", "AMX"), ("fp32", None)])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -46,11 +46,19 @@ def _kept_by_autograd(spec) -> int:
         ("model.ffn_hidden_size=96", "model.hidden_size=96", "model.head_dim=16"),
     ],
 )
-def test_a_layer_keeps_what_the_table_says(shape):
-    words = ("recipe=tiny", "data.corpus=x", "precision=bf16", "tokenizer.vocab_size=512", *shape)
+def test_a_layer_keeps_what_the_table_says(shape, precision, unit, monkeypatch):
+    monkeypatch.setattr(product, "_unit", lambda: unit)
+    words = (
+        "recipe=tiny",
+        "data.corpus=x",
+        f"precision={precision}",
+        f"batch.sequence_length={TOKENS}",
+        "tokenizer.vocab_size=512",
+        *shape,
+    )
     one, _ = resolved(*words, "model.num_layers=1")
     two, _ = resolved(*words, "model.num_layers=2")
     measured = (_kept_by_autograd(two) - _kept_by_autograd(one)) / TOKENS
-    rows = rows_with_bytes(one.model, layers_of(one.model)[0], Formats.of(one), ON_CPU)
-    # A processor makes the weights again without it (engine/model/processor_attention.py).
-    assert sum(size for row, size, _ in rows if not row.name.startswith("log-sum of each softmax")) == measured
+    rows = rows_with_bytes(one.model, layers_of(one.model)[0], Formats.of(one), PROCESSOR)
+    blocks = blocks_pay(torch.empty(1, 1, TOKENS, 1, dtype=FORMATS[precision]))  # which have no use for it
+    assert sum(size for row, size, _ in rows if not (blocks and row.name.startswith("log-sum"))) == measured

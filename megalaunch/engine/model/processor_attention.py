@@ -1,7 +1,7 @@
 """Causal attention on a processor, a few queries at a time, so that their scores never leave its cache.
 
-Torch's own kernel there multiplies more slowly than matmuls do, in bf16 by half. Scores are fp32, and made
-again in the backward pass (Dao 2023). Key/value heads are not repeated: the queries of
+Torch's own kernel there multiplies more slowly than matmuls do, in bf16 by half. Scores are fp32. The weights are kept
+for the backward pass where they are few, else made again (Dao 2023). Key/value heads are not repeated: the queries of
 all heads of a group are rows of one matmul.
 Shapes: B batch, N query heads, G key/value groups, R = N / G, S tokens, D head dim, q queries of a block, T keys before
 its end. Rows are queries token by token, and of a token head by head.
@@ -19,6 +19,7 @@ from megalaunch.engine.model.product import widens
 
 _ROWS = 64  # of a block: fewer multiply slowly, more waste work on keys that their queries do not see
 _LONGEST = 1024  # tokens of fp32: scores over more keys outgrow the cache, and torch's kernel wins
+_KEPT = 512  # tokens of fp32: weights over more keys take more memory than what else a layer keeps
 
 
 def blocks_pay(q_BNSD: Tensor) -> bool:
@@ -94,29 +95,33 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         groups, tokens = k.shape[1:3]
-        blocks = _blocks(tokens, q.shape[1] // groups)
+        keep, blocks = q.dtype == torch.float32 and tokens <= _KEPT, _blocks(tokens, q.shape[1] // groups)
         rows, out, behind = _rows(q, groups), _token_by_token(q), _behind(blocks[0], q)
         queries, values = rows.float(), v.float().flatten(0, 1)
         keys_DT = _keys(k, scale).mT.contiguous()  # matmuls of so few rows are a quarter faster over it
+        kept = []
         for block in blocks:
             weights = block.weights(queries, keys_DT, behind)
             block.put(torch.bmm(weights, values[:, : block.end]), _by_token(out, groups))
-        ctx.save_for_backward(rows, k, v)
+            if keep:
+                kept.append(weights)
+        ctx.save_for_backward(rows, k, v, *kept)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        rows, k, v = ctx.saved_tensors
+        rows, k, v, *kept = ctx.saved_tensors
         groups, tokens = k.shape[1:3]
         blocks = _blocks(tokens, rows.shape[1] // tokens)
         queries, keys, values = rows.float(), _keys(k, ctx.scale), v.float().flatten(0, 1)
-        keys_DT, values_DT, behind = keys.mT.contiguous(), values.mT.contiguous(), _behind(blocks[0], k)
+        values_DT, behind = values.mT.contiguous(), _behind(blocks[0], k)
+        keys_DT = keys.mT if kept else keys.mT.contiguous()
         dout = _rows(gradients[0], groups).float()
         dq, dkeys, dvalues = _token_by_token(gradients[0]), torch.empty_like(keys), torch.empty_like(values)
         for block in reversed(blocks):
             own, seen, sum_so_far = block.of(dout), slice(block.end), int(block.end < tokens)  # the last sees all keys
-            weights = block.weights(queries, keys_DT, behind)
+            weights = kept.pop() if kept else block.weights(queries, keys_DT, behind)
             dvalues[:, seen].baddbmm_(weights.mT, own, beta=sum_so_far)
             dscores = torch.bmm(own, values_DT[..., seen])
             torch._softmax_backward_data(dscores, weights, -1, torch.float32, grad_input=dscores)

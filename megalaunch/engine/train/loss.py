@@ -54,13 +54,16 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _DividedCrossEntropy(torch.autograd.Function):
-    """log sum_v exp(z_v) - z_label over a divided vocabulary: a maximum and one sum of two numbers a token cross."""
+    """log sum_v exp(z_v) - z_label over a divided vocabulary: a maximum and one sum of two numbers a token cross.
+
+    On a processor probabilities, then the gradient, take the place of the logits.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits_Tv: Tensor, labels_T: Tensor, axis: Axis) -> Tensor:
         width = logits_Tv.shape[1]
         largest = maximum(logits_Tv.amax(dim=1), axis)
-        shifted = logits_Tv - largest[:, None]
+        shifted = logits_Tv.sub_(largest[:, None]) if logits_Tv.is_cpu else logits_Tv - largest[:, None]
         columns = labels_T - axis.rank * width
         mine = (columns >= 0) & (columns < width)
         columns = columns.where(mine, 0)
@@ -74,5 +77,8 @@ class _DividedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, columns, mine, counted = ctx.saved_tensors
+        share = (counted * gradients[0])[:, None]
+        if probabilities.is_cpu:
+            return probabilities.mul_(share).scatter_add_(1, columns[:, None], -share * mine[:, None]), None, None
         dlogits = probabilities.scatter_add(1, columns[:, None], -mine.to(probabilities.dtype)[:, None])
-        return dlogits * (counted * gradients[0])[:, None], None, None
+        return dlogits * share, None, None

@@ -5,7 +5,10 @@ Bytes are a parameter's, unless said otherwise. `fp32`-wide values follow the pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.platform.facts import CHIPS
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,10 @@ class Accounting:
     `float8_weight_copies`: bytes a weight of the 8-bit copies that fp8 keeps beside compute weights.
     `unfused_attention`: attention's weights are kept, because no fused kernel runs.
     `activation_inputs`: what a gated activation keeps: gate and up (2), or silu(gate) as well (3).
+    `activation_gradients`: how many gradients of its own size take room at once as it runs backwards.
+    `kept_weights`: tokens up to which plain causal attention in fp32 keeps its weights, a triangle of blocks of
+    `weight_rows` rows (queries of all heads of a group); 0: it does not.
+    `loss_in_place`: gradients take the place of the logits, so that most is held as the head runs backwards.
     `deferred_heads`: microbatches whose gradients of logits wait, so that the head's own gradient comes late.
     `plain_contexts`: attention over gathered keys, or within documents, keeps a mask in the format of queries.
     `stage_messages`: a pipeline's stage keeps its output of each microbatch in flight until that runs backwards, and
@@ -39,6 +46,10 @@ class Accounting:
     float8_weight_copies: float = 0.0
     unfused_attention: bool = False
     activation_inputs: int = 2
+    activation_gradients: int = 2
+    kept_weights: int = 0
+    weight_rows: int = 64
+    loss_in_place: bool = False
     deferred_heads: int = 0
     waiting_logits: float | None = None
     plain_contexts: bool = False
@@ -64,6 +75,18 @@ ENGINE = Accounting(
     stage_messages=True,
 )
 
+# The same on a processor: no kernel is fused there, and new memory is what it waits for. kernels/swiglu.py keeps
+# silu(gate), whose place its gradients take; engine/model/processor_attention.py, engine/train/loss.py.
+PROCESSOR = replace(
+    ENGINE,
+    name="engine on processors",
+    activation_inputs=3,
+    activation_gradients=1,
+    kept_weights=512,
+    logit_bytes=4.0,
+    loss_in_place=True,
+)
+
 # Megatron-LM: 2 (weights) + 4 (main gradients) + 12 / (dp cp) bytes a parameter (report_theoretical_memory). Its
 # vocabulary-parallel cross-entropy works in place on one fp32 copy, beside the 16-bit logits. Transformer Engine
 # keeps 8-bit inputs, and beside bf16 weights an 8-bit copy and its transpose.
@@ -74,3 +97,9 @@ MEGATRON = Accounting(
     float8_inputs=True,
     float8_weight_copies=2.0,
 )
+
+
+def accounting_of(spec: RunSpec) -> Accounting:
+    """That of our engine on the chip of a spec."""
+    chip = CHIPS.get(spec.platform.chip)
+    return PROCESSOR if chip is not None and chip.device == "cpu" else ENGINE

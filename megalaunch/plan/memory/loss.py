@@ -30,19 +30,19 @@ def loss_bytes(spec: RunSpec, topology: Topology, accounting: Accounting, tokens
     """Those of a microbatch of so many tokens on a rank."""
     narrow = format_bytes(spec.precision.compute)
     vocabulary = (spec.model.vocab_size or 0) / topology.tp
-    if spec.train.loss_chunks == 1:
-        own, waits = _kept_by_a_stage(topology, accounting, narrow)
-        return LossBytes((accounting.logit_bytes + own) * vocabulary * tokens, waits * vocabulary * tokens)
-    # engine/train/head_loss.py: a chunk's logits stay beside what their loss works on.
-    chunk = -(-tokens // spec.train.loss_chunks)
     hidden = narrow * spec.model.hidden_size
-    formed = hidden * (tokens + vocabulary)
-    return LossBytes(
-        (accounting.logit_bytes + narrow) * vocabulary * chunk,
-        beside=formed + (hidden * tokens if spec.parallel.sequence_parallel else 0.0),
-        scaled=2 * formed,
-        formed_waiting=formed,
-    )
+    formed = hidden * (tokens + vocabulary)  # the head's two gradients
+    gathered = hidden * tokens if spec.parallel.sequence_parallel else 0.0
+    if spec.train.loss_chunks > 1:  # engine/train/head_loss.py: a chunk's logits stay beside what their loss works on
+        chunk = -(-tokens // spec.train.loss_chunks)
+        logits = (accounting.logit_bytes + narrow) * vocabulary * chunk
+        return LossBytes(logits, beside=formed + gathered, scaled=2 * formed, formed_waiting=formed)
+    if accounting.loss_in_place:
+        copied = narrow if narrow < 4 else 0
+        logits = (accounting.logit_bytes + copied) * vocabulary * tokens
+        return LossBytes(logits, logits if topology.pp > 1 else 0.0, beside=formed + gathered)
+    own, waits = _kept_by_a_stage(topology, accounting, narrow)
+    return LossBytes((accounting.logit_bytes + own) * vocabulary * tokens, waits * vocabulary * tokens)
 
 
 def _kept_by_a_stage(topology: Topology, accounting: Accounting, narrow: int) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.plan.layers import Layer
-from megalaunch.plan.memory.accounting import ENGINE, Accounting
+from megalaunch.plan.memory.accounting import Accounting, accounting_of
 from megalaunch.plan.memory.in_flight import in_flight
 from megalaunch.plan.memory.loss import loss_bytes
 from megalaunch.plan.memory.saved import SavedBytes, ends_bytes, saved_bytes
@@ -17,7 +17,8 @@ from megalaunch.plan.shares import Chunk, Held, chunks_by_rank, held_by_rank
 from megalaunch.plan.topology import Topology
 
 LOSS, LAYER, UNIT = "as the loss runs backwards", "as a layer runs backwards", "as a layer's gradients are summed"
-BETWEEN, END = "as a microbatch ends", "as the last gradients are summed"
+LAST, BETWEEN = "as the last layer runs backwards", "as a microbatch ends"
+END = "as the last gradients are summed"
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Memory:
         return {name: getattr(self, name) for name in names}
 
 
-def memory_of(spec: RunSpec, accounting: Accounting = ENGINE) -> Memory:
-    """Bytes of the device that needs most, of a resolved spec.
+def memory_of(spec: RunSpec, accounting: Accounting | None = None) -> Memory:
+    """Bytes of the device that needs most, of a resolved spec; as our engine holds them, or as `accounting` says.
 
     Raises ValueError (StageError among them) where the spec is open or does not divide.
     """
@@ -58,8 +59,9 @@ def memory_of(spec: RunSpec, accounting: Accounting = ENGINE) -> Memory:
     return max(ranks, key=lambda memory: memory.total)
 
 
-def memory_by_rank(spec: RunSpec, accounting: Accounting = ENGINE) -> list[Memory]:
+def memory_by_rank(spec: RunSpec, accounting: Accounting | None = None) -> list[Memory]:
     """The same for every pipeline rank."""
+    accounting = accounting or accounting_of(spec)
     topology, formats = Topology.of(spec), Formats.of(spec)
     ranks = chunks_by_rank(spec)
     held = held_by_rank(spec, topology.tp, topology.ep * topology.etp)
@@ -135,6 +137,8 @@ def _moments(
     yield at(LAYER, states.layer, kept.all + kept.working, buffers=tokens * kept.messages)
     if states.unit:
         yield at(UNIT, states.layer, kept.all - kept.layer, buffers=states.unit)
+    if states.last is not None:
+        yield at(LAST, states.last, kept.layer + kept.working)
     if states.between is not None:
         yield at(BETWEEN, states.between, kept.all * (1 - 1 / kept.copies))
     yield at(END, states.end, 0.0)

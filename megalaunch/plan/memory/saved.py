@@ -46,6 +46,7 @@ ATTENTION = (
         "tp",
         ("attention",),
     ),
+    Row("attention's weights that a processor keeps, fp32", lambda w: 4 * w.n * w.weights, "tp", ("attention",)),
     Row("log-sum of each softmax, fp32", lambda w: 4 * w.n, "tp", ("attention",)),
     Row("attention's output, input of the last projection", lambda w: w.i * w.o),
     Row("the same in 16 bits, beside an 8-bit input", lambda w: (w.b - w.i) * 2 * w.o, spared_by=("attention",)),
@@ -143,10 +144,10 @@ def _working(w: Widths) -> float:
     themselves are gone by then. A ring of context-parallel ranks works on scores once that block's values are gone.
     """
     if w.experts:
-        inner = w.t * (w.h + w.g * w.e) / w.part + w.g * w.s
+        inner = w.t * (w.h + w.d * w.e) / w.part + w.d * w.s
         kept = w.t * (2 * w.h + (w.g + 1) * w.e) / w.part + (w.g + 1) * w.s
     else:
-        inner, kept = w.g * w.f, (w.g + 1) * w.f
+        inner, kept = w.d * w.f, (w.g + 1) * w.f
     stream = w.h / w.part + w.h
     return max(w.b * (stream + inner), w.scores - w.b * (w.h / w.part + kept))
 

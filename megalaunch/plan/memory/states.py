@@ -34,14 +34,16 @@ class States:
     """Bytes on one device.
 
     `loss`: as the loss runs backwards. `layer`: as a layer does, and `unit` is what a layer's gradients take on their
-    way to be summed. `between`: as the backward pass of a microbatch ends and others follow. `end`: as the last one
-    ends, when embedding and head are summed.
+    way to be summed. `last`: as the last layer of the only microbatch does, beside the gradients of those before it;
+    None where there are several, whose layers all find them. `between`: as the backward pass of a microbatch ends and
+    others follow. `end`: as the last one ends, when embedding and head are summed.
     """
 
     optimizer: float
     loss: Phase
     layer: Phase
     unit: float
+    last: Phase | None
     between: Phase | None
     end: Phase
 
@@ -55,7 +57,7 @@ def states_of(spec: RunSpec, topology: Topology, held: Held, accounting: Account
     on_device = 1 - spec.optimizer.offload_fraction
     moments = MOMENTS[spec.optimizer.name] * _BYTES[spec.precision.moments] * on_device
     if accounting.sharded_master and topology.dp * topology.cp == 1 and _computes_with_master(spec):
-        return _alone(spec, held, topology, moments)
+        return _alone(spec, held, topology, moments, in_flight)
     if accounting.sharded_master:
         return _sharded(spec, topology, held, divided, shards, moments, in_flight)
     optimizer = moments if _computes_with_master(spec) else moments + master_bytes(spec) * on_device
@@ -112,6 +114,7 @@ def _sharded(
         loss=Phase(master + copy * loss_gathered, before),
         layer=Phase(master + copy * gathered, before, copy * held.head),
         unit=held.layer * (reduced if not (adds_up and several) else copy + (0 if before else reduced)),
+        last=None if several or pipelined else Phase(master + copy * gathered, summed * _done(held)),
         between=between,
         end=end,
     )
@@ -128,20 +131,28 @@ def _moving(source: int, reduced: int, kept: int, shards: int, *, adds: bool) ->
     return max(copying, summing)
 
 
-def _alone(spec: RunSpec, held: Held, topology: Topology, moments: float) -> States:
+def _alone(spec: RunSpec, held: Held, topology: Topology, moments: float, in_flight: int) -> States:
     """One data-parallel rank that computes with the master weights themselves; gradients stay where they arise."""
     every, several = held.dense + held.experts, topology.microbatches > 1
     width = master_bytes(spec)
     gradient = max(width, _BYTES[spec.precision.gradients])
-    weights, before = width * every, gradient * every if several else 0.0
+    weights, all_of_them = width * every, gradient * every
+    found = topology.microbatches > in_flight  # with all microbatches in flight none has left gradients yet
+    before = all_of_them if found else 0.0
     return States(
         optimizer=moments * every,
         loss=Phase(weights, before),
-        layer=Phase(weights, before, 0.0 if several else gradient * held.head),
-        unit=0.0 if several else gradient * held.layer,
-        between=None,
-        end=Phase(weights, gradient * every, gradient * (held.root - held.head) if several else 0.0),
+        layer=Phase(weights, before, 0.0 if found else gradient * held.head),
+        unit=0.0 if found else gradient * held.layer,
+        last=None if several else Phase(weights, all_of_them * _done(held)),
+        between=Phase(weights, all_of_them) if several and not found else None,
+        end=Phase(weights, all_of_them, gradient * (held.root - held.head) if several else 0.0),
     )
+
+
+def _done(held: Held) -> float:
+    """The share of gradients that are there as the last layer runs backwards: all but its own and the embedding's."""
+    return max(0.0, 1 - (held.layer + held.root - held.head) / (held.dense + held.experts))
 
 
 def _whole_weights(spec: RunSpec, held: Held, divided: float, optimizer: float, accounting: Accounting) -> States:
@@ -155,4 +166,4 @@ def _whole_weights(spec: RunSpec, held: Held, divided: float, optimizer: float, 
     if spec.parallel.data_sharding == "optim_grads_params":
         weights, whole = plain * divided, divided
     phase = Phase(weights, _BYTES[spec.precision.gradients] * whole)
-    return States(optimizer * divided, phase, phase, 0.0, None, phase)
+    return States(optimizer * divided, phase, phase, 0.0, None, None, phase)

@@ -20,10 +20,11 @@ class Widths:
     `b` bytes of an activation, `i` of a matmul's kept input, `r` of the residual stream. `h` hidden; `q`, `k`, `v`,
     `o` widths of queries, keys, values and attention's output, on one rank; `n` heads on one rank; `f` inner width
     on one rank, `e` of an expert, `s` of the shared experts; `g` what the activation keeps of these widths (1 plain,
-    2 gate and up); `t` experts a token meets; `E` experts; `ql`, `kl`, `p` latents of queries and keys and the
-    rotary part; `keys` attended tokens. Context parallelism: `held` ranks' keys and values are kept, `mask` columns of
-    a mask, `scores` bytes of the scores that a ring or a block works on; `part` ranks share what is divided by
-    sequence. `dropped` bytes by which dropout knows what it dropped of a block's output.
+    2 gate and up), and `d` of its gradients that are alive at once; `t` experts a token meets; `E` experts; `ql`,
+    `kl`, `p` latents of queries and keys and the rotary part; `keys` attended tokens. Context parallelism: `held`
+    ranks' keys and values are kept, `mask` columns of a mask, `scores` bytes of the scores that a ring or a block
+    works on; `weights` keys whose weights a processor keeps; `part` ranks share what is divided by sequence.
+    `dropped` bytes by which dropout knows what it dropped of a block's output.
     """
 
     b: float
@@ -39,6 +40,7 @@ class Widths:
     e: float
     s: float
     g: int
+    d: int
     t: float
     E: int
     ql: int
@@ -55,6 +57,7 @@ class Widths:
     held: float
     mask: float
     scores: float
+    weights: float
     part: int
 
 
@@ -127,6 +130,7 @@ def widths_of(model: ModelSpec, kind: Layer, formats: Formats, accounting: Accou
         e=(moe.ffn_hidden_size or model.ffn_hidden_size) / formats.etp,
         s=moe.shared_ffn_hidden_size / tp,
         g=accounting.activation_inputs if gated else 1,
+        d=accounting.activation_gradients if gated else 1,
         t=moe.top_k * formats.etp,
         E=moe.num_experts or 0,
         ql=mla.q_lora_rank or 0,
@@ -143,6 +147,7 @@ def widths_of(model: ModelSpec, kind: Layer, formats: Formats, accounting: Accou
         held=_held(formats, groups),
         mask=_seen(formats) if accounting.plain_contexts and _masked(formats) and not _scored(model) else 0,
         scores=_score_bytes(model, formats, accounting, n, query),
+        weights=_weighed(model, kind, formats, accounting, n / groups),
         part=tp if formats.sequence_parallel else 1,
     )
 
@@ -178,6 +183,21 @@ def _score_bytes(model: ModelSpec, formats: Formats, accounting: Accounting, hea
         return 0.0
     more = (4 if model.attention_soft_cap else 0) + (1 if model.attention_dropout else 0)
     return accounting.ring_scores * 4 * (scores + 4 * query) + more * scores
+
+
+def _weighed(model: ModelSpec, kind: Layer, formats: Formats, accounting: Accounting, heads: float) -> float:
+    """Keys whose weights attention on a processor keeps for a token and head, in the mean; `heads` of a group.
+
+    A rank that a document is dealt to has its first piece, half of the rank's tokens, to which alone this applies.
+    """
+    plain = formats.cp == 1 or formats.exchange == "a2a" or formats.dealt
+    masked = formats.documents and not formats.dealt
+    share, tokens = (0.5, formats.keys / (2 * formats.cp)) if formats.dealt else (1.0, formats.keys)
+    seen_by_all = kind.window is None or kind.window >= tokens
+    if formats.compute != "fp32" or _scored(model) or masked or not (plain and seen_by_all):
+        return 0.0
+    block = max(accounting.weight_rows // heads, 16)
+    return share * (tokens + min(block, tokens)) / 2 if tokens <= accounting.kept_weights else 0.0
 
 
 def _scored(model: ModelSpec) -> bool:
