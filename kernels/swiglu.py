@@ -15,12 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, elementwise, of the shape and dtype of both: each device in its fastest way."""
+def swiglu(gate: Tensor, up: Tensor, *, spend: bool = False) -> Tensor:
+    """silu(gate) * up, elementwise, of the shape and dtype of both: each device in its fastest way.
+
+    `spend`: the backward pass may write over `up`, since nobody reads it afterwards.
+    """
     if gate.is_cuda and _has_triton():
         return swiglu_fused(gate, up)
     if gate.is_cpu and gate.requires_grad and not torch.compiler.is_compiling():
-        return swiglu_in_place(gate, up)
+        return swiglu_in_place(gate, up, spend)
     return swiglu_reference(gate, up)
 
 
@@ -34,13 +37,9 @@ def swiglu_fused(gate: Tensor, up: Tensor) -> Tensor:
     return _FusedSwiglu.apply(gate.contiguous(), up.contiguous())
 
 
-def swiglu_in_place(gate: Tensor, up: Tensor) -> Tensor:
-    """The reference's arithmetic; gradients take the place of what it makes, since a processor waits for new memory.
-
-    Gate and up stay as they are: where the output is not kept, it is made from them again, and a schedule that puts
-    off gradients of weights does so after this backward pass.
-    """
-    return _InPlaceSwiglu.apply(gate, up)
+def swiglu_in_place(gate: Tensor, up: Tensor, spend: bool) -> Tensor:
+    """The reference's arithmetic; gradients take the place of what it keeps, since a processor waits for new memory."""
+    return _InPlaceSwiglu.apply(gate, up, spend)
 
 
 @cache
@@ -66,14 +65,15 @@ class _FusedSwiglu(torch.autograd.Function):
 
 class _InPlaceSwiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, spend: bool) -> Tensor:
         silu = F.silu(gate)
         ctx.save_for_backward(gate, up, silu)
+        ctx.spend = spend
         return silu * up
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up, silu = ctx.saved_tensors
-        dsilu = gradients[0] * up
+        dsilu = up.mul_(gradients[0]) if ctx.spend else gradients[0] * up
         dgate = torch.ops.aten.silu_backward.grad_input(dsilu, gate, grad_input=dsilu)
-        return dgate, silu.mul_(gradients[0])
+        return dgate, silu.mul_(gradients[0]), None

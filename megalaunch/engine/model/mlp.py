@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megalaunch.engine.layout import COLUMNS, ROWS
-from megalaunch.engine.model.activation import GATED, PLAIN
+from megalaunch.engine.model.activation import GATED, PLAIN, gated
 from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
 from megalaunch.engine.model.config import MLPConfig
 from megalaunch.engine.model.linear import Linear
@@ -13,6 +13,8 @@ from megalaunch.engine.model.linear import Linear
 
 class MLP(nn.Module):
     """down(activation(up(x))), or down(activation(gate(x), up(x)))."""
+
+    makes_again = False  # the activation's output, for a backward pass that comes later than the activation's own
 
     def __init__(self, hidden_size: int, config: MLPConfig, boundary: Boundary = ONE_DEVICE) -> None:
         super().__init__()
@@ -35,4 +37,4 @@ class MLP(nn.Module):
         gate, up = entered
         if self.config.clamp is not None:
             gate, up = gate.clamp(max=self.config.clamp), up.clamp(-self.config.clamp, self.config.clamp)
-        return GATED[self.config.activation](gate, up)
+        return gated(self.config.activation, gate, up, spend=not self.makes_again)

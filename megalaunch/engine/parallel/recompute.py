@@ -49,6 +49,7 @@ def _selective(layer: DecoderLayer, words: Collection[RecomputeModule]) -> None:
     if "mlp" in words:
         forgetting.inside_of(layer.mlp, "forward")
     elif "activation" in words:
+        layer.mlp.makes_again = True
         forgetting.output_of(layer.mlp, "activate")
     forgetting.within(layer)
 
