@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from oracle import SEQUENCE, RandomSamples, small_spec
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.parallel.gloo import ExchangeReduceScatter
+from megalaunch.engine.parallel.data import units
+from megalaunch.engine.parallel.gloo import ExchangeReduceScatter, StayingGradients
 from megalaunch.engine.train.assemble import sharded_model
 from megalaunch.engine.train.batches import TrainBatches, batch_shape
 from megalaunch.engine.train.passes import passes_of
@@ -183,3 +185,24 @@ def _own_reduce_scatter(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]
 def test_the_reduce_scatter_of_processors_equals_that_of_gloo(dtype):
     for mine, reference in run_ranks(4, _own_reduce_scatter, dtype):
         torch.testing.assert_close(mine, reference)
+
+
+def _gradients_of_one_rank(spec: RunSpec, copied: bool) -> list[torch.Tensor]:
+    (model,) = sharded_model(spec, make_mesh(Topology.of(spec), torch.device("cpu"), 0)).parts
+    for unit in units(model) if copied else ():
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_custom_reduce_scatter(DefaultReduceScatter())
+    for tokens in torch.arange(2 * 8).view(2, 1, 8):  # the second adds to what the first left
+        model(tokens).float().square().mean().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def test_gradients_of_one_rank_stay_where_they_are():
+    spec = small_spec(parallel__dp=1, precision__compute="bf16")
+    ours, copied = (run_ranks(1, _gradients_of_one_rank, spec, copied)[0] for copied in (False, True))
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, copied, strict=True))
+    assert all(gradient.any() for gradient in ours)
+    lone = StayingGradients()
+    given, summed, following = (lone.allocate((6,), dtype=torch.float32, device=torch.device("cpu")) for _ in range(3))
+    assert given is summed
+    assert following is not given

@@ -12,7 +12,7 @@ from made_specs import resolved
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.deep_plan.plan import deep_plan
-from megalaunch.plan.memory.rank import END, LAST, LAYER, LOSS, UNIT, Memory, memory_by_rank
+from megalaunch.plan.memory.rank import BETWEEN, END, LAST, LAYER, LOSS, UNIT, Memory, memory_by_rank
 from megalaunch.plan.topology import Topology
 
 CLOSE = 0.05
@@ -96,7 +96,8 @@ CASES = [
     Case("cp2", 2, (4, 2, 2048), LOSS, ("parallel.cp_exchange=a2a",)),
     Case("pp3", 3, (6, 1, 2048), LAYER),
     Case("pp3", 3, (6, 1, 2048), LAYER, ("precision.residual=fp32", FEW_WORDS), rank=1),
-    Case("pp3", 3, (12, 1, 128), END),
+    Case("pp3", 3, (12, 1, 128), BETWEEN),
+    Case("pp3", 6, (24, 1, 128), END, ("parallel.data_sharding=no_shard",)),
     Case("pp3", 3, (6, 1, 2048), LOSS, rank=2),
     Case("pp3", 3, (3, 1, 2048), LOSS, ("parallel.schedule=gpipe",), rank=2),
     Case("dp", 1, (8, 4, 2048), LOSS, ("train.loss_chunks=4",)),

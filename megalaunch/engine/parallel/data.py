@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megalaunch.config.schema.parallel import DataSharding, ParallelSpec
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
-from megalaunch.engine.parallel.gloo import ExchangeReduceScatter
+from megalaunch.engine.parallel.gloo import ExchangeReduceScatter, StayingGradients
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,11 @@ def shard(model: Decoder, mesh: Mesh, parallel: ParallelSpec, precision: MixedPr
         # The loss is divided by the global token count already: gradients are summed, not averaged.
         # Gloo knows no pre-multiplied sum, hence the forced plain one.
         unit.set_force_sum_reduction_for_comms(True)
-        unit.set_gradient_divide_factor(1.0)
+        if mesh.data_parallel.size() > 1:  # one rank's gradients would be copied to be divided by 1
+            unit.set_gradient_divide_factor(1.0)
         if mesh.device.type == "cpu":
-            unit.set_custom_reduce_scatter(ExchangeReduceScatter())
+            several = mesh.data_parallel.size() > 1
+            unit.set_custom_reduce_scatter(ExchangeReduceScatter() if several else StayingGradients())
     _order_gathers(model, mesh, parallel.overlap_param_gather)
 
 

@@ -63,7 +63,8 @@ class _DividedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits_Tv: Tensor, labels_T: Tensor, axis: Axis) -> Tensor:
         width = logits_Tv.shape[1]
         largest = maximum(logits_Tv.amax(dim=1), axis)
-        shifted = logits_Tv.sub_(largest[:, None]) if logits_Tv.is_cpu else logits_Tv - largest[:, None]
+        own = logits_Tv.detach()  # they may be a view of what another function gave, which torch would not let change
+        shifted = own.sub_(largest[:, None]) if own.is_cpu else own - largest[:, None]
         columns = labels_T - axis.rank * width
         mine = (columns >= 0) & (columns < width)
         columns = columns.where(mine, 0)

@@ -86,6 +86,7 @@ def _sharded(
         copy = 1
     reduced = min(_BYTES[spec.precision.reduce], _BYTES[spec.precision.gradients])
     sharding, pipelined = spec.parallel.data_sharding, topology.pp > 1
+    divides = shards == 1 and topology.dp * topology.cp > 1  # all ranks are replicas of one shard
     adds_up = pipelined or sharding in ("no_shard", "optim")  # whole gradients, until the last microbatch
     several = topology.microbatches > 1
     every, width = held.dense + held.experts, master_bytes(spec)
@@ -99,12 +100,13 @@ def _sharded(
         gathered = min(every, held.root + GATHERED_UNITS * held.layer)
     between = Phase(master + copy * every, reduced * every, copy * held.root) if several and adds_up else None
     if pipelined:  # the ends are summed first, while all layers' gradients are still whole
-        summing = _moving(reduced, reduced, width, shards, adds=False)
+        summing = _moving(reduced, reduced, width, shards, divides=divides, adds=False)
         moving = held.root * max(reduced, summing + width / shards - reduced)
         end = Phase(master + copy * (every - held.root), reduced * every, moving)
     else:
         source = reduced if several and adds_up else copy
-        moving = held.root * _moving(source, reduced, width, shards, adds=several and not adds_up)
+        adds = several and not adds_up
+        moving = held.root * _moving(source, reduced, width, shards, divides=divides, adds=adds)
         replicated = topology.replicas > 1 or (sharding == "no_shard" and topology.dp * topology.cp > 1)
         if replicated and reduced != width:  # what replicas exchange is held until the end of the pass
             moving += reduced * divided
@@ -120,14 +122,14 @@ def _sharded(
     )
 
 
-def _moving(source: int, reduced: int, kept: int, shards: int, *, adds: bool) -> float:
+def _moving(source: int, reduced: int, kept: int, shards: int, *, divides: bool, adds: bool) -> float:
     """Bytes a parameter of gradients that are summed and divided, beside the divided sum itself, of `kept` bytes.
 
-    First they are copied from `source` bytes to `reduced` ones, then summed, which a lone rank does by a division that
-    makes one copy more; then perhaps added to what earlier microbatches left.
+    First they are copied from `source` bytes to `reduced` ones, then summed, which a shard without others does by a
+    division that makes one copy more; then perhaps added to what earlier microbatches left.
     """
     copying = source + reduced - kept / shards
-    summing = reduced * (2 if shards == 1 else 1) + (reduced / shards if adds else 0.0)
+    summing = reduced * (2 if divides else 1) + (reduced / shards if adds else 0.0)
     return max(copying, summing)
 
 
