@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalaunch.engine.model.product import widens
 
-_ROWS = 64  # of a block: fewer multiply slowly, more waste work on keys that their queries do not see
+_ROWS = 128  # of a block: fewer multiply slowly, more waste work on keys that their queries do not see
 _LONGEST = 1024  # tokens of fp32: scores over more keys outgrow the cache, and torch's kernel wins
 _KEPT = 512  # tokens of fp32: weights over more keys take more memory than what else a layer keeps
 

@@ -48,7 +48,7 @@ class Accounting:
     activation_inputs: int = 2
     activation_gradients: int = 2
     kept_weights: int = 0
-    weight_rows: int = 64
+    weight_rows: int = 128
     loss_in_place: bool = False
     deferred_heads: int = 0
     waiting_logits: float | None = None
