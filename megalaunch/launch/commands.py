@@ -51,10 +51,6 @@ def shown_commands(commands: Sequence[Sequence[str]]) -> list[str]:
 
 
 def agent_environment(environment: Mapping[str, str], launcher_pid: int, workers: int, cores: int) -> dict[str, str]:
-    """The agent's environment: the user's own, the launcher's pid, and an equal share of the cores for each worker.
-
-    Large tensors in host memory lie on huge pages, which torch reads from its environment only.
-    """
+    """The agent's environment: the user's own, the launcher's pid, and an equal share of the cores for each worker."""
     share = str(max(1, cores // max(1, workers)))
-    ours = {"OMP_NUM_THREADS": share, "THP_MEM_ALLOC_ENABLE": "1"}
-    return {**ours, **environment, LAUNCHER_PID_VARIABLE: str(launcher_pid)}
+    return {"OMP_NUM_THREADS": share, **environment, LAUNCHER_PID_VARIABLE: str(launcher_pid)}

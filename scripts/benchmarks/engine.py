@@ -16,7 +16,6 @@ import sys
 from dataclasses import dataclass
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for all, as the launcher asks for them
 
 import torch
 from engine_variants.shape import FFN, HIDDEN, LAYERS, VOCABULARY, Work
