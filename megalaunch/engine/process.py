@@ -18,6 +18,8 @@ from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEPT, _KEPT_BEFORE_2_35 = 2**30, 2**25  # bytes; the largest M_MMAP_THRESHOLD of older glibc, which refuses more
+_RESERVED, _HUGE_PAGE = _KEPT - 2**24, 2**21  # bytes; less than what malloc would leave to the kernel
+_MADV_HUGEPAGE = 14  # sys/mman.h
 REPEAT_SECONDS = 1.0
 
 
@@ -49,10 +51,31 @@ def keep_freed_memory() -> None:
 
     With glibc only; elsewhere nothing happens. What is larger than _KEPT still comes from the kernel and goes back.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _KEPT) or mallopt(_M_MMAP_THRESHOLD, _KEPT_BEFORE_2_35)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT)
+    libc = ctypes.CDLL(None)
+    mallopt = getattr(libc, "mallopt", None)
+    if mallopt is None:
+        return
+    mallopt(_M_TRIM_THRESHOLD, _KEPT)
+    if mallopt(_M_MMAP_THRESHOLD, _KEPT):
+        _have_huge_pages(libc)
+    else:
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BEFORE_2_35)
+
+
+def _have_huge_pages(libc: ctypes.CDLL) -> None:
+    """Reserve what malloc gives next, and ask the kernel for pages of 2 MiB there; untouched, it takes no memory.
+
+    Torch's own switch for them asks for each tensor, at addresses for which malloc may go to the kernel every time.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc.malloc.restype = ctypes.c_void_p
+    first = libc.malloc(ctypes.c_size_t(_RESERVED))
+    if first is None:  # a limit on addresses
+        return
+    start = first + -first % _HUGE_PAGE
+    libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(_RESERVED - _HUGE_PAGE), _MADV_HUGEPAGE)
+    libc.free(ctypes.c_void_p(first))
 
 
 def own_output(log: Path) -> None:
