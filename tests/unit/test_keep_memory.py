@@ -37,7 +37,7 @@ def test_pages_of_freed_memory_are_used_again():
 
 
 # Kilobytes of addresses that huge pages are asked for, and of memory that is taken.
-HUGE = """
+HUGE = r"""
 import re, resource, sys
 from megalaunch.engine.process import keep_freed_memory
 if sys.argv[1] == "limited":

@@ -44,7 +44,7 @@ def test_a_processor_in_place_has_the_very_numbers_of_the_reference(dtype, spend
     of_mine = torch.autograd.grad(found, leaves, upstream)
     assert all(torch.equal(mine, other) for mine, other in zip(of_mine, of_the_reference, strict=True))
     kept = [torch.equal(x, y) for x, y in zip(leaves, before, strict=True)]
-    assert kept == [True, not spend], "others may read its inputs again"
+    assert kept == [True, not (spend and dtype == torch.float32)], "others may read its inputs again"
 
 
 @pytest.mark.slow
