@@ -14,6 +14,7 @@ import platform
 import statistics
 import sys
 from dataclasses import dataclass
+from itertools import product
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -113,7 +114,8 @@ def _same_losses(one: Times, other: Times, precision: str) -> bool:
     return same
 
 
-# Layouts whose memory is planned and then found out by a step on fake tensors, with the operators of a GPU.
+# Layouts whose memory is planned and then found out by a step on fake tensors, with the operators of each chip.
+CHIPS = ("h100", "cpu")
 LAYOUTS: dict[str, dict[str, object]] = {
     "one process": {},
     "tp2 with sequence parallelism": {"tp": 2, "sequence_parallel": True},
@@ -124,14 +126,15 @@ LAYOUTS: dict[str, dict[str, object]] = {
 def compare_memory(work: Work) -> int:
     """Print the planner's figure beside the engine's; returns how many are more than 5% apart."""
     print(f"\nmemory at the peak, {work.precision}, {work.samples} x {work.tokens} tokens a rank")
-    print(f"{'':32}{'planned MB':>12}{'engine MB':>12}{'ratio':>8}")
+    print(f"{'':32}{'chip':>8}{'planned MB':>12}{'engine MB':>12}{'ratio':>8}")
     missed = 0
-    for name, parallel in LAYOUTS.items():
-        spec = with_values(work.spec(**parallel), {"platform.chip": "h100"})
+    for name, chip in product(LAYOUTS, CHIPS):
+        spec = with_values(work.spec(**LAYOUTS[name]), {"platform.chip": chip})
         planned, found = memory_of(spec).total, deep_plan(spec, 0).total
         bad = abs(planned / found - 1) > 0.05
         missed += bad
-        print(f"{name:32}{planned / 1e6:12.1f}{found / 1e6:12.1f}{planned / found:8.3f}{'  missed' if bad else ''}")
+        sizes = f"{planned / 1e6:12.1f}{found / 1e6:12.1f}{planned / found:8.3f}"
+        print(f"{name:32}{chip:>8}{sizes}{'  missed' if bad else ''}")
     return missed
 
 

@@ -133,6 +133,7 @@ CASES += [
     _on_processors("cp2", 2, (4, 4, 512), LAYER, FEW_WORDS, *DEALT),
     _on_processors("pp3", 3, (6, 2, 512), LAYER, FEW_WORDS),
     Case("dp", 1, (4, 4, 512), LAYER, (FEW_WORDS,), platform="cpu"),
+    Case("zero1", 2, (2, 1, 256), UNIT, (FEW_WORDS,), platform="cpu"),
 ]
 
 

@@ -28,6 +28,7 @@ class Accounting:
     `activation_gradients`: how many gradients of its own size take room at once as it runs backwards.
     `kept_weights`: tokens up to which plain causal attention in fp32 keeps its weights, a triangle of blocks of
     `weight_rows` rows (queries of all heads of a group); 0: it does not.
+    `parts_apart`: parts of sums of gradients that come from other ranks lie beside those that leave.
     `loss_in_place`: gradients take the place of the logits, so that most is held as the head runs backwards.
     `deferred_heads`: microbatches whose gradients of logits wait, so that the head's own gradient comes late.
     `plain_contexts`: attention over gathered keys, or within documents, keeps a mask in the format of queries.
@@ -49,6 +50,7 @@ class Accounting:
     activation_gradients: int = 2
     kept_weights: int = 0
     weight_rows: int = 128
+    parts_apart: bool = False
     loss_in_place: bool = False
     deferred_heads: int = 0
     waiting_logits: float | None = None
@@ -76,13 +78,15 @@ ENGINE = Accounting(
 )
 
 # The same on a processor: no kernel is fused there, and new memory is what it waits for. kernels/swiglu.py keeps
-# silu(gate), whose place its gradients take; engine/model/processor_attention.py, engine/train/loss.py.
+# silu(gate), whose place its gradients take; engine/model/processor_attention.py, engine/train/loss.py,
+# engine/parallel/gloo.py.
 PROCESSOR = replace(
     ENGINE,
     name="engine on processors",
     activation_inputs=3,
     activation_gradients=1,
     kept_weights=512,
+    parts_apart=True,
     logit_bytes=4.0,
     loss_in_place=True,
 )

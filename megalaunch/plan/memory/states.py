@@ -59,7 +59,7 @@ def states_of(spec: RunSpec, topology: Topology, held: Held, accounting: Account
     if accounting.sharded_master and topology.dp * topology.cp == 1 and _computes_with_master(spec):
         return _alone(spec, held, topology, moments, in_flight)
     if accounting.sharded_master:
-        return _sharded(spec, topology, held, divided, shards, moments, in_flight)
+        return _sharded(spec, topology, held, accounting, divided, shards, moments, in_flight)
     optimizer = moments if _computes_with_master(spec) else moments + master_bytes(spec) * on_device
     return _whole_weights(spec, held, divided, optimizer, accounting)
 
@@ -75,7 +75,14 @@ def _computes_with_master(spec: RunSpec) -> bool:
 
 
 def _sharded(
-    spec: RunSpec, topology: Topology, held: Held, divided: float, shards: int, moments: float, in_flight: int
+    spec: RunSpec,
+    topology: Topology,
+    held: Held,
+    accounting: Accounting,
+    divided: float,
+    shards: int,
+    moments: float,
+    in_flight: int,
 ) -> States:
     """FSDP2: master weights divided, copies gathered from them.
 
@@ -87,6 +94,8 @@ def _sharded(
     reduced = min(_BYTES[spec.precision.reduce], _BYTES[spec.precision.gradients])
     sharding, pipelined = spec.parallel.data_sharding, topology.pp > 1
     divides = shards == 1 and topology.dp * topology.cp > 1  # all ranks are replicas of one shard
+    apart = accounting.parts_apart and shards > 1
+    copies = 2 if divides or apart else 1
     adds_up = pipelined or sharding in ("no_shard", "optim")  # whole gradients, until the last microbatch
     several = topology.microbatches > 1
     every, width = held.dense + held.experts, master_bytes(spec)
@@ -100,36 +109,37 @@ def _sharded(
         gathered = min(every, held.root + GATHERED_UNITS * held.layer)
     between = Phase(master + copy * every, reduced * every, copy * held.root) if several and adds_up else None
     if pipelined:  # the ends are summed first, while all layers' gradients are still whole
-        summing = _moving(reduced, reduced, width, shards, divides=divides, adds=False)
+        summing = _moving(reduced, reduced, width, shards, copies, adds=False)
         moving = held.root * max(reduced, summing + width / shards - reduced)
         end = Phase(master + copy * (every - held.root), reduced * every, moving)
     else:
         source = reduced if several and adds_up else copy
         adds = several and not adds_up
-        moving = held.root * _moving(source, reduced, width, shards, divides=divides, adds=adds)
+        moving = held.root * _moving(source, reduced, width, shards, copies, adds=adds)
         replicated = topology.replicas > 1 or (sharding == "no_shard" and topology.dp * topology.cp > 1)
         if replicated and reduced != width:  # what replicas exchange is held until the end of the pass
             moving += reduced * divided
         end = Phase(master, summed, moving)
+    unit = reduced if not (adds_up and several) else copy + (0 if before else reduced)
     return States(
         optimizer=moments * divided,
         loss=Phase(master + copy * loss_gathered, before),
         layer=Phase(master + copy * gathered, before, copy * held.head),
-        unit=held.layer * (reduced if not (adds_up and several) else copy + (0 if before else reduced)),
+        unit=held.layer * (unit + (reduced if apart else 0)),
         last=None if several or pipelined else Phase(master + copy * gathered, summed * _done(held)),
         between=between,
         end=end,
     )
 
 
-def _moving(source: int, reduced: int, kept: int, shards: int, *, divides: bool, adds: bool) -> float:
+def _moving(source: int, reduced: int, kept: int, shards: int, copies: int, *, adds: bool) -> float:
     """Bytes a parameter of gradients that are summed and divided, beside the divided sum itself, of `kept` bytes.
 
-    First they are copied from `source` bytes to `reduced` ones, then summed, which a shard without others does by a
-    division that makes one copy more; then perhaps added to what earlier microbatches left.
+    First they are copied from `source` bytes to `reduced` ones, then summed with so many `copies` alive: one more where
+    a shard without others is divided, or parts come apart; then perhaps added to what earlier microbatches left.
     """
     copying = source + reduced - kept / shards
-    summing = reduced * (2 if divides else 1) + (reduced / shards if adds else 0.0)
+    summing = reduced * copies + (reduced / shards if adds else 0.0)
     return max(copying, summing)
 
 
