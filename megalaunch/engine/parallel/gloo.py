@@ -1,4 +1,4 @@
-"""Reduce-scatters for gloo, whose own one all-reduces everything and keeps a part.
+"""A reduce-scatter for gloo, whose own one all-reduces everything and keeps a part; and that of one rank alone.
 
 Exchanging the parts and adding them here sends half the bytes: measured between two processes on one machine,
 6.0 ms against 13.5 ms for 2.1 million fp32 numbers.
@@ -37,8 +37,8 @@ class ExchangeReduceScatter(ReduceScatter):
         torch.sum(parts.view(group.size(), -1), dim=0, out=output_tensor)
 
 
-class StayingGradients(ReduceScatter):
-    """That of one rank alone, whose sum is what it was given: FSDP2's copy of the one buffer is one onto itself."""
+class StayingGradients(ExchangeReduceScatter):
+    """Of one rank alone, whose sum is what it gives: FSDP2 exchanges nothing then, and copies a buffer onto itself."""
 
     def __init__(self) -> None:
         self._given: Tensor | None = None
@@ -47,16 +47,5 @@ class StayingGradients(ReduceScatter):
         """A new buffer for what is given, and the same for the sum, for which FSDP2 asks next."""
         given, self._given = self._given, None
         if given is None:
-            given = self._given = torch.empty(*size, dtype=dtype, device=device)
+            given = self._given = super().allocate(size, dtype=dtype, device=device)
         return given
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> None:
-        """Not called: FSDP2 exchanges nothing within one rank."""
-        raise AssertionError("one rank has nobody to exchange gradients with")
