@@ -10,7 +10,7 @@ from typing import Literal
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.spec_file import read_spec
-from megalaunch.launch.lock import RunLock, holder_is_alive, read_holder
+from megalaunch.launch.lock import RunLock, is_held
 from megalaunch.rundir.outcome import Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
@@ -85,8 +85,7 @@ def leave_run(directory: RunDirectory, lock: RunLock) -> None:
 
 def run_is_held(directory: RunDirectory) -> bool:
     """Whether a launcher runs it now."""
-    holder = read_holder(directory.lock)
-    return holder is not None and holder_is_alive(holder, directory.lock)
+    return is_held(directory.lock)
 
 
 def create_folders(directory: RunDirectory) -> None:

@@ -1,11 +1,12 @@
 """One launcher a run directory: a lock that names its holder and ends with it, however it ends.
 
-The kernel's flock is the lock, and it goes with its process; the file's contents say who holds it. On a
-file system that several machines share without sharing locks, the contents decide by the file's age.
+The kernel's flock decides, and it goes with its process; the file's contents only say who holds it. Where flock is
+not supported, or holds on one machine of several, the holder's heartbeat decides: how long ago it touched the file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -15,11 +16,13 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megalaunch.launch.file_system import locks_stay_on_this_machine, time_of_file_system
 from megalaunch.launch.process import Process, find_process, is_alive
 
 SILENT_SECONDS = 60.0  # a holder on another machine that has not touched its lock for so long is dead
 TOUCH_SECONDS = 10.0
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_PROBE_SECONDS = 0.1  # `is_held` takes the lock for a moment: whoever asks in that moment asks again
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,13 @@ class RunLock:
             os.close(self._descriptor)  # its last holder removed it between our opening and locking it
 
     def _take(self) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS_HERE:
-                raise RunLocked(self._path, read_holder(self._path)) from error
-        holder = read_holder(self._path)
-        if holder and holder_is_alive(holder, self._path):
-            raise RunLocked(self._path, holder)
+        decided = _flock(self._descriptor, fcntl.LOCK_EX)
+        if decided is False:
+            raise RunLocked(self._path, read_holder(self._path))
+        if decided is None or locks_stay_on_this_machine(self._path):
+            holder = read_holder(self._path)
+            if holder and _has_heartbeat(holder, self._path):
+                raise RunLocked(self._path, holder)
         me = find_process(os.getpid())
         started = me.started if me else 0
         text = json.dumps(asdict(Holder(os.getpid(), started, socket.gethostname(), time.time())))
@@ -85,17 +87,54 @@ class RunLock:
             return False
 
     def touch(self) -> None:
-        """Show machines that cannot see this process that it lives; cheap, call it often."""
+        """Give a heartbeat to machines that cannot see this process; cheap, call it often. Raises nothing."""
         if time.monotonic() - self._touched > TOUCH_SECONDS:
             self._touched = time.monotonic()
-            os.utime(self._descriptor)
+            with contextlib.suppress(OSError):  # read-only by now: whoever writes something that counts says so
+                os.utime(self._descriptor)
 
     def release(self) -> None:
-        """Remove the file and let it go."""
+        """Remove the file and let it go. Raises nothing: a file that cannot be removed holds nobody up."""
+        with contextlib.suppress(OSError):
+            if self._is_at_its_path():
+                self._path.unlink(missing_ok=True)
+        descriptor, self._descriptor = self._descriptor, -1
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a launcher holds the lock at `path` now; does not change the file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        free = _flock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+    if free is False:
+        return True
+    if free and not locks_stay_on_this_machine(path):
+        return False
+    holder = read_holder(path)
+    return holder is not None and _has_heartbeat(holder, path)
+
+
+def _flock(descriptor: int, kind: int) -> bool | None:
+    """Whether the lock could be taken; None where the file system has no locks."""
+    deadline = time.monotonic() + _PROBE_SECONDS
+    while True:
         try:
-            self._path.unlink(missing_ok=True)
-        finally:
-            os.close(self._descriptor)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _NO_LOCKS_HERE:
+                return None
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_PROBE_SECONDS / 5)
+        else:
+            return True
 
 
 def read_holder(path: Path) -> Holder | None:
@@ -106,12 +145,15 @@ def read_holder(path: Path) -> Holder | None:
         return None
 
 
-def holder_is_alive(holder: Holder, path: Path) -> bool:
-    """Looked up here when it is of this machine, else judged by how long ago it touched its lock."""
+def _has_heartbeat(holder: Holder, path: Path) -> bool:
+    """Looked up here when it is of this machine, else judged by how long ago it touched its lock.
+
+    That is measured by the file system's own clock: those of two machines differ, by an hour at times.
+    """
     if holder.host == socket.gethostname():
         same_process = holder.pid == os.getpid()
         return not same_process and is_alive(Process(holder.pid, holder.started))
     try:
-        return time.time() - path.stat().st_mtime < SILENT_SECONDS
+        return time_of_file_system(path.parent) - path.stat().st_mtime < SILENT_SECONDS
     except OSError:
         return False

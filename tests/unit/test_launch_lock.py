@@ -9,12 +9,16 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from launching import wait_until
 
-from megalaunch.launch.lock import RunLock, RunLocked, holder_is_alive, read_holder
+import megalaunch.launch.lock
+from megalaunch.launch.file_system import locks_stay_on_this_machine
+from megalaunch.launch.lock import RunLock, RunLocked, is_held, read_holder
 
 _HOLD = """
 import sys, time
@@ -60,20 +64,113 @@ def test_a_reused_pid_is_no_holder(tmp_path):
     RunLock(path).release()
 
 
-def test_a_holder_on_another_machine_counts_while_it_touches_its_lock(tmp_path):
+ELSEWHERE = json.dumps({"pid": 1, "started": 5, "host": "elsewhere", "since": 0.0})
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    def flock(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+def test_flock_decides_whatever_host_name_a_dead_holder_had(tmp_path):
+    """The name of a machine changes (a container, a laptop on another network), and so may its clock."""
     path = tmp_path / "lock"
-    path.write_text(json.dumps({"pid": 1, "started": 5, "host": "elsewhere", "since": 0.0}))
-    with pytest.raises(RunLocked, match="process 1 on elsewhere since 1970"):
-        RunLock(path)
-    os.utime(path, (time.time() - 61, time.time() - 61))
+    path.write_text(ELSEWHERE)
+    os.utime(path, (time.time() + 3600, time.time() + 3600))
+    assert not is_held(path)
     RunLock(path).release()
 
 
-def test_a_file_system_without_locks_goes_by_the_contents(tmp_path, holder, monkeypatch):
-    def no_locks(descriptor, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
+def test_a_holder_on_another_machine_counts_while_it_touches_its_lock(tmp_path, no_locks):
+    path = tmp_path / "lock"
+    path.write_text(ELSEWHERE)
+    assert is_held(path)
+    with pytest.raises(RunLocked, match="process 1 on elsewhere since 1970"):
+        RunLock(path)
+    os.utime(path, (time.time() - 61, time.time() - 61))
+    assert not is_held(path)
+    RunLock(path).release()
+    assert list(tmp_path.iterdir()) == []
 
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+
+def test_a_heartbeat_is_held_against_the_clock_that_stamped_it(tmp_path, no_locks, monkeypatch):
+    path = tmp_path / "lock"
+    path.write_text(ELSEWHERE)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600)  # this machine's clock is fast: the heartbeat is not old
+    with pytest.raises(RunLocked, match="on elsewhere"):
+        RunLock(path)
+    os.utime(path, (now - 61, now - 61))
+    monkeypatch.setattr(time, "time", lambda: now - 3600)  # it is slow: an old heartbeat is not young
+    RunLock(path).release()
+
+
+MOUNTS = """22 27 0:21 / / rw,relatime - ext4 /dev/vda rw
+23 22 0:22 / /shared rw,relatime - nfs4 server:/ rw,vers=4.2,hard
+24 22 0:23 / /unlocked rw,relatime - nfs server:/ rw,nolock,local_lock=all
+25 22 0:24 / /lustre rw,localflock - lustre 10.0.0.1@tcp:/fs rw
+26 22 0:25 / /home\\040of/me rw - fuse.sshfs me@host: rw
+27 22 0:26 / /unlocked/inside rw - ext4 /dev/vdb rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "local"),
+    [
+        ("/runs", False),
+        ("/shared/runs", False),
+        ("/sharedruns", False),
+        ("/unlocked/runs", True),
+        ("/lustre/runs", True),
+        ("/home of/me/runs", True),
+        ("/unlocked/inside/runs", False),
+    ],
+)
+def test_file_systems_whose_locks_other_machines_do_not_see(tmp_path, place, local):
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTS.replace("\\\\", "\\"))
+    assert locks_stay_on_this_machine(Path(place) / "lock", mounts) == local
+
+
+def test_where_locks_stay_on_this_machine_the_heartbeat_counts_too(tmp_path, monkeypatch):
+    path = tmp_path / "lock"
+    path.write_text(ELSEWHERE)
+    monkeypatch.setattr(megalaunch.launch.lock, "locks_stay_on_this_machine", lambda path: True)
+    assert is_held(path)
+    with pytest.raises(RunLocked, match="on elsewhere"):
+        RunLock(path)
+
+
+def test_asking_whether_it_is_held_keeps_nobody_from_taking_it(tmp_path):
+    path = tmp_path / "lock"
+    path.write_text("")
+    with path.open() as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        threading.Timer(0.03, lambda: fcntl.flock(asking, fcntl.LOCK_UN)).start()
+        RunLock(path).release()
+        time.sleep(0.05)
+
+
+def test_touch_and_release_raise_nothing_in_a_directory_that_is_read_only_by_now(tmp_path, monkeypatch):
+    def read_only(*arguments, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    lock = RunLock(tmp_path / "lock")
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 11)
+    monkeypatch.setattr(os, "utime", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    lock.touch()
+    lock.release()
+    lock.release()
+    monkeypatch.undo()
+    RunLock(tmp_path / "lock").release()  # what stayed behind holds nobody up
+
+
+def test_a_file_system_without_locks_goes_by_the_contents(tmp_path, holder, no_locks):
     with pytest.raises(RunLocked, match=f"process {holder.pid} "):
         RunLock(tmp_path / "lock")
     holder.kill()
@@ -118,9 +215,9 @@ def test_touching_keeps_it_young(tmp_path, monkeypatch):
     lock.release()
 
 
-def test_liveness_of_a_holder(tmp_path, holder):
+def test_whether_it_is_held(tmp_path, holder):
     path = tmp_path / "lock"
-    found = read_holder(path)
-    assert holder_is_alive(found, path)
+    assert is_held(path)
     holder.kill()
-    wait_until(lambda: not holder_is_alive(found, path))
+    wait_until(lambda: not is_held(path))
+    assert not is_held(tmp_path / "none")
