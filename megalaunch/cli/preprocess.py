@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from megalaunch.data.preprocess_settings import EngineChoice, Format, OnBadRecord, Settings
+from megalaunch.data.preprocess_settings import EngineChoice, Format, MaxBad, OnBadRecord, Settings
 
 if TYPE_CHECKING:
     from megalaunch.data.preprocess import Result
@@ -64,6 +64,10 @@ def run(
     on_bad_record: Annotated[
         OnBadRecord, typer.Option(help="What to do with a record that cannot be read.")
     ] = OnBadRecord.STOP,
+    max_bad: Annotated[
+        str | None,
+        typer.Option(metavar="N|N%", help="Bad records to leave out at most, or their share; more is a failure."),
+    ] = None,
     max_record_mb: Annotated[float, typer.Option(min=0.001, help="A larger record is a bad one.")] = 64.0,
     engine: Annotated[
         EngineChoice, typer.Option(help="What encodes; auto: gigatoken where its ids prove the same.")
@@ -85,6 +89,7 @@ def run(
         json_keys=tuple(dict.fromkeys(json_key or ["text"])),
         format=format,
         on_bad_record=on_bad_record,
+        max_bad=_max_bad(max_bad, on_bad_record),
         engine=engine,
         language=language if split_sentences else None,
         resume=resume,
@@ -92,6 +97,22 @@ def run(
         checkpoint_seconds=checkpoint_every,
     )
     _preprocess(inputs, output_prefix.expanduser(), settings, _progress_line(log_interval))
+
+
+def _max_bad(text: str | None, on_bad_record: OnBadRecord) -> MaxBad:
+    if text is None:
+        return MaxBad()
+    from megalaunch.cli.exit import refuse
+    from megalaunch.rundir.outcome import ExitCode
+
+    if on_bad_record is OnBadRecord.STOP:
+        fix = "the first bad record ends the run. Give --on-bad-record skip or quarantine with it."
+        refuse(f"--max-bad {text}: {fix}", ExitCode.CONFIGURATION)
+    try:
+        return MaxBad.parse(text)
+    except ValueError:
+        fix = "give a number of records, such as 100, or a share of them, such as 1%."
+        refuse(f"--max-bad {text}: {fix}", ExitCode.CONFIGURATION)
 
 
 def _preprocess(inputs: list[str], prefix: Path, settings: Settings, show: Callable[[Progress], None]) -> None:

@@ -7,7 +7,7 @@ import gzip
 import lzma
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +19,7 @@ from megalaunch.data.source_files import CORRECT_PATH, RECORD_SUFFIXES, files_of
 STDIN = "-"
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _BLOCK = 1 << 20
+START_AGAIN = "Start again when nothing writes to it any more, or read a copy."
 # What the decompressors raise for a stream that is cut or altered.
 _DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, OSError, ValueError)
 
@@ -84,6 +85,27 @@ def describe(path: Path, kind: Format) -> Input:
     except OSError as error:
         raise cannot("read it", path, error, CORRECT_PATH) from error
     return Input(path, kind, compression, status.st_size, status.st_mtime_ns)
+
+
+def check_unchanged(inputs: Iterable[Input]) -> None:
+    """Hold size and modification time of each input against those at the start.
+
+    What was read of a file that something else wrote to meanwhile may lack lines, or hold halves of them.
+    Raises DataError for the first file that differs.
+    """
+    for entry in inputs:
+        if entry.is_stdin:
+            continue
+        try:
+            status = entry.path.stat()
+        except OSError as error:
+            raise cannot("find it again after it was read", entry.path, error, START_AGAIN) from error
+        if status.st_size != entry.size:
+            cause = f"it changed while it was read: {entry.size:,} bytes at the start, {status.st_size:,} now"
+            raise DataError(cause, file=entry.path, fix=START_AGAIN)
+        if status.st_mtime_ns != entry.changed:
+            cause = "it changed while it was read (its modification time differs from that at the start)"
+            raise DataError(cause, file=entry.path, fix=START_AGAIN)
 
 
 class Stream:

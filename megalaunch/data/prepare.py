@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from megalaunch.data.corpus import Corpus, find_corpus
 from megalaunch.data.corpus_build import TOKENIZER, TRAIN, VALIDATION, build_corpus
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.indexed import IndexedTokens
+from megalaunch.data.inputs import START_AGAIN
 from megalaunch.data.preprocess_report import check_report
 from megalaunch.data.source import Part, tokens_of, training_parts, validation_parts
 from megalaunch.data.split import DEFAULT_SPLIT
@@ -80,15 +81,22 @@ def prepare(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], No
     corpus = find_corpus(source, data.json_key)
     report(f"{source}: {len(corpus.files):,} files, {corpus.size() / 1e6:,.1f} MB")
 
+    hashes = [file.sha256() for file in corpus.files]
+
     def build(unfinished: Path) -> None:
-        if data.corpus is None:
-            build_chat(unfinished, corpus, data, _tokenizer_of_chat(tokenizer), report)
-        else:
-            build_corpus(unfinished, corpus, data, tokenizer, report)
+        try:
+            if data.corpus is None:
+                build_chat(unfinished, corpus, data, _tokenizer_of_chat(tokenizer), report)
+            else:
+                build_corpus(unfinished, corpus, data, tokenizer, report)
+        except DataError:
+            _refuse_changed(corpus, hashes)  # which explains it better
+            raise
+        _refuse_changed(corpus, hashes)
 
     directory = cached_directory(
         Path(data.cache_directory).expanduser() / ("chats" if data.corpus is None else "corpora"),
-        _content_key(corpus, data, tokenizer),
+        _content_key(corpus, hashes, data, tokenizer),
         build,
         lambda found: _is_intact(found, chat=data.corpus is None),
         lambda: report("waiting for another process that prepares the same data"),
@@ -125,13 +133,20 @@ def _made_up(tokenizer: TokenizerSpec) -> PreparedData:
     )
 
 
-def _content_key(corpus: Corpus, data: DataSpec, tokenizer: TokenizerSpec) -> str:
+def _refuse_changed(corpus: Corpus, hashes: Sequence[str]) -> None:
+    """DataError when a file is not as it was hashed: what was made of it would be found under that hash."""
+    for file, before in zip(corpus.files, hashes, strict=True):
+        if file.sha256() != before:
+            raise DataError("it changed while it was read", file=file.path, fix=START_AGAIN)
+
+
+def _content_key(corpus: Corpus, hashes: Sequence[str], data: DataSpec, tokenizer: TokenizerSpec) -> str:
     """A hash of all that the files depend on: names and bytes of the corpus, settings, versions."""
     import tokenizers
 
     digest = hashlib.sha256()
-    for file in corpus.files:
-        digest.update(f"{file.sha256()} {file.name}\n".encode("utf-8", "surrogateescape"))
+    for file, content in zip(corpus.files, hashes, strict=True):
+        digest.update(f"{content} {file.name}\n".encode("utf-8", "surrogateescape"))
     settings: dict[str, Any] = {
         "recipe": _RECIPE_VERSION,
         "tokenizers": tokenizers.__version__,

@@ -19,7 +19,7 @@ from megalaunch.data.engine_trial import EngineTrial
 from megalaunch.data.errors import DataError
 from megalaunch.data.input_chunks import Chunk, Position, chunks
 from megalaunch.data.input_hashes import InputHashes
-from megalaunch.data.inputs import Input, find_inputs
+from megalaunch.data.inputs import Input, check_unchanged, find_inputs
 from megalaunch.data.preprocess_output import Output
 from megalaunch.data.preprocess_report import write_reports
 from megalaunch.data.preprocess_settings import EngineChoice, Settings
@@ -79,8 +79,7 @@ def preprocess(
                 vocabulary = loading.vocabulary_hash()
                 loading.close()
                 job.run(workers)
-                if not job.state.counts.documents:
-                    raise DataError("the inputs hold no documents", file=", ".join(inputs), fix="Give files with text.")
+                job.state.check_complete(", ".join(inputs), settings)
                 quarantine = job.state.counts.quarantined > 0
                 kept = finals[0].with_name(f"{output_prefix.name}_quarantine.jsonl") if quarantine else None
                 hashes = job.finish()
@@ -125,6 +124,7 @@ class _Job:
         output.open(saved)
         self.engine = Engine(settings.engine)
         self._hashes = InputHashes(inputs)
+        self._checked = 0  # inputs before this one were found unchanged after they were read
         self._whole = True  # whether the state and the files speak of the same chunks
         self._checkpointed = time.monotonic()
         self._seconds_before = self.state.counts.seconds
@@ -158,7 +158,9 @@ class _Job:
                 self._take(chunk, encoded)
                 if time.monotonic() - self._checkpointed >= self._settings.checkpoint_seconds:
                     self._checkpoint()
-        except (DataError, KeyboardInterrupt):
+        except (DataError, KeyboardInterrupt) as error:
+            if isinstance(error, DataError):
+                self._refuse_changed(self._inputs)  # which explains a bad record better than the record does
             if self._whole and self.state.counts.documents:
                 self._save_quietly()
             raise
@@ -176,18 +178,28 @@ class _Job:
         )
 
     def finish(self) -> list[str]:
-        """Make the whole safe on disk; the hashes of the inputs."""
+        """Make the whole safe on disk; the hashes of the inputs. DataError when these changed since the start."""
+        self._refuse_changed(self._inputs)
         self.state.complete = True
         self._checkpoint()
         hashes = self._hashes.finish()
+        self._refuse_changed(self._inputs)  # the hashes are of the bytes that were encoded
         self._count_seconds()
         return hashes
+
+    def _refuse_changed(self, inputs: Sequence[Input]) -> None:
+        """DataError when one of them is not as it was at the start; then what was done is not resumed."""
+        try:
+            check_unchanged(inputs)
+        except DataError:
+            self._output.forget()
+            raise
 
     def _take(self, chunk: Chunk, encoded: Encoded) -> None:
         """Write a chunk and count it; DataError for its first bad record when these stop the run."""
         self._whole = False
         try:
-            quarantined = self.state.account(chunk, encoded, self._settings.on_bad_record)
+            quarantined = self.state.account(chunk, encoded, self._settings)
         except DataError:  # raised before anything was counted
             self._whole = True
             raise
@@ -201,6 +213,9 @@ class _Job:
         self.state.counts.seconds = self._seconds_before + time.monotonic() - self._started
 
     def _checkpoint(self) -> None:
+        position = self.state.position.file
+        self._refuse_changed(self._inputs[self._checked : position + 1])
+        self._checked = position
         self._output.checkpoint({"fingerprint": self._fingerprint, **self.state.to_save()})
         self._checkpointed = time.monotonic()
 

@@ -61,6 +61,10 @@ class Output:
             return None
         return state if isinstance(state, dict) and "sizes" in state else None
 
+    def forget(self) -> None:
+        """Drop what the last `checkpoint` kept, so that nothing can be resumed."""
+        self._state.unlink(missing_ok=True)
+
     def open(self, saved: dict[str, Any] | None) -> None:
         """Open the files for writing: empty, or as long as they were at the checkpoint `saved`."""
         if saved is not None and saved["complete"]:

@@ -33,6 +33,31 @@ class EngineChoice(StrEnum):
 
 
 @dataclass(frozen=True)
+class MaxBad:
+    """How many bad records may be left out before preprocessing fails: a number, a share of all, or any (both None)."""
+
+    count: int | None = None
+    share: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> MaxBad:
+        """`100` is a number of records, `1%` a share. ValueError for anything else."""
+        if text.endswith("%"):
+            percent = float(text[:-1])
+            if not 0 <= percent <= 100:
+                raise ValueError(text)
+            return MaxBad(share=percent / 100)
+        if int(text) < 0:
+            raise ValueError(text)
+        return MaxBad(count=int(text))
+
+    def __str__(self) -> str:
+        if self.share is not None:
+            return f"{self.share * 100:g}%"
+        return "any number" if self.count is None else f"{self.count:,}"
+
+
+@dataclass(frozen=True)
 class Settings:
     """What decides the bytes that are written, and how they are made; a text file is one document.
 
@@ -47,6 +72,7 @@ class Settings:
     json_keys: tuple[str, ...] = ("text",)
     format: Format = Format.AUTO
     on_bad_record: OnBadRecord = OnBadRecord.STOP
+    max_bad: MaxBad = MaxBad()
     merges: Path | None = None
     engine: EngineChoice = EngineChoice.AUTO
     language: str | None = None

@@ -17,6 +17,7 @@ from megalaunch.data.preprocess_settings import OnBadRecord, Settings
 _BAD_RECORDS_LISTED = 1000
 # Raise it when the same inputs and settings would give other files than before.
 _RECIPE_VERSION = 1
+_MORE_BAD = "Mend the input, or raise --max-bad."
 
 
 @dataclass
@@ -43,19 +44,26 @@ class State:
     bad: list[dict[str, Any]] = field(default_factory=list)
     complete: bool = False
 
-    def account(self, chunk: Chunk, encoded: Encoded, on_bad_record: OnBadRecord) -> list[bytes]:
+    def account(self, chunk: Chunk, encoded: Encoded, settings: Settings) -> list[bytes]:
         """Count a chunk, and give the lines for the quarantine. DataError for a bad record that stops the run."""
-        lines = []
+        on_bad_record = settings.on_bad_record
+        lines: list[bytes] = []
+        listed: list[dict[str, Any]] = []
         for bad in encoded.bad:
             line = bad.line if bad.absolute or bad.line is None else self.line + bad.line + 1
             if on_bad_record is OnBadRecord.STOP:
                 fix = f"{bad.fix} To leave such records out: --on-bad-record skip.".strip()
                 raise DataError(bad.cause, file=bad.path, record=line, fix=fix)
-            if len(self.bad) < _BAD_RECORDS_LISTED:
-                self.bad.append({"file": str(bad.path), "line": line, "cause": bad.cause})
+            if len(self.bad) + len(listed) < _BAD_RECORDS_LISTED:
+                listed.append({"file": str(bad.path), "line": line, "cause": bad.cause})
             if on_bad_record is OnBadRecord.QUARANTINE:
                 lines.append(_quarantine_line(bad, line))
         counts, left_out = self.counts, len(encoded.bad)
+        allowed, found = settings.max_bad.count, counts.skipped + counts.quarantined + left_out
+        if allowed is not None and found > allowed:
+            first = _first_of([*self.bad, *listed])
+            raise DataError(f"{found:,} records are bad, --max-bad allows {settings.max_bad}{first}", fix=_MORE_BAD)
+        self.bad += listed
         counts.documents += encoded.records
         counts.written += encoded.records - left_out
         counts.quarantined += len(lines)
@@ -65,6 +73,25 @@ class State:
         self.line = self.line + encoded.lines if chunk.end.file == self.position.file else 0
         self.position = chunk.end
         return lines
+
+    def check_complete(self, sources: str, settings: Settings) -> None:
+        """DataError when all inputs are read and there is nothing to train on, or more was bad than may be."""
+        counts = self.counts
+        left_out = counts.skipped + counts.quarantined
+        if not counts.documents:
+            raise DataError("the inputs hold no documents", file=sources, fix="Give files with text.")
+        if not counts.written:
+            raise DataError(f"none of the {left_out:,} records can be used{_first_of(self.bad)}", file=sources)
+        if not counts.tokens:
+            cause = f"the {counts.written:,} documents hold no text: none gave a token"
+            raise DataError(cause, file=sources, fix="Give files with text, or name another key (--json-key).")
+        share = settings.max_bad.share
+        if share is not None and left_out > share * counts.documents:
+            cause = (
+                f"{left_out:,} of {counts.documents:,} records are bad, {left_out / counts.documents:.2%}; "
+                f"--max-bad allows {settings.max_bad}{_first_of(self.bad)}"
+            )
+            raise DataError(cause, file=sources, fix=_MORE_BAD)
 
     def to_save(self) -> dict[str, Any]:
         """What `load` takes."""
@@ -80,6 +107,13 @@ class State:
             bad=saved["bad"],
             complete=saved["complete"],
         )
+
+
+def _first_of(bad: Sequence[dict[str, Any]]) -> str:
+    if not bad:
+        return ""
+    place = bad[0]["file"] + ("" if bad[0]["line"] is None else f", line {bad[0]['line']}")
+    return f", the first: {place}: {bad[0]['cause']}"
 
 
 def _quarantine_line(bad: BadRecord, line: int | None) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 from megalaunch.data.corpus import decode, record_sentences, sentences_of
 from megalaunch.data.errors import DataError
 from megalaunch.data.input_chunks import Chunk, Lines, Rows, Span, Unreadable, WholeFiles
+from megalaunch.data.inputs import START_AGAIN
 from megalaunch.data.source_files import open_source
 
 # What the quick way raises for a line that is no object with texts under the keys.
@@ -173,5 +174,5 @@ def _part(path: Path, span: Span) -> bytes:
         file.seek(span.offset)
         content = file.read(span.size)
     if len(content) != span.size:
-        raise DataError("it became shorter while it was read", file=path, fix="Start again when it is complete.")
+        raise DataError("it became shorter while it was read", file=path, fix=START_AGAIN)
     return content

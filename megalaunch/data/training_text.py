@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megalaunch.data.errors import DataError
 from megalaunch.data.input_chunks import Position, Unreadable, chunks
-from megalaunch.data.inputs import find_inputs
+from megalaunch.data.inputs import Input, check_unchanged, find_inputs
 from megalaunch.data.preprocess_settings import Format, Settings
 from megalaunch.data.publish import UnfinishedFile
 from megalaunch.data.read_records import good_texts
@@ -22,17 +22,18 @@ def train_on(
 
     Records that cannot be read are passed over. Raises DataError when there is no text.
     """
-    unfinished = UnfinishedFile(output)
+    found, unfinished = find_inputs(inputs, Format.AUTO), UnfinishedFile(output)
     seen = 0
 
     def counted() -> Iterator[str]:
         nonlocal seen
-        for text in _texts(inputs, keys, int(megabytes * 1e6)):
+        for text in _texts(found, keys, int(megabytes * 1e6)):
             seen += len(text)
             yield text
 
     try:
         trained = train_tokenizer(counted(), vocab_size, unfinished.path)
+        check_unchanged(found)
         if not seen:
             raise DataError("the inputs hold no text to learn from", file=", ".join(inputs), fix="Give other files.")
         unfinished.sync()
@@ -42,9 +43,9 @@ def train_on(
     return trained, seen
 
 
-def _texts(inputs: Sequence[str], keys: tuple[str, ...], left: int) -> Iterator[str]:
+def _texts(inputs: Sequence[Input], keys: tuple[str, ...], left: int) -> Iterator[str]:
     settings = Settings(Path(), json_keys=keys)
-    for chunk in chunks(find_inputs(inputs, Format.AUTO), settings, Position(0, 0)):
+    for chunk in chunks(inputs, settings, Position(0, 0)):
         if isinstance(chunk.body, Unreadable):
             continue
         for text in good_texts(chunk, keys, sys.maxsize):
