@@ -18,9 +18,9 @@ LAUNCHER_WING = ("cli", "config", "plan", "launch", "data", "platform", "rundir"
 # Room -> what it may import of ours, besides itself. DESIGN section 2, and `rundir`, which both wings share.
 ARROWS = {
     "rundir": (),
-    "config": (),
+    "config": ("rundir.atomic_file",),
     "platform": ("config.schema",),
-    "data": ("config.schema",),
+    "data": ("config.schema", "rundir.atomic_file"),
     "plan": ("config.schema", "platform"),
     "launch": ("config.schema", "config.spec_file", "config.axes", "plan", "data", "platform", "rundir"),
     "kernels": ("platform",),

@@ -28,6 +28,7 @@ from megalaunch.launch.sweep.table import draw_results, write_results
 from megalaunch.launch.view import scale_of
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.run_changes import refused_changes
+from megalaunch.rundir.atomic_file import write_file_atomically
 from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
 
 if TYPE_CHECKING:
@@ -246,10 +247,10 @@ def _write(planned: PlannedSweep, results: list[TrialResult]) -> dict[str, str]:
     assert best.composition is not None, "only sound points run"
     summary = f"The best of {len(order)} trials of the sweep {request.name}: {best.label}"
     recipe = recipe_text(best.composition, f"{request.name}_best", summary)
-    folder.best.write_text(recipe.text, encoding="utf-8")
+    write_file_atomically(folder.best, recipe.text)
     for name, text in recipe.option_files.items():
         (folder.root / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder.root / name).write_text(text, encoding="utf-8")
+        write_file_atomically(folder.root / name, text)
     files["best"] = str(folder.best)
     files["run it"] = f"megalaunch train recipe={folder.best}"
     return files

@@ -8,6 +8,7 @@ import yaml
 
 from megalaunch.config.schema import RunSpec, SpecError, SpecProblem, build_run_spec, spec_to_dict
 from megalaunch.config.yaml_file import YamlProblem, load_yaml
+from megalaunch.rundir.atomic_file import write_file_atomically
 
 SPEC_VERSION = 1
 _MAX_BYTES = 256 * 1024  # a recipe's keys with all defaults
@@ -19,10 +20,8 @@ def spec_to_text(spec: RunSpec) -> str:
 
 
 def write_spec(spec: RunSpec, path: Path) -> None:
-    """Write a spec file by an atomic rename, so that no reader sees half of it."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(spec_to_text(spec), encoding="utf-8")
-    unfinished.replace(path)
+    """Replace a spec file as a whole, synced to disk: no reader sees half of it, no power cut leaves it empty."""
+    write_file_atomically(path, spec_to_text(spec))
 
 
 def read_spec(path: Path) -> RunSpec:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megalaunch.data.errors import cannot
+from megalaunch.rundir.atomic_file import sync_directory, sync_tree
 
 _OTHER_PLACE = "Free space there, or choose another folder with data.cache_directory=PATH."
 
@@ -43,10 +44,12 @@ def _build_and_publish(root: Path, key: str, build: Callable[[Path], None]) -> N
     unfinished = Path(tempfile.mkdtemp(prefix=f".{key}.unfinished-", dir=root))
     try:
         build(unfinished)
+        sync_tree(unfinished)  # else a power cut may leave files of zeros under the final name
         unfinished.chmod(0o755)
         if (root / key).exists():  # damaged: put aside under a name that the next build removes
             (root / key).rename(Path(tempfile.mkdtemp(prefix=f".{key}.unfinished-", dir=root), "damaged"))
         unfinished.rename(root / key)
+        sync_directory(root)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

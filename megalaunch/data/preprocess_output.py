@@ -23,7 +23,7 @@ from megalaunch.data.encode_records import KeyTokens
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.index_file import copy_index
 from megalaunch.data.indexed import bin_path, idx_path
-from megalaunch.data.publish import sync_directory
+from megalaunch.rundir.atomic_file import sync_directory
 
 _PARTS = ("bin", "lengths", "documents")
 _FREE_SPACE = "Free space there, then go on with --resume; nothing stands under the final names."

@@ -61,12 +61,3 @@ def _open_alone(path: Path) -> BinaryIO:
             file.truncate(0)
             return file
         file.close()
-
-
-def sync_directory(directory: Path) -> None:
-    """Force renames inside `directory` to disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,7 +15,8 @@ from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.index_file import write_documents, write_header, write_offsets
 from megalaunch.data.indexed import IndexedTokens, bin_path, idx_path
 from megalaunch.data.preprocess_report import joined_report, report_path, write_report
-from megalaunch.data.publish import UnfinishedFile, sync_directory
+from megalaunch.data.publish import UnfinishedFile
+from megalaunch.rundir.atomic_file import sync_directory
 
 _ENTRIES_AT_ONCE = 1 << 20
 _BYTES_AT_ONCE = 1 << 24

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.index_file import write_documents, write_header, write_offsets
 from megalaunch.data.indexed import bin_path, idx_path
-from megalaunch.data.publish import UnfinishedFile, sync_directory
+from megalaunch.data.publish import UnfinishedFile
+from megalaunch.rundir.atomic_file import sync_directory
 
 _LARGEST_UINT16_VOCABULARY = 65500  # excluded; Megatron's own border, short of 65,536
 _LONGEST_SEQUENCE = 2**31 - 1

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema import RunSpec, SpecError
 from megalaunch.config.spec_file import read_spec
 from megalaunch.launch.lock import RunLock, is_held
+from megalaunch.rundir.checkpoint.contents import SPEC_FILE
 from megalaunch.rundir.outcome import Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
@@ -55,14 +56,33 @@ def inspect_run(directory: RunDirectory) -> RunState:
     strangers = [name for name in names if not _OURS.fullmatch(name)]
     trained = _has_content(directory.metrics) or bool(_checkpoint_steps(directory))
     if not directory.spec.exists():
-        if trained:
+        if trained and not any(_saved_specs(directory)):
             raise RunDirectoryError(f"{root} holds a run without its spec.yaml", "name another run.directory")
-        if strangers:
+        if strangers and not trained:
             shown = ", ".join(strangers[:3]) + (", ..." if len(strangers) > 3 else "")
             raise RunDirectoryError(f"{root} is no run directory: it holds {shown}", "name a new run.directory")
     if not trained:
         return RunState("new")
-    return RunState("begun", read_spec(directory.spec), read_outcome(directory.outcome), _checkpoint_steps(directory))
+    return RunState("begun", _stored_spec(directory), read_outcome(directory.outcome), _checkpoint_steps(directory))
+
+
+def _stored_spec(directory: RunDirectory) -> RunSpec:
+    """The run's spec.yaml; where a power cut left it empty, the copy in the newest checkpoint that holds one."""
+    try:
+        if directory.spec.read_bytes().strip(b"\0\r\n "):
+            return read_spec(directory.spec)
+    except FileNotFoundError:
+        pass
+    for path in _saved_specs(directory):
+        with contextlib.suppress(SpecError):
+            return read_spec(path)
+    raise RunDirectoryError(f"{directory.spec} is empty, and no checkpoint holds a copy", "name another run.directory")
+
+
+def _saved_specs(directory: RunDirectory) -> list[Path]:
+    """The copies of spec.yaml in checkpoints, the newest first."""
+    paths = (directory.checkpoint(step) / SPEC_FILE for step in reversed(_checkpoint_steps(directory)))
+    return [path for path in paths if path.is_file()]
 
 
 def take_run(directory: RunDirectory) -> RunLock:

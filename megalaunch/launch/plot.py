@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megalaunch.launch.view import number
+from megalaunch.rundir.atomic_file import atomic_file
 from megalaunch.rundir.lines import Record, read_lines
 from megalaunch.rundir.paths import RunDirectory
 
@@ -39,9 +40,8 @@ def plot_run(directory: RunDirectory, title: str) -> Path | None:
     rate_axes.grid(alpha=0.3)
     directory.plots.mkdir(exist_ok=True)
     path = directory.plots / "loss.png"
-    unfinished = path.with_name(".loss.unfinished")
-    figure.savefig(unfinished, format="png", dpi=120)
-    unfinished.replace(path)
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png", dpi=120)
     return path
 
 

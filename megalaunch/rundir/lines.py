@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megalaunch.rundir.atomic_file import atomic_file
+
 Record = dict[str, Any]
 
 
@@ -48,11 +50,7 @@ def keep_lines(path: Path, wanted: Callable[[Record], bool]) -> int:
     kept = [record for record in read_lines(path) if wanted(record)]
     if len(kept) == total:
         return 0
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
+    with atomic_file(path) as file:
         for record in kept:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+            file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
     return total - len(kept)

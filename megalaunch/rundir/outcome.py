@@ -9,6 +9,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from megalaunch.rundir.atomic_file import sync_directory, temporary_path
+
 _RESERVED_BYTES = 4096
 
 
@@ -39,23 +41,21 @@ class Outcome:
 
 def reserve_outcome(path: Path) -> None:
     """Take the disk space of an outcome at the start, so that a run which fills the disk can still say so."""
-    _unfinished(path).write_bytes(b" " * _RESERVED_BYTES)
+    temporary_path(path).write_bytes(b" " * _RESERVED_BYTES)
 
 
 def write_outcome(path: Path, outcome: Outcome) -> None:
     """Write by an atomic rename: a reader sees the old outcome or the new one. Uses what was reserved, if anything."""
     content = json.dumps(asdict(outcome), indent=2).encode()
-    descriptor = os.open(_unfinished(path), os.O_WRONLY | os.O_CREAT, 0o644)  # not cut: that would give the space away
+    unfinished = temporary_path(path)
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT, 0o644)  # not cut: that would give the space away
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.truncate()
         file.flush()
         os.fsync(file.fileno())
-    _unfinished(path).replace(path)
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f".{path.name}.unfinished")
+    unfinished.replace(path)
+    sync_directory(path.parent)
 
 
 def read_outcome(path: Path) -> Outcome | None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from megalaunch.rundir.atomic_file import temporary_path
+
 STACKS_SIGNAL = signal.SIGUSR2
 """A worker writes the stacks of its threads into its log, whatever they are stuck in."""
 TRAIL_SIGNAL = signal.SIGUSR1
@@ -53,7 +55,7 @@ class Trail:
 
 def write_trail(path: Path, trail: Trail) -> None:
     """Write by an atomic rename. Raises OSError."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = temporary_path(path)  # not synced: it is read while the machine that wrote it still runs
     unfinished.write_text(json.dumps(asdict(trail)), encoding="utf-8")
     unfinished.replace(path)
 

@@ -19,6 +19,7 @@ from megalaunch.engine.checkpoint.ranks import from_first_rank, on_every_rank
 from megalaunch.engine.families.table import differences
 from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.placement import fill
+from megalaunch.rundir.atomic_file import write_file_atomically
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
@@ -44,8 +45,8 @@ def keep_origin(source: Path, directory: RunDirectory) -> None:
         target = directory.origin
         target.mkdir(exist_ok=True)
         for name, path in weights.companions().items():
-            (target / (ORIGIN_FILE + name)).write_bytes(path.read_bytes())
-        (target / f"{ORIGIN}.json").write_text(json.dumps(dict(weights.origin), indent=1) + "\n", encoding="utf-8")
+            write_file_atomically(target / (ORIGIN_FILE + name), path.read_bytes())
+        write_file_atomically(target / f"{ORIGIN}.json", json.dumps(dict(weights.origin), indent=1) + "\n")
 
     from_first_rank(keep)
 

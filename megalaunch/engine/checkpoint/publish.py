@@ -11,7 +11,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from megalaunch.data.publish import sync_directory
+from megalaunch.rundir.atomic_file import sync_directory, sync_tree
 from megalaunch.rundir.checkpoint.listing import UNFINISHED, leftovers
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -27,7 +27,7 @@ def begin(directory: Path) -> Path:
 
 def publish(unfinished: Path, directory: Path) -> None:
     """Give the finished directory its name, in place of whatever had it. Raises OSError."""
-    sync_directory(unfinished)
+    sync_tree(unfinished)  # what was synced when it was written costs nothing more
     if directory.exists():
         _exchange(unfinished, directory)
         discard(unfinished)

@@ -17,6 +17,7 @@ from megalaunch.engine.checkpoint.ranks import from_first_rank
 from megalaunch.engine.checkpoint.store import load_checkpoint, read_document, save_checkpoint
 from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.rundir.atomic_file import write_file_atomically
 from megalaunch.rundir.checkpoint.contents import POSITION, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.paths import RunDirectory
 
@@ -52,12 +53,11 @@ def keep_tokenizer(directory: RunDirectory, spec: RunSpec) -> None:
     def keep() -> None:
         if spec.tokenizer.path is None or directory.tokenizer.is_file():
             return
-        unfinished = directory.tokenizer.with_name(".tokenizer.json.unfinished")
         try:
-            unfinished.write_text(load_tokenizer(Path(spec.tokenizer.path)).to_json(), encoding="utf-8")
+            content = load_tokenizer(Path(spec.tokenizer.path)).to_json()
         except DataError as error:
             raise CheckpointError(f"the tokenizer cannot be kept with the run: {error}") from error
-        unfinished.replace(directory.tokenizer)
+        write_file_atomically(directory.tokenizer, content)
 
     from_first_rank(keep)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalaunch.config.axes import Values
+from megalaunch.rundir.atomic_file import write_file_atomically
 from megalaunch.rundir.lines import append_line, read_lines
 from megalaunch.rundir.paths import RunDirectory
 
@@ -81,9 +82,7 @@ def open_folder(folder: SweepFolder, wanted: Definition) -> bool:
         if folder.root.exists() and any(path.name != "lock" for path in folder.root.iterdir()):
             raise SweepFolderError(f"{folder.root} exists and holds no sweep", "name another one with --name")
         folder.root.mkdir(parents=True, exist_ok=True)
-        unfinished = folder.root / ".sweep.json.unfinished"
-        unfinished.write_text(json.dumps({"version": _VERSION, **asdict(wanted)}, indent=2), encoding="utf-8")
-        unfinished.replace(folder.definition)
+        write_file_atomically(folder.definition, json.dumps({"version": _VERSION, **asdict(wanted)}, indent=2))
         return False
     changes = _changes(_read(folder), wanted)
     if changes:

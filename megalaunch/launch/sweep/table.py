@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +11,7 @@ from typing import Protocol
 from megalaunch.config.axes import Values
 from megalaunch.launch.sweep.folder import Metric, SweepFolder
 from megalaunch.launch.sweep.result import TrialResult, ranked, unranked_reason
+from megalaunch.rundir.atomic_file import atomic_file, write_file_atomically
 
 _COLUMNS = (
     "exit_code",
@@ -54,19 +56,18 @@ def write_results(
     ranks = {result.number: place for place, result in enumerate(order, 1)}
     others = sorted((result for result in results if result.number not in ranks), key=lambda result: result.number)
     keys = list((results[0] if results else left_out[0]).values) if results or left_out else []
-    unfinished = folder.root / ".results.csv.unfinished"
-    with unfinished.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["rank", "trial", "state", *keys, *_COLUMNS])
-        for result in [*order, *others]:
-            values = [result.values[key] for key in keys]
-            place = ranks.get(result.number, "")
-            writer.writerow([place, result.number, result.state, *values, *_figures(result, folder, metric)])
-        for point in left_out:
-            values = [point.values[key] for key in keys]
-            blanks = [""] * (len(_COLUMNS) - 1)
-            writer.writerow(["", point.number, "left out", *values, *blanks, point.reason])
-    unfinished.replace(folder.results)
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(["rank", "trial", "state", *keys, *_COLUMNS])
+    for result in [*order, *others]:
+        values = [result.values[key] for key in keys]
+        place = ranks.get(result.number, "")
+        writer.writerow([place, result.number, result.state, *values, *_figures(result, folder, metric)])
+    for point in left_out:
+        values = [point.values[key] for key in keys]
+        blanks = [""] * (len(_COLUMNS) - 1)
+        writer.writerow(["", point.number, "left out", *values, *blanks, point.reason])
+    write_file_atomically(folder.results, text.getvalue())
 
 
 def _figures(result: TrialResult, folder: SweepFolder, metric: Metric) -> list[object]:
@@ -106,7 +107,6 @@ def draw_results(folder: SweepFolder, results: Sequence[TrialResult], metric: Me
     names = {"tokens_per_second": "tokens/s, median of steady steps and middle half", "validation_loss": "loss (nats)"}
     axes.set(xlabel=names[metric], title=f"{folder.root.name}: {metric.replace('_', ' ')}")
     axes.grid(axis="x", alpha=0.3)
-    unfinished = folder.root / ".results.png.unfinished"
-    figure.savefig(unfinished, format="png", dpi=120)
-    unfinished.replace(folder.picture)
+    with atomic_file(folder.picture) as file:
+        figure.savefig(file, format="png", dpi=120)
     return folder.picture
