@@ -94,6 +94,8 @@ def _check(planned: PlannedRun, starts: bool) -> None:
     if stored is not None:
         if spec.model.vocab_size == stored.model.vocab_size:  # its tokenizer is trained, and may have come out smaller
             findings = [finding for finding in findings if finding.rule != "model.vocab_covers_tokenizer"]
+        if planned.state.checkpoints:  # it has its weights, so where they came from may be gone
+            findings = [finding for finding in findings if finding.rule != "checkpoint.initialize_from"]
         findings += refused_changes(spec, stored)
     if has_errors(findings):
         text = findings_text([finding for finding in findings if finding.severity != "note"])

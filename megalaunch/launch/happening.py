@@ -17,7 +17,10 @@ def sentence(event: Record) -> str | None:
         case "resumed":
             return f"continuing after step {event.get('step')} from {event.get('checkpoint')}"
         case "metrics_cut":
-            return f"metrics after step {event.get('after_step')} cut ({event.get('lines')} lines): they are redone"
+            return _cut(event)
+        case "metrics_gap":
+            steps = f"{event.get('missing')} of the steps up to {event.get('until_step')}"
+            return f"metrics.jsonl lacks {steps} (the first is {event.get('first')}, the last {event.get('last')})"
         case "checkpoint":
             return f"checkpoint of step {event.get('step')} saved{_took(event)}"
         case "checkpoint_refused":
@@ -32,6 +35,12 @@ def sentence(event: Record) -> str | None:
             return str(event.get("message"))
         case _:
             return None
+
+
+def _cut(event: Record) -> str:
+    after, last, lines = (event.get(key) for key in ("after_step", "last_step", "lines"))
+    redone = f"steps {after + 1} to {last} are" if isinstance(after, int) and isinstance(last, int) else "they are"
+    return f"metrics after step {after} cut ({lines} lines): {redone} trained again"
 
 
 def _after(event: Record) -> str:

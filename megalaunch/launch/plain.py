@@ -19,6 +19,7 @@ _BEFORE_STEPS = (
     "phase",
     "resumed",
     "metrics_cut",
+    "metrics_gap",
     "checkpoint_refused",
 )  # the rest comes after them
 

@@ -38,6 +38,9 @@ CHANGEABLE = (
 _PREPARED = ("data.train_prefix", "data.validation_prefix", "tokenizer.path")
 """Keys that the launcher fills in when it prepares data.corpus or data.chat, and makes absolute in any case."""
 
+_BEGINNING = "checkpoint.initialize_from"
+"""The weights that a run began with: of all keys about checkpoints the only one that makes another run."""
+
 _BLENDS = ("data.blend", "data.validation_blend")
 """Keys whose entries the launcher makes absolute."""
 
@@ -49,6 +52,8 @@ def refused_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
     """
     findings = []
     for path, now, before in differences(new, stored):
+        if path == _BEGINNING and _same_path(now, before):
+            continue
         if _changeable(path) or (path in _PREPARED and _same_preparation(new, stored, path, now, before)):
             continue
         if path in _BLENDS and _ingredients(now) == _ingredients(before):
@@ -82,7 +87,9 @@ def differences(new: RunSpec, stored: RunSpec) -> Iterator[tuple[str, Any, Any]]
 
 
 def _changeable(path: str) -> bool:
-    return any(path == entry or (entry.endswith(".") and path.startswith(entry)) for entry in CHANGEABLE)
+    return path != _BEGINNING and any(
+        path == entry or (entry.endswith(".") and path.startswith(entry)) for entry in CHANGEABLE
+    )
 
 
 def _same_preparation(new: RunSpec, stored: RunSpec, path: str, now: str | None, before: str | None) -> bool:
@@ -94,6 +101,10 @@ def _same_preparation(new: RunSpec, stored: RunSpec, path: str, now: str | None,
     if now is None:  # one prefix is shared out between training and validation by the launcher
         return path == "data.validation_prefix" and before == stored.data.train_prefix
     return before is not None and Path(before) in (_absolute(now), _absolute(now) / "tokenizer.json")
+
+
+def _same_path(now: str | None, before: str | None) -> bool:
+    return now is not None and before is not None and _absolute(now) == _absolute(before)
 
 
 def _ingredients(entries: tuple[str, ...]) -> list[tuple[float | None, Path]]:

@@ -12,7 +12,8 @@ EventName = Literal[
     "launch",  # launcher: words, workers, command
     "phase",  # worker rank 0: phase, elapsed_seconds
     "resumed",  # worker rank 0: step, checkpoint
-    "metrics_cut",  # worker rank 0: after_step, lines
+    "metrics_cut",  # worker rank 0: after_step, lines, last_step
+    "metrics_gap",  # worker rank 0: until_step, missing, first, last (steps without a line)
     "checkpoint",  # worker rank 0: step, path, seconds, waited_seconds (that training stood still for it)
     "progress",  # worker rank 0, during long work on files: phase, step, done, total (in bytes, its own part)
     "checkpoint_refused",  # worker rank 0: path, reason

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 from forked_ranks import RanksFailed
-from looped_run import Rank, metrics, run_loop, ten_steps
+from looped_run import Rank, events, metrics, run_loop, ten_steps
 from oracle import SEQUENCE
 
 from megalaunch.config.schema import RunSpec, with_values
+from megalaunch.engine.checkpoint import publish as publish_module
 from megalaunch.engine.checkpoint.store import read_tensors, verify_checkpoint
 from megalaunch.rundir.lines import append_line, read_lines
 from megalaunch.rundir.paths import RunDirectory
@@ -108,6 +111,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(spec, tmp_path
     assert refused[0]["path"] == str(newest)
     assert shard.name in refused[0]["reason"]
     assert [event["step"] for event in events if event["event"] == "resumed"] == [4]
+    (cut,) = (event for event in events if event["event"] == "metrics_cut")
+    assert (cut["after_step"], cut["last_step"]) == (4, 8)
     assert verify_checkpoint(newest) == []  # saved again
 
 
@@ -150,3 +155,90 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(spec, tmp_path):
     with pytest.raises(RanksFailed, match=r"layers\.2\.mlp\.up_proj\.weight") as failure:
         run(other, tmp_path / "run")
     assert "layers.0.mlp.up_proj.weight has the shape [40, 24] there, [48, 24] here" in str(failure.value)
+
+
+def damage(checkpoint: Path) -> None:
+    for shard in checkpoint.glob("*.safetensors"):
+        content = bytearray(shard.read_bytes())
+        content[-3] ^= 1
+        shard.write_bytes(content)
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    paths = [root / "metrics.jsonl", *(root / "checkpoints").rglob("*")]
+    return {str(path): path.read_bytes() for path in paths if path.is_file()}
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_ends_and_changes_nothing(spec, tmp_path):
+    saving = with_values(spec, {"checkpoint.interval": 2, "train.stop_at": 4})
+    run(saving, tmp_path)
+    for step in (2, 4):
+        damage(RunDirectory(tmp_path).checkpoint(step))
+    (RunDirectory(tmp_path).checkpoints / ".unfinished-step_00000006-00ff").mkdir()
+    before = tree(tmp_path)
+    with pytest.raises(
+        RanksFailed, match=r"no checkpoint in .* is whole \(step_00000004: shard_0000\d\.safe.*, and 1 older\)"
+    ) as failure:
+        run(spec, tmp_path)
+    assert "CheckpointError" in str(failure.value)
+    assert tree(tmp_path) == before
+    assert (RunDirectory(tmp_path).checkpoints / ".unfinished-step_00000006-00ff").is_dir()
+    assert [event["path"][-2:] for event in events(tmp_path, "checkpoint_refused")] == ["04", "02"]
+    shutil.rmtree(RunDirectory(tmp_path).checkpoints)
+    with pytest.raises(RanksFailed, match="is empty, and the run has saved a checkpoint of step 4"):
+        run(spec, tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before[str(tmp_path / "metrics.jsonl")]
+
+
+def test_a_copy_under_another_steps_name_is_passed_over(spec, tmp_path):
+    saving = with_values(spec, {"checkpoint.keep_last": 1})
+    run(with_values(saving, {"train.stop_at": 4}), tmp_path)
+    directory = RunDirectory(tmp_path)
+    shutil.copytree(directory.checkpoint(4), directory.checkpoint(999))
+    assert verify_checkpoint(directory.checkpoint(999)) == ["position.json: is of step 4, and the name says step 999"]
+    run(with_values(saving, {"train.stop_at": 6}), tmp_path)
+    assert [event["step"] for event in events(tmp_path, "resumed")] == [4]
+    assert verify_checkpoint(directory.checkpoint(6)) == []  # not removed as an older one
+
+
+def test_lines_that_a_power_cut_took_are_told(spec, tmp_path):
+    run(with_values(spec, {"train.stop_at": 5}), tmp_path)
+    path = RunDirectory(tmp_path).metrics
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if json.loads(line)["step"] not in (2, 4)))
+    run(with_values(spec, {"train.stop_at": 6}), tmp_path)
+    (gap,) = events(tmp_path, "metrics_gap")
+    assert {key: gap[key] for key in ("until_step", "missing", "first", "last")} == {
+        "until_step": 5,
+        "missing": 2,
+        "first": 2,
+        "last": 4,
+    }
+
+
+def test_metrics_are_on_disk_before_a_checkpoint_vouches_for_them(spec, tmp_path):
+    def spoil(rank: Rank) -> None:
+        real, publish = os.fsync, publish_module.publish
+
+        def fsync(descriptor: int) -> None:
+            with (tmp_path / "order").open("a") as file:
+                file.write(Path(f"/proc/self/fd/{descriptor}").readlink().name + "\n")
+            real(descriptor)
+
+        def published(unfinished: Path, directory: Path) -> None:
+            with (tmp_path / "order").open("a") as file:
+                file.write(f"{directory.name} {len(metrics(tmp_path))}\n")
+            publish(unfinished, directory)
+
+        if rank.rank == 0:
+            os.fsync, publish_module.publish = fsync, published
+
+    saving = {"checkpoint.interval": 1, "train.stop_at": 2, "train.validation_interval": 0}
+    run(with_values(spec, saving), tmp_path, spoil)
+    order = (tmp_path / "order").read_text().splitlines()
+    assert [line for line in order if line.startswith(("metrics", "step"))] == [
+        "metrics.jsonl",
+        "step_00000001 1",
+        "metrics.jsonl",
+        "step_00000002 2",
+    ]

@@ -327,3 +327,22 @@ def test_a_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert verify_checkpoint(disk / "step_00000001") == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("position", "problem"),
+    [
+        ({"step": 5, "tokens": 1}, []),
+        ({"step": 4, "tokens": 1}, ["position.json: is of step 4, and the name says step 5"]),
+        ({"tokens": 1}, ["position.json: says no step"]),
+        ([[]], ["position.json: says no step"]),
+    ],
+)
+def test_the_name_of_a_checkpoint_is_held_against_its_position(tmp_path: Path, position, problem):
+    directory = tmp_path / "step_00000005"
+    save_checkpoint(directory, reference(), {"position": position}, {})
+    assert verify_checkpoint(directory) == verify_checkpoint(directory, hashes=False) == problem
+    found = newest_valid(tmp_path, lambda path, problems: None)
+    assert found == (None if problem else directory)
+    copy = directory.rename(tmp_path / "kept_for_later")
+    assert verify_checkpoint(copy) == []  # a name of the user's own says nothing

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from megalaunch.engine.checkpoint import publish
+from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.ranks import from_first_rank, on_every_rank, position
 from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
 from megalaunch.rundir.checkpoint.manifest import verify_checkpoint
@@ -31,6 +32,22 @@ def newest_valid(
         if position()[0] == 0:
             refused(directory, problems)
     return None
+
+
+def require_never_saved(checkpoints: Path, refused: Sequence[str], last_saved: Callable[[], int | None]) -> None:
+    """Raise CheckpointError where none of a run's checkpoints is valid, or those it has saved are gone.
+
+    For one process, after `newest_valid` found none: to train again from step 0 would cut the metrics and write over
+    the names of checkpoints that may still be mended. `refused` says what is wrong with each, the newest first;
+    `last_saved` is the step of the newest save on record.
+    """
+    remedy = "nothing was changed: bring one back from a copy, or start again in another run.directory"
+    if refused:
+        more = f", and {len(refused) - 1} older" if len(refused) > 1 else ""
+        raise CheckpointError(f"no checkpoint in {checkpoints} is whole ({refused[0]}{more}); {remedy}")
+    step = last_saved()
+    if step is not None:
+        raise CheckpointError(f"{checkpoints} is empty, and the run has saved a checkpoint of step {step}; {remedy}")
 
 
 def remove_old(checkpoints: Path, keep_last: int, known_valid: Path | None = None, keep_every: int = 0) -> list[Path]:

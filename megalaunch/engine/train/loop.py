@@ -11,6 +11,7 @@ from pathlib import Path
 from megalaunch.config.schema import RunSpec
 from megalaunch.data.row import Rows
 from megalaunch.data.validation_samples import FiniteRows
+from megalaunch.engine.checkpoint.history import require_never_saved
 from megalaunch.engine.checkpoint.initial import keep_origin, load_initial
 from megalaunch.engine.checkpoint.publish import discard_leftovers
 from megalaunch.engine.checkpoint.ranks import from_first_rank
@@ -56,6 +57,7 @@ class Loop:
         self._shape = batch_shape(trainee.spec.batch.global_batch_size, trainee.mesh)
         self._position = Position(step=0, tokens=0)
         self._saver = Saver(trainee.spec, directory, trainee.model, trainee.optimizer, record)
+        self._passed_over: list[str] = []  # checkpoints, each with what is wrong with it; known to rank 0
         self._asked_to_stop: signal.Signals | None = None  # agreed upon by all ranks
         self._validated_step = 0
         self._validation: float | None = None
@@ -67,13 +69,20 @@ class Loop:
         return self._position.step
 
     def resume(self) -> None:
-        """Continue from the newest valid checkpoint, if there is one; drop the metrics that come after it."""
+        """Continue from the newest valid checkpoint; drop the metrics that come after it.
+
+        Begins anew only where none was ever saved: raises CheckpointError when all are damaged or gone.
+        """
         self._record.phase("looking for checkpoints", 0)
         keep_tokenizer(self._directory, self._spec)
-        from_first_rank(partial(discard_leftovers, self._directory.checkpoints))
         found = newest_valid(
             self._directory.checkpoints, self._refused, partial(self._record.bytes_done, "checking checkpoints", 0)
         )
+        if found is None:  # before anything is removed, cut or taken over
+            from_first_rank(
+                partial(require_never_saved, self._directory.checkpoints, self._passed_over, self._record.last_saved)
+            )
+        from_first_rank(partial(discard_leftovers, self._directory.checkpoints))
         if found is not None:
             self._saver.saved = found
             self._record.phase("loading")
@@ -83,6 +92,7 @@ class Loop:
         else:
             self._begin()
         self._record.cut_after(self.step)
+        self._record.tell_gap(self.step)
         self._validated_step = from_first_rank(self._record.last_validation)
 
     def _begin(self) -> None:
@@ -183,6 +193,7 @@ class Loop:
             self._hear_signals()
 
     def _refused(self, path: Path, problems: list[str]) -> None:
+        self._passed_over.append(f"{path.name}: {'; '.join(problems)}")
         self._record.event("checkpoint_refused", path=str(path), reason="; ".join(problems))
 
     def _ending(self) -> Ending:

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.ending import Ending, Problem
 from megalaunch.engine.train.step import StepResult
+from megalaunch.rundir.atomic_file import sync_file
 from megalaunch.rundir.events import EventName, record_event
 from megalaunch.rundir.lines import append_line, keep_lines, read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome, write_outcome
@@ -112,11 +114,37 @@ class Record:
         """Drop the metrics of steps that will be computed again."""
 
         def cut() -> None:
+            last = self._last_step()
             lines = keep_lines(self._directory.metrics, lambda line: line.get("step", 0) <= step)
             if lines:
-                self.event("metrics_cut", after_step=step, lines=lines)
+                self.event("metrics_cut", after_step=step, lines=lines, last_step=last)
 
         self._write(self._directory.metrics, cut)
+
+    def tell_gap(self, step: int) -> None:
+        """Say which steps up to `step` have no line: a power cut can take lines that no checkpoint vouched for."""
+        if not self._first:
+            return
+        told = {line.get("step") for line in read_lines(self._directory.metrics) if "loss" in line}
+        missing = [number for number in range(1, step + 1) if number not in told]
+        if missing:
+            self.event("metrics_gap", until_step=step, missing=len(missing), first=missing[0], last=missing[-1])
+
+    def sync_metrics(self) -> None:
+        """Force the metrics to disk, before a checkpoint vouches for them. Raises CheckpointError."""
+        try:
+            sync_file(self._directory.metrics)
+        except OSError as error:
+            message = f"{self._directory.metrics} cannot be forced to disk: {error.strerror}"
+            raise CheckpointError(message) from error
+
+    def last_saved(self) -> int | None:
+        """The step of the newest checkpoint on record, None when there is none."""
+        saved = [line["step"] for line in read_lines(self._directory.events) if line.get("event") == "checkpoint"]
+        return saved[-1] if saved else None
+
+    def _last_step(self) -> int:
+        return max((line.get("step", 0) for line in read_lines(self._directory.metrics)), default=0)
 
     def _write(self, path: Path, write: Callable[[], object]) -> None:
         if not self._first:

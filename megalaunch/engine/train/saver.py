@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.checkpoint.beside import Background, HostCopies
-from megalaunch.engine.checkpoint.ranks import background_group
+from megalaunch.engine.checkpoint.ranks import background_group, from_first_rank
 from megalaunch.engine.checkpoint.store import remove_old
 from megalaunch.engine.ending import Problem
 from megalaunch.engine.model.parts import ModelParts
@@ -82,7 +82,10 @@ class Saver:
         """One save at a time; False when this step is saved already. A checkpoint vouches for the metrics before it."""
         problem = self._settle()
         end_together(self._record.problem or problem, position.step)
-        return self.saved != self._directory.checkpoint(position.step)
+        if self.saved == self._directory.checkpoint(position.step):
+            return False
+        from_first_rank(self._record.sync_metrics)
+        return True
 
     def _settle(self) -> Problem | None:
         """Wait for the save under way; why it failed, if it did."""

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalaunch.rundir.checkpoint.contents import POSITION
+from megalaunch.rundir.paths import checkpoint_step
+
 MANIFEST = "manifest.json"
+POSITION_FILE = f"{POSITION}.json"
 FORMAT, VERSION = "megalaunch checkpoint", 1
 _MAX_BYTES = 100_000_000
 _PIECE_BYTES = 1 << 22
@@ -69,7 +73,22 @@ def verify_checkpoint(
         done += record.size
         if problem:
             problems.append(f"{record.name}: {problem}")
+    if not problems and any(record.name == POSITION_FILE for record in records):
+        problems += _position_problems(directory)
     return problems
+
+
+def _position_problems(directory: Path) -> list[str]:
+    """A copy of a checkpoint under another step's name is no checkpoint of that step."""
+    named = checkpoint_step(directory)
+    if named is None:  # a name of the user's own
+        return []
+    try:
+        position = json.loads((directory / POSITION_FILE).read_text(encoding="utf-8"))
+        step = position["step"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return [f"{POSITION_FILE}: says no step"]
+    return [] if step == named else [f"{POSITION_FILE}: is of step {step!r}, and the name says step {named}"]
 
 
 def read_manifest(directory: Path) -> list[FileRecord]:

@@ -128,3 +128,23 @@ def test_the_list_names_keys_that_exist():
 def test_stored_horizons_come_back():
     spec = resolve(resolved(*WORDS)[1].spec, LAPTOP, "tiny", stored()).spec
     assert spec.data.num_samples == stored().data.num_samples
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "same"),
+    [
+        (None, "weights", False),
+        ("weights", None, False),
+        ("weights", "others", False),
+        ("weights", "weights", True),
+        ("weights", "./weights", True),
+    ],
+)
+def test_the_weights_that_a_run_began_with_stay(before, now, same):
+    key = "checkpoint.initialize_from"
+    then = with_values(stored(), {key: before})
+    again = with_values(stored(), {key: now})
+    found = refused_changes(again, then)
+    assert [finding.path for finding in found] == ([] if same else [key])
+    assert same or "or another run.directory" in found[0].message
+    assert allowed_changes(again, then) == []
