@@ -64,3 +64,18 @@ def write_letters(path: Path, count: int) -> None:
     inner.add_special_tokens(["</s>"])
     path.parent.mkdir(parents=True, exist_ok=True)
     inner.save(str(path))
+
+
+def with_special_tokens(path: Path, before: str = "", after: str = "") -> Path:
+    """Give a tokenizer.json the tokens of `before` and `after` (one each), and a post-processor that puts them."""
+    import tokenizers
+
+    inner = tokenizers.Tokenizer.from_file(str(path))
+    names = [name for name in (before, after) if name]
+    inner.add_special_tokens(names)
+    ids = [(name, inner.token_to_id(name)) for name in names]
+    template = tokenizers.processors.TemplateProcessing(single=f"{before} $A {after}".strip(), special_tokens=ids)
+    # As Llama 3's: what deals with offsets comes first.
+    inner.post_processor = tokenizers.processors.Sequence([tokenizers.processors.ByteLevel(), template])
+    inner.save(str(path))
+    return path

@@ -65,6 +65,8 @@ def rewrite(words: Sequence[str]) -> Rewritten:
                 f"{word} is not known here: leave it out, and --workers too; then one process a core encodes, and the "
                 "progress line shows MB/s. To try a number: --workers N on a part of the input."
             )
+        elif word == "--tokenizer-hf-no-include-special-tokens":
+            result.words.append("--no-bos")
         elif word != "--keep-sequential-samples":
             result.words.append(_RENAMED.get(word, word))
     result.words += inputs

@@ -57,6 +57,9 @@ def run(
     merges: Annotated[Path | None, typer.Option(help="Merges of a GPT-2 vocabulary; default: beside it.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one a core.")] = None,
     append_eod: Annotated[bool, typer.Option("--append-eod", help="End every document with the end token.")] = False,
+    no_bos: Annotated[
+        bool, typer.Option("--no-bos", help="Leave out the special tokens (BOS) that the tokenizer puts around a text.")
+    ] = False,
     json_key: Annotated[
         list[str] | None, typer.Option(help="Key (column) of the text; repeat it for several.", show_default="text")
     ] = None,
@@ -86,6 +89,7 @@ def run(
         merges=merges,
         workers=workers or len(os.sched_getaffinity(0)),
         append_eod=append_eod,
+        add_special_tokens=not no_bos,
         json_keys=tuple(dict.fromkeys(json_key or ["text"])),
         format=format,
         on_bad_record=on_bad_record,

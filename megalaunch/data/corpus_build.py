@@ -19,7 +19,7 @@ from megalaunch.data.encode_engine import choose_engine, encoder_of
 from megalaunch.data.errors import DataError
 from megalaunch.data.preprocess_settings import EngineChoice
 from megalaunch.data.token_writer import TokenWriter, token_type
-from megalaunch.data.tokenizer import Tokenizer, copy_tokenizer, train_tokenizer
+from megalaunch.data.tokenizer import Tokenizer, copy_tokenizer, required_special_tokens, train_tokenizer
 
 TOKENIZER, TRAIN, VALIDATION = "tokenizer.json", "train", "validation"
 _BATCH_CHARACTERS = 1 << 20  # what is encoded at once: enough to keep all cores busy
@@ -42,6 +42,7 @@ def build_corpus(
         raise _no_training_text(corpus, data)
     encoder = _tokenizer(directory / TOKENIZER, corpus, data, tokenizer, report)
     end = [encoder.require_eod(directory / TOKENIZER, "Set data.append_eod=false.")] if data.append_eod else []
+    before, after = _special_tokens(encoder, directory / TOKENIZER, data, report)
     dtype = token_type(encoder.vocab_size)
     bad: list[DataError] = []
     batches = _batches(corpus.documents(on_bad(data, bad)))
@@ -53,10 +54,23 @@ def build_corpus(
             for document, tokens in zip(batch, encoded, strict=True):
                 writer = validation if is_validation(document.name, data.validation_every) else train
                 # As in Megatron's files, a document without tokens has no sequence and no end token.
-                if len(tokens):
-                    writer.add_sequence(np.append(tokens, end) if end else tokens)
+                if len(tokens) or before or after:
+                    parts = (before, tokens, after, end)
+                    writer.add_sequence(np.concatenate([np.asarray(part, np.int64) for part in parts]))
                 writer.end_document()
     tell_of(bad, report)
+
+
+def _special_tokens(
+    tokenizer: Tokenizer, path: Path, data: DataSpec, report: Callable[[str], None]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Those before and those after every document."""
+    if not data.add_special_tokens:
+        return (), ()
+    around = required_special_tokens(tokenizer.special_tokens_around, path)
+    if around:
+        report(f"note: every document gets the tokenizer's own {around}; data.add_special_tokens=false leaves that out")
+    return around.before, around.after
 
 
 def _encode(

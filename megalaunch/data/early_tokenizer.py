@@ -15,17 +15,21 @@ from typing import Any
 
 from megalaunch.data.engine_check import Checked, checked_ids
 from megalaunch.data.errors import DataError
-from megalaunch.data.tokenizer import Tokenizer, load_tokenizer
+from megalaunch.data.tokenizer import SpecialTokens, Tokenizer, load_tokenizer
 from megalaunch.data.worker_process import WorkerDied, WorkerProcess, is_alone
 
 
 @dataclass(frozen=True)
 class KnownTokenizer:
-    """What preprocessing must know of a tokenizer; `content` is that of a tokenizer.json of it."""
+    """What preprocessing must know of a tokenizer; `content` is that of a tokenizer.json of it.
+
+    `around` is what its post-processor puts around every text (see `Tokenizer.special_tokens_around`).
+    """
 
     content: str
     vocab_size: int
     eod_id: int | None
+    around: SpecialTokens | None = SpecialTokens()
 
 
 class EarlyTokenizer:
@@ -86,7 +90,7 @@ class _Loading:
     @cached_property
     def known(self) -> KnownTokenizer:
         one = self._tokenizer
-        return KnownTokenizer(one.to_json(), one.vocab_size, one.eod_id)
+        return KnownTokenizer(one.to_json(), one.vocab_size, one.eod_id, one.special_tokens_around)
 
     @cached_property
     def vocabulary_hash(self) -> str:

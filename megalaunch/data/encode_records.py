@@ -16,13 +16,17 @@ from megalaunch.data.input_chunks import Chunk, Unreadable, too_long
 from megalaunch.data.preprocess_settings import EngineChoice
 from megalaunch.data.read_records import Record, plain_texts, read, records
 from megalaunch.data.sentences import splitter
+from megalaunch.data.tokenizer import SpecialTokens
 
 _LONGEST_KEPT = 1 << 20  # bytes of a bad record that are kept for the quarantine
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the ids: `tokenizer` is a tokenizer.json, `end` the end-of-document token."""
+    """All that decides the ids: `tokenizer` is a tokenizer.json, `end` the end-of-document token.
+
+    `around` are the special tokens of every sequence.
+    """
 
     engine: EngineChoice
     tokenizer: Path
@@ -32,6 +36,7 @@ class Recipe:
     dtype: np.dtype[Any]
     language: str | None
     record_bytes: int
+    around: SpecialTokens = SpecialTokens()
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,9 @@ class Encoded:
 class ChunkEncoder:
     """Turns chunks into documents as Megatron's preprocessing does.
 
-    Empty sentences are dropped; the end token, if any, is appended to the last sentence of a document that
-    has any token. A record that is bad under one key is left out under all, so that the files stay aligned.
+    Every sentence gets the special tokens around it; one without any token is dropped. The end token, if any, is
+    appended to the last sentence of a document that has any token. A record that is bad under one key is left out
+    under all, so that the files stay aligned.
     """
 
     def __init__(self, recipe: Recipe, load: Callable[[EngineChoice, str], Encode]) -> None:
@@ -84,6 +90,8 @@ class ChunkEncoder:
         self._encode = load(recipe.engine, recipe.tokenizer.read_bytes().decode())
         self._split = None if recipe.language is None else splitter(recipe.language)
         self._end = None if recipe.end is None else np.array([recipe.end], np.uint32)
+        around = recipe.around
+        self._before, self._after = (np.array(ids, np.uint32) for ids in (around.before, around.after))
 
     def encode(self, chunk: Chunk) -> Encoded:
         """The documents of a chunk. DataError only when its file cannot be read any more."""
@@ -101,9 +109,9 @@ class ChunkEncoder:
         texts = plain_texts(chunk, self._recipe.keys, self._recipe.record_bytes) if self._split is None else None
         if texts is None:
             return None
-        keys = []
+        keys, around = [], bool(self._recipe.around)
         for column in texts:
-            key = self._joined([[ids] if ids.size else [] for ids in map(self._encode, column)])
+            key = self._joined([[ids] if ids.size or around else [] for ids in map(self._encode, column)])
             if key.tokens.max(initial=0) >= self._recipe.vocab_size:
                 return None
             keys.append(key)
@@ -136,9 +144,10 @@ class ChunkEncoder:
     def _document(self, sentences: Sequence[str]) -> list[NDArray[Any]]:
         if self._split is not None:
             sentences = [part for sentence in sentences for part in self._split(sentence)]
-        sequences = [ids for ids in map(self._encode, sentences) if ids.size]
+        around = bool(self._recipe.around)
+        sequences = [ids for ids in map(self._encode, sentences) if ids.size or around]
         for ids in sequences:
-            if (largest := ids.max()) >= self._recipe.vocab_size:
+            if (largest := ids.max(initial=0)) >= self._recipe.vocab_size:
                 raise DataError(f"id {largest} is beyond the vocabulary of {self._recipe.vocab_size:,}")
         return sequences
 
@@ -146,9 +155,10 @@ class ChunkEncoder:
         """One key's documents in a row; ids in the type that the engine gives them in."""
         parts: list[NDArray[Any]] = []
         lengths: list[int] = []
+        added = self._before.size + self._after.size
         for document in documents:
-            parts += document
-            lengths += [ids.size for ids in document]
+            parts += document if not added else [part for ids in document for part in (self._before, ids, self._after)]
+            lengths += [ids.size + added for ids in document]
             if document and self._end is not None:
                 parts.append(self._end)
                 lengths[-1] += 1

@@ -25,7 +25,7 @@ from megalaunch.data.split import DEFAULT_SPLIT
 from megalaunch.data.tokenizer import load_tokenizer, tokenizer_file
 
 # Raise it when the same corpus and settings would give other files than before.
-_RECIPE_VERSION = 2
+_RECIPE_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,7 @@ def _content_key(corpus: Corpus, hashes: Sequence[str], data: DataSpec, tokenize
         "json_key": data.json_key,
         "validation_every": data.validation_every,
         "append_eod": data.append_eod,
+        "add_special_tokens": data.add_special_tokens,
         "on_bad_record": data.on_bad_record,
         "tokenizer": tokenizer.vocab_size if tokenizer.path is None else _hash_of(tokenizer_file(tokenizer.path)),
     }

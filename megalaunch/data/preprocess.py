@@ -26,7 +26,7 @@ from megalaunch.data.preprocess_settings import EngineChoice, Settings
 from megalaunch.data.preprocess_state import Progress, State, fingerprint
 from megalaunch.data.read_records import good_texts
 from megalaunch.data.token_writer import token_type
-from megalaunch.data.tokenizer import required_eod, tokenizer_file
+from megalaunch.data.tokenizer import SpecialTokens, required_eod, required_special_tokens, tokenizer_file
 
 _BEGINNING = Position(0, 0)
 
@@ -69,12 +69,13 @@ def preprocess(
             trial = EngineTrial(settings.engine, loading, path, texts)
             tokenizer = loading.known()
             end = required_eod(tokenizer.eod_id, path, "Leave out --append-eod.") if settings.append_eod else None
+            around = _special_tokens(settings, tokenizer, path, note)
             level = "document" if settings.language is None else "sentence"
             finals = [output_prefix.with_name(f"{output_prefix.name}_{key}_{level}") for key in settings.json_keys]
             output = Output(output_prefix, finals, token_type(tokenizer.vocab_size))
             done = False
             try:
-                job = _Job(found, settings, end, output, tokenizer, show, note)
+                job = _Job(found, settings, end, around, output, tokenizer, show, note)
                 job.start(workers, trial, ahead)
                 vocabulary = loading.vocabulary_hash()
                 loading.close()
@@ -84,7 +85,7 @@ def preprocess(
                 kept = finals[0].with_name(f"{output_prefix.name}_quarantine.jsonl") if quarantine else None
                 hashes = job.finish()
                 made = output.assemble()
-                made_with = (settings, tokenizer, vocabulary, job.engine)
+                made_with = (settings, tokenizer, vocabulary, around, job.engine)
                 report, *_ = write_reports(finals, found, hashes, *made_with, job.state, made)
                 output.publish(kept)
                 done = True
@@ -93,6 +94,19 @@ def preprocess(
                 output.close(keep=not done and output.saved() is not None)
     finally:
         workers.close()
+
+
+def _special_tokens(
+    settings: Settings, tokenizer: KnownTokenizer, path: Path, note: Callable[[str], None]
+) -> SpecialTokens:
+    """What goes around every sequence, and a note on it."""
+    if not settings.add_special_tokens:
+        return SpecialTokens()
+    around = required_special_tokens(tokenizer.around, path)
+    if around:
+        what = "sequence" if settings.language else "document"
+        note(f"every {what} gets the tokenizer's own {around}, as by Megatron's tool; --no-bos leaves that out")
+    return around
 
 
 def _begin_to_read(inputs: list[Input], settings: Settings) -> tuple[Iterator[Chunk], list[str]]:
@@ -111,12 +125,14 @@ class _Job:
         inputs: list[Input],
         settings: Settings,
         end: int | None,
+        around: SpecialTokens,
         output: Output,
         tokenizer: KnownTokenizer,
         show: Callable[[Progress], None],
         note: Callable[[str], None],
     ) -> None:
-        self._inputs, self._settings, self._end, self._output = inputs, settings, end, output
+        self._inputs, self._settings, self._output = inputs, settings, output
+        self._end, self._around = end, around
         self._tokenizer, self._show, self._note = tokenizer, show, note
         self._fingerprint = fingerprint(inputs, settings, tokenizer.content)
         saved = self._saved_state()
@@ -175,6 +191,7 @@ class _Job:
             dtype=self._output.dtype,
             language=self._settings.language,
             record_bytes=self._settings.record_bytes,
+            around=self._around,
         )
 
     def finish(self) -> list[str]:

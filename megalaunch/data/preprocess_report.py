@@ -19,9 +19,12 @@ from megalaunch.data.preprocess_settings import Settings
 from megalaunch.data.preprocess_state import State
 from megalaunch.data.publish import UnfinishedFile
 from megalaunch.data.token_writer import token_type
-from megalaunch.data.tokenizer import Tokenizer, tokenizer_file
+from megalaunch.data.tokenizer import SpecialTokens, Tokenizer, tokenizer_file
 
-_RESULT_SETTINGS = ("workers", "append_eod", "json_keys", "format", "on_bad_record", "language", "record_bytes")
+_RESULT_SETTINGS = (
+    *("workers", "append_eod", "add_special_tokens", "json_keys"),
+    *("format", "on_bad_record", "language", "record_bytes"),
+)
 
 
 def report_path(prefix: Path) -> Path:
@@ -76,13 +79,14 @@ def write_reports(
     settings: Settings,
     tokenizer: KnownTokenizer,
     vocabulary_hash: str,
+    around: SpecialTokens,
     engine: Engine,
     state: State,
     outputs: dict[str, Any],
 ) -> list[Path]:
     """One for each prefix (of which each holds one key), with the tokens of that; DataError when that fails.
 
-    `outputs` describes each file that was made.
+    `outputs` describes each file that was made, `around` the special tokens that every sequence was given.
     """
     path = tokenizer_file(settings.tokenizer)
     chosen = asdict(settings)
@@ -100,6 +104,8 @@ def write_reports(
             "vocabulary_sha256": vocabulary_hash,
             "vocab_size": tokenizer.vocab_size,
             "eod_id": tokenizer.eod_id,
+            "ids_before_text": list(around.before),
+            "ids_after_text": list(around.after),
         },
         "inputs": [
             {"file": str(entry.path), "bytes": entry.size, "sha256": digest}

@@ -61,14 +61,16 @@ class MaxBad:
 class Settings:
     """What decides the bytes that are written, and how they are made; a text file is one document.
 
-    `merges` goes with a GPT-2 vocabulary file. `language` is that of the sentences to split, None: do not
-    split. A record over `record_bytes` is a bad one. About `chunk_bytes` are encoded at a time, and at
+    `add_special_tokens`: every sequence gets what the tokenizer's post-processor puts around a text (BOS), as
+    Megatron's tool does. `merges` goes with a GPT-2 vocabulary file. `language` is that of the sentences to split,
+    None: do not split. A record over `record_bytes` is a bad one. About `chunk_bytes` are encoded at a time, and at
     least every `checkpoint_seconds` the work is made safe for `resume`.
     """
 
     tokenizer: Path
     workers: int = 1
     append_eod: bool = False
+    add_special_tokens: bool = True
     json_keys: tuple[str, ...] = ("text",)
     format: Format = Format.AUTO
     on_bad_record: OnBadRecord = OnBadRecord.STOP

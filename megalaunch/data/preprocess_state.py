@@ -16,7 +16,7 @@ from megalaunch.data.preprocess_settings import OnBadRecord, Settings
 
 _BAD_RECORDS_LISTED = 1000
 # Raise it when the same inputs and settings would give other files than before.
-_RECIPE_VERSION = 1
+_RECIPE_VERSION = 2
 _MORE_BAD = "Mend the input, or raise --max-bad."
 
 
@@ -125,6 +125,7 @@ def _quarantine_line(bad: BadRecord, line: int | None) -> bytes:
 def fingerprint(inputs: Sequence[Input], settings: Settings, tokenizer: str) -> dict[str, str]:
     """What must be the same for a resumed run to give the same bytes, by name; `tokenizer` is the content of one."""
     files = [[str(entry.path.absolute()), entry.format, entry.size, entry.changed] for entry in inputs]
-    options = [_RECIPE_VERSION, settings.append_eod, list(settings.json_keys), settings.language, settings.record_bytes]
+    written = [settings.append_eod, settings.add_special_tokens, list(settings.json_keys), settings.language]
+    options = [_RECIPE_VERSION, *written, settings.record_bytes]
     parts = {"inputs": json.dumps(files), "tokenizer": tokenizer, "settings": json.dumps(options)}
     return {name: hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest() for name, text in parts.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,21 @@ _END_NAMES = (
 
 
 _CONFIG = "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids that a tokenizer's post-processor puts before and after every text, such as BOS."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.before or self.after)
+
+    def __str__(self) -> str:
+        parts = ((self.before, "before it"), (self.after, "after it"))
+        return " and ".join(f"special tokens {where} (ids {list(ids)})" for ids, where in parts if ids)
 
 
 class Tokenizer:
@@ -68,6 +84,14 @@ class Tokenizer:
     def encode(self, text: str, around: bool = False) -> list[int]:
         """The ids of a text; `around`: with the tokens that the file says to put around one, if it does."""
         return self._inner.encode(text, add_special_tokens=around).ids
+
+    @cached_property
+    def special_tokens_around(self) -> SpecialTokens | None:
+        """What its post-processor puts around every text; None for one that does more than that.
+
+        Nothing but tokenizer.json decides over it: transformers 5 passes over `add_bos_token` beside one.
+        """
+        return _special_tokens_around(self._inner)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, computed on all cores."""
@@ -111,6 +135,28 @@ def required_eod(eod_id: int | None, path: Path, switch: str) -> int:
         names = ", ".join(_END_NAMES)
         raise DataError(f"it has no end-of-document token (known: {names})", file=path, fix=switch)
     return eod_id
+
+
+def required_special_tokens(around: SpecialTokens | None, path: Path) -> SpecialTokens:
+    """`special_tokens_around` of the tokenizer at `path`, or a DataError that says how to go without."""
+    if around is None:
+        fix = "Leave its special tokens out: --no-bos (data.add_special_tokens=false)."
+        raise DataError("its post-processor does more than put tokens before and after a text", file=path, fix=fix)
+    return around
+
+
+def _special_tokens_around(inner: tokenizers.Tokenizer) -> SpecialTokens | None:
+    found = SpecialTokens()
+    for number, text in enumerate(("a", "a b c 1 2 3", "")):
+        plain = inner.encode(text, add_special_tokens=False).ids
+        whole = inner.encode(text)
+        before = next((at for at, added in enumerate(whole.special_tokens_mask) if not added), 0)
+        if number == 0:
+            found = SpecialTokens(tuple(whole.ids[:before]), tuple(whole.ids[before + len(plain) :]))
+        known = all(inner.id_to_token(added) is not None for added in (*found.before, *found.after))
+        if not known or [*found.before, *plain, *found.after] != whole.ids:
+            return None
+    return found
 
 
 def tokenizer_file(path: Path | str) -> Path:

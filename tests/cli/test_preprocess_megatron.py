@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from token_files import sentences, small_tokenizer, write_jsonl
+from token_files import sentences, small_tokenizer, with_special_tokens, write_jsonl
 
 from megalaunch.cli.megatron_words import rewrite
 from megalaunch.data.indexed import IndexedTokens
@@ -121,3 +121,15 @@ def test_split_sentences_with_nltks_tables(tmp_path):
         assert done.stderr == "splitting sentences needs the package nltk. pip install nltk brings it.\n"
     else:
         assert done.returncode == 0 or "NLTK has no Punkt tables for english" in done.stderr
+
+
+def test_bos_is_left_out_where_it_is_said(tmp_path):
+    tokenizer = with_special_tokens(small_tokenizer(tmp_path / "tokenizer.json"), "<s>")
+    path = write_jsonl(tmp_path / "in.jsonl", ["the sea"])
+    first = [path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", 1]
+    for words, ids in (([], [300]), (["--no-bos"], []), (["--tokenizer-hf-no-include-special-tokens"], [])):
+        done = run(*first, *words)
+        assert done.returncode == 0, done.stderr
+        expected = [*ids, *load_tokenizer(tokenizer).encode("the sea")]
+        assert IndexedTokens(tmp_path / "out_text_document").tokens(0).tolist() == expected
+        assert ("(ids [300]), as by Megatron's tool; --no-bos leaves that out" in done.stderr) is bool(ids)

@@ -182,6 +182,7 @@ def test_the_report_tells_all(tmp_path, tokenizer_path, monkeypatch):
         "merges": None,
         "workers": 1,
         "append_eod": True,
+        "add_special_tokens": True,
         "json_keys": ["text"],
         "format": "auto",
         "on_bad_record": "skip",
@@ -304,3 +305,19 @@ def test_a_killed_worker_is_an_error_not_a_hang(running, tmp_path):
     assert running.returncode == 1
     assert "a worker process died, perhaps for lack of memory. Give fewer --workers" in errors
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_post_processor_that_cannot_be_kept_is_refused_by_name(tmp_path, tokenizer_path):
+    """One that puts a token between two copies of the text; without its tokens the file is as good as any."""
+    import tokenizers
+
+    path = small_tokenizer(tmp_path / "tokenizer.json")
+    inner = tokenizers.Tokenizer.from_file(str(path))
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="X $A X $A", special_tokens=[("X", 0)])
+    inner.save(str(path))
+    source = write_jsonl(tmp_path / "in.jsonl", ["a ship"])
+    with pytest.raises(DataError, match="does more than put tokens before and after a text") as raised:
+        run([source], tmp_path / "out", Settings(path))
+    assert "--no-bos" in str(raised.value)
+    result = run([source], tmp_path / "out", Settings(path, add_special_tokens=False))
+    assert IndexedTokens(result.prefixes[0]).tokens(0).tolist() == 2 * load_tokenizer(tokenizer_path).encode("a ship")

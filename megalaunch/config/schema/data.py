@@ -56,6 +56,10 @@ class DataSpec:
         "~/.cache/megalaunch", "Where prepared corpora and sample orders are kept, by content."
     )
     append_eod: bool = setting(True, "End every document with the end-of-document token.")
+    add_special_tokens: bool = setting(
+        True,
+        "Give every corpus document the special tokens (BOS) that the tokenizer's post-processor puts around a text.",
+    )
     num_samples: int | None = setting(
         None, "Training samples the order is drawn for; null: train.steps * batch.global_batch_size.", minimum=1
     )
