@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megalaunch.data.encode_gigatoken import GigatokenEncoder
 from megalaunch.data.engine_check import Checked, checked_ids
 from megalaunch.data.errors import DataError
 from megalaunch.data.preprocess_settings import EngineChoice
@@ -80,10 +81,7 @@ def encoder_of(name: EngineChoice, content: str) -> Encode:
     without the package, and whatever gigatoken raises for a tokenizer that it does not take.
     """
     if name is EngineChoice.GIGATOKEN:
-        import gigatoken
-
-        encode: Encode = gigatoken.Tokenizer.from_json(content.encode()).encode
-        return encode
+        return GigatokenEncoder(content)
     tokenizer = tokenizer_of_json(content)
     return lambda text: np.array(tokenizer.encode_batch([text])[0], dtype=np.uint32)
 

@@ -1,0 +1,108 @@
+"""gigatoken within bounds: its memory of words, and characters newer than those that `tokenizers` knows."""
+
+import base64
+import itertools
+import random
+import unicodedata
+
+import numpy as np
+import pytest
+from token_files import small_tokenizer
+
+from megalaunch.data import encode_gigatoken
+from megalaunch.data.encode_engine import encoder_of
+from megalaunch.data.encode_gigatoken import GigatokenEncoder, _bytes_held, has_newer_marks
+from megalaunch.data.preprocess_settings import EngineChoice
+from megalaunch.data.tokenizer import load_tokenizer, tokenizer_of_json
+
+pytest.importorskip("gigatoken", reason="the extra `data` is not installed")
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory) -> str:
+    return load_tokenizer(small_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")).to_json()
+
+
+def unique_text(number: int, size: int = 1 << 20) -> str:
+    letters = base64.b64encode(random.Random(number).randbytes(size * 3 // 4)).decode()
+    return " ".join(letters[at : at + 12] for at in range(0, len(letters), 12))
+
+
+def test_memory_is_bounded_on_text_that_never_repeats(content):
+    """In small: without renewal it grows by more than four times the limit."""
+    limit = 12 << 20
+    encode = GigatokenEncoder(content, limit)
+    first = encode(unique_text(0))
+    before, most, loads = _bytes_held(), 0, []
+    load = encode._load
+    encode._load = lambda: loads.append(1) or load()
+    for number in range(8):
+        encode(unique_text(number))
+        most = max(most, _bytes_held() - before)
+    assert loads
+    assert most < 3 * limit, most
+    np.testing.assert_array_equal(encode(unique_text(0)), first)
+    encode._cache_bytes = 1 << 40
+    for number in range(8):
+        encode(unique_text(number))
+    assert _bytes_held() - before > 4 * limit
+
+
+def test_it_is_renewed_by_length_where_a_process_cannot_be_measured(content, monkeypatch):
+    monkeypatch.setattr(encode_gigatoken, "_bytes_held", lambda: None)
+    monkeypatch.setattr(encode_gigatoken, "_LOOK_EVERY", 10)
+    monkeypatch.setattr(encode_gigatoken, "_RENEW_EVERY", 25)
+    encode = GigatokenEncoder(content)
+    held = []
+    for _ in range(6):
+        encode("ten signs!")
+        held.append(encode._encode)
+    assert [a is b for a, b in itertools.pairwise(held)] == [True, False, True, True, False]
+
+
+@pytest.fixture(scope="module")
+def normalizing(content) -> str:
+    """The same with the normalizer of Qwen's."""
+    import tokenizers
+
+    inner = tokenizers.Tokenizer.from_str(content)
+    inner.normalizer = tokenizers.normalizers.NFC()
+    return inner.to_str()
+
+
+def in_a_text(point: int) -> str:
+    """Between marks that it is sorted among."""
+    return f"a\u0301{chr(point)}\u0323\u0301 {chr(point)}"
+
+
+def test_newer_marks_are_encoded_as_tokenizers_does(normalizing):
+    encode, theirs = encoder_of(EngineChoice.GIGATOKEN, normalizing), tokenizer_of_json(normalizing)
+    points = [point for first, last in encode_gigatoken._NEWER for point in range(first, last + 1)]
+    # Dives Akuru, Todhri, Tulu-Tigalari, Gurung Khema, Kirat Rai: two that become one
+    pairs = ["\U00011935\U00011930", "\U000105d2\u0307", "\U00011382\U000113c9", "\U0001611e\U0001611e"]
+    texts = [*map(in_a_text, points), *pairs, "\U00016d67\U00016d67", "caf\u00e9 cafe\u0301"]
+    for text, ids in zip(texts, theirs.encode_batch(texts), strict=True):
+        assert encode(text).tolist() == ids, ascii(text)
+    raw = encode._encode  # and it is needed: by itself it gives others
+    others = [text for text, ids in zip(texts, theirs.encode_batch(texts), strict=True) if raw(text).tolist() != ids]
+    assert len(others) > 100
+    assert not has_newer_marks("na\u00efve \u4e2d\u6587 \U0001f600 cafe\u0301")
+
+
+def test_no_other_mark_is_newer(normalizing):
+    """Every mark that Python knows; where this fails after an upgrade, the table wants the ones named."""
+    encode, theirs = encoder_of(EngineChoice.GIGATOKEN, normalizing), tokenizer_of_json(normalizing)
+    marks = [point for point in range(0x300, 0x1F000) if unicodedata.category(chr(point)).startswith("M")]
+    texts = [in_a_text(point) for point in marks]
+    wrong = [
+        hex(point)
+        for point, text, ids in zip(marks, texts, theirs.encode_batch(texts), strict=True)
+        if encode(text).tolist() != ids
+    ]
+    assert wrong == []
+
+
+def test_without_a_normalizer_nothing_is_looked_for(content, monkeypatch):
+    monkeypatch.setattr(encode_gigatoken, "has_newer_marks", lambda text: pytest.fail("looked"))
+    encode, theirs = encoder_of(EngineChoice.GIGATOKEN, content), tokenizer_of_json(content)
+    assert encode(in_a_text(0x1E6EE)).tolist() == theirs.encode(in_a_text(0x1E6EE))
