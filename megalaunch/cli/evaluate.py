@@ -57,6 +57,7 @@ def evaluate(
     _check(source, data, layout, task, include_path)
     show = _Table(json)
     with _failures_refused():
+        _say_what_is_left_out(data or ())
         from megalaunch.engine import api
 
         if layout:
@@ -71,6 +72,16 @@ def evaluate(
         if task:
             scores = api.task_scores(model, task, include_path, num_fewshot, limit, batch_size, sequence_length)
             _show_tasks(scores, json)
+
+
+def _say_what_is_left_out(data: Sequence[str]) -> None:
+    """Notes on files of a folder that are no data. DataError for a folder of several splits."""
+    from megalaunch.data.corpus import find_corpus
+
+    for name in data:
+        if Path(name).expanduser().is_dir():
+            for text in find_corpus(name, "text", split=None).notes:
+                typer.echo(f"note: {text}", err=True)
 
 
 class _Table:

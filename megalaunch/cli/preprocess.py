@@ -1,4 +1,4 @@
-"""`megalaunch preprocess`: text, jsonl and parquet to token files in Megatron's layout."""
+"""`megalaunch preprocess`: text, jsonl, parquet and arrow to token files in Megatron's layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ preprocess = typer.Typer(add_completion=False, pretty_exceptions_enable=False, r
 def run(
     inputs: Annotated[
         list[str],
-        typer.Argument(metavar="INPUTS", help="Files, folders or globs of jsonl, parquet or text; - is stdin."),
+        typer.Argument(metavar="INPUTS", help="Files, folders or globs of jsonl, parquet, arrow or text; - is stdin."),
     ],
     output_prefix: Annotated[Path, typer.Option(help="The files are OUTPUT_PREFIX_<key>_document.bin and .idx.")],
     tokenizer: Annotated[

@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalaunch.data.dataset_folder import TRAIN, choose_files
 from megalaunch.data.errors import DataError
-from megalaunch.data.input_chunks import Rows, table_rows
-from megalaunch.data.inputs import describe, lines
-from megalaunch.data.preprocess_settings import Format, Settings
+from megalaunch.data.inputs import TABLES, describe, lines
+from megalaunch.data.preprocess_settings import Format
 from megalaunch.data.source_files import CorpusFile, files_below, files_of
+from megalaunch.data.tables import table_rows
 
 # Tests and tables rather than code a person would read; and packages, which differ between machines.
 _STANDARD_LIBRARY_LEAVES_OUT = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # A lone text file is cut into documents after a blank line once this long, after any line once four times as long.
 _SECTION_BYTES = 4096
+_ROWS_BYTES = 2 << 20  # of a table that are held at once
 _ONLY_UTF8 = "Convert it to UTF-8 (iconv -f latin1 -t utf-8 ...), or leave it out by a glob."
 
 
@@ -41,6 +43,7 @@ class Corpus:
 
     files: tuple[CorpusFile, ...]
     json_key: str
+    notes: tuple[str, ...] = ()  # on files that were left out
 
     def size(self) -> int:
         """Bytes of all files."""
@@ -57,7 +60,7 @@ class Corpus:
         alone = len(self.files) == 1
         for file in self.files:
             kind = describe(file.path, Format.AUTO).format
-            if kind is Format.PARQUET:
+            if kind in TABLES:
                 found = _rows(file, self.json_key)
             elif kind is Format.JSONL:
                 found = _records(file)
@@ -76,8 +79,10 @@ class Corpus:
                     yield document
 
 
-def find_corpus(source: str, json_key: str) -> Corpus:
+def find_corpus(source: str, json_key: str, split: str | None = TRAIN) -> Corpus:
     """The corpus that `data.corpus` names: `python-stdlib`, a file, a folder or a glob.
+
+    Of a dataset folder (dataset_folder.py) the files of `split`; None: one that has several splits is refused.
 
     Files are sorted by their path relative to the folder, or to the part of a glob before its first
     wildcard. Hidden files and folders are left out. DataError when there is nothing.
@@ -91,6 +96,10 @@ def find_corpus(source: str, json_key: str) -> Corpus:
     if not found:
         fix = f"data.corpus takes a file, a folder, a glob or {STANDARD_LIBRARY}."
         raise DataError("no such corpus", file=Path(source).expanduser(), fix=fix)
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        chosen = choose_files(folder, found, split)
+        return Corpus(chosen.files, json_key, chosen.notes)
     return Corpus(found, json_key)
 
 
@@ -196,9 +205,8 @@ class _Found:
 
 def _rows(file: CorpusFile, json_key: str) -> Iterator[_Found]:
     number = 0
-    for chunk in table_rows(describe(file.path, Format.AUTO), Settings(Path(), json_keys=(json_key,))):
-        assert isinstance(chunk.body, Rows)
-        for (value,) in chunk.body.values:
+    for part in table_rows(describe(file.path, Format.AUTO), (json_key,), _ROWS_BYTES):
+        for (value,) in part.values:
             number += 1
             yield _Found(file, value, number, Format.PARQUET)
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from megalaunch.data.errors import DataError
-from megalaunch.data.inputs import DamagedStream, Input, Stream, require
+from megalaunch.data.inputs import TABLES, DamagedStream, Input, Stream
 from megalaunch.data.preprocess_settings import Format, Settings
 from megalaunch.data.source_files import open_source
+from megalaunch.data.tables import table_rows
 
 _SEARCHED_AT_ONCE = 1 << 16
-_ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,8 @@ def chunks(inputs: Sequence[Input], settings: Settings, start: Position) -> Iter
             yield chunk
             number = chunk.end.file
             continue
-        if entry.format is Format.PARQUET:
-            parts = table_rows(entry, settings, number, offset)
+        if entry.format in TABLES:
+            parts = _rows(entry, number, settings, offset)
         elif entry.is_plain:
             parts = _spans(entry, number, settings, offset)
         else:
@@ -214,39 +213,8 @@ def _packed_text(entry: Input, number: int, settings: Settings) -> Chunk:
     return Chunk(entry.path, WholeFiles((entry.path,), bytes(content)), entry.size, end)
 
 
-def table_rows(entry: Input, settings: Settings, number: int = 0, start: int = 0) -> Iterator[Chunk]:
-    """Chunks of the rows of a parquet file, which is input `number`, from row `start` on. Raises DataError."""
-    parquet = require("pyarrow.parquet", entry.path)
-    arrow = require("pyarrow", entry.path)
-    fix = "Copy the file again, or make it anew."
-    try:
-        table = parquet.ParquetFile(entry.path)
-        _check_columns(entry.path, table.schema_arrow.names, settings.json_keys)
-        total = table.metadata.num_rows
-        # Whole row groups before the start are not read at all.
-        group, row = 0, 0
-        while group < table.num_row_groups and row + table.metadata.row_group(group).num_rows <= start:
-            row += table.metadata.row_group(group).num_rows
-            group += 1
-        held: list[tuple[Any, ...]] = []
-        size, groups, stored = 0, list(range(group, table.num_row_groups)), entry.size * row // max(total, 1)
-        for batch in table.iter_batches(_ROWS_AT_ONCE, row_groups=groups, columns=list(settings.json_keys)):
-            columns = [batch.column(batch.schema.get_field_index(key)).to_pylist() for key in settings.json_keys]
-            rows = list(zip(*columns, strict=True))
-            held += rows[max(0, start - row) :]
-            row += len(rows)
-            size += batch.nbytes
-            if held and (size >= settings.chunk_bytes or row == total):
-                now = entry.size * row // total
-                yield Chunk(entry.path, Rows(held), now - stored, _after(number, row, total))
-                held, size, stored = [], 0, now
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"it cannot be read as parquet ({error})", file=entry.path, fix=fix) from error
-
-
-def _check_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> None:
-    for key in keys:
-        if key not in names:
-            shown = ", ".join(names[:10])
-            fix = f"Its columns are {shown}: name the one with the text (--json-key)."
-            raise DataError(f'the table has no column "{key}"', file=path, fix=fix)
+def _rows(entry: Input, number: int, settings: Settings, start: int) -> Iterator[Chunk]:
+    """Chunks of a table's rows, from row `start` on."""
+    for part in table_rows(entry, settings.json_keys, settings.chunk_bytes, start):
+        end = Position(number + 1, 0) if part.is_last else Position(number, part.end)
+        yield Chunk(entry.path, Rows(part.values), part.stored, end)

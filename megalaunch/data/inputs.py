@@ -7,17 +7,19 @@ import gzip
 import lzma
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from megalaunch.data.dataset_folder import choose_files
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.preprocess_settings import Format
-from megalaunch.data.source_files import CORRECT_PATH, RECORD_SUFFIXES, files_of, open_source
+from megalaunch.data.source_files import COMPRESSIONS, CORRECT_PATH, RECORD_SUFFIXES, files_of, open_source
 
 STDIN = "-"
-_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+TABLES = (Format.PARQUET, Format.ARROW)
+_TABLES = {".parquet": Format.PARQUET, ".arrow": Format.ARROW, ".feather": Format.ARROW}
 _BLOCK = 1 << 20
 START_AGAIN = "Start again when nothing writes to it any more, or read a copy."
 # What the decompressors raise for a stream that is cut or altered.
@@ -49,9 +51,10 @@ class Input:
         return not self.compression and not self.is_stdin
 
 
-def find_inputs(sources: Sequence[str], kind: Format) -> list[Input]:
+def find_inputs(sources: Sequence[str], kind: Format, note: Callable[[str], None] = lambda text: None) -> list[Input]:
     """The files of all sources in order: files, folders, globs (each sorted), `-` for standard input.
 
+    Of a dataset folder the training split (dataset_folder.py); `note` hears what is left out.
     Raises DataError when a source matches nothing, or standard input is named beside others.
     """
     found: list[Input] = []
@@ -60,6 +63,11 @@ def find_inputs(sources: Sequence[str], kind: Format) -> list[Input]:
             found.append(Input(Path(STDIN), Format.JSONL if kind is Format.AUTO else kind, "", 0, 0))
         else:
             files = files_of(source)
+            if Path(source).expanduser().is_dir() and kind is not Format.TEXT:
+                chosen = choose_files(Path(source).expanduser(), files)
+                files = chosen.files
+                for text in chosen.notes:
+                    note(text)
             if not files:
                 raise DataError("no such input", file=source, fix="Inputs are files, folders, globs and -.")
             found += [describe(file.path, kind) for file in files]
@@ -73,13 +81,13 @@ def find_inputs(sources: Sequence[str], kind: Format) -> list[Input]:
 
 def describe(path: Path, kind: Format) -> Input:
     """How a file is read and packed, by its suffixes; DataError when it is not there, or is packed parquet."""
-    compression = path.suffix if path.suffix in _COMPRESSIONS else ""
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
     inner = Path(path.stem).suffix if compression else path.suffix
     if kind is Format.AUTO:
-        kind = Format.JSONL if inner in RECORD_SUFFIXES else Format.PARQUET if inner == ".parquet" else Format.TEXT
-    if kind is Format.PARQUET and compression:
+        kind = Format.JSONL if inner in RECORD_SUFFIXES else _TABLES.get(inner, Format.TEXT)
+    if kind in TABLES and compression:
         fix = f"Unpack it first, or name it without {compression}."
-        raise DataError("parquet files are compressed inside, not as a whole", file=path, fix=fix)
+        raise DataError(f"{kind} files are compressed inside, not as a whole", file=path, fix=fix)
     try:
         status = path.stat()
     except OSError as error:

@@ -79,6 +79,8 @@ def prepare(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], No
             fix="Set data.corpus=FILE|FOLDER|GLOB, or data.train_prefix and tokenizer.path.",
         )
     corpus = find_corpus(source, data.json_key)
+    for text in corpus.notes:
+        report(f"note: {text}")
     report(f"{source}: {len(corpus.files):,} files, {corpus.size() / 1e6:,.1f} MB")
 
     hashes = [file.sha256() for file in corpus.files]

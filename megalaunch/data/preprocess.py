@@ -64,7 +64,7 @@ def preprocess(
     workers = Workers(settings.workers, settings.chunk_bytes)
     try:
         with early or EarlyTokenizer(path, settings.merges) as loading:
-            found = find_inputs(inputs, settings.format)
+            found = find_inputs(inputs, settings.format, note)
             ahead, texts = _begin_to_read(found, settings)
             trial = EngineTrial(settings.engine, loading, path, texts)
             tokenizer = loading.known()

@@ -13,6 +13,7 @@ class Format(StrEnum):
     AUTO = "auto"
     JSONL = "jsonl"
     PARQUET = "parquet"
+    ARROW = "arrow"
     TEXT = "text"
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from megalaunch.data.errors import DataError, cannot
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
+TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 CORRECT_PATH = "Correct the path, or allow reading."
 
 

@@ -97,7 +97,7 @@ def _write(model: ModelSource, source: str, prefix: Path, json_key: str, moves: 
     tokenizer = model.tokenizer
     end = [] if tokenizer.eod_id is None else [tokenizer.eod_id]
     with TokenWriter(prefix, token_type(tokenizer.vocab_size)) as writer:
-        for document in find_corpus(source, json_key).documents():
+        for document in find_corpus(source, json_key, split=None).documents():
             writer.add_sequence(tokenizer.encode(document.text) + end)
             writer.end_document()
             moves()
