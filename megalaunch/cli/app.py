@@ -62,8 +62,16 @@ class LazyGroup(TyperGroup):
 
         return TyperCommand(cmd_name, help=found.help, callback=None)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read `help COMMAND` as `COMMAND --help`."""
+        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command itself, once its name is known to be right."""
+        """Import the command, once its name is known to be right."""
+        if args[0] not in COMMANDS and not ctx.resilient_parsing:
+            from megalaunch.cli.unknown_command import next_step
+
+            ctx.fail(f"No such command {args[0]!r}. {next_step(args, list(COMMANDS))}")
         name, listed, rest = super().resolve_command(ctx, args)
         return name, load_command(name) if name and listed else listed, rest
 
@@ -74,16 +82,26 @@ def load_command(name: str) -> Any:
     target = getattr(importlib.import_module(f"megalaunch.cli.{entry.module}"), entry.attribute)
     if not isinstance(target, typer.Typer):
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        single.command(name, help=target.__doc__ or entry.help)(target)
+        single.command(name, cls=_command_class(target), help=target.__doc__ or entry.help)(target)
         target = single
     command = typer.main.get_command(target)
     command.name = name
     return command
 
 
+def _command_class(function: Any) -> type[TyperCommand] | None:
+    """What answers unknown options of the commands that take KEY=VALUE arguments; None: Typer's own."""
+    if "words" not in function.__annotations__:
+        return None
+    from megalaunch.cli.unknown_options import OverridesCommand
+
+    return OverridesCommand
+
+
 app = typer.Typer(
     cls=LazyGroup,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Train large language models with Megatron-style parallelism from declarative recipes.",

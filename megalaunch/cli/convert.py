@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megalaunch.cli.missing_parameters import CompleteCommand
 from megalaunch.rundir.checkpoint.contents import TOKENIZER_FILE
 from megalaunch.rundir.outcome import ExitCode
 
@@ -23,7 +24,7 @@ app = typer.Typer(
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-@app.command("import")
+@app.command("import", cls=CompleteCommand)
 def import_(
     folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A folder with config.json and safetensors.")],
     output: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The checkpoint to write.")],
@@ -45,7 +46,7 @@ def import_(
             typer.echo(f"{folder} has no tokenizer: {output} can begin a run, but write no text")
 
 
-@app.command("export")
+@app.command("export", cls=CompleteCommand)
 def export(
     source: Annotated[Path, typer.Argument(metavar="CHECKPOINT|RUN_DIR", help="A checkpoint, or a run: its newest.")],
     output: Annotated[Path, typer.Option(metavar="HF_DIR", help="The folder to write.")],
@@ -76,7 +77,7 @@ def export(
         typer.echo(f"wrote {output}")
 
 
-@app.command("import-megatron")
+@app.command("import-megatron", cls=CompleteCommand)
 def import_megatron(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A torch_dist checkpoint, or its run.")],
     output: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The checkpoint to write.")],

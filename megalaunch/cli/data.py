@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from megalaunch.cli.data_cache import cache
+from megalaunch.cli.missing_parameters import CompleteCommand
 
 if TYPE_CHECKING:
     from megalaunch.data.indexed import IndexedTokens
@@ -88,7 +89,7 @@ def verify(
         )
 
 
-@app.command()
+@app.command(cls=CompleteCommand)
 def merge(
     prefixes: Annotated[list[Path], typer.Argument(help="Prefixes in order, or folders (sorted by name).")],
     output_prefix: Annotated[Path, typer.Option(help="Path of the files to make, without .bin and .idx.")],
@@ -101,7 +102,7 @@ def merge(
         typer.echo(f"{made.prefix}: {made.num_documents:,} documents, {made.num_tokens:,} tokens")
 
 
-@app.command()
+@app.command(cls=CompleteCommand)
 def split(
     prefix: Prefix,
     output_prefix: Annotated[Path, typer.Option(help="The parts are OUTPUT_PREFIX_0, OUTPUT_PREFIX_1...")],

@@ -76,7 +76,7 @@ def plan_run(words: list[str], starts: bool) -> PlannedRun:
 def _check(planned: PlannedRun, starts: bool) -> None:
     """Refuse what is wrong, show what is doubtful and what will run."""
     from megalaunch.cli.exit import refuse
-    from megalaunch.cli.render import findings_text, run_table
+    from megalaunch.cli.render import findings_text, problems_as_findings, run_table
     from megalaunch.plan.check import check
     from megalaunch.plan.findings import has_errors
     from megalaunch.plan.resolve import machine_mismatch
@@ -87,6 +87,7 @@ def _check(planned: PlannedRun, starts: bool) -> None:
     doubts = [finding for finding in planned.derived if finding.severity != "note"]  # an emulated format
     machine = planned.machine if starts else None
     findings = [*check(spec, planned.composition.origins, "train", machine), *doubts]
+    findings += problems_as_findings(planned.composition.repeated, "warning")
     if starts:
         findings += machine_mismatch(spec, planned.machine)
     else:  # other machines, or the user's own hands, may start it

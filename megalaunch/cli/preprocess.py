@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from megalaunch.cli.missing_parameters import CompleteCommand
 from megalaunch.data.preprocess_settings import EngineChoice, Format, MaxBad, OnBadRecord, Settings
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _TERMINAL_INTERVAL, _PLAIN_INTERVAL = 0.2, 10.0  # seconds between two progress 
 _BAR = 24  # characters
 
 
-class MegatronCommand(TyperCommand):
+class MegatronCommand(CompleteCommand):
     """Takes Megatron-LM's spelling of the options as well as ours."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -10,16 +10,16 @@ from typing import Any
 
 from megalaunch.config.schema import RunSpec, SpecProblem
 from megalaunch.plan.batch import tokens_per_step
-from megalaunch.plan.findings import REFERENCE, Finding, anchor_of, as_json, has_errors
+from megalaunch.plan.findings import REFERENCE, Finding, Severity, anchor_of, as_json, has_errors
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.topology import Topology
 
 _WIDTH = 116
 
 
-def problems_as_findings(problems: Sequence[SpecProblem]) -> list[Finding]:
-    """What composition refuses, in the form of what the checker finds."""
-    return [Finding("config.schema", "error", p.path, p.message, origin=p.where) for p in problems]
+def problems_as_findings(problems: Sequence[SpecProblem], severity: Severity = "error") -> list[Finding]:
+    """What composition refuses (or, as warnings, doubts), in the form of what the checker finds."""
+    return [Finding("config.schema", severity, p.path, p.message, origin=p.where) for p in problems]
 
 
 def problems_text(problems: Sequence[SpecProblem]) -> str:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from megalaunch.cli.missing_parameters import CompleteCommand
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -16,7 +18,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(cls=CompleteCommand)
 def train(
     inputs: Annotated[list[str], typer.Argument(metavar="INPUTS", help="As for preprocess: files, folders, globs.")],
     output: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],

@@ -46,7 +46,8 @@ def validate_config(
                 refuse(problems_text(error.problems))
             return
         found = check(resolution.spec, composition.origins, machine=machine) + token_findings(resolution.spec)
-        findings = in_order([*found, *resolution.notes])
+        repeated = problems_as_findings(composition.repeated, "warning")
+        findings = in_order([*repeated, *found, *resolution.notes])
         derived = derived_values(resolution.spec)
     valid = not has_errors(findings)
     typer.echo(findings_json(findings, derived) if as_json else findings_text(findings, derived))

@@ -44,12 +44,16 @@ class Origin:
 
 @dataclass(frozen=True)
 class Composition:
-    """A typed spec, where each of its values comes from, the option chosen in each group, and the words."""
+    """A typed spec, where each of its values comes from, the option chosen in each group, and the words.
+
+    `repeated` are keys that the words give several values.
+    """
 
     spec: RunSpec
     origins: Mapping[str, Origin]
     choices: Mapping[str, str]
     words: tuple[str, ...]
+    repeated: tuple[SpecProblem, ...] = ()
 
 
 @dataclass
@@ -97,7 +101,7 @@ class Composer:
         if problems:
             raise ConfigError(problems)
         shown = {group: option for group, option in choices.items() if option}
-        return Composition(spec, _with_open(origins, data), shown, tuple(words))
+        return Composition(spec, _with_open(origins, data), shown, tuple(words), tuple(chosen.repeated()))
 
 
 @cache

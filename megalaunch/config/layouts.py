@@ -37,6 +37,19 @@ def layout_values(name: str) -> dict[str, Any] | None:
     return values or None
 
 
+def one_layout(text: str) -> str | None:
+    """The layout name that was meant by one with separators or capitals, or None.
+
+    >>> one_layout("TP4, pp=2")
+    'tp4pp2'
+    """
+    name = re.sub(r"[^a-z0-9]", "", text.lower())
+    try:
+        return name if layout_values(name) else None
+    except LayoutError:
+        return None
+
+
 def _meaning(match: re.Match[str]) -> tuple[str, Any]:
     axis, degree, sharding, _ = match.groups()
     if sharding:

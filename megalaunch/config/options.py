@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.config.interpolation import interpolate
-from megalaunch.config.keys import GROUPS, is_section, schema_keys, suggestion
-from megalaunch.config.layouts import GRAMMAR, LayoutError, layout_values
+from megalaunch.config.keys import GROUPS, is_section, schema_keys
+from megalaunch.config.layouts import LayoutError, layout_values
 from megalaunch.config.schema import SpecProblem
-from megalaunch.config.schema.build import did_you_mean
+from megalaunch.config.unknown_names import unknown_key, unknown_option
 from megalaunch.config.yaml_file import YamlFile, YamlProblem, load_yaml
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -79,15 +79,8 @@ def load_option(
             return None
         if layout is not None:
             return FileValues({f"parallel.{key}": value for key, value in layout.items()})
-    problems.append(SpecProblem(group, _unknown_option(group, name, option_names(group, beside)), where))
+    problems.append(SpecProblem(group, unknown_option(group, name, option_names(group, beside)), where))
     return None
-
-
-def _unknown_option(group: str, name: str, names: list[str]) -> str:
-    text = f"there is no {group}={name}{did_you_mean(name, names)}"
-    if group == "parallel":
-        return f"{text}; a layout is named by {GRAMMAR}, e.g. parallel=tp4pp4"
-    return f"{text} (there are: {', '.join(names)})"
 
 
 def file_values(file: YamlFile, prefix: str, problems: list[SpecProblem]) -> FileValues:
@@ -111,8 +104,9 @@ def file_values(file: YamlFile, prefix: str, problems: list[SpecProblem]) -> Fil
                 problems.append(SpecProblem(key, _not_a_section(key, value), place))
             else:
                 unknown.append(key)
-                near = suggestion(key) if len(unknown) <= _MAX_SUGGESTIONS else ""
-                problems.append(SpecProblem(key, f"unknown key{near}", place))
+                typed = str(value) if isinstance(value, str | int | float) else ""
+                said = unknown_key(key, typed) if len(unknown) <= _MAX_SUGGESTIONS else "unknown key"
+                problems.append(SpecProblem(key, said, place))
 
     def _leaf(key: str, value: Any, place: str) -> None:
         if isinstance(value, Mapping) or (isinstance(value, list) and not schema_keys()[key].takes_list):

@@ -12,7 +12,7 @@ from typing import Any
 from megalaunch.config.keys import GROUPS, suggestion
 from megalaunch.config.options import FileValues, file_values, shown_path
 from megalaunch.config.schema import SpecProblem
-from megalaunch.config.schema.build import did_you_mean
+from megalaunch.config.unknown_names import unknown_recipe
 from megalaunch.config.yaml_file import YamlFile, YamlProblem, load_yaml
 
 PACKAGED = Path(__file__).resolve().parent.parent / "recipes"
@@ -92,8 +92,13 @@ def load_chain(word: str, where: str, problems: list[SpecProblem]) -> list[Recip
 def _collect(
     word: str, where: str, path_here: tuple[str, ...], chain: list[Recipe], problems: list[SpecProblem]
 ) -> None:
-    if word in path_here or len(path_here) >= _MAX_CHAIN:
-        problems.append(SpecProblem("recipe", f"starts from itself: {' -> '.join([*path_here, word])}", where))
+    if word in path_here:
+        problems.append(SpecProblem("recipe", _starts_from_itself([*path_here, word], where), where))
+        return
+    if len(path_here) >= _MAX_CHAIN:
+        links = " -> ".join([*path_here, word])
+        message = f"starts from a recipe that starts from another, {_MAX_CHAIN} times: {links}; take some links out"
+        problems.append(SpecProblem("recipe", message, where))
         return
     if any(recipe.name == word for recipe in chain):
         return
@@ -103,6 +108,16 @@ def _collect(
     for parent in recipe.parents:
         _collect(parent, shown_path(recipe.path), (*path_here, word), chain, problems)
     chain.append(recipe)
+
+
+def _starts_from_itself(links: list[str], where: str) -> str:
+    """The circle, what breaks it, and whether a recipe of the same name was hidden by the user's own."""
+    said = f"starts from itself: {' -> '.join(links)}; take {links[-1]!r} out of the defaults of {where}"
+    own = find_recipe(links[-1])
+    packaged = PACKAGED / f"{links[-1]}.yaml"
+    if own is not None and packaged.is_file() and own.resolve() != packaged.resolve():
+        said += f", or rename {shown_path(own)}, which hides the {links[-1]} that comes with megalaunch"
+    return said
 
 
 def _load(word: str, where: str, typed: bool, problems: list[SpecProblem]) -> Recipe | None:
@@ -121,10 +136,7 @@ def _load(word: str, where: str, typed: bool, problems: list[SpecProblem]) -> Re
 def _unknown(word: str, typed: bool) -> str:
     if not typed and (is_path(word) or not _NAME.fullmatch(word)):
         return f"a recipe starts from a recipe's name, not from {word!r}"
-    names = list(recipe_files())
-    return (
-        f"there is no recipe {word!r}{did_you_mean(word, names)} (there are: {', '.join(names)}; or a path to a .yaml)"
-    )
+    return unknown_recipe(word, list(recipe_files()))
 
 
 def read_recipe(name: str, path: Path, file: YamlFile, problems: list[SpecProblem]) -> Recipe:
@@ -172,8 +184,8 @@ def _defaults(defaults: Any, file: YamlFile) -> Iterator[_Entry]:
 def _picked(place: str, key: str, option: Any) -> _Entry:
     override, _, target = key.partition(" ")
     group = target.strip().removeprefix("/") if override == "override" else key.removeprefix("/")
-    if group == "recipe":
-        return place, f"a recipe to start from stands alone in the list: `- {option}`", "", None
+    if group == "recipe":  # as the command line says it, recipe=NAME
+        return (place, "", option, None) if isinstance(option, str) else (place, "recipe needs a name", "", None)
     if group not in GROUPS:
         return place, f"there is no group {group!r}{suggestion(group)} (groups: {', '.join(GROUPS)})", "", None
     if override != "override" or not target.strip().startswith("/"):

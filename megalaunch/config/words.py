@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megalaunch.config.keys import GROUPS, is_section, schema_keys, suggestion
+from megalaunch.config.keys import GROUPS, is_section, schema_keys
+from megalaunch.config.layouts import one_layout
 from megalaunch.config.options import option_names
+from megalaunch.config.recipes import is_path, recipe_files
 from megalaunch.config.schema import SpecProblem
+from megalaunch.config.unknown_names import unknown_key
 
 COMMAND_LINE = "command line"
 
@@ -18,6 +22,17 @@ class Words:
 
     choices: dict[str, str] = field(default_factory=dict)
     values: list[tuple[str, str]] = field(default_factory=list)
+
+    def repeated(self) -> list[SpecProblem]:
+        """Keys that were given several values; the last one holds, as in Hydra."""
+        given: dict[str, list[str]] = {}
+        for key, value in self.values:
+            given.setdefault(key, []).append(value)
+        return [
+            SpecProblem(key, f"is given {len(values)} times ({', '.join(values)}); {key}={values[-1]}, the last, holds",
+                        COMMAND_LINE)
+            for key, values in given.items() if len(dict.fromkeys(values)) > 1
+        ]  # fmt: skip
 
 
 def split_words(words: Sequence[str], problems: list[SpecProblem]) -> Words:
@@ -44,24 +59,28 @@ def _refused(word: str, key: str, equals: str, value: str) -> str:
     if word.startswith("~"):
         return f"~ takes keys away, and a run spec keeps all of them; {_instead_of_removing(key.lstrip('~'))}"
     if not equals:
-        return f"is no KEY=VALUE word{_missing_equals(word)}"
+        return f"is no KEY=VALUE word{_word_hint(word)}"
     if key in schema_keys():
         return ""
     if key in (*GROUPS, "recipe"):
         return _bad_choice(key, value)
     if is_section(key):
         first = next(path for path in schema_keys() if path.startswith(f"{key}."))
-        return f"is a section; set one of its keys, e.g. {first}=..."
+        example = f"{key}.path={value}" if key == "tokenizer" and value else f"{first}=..."
+        return f"is a section; set one of its keys, e.g. {example}"
     if "/" in key or "@" in key:
         plain = key.split("@")[0].lstrip("/").replace("/", ".")
-        return f"unknown key; groups and keys are written GROUP=OPTION and SECTION.KEY=VALUE{suggestion(plain)}"
-    return f"unknown key{suggestion(key)}"
+        return f"{unknown_key(plain)}; groups and keys are written GROUP=OPTION and SECTION.KEY=VALUE"
+    return unknown_key(key, value)
 
 
 def _bad_choice(group: str, value: str) -> str:
     if "," in value:
+        joined = one_layout(value) if group == "parallel" else None
+        if joined is not None:
+            return f"names several options; one layout is written together: parallel={joined}"
         first = value.split(",")[0].strip()
-        return f"names several options; one run has one, e.g. {group}={first}"
+        return f"names several options; one run has one, e.g. {group}={first}; `megalaunch sweep` runs several"
     if not value or value == "null":
         names = "a recipe" if group == "recipe" else ", ".join(option_names(group))
         return f"needs the name of an option ({names})"
@@ -72,7 +91,7 @@ def _plus(plain: str) -> str:
     key = plain.partition("=")[0]
     if key in schema_keys() or key in (*GROUPS, "recipe"):
         return f"is no new key, so it needs no +; write {plain}"
-    return f"unknown key{suggestion(key)} (+ would add it, and a run spec has the schema's keys only)"
+    return f"{unknown_key(key, plain.partition('=')[2])} (+ would add it, and a run spec has the schema's keys only)"
 
 
 def _instead_of_removing(key: str) -> str:
@@ -84,10 +103,19 @@ def _instead_of_removing(key: str) -> str:
     return "leave the word out"
 
 
-def _missing_equals(word: str) -> str:
-    near = word if word in schema_keys() or word in (*GROUPS, "recipe") else None
-    if near:
-        return f"; write {near}=VALUE"
-    if word in option_names("model"):
-        return f"; did you mean model={word}?"
-    return f"; did you mean recipe={word}?" if word.isidentifier() else ", e.g. train.steps=100"
+def _word_hint(word: str) -> str:
+    """What a word without = most likely stands for: a recipe before a model, since a run starts from one."""
+    if word in schema_keys() or word in (*GROUPS, "recipe"):
+        return f"; write {word}=VALUE"
+    if word in ("help", "-h"):
+        return "; write --help"
+    recipes = list(recipe_files())
+    if word in recipes or is_path(word):
+        return f"; did you mean recipe={word}?"
+    for group in GROUPS:
+        if word in option_names(group):
+            return f"; did you mean {group}={word}?"
+    if one_layout(word):
+        return f"; did you mean parallel={one_layout(word)}?"
+    near = difflib.get_close_matches(word, recipes, n=1)
+    return f"; did you mean recipe={near[0]}?" if near else ", e.g. recipe=quickstart or train.steps=100"

@@ -34,6 +34,7 @@ SCHEDULE = {
 OPTIMIZER = {
     "optimizer.momentum": Case("optimizer.name=sgd optimizer.momentum=1", "optimizer.name=sgd optimizer.momentum=0.99"),
     "optimizer.rate": Case("optimizer.lr=0 schedule.min_lr=0", "optimizer.lr=1e-9 schedule.min_lr=0"),
+    "optimizer.rate_too_high": Case("optimizer.lr=0.1", "optimizer.lr=0.099"),
     "optimizer.epsilon": Case("optimizer.epsilon=0", "optimizer.epsilon=0 optimizer.name=sgd"),
     "optimizer.decay_by_rate": Case("optimizer.weight_decay=100", "optimizer.weight_decay=99"),
     "optimizer.skip_all": Case("optimizer.skip_above_norm=0", "optimizer.skip_above_norm=2"),

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+_EXACT = 2**53  # beyond it a float stands for several whole numbers
 _LARGEST_WHOLE = 10**30  # far beyond every setting, and every sum and product of a few is still a float
 
 
@@ -148,7 +149,7 @@ def _convert(option: Any, value: Any) -> tuple[bool, Any]:
     if isinstance(value, bool):
         return False, None
     if option is int:
-        return isinstance(value, int), value
+        return _whole(value)
     if option is float:
         return _finite(value)
     return isinstance(value, option), value
@@ -159,6 +160,13 @@ def _items(kind: Any, value: Any) -> tuple[bool, tuple[Any, ...] | None]:
         return False, None
     converted = [_convert(kind, item) for item in value]
     return all(fits for fits, _ in converted), tuple(item for _, item in converted)
+
+
+def _whole(value: Any) -> tuple[bool, Any]:
+    """A whole number; 1e3, which YAML and Hydra read as a float, is one too."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT:
+        return True, int(value)
+    return isinstance(value, int), value
 
 
 def _finite(value: Any) -> tuple[bool, float | None]:

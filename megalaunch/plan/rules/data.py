@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.config.schema.data import DataSpec
+from megalaunch.config.schema.remote import is_hub_name
 from megalaunch.plan.findings import as_word
 from megalaunch.plan.rules.dependent import defaults
 from megalaunch.plan.rules.registry import Broken, Situation, rule
@@ -128,7 +129,10 @@ def tokenizer_path(at: Situation) -> Iterator[Broken]:
     """A tokenizer.json, or a folder that holds one."""
     path = at.spec.tokenizer.path
     if path is not None and not (_is_file(path) or _is_file(f"{path}/tokenizer.json")):
-        yield Broken("tokenizer.path", f"there is no {path} on this machine", severity=at.before_launch)
+        message = f"there is no {path} on this machine"
+        if is_hub_name(path):
+            message += "; of a tokenizer on a hub download its tokenizer.json first, and name that file"
+        yield Broken("tokenizer.path", message, severity=at.before_launch)
 
 
 @rule("tokenizer.of_tokens", "Prepared tokens come with the tokenizer that made them.")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from megalaunch.plan.findings import as_word
-from megalaunch.plan.rules.registry import Broken, Situation, rule
+from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
 from megalaunch.plan.supported import unsupported
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -39,6 +39,35 @@ def multi_node(at: Situation) -> Iterator[Broken]:
             ({"cluster.nodes": 1},),
             severity="error" if at.purpose == "train" else "note",
         )
+
+
+_WORKERS_A_CORE = 4
+
+
+@rule("cluster.cores", "A machine without accelerators has cores for its workers.")
+def cores(at: Situation) -> Iterator[Broken]:
+    """Workers that share a core take turns, and each holds a process with torch: more of them only slow a run down."""
+    workers = at.spec.cluster.devices_per_node
+    if at.here is None or at.here.chip.device != "cpu" or not isinstance(workers, int):
+        return
+    if workers > _WORKERS_A_CORE * at.here.cores:
+        yield Broken(
+            "cluster.devices_per_node",
+            f"{workers} workers share the {at.here.cores} core{'s' if at.here.cores > 1 else ''} of this machine, "
+            f"{workers / at.here.cores:.0f} a core: each step takes that much longer",
+            {"workers": workers, "cores": at.here.cores},
+            _fewer_workers(at, at.here.cores),
+            severity="warning",
+        )
+
+
+def _fewer_workers(at: Situation, cores: int) -> tuple[Fix, ...]:
+    """As many workers as there are cores, with the layout that is asked for, or without one."""
+    one_shard = {f"parallel.{axis}": 1 for axis in ("tp", "pp", "cp", "ep")}
+    fixes: list[Fix] = []
+    for workers in (cores, 2, 1):
+        fixes += [{"cluster.cpu_workers": workers}, {"parallel.dp": workers}, {**one_shard, "parallel.dp": workers}]
+    return tuple(fixes)
 
 
 @rule("run.name", "The name of a run is the name of a folder.")

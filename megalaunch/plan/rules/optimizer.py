@@ -50,6 +50,29 @@ def rate(at: Situation) -> Iterator[Broken]:
         )
 
 
+_TOO_HIGH = {"adamw": 0.1, "lion": 0.1, "muon": 1.0}
+"""By update rule: a learning rate at which one step moves weights further than they are usually large."""
+
+
+@rule("optimizer.rate_too_high", "One step moves a weight by less than its usual size.")
+def rate_too_high(at: Situation) -> Iterator[Broken]:
+    """AdamW and Lion move each weight by up to lr, and weights begin near 0.02: training diverges at once."""
+    optimizer = at.spec.optimizer
+    for key in ("lr", "embedding_lr"):
+        lr = getattr(optimizer, key)
+        if lr is not None and lr >= _TOO_HIGH.get(optimizer.name, float("inf")):
+            usual = 0.02 if optimizer.name == "muon" else 3e-4
+            lower = {f"optimizer.{key}": usual}
+            yield Broken(
+                f"optimizer.{key}",
+                f"{key} {lr:g} moves a weight by up to {lr:g} a step with {optimizer.name}, and weights begin near "
+                f"{at.spec.model.init_std:g}: the loss will rise",
+                {key: lr, "init_std": at.spec.model.init_std},
+                (lower, {f"optimizer.{key}": 10 * usual}, {**lower, "schedule.min_lr": 0.0}),
+                severity="warning",
+            )
+
+
 @rule("optimizer.epsilon", "Adam divides by more than 0.")
 def epsilon(at: Situation) -> Iterator[Broken]:
     """A token that a batch lacks has a gradient of 0 and a second moment of 0: its embedding would become NaN."""

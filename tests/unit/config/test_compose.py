@@ -96,7 +96,32 @@ def test_all_problems_come_at_once_with_their_places():
         ("train=5", "train", "is a section; set one of its keys, e.g. train.steps"),
         ("recipe/x=5", "recipe/x", "GROUP=OPTION and SECTION.KEY=VALUE"),
         ("model@foo=tiny", "model@foo", "GROUP=OPTION"),
-        ("tiny", "tiny", r"is no KEY=VALUE word; did you mean model=tiny\?"),
+        ("tiny", "tiny", r"is no KEY=VALUE word; did you mean recipe=tiny\?"),
+        ("llama3_70b", "llama3_70b", r"did you mean recipe=llama3_70b\?"),
+        ("gpt3_13b", "gpt3_13b", r"did you mean model=gpt3_13b\?"),  # there is no such recipe
+        ("quikstart", "quikstart", r"did you mean recipe=quickstart\?"),
+        ("mine.yaml", "mine.yaml", r"did you mean recipe=mine.yaml\?"),
+        ("tp2pp2", "tp2pp2", r"did you mean parallel=tp2pp2\?"),
+        ("help", "help", "write --help"),
+        (
+            "tensor_model_parallel_size=4",
+            "tensor_model_parallel_size",
+            "did you mean 'parallel.tp'.*write parallel.tp=4",
+        ),
+        ("parallel.tensor-model-parallel-size=4", "parallel.tensor-model-parallel-size", "write parallel.tp=4"),
+        ("fp8_format=hybrid", "fp8_format", "write precision.compute=fp8 precision.fp8.format=hybrid"),
+        ("use_flash_attn=true", "use_flash_attn", "leave it out: Megatron itself ignores it"),
+        ("train.frobnicate=3", "train.frobnicate", "`megalaunch explain train` lists"),
+        ("parallel=tp4,pp2", "parallel", "one layout is written together: parallel=tp4pp2"),
+        ("parallel=TP4-PP2", "parallel", r"did you mean parallel=tp4pp2\?"),
+        ("data=/path/to/text", "data", "text of your own is named by data.corpus=/path/to/text"),
+        ("data=texts/*.txt", "data", r"named by data.corpus=texts/\*.txt"),
+        ("data=https://a.example/b.txt", "data", "nothing is downloaded: fetch the text first"),
+        ("data=roneneldan/TinyStories", "data", "nothing is downloaded"),
+        ("model=meta-llama/Llama-3.1-8B-Instruct", "model", "its shape is model=llama31_8b, .*initialize_from=FOLDER"),
+        ("model=Qwen/Qwen2.5-7B", "model", "its shape is model=qwen25_7b, "),
+        ("model=nobody/Unheard-Of-3B", "model", "checkpoint.initialize_from=FOLDER"),
+        ("tokenizer=openai-community/gpt2", "tokenizer", "tokenizer.path=openai-community/gpt2"),
         ("train.steps", "train.steps", "is no KEY=VALUE word; write train.steps=VALUE"),
         ("train.steps=1,2", "train.steps", r"names several values \(1,2\); one run has one, e.g. train.steps=1"),
         ("optimizer.lr=choice(1e-3,1e-4)", "optimizer.lr", "e.g. optimizer.lr=1e-3"),
@@ -126,6 +151,27 @@ def test_what_words_are_refused_and_how(word, path, message):
     assert list(found) == [path]
     assert re.search(message, found[path].message), found[path].message
     assert found[path].where == "command line" or "no value" in message
+
+
+def test_a_hubs_name_in_place_of_a_recipe():
+    assert "a model's name on a hub names none" in problems("recipe=meta-llama/Llama-3.1-8B")["recipe"].message
+
+
+def test_own_files_named_as_options_of_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "tokens.idx").write_bytes(b"")
+    assert "data.corpus=texts" in problems("recipe=tiny", "data=texts")["data"].message
+    assert "data.train_prefix=tokens" in problems("recipe=tiny", "data=tokens")["data"].message
+    assert "there are: mock" in problems("recipe=tiny", "data=text")["data"].message
+
+
+@pytest.mark.parametrize(("word", "value"), [("1e3", 1000), ("2E2", 200), ("30.0", 30)])
+def test_whole_numbers_in_scientific_notation(word, value):
+    steps = compose(["recipe=tiny", f"train.steps={word}"]).spec.train.steps
+    assert (steps, type(steps)) == (value, int)
+    assert "needs a whole number" in problems("recipe=tiny", "train.steps=1.5e0")["train.steps"].message
+    assert "needs a whole number" in problems("recipe=tiny", "train.steps=1e300")["train.steps"].message
 
 
 def test_two_recipes_or_options_are_refused():

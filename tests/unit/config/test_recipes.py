@@ -119,7 +119,35 @@ def test_what_a_recipe_may_not_hold(folder, text, header, message):
 def test_a_recipe_that_starts_from_itself(folder):
     write(folder / "recipes/a.yaml", "defaults:\n  - b\n")
     write(folder / "recipes/b.yaml", "defaults:\n  - a\n")
-    assert [p.message for p in problems("recipe=a")] == ["starts from itself: a -> b -> a"]
+    message = "starts from itself: a -> b -> a; take 'a' out of the defaults of recipes/b.yaml"
+    assert [p.message for p in problems("recipe=a")] == [message]
+
+
+def test_a_recipe_that_hides_the_one_it_means_to_start_from(folder):
+    write(folder / "recipes/tiny.yaml", "defaults:\n  - tiny\n")
+    (problem,) = problems("recipe=tiny")
+    assert "or rename recipes/tiny.yaml, which hides the tiny that comes with megalaunch" in problem.message
+
+
+def test_a_chain_that_is_too_long_is_no_circle(folder):
+    for number in range(10):
+        write(folder / f"recipes/r{number}.yaml", f"defaults:\n  - r{number + 1}\n")
+    (problem,) = problems("recipe=r0")
+    assert "starts from itself" not in problem.message
+    assert "8 times: r0 -> r1" in problem.message
+
+
+@pytest.mark.parametrize("entry", ["tiny", "recipe: tiny", "/recipe: tiny", "override /recipe: tiny"])
+@pytest.mark.parametrize("parent_first", [True, False])
+def test_a_recipe_may_start_from_one_and_pick_options(folder, entry, parent_first):
+    entries = [f"  - {entry}\n", "  - override /model: llama_tiny\n  - override /parallel: tp2\n"]
+    write(folder / "mine.yaml", "defaults:\n" + "".join(entries if parent_first else entries[::-1]) + "  - _self_\n")
+    spec = compose(["recipe=./mine.yaml"]).spec
+    assert (spec.model.name, spec.parallel.tp, spec.train.steps) == (
+        "llama_tiny",
+        2,
+        compose(["recipe=tiny"]).spec.train.steps,
+    )
 
 
 def test_a_missing_path(folder):

@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from made_specs import resolved
+from made_specs import LAPTOP, resolved
 from rule_cases import H100, TINY
 
 from megalaunch.config.compose import _plain_value
@@ -26,6 +26,38 @@ def test_data_may_be_open_in_a_plan_but_not_in_a_launch():
         assert (finding.rule, finding.severity) == ("data.source", severity)
     (finding,) = findings("data.train_prefix=x", "tokenizer.path=pyproject.toml", purpose="train")[:1]
     assert (finding.rule, finding.severity) == ("data.source", "error")
+
+
+def test_addresses_and_names_on_hubs_are_no_paths():
+    (finding,) = findings("data.corpus=https://a.example/texts/b.jsonl?download=1")
+    assert (finding.rule, finding.severity, finding.path) == ("run.local_paths", "error", "data.corpus")
+    assert finding.message.endswith("nothing is downloaded: fetch it first, then name the file, data.corpus=b.jsonl")
+    (finding,) = [f for f in findings("checkpoint.initialize_from=hf://a/b") if f.rule == "run.local_paths"]
+    assert finding.message.endswith("checkpoint.initialize_from=b")
+    (finding,) = findings("tokenizer.path=meta-llama/Llama-3.1-8B")
+    assert "download its tokenizer.json first" in finding.message
+
+
+def test_a_learning_rate_that_is_far_too_high_has_a_fix():
+    for words in (["optimizer.lr=1"], ["optimizer.lr=5", "schedule.min_lr=0.01"], ["optimizer.embedding_lr=3"]):
+        (finding,) = findings(*words)
+        assert (finding.rule, finding.severity) == ("optimizer.rate_too_high", "warning")
+        assert finding.fixes
+    assert not findings("optimizer=muon", "optimizer.lr=0.5")
+    (finding,) = findings("optimizer=muon", "optimizer.lr=1")
+    assert finding.fixes
+
+
+def test_more_workers_than_the_cores_can_carry():
+    spec, composition = resolved(*TINY, "parallel=dp64", "batch.global_batch_size=128")
+    machine = replace(LAPTOP, memory_bytes=2**40)
+    (finding,) = [f for f in check(spec, composition.origins, machine=machine) if f.severity != "note"]
+    assert finding.rule == "cluster.cores"
+    assert finding.message == (
+        "64 workers share the 2 cores of this machine, 32 a core: each step takes that much longer"
+    )
+    assert finding.fixes == ("parallel.dp=2", "parallel.dp=1")
+    assert not [f for f in check(spec, composition.origins) if f.severity != "note"]  # another machine
 
 
 def test_the_world_of_llama3_8b_under_tp4pp4():

@@ -1,0 +1,105 @@
+"""What to type in place of a key, an option or a recipe that does not exist."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalaunch.config.keys import SECTIONS, suggestion
+from megalaunch.config.layouts import GRAMMAR, one_layout
+from megalaunch.config.schema.build import did_you_mean
+from megalaunch.config.schema.remote import is_address, is_hub_name
+
+_WEIGHTS = "or, to train on its weights, download it and name the folder: checkpoint.initialize_from=FOLDER"
+
+
+def unknown_key(key: str, value: str = "") -> str:
+    """Say that there is no such key, and the nearest one; Megatron-LM's name of a setting is translated."""
+    translated = _from_megatron(key.rpartition(".")[2], value)
+    if translated:
+        return f"unknown key; {translated}"
+    section = key.partition(".")[0]
+    listed = f"`megalaunch explain {section if section in SECTIONS else 'train'}` lists a section's keys"
+    return f"unknown key{suggestion(key) or f'; {listed}'}"
+
+
+def _from_megatron(name: str, value: str) -> str:
+    from megalaunch.config.megatron.spelling import translate
+
+    answer = translate(name, [value] if value else []) if "_" in name or "-" in name else None
+    if answer is None or any(part.endswith(f".{name}") for part in _keys(answer.overrides)):
+        return ""
+    if not answer.overrides:
+        return f"it is Megatron-LM's; leave it out: {answer.reason}"
+    keys = " and ".join(map(repr, _keys(answer.overrides)))
+    said = f": write {' '.join(answer.overrides)}" if value else ""
+    return f"did you mean {keys}? It is Megatron-LM's {name}{said}"
+
+
+def _keys(overrides: Sequence[str]) -> list[str]:
+    return [override.partition("=")[0] for override in overrides]
+
+
+def unknown_option(group: str, name: str, names: Sequence[str]) -> str:
+    """Say that a group has no such option, and what its kind of name stands for."""
+    text = f"there is no {group}={name}"
+    if group == "parallel":
+        joined = one_layout(name)
+        near = f"; did you mean parallel={joined}?" if joined else f"{did_you_mean(name, list(names))};"
+        return f"{text}{near} a layout is named by {GRAMMAR}, e.g. parallel=tp4pp4"
+    if group == "data" and (hint := _own_text(name)):
+        return f"{text}; {hint}"
+    if group == "model":
+        same = _same_model(name, names)
+        if same and is_hub_name(name):
+            return f"{text}; its shape is model={same}, {_WEIGHTS}"
+        if is_hub_name(name) or _exists(name):
+            return f"{text}; the options are shapes ({', '.join(names)}); for published weights download the folder, "\
+                   "and name it by checkpoint.initialize_from=FOLDER"  # fmt: skip
+        return f"{text}{f'; did you mean {same!r}?' if same else ''} (there are: {', '.join(names)})"
+    return f"{text}{did_you_mean(name, list(names))} (there are: {', '.join(names)})"
+
+
+def unknown_recipe(name: str, names: Sequence[str]) -> str:
+    """Say that there is no such recipe, and the nearest one."""
+    near = did_you_mean(name, list(names))
+    if not near and is_hub_name(name):
+        near = "; a recipe is a whole run, and a model's name on a hub names none"
+    return f"there is no recipe {name!r}{near} (there are: {', '.join(names)}; or a path to a .yaml)"
+
+
+def _own_text(name: str) -> str:
+    """How text of one's own is named, where `data=NAME` cannot but mean text; "" elsewhere."""
+    if is_address(name):
+        return "nothing is downloaded: fetch the text first, then name the file or folder by data.corpus=PATH"
+    if _exists(f"{name}.idx"):
+        return f"prepared tokens are named by data.train_prefix={name}"
+    if _exists(name):
+        return f"text of your own is named by data.corpus={name}"
+    if is_hub_name(name):
+        return f"nothing is downloaded: text that is here is named by data.corpus=PATH; is {name} a hub's name? "\
+               "Download it first"  # fmt: skip
+    return f"text of your own is named by data.corpus={name}" if re.search(r"[/.*~]", name) else ""
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL byte, no such home
+        return False
+
+
+def _same_model(name: str, names: Sequence[str]) -> str | None:
+    """The option whose letters and digits the name begins with (`meta-llama/Llama-3.1-8B-Instruct`: llama31_8b)."""
+    wanted = _letters(name.rpartition("/")[2]).removeprefix("meta")
+    begins = [option for option in names if wanted.startswith(_letters(option))]
+    if begins:
+        return max(begins, key=len)
+    near = difflib.get_close_matches(wanted, [_letters(option) for option in names], n=1)
+    return next((option for option in names if near and _letters(option) == near[0]), None)
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())

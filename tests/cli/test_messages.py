@@ -1,0 +1,117 @@
+"""What a person reads who typed what another program would have understood: the counterpart here, and the next step."""
+
+import pytest
+from typer.testing import CliRunner
+
+from megalaunch.cli.app import COMMANDS, app
+from megalaunch.cli.unknown_command import next_step
+from megalaunch.config.megatron.arguments import known_flags
+from megalaunch.config.megatron.spelling import translate
+
+run = CliRunner()
+
+
+def said(*arguments):
+    """The exit code, and the message with its lines joined."""
+    result = run.invoke(app, list(arguments))
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("command", ["train", "validate-config", "plan", "sweep"])
+def test_megatrons_flags_are_answered_all_at_once(command):
+    flags = ["--tensor-model-parallel-size", "4", "--num_layers=8", "--swiglu", "--use-flash-attn", "--frobnicate"]
+    code, text = said(command, "recipe=quickstart", *flags)
+    assert code == 2
+    assert "--tensor-model-parallel-size 4 write parallel.tp=4" in text
+    assert "--num_layers 8 write model.num_layers=8" in text
+    assert "--swiglu write model.activation=swiglu" in text
+    assert "--use-flash-attn leave it out: " in text
+    assert "--frobnicate is no option of Megatron-LM either" in text
+    assert "`megalaunch import-megatron SCRIPT`" in text
+
+
+def test_settings_typed_as_options():
+    code, text = said("train", "--recipe", "quickstart", "--train.steps", "5", "--dryrun", "--config-file=a b.yaml")
+    assert code == 2
+    assert "--recipe quickstart write recipe=quickstart" in text
+    assert "--train.steps 5 write train.steps=5" in text
+    assert "--dryrun did you mean --dry-run?" in text
+    assert "write 'recipe=a b.yaml'" in text
+    assert said("validate-config", "recipe=tiny", "--explain", "train.steps")[0] == 0
+
+
+def test_every_flag_that_import_megatron_maps_has_an_answer():
+    for flag in known_flags():
+        assert translate(flag, ["2"]) is not None, flag
+    assert translate("frobnicate") is None
+    assert translate("num-query-groups", ["8"]).overrides == ("model.num_query_groups=8",)
+    assert translate("sequence-parallel").overrides == ("parallel.sequence_parallel=true",)
+    assert translate("sequence-parallel", ["false"]).overrides == ("parallel.sequence_parallel=VALUE",)
+    assert translate("data-path", ["0.5", "a", "0.5", "b"]).overrides == ("data.blend=['0.5 a','0.5 b']",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["trian", "recipe=quickstart"], "megalaunch train recipe=quickstart"),
+        (["validate", "recipe=tiny"], "megalaunch validate-config recipe=tiny"),
+        (["import_megatron", "a b.sh"], "megalaunch import-megatron 'a b.sh'"),
+        (["recipe=tiny", "train.steps=3"], "megalaunch train recipe=tiny train.steps=3"),
+        (["quickstart"], "megalaunch train recipe=quickstart"),
+        (["./mine.yaml"], "megalaunch train recipe=./mine.yaml"),
+        (["resume", "recipe=tiny"], "megalaunch train recipe=tiny"),
+        (["version"], "megalaunch --version"),
+    ],
+)
+def test_the_command_that_was_meant(arguments, meant):
+    assert next_step(arguments, list(COMMANDS)) == f"Did you mean '{meant}'?"
+    code, text = said(*arguments)
+    assert (code, f"Did you mean '{meant}'?" in text) == (2, True)
+
+
+def test_a_command_like_no_other_is_told_where_they_are_listed():
+    assert "'megalaunch --help' lists the commands" in said("qqqq")[1]
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["help"], ["train", "-h"], ["help", "train"], ["help", "data", "merge"]])
+def test_help_by_other_names(arguments):
+    code, text = said(*arguments)
+    assert code == 0
+    assert text.startswith("Usage: ")
+    assert ("--dry-run" in text) == ("train" in arguments)
+    assert ("PREFIXES" in text.upper()) == ("merge" in arguments)
+
+
+def test_a_key_given_twice_is_told():
+    code, text = said("validate-config", "recipe=tiny", "train.steps=30", "train.steps=60", "data.corpus=x")
+    assert code == 0
+    assert "warning: train.steps" in text
+    assert "is given 2 times (30, 60); train.steps=60, the last, holds" in text
+    again = said("validate-config", "recipe=tiny", "train.steps=30", "train.steps=30", "data.corpus=x")[1]
+    assert "is given" not in again
+
+
+def test_train_tells_a_key_given_twice_too(tmp_path):
+    (tmp_path / "text.txt").write_text("text")
+    corpus = f"data.corpus={tmp_path}/text.txt"
+    text = said("train", "--dry-run", "recipe=tiny", corpus, "train.steps=30", "train.steps=60")[1]
+    assert "train.steps=60, the last, holds" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["preprocess"], ["INPUTS", "--output-prefix OUTPUT_PREFIX", "--tokenizer TOKENIZER"]),
+        (["preprocess", "a.txt"], ["--output-prefix OUTPUT_PREFIX", "--tokenizer TOKENIZER"]),
+        (["preprocess", "--input", "a.txt"], ["--output-prefix OUTPUT_PREFIX", "--tokenizer TOKENIZER"]),
+        (["convert", "import"], ["HF_DIR", "--output CHECKPOINT"]),
+        (["data", "merge"], ["PREFIXES", "--output-prefix OUTPUT_PREFIX"]),
+        (["tokenizer", "train"], ["INPUTS", "--output OUTPUT"]),
+    ],
+)
+def test_all_that_is_missing_is_asked_for_at_once(arguments, missing):
+    code, text = said(*arguments)
+    assert code == 2
+    assert f"{len(missing)} things are missing:" in text
+    assert text.endswith(" ".join(missing))  # the whole command, to copy
+    assert said(*arguments, "--help")[0] == 0
