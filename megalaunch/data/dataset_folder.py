@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from os.path import commonpath
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -173,7 +172,9 @@ def _words_for(root: Path, members: Sequence[CorpusFile], everything: Sequence[C
     """What names these files and no others: a file, a glob, or how many there are."""
     if len(members) == 1:
         return str(members[0].path)
-    common = commonpath([file.name for file in members])
+    first, last = min(file.name for file in members), max(file.name for file in members)
+    differing = (number for number, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+    common = first[: next(differing, len(first))]
     same = [file for file in everything if file.name.startswith(common)]
     if not common or len(same) > len(members):
         return _count(members)
