@@ -1,19 +1,22 @@
 """Fill-in-the-middle (Bavarian et al., 2022): part of the documents are reordered so that their middle comes last.
 
 The choices, characters and all, are those of Megatron's FIM dataset; each sample has a generator of its own, so that
-it is the same whatever was read before it.
+it is the same whatever was read before it. What is ours: special tokens stay (Megatron's decoding drops them, here each
+counts as one character), and no part gets a space before it that the text has not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalaunch.data.errors import DataError
+from megalaunch.data.prefix_space import without_prefix_space
 from megalaunch.data.row import TokenSamples
 from megalaunch.data.tokenizer import Tokenizer
 
@@ -42,7 +45,7 @@ class FillMarks:
 def fill_marks(tokenizer: Tokenizer, names: Sequence[str], eod: int, path: Path) -> FillMarks:
     """The marks of a tokenizer: `names` for prefix, middle and suffix, or the first known ones that it has."""
     for candidate in (tuple(names),) if names else _KNOWN_MARKS:
-        ids = [tokenizer.encode(name) for name in candidate]
+        ids = [_token(tokenizer, name) for name in candidate]
         if len(ids) == 3 and all(len(tokens) == 1 for tokens in ids):
             (prefix,), (middle,), (suffix,) = ids
             return FillMarks(prefix, middle, suffix, eod)
@@ -52,6 +55,12 @@ def fill_marks(tokenizer: Tokenizer, names: Sequence[str], eod: int, path: Path)
         file=path,
         fix="Set data.fim_tokens=[PREFIX,MIDDLE,SUFFIX] to three tokens of it, or data.fim_rate=0.",
     )
+
+
+def _token(tokenizer: Tokenizer, name: str) -> list[int]:
+    """The ids of a mark: what stands for it in a text, or an entry of the vocabulary that is in no text."""
+    ids, entry = tokenizer.encode(name), tokenizer.token_id(name)
+    return [entry] if len(ids) != 1 and entry is not None else ids
 
 
 class FilledSamples:
@@ -64,7 +73,7 @@ class FilledSamples:
     def __init__(
         self, source: TokenSamples, tokenizer: Tokenizer, marks: FillMarks, rate: float, spm_rate: float, seed: int
     ) -> None:
-        self._source, self._tokenizer, self._marks = source, tokenizer, marks
+        self._source, self._tokenizer, self._marks = source, without_prefix_space(tokenizer), marks
         self._rate, self._spm_rate, self._seed = rate, spm_rate, seed
 
     def __len__(self) -> int:
@@ -93,17 +102,50 @@ class FilledSamples:
     def _reordered(self, document: NDArray[np.int64], random: np.random.RandomState) -> NDArray[np.int64]:
         if not random.binomial(1, self._rate):
             return document
-        text = self._tokenizer.decode(document.tolist())
-        first, second = sorted(random.randint(low=0, high=len(text) + 1, size=2).tolist())
+        runs = self._runs(document.tolist())
+        length = sum(len(run) if isinstance(run, str) else 1 for run in runs)
+        first, second = sorted(random.randint(low=0, high=length + 1, size=2).tolist())
         suffix_first = random.binomial(1, self._spm_rate)
-        if _UNREADABLE in text or not text:  # the sample begins or ends inside a character
+        # A sample may begin or end inside a character.
+        if not runs or any(isinstance(run, str) and _UNREADABLE in run for run in runs):
             return document
         prefix, middle, suffix = (
-            self._tokenizer.encode(part) for part in (text[:first], text[first:second], text[second:])
+            self._encoded(_cut(runs, *part)) for part in ((0, first), (first, second), (second, length))
         )
+        if self._runs([*prefix, *middle, *suffix]) != runs:
+            return document  # of a tokenizer that does not give back every text
         marks = self._marks
         if suffix_first:
             order = [marks.prefix, marks.suffix, *suffix, marks.middle, *prefix, *middle]
         else:
             order = [marks.prefix, *prefix, marks.suffix, *suffix, marks.middle, *middle]
         return np.array(order, np.int64)
+
+    def _runs(self, ids: Sequence[int]) -> list[str | int]:
+        """The text of ids, in which each special token stays an id."""
+        runs: list[str | int] = []
+        for special, group in groupby(ids, self._tokenizer.textless_ids.__contains__):
+            if special:
+                runs += group
+            elif text := self._tokenizer.decode([*group]):
+                runs.append(text)
+        return runs
+
+    def _encoded(self, runs: Sequence[str | int]) -> list[int]:
+        ids: list[int] = []
+        for run in runs:
+            ids += self._tokenizer.encode(run) if isinstance(run, str) else [run]
+        return ids
+
+
+def _cut(runs: Sequence[str | int], start: int, stop: int) -> list[str | int]:
+    """The part from character `start` to `stop`, where an id is one character."""
+    part: list[str | int] = []
+    at = 0
+    for run in runs:
+        size = len(run) if isinstance(run, str) else 1
+        first, last = max(start - at, 0), min(stop - at, size)
+        if first < last:
+            part.append(run[first:last] if isinstance(run, str) else run)
+        at += size
+    return part

@@ -113,6 +113,16 @@ class Tokenizer:
         """The tokens that stand outside the learned vocabulary, by id."""
         return [token.content for _, token in sorted(self._inner.get_added_tokens_decoder().items())]
 
+    @cached_property
+    def textless_ids(self) -> frozenset[int]:
+        """Ids that no text stands for: special tokens, and the one for what is unknown."""
+        special = {number for number, token in self._inner.get_added_tokens_decoder().items() if token.special}
+        unknown = getattr(self._inner.model, "unk_token", None)
+        number = None if unknown is None else self.token_id(unknown)
+        if self.kind() == "Unigram":
+            number = json.loads(self._inner.to_str())["model"]["unk_id"]
+        return frozenset(special if number is None else {*special, number})
+
     def to_json(self) -> str:
         """The content of a tokenizer.json of it."""
         return self._inner.to_str() if self._content is None else self._content

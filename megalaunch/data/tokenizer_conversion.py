@@ -19,6 +19,7 @@ from megalaunch.data.sentencepiece_file import Piece, PieceKind, SentencePieceMo
 if TYPE_CHECKING:
     import tokenizers
 
+PREFIX_PATTERN = r"\A(?=[\s\S])"  # how the pattern begins that puts a space before a text, unless it is a symbol
 _MERGES = ("merges.txt", "vocab.bpe")
 _SPACE = "\u2581"  # how SentencePiece writes one
 _AGAIN = "Save it again from its source."
@@ -247,7 +248,7 @@ def _sentencepiece_normalizer(model: SentencePieceModel, defined: Sequence[str])
     if model.dummy_prefix and defined:
         # The library normalizes the symbols as well, to look for them in normalized text: they stay as they are.
         symbols = "|".join(map(re.escape, defined))
-        steps.append(normalizers.Replace(Regex(rf"\A(?=[\s\S])(?!(?:{symbols})\z)"), _SPACE))
+        steps.append(normalizers.Replace(Regex(rf"{PREFIX_PATTERN}(?!(?:{symbols})\z)"), _SPACE))
     elif model.dummy_prefix:
         steps.append(normalizers.Prepend(_SPACE))
     return normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
