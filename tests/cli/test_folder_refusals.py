@@ -12,6 +12,9 @@ from tiny_run import make_run
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.foreign import ForeignWeights
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.inference.convert import export_huggingface
 
 
@@ -98,3 +101,29 @@ def test_a_tensor_of_no_layer(folder: Path):
     index.write_text(json.dumps(data))
     for said in both(folder):
         assert "unexpected: extra [2]" in said
+
+
+@pytest.mark.parametrize("value", [[], None, "x", {"a": {"b": "c"}}, {"a": ["b"]}, {"a": None}, {}, {"a": "../b"}])
+def test_an_index_that_names_no_files(folder: Path, value: object):
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": value}))
+    for said in both(folder):
+        assert f"{index}: weight_map " in said
+        assert "Traceback" not in said
+
+
+WRONG = ([], {}, "x", None, True, -1, 0, 1.5, 1e308, 10**30, 10**12, {"a": [1]}, [[]])
+
+
+def test_no_value_of_a_config_file_ends_in_a_traceback_or_spins(folder: Path):
+    """Every key of a real file with values of other kinds and sizes: carried over or refused, nothing else."""
+    config = json.loads((folder / "config.json").read_text())
+    refused_keys = set()
+    for key in [*config, "rope_scaling", "rope_parameters", "head_dim", "layer_types"]:
+        for value in WRONG:
+            (folder / "config.json").write_text(json.dumps({**config, key: value}))
+            try:
+                ForeignWeights(HuggingFaceFolder(folder))
+            except CheckpointError:
+                refused_keys.add(key)
+    assert {"num_hidden_layers", "hidden_size", "vocab_size", "rope_scaling", "model_type"} <= refused_keys

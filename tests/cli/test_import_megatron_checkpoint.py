@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
+from megalaunch.engine.checkpoint import megatron_checkpoint
 from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 
 LAYERS, WIDTH, INNER, HEADS, GROUPS, HEAD, ROWS = 2, 16, 24, 4, 2, 4, 40
@@ -221,3 +222,75 @@ def test_damaged_and_other_files(saved, tmp_path):
     (saved / ".metadata").unlink()
     assert "it has no .metadata" in convert(saved, "--allow-pickle").output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
+
+
+def doubled(value: object, times: int, kind: type = list) -> object:
+    """A value of a few objects that is written out in 2 ** times."""
+    for _ in range(times):
+        value = kind([value, value])
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (doubled(1, 60), "lists in lists without an end"),
+        (doubled(1, 18), "lists in lists without an end"),
+        (["a" * 10_000] * 1000, "texts without an end"),
+        (2**5000, "a number that is too big"),
+    ],
+    ids=["deep", "wide", "texts", "number"],
+)
+def test_arguments_that_are_endless_when_written_out_are_refused(value, reason, saved, tmp_path):
+    torch.save({"args": Namespace(**ARGUMENTS, extra=value), "iteration": 1}, saved / "common.pt")
+    done = convert(saved, "--allow-pickle")
+    assert done.exit_code == 4
+    assert f"common.pt: its arguments hold {reason}" in done.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
+
+
+def changed_metadata(saved: Path, change) -> str:
+    with (saved / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    change(metadata)
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    done = convert(saved, "--allow-pickle")
+    assert done.exit_code == 4, done.output
+    return done.output
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensor: setattr(tensor.properties, "dtype", doubled("x", 60, tuple)), "is of an unknown kind"),
+        (lambda tensor: setattr(tensor, "size", [0] * 100), "is no short list of numbers"),
+        (lambda tensor: setattr(tensor, "size", [2**80]), "with a number that is no size"),
+        (lambda tensor: setattr(tensor.chunks[0], "offsets", doubled(0, 60, tuple)), "with a number that is no size"),
+    ],
+    ids=["dtype", "dims", "size", "offsets"],
+)
+def test_sizes_and_kinds_that_are_none_are_refused(change, reason, saved):
+    assert reason in changed_metadata(saved, lambda it: change(it.state_dict_metadata["output_layer.weight"]))
+
+
+def test_a_stack_of_more_layers_than_models_have_is_refused(saved):
+    def change(metadata):
+        name = "decoder.layers.mlp.linear_fc2.weight"
+        tensor = metadata.state_dict_metadata[name]
+        tensor.size, tensor.chunks[0].sizes = torch.Size([10**12, 0]), torch.Size([10**12, 0])
+
+    said = changed_metadata(saved, change)
+    assert ".metadata says otherwise" in said or "more layers than models have" in said
+
+
+def test_what_takes_too_long_ends_with_its_reason(saved, monkeypatch):
+    """The hash of nested tuples is taken while they are unpickled: only the limit on processor time ends that."""
+    tuples = b"".join(b"h%ch%c\x86\x940" % (level, level) for level in range(60))  # each of twice the one before
+    (saved / ".metadata").write_bytes(b"\x80\x04K\x01\x940" + tuples + b"}h<K\x01s.")  # and the last one as a key
+    reader = megatron_checkpoint._READER
+    quick = saved.parent / "quick.py"
+    quick.write_text(reader.read_text().replace("(_START_SECONDS + ", "(1 + "))
+    monkeypatch.setattr(megatron_checkpoint, "_READER", quick)
+    done = convert(saved, "--allow-pickle")
+    assert done.exit_code == 4
+    assert f"{saved} is refused: reading its pickles takes longer than honest ones of their size ever do" in done.output

@@ -22,6 +22,14 @@ class ForeignWeights(PairedWeights):
             model = read_config(folder.config, folder.directory.resolve().name)
         except FamilyError as error:
             raise _refused(folder, error.problems) from error
+        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
+            what = f"a value in config.json is of another kind than its key has: {str(error)[:200]}"
+            raise _refused(folder, [what]) from error
+        if model.num_layers > len(folder.tensors):  # before a model of so many is made
+            held = len(folder.tensors)
+            raise _refused(
+                folder, [f"config.json means {model.num_layers:,} layers, and the files hold {held:,} tensors"]
+            )
         self._family = family_of(model)
         self._bare = not any(name.startswith(self._family.prefix) for name in folder.tensors)
         super().__init__(folder, model, list(self._family.tensors(model)))

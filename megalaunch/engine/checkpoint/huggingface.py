@@ -83,8 +83,11 @@ class HuggingFaceFolder:
     def _files(self) -> list[str]:
         index = self.directory / INDEX
         if index.is_file():
-            names = sorted(set(_json(index).get("weight_map", {}).values()))
-            if not names or not all(isinstance(name, str) and is_plain_name(name) for name in names):
+            named = _json(index).get("weight_map")
+            if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+                raise CheckpointError(f"{index}: weight_map does not say which tensor is in which file; copy it again")
+            names = sorted(set(named.values()))
+            if not names or not all(is_plain_name(name) for name in names):
                 raise CheckpointError(f"{index}: weight_map names no files, or files outside of the folder")
             lacking = [name for name in names if not (self.directory / name).is_file()]
             if lacking:

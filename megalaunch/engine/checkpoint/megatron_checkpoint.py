@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from megalaunch.rundir.checkpoint.manifest import is_plain_name
 
 _READER = Path(__file__).with_name("unpickled.py")
 _PATIENCE_SECONDS = 900
+_SHOWN = 20  # names in one error
+_MOST_LAYERS = 10_000
 _TRACKER = "latest_checkpointed_iteration.txt"
 _STACKED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
@@ -89,6 +92,10 @@ class MegatronCheckpoint:
         try:
             self._stored[name] = stored_tensor(name, entry)
             self._begins[name] = [chunk["begin"] for chunk in entry["chunks"]]
+            if _is_stack(name) and self._stored[name].shape[:1] > (_MOST_LAYERS,):
+                raise ValueError(
+                    f"{name!r} has the shape {list(self._stored[name].shape)}, more layers than models have"
+                )
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointError(f"{self.directory}: .metadata is damaged: {error}") from error
 
@@ -103,7 +110,7 @@ def _iteration(directory: Path) -> Path:
     if (directory / ".metadata").exists() or not tracker.is_file():
         return directory
     word = tracker.read_text(encoding="utf-8", errors="replace").strip()[:40]
-    name = f"iter_{int(word):07d}" if word.isdigit() else word
+    name = f"iter_{int(word):07d}" if word.isdecimal() else word
     if not is_plain_name(name):
         raise CheckpointError(f"{tracker} says {word!r}, which is no iteration")
     return directory / name
@@ -123,6 +130,10 @@ def _described(directory: Path) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired as error:
         raise CheckpointError(f"{directory}: reading its pickles took over {_PATIENCE_SECONDS} s") from error
+    if done.returncode == -signal.SIGXCPU:  # its limit on processor time
+        raise CheckpointError(
+            f"{directory} is refused: reading its pickles takes longer than honest ones of their size ever do"
+        )
     try:
         said = json.loads(done.stdout)
     except ValueError as error:
@@ -131,7 +142,9 @@ def _described(directory: Path) -> dict[str, Any]:
             f"{directory}: the process that reads its pickles ended with {done.returncode}: {last[0]}"
         ) from error
     if "refused" in said:
-        lines = [f"{name} (in {where})" for name, where in sorted(said["refused"].items())]
+        names = sorted(said["refused"].items())
+        lines = [f"{name:.200} (in {where})" for name, where in names[:_SHOWN]]
+        lines += [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
         raise CheckpointError(
             f"{directory} is refused: its pickles name what is neither a tensor nor a plain container, and nothing of "
             "it was run:\n  " + "\n  ".join(lines)

@@ -35,6 +35,10 @@ class MegatronWeights(PairedWeights):
         rows = checkpoint.tensors.get("embedding.word_embeddings.weight")
         if rows is not None and rows.shape:
             model = replace(model, vocab_size=rows.shape[0])
+        if model.num_layers > len(checkpoint.tensors):  # before a model of so many is made
+            raise CheckpointError(
+                f"{checkpoint.directory} holds fewer tensors than its {model.num_layers:,} layers need"
+            )
         self._apart = any(name.endswith(".input_layernorm.weight") for name in checkpoint.tensors)
         super().__init__(checkpoint, _with_family(model), list(_pairs(model)))
         problems = list(self.problems("its arguments mean"))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES
 from megalaunch.engine.families.pairs import Pair
 from megalaunch.engine.families.registry import build_decoder
@@ -88,6 +89,9 @@ class PairedWeights:
 
 def parameter_shapes(model: ModelSpec) -> Mapping[str, torch.Size]:
     """Global shapes of the decoder's parameters by name."""
-    with torch.device("meta"):
-        decoder = build_decoder(model)
+    try:
+        with torch.device("meta"):
+            decoder = build_decoder(model)
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:  # sizes that torch cannot count
+        raise CheckpointError(f"no model has these sizes: {str(error).splitlines()[0][:200]}") from error
     return {name: parameter.shape for name, parameter in decoder.named_parameters()}

@@ -18,7 +18,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-_MEMORY_BYTES, _SECONDS = 4 << 30, 600
+_MEMORY_BYTES = 4 << 30
+# Processor time: a start, and what files of their size may take (measured: 0.3 ms a part, of 150 bytes or more).
+_START_SECONDS, _BYTES_A_SECOND, _MOST_SECONDS = 20, 50_000, 600
+# What honest arguments and sizes stay far below. A pickle of some hundred bytes can mean a value that is written out in
+# the age of the universe: a list of twice the same list, of twice the same list, and so on.
+_MOST_VALUES, _MOST_TEXT, _DEEPEST, _MOST_NAME = 100_000, 4_000_000, 20, 1000
+_LARGEST = 2**62
 _DTYPES = {
     "torch.float64": ("F64", 8, "DoubleStorage"),
     "torch.float32": ("F32", 4, "FloatStorage"),
@@ -125,6 +131,37 @@ ALLOWED: dict[str, Any] = {
 }
 
 
+class _Plain:
+    """Values as JSON has them, until there are more of them than arguments have: then Damaged is raised."""
+
+    def __init__(self) -> None:
+        self._values, self._text = _MOST_VALUES, _MOST_TEXT
+
+    def value(self, value: Any, depth: int = 0) -> Any:
+        """Numbers, texts and lists; of all else the kind."""
+        self._values -= 1
+        if self._values < 0 or depth > _DEEPEST:
+            raise Damaged("common.pt: its arguments hold lists in lists without an end")
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise Damaged("common.pt: its arguments hold a number that is too big")
+        if value is None or isinstance(value, bool | int):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else None
+        if isinstance(value, list | tuple):
+            return [self.value(item, depth + 1) for item in value]
+        return self.text(f"<{value.name}>" if isinstance(value, Record) else f"<{type(value).__name__}>")
+
+    def text(self, text: str) -> str:
+        """The text itself, which may be shared and then counts each time."""
+        self._text -= len(text)
+        if self._text < 0:
+            raise Damaged("common.pt: its arguments hold texts without an end")
+        return text
+
+
 class Restricted(pickle.Unpickler):
     """Finds nothing but ALLOWED; other names go to `refused` and become stand-ins, so that all of them are found."""
 
@@ -198,6 +235,8 @@ class Archive:
             raise Damaged(f"{self.path.name}: written by a machine with another byte order")
         if "data.pkl" not in self._entries:
             raise Damaged(f"{self.path.name}: at byte {self.begin} is no pickle of torch.save")
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in self._entries.values()):
+            raise Damaged(f"{self.path.name}: is compressed, which torch.save never does")
         return Restricted(io.BytesIO(self._zip.read(self._entries["data.pkl"])), self.path.name, self._refused).load()
 
     def place_of(self, key: str) -> tuple[int, int]:
@@ -227,16 +266,31 @@ def describe(directory: Path, refused: dict[str, str]) -> dict[str, Any]:
     places = {}
     for index, info in parts["storage_data"].items():
         at = _fields(index, "MetadataIndex", "fqn")
-        places[at["fqn"], at.get("offset")] = _fields(info, "_StorageInfo", "relative_path", "offset", "length")
+        where = None if at.get("offset") is None else _sizes(at["offset"], "an offset")
+        if isinstance(at["fqn"], str):
+            places[at["fqn"], where] = _fields(info, "_StorageInfo", "relative_path", "offset", "length")
     tensors = {}
     for name, entry in parts["state_dict_metadata"].items():
         if isinstance(entry, Record) and entry.name.endswith("TensorStorageMetadata") and _is_weight(name):
             tensors[name] = _tensor(directory, name, entry, places, refused)
-    return {"arguments": dict(_arguments(shared)), "iteration": _plain(shared.get("iteration")), "tensors": tensors}
+    plain = _Plain()
+    arguments = dict(_arguments(shared, plain))
+    return {"arguments": arguments, "iteration": plain.value(shared.get("iteration")), "tensors": tensors}
 
 
 def _is_weight(name: Any) -> bool:
+    if isinstance(name, str) and len(name) > _MOST_NAME:
+        raise Damaged(f".metadata: a tensor with a name of {len(name)} characters")
     return isinstance(name, str) and not name.startswith(_NOT_WEIGHTS)
+
+
+def _sizes(values: Any, what: str) -> tuple[int, ...]:
+    """Whole numbers from 0 that torch can count, few of them; raises Damaged."""
+    if not isinstance(values, tuple | list) or len(values) > 64:
+        raise Damaged(f".metadata: {what} that is no short list of numbers")
+    if not all(type(value) is int and 0 <= value < _LARGEST for value in values):
+        raise Damaged(f".metadata: {what} with a number that is no size")
+    return tuple(values)
 
 
 def _fields(record: Any, kind: str, *names: str) -> dict[str, Any]:
@@ -249,22 +303,24 @@ def _fields(record: Any, kind: str, *names: str) -> dict[str, Any]:
 def _tensor(directory: Path, name: str, entry: Record, places: Any, refused: dict[str, str]) -> dict[str, Any]:
     fields = _fields(entry, "TensorStorageMetadata", "properties", "size", "chunks")
     state = fields["properties"].state
-    dtype = state[0] if isinstance(state, tuple) else None
-    if dtype not in _DTYPES:
-        raise Damaged(f".metadata: {name} is of the unknown kind {dtype}")
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise Damaged(f".metadata: {name} is of an unknown kind")
     chunks = []
     for chunk in fields["chunks"]:
         box = _fields(chunk, "ChunkStorageMetadata", "offsets", "sizes")
-        place = places.get((name, box["offsets"]))
+        offsets, sizes = _sizes(box["offsets"], f"a part of {name}"), _sizes(box["sizes"], f"a part of {name}")
+        place = places.get((name, offsets))
         if place is None:
-            raise Damaged(f".metadata: does not say where the part of {name} at {list(box['offsets'])} lies")
+            raise Damaged(f".metadata: does not say where the part of {name} at {list(offsets)} lies")
         file = place["relative_path"]
-        if not isinstance(file, str) or "/" in file or file.startswith("."):
-            raise Damaged(f".metadata: {name} lies in {file!r}, which is no file of the checkpoint")
-        with Archive(directory / file, place["offset"], place["length"], refused) as archive:
-            begin = _values(archive, name, dtype, tuple(box["sizes"])) if not refused else 0
-        chunks.append({"offsets": list(box["offsets"]), "shape": list(box["sizes"]), "file": file, "begin": begin})
-    return {"dtype": _DTYPES[dtype][0], "shape": list(fields["size"]), "chunks": chunks}
+        if not isinstance(file, str) or "/" in file or file.startswith(".") or len(file) > _MOST_NAME:
+            raise Damaged(f".metadata: {name} lies in {file!r:.100}, which is no file of the checkpoint")
+        begin, length = _sizes([place["offset"], place["length"]], f"a place of {name}")
+        with Archive(directory / file, begin, length, refused) as archive:
+            first = _values(archive, name, dtype, sizes) if not refused else 0
+        chunks.append({"offsets": list(offsets), "shape": list(sizes), "file": file, "begin": first})
+    return {"dtype": _DTYPES[dtype][0], "shape": list(_sizes(fields["size"], f"a shape of {name}")), "chunks": chunks}
 
 
 def _values(archive: Archive, name: str, dtype: str, shape: tuple[int, ...]) -> int:
@@ -275,35 +331,29 @@ def _values(archive: Archive, name: str, dtype: str, shape: tuple[int, ...]) -> 
     if not isinstance(made, Record) or made.name != "torch._utils._rebuild_tensor_v2" or len(made.arguments) < 4:
         raise Damaged(f"{archive.path.name}: {name} is no plain tensor")
     storage, start, size, stride = made.arguments[:4]
-    if storage[1] != dtype or tuple(size) != shape:
-        raise Damaged(f"{archive.path.name}: a part of {name} is {storage[1]} {list(size)}, .metadata says otherwise")
+    kind, size, stride = storage[1], _sizes(size, f"a part of {name}"), _sizes(stride, f"a part of {name}")
+    (start,) = _sizes([start], f"a part of {name}")
+    if not isinstance(kind, str) or kind != dtype or size != shape:
+        raise Damaged(f"{archive.path.name}: a part of {name} is of {list(size)}, .metadata says otherwise")
     expected = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if any(length > 1 and step != right for length, step, right in zip(shape, stride, expected, strict=True)):
         raise Damaged(f"{archive.path.name}: the values of {name} are not in order")
+    if not isinstance(storage[2], str):
+        raise Damaged(f"{archive.path.name}: {name} does not say where its values are")
     begin, held = archive.place_of(storage[2])
     width = _DTYPES[dtype][1]
-    if start < 0 or (start + math.prod(shape)) * width > held:
+    if (start + math.prod(shape)) * width > held:
         raise Damaged(f"{archive.path.name}: {name} is cut off")
-    return begin + int(start) * width
+    return begin + start * width
 
 
-def _arguments(shared: Any) -> Iterator[tuple[str, Any]]:
+def _arguments(shared: Any, plain: _Plain) -> Iterator[tuple[str, Any]]:
     given = shared.get("args") if isinstance(shared, dict) else None
     if not isinstance(given, Record) or not isinstance(given.state, dict):
         raise Damaged("common.pt: holds no arguments of Megatron-LM (`args`)")
     for name, value in given.state.items():
         if isinstance(name, str):
-            yield name, _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return f"<{value.name}>" if isinstance(value, Record) else f"<{type(value).__name__}>"
+            yield plain.text(name), plain.value(value)
 
 
 # What a pickle that means something else leads to: wrong types where others are expected, an end too early, too much.
@@ -336,19 +386,26 @@ def main(directory: Path) -> dict[str, Any]:
     return {"refused": refused} if refused else said
 
 
-def _limit(set_limit: Callable[[int, tuple[int, int]], None]) -> None:
+def seconds_for(directory: Path) -> int:
+    """Seconds of processor time that suffice for honest pickles of their size."""
+    size = sum((directory / name).stat().st_size for name in (".metadata", "common.pt") if (directory / name).exists())
+    return min(_START_SECONDS + size // _BYTES_A_SECOND, _MOST_SECONDS)
+
+
+def _limit(set_limit: Callable[[int, tuple[int, int]], None], seconds: int) -> None:
     """Bytes and seconds that suffice for any honest file; no file can be written."""
     for kind, most in (
         (resource.RLIMIT_AS, _MEMORY_BYTES),
-        (resource.RLIMIT_CPU, _SECONDS),
+        (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
         hard = resource.getrlimit(kind)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        set_limit(kind, (most, most))
+        spare = 5 if kind == resource.RLIMIT_CPU and most + 5 <= hard % 2**63 else 0  # SIGXCPU says why, SIGKILL not
+        set_limit(kind, (most, most + spare))
 
 
 if __name__ == "__main__":
-    _limit(resource.setrlimit)
+    _limit(resource.setrlimit, seconds_for(Path(sys.argv[1])))
     json.dump(main(Path(sys.argv[1])), sys.stdout)

@@ -90,8 +90,10 @@ def restore_run(checkpoint: Path, model: ModelParts, optimizer: NamedAdamW) -> P
     """Fill model and optimizer in place; returns where the run goes on. Collective; raises CheckpointError alike."""
     load_checkpoint(checkpoint, state_tensors(model, optimizer))
     document = from_first_rank(lambda: read_document(checkpoint, POSITION))
-    if not isinstance(document, Mapping) or not all(isinstance(document.get(k), int) for k in ("step", "tokens")):
+    numbers = [document.get(key) for key in ("step", "tokens")] if isinstance(document, Mapping) else []
+    step, tokens = numbers if len(numbers) == 2 else (None, None)
+    if type(step) is not int or type(tokens) is not int or min(step, tokens) < 0:
         raise CheckpointError(f"{checkpoint / POSITION}.json holds no step and tokens")
-    position = Position(int(str(document["step"])), int(str(document["tokens"])))
+    position = Position(step, tokens)
     optimizer.set_updates(position.step)
     return position

@@ -17,6 +17,7 @@ from megalaunch.rundir.checkpoint.header import DTYPE_BYTES, are_sizes
 from megalaunch.rundir.checkpoint.manifest import is_plain_name
 
 CATALOGUE = "tensors.json"
+_MOST_COMPARED = 5_000_000  # pairs of parts of a tensor; 1024 x 8 ranks need 65,536
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,12 @@ def _overlap(chunks: tuple[Chunk, ...]) -> bool:
         return True
     sweep = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     active: list[Chunk] = []
+    compared = 0
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[sweep]):
         active = [other for other in active if other.offsets[sweep] + other.shape[sweep] > chunk.offsets[sweep]]
+        compared += len(active)
+        if compared > _MOST_COMPARED:
+            raise ValueError("a tensor has more parts side by side than any layout makes")
         if any(_share(chunk, other) for other in active):
             return True
         active.append(chunk)
