@@ -77,8 +77,8 @@ def _packed(exchange: str) -> tuple[torch.Tensor, ...]:
     context = ContextParallel(axis, (exchange,))
     results = []
     for parts, attend in (
-        ([x[:, :, places] for x in (q, k, v)], context.attention(4, documents[:, places], [None])[0]),
-        ([q, k, v], WHOLE_SAMPLE.attention(16, documents, [None])[0]),
+        ([x[:, :, places] for x in (q, k, v)], context.attention(4, documents[:, places], [None], documents.device)[0]),
+        ([q, k, v], WHOLE_SAMPLE.attention(16, documents, [None], documents.device)[0]),
     ):
         leaves = [part.clone().requires_grad_() for part in parts]
         out = attend(*leaves)

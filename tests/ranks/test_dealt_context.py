@@ -108,8 +108,8 @@ def _differences(ranks: int) -> list[float]:
         def dealt(x: torch.Tensor, mine: torch.Tensor = mine) -> torch.Tensor:
             return x.transpose(1, 2).flatten(0, 1)[mine].transpose(1, 2)
 
-        attends = DealtContext(axis).attention(24 // ranks, documents, windows)
-        references = WHOLE_SAMPLE.attention(24, documents, windows)
+        attends = DealtContext(axis).attention(24 // ranks, documents, windows, documents.device)
+        references = WHOLE_SAMPLE.attention(24, documents, windows, documents.device)
         scoring = SCORINGS[case % len(SCORINGS)]
         for attend, reference in zip(attends, references, strict=True):
             here = _passed(attend, [dealt(x) for x in (q, k, v)], scoring, dealt(dout))

@@ -63,7 +63,7 @@ def _written_out(spec: Any) -> dict[str, torch.Tensor]:
         tokens = torch.from_numpy(rows[index].tokens)[None]
         x = F.embedding(tokens[:, :-1], model.embedding.weight).float()
         rotation = rotation_of(torch.arange(x.shape[1]), model.config.layers[0].rope, NARROW)
-        attend = model.context.attention(x.shape[1], None, [None])[0]
+        attend = model.context.attention(x.shape[1], None, [None], x.device)[0]
         for layer in model.layers.values():
             x = x + layer.attention(_normed(layer.attention_norm, x), rotation, attend).float()
             x = x + layer.mlp(_normed(layer.mlp_norm, x)).float()

@@ -121,4 +121,4 @@ def test_what_has_to_come_with_tokens():
     with pytest.raises(ValueError, match="come with their positions"):
         context.places(4, torch.device("cpu"))
     with pytest.raises(ValueError, match="come with their documents"):
-        context.attention(4, None, [None])
+        context.attention(4, None, [None], torch.device("cpu"))

@@ -33,8 +33,13 @@ class Context(Protocol):
     def places(self, held: int, device: torch.device) -> Tensor:
         """Where the `held` tokens of this rank stand in their sample, [s] int64."""
 
-    def attention(self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None]) -> Sequence[Attend]:
-        """Causal attention of layers with these windows (None: all tokens), within documents where they are given."""
+    def attention(
+        self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
+    ) -> Sequence[Attend]:
+        """Causal attention of layers with these windows (None: all tokens), within documents where they are given.
+
+        `device`: where queries, keys and `documents_Bs` lie, so that masks and places are made there.
+        """
 
 
 class WholeSample:
@@ -44,15 +49,17 @@ class WholeSample:
         """0, 1, ..."""
         return torch.arange(held, device=device)
 
-    def attention(self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None]) -> Sequence[Attend]:
+    def attention(
+        self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
+    ) -> Sequence[Attend]:
         """One for each window, shared by its layers."""
-        made = {window: self._attend(held, documents_Bs, window) for window in set(windows)}
+        made = {window: self._attend(held, documents_Bs, window, device) for window in set(windows)}
         return [made[window] for window in windows]
 
-    def _attend(self, held: int, documents_Bs: Tensor | None, window: int | None) -> Attend:
+    def _attend(self, held: int, documents_Bs: Tensor | None, window: int | None, device: torch.device) -> Attend:
         if documents_Bs is None:
             return partial(causal, window=window)
-        places = self.places(held, documents_Bs.device)
+        places = self.places(held, device)
         return seen(sight_of(places, places, documents_Bs, documents_Bs, window))
 
 
@@ -79,9 +86,9 @@ def causal(
 
 
 def seen(sight: Sight) -> Attend:
-    """Attention over the keys that a sight shows."""
+    """Attention over the keys that a sight shows, on the device where it was made."""
 
     def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
-        return weigh(q_BNSD, k_BGTD, v_BGTD, sight.to(q_BNSD.device), scoring)
+        return weigh(q_BNSD, k_BGTD, v_BGTD, sight, scoring)
 
     return attend

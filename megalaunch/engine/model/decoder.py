@@ -121,7 +121,7 @@ class Decoder(nn.Module):
             positions = self.context.places(held, x.device)
         windows = [layer.window for layer in self.config.layers]
         if stores is None:
-            attends = self.context.attention(held, documents_BS, windows)
+            attends = self.context.attention(held, documents_BS, windows, x.device)
         else:
             attends = stores.attention(held, windows)
         drops = nothing(self.layers)

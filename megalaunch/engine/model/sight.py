@@ -33,11 +33,6 @@ class Sight:
         mask = None if self.mask is None else self.mask[..., first:end, :]
         return replace(self, places_q=self.places_q[first:end], mask=mask)
 
-    def to(self, device: torch.device) -> Sight:
-        """The same on a device."""
-        mask = None if self.mask is None else self.mask.to(device)
-        return replace(self, places_q=self.places_q.to(device), places_k=self.places_k.to(device), mask=mask)
-
 
 def visible(
     places_q: Tensor,

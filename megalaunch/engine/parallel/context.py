@@ -44,12 +44,14 @@ class ContextParallel:
 
     def places(self, held: int, device: torch.device) -> Tensor:
         """Where this rank's tokens stand in their sample, [s]."""
-        return places_of(held * self.axis.size, self.axis).to(device)
+        return places_of(held * self.axis.size, self.axis, device)
 
-    def attention(self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None]) -> Sequence[Attend]:
+    def attention(
+        self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
+    ) -> Sequence[Attend]:
         """One function for each way and window that is used, shared by its layers."""
         everyone = None if documents_Bs is None else start_gather(documents_Bs, 1, self.axis).wait()
-        order = _all_places(held * self.axis.size, self.axis)
+        order = _all_places(held * self.axis.size, self.axis, device)
         exchanges = self.exchanges if len(self.exchanges) > 1 else self.exchanges * len(windows)
         kinds = list(zip(exchanges, windows, strict=True))
         made = {kind: self._attend(kind[0], order, everyone, kind[1]) for kind in set(kinds)}
@@ -62,17 +64,17 @@ class ContextParallel:
         return _on_two_levels(*self.levels, order, everyone, window)
 
 
-def places_of(length: int, axis: Axis) -> Tensor:
+def places_of(length: int, axis: Axis, device: torch.device | None = None) -> Tensor:
     """The places of this rank's tokens in a sample of `length`: an early chunk, and the late one that balances it."""
     if axis.size == 1:
-        return torch.arange(length)
-    chunks = torch.arange(length).chunk(2 * axis.size)
+        return torch.arange(length, device=device)
+    chunks = torch.arange(length, device=device).chunk(2 * axis.size)
     return torch.cat((chunks[axis.rank], chunks[2 * axis.size - 1 - axis.rank]))
 
 
-def _all_places(length: int, axis: Axis) -> Tensor:
+def _all_places(length: int, axis: Axis, device: torch.device) -> Tensor:
     """The places of all ranks' tokens, in rank order, [S]."""
-    return torch.cat([places_of(length, Axis(axis.name, axis.size, rank)) for rank in range(axis.size)])
+    return torch.cat([places_of(length, Axis(axis.name, axis.size, rank), device) for rank in range(axis.size)])
 
 
 def _sight_here(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> Sight:
@@ -99,12 +101,11 @@ def _ring(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None
     """Keys and values travel round the ranks."""
     whole = _sight_here(axis, order, everyone, window)
     parts = zip(whole.places_k.chunk(axis.size), whole.shown.chunk(axis.size, dim=-1), strict=True)
-    sights = [Sight(whole.places_q, places, mask) for places, mask in parts]
+    sights = tuple(Sight(whole.places_q, places, mask) for places, mask in parts)
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
         keys_values = torch.stack((k_BGsD, v_BGsD))
-        here = tuple(sight.to(q_BNsD.device) for sight in sights)
-        out: Tensor = RingAttention.apply(q_BNsD, keys_values, here, axis, scoring, scoring.sinks)  # type: ignore[no-untyped-call]
+        out: Tensor = RingAttention.apply(q_BNsD, keys_values, sights, axis, scoring, scoring.sinks)  # type: ignore[no-untyped-call]
         return out
 
     return attend
@@ -115,16 +116,15 @@ def _exchanging(axis: Axis, order: Tensor, everyone: Tensor | None, window: int 
     natural = order.argsort()
     local_attend: Attend = partial(causal, window=window)
     if everyone is not None:
-        documents = everyone[:, natural.to(everyone.device)]
-        places = torch.arange(len(order), device=everyone.device)
+        documents = everyone[:, natural]
+        places = torch.arange(len(order), device=order.device)
         local_attend = seen(sight_of(places, places, documents, documents, window))
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
-        there, back = natural.to(q_BNsD.device), order.to(q_BNsD.device)
         heads = (q_BNsD, *(_enough(x, axis.size) for x in (k_BGsD, v_BGsD)))
-        q_BnSD, k_BgSD, v_BgSD = (_to_heads(x, axis)[:, :, there] for x in heads)
+        q_BnSD, k_BgSD, v_BgSD = (_to_heads(x, axis)[:, :, natural] for x in heads)
         out_BnSD = local_attend(q_BnSD, k_BgSD, v_BgSD, scoring.of_heads(axis.rank, axis.size))
-        return _to_tokens(out_BnSD[:, :, back], axis)
+        return _to_tokens(out_BnSD[:, :, order], axis)
 
     return attend
 

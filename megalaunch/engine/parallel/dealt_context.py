@@ -85,13 +85,15 @@ class DealtContext:
         """Not to be known from a number of tokens: raises ValueError."""
         raise ValueError("tokens that are dealt out by length come with their positions")
 
-    def attention(self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None]) -> Sequence[Attend]:
+    def attention(
+        self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
+    ) -> Sequence[Attend]:
         """One function for each window; `documents_Bs` are those of whole samples, [B, S]."""
         if documents_Bs is None:
             raise ValueError("tokens that are dealt out by length come with their documents")
         dealt = deal(run_lengths(documents_Bs), self.axis.size)
         trade = trade_of(dealt, self.axis.rank)
-        made = {window: _attention(dealt, trade, self.axis, window, documents_Bs.device) for window in set(windows)}
+        made = {window: _attention(dealt, trade, self.axis, window, device) for window in set(windows)}
         return [made[window] for window in windows]
 
 

@@ -1,0 +1,126 @@
+"""A device beside the processor that needs no hardware: tensors say that they lie on it, and nothing mixes the two.
+
+Fake tensors have shapes, formats and devices and no values. An operator that meets tensors of both devices raises
+`FakeTensorDeviceMismatchError`, as CUDA would, so that whatever was made on the processor by mistake is found by
+running the engine once. The device is registered for good: use it in a forked rank only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.engine.deep_plan.moment import Moment
+from megalaunch.engine.deep_plan.replaced import replaced
+from megalaunch.engine.deep_plan.step import batch_of, watched_step, whole_samples
+from megalaunch.engine.deep_plan.world import HostNumbers
+from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.inference.cache import TextCache
+from megalaunch.engine.inference.generate import next_logits
+from megalaunch.engine.mesh import Mesh, make_mesh
+from megalaunch.engine.model.dropout import streams_of
+from megalaunch.engine.model.parts import ModelParts
+from megalaunch.engine.parallel import dealt_context
+from megalaunch.engine.precision.policy import stream_format
+from megalaunch.engine.train.assemble import give_memory, laid_out
+from megalaunch.engine.train.head_loss import HeadLoss
+from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.plan.topology import Topology
+
+NAME = "second"
+
+
+def register() -> torch.device:
+    """Make torch know the device, once a process: streams and events are those of the processor, which do nothing."""
+    streams = {name: value for name, value in vars(torch.cpu).items() if not name.startswith("__")}
+    module = SimpleNamespace(**streams, _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None)
+    module.current_device = lambda: 0
+    _setup_privateuseone_for_python_backend(rename=NAME, backend_module=module)
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(..., device=)` makes one on the processor, then moves it
+    return torch.device(NAME, 0)
+
+
+class _FakeThere(TorchDispatchMode):
+    """Only what is made on the second device is fake: device meshes are searched, and need their values."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self._fake = fake
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = (kwargs or {}).get("device")
+        if device is None or torch.device(device).type != NAME:
+            return function(*args, **(kwargs or {}))
+        with self._fake:
+            return function(*args, **kwargs)
+
+
+@contextmanager
+def _laid_out_on(device: torch.device, spec: RunSpec, rank: int) -> Iterator[tuple[Mesh, ModelParts]]:
+    """One rank's part of a model on the device, in a group without peers; within, what is made is fake."""
+    topology, fake = Topology.of(spec), FakeTensorMode(allow_non_fake_inputs=True)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world)
+    mesh = make_mesh(topology, device, rank)
+    _ = mesh.tp, mesh.pp, mesh.cp, mesh.cp_levels  # made with real tensors, like meshes
+    with _FakeThere(fake):
+        model = laid_out(spec, mesh)
+    with replaced(dealt_context, "run_lengths", whole_samples), fake, HostNumbers():
+        give_memory(model, mesh, spec.train.seed)
+        yield mesh, model
+
+
+def forward_on(device: torch.device, spec: RunSpec, rank: int) -> list[Tensor]:
+    """The forward pass of each stage of one rank, in a group without peers: losses, and what goes to the next stage.
+
+    Raises FakeTensorDeviceMismatchError where tensors of two devices meet.
+    """
+    with _laid_out_on(device, spec, rank) as (mesh, model):
+        batch = batch_of(spec, mesh, 1)
+        microbatch = batch.microbatches[0].map(lambda part: part.to(device))
+        inputs = {name: value for name, value in microbatch.inputs.items() if name != "tokens"}
+        streams = streams_of(spec.train.seed, batch.indices[0], device) if model.config.drops else None
+        found = []
+        for part in model.parts:
+            loss = HeadLoss(part, spec.train.loss_chunks)
+            x = microbatch.tokens
+            if part.embedding is None:
+                shape = (len(x), part.boundary.rows(x.shape[1]), spec.model.hidden_size)
+                x = torch.empty(shape, dtype=stream_format(spec.precision), device=device)
+            output = part(x, **inputs, logits=loss.of_logits, streams_B=streams)
+            found.append(output if part.head is None else loss(output, microbatch.labels))
+        return found
+
+
+def step_on(device: torch.device, spec: RunSpec, rank: int) -> None:
+    """A whole training step: forward, backward, sums over ranks, clipping, update."""
+    with (
+        _laid_out_on(device, spec, rank) as (mesh, model),
+        torch.autograd.set_multithreading_enabled(False),  # no thread of the device's own
+    ):
+        step = watched_step(spec, mesh, model, NamedAdamW(model, spec.optimizer), Moment())
+        batch = batch_of(spec, mesh, mesh.topology.microbatches)
+        moved = tuple(one.map(lambda part: part.to(device)) for one in batch.microbatches)
+        step.run(1, replace(batch, microbatches=moved), None)
+
+
+def generate_on(device: torch.device, spec: RunSpec) -> list[Tensor]:
+    """Logits after prompts of unlike length, then after one more token of each."""
+    with torch.device("meta"):
+        decoder = build_decoder(spec.model)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model = decoder.to_empty(device=device)
+        model.tie()
+        cache = TextCache(model.config.num_layers, 8, (0, 2))
+        return [next_logits(model, torch.tensor(tokens), cache) for tokens in ([[1, 2, 3], [0, 0, 4]], [[5], [6]])]
