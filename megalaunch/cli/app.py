@@ -20,26 +20,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subcommand:
-    """Where a command is: `attribute` of `module` is a function with Typer annotations, or a Typer app."""
+    """Where a command is: `attribute` of `module` is a function with Typer annotations, or a Typer app.
+
+    `makes_files` is true where work goes on although nobody reads what is printed any more.
+    """
 
     module: str
     attribute: str
     help: str
+    makes_files: bool = False
 
 
 COMMANDS = {
-    "train": Subcommand("train", "train", "Train a model, or continue a run."),
+    "train": Subcommand("train", "train", "Train a model, or continue a run.", True),
     "watch": Subcommand("watch", "watch", "Show a run that goes on elsewhere."),
     "generate": Subcommand("generate", "generate", "Let a trained model continue a text."),
     "evaluate": Subcommand("evaluate", "evaluate", "Tell how well a trained model predicts texts."),
     "checkpoint": Subcommand("checkpoint", "app", "List, inspect and verify checkpoints."),
-    "convert": Subcommand("convert", "app", "Carry weights from and to Hugging Face folders."),
-    "preprocess": Subcommand("preprocess", "preprocess", "Turn text or jsonl into token files."),
-    "data": Subcommand("data", "app", "Inspect, verify, merge and split token files."),
-    "tokenizer": Subcommand("tokenizer", "app", "Train a tokenizer, or look into one."),
+    "convert": Subcommand("convert", "app", "Carry weights from and to Hugging Face folders.", True),
+    "preprocess": Subcommand("preprocess", "preprocess", "Turn text or jsonl into token files.", True),
+    "data": Subcommand("data", "app", "Inspect, verify, merge and split token files.", True),
+    "tokenizer": Subcommand("tokenizer", "app", "Train a tokenizer, or look into one.", True),
     "validate-config": Subcommand("validate_config", "validate_config", "Report all that is wrong with a run at once."),
+    "explain": Subcommand("explain", "explain", "Tell why a rule holds, or what a key means."),
     "plan": Subcommand("plan", "plan", "Predict memory and speed; search for the best layout."),
-    "sweep": Subcommand("sweep", "sweep", "Try many settings, without those that cannot run."),
+    "sweep": Subcommand("sweep", "sweep", "Try many settings, without those that cannot run.", True),
     "recipes": Subcommand("recipes", "app", "List the recipes, show one, or compare two."),
     "import-megatron": Subcommand("import_megatron", "import_megatron", "Turn a Megatron-LM script into a recipe."),
     "doctor": Subcommand("doctor", "doctor", "Tell what this machine has and lacks."),
@@ -73,6 +78,10 @@ class LazyGroup(TyperGroup):
 
             ctx.fail(f"No such command {args[0]!r}. {next_step(args, list(COMMANDS))}")
         name, listed, rest = super().resolve_command(ctx, args)
+        if name and COMMANDS[name].makes_files:
+            from megalaunch.cli.closed_output import outlive_readers
+
+            outlive_readers()
         return name, load_command(name) if name and listed else listed, rest
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from megalaunch.platform.detect import Machine
-    from megalaunch.platform.packages import PackageState
+    from megalaunch.platform.packages import Package, PackageState
 
 GIB = 2**30
 
@@ -16,10 +17,12 @@ GIB = 2**30
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False) -> None:
     """Tell what this machine has, what is missing for what, and what the engine can run."""
     from megalaunch.platform.detect import detect_machine
-    from megalaunch.platform.packages import inspect_packages
+    from megalaunch.platform.packages import OPTIONAL, inspect_packages, installed_version
 
-    machine, packages = detect_machine(), inspect_packages()
-    report = build_report(machine, packages)
+    machine = detect_machine()
+    useful = [package for package in OPTIONAL if machine.devices or package.name != "triton"]
+    optional = {package: installed_version(package.name) for package in useful}
+    report = build_report(machine, inspect_packages(), optional)
     if as_json:
         import json
 
@@ -28,14 +31,20 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
         typer.echo(report_text(report))
 
 
-def build_report(machine: Machine, packages: list[PackageState]) -> dict[str, Any]:
-    """Everything that doctor tells, as plain data; sizes in bytes, peaks in FLOP/s."""
+def build_report(
+    machine: Machine, packages: list[PackageState], optional: Mapping[Package, str | None] | None = None
+) -> dict[str, Any]:
+    """Everything that doctor tells, as plain data; sizes in bytes, peaks in FLOP/s.
+
+    `optional` are the versions of optional packages, None for those that are not installed.
+    """
     import platform
     import shutil
     from pathlib import Path
 
     import megalaunch
     from megalaunch.plan.supported import LIMITS
+    from megalaunch.platform.operators import implementations
 
     chip = machine.chip
     return {
@@ -56,9 +65,20 @@ def build_report(machine: Machine, packages: list[PackageState]) -> dict[str, An
             {"name": state.package.name, "version": state.version, "purpose": state.package.purpose}
             for state in packages
         ],
+        "optional": [
+            {"name": package.name, "version": version, "purpose": package.purpose, "install": _install(package)}
+            for package, version in (optional or {}).items()
+        ],
+        "operators": [
+            {"operator": row.operator, "implementation": row.implementation} for row in implementations(chip.device)
+        ],
         "problems": [*_package_problems(packages), *_device_problems(machine, packages)],
         "engine": [{"key": limit.path, "runs": list(limit.supported), "meaning": limit.others} for limit in LIMITS],
     }
+
+
+def _install(package: Package) -> str:
+    return f"pip install 'megalaunch[{package.extra}]'" if package.extra else f"pip install {package.name}"
 
 
 def _package_problems(packages: list[PackageState]) -> list[dict[str, str]]:
@@ -111,13 +131,34 @@ def report_text(report: dict[str, Any]) -> str:
     )
     lines += ["", "packages"]
     lines += _columns([(entry["name"], entry["version"] or "-", entry["purpose"]) for entry in report["packages"]])
-    lines += ["", "missing" if report["problems"] else "nothing is missing"]
+    lines += _optional(report["optional"])
+    lines += ["", "operators and what computes them here", *_columns(_operators(report["operators"]))]
+    lines += ["", "missing" if report["problems"] else _nothing_missing(report["optional"])]
     for problem in report["problems"]:
         lines += [f"  {problem['problem']} (for: {problem['needed_for']})", f"    fix: {problem['fix']}"]
     if report["engine"]:
         lines += ["", "the engine runs (other values are checked and planned, not trained)"]
         lines += _columns([(row["key"], _values(row["runs"]), row["meaning"]) for row in report["engine"]])
     return "\n".join(lines)
+
+
+def _operators(rows: list[dict[str, str]]) -> list[tuple[str, ...]]:
+    return [(row["operator"], row["implementation"]) for row in rows]
+
+
+def _optional(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    shown = [(row["name"], row["version"] or "not installed", row["purpose"], "" if row["version"] else row["install"])
+             for row in rows]  # fmt: skip
+    return ["", "optional packages", *_columns(shown)]
+
+
+def _nothing_missing(optional: list[dict[str, Any]]) -> str:
+    absent = [row["name"] for row in optional if row["version"] is None]
+    if not absent:
+        return "nothing is missing"
+    return f"nothing that training needs is missing; not installed, and optional: {', '.join(absent)}"
 
 
 def _chip_text(machine: dict[str, Any]) -> str:
@@ -137,7 +178,7 @@ def _values(values: list[Any]) -> str:
     return " | ".join(words[value] if value is None or isinstance(value, bool) else str(value) for value in values)
 
 
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Rows as indented lines, every column but the last padded to its widest word."""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     return [

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalaunch.config.schema import RunSpec, SpecProblem
 from megalaunch.plan.batch import tokens_per_step
-from megalaunch.plan.findings import REFERENCE, Finding, Severity, anchor_of, as_json, has_errors
+from megalaunch.plan.findings import Finding, Severity, as_json, has_errors
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.topology import Topology
 
@@ -94,7 +94,7 @@ def _layout(spec: RunSpec, topology: Topology) -> str:
 
 
 def finding_block(finding: Finding) -> str:
-    """One error or warning: key and rule, message, origin, fixes, and where the reference explains the rule."""
+    """One error or warning: key and rule, message, origin, fixes, and what explains the rule."""
     lines = [f"{finding.severity}: {finding.path}  [{finding.rule}]"]
     lines += textwrap.wrap(finding.message, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     if finding.origin:
@@ -102,7 +102,7 @@ def finding_block(finding: Finding) -> str:
     if finding.fixes:
         lines.append("  fix:  " + "   or   ".join(finding.fixes))
     if finding.rule != "config.schema":  # its message says all there is to say
-        lines.append(f"  why:  {REFERENCE}#{anchor_of(finding.rule)}")
+        lines.append(f"  why:  megalaunch explain {finding.rule}")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""`validate-config --explain KEY`: what a value is, what it means and where it comes from."""
+"""What a key means and takes (`explain KEY`), its value and where it comes from (`validate-config --explain KEY`)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,30 @@ def explain_key(path: str, composition: Composition, resolved: RunSpec) -> str:
     return "\n".join(_lines(key, composition, resolved) for key in keys)
 
 
+def describe_keys(path: str) -> list[str]:
+    """The same of a key or a section without a run: meaning, what it takes, default; [] for an unknown one."""
+    keys = [key for name, key in schema_keys().items() if name == path or name.startswith(f"{path}.")]
+    return [f"{key.path}{_unit(key)}\n  {key.field.metadata['meaning']}\n  {_takes(key)}" for key in keys]
+
+
+def _unit(key: Key) -> str:
+    return f" [{key.field.metadata['unit']}]" if key.field.metadata["unit"] else ""
+
+
+def _takes(key: Key) -> str:
+    default = "none" if key.field.default is MISSING else shown_value(key.field.default)
+    return f"takes: {describe(key.annotation)}; default: {default}"
+
+
 def _lines(key: Key, composition: Composition, resolved: RunSpec) -> str:
     origin = composition.origins[key.path]
     given, final = value_at(composition.spec, key.path), value_at(resolved, key.path)
     derived = f", given as {shown_value(given)} and derived" if given != final else ""
-    default = "none" if key.field.default is MISSING else shown_value(key.field.default)
-    unit = f" [{key.field.metadata['unit']}]" if key.field.metadata["unit"] else ""
     return "\n".join(
         [
-            f"{key.path} = {shown_value(final)}{unit}",
+            f"{key.path} = {shown_value(final)}{_unit(key)}",
             f"  {key.field.metadata['meaning']}",
             f"  from: {origin.where}{derived}",
-            f"  takes: {describe(key.annotation)}; default: {default}",
+            f"  {_takes(key)}",
         ]
     )

@@ -37,6 +37,20 @@ PACKAGES = (
 )
 
 
+OPTIONAL = (
+    Package("gigatoken", "data", "preprocess encodes several times faster", ""),
+    Package("orjson", "data", "preprocess reads jsonl faster", ""),
+    Package("zstandard", "data", "preprocess reads .zst files", ""),
+    Package("pyarrow", "data", "preprocess reads parquet", ""),
+    Package("nltk", "", "preprocess --split-sentences", ""),
+    Package("transformers", "parity", "convert compares with transformers' own model", ""),
+    Package("lm-eval", "lm-eval", "evaluate --task", ""),
+    Package("optuna", "sweep", "sweep --sampler tpe", ""),
+    Package("triton", "", "fused kernels on NVIDIA GPUs (torch's CUDA build brings it)", ""),
+)
+"""Packages that some commands can do without, or need for one option; they are not imported to look."""
+
+
 @dataclass(frozen=True)
 class PackageState:
     """What was found: `version` None means not installed; `problem` None means that it works.

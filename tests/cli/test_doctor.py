@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +17,8 @@ from megalaunch.plan.supported import LIMITS
 from megalaunch.platform import packages as packages_module
 from megalaunch.platform.detect import Machine
 from megalaunch.platform.facts import CHIPS
-from megalaunch.platform.packages import PACKAGES, Package, PackageState, inspect_packages, least_version
+from megalaunch.platform.operators import implementations
+from megalaunch.platform.packages import OPTIONAL, PACKAGES, Package, PackageState, inspect_packages, least_version
 
 TORCH = next(package for package in PACKAGES if package.name == "torch")
 MEGALAUNCH = Path(sys.executable).with_name("megalaunch")
@@ -35,8 +39,39 @@ def test_the_command_here():
     assert report["problems"] == []
     assert {row["key"] for row in report["engine"]} == {limit.path for limit in LIMITS}
     text = report_text(report)
-    assert "nothing is missing" in text
     assert all(limit.path in text for limit in LIMITS)
+    assert {row["name"] for row in report["optional"]} == {entry.name for entry in OPTIONAL if entry.name != "triton"}
+
+
+def test_optional_packages_that_are_not_installed_are_named():
+    optional = {package: None if package.name in ("optuna", "nltk") else "1.0" for package in OPTIONAL}
+    text = report_text(build_report(machine(), [works(TORCH)], optional))
+    assert "  optuna        not installed  sweep --sampler tpe" in text
+    assert "pip install 'megalaunch[sweep]'" in text
+    assert "pip install nltk\n" in text
+    assert "nothing that training needs is missing; not installed, and optional: nltk, optuna\n" in text
+    assert "\nnothing is missing\n" in report_text(
+        build_report(machine(), [works(TORCH)], dict.fromkeys(OPTIONAL, "1"))
+    )
+
+
+@pytest.mark.parametrize("extra", sorted({package.extra for package in OPTIONAL if package.extra}))
+def test_the_extras_that_are_named_bring_the_packages(extra):
+    required = importlib.metadata.requires("megalaunch")
+    for package in OPTIONAL:
+        if package.extra == extra:
+            assert any(row.startswith(package.name) and f"extra == '{extra}'" in row for row in required), package.name
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "musa"])
+def test_operators_and_what_computes_them(device):
+    rows = list(implementations(device))
+    assert rows[0].operator == "causal attention"
+    for module in re.findall(r"megalaunch\.[\w.]+", " ".join(row.implementation for row in rows)):
+        assert importlib.util.find_spec(module.rstrip(".")), module
+    assert "operators and what computes them here\n  causal attention " in report_text(
+        build_report(machine(), [works(TORCH)])
+    )
 
 
 def test_a_machine_with_gpus():

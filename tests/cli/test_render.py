@@ -35,8 +35,8 @@ def test_findings_as_text():
     ]
     assert findings_text(found, {"dp": 2000}) == (
         "error: parallel.tp  [parallel.x]\n  too much\n  from: command line\n"
-        "  fix:  parallel.tp=1   or   a=1 b=2\n  why:  docs/reference/rules.md#parallel-x\n\n"
-        "warning: z  [y]\n  hm\n  why:  docs/reference/rules.md#y\n\n"
+        "  fix:  parallel.tp=1   or   a=1 b=2\n  why:  megalaunch explain parallel.x\n\n"
+        "warning: z  [y]\n  hm\n  why:  megalaunch explain y\n\n"
         "notes\n  parallel.dp = 2 (because)\n\nderived\n  dp  2,000\n\n1 error, 1 warning"
     )
     assert findings_text([]) == "valid"

@@ -48,7 +48,7 @@ def test_llama3_70b_by_three_and_seven_has_five_errors_each_with_fixes():
     assert all(f["origin"] for f in errors)
     text = validate("recipe=llama3_70b", "parallel=tp3pp7").output
     for finding in errors:
-        assert f"docs/reference/rules.md#{finding['rule'].replace('.', '-')}" in text
+        assert f"why:  megalaunch explain {finding['rule']}\n" in text
 
 
 def test_derived_values_of_a_pipeline():

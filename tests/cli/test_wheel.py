@@ -54,6 +54,7 @@ def test_both_wheels_carry_everything(wheels):
         ("conf", "megalaunch/conf"),
         ("recipes", "megalaunch/recipes"),
         ("kernels", "megalaunch/kernels"),
+        ("docs/reference", "megalaunch/reference"),
     ):
         files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
         assert files

@@ -1,0 +1,50 @@
+"""`megalaunch explain`: what every `why:` line names, from a file that comes with the package."""
+
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+from megalaunch.cli.app import app
+from megalaunch.cli.explain import PAGE, read_rules
+from megalaunch.plan.findings import OUTSIDE_RULES
+from megalaunch.plan.rules.registry import RULES
+
+run = CliRunner()
+
+
+def test_every_rule_has_its_page_in_the_package():
+    pages = read_rules(PAGE.read_text(encoding="utf-8"))
+    assert set(pages) == {*RULES, *OUTSIDE_RULES}
+    assert "megalaunch" in PAGE.parts
+    for rule, text in pages.items():
+        sentence = RULES[rule].sentence if rule in RULES else OUTSIDE_RULES[rule][0]
+        assert " ".join(text.split()).startswith(sentence), rule
+        assert "<a id" not in text
+
+
+def test_the_why_line_is_a_command_that_explains():
+    result = run.invoke(app, ["validate-config", "recipe=llama3_70b", "parallel=tp3pp7"])
+    (line,) = [line for line in result.output.splitlines() if "parallel.heads_by_tp" in line and "why:" in line]
+    explained = run.invoke(app, shlex.split(line.removeprefix("  why:"))[1:])
+    assert explained.exit_code == 0
+    assert explained.output.startswith("parallel.heads_by_tp\n\nEvery tensor-parallel rank holds whole query heads.")
+    assert "$ megalaunch validate-config " in explained.output
+    assert "fix:  parallel.tp=" in explained.output
+
+
+@pytest.mark.parametrize("name", ["heads_by_tp", "parallel-heads_by_tp"])
+def test_a_rule_by_other_forms_of_its_name(name):
+    assert run.invoke(app, ["explain", name]).output.startswith("parallel.heads_by_tp\n")
+
+
+def test_keys_and_sections():
+    text = run.invoke(app, ["explain", "optimizer.lr"]).output
+    assert text == "optimizer.lr\n  Peak learning rate.\n  takes: a number; default: 0.0003\n"
+    assert "optimizer.beta2\n" in run.invoke(app, ["explain", "optimizer"]).output
+
+
+def test_what_there_is_none_of():
+    result = run.invoke(app, ["explain", "parallel.hads_by_tp"])
+    assert (result.exit_code, "did you mean 'parallel.heads_by_tp'?" in result.output) == (2, True)
+    assert "parallel.world\n" in run.invoke(app, ["explain"]).output
