@@ -1,6 +1,8 @@
 """A worker without torch: counts steps through the run directory, and fails on demand, for tests of the launcher.
 
-FAKE_FAULT="kind:rank:step[:attempts]" with kind raise|kill|hang|stop|exit; attempts: how many attempts it strikes.
+FAKE_FAULT="kind:rank:step[:attempts]" with kind raise|kill|hang|stop|exit; attempts: how many attempts it strikes;
+several of them with commas in between.
+FAKE_CHECKPOINT_INTERVAL: steps between checkpoints; without it there is one at the end.
 FAKE_STEP_SECONDS: length of a step. FAKE_IGNORE_STOP=1: stop signals have no effect.
 FAKE_ORPHAN=1: it does not die with its parent.
 FAKE_ABORT_AT_END=1: rank 0 aborts after it has written the outcome.
@@ -16,6 +18,7 @@ from pathlib import Path
 
 from megalaunch.config.spec_file import read_spec
 from megalaunch.engine.process import StopRequest, die_with_parent, own_output
+from megalaunch.rundir.environment import attempt_of
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.lines import append_line, keep_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
@@ -29,7 +32,7 @@ def main() -> None:
     stop = StopRequest()
     stop.install()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    attempt = attempt_of(os.environ)
     directory = RunDirectory(Path(sys.argv[-1]).parent)
     own_output(directory.rank_log(rank))
     progress = ProgressWriter(directory.progress(rank), rank, attempt)
@@ -54,6 +57,9 @@ def main() -> None:
                 break
             if rank == 0:
                 append_line(directory.metrics, metrics(step))
+                if step % int(os.environ.get("FAKE_CHECKPOINT_INTERVAL", "1000000")) == 0:
+                    directory.checkpoint(step).mkdir(parents=True, exist_ok=True)
+                    record_event(directory, "checkpoint", step=step, path=str(directory.checkpoint(step)))
         if stop.signal:
             time.sleep(0.3)  # the agent ends the peers of a dead worker by SIGTERM too: that is no request to save
             for peer in range(world):
@@ -108,9 +114,13 @@ def newest_checkpoint(directory: RunDirectory) -> int:
 
 
 def fault(directory: RunDirectory, rank: int, step: int, attempt: int) -> None:
-    kind, at_rank, at_step, *attempts = os.environ.get("FAKE_FAULT", "none:0:0").split(":")
-    if (rank, step) != (int(at_rank), int(at_step)) or attempt >= (int(attempts[0]) if attempts else 1):
-        return
+    for one in os.environ.get("FAKE_FAULT", "none:0:0").split(","):
+        kind, at_rank, at_step, *attempts = one.split(":")
+        if (rank, step) == (int(at_rank), int(at_step)) and attempt < (int(attempts[0]) if attempts else 1):
+            strike(kind)
+
+
+def strike(kind: str) -> None:
     if kind == "raise":
         raise ValueError("told to fail")
     if kind == "kill":

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megalaunch.config.schema import RunSpec, build_run_spec
 from megalaunch.config.spec_file import write_spec
 from megalaunch.launch.process import descendants, find_process, is_alive, kill_all
@@ -54,7 +56,7 @@ def tiny_spec(**values: Any) -> RunSpec:
         "optimizer": {"lr": 1e-3},
         "train": {"steps": 20},
         "cluster": {"devices_per_node": 2},
-        "launcher": {"timeout": 30.0, "grace": 5.0},
+        "launcher": {"timeout": 30.0, "grace": 5.0, "restart_backoff": 0.1},
         "run": {"name": "fake"},
     }
     for path, value in values.items():
@@ -90,6 +92,29 @@ def run_fake(folder: Path, spec: RunSpec, **environment: str) -> tuple[int, str,
     with launched(folder, spec, **environment) as process:
         out, err = process.communicate(timeout=60)
         return process.returncode, out, err
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Nobody can open a file for writing below `folder`, nor add or rename one; files that are open stay so."""
+    if os.geteuid() == 0:  # whom permissions do not stop
+        commands = (["mount", "--bind"], ["mount", "-o", "remount,bind,ro"])
+        for command, places in zip(commands, ([folder, folder], [folder]), strict=True):
+            if subprocess.run([*command, *map(str, places)], capture_output=True).returncode != 0:
+                pytest.skip("mounting needs root outside of a container")
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+        return
+    modes = [(path, path.stat().st_mode) for path in [folder, *folder.rglob("*")]]
+    for path, mode in modes:
+        path.chmod(mode & ~0o222)
+    try:
+        yield
+    finally:
+        for path, mode in modes:
+            path.chmod(mode)
 
 
 def run_of(folder: Path) -> RunDirectory:

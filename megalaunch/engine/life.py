@@ -42,8 +42,10 @@ def live(spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWr
         ending = _train(assemble(spec, make_mesh(topology, device, rank)), directory, record, stop)
     except Ending as planned:
         ending = planned
-    record.outcome(ending)
-    leave()
+    try:
+        record.outcome(ending)
+    finally:  # one that could not be written must not keep the others waiting
+        leave()
 
 
 def _wrong_world(topology: Topology) -> Problem | None:

@@ -74,8 +74,10 @@ def main(arguments: list[str], life: Life = train) -> int:
 
 
 def _attempt() -> int:
-    """How often the agent has started this group of workers before."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """How often this group of workers was started before."""
+    from megalaunch.rundir.environment import attempt_of
+
+    return attempt_of(os.environ)
 
 
 def _report_crash(directory: RunDirectory, progress: ProgressWriter, rank: int, error: BaseException) -> None:

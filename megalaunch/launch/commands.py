@@ -15,15 +15,20 @@ RENDEZVOUS_PORT = 29400  # torchrun's own default
 _FIRST_NODE = "NODE0"  # stands for the first machine's address where no launcher knows it
 
 
-def node_commands(spec: RunSpec, spec_file: Path, worker_module: str = WORKER_MODULE) -> list[list[str]]:
+def node_commands(
+    spec: RunSpec, spec_file: Path, worker_module: str = WORKER_MODULE, max_restarts: int | None = None
+) -> list[list[str]]:
     """One argument list a machine, in machine order, for a spec whose `auto` values are resolved.
 
     On a single machine the agent picks a free port itself (bound before it is told to anyone, so nobody can take
     it in between). On several, the first one hosts the rendezvous, and each command says whether it is the host:
     an address that resolves to the loopback device would otherwise make none of them the host.
+
+    `max_restarts` is the agent's own, the spec's where nobody else starts an agent that has ended.
     """
     agent = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={spec.cluster.devices_per_node}"]
-    worker = [f"--max-restarts={spec.launcher.max_restarts}", "-m", worker_module, str(spec_file)]
+    restarts = spec.launcher.max_restarts if max_restarts is None else max_restarts
+    worker = [f"--max-restarts={restarts}", "-m", worker_module, str(spec_file)]
     if spec.cluster.nodes == 1:
         return [[*agent, "--standalone", "--local-addr=localhost", *worker]]
     # Else workers that are started again read the addresses of dead ones from the store that the agents share.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -106,6 +108,19 @@ def leave_run(directory: RunDirectory, lock: RunLock) -> None:
 def run_is_held(directory: RunDirectory) -> bool:
     """Whether a launcher runs it now."""
     return is_held(directory.lock)
+
+
+def why_unwritable(directory: RunDirectory) -> str | None:
+    """Why the run cannot write what it has to, as far as that shows without taking space; None when it can."""
+    for folder in (directory.root, directory.logs, directory.checkpoints):
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+            if folder == directory.root:
+                os.close(os.open(directory.events, os.O_WRONLY | os.O_APPEND))
+        except OSError as error:
+            return f"{folder} cannot be written: {error.strerror}"
+    return None
 
 
 def create_folders(directory: RunDirectory) -> None:

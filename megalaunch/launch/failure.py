@@ -31,7 +31,10 @@ _SIGNALS = {
 
 @dataclass(frozen=True)
 class Failure:
-    """One failed attempt. `exception` is a type's name, a signal's name, `hang`, or `exit code N`."""
+    """One failed attempt. `exception` is a type's name, a signal's name, `hang`, or `exit code N`.
+
+    `rank` is None where the agent failed, not a worker.
+    """
 
     attempt: int
     rank: int | None
@@ -76,17 +79,22 @@ def first_failure(
     exit_codes: Mapping[int, int],
     step: int,
     suspect: Suspect | None = None,
+    agent_code: int | None = None,
 ) -> Failure:
     """The cause of a failed attempt.
 
     `events` are the attempt's `worker_failed` records, `ranks` its workers, `exit_codes` the agent's by pid. A
-    worker's own exception comes first; then a worker that died without a word; last those who lost a peer, of whom
-    one may be a `suspect`: it ran other collectives than they.
+    worker's own exception comes first; then the agent, where a signal ended it (`agent_code`): its workers die with
+    it; then a worker that died without a word; last those who lost a peer, of whom one may be a `suspect`: it ran
+    other collectives than they.
     """
     by_time = sorted(events, key=lambda event: event.get("time", 0.0))
     own = [event for event in by_time if not _is_victim(event)]
     if own:
         return _from_event(attempt, own[0])
+    if agent_code is not None and agent_code < 0:
+        name, meaning = explain_end(agent_code)
+        return Failure(attempt, None, "", "", step, name, f"{meaning}; its workers end with it")
     spoke = {event.get("rank") for event in by_time}
     held_on = [rank for rank in ranks.values() if rank.held_on and rank.progress.rank not in spoke]
     silent = [rank for rank in ranks.values() if rank.ended and not rank.held_on and rank.progress.rank not in spoke]
@@ -103,7 +111,8 @@ def first_failure(
         return _failed_at(attempt, rank, *explain_end(ends[rank.progress.rank]))
     if by_time:
         return _from_event(attempt, by_time[0])
-    return Failure(attempt, None, "", "starting", step, "ended", "no worker reported anything")
+    how = "ended" if agent_code is None else f"exit code {agent_code}"
+    return Failure(attempt, None, "", "starting", step, how, "no worker reported anything")
 
 
 def hang_failure(attempt: int, behind: Rank | None, step: int, silent_seconds: float, reason: str = "") -> Failure:

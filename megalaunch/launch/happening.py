@@ -30,7 +30,9 @@ def sentence(event: Record) -> str | None:
         case "worker_failed":
             return _failed(event)
         case "restart":
-            return f"restart {event.get('attempt')}: {event.get('reason')}"
+            pause = event.get("pause_seconds")
+            when = f" in {duration(pause)}" if isinstance(pause, (int, float)) and pause > 0 else ""
+            return f"restart {event.get('attempt')}{when}: {event.get('reason')}"
         case "note":
             return str(event.get("message"))
         case _:

@@ -14,8 +14,9 @@ from megalaunch.launch.commands import WORKER_MODULE, agent_environment, node_co
 from megalaunch.launch.directory import RunDirectoryError, create_folders
 from megalaunch.launch.lock import RunLock
 from megalaunch.launch.stop import StopSignals
-from megalaunch.launch.supervise import Display, LaunchEnd, Supervisor, agent_log
+from megalaunch.launch.supervise import Display, LaunchEnd, Supervisor
 from megalaunch.launch.view import RunView, Scale
+from megalaunch.rundir.environment import ATTEMPT_VARIABLE
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.paths import RunDirectory
 
@@ -36,7 +37,7 @@ class Launch:
 def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunView], Display | None]) -> LaunchEnd:
     """Run to the end; call it from the main thread. Raises RunDirectoryError when the directory takes no files."""
     spec, directory = launch.spec, launch.directory
-    command = node_commands(spec, directory.spec, launch.worker_module)[0]
+    command = node_commands(spec, directory.spec, launch.worker_module, max_restarts=0)[0]
     workers = int(spec.cluster.devices_per_node)
     try:
         create_folders(directory)
@@ -50,14 +51,14 @@ def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunVi
         message = f"{error.filename or directory.root} cannot be written ({error.strerror})"
         raise RunDirectoryError(message, fix) from error
     display = open_display(view)
-    agent: Agent | None = None
+    environment = agent_environment(os.environ, os.getpid(), workers, launch.cores)
+
+    def start_agent(attempt: int) -> Agent:
+        return Agent(command, {**environment, ATTEMPT_VARIABLE: str(attempt)}, directory.agent_log)
+
     stop.watching = True  # from here on a signal is for the workers; after them there is nothing left to stop
     try:
-        environment = agent_environment(os.environ, os.getpid(), workers, launch.cores)
-        agent = Agent(command, environment, agent_log(directory))
-        return Supervisor(spec, directory, launch.lock, agent, stop, view, display).watch()
+        return Supervisor(spec, directory, launch.lock, start_agent, stop, view, display).watch()
     finally:
-        if agent is not None:
-            agent.end()
         if display is not None:
             display.close()

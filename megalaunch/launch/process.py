@@ -62,6 +62,12 @@ def is_stopped(process: Process) -> bool:
     return stat is not None and stat.state in "Tt"
 
 
+def is_traced(process: Process) -> bool:
+    """Whether a debugger holds it."""
+    stat = _stat_of(process)
+    return stat is not None and stat.state == "t"
+
+
 def expects(process: Process, number: signal.Signals) -> bool:
     """Whether it handles, holds or ignores this signal, so that it would not die of it."""
     try:
@@ -70,12 +76,6 @@ def expects(process: Process, number: signal.Signals) -> bool:
         return False
     masks = (line.split()[1] for line in text.splitlines() if line.startswith(("SigBlk:", "SigIgn:", "SigCgt:")))
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
-
-
-def parent_of(process: Process) -> int | None:
-    """The pid of its parent, or None when it is gone."""
-    stat = _stat_of(process)
-    return stat.parent if stat else None
 
 
 def return_code(process: Process) -> int | None:

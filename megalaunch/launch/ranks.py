@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalaunch.launch.process import Process, find_process, is_alive, is_stopped, return_code
+from megalaunch.launch.process import Process, find_process, is_alive, is_stopped, is_traced, return_code
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import Progress, read_progress
 
 STEPPING = "step"  # the phase in which workers compute optimizer steps
+# The phases from a worker's start to its first step.
+STARTING = frozenset(
+    ("starting", "loading torch", "joining", "building", "looking for checkpoints", "checking checkpoints", "loading")
+)
 
 
 @dataclass
 class Rank:
-    """One worker of the current attempt. `moved` is the launcher's monotonic time of its last report."""
+    """One worker of an attempt."""
 
     progress: Progress
     process: Process | None
-    moved: float
     ended: bool = False
     return_code: int | None = None
     held_on: bool = False  # it still ran when others had died, and the launcher ended it
@@ -26,6 +29,11 @@ class Rank:
     def is_stopped(self) -> bool:
         """Whether its process is held by a stop signal or a debugger."""
         return self.process is not None and is_stopped(self.process)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a debugger holds its process."""
+        return self.process is not None and is_traced(self.process)
 
     @property
     def label(self) -> str:
@@ -39,47 +47,31 @@ def rank_label(rank: int, coordinates: str) -> str:
 
 
 class Ranks:
-    """Refreshed by `look`; holds the ranks of the newest attempt that has reported.
+    """The ranks of one attempt that have reported; refreshed by `look`."""
 
-    `last_move` is when any of them reported last; `stepping` turns true with the attempt's first step.
-    """
-
-    def __init__(self, directory: RunDirectory, world: int, now: float) -> None:
-        self._directory = directory
-        self._world = world
-        self.attempt = 0
+    def __init__(self, directory: RunDirectory, world: int, attempt: int) -> None:
+        self._directory, self._world, self._attempt = directory, world, attempt
         self.known: dict[int, Rank] = {}
-        self.retired: dict[int, Rank] = {}
-        self.last_move = now
-        self.stepping = False
 
-    def look(self, now: float) -> bool:
-        """Read every rank's position; True when a new attempt has begun, which retires the ranks of the old one."""
-        seen = [record for rank in range(self._world) if (record := read_progress(self._directory.progress(rank)))]
-        newest = max((record.attempt for record in seen), default=self.attempt)
-        renewed = newest > self.attempt
-        if renewed:
-            for rank in self.known.values():
-                self._check(rank)
-            self.attempt, self.retired, self.known = newest, self.known, {}
-            self.last_move, self.stepping = now, False
-        for record in seen:
-            if record.attempt == self.attempt:
-                self._place(record, now)
+    def look(self) -> bool:
+        """Read every rank's position; True when any has reported since the last look."""
+        moved = False
+        for number in range(self._world):
+            record = read_progress(self._directory.progress(number))
+            if record is not None and record.attempt == self._attempt:
+                moved = self._place(record) or moved
         for rank in self.known.values():
             self._check(rank)
-        return renewed
+        return moved
 
-    def _place(self, record: Progress, now: float) -> None:
+    def _place(self, record: Progress) -> bool:
         rank = self.known.get(record.rank)
         if rank is None or rank.progress.pid != record.pid:
-            self.known[record.rank] = Rank(record, find_process(record.pid), now)
-        elif rank.progress.ticks == record.ticks:
-            return
-        else:
-            rank.progress, rank.moved = record, now
-        self.last_move = now
-        self.stepping = self.stepping or record.phase == STEPPING
+            self.known[record.rank] = Rank(record, find_process(record.pid))
+            return True
+        moved = rank.progress.ticks != record.ticks
+        rank.progress = record
+        return moved
 
     def _check(self, rank: Rank) -> None:
         if rank.ended:
@@ -88,9 +80,10 @@ class Ranks:
             rank.ended = True
             rank.return_code = return_code(rank.process) if rank.process else None
 
-    def restart_clock(self, now: float) -> None:
-        """Count time without progress from now: the ranks are killed, and new ones have to start."""
-        self.last_move, self.stepping = now, False
+    @property
+    def are_starting(self) -> bool:
+        """Whether any of them is still on its way to its first step."""
+        return len(self.known) < self._world or any(rank.progress.phase in STARTING for rank in self.alive)
 
     @property
     def alive(self) -> list[Rank]:

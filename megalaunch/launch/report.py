@@ -8,7 +8,8 @@ import textwrap
 from megalaunch.config.schema import RunSpec
 from megalaunch.launch.agent_log import last_lines
 from megalaunch.launch.failure import Failure
-from megalaunch.launch.supervise import LaunchEnd, agent_log
+from megalaunch.launch.ranks import STARTING, STEPPING
+from megalaunch.launch.supervise import LaunchEnd
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 
@@ -18,8 +19,8 @@ _WIDTH = 116
 _TITLES = {
     ExitCode.CONFIGURATION: "the configuration does not fit",
     ExitCode.DATA: "the data cannot be used",
-    ExitCode.CHECKPOINT: "a checkpoint could not be saved or loaded",
-    ExitCode.CRASH: "a worker crashed, more often than launcher.max_restarts allows",
+    ExitCode.CHECKPOINT: "a checkpoint could not be saved or loaded, or the run directory takes no files",
+    ExitCode.CRASH: "a worker crashed",
     ExitCode.HANG: "the workers hung",
     ExitCode.NON_FINITE: "the loss or the gradient is not finite",
     ExitCode.NO_PROGRESS: "no progress: three times the same failure at the same step",
@@ -31,7 +32,7 @@ _NEXT = {
     ExitCode.DATA: "repair the data named above; the same command then continues",
     ExitCode.CHECKPOINT: "free space or repair what is named above; the same command then continues",
     ExitCode.CRASH: "read the log; the same command continues from the newest checkpoint",
-    ExitCode.HANG: "read that log; the same command continues; if a step may take so long, raise launcher.timeout",
+    ExitCode.HANG: "read that log; the same command continues; if it may take so long, raise launcher.",
     ExitCode.NON_FINITE: "look at the samples named above; lower optimizer.lr or raise schedule.warmup_steps",
     ExitCode.NO_PROGRESS: "this is no fault of the machine: read the log, repair the cause, then launch again",
     ExitCode.PREEMPTED: "the same command continues",
@@ -45,7 +46,7 @@ def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchEnd, advic
     if outcome.exit_code == ExitCode.DONE:
         return []
     code = ExitCode(outcome.exit_code) if outcome.exit_code in list(ExitCode) else ExitCode.CRASH
-    lines = [f"megalaunch: {_title(code, spec)} (exit code {outcome.exit_code})"]
+    lines = [f"megalaunch: {_title(code, spec, end)} (exit code {outcome.exit_code})"]
     if failure is None:
         lines += _field("reason", outcome.reason, 4)
         if code not in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
@@ -55,14 +56,26 @@ def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchEnd, advic
     if code not in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
         lines += _field("log", str(_log_of(directory, outcome.details.get("rank"))), 1)
     lines += _field("run", f"{directory.root}, at step {outcome.step}", 1)
-    lines += _field("next", advice or _NEXT.get(code, "read the log"), 2)
+    lines += _field("next", advice or _next_step(code, failure), 2)
     return lines[: MAX_LINES - 1] + lines[-1:] if len(lines) > MAX_LINES else lines
 
 
-def _title(code: ExitCode, spec: RunSpec) -> str:
-    if code == ExitCode.CRASH and spec.launcher.max_restarts == 0:
-        return "a worker crashed"
-    return _TITLES.get(code, "the run failed")
+def _title(code: ExitCode, spec: RunSpec, end: LaunchEnd) -> str:
+    title = _TITLES.get(code, "the run failed")
+    if code != ExitCode.CRASH or end.failure is None:
+        return title
+    allowed, used = spec.launcher.max_restarts, int(end.outcome.details.get("restarts_in_a_row", 0))
+    title = "the agent that starts the workers failed" if end.failure.rank is None else title
+    return f"{title}, more often than launcher.max_restarts allows" if allowed and used >= allowed else title
+
+
+def _next_step(code: ExitCode, failure: Failure | None) -> str:
+    step = _NEXT.get(code, "read the log")
+    if code != ExitCode.HANG or failure is None:
+        return step
+    if failure.phase in STARTING:
+        return f"{step}start_timeout"
+    return f"{step}step_timeout" if failure.phase == STEPPING else f"{step}timeout"
 
 
 def _failure_lines(failure: Failure, directory: RunDirectory) -> list[str]:
@@ -70,7 +83,7 @@ def _failure_lines(failure: Failure, directory: RunDirectory) -> list[str]:
     lines += _field("where", f"step {failure.step}, {failure.phase or 'starting'} (attempt {failure.attempt + 1})", 1)
     lines += _field("reason", failure.what, 3)
     if failure.rank is None:
-        lines += [f"  | {line[: _WIDTH - 4]}" for line in last_lines(agent_log(directory), 6)]
+        lines += [f"  | {line[: _WIDTH - 4]}" for line in last_lines(directory.agent_log, 6)]
     return lines
 
 
@@ -84,7 +97,7 @@ def _details(details: dict[str, object]) -> list[str]:
 
 
 def _log_of(directory: RunDirectory, rank: object) -> str:
-    return str(directory.rank_log(rank) if isinstance(rank, int) else agent_log(directory))
+    return str(directory.rank_log(rank) if isinstance(rank, int) else directory.agent_log)
 
 
 def _field(name: str, text: str, max_lines: int) -> list[str]:

@@ -2,5 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 LAUNCHER_PID_VARIABLE = "MEGALAUNCH_LAUNCHER_PID"
 """The process whose end ends the workers too."""
+ATTEMPT_VARIABLE = "MEGALAUNCH_ATTEMPT"
+"""How often the launcher has started an agent before this one."""
+
+
+def attempt_of(environment: Mapping[str, str]) -> int:
+    """How often the workers of this launch were started before: by the launcher, or by an agent started by hand."""
+    return int(environment.get(ATTEMPT_VARIABLE, "0")) + int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))

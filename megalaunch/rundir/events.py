@@ -19,7 +19,7 @@ EventName = Literal[
     "checkpoint_refused",  # worker rank 0: path, reason
     "stop_requested",  # launcher or worker: signal
     "worker_failed",  # a worker: rank, coordinates, phase, step, exception, message, attempt
-    "restart",  # launcher: attempt, reason
+    "restart",  # launcher: attempt, reason, pause_seconds (before it starts)
     "note",  # either: message
     "outcome",  # whoever wrote outcome.json: exit_code, reason
 ]

@@ -75,6 +75,11 @@ class RunDirectory:
         """The text the model wrote when the run was done."""
         return self.root / "sample.txt"
 
+    @property
+    def agent_log(self) -> Path:
+        """Where the elastic agents' own output goes."""
+        return self.logs / "agent.log"
+
     def rank_log(self, rank: int) -> Path:
         """Everything rank `rank` printed."""
         return self.logs / f"rank_{rank}.log"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -34,13 +35,17 @@ class ProgressWriter:
         self.coordinates, self.phase, self.step = "", "starting", 0
 
     def report(self, phase: str, step: int | None = None) -> None:
-        """Say that this rank now does `phase` (of step `step`; None: the same step as before)."""
+        """Say that this rank now does `phase` (of step `step`; None: the same step as before). Raises nothing.
+
+        Where nothing can be written any more (read-only by now), the ranks end together on what counts.
+        """
         self.phase, self.step = phase, self.step if step is None else step
         self._ticks += 1
         record = Progress(
             self._rank, os.getpid(), self._attempt, self.coordinates, phase, self.step, self._ticks, time.time()
         )
-        os.pwrite(self._descriptor, json.dumps(asdict(record)).encode().ljust(_RECORD_BYTES), 0)
+        with contextlib.suppress(OSError):
+            os.pwrite(self._descriptor, json.dumps(asdict(record)).encode().ljust(_RECORD_BYTES), 0)
 
 
 def read_progress(path: Path) -> Progress | None:

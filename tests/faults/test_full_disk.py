@@ -1,4 +1,4 @@
-"""A disk that fills up between two checkpoints: the run says so once, on purpose, and goes on when there is space."""
+"""A disk that fills up or becomes read-only: the run says so once, on purpose, and goes on when it can write again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launching import events_of, steps_of, wait_until
+from launching import events_of, read_only, steps_of, wait_until
 from training import train_tiny, training
 
 from megalaunch.rundir.outcome import read_outcome
@@ -59,3 +59,21 @@ def test_metrics_that_find_no_space(tmp_path, small_disk):
     code, _, err = train_tiny(tmp_path, *words, f"train.stop_at={last}")
     assert (code, err) == (0, "")
     assert steps_of(directory) == list(range(1, last + 1))
+
+
+@pytest.mark.slow
+def test_a_run_directory_that_becomes_read_only(tmp_path):
+    """The ranks end together on the line that could not be written, and the launcher says it: no worker can."""
+    directory = RunDirectory(tmp_path / "run")
+    words = ("train.steps=4000", *NOTHING_BETWEEN)
+    with training(tmp_path, *words) as process:
+        wait_until(lambda: len(steps_of(directory)) > 3, 90)
+        with read_only(directory.root):
+            _, err = process.communicate(timeout=60)
+    assert process.returncode == 4
+    assert f"{directory.root} cannot be written: " in " ".join(err.split())
+    assert "Traceback" not in err
+    assert not events_of(directory, "restart")
+    assert directory.rank_log(1).read_text().count("Traceback") == 0  # it ended on purpose, with the others
+    code, _, err = train_tiny(tmp_path, *words, "train.stop_at=8")
+    assert (code, err) == (0, "")

@@ -17,7 +17,7 @@ from megalaunch.rundir.progress import Progress
 
 def rank(number: int, code: int | None = None, step: int = 5, held_on: bool = False) -> Rank:
     progress = Progress(number, 100 + number, 0, f"dp{number}", "step", step, 9, 1000.0 + number)
-    return Rank(progress, None, 0.0, ended=True, return_code=code, held_on=held_on)
+    return Rank(progress, None, ended=True, return_code=code, held_on=held_on)
 
 
 def event(number: int, exception: str, message: str, time: float = 1.0) -> dict[str, object]:
@@ -70,8 +70,40 @@ def test_only_victims():
 
 
 def test_nobody_reported():
-    found = first_failure(0, [], {}, {}, 0)
-    assert (found.rank, found.who) == (None, "the agent")
+    found = first_failure(0, [], {}, {}, 0, agent_code=1)
+    assert (found.rank, found.who, found.what) == (None, "the agent", "exit code 1: no worker reported anything")
+
+
+def test_a_killed_agent_takes_its_workers_with_it():
+    ranks = {0: rank(0, -9), 1: rank(1, -9)}
+    found = first_failure(0, [event(0, "RuntimeError", LOST)], ranks, {}, 5, agent_code=-9)
+    assert (found.who, found.step, found.exception) == ("the agent", 5, "SIGKILL")
+    found = first_failure(0, [event(1, "ValueError", "bad")], ranks, {}, 5, agent_code=-9)
+    assert (found.rank, found.exception) == (1, "ValueError")  # before somebody killed the agent too
+
+
+@pytest.mark.parametrize(
+    ("rank", "used", "allowed", "title"),
+    [
+        (1, 3, 3, "a worker crashed, more often than launcher.max_restarts allows"),
+        (1, 0, 0, "a worker crashed"),
+        (None, 3, 3, "the agent that starts the workers failed, more often than launcher.max_restarts allows"),
+        (None, 0, 3, "the agent that starts the workers failed"),
+    ],
+)
+def test_titles_say_who_failed_and_whether_restarts_were_used_up(tmp_path, rank, used, allowed, title):
+    failure = Failure(0, rank, "", "step", 7, "SIGKILL", "")
+    end = LaunchEnd(Outcome(5, "", 7, {"restarts_in_a_row": used}), failure)
+    lines = failure_report(tiny_spec(launcher__max_restarts=allowed), RunDirectory(tmp_path), end)
+    assert lines[0] == f"megalaunch: {title} (exit code 5)"
+
+
+@pytest.mark.parametrize(
+    ("phase", "key"), [("step", "step_timeout"), ("loading torch", "start_timeout"), ("saving", "timeout")]
+)
+def test_a_hang_names_the_limit_that_it_passed(tmp_path, phase, key):
+    end = LaunchEnd(Outcome(6, "", 7), Failure(0, 1, "", phase, 7, "hang", ""))
+    assert failure_report(tiny_spec(), RunDirectory(tmp_path), end)[-1].endswith(f"raise launcher.{key}")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from launching import (
     events_of,
     launched,
+    read_only,
     run_fake,
     run_of,
     running,
@@ -21,6 +22,7 @@ from launching import (
 
 from megalaunch.launch.process import descendants
 from megalaunch.rundir.outcome import ExitCode, read_outcome
+from megalaunch.rundir.progress import read_progress
 
 
 def test_a_run_to_its_end(tmp_path):
@@ -77,7 +79,43 @@ def test_the_same_failure_three_times_is_no_progress(tmp_path):
     code, _, err = run_fake(tmp_path, tiny_spec(launcher__max_restarts=9), FAKE_FAULT="raise:0:7:99")
     assert code == ExitCode.NO_PROGRESS
     assert "ValueError: told to fail" in err
-    assert len(events_of(run_of(tmp_path), "restart")) == 2
+    assert [event["pause_seconds"] for event in events_of(run_of(tmp_path), "restart")] == [0.0, 0.1]
+
+
+def test_a_new_checkpoint_refills_the_restarts(tmp_path):
+    """Two unrelated crashes with one restart allowed: between them the run got further."""
+    fault = {"FAKE_FAULT": "kill:1:7,kill:1:12:2", "FAKE_CHECKPOINT_INTERVAL": "5"}
+    code, _, err = run_fake(tmp_path, tiny_spec(launcher__max_restarts=1), **fault)
+    assert (code, err) == (0, "")
+    restarts = events_of(run_of(tmp_path), "restart")
+    assert [(event["attempt"], event["pause_seconds"]) for event in restarts] == [(1, 0.0), (2, 0.0)]
+    assert steps_of(run_of(tmp_path)) == list(range(1, 21))
+
+
+def test_faults_of_the_agent_are_named_and_it_is_started_again(tmp_path):
+    directory = run_of(tmp_path)
+    spec = tiny_spec(launcher__timeout=1.5, train__steps=60)
+    faults = {"FAKE_CHECKPOINT_INTERVAL": "1", "FAKE_STEP_SECONDS": "0.05"}
+    with launched(tmp_path, spec, **faults) as process:
+        wait_until(lambda: 5 in steps_of(directory))
+        agent, *_ = [found.pid for found in descendants(process.pid)]
+        os.kill(agent, signal.SIGSTOP)  # it starts nothing again, for longer than launcher.timeout
+        os.kill(read_progress(directory.progress(1)).pid, signal.SIGKILL)
+        (crash,) = wait_until(lambda: events_of(directory, "restart"))
+        assert "rank 1 (dp1) failed at step " in crash["reason"]
+        assert "SIGKILL: killed from outside" in crash["reason"]
+        known = max(steps_of(directory))
+        wait_until(lambda: max(steps_of(directory)) > known, 40)
+        agent, *_ = [found.pid for found in descendants(process.pid)]
+        os.kill(agent, signal.SIGKILL)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    reasons = [event["reason"] for event in events_of(directory, "restart")]
+    assert len(reasons) == 2
+    assert reasons[1].startswith("the agent failed at step ")
+    assert reasons[1].endswith("SIGKILL: killed from outside, possibly because memory ran out; its workers end with it")
+    assert "hang" not in out
+    assert steps_of(directory) == list(range(1, 61))
 
 
 @pytest.mark.parametrize("kind", ["stop", "hang"])
@@ -168,7 +206,7 @@ def test_an_abort_after_the_outcome_is_no_failure(tmp_path):
 @pytest.mark.parametrize("whom", ["launcher", "agent"])
 def test_nothing_outlives_a_killed_launcher_or_agent(tmp_path, whom):
     directory = run_of(tmp_path)
-    with launched(tmp_path, tiny_spec(train__steps=10000)) as process:
+    with launched(tmp_path, tiny_spec(train__steps=10000, launcher__max_restarts=0)) as process:
         wait_until(lambda: len(steps_of(directory)) > 3)
         tree = [found.pid for found in descendants(process.pid)]
         assert len(tree) == 3
@@ -178,9 +216,11 @@ def test_nothing_outlives_a_killed_launcher_or_agent(tmp_path, whom):
         else:
             os.kill(agent, signal.SIGKILL)
         wait_until(lambda: not running(tree), seconds=5)
-        process.communicate(timeout=10)
+        _, err = process.communicate(timeout=10)
     if whom == "agent":
         assert process.returncode == ExitCode.CRASH
+        assert err.startswith("megalaunch: the agent that starts the workers failed (exit code 5)")
+        assert "SIGKILL: killed from outside" in err
     # Nothing needs cleaning up before the next launch.
     code, _, err = run_fake(tmp_path, tiny_spec())
     assert (code, err) == (0, "")
@@ -188,7 +228,7 @@ def test_nothing_outlives_a_killed_launcher_or_agent(tmp_path, whom):
 
 def test_workers_that_outlive_their_agent_are_found_and_ended(tmp_path):
     directory = run_of(tmp_path)
-    with launched(tmp_path, tiny_spec(train__steps=10000), FAKE_ORPHAN="1") as process:
+    with launched(tmp_path, tiny_spec(train__steps=10000, launcher__max_restarts=0), FAKE_ORPHAN="1") as process:
         wait_until(lambda: len(steps_of(directory)) > 3)
         agent, *workers = [found.pid for found in descendants(process.pid)]
         assert len(workers) == 2
@@ -197,3 +237,18 @@ def test_workers_that_outlive_their_agent_are_found_and_ended(tmp_path):
         _, err = process.communicate(timeout=10)
     assert process.returncode == ExitCode.CRASH
     assert len(err.splitlines()) <= 15
+
+
+def test_a_run_directory_that_becomes_read_only(tmp_path):
+    directory = run_of(tmp_path)
+    with launched(tmp_path, tiny_spec(train__steps=10000)) as process:
+        wait_until(lambda: len(steps_of(directory)) > 3)
+        with read_only(directory.root):
+            out, err = process.communicate(timeout=60)
+        assert process.returncode == ExitCode.CHECKPOINT
+        assert "Traceback" not in err
+        assert "a checkpoint could not be saved or loaded, or the run directory takes no files (exit code 4)" in err
+        reason = " ".join(err.split())
+        assert f"reason {directory.root} cannot be written: " in reason
+        assert "mend that, then run the same command again" in reason
+        assert "restart" not in out

@@ -60,8 +60,10 @@ def answer(spec: RunSpec, directory: RunDirectory, rank: int, progress: Progress
         ending = Ending(ExitCode.DONE, "answered", 0)
     except Ending as planned:
         ending = planned
-    record.outcome(ending)
-    leave()
+    try:
+        record.outcome(ending)
+    finally:  # one that could not be written must not keep the others waiting
+        leave()
 
 
 def do_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: Record) -> None:

@@ -1,0 +1,102 @@
+"""One attempt: an agent, the workers it started, and what is known of how they do."""
+
+from __future__ import annotations
+
+import time
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.launch.agent import Agent
+from megalaunch.launch.agent_log import exit_codes
+from megalaunch.launch.failure import Failure, first_failure, hang_failure
+from megalaunch.launch.hang_clock import HangClock
+from megalaunch.launch.out_of_step import differing, out_of_step
+from megalaunch.launch.process import Process, is_alive, kill_all, send_signal
+from megalaunch.launch.question import ask
+from megalaunch.launch.ranks import Rank, Ranks
+from megalaunch.launch.stop import StopSignals
+from megalaunch.rundir.lines import Record
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.trail import read_trail
+
+SETTLE_SECONDS = 0.5  # the agent's log names the dead within 0.1 s
+LOST_PEER_SECONDS = 5.0  # workers that hang on after one has died get no more; the agent alone would give them 30
+
+
+class Attempt:
+    """From the start of an agent to its end. `look` first, then ask what came of it."""
+
+    def __init__(self, number: int, spec: RunSpec, directory: RunDirectory, agent: Agent) -> None:
+        self.number, self.agent = number, agent
+        self._directory = directory
+        self.ranks = Ranks(directory, spec.cluster.nodes * int(spec.cluster.devices_per_node), number)
+        self._clock = HangClock(spec, time.monotonic())
+        self._events: list[Record] = []  # worker_failed
+        self._asked: set[Process] = set()  # to stop
+        self.agent_code: int | None = None
+        self.failing_since: float | None = None
+
+    @property
+    def processes(self) -> list[Process]:
+        """The agent, and the workers that run."""
+        return [self.agent.process, *(rank.process for rank in self.ranks.alive if rank.process)]
+
+    def hear(self, event: Record) -> None:
+        """Take an event of the run that may be of this attempt."""
+        if event.get("event") == "worker_failed" and event.get("attempt", self.number) == self.number:
+            self._events.append(event)
+
+    def look(self, now: float) -> None:
+        """See where the agent and every rank are."""
+        self.agent_code = self.agent.poll()  # before the ranks, so that the last look sees all of them
+        moved = self.ranks.look()
+        self._clock.look(now, self.ranks, moved)
+        if self.failing_since is None and (self.ranks.ended or self.agent_code is not None):
+            self.failing_since = now
+
+    def failed(self, now: float) -> Failure | None:
+        """Why the attempt is over, once that is known; None while it goes on, and where all ended without a fault."""
+        if self.failing_since is None:
+            return self._hang() if self._clock.is_hung(self.ranks) else None
+        waited = now - self.failing_since
+        if self.agent_code is None and not is_alive(self.agent.process):
+            return None  # it died a moment ago, and its workers with it: the next look knows how
+        if self.agent_code is not None or (not self.ranks.alive and (waited > SETTLE_SECONDS or self._all_explained)):
+            return None if self.agent_code == 0 else self._judge()
+        if waited > LOST_PEER_SECONDS and self.ranks.alive:
+            ask(self.ranks.alive, self._directory)
+            for rank in self.ranks.alive:
+                rank.held_on = True
+            kill_all([rank.process for rank in self.ranks.alive if rank.process], 0)
+        return None
+
+    def spoke(self, rank: int | None) -> bool:
+        """Whether this rank said itself why it failed."""
+        return any(event.get("rank") == rank for event in self._events)
+
+    def forward(self, stop: StopSignals) -> None:
+        """Pass a stop request on, once to each worker."""
+        for rank in self.ranks.alive:
+            if rank.process and rank.process not in self._asked:
+                self._asked.add(rank.process)
+                send_signal(rank.process, stop.forwarded)
+
+    @property
+    def _all_explained(self) -> bool:
+        return all(rank.return_code is not None or self.spoke(number) for number, rank in self.ranks.known.items())
+
+    def _judge(self) -> Failure:
+        codes = exit_codes(self._directory.agent_log)
+        left = [(number, read_trail(self._directory.trail(number), self.number)) for number in self.ranks.known]
+        trails = {number: trail for number, trail in left if trail}
+        suspect = differing(trails)
+        return first_failure(
+            self.number, self._events, self.ranks.known, codes, self.ranks.step, suspect, self.agent_code
+        )
+
+    def _hang(self) -> Failure:
+        silent = self._clock.silent
+        trails = ask(self.ranks.alive, self._directory)
+        suspect = None if any(rank.is_stopped for rank in self.ranks.alive) else out_of_step(trails)
+        behind: Rank | None = self.ranks.known[suspect.rank] if suspect else self.ranks.furthest_behind()
+        reason = suspect.message if suspect else ""
+        return hang_failure(self.number, behind, self.ranks.step, silent, reason)

@@ -1,0 +1,64 @@
+"""When ranks that do not move are hung: how long they have stood still, and how long they may at what they do."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.launch.ranks import STEPPING, Ranks
+
+STEP_SECONDS = 15.0  # the least that a step is given
+STEP_MEDIANS = 10
+_KNOWN_SAMPLES = 5  # before that the median says little: first steps compile, allocate and connect
+_LONGEST_GAP = 2.0
+_POINTLESS_BELOW = 1.0  # no limit can be shorter
+
+
+class HangClock:
+    """Told of every look at an attempt's ranks; `silent` is for how many seconds none of them has moved.
+
+    Time in which this process itself did not run does not count: a scheduler that suspends a job stops the launcher
+    together with its workers.
+    """
+
+    def __init__(self, spec: RunSpec, now: float) -> None:
+        self._launcher, self._compiled = spec.launcher, spec.train.compile
+        self._looked, self.silent = now, 0.0
+        self._seconds_per_step: deque[float] = deque(maxlen=100)
+        self._last: tuple[int, float] | None = None  # step and time of the first rank's last report
+
+    def look(self, now: float, ranks: Ranks, moved: bool) -> None:
+        """Go on to `now`; `moved` says whether any rank has reported since the last look."""
+        gap, self._looked = now - self._looked, now
+        self.silent = 0.0 if moved else self.silent + min(gap, _LONGEST_GAP)
+        first = ranks.known.get(min(ranks.known, default=0))
+        if first is None or first.progress.phase != STEPPING:
+            return
+        step, time = first.progress.step, first.progress.time
+        if self._last is not None and step > self._last[0]:
+            self._seconds_per_step.append((time - self._last[1]) / (step - self._last[0]))
+        if self._last is None or step != self._last[0]:
+            self._last = (step, time)
+
+    def is_hung(self, ranks: Ranks) -> bool:
+        """Whether they have stood still for too long."""
+        return self.silent > _POINTLESS_BELOW and self.silent > self.limit(ranks)
+
+    def limit(self, ranks: Ranks) -> float:
+        """Seconds that the ranks may stand still where they are.
+
+        Steps are alike, so a step has a limit of its own as soon as their length is known; not while a debugger holds
+        a rank, nor for layers that are compiled: a new shape may compile them anew.
+        """
+        if ranks.are_starting:
+            return max(self._launcher.start_timeout, self._launcher.timeout)
+        alive = ranks.alive
+        in_a_step = all(rank.progress.phase == STEPPING for rank in alive) or any(rank.is_stopped for rank in alive)
+        if not in_a_step or any(rank.is_traced for rank in alive):
+            return self._launcher.timeout
+        if self._launcher.step_timeout is not None:
+            return min(self._launcher.timeout, self._launcher.step_timeout)
+        if self._compiled or len(self._seconds_per_step) < _KNOWN_SAMPLES:
+            return self._launcher.timeout
+        return min(self._launcher.timeout, max(STEP_SECONDS, STEP_MEDIANS * median(self._seconds_per_step)))
