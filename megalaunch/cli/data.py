@@ -82,10 +82,15 @@ def verify(
                 typer.echo(f"\r{done / total:4.0%}", err=True, nl=done == total)
 
         found = check(prefix, size, show)
+        known = found.vocab_size is not None
+        unknown = [] if known else ["ids (no vocabulary is known: give --tokenizer or --vocab-size)"]
+        unknown += [] if found.hashed else ["bytes (no report beside the files)"]
+        said = "good" if known else "no fault found"
         typer.echo(
-            f"{prefix}: good. {found.documents:,} documents, {found.sequences:,} sequences, {found.tokens:,} tokens, "
-            f"largest id {found.largest:,}; "
-            + ("every byte is as it was written" if found.hashed else "no report, so bytes could not be compared")
+            f"{prefix}: {said}. {found.documents:,} documents, {found.sequences:,} sequences, {found.tokens:,} tokens, "
+            f"largest id {found.largest:,}"
+            + ("; every byte is as it was written" if found.hashed else "")
+            + (f"; not compared: {', '.join(unknown)}" if unknown else "")
         )
 
 

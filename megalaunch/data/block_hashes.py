@@ -1,29 +1,37 @@
-"""Hashes of a file block by block, so that what a check finds altered can be named by its place."""
+"""Hashes of a file block by block, and checksums of their pieces, so that what a check finds altered has a place."""
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 BLOCK = 1 << 26  # bytes
+PIECE = 1 << 20  # bytes; a block holds whole pieces
 _READ_AT_ONCE = 1 << 20
+_ADLER_PRIME = 65521
 
 
 class BlockHashes:
-    """The sha256 of each block of what was added so far."""
+    """The sha256 of each block of what was added so far, and the Adler-32 of each piece."""
 
     def __init__(self) -> None:
         self._whole: list[str] = []
         self._open, self._held = hashlib.sha256(), 0
+        self._pieces: list[int] = []
 
     def add(self, content: bytes | memoryview) -> None:
         """Append to the file that is hashed."""
         left = memoryview(content)
         while left:
-            part = left[: BLOCK - self._held]
+            part = left[: PIECE - self._held % PIECE]
+            if self._held % PIECE == 0:
+                self._pieces.append(1)
             self._open.update(part)
+            self._pieces[-1] = zlib.adler32(part, self._pieces[-1])
             self._held += len(part)
             left = left[len(part) :]
             if self._held == BLOCK:
@@ -33,6 +41,10 @@ class BlockHashes:
     def digests(self) -> list[str]:
         """One hex digest a block, that of the last, shorter one included."""
         return [*self._whole, self._open.hexdigest()] if self._held else list(self._whole)
+
+    def pieces(self) -> str:
+        """The checksums of all pieces, eight hex digits each."""
+        return "".join(f"{piece:08x}" for piece in self._pieces)
 
 
 def hash_file(path: Path, size: int | None = None) -> BlockHashes:
@@ -46,7 +58,70 @@ def hash_file(path: Path, size: int | None = None) -> BlockHashes:
 def describe(path: Path, hashes: BlockHashes | None = None) -> dict[str, Any]:
     """Size and block hashes of a file as a report holds them; `hashes` when they are known. Raises OSError."""
     known = hash_file(path) if hashes is None else hashes
-    return {"bytes": path.stat().st_size, "block_bytes": BLOCK, "sha256": known.digests()}
+    sums = {"piece_bytes": PIECE, "adler32": known.pieces()}
+    return {"bytes": path.stat().st_size, "block_bytes": BLOCK, "sha256": known.digests(), **sums}
+
+
+@dataclass(frozen=True)
+class Altered:
+    """Bytes `first` to `last` of a file are not those that were described; of one byte it is known what it `was`."""
+
+    first: int
+    last: int
+    was: int | None = None
+
+
+def find_altered(path: Path, described: dict[str, Any]) -> Altered | None:
+    """The first place at which a file is not as `describe` found it; None when it is the same. Raises OSError.
+
+    One altered byte is found itself: the Adler-32 of its piece says by how much it changed, and at which places of the
+    piece it can be; sha256 says which of them it is. More of them are found to the piece.
+    """
+    known, size = hash_file(path), path.stat().st_size
+    if size != described["bytes"]:
+        return Altered(min(size, described["bytes"]), max(size, described["bytes"]) - 1)
+    hashes = enumerate(zip(known.digests(), described["sha256"], strict=True))
+    differing = (number for number, (now, then) in hashes if now != then)
+    block = next(differing, None)
+    if block is None:
+        return None
+    pieces, before = known.pieces(), described.get("adler32")
+    if isinstance(before, str) and len(before) == len(pieces) and described.get("piece_bytes") == PIECE:
+        of_block = range(block * (BLOCK // PIECE), min((block + 1) * (BLOCK // PIECE), len(pieces) // 8))
+        sums = {piece: (pieces[8 * piece : 8 * piece + 8], before[8 * piece : 8 * piece + 8]) for piece in of_block}
+        wrong = [piece for piece, (now, then) in sums.items() if now != then]
+        if len(wrong) == 1:
+            now, then = (int(value, 16) for value in sums[wrong[0]])
+            found = _one_byte(path, block, described["sha256"][block], wrong[0] * PIECE, now, then)
+            return found or Altered(wrong[0] * PIECE, min((wrong[0] + 1) * PIECE, size) - 1)
+        if wrong:
+            return Altered(wrong[0] * PIECE, min((wrong[-1] + 1) * PIECE, size) - 1)
+    return Altered(block * BLOCK, min((block + 1) * BLOCK, size) - 1)
+
+
+def _one_byte(path: Path, block: int, digest: str, first: int, now: int, then: int) -> Altered | None:
+    """The byte of the piece at `first` that explains two checksums, if one alone does.
+
+    With n bytes b_i, Adler-32 holds 1 + sum(b_i) and n + sum((n - i) b_i), both modulo a prime.
+    """
+    with path.open("rb") as file:
+        file.seek(block * BLOCK)
+        content = bytearray(file.read(BLOCK))
+    start = first - block * BLOCK
+    length = min(PIECE, len(content) - start)
+    change = (now % (1 << 16) - then % (1 << 16)) % _ADLER_PRIME
+    if change == 0:
+        return None
+    weight = ((now >> 16) - (then >> 16)) * pow(change, -1, _ADLER_PRIME) % _ADLER_PRIME
+    signed = change if change < 256 else change - _ADLER_PRIME
+    for place in range(start + (length - weight) % _ADLER_PRIME, start + length, _ADLER_PRIME):
+        stands = content[place]
+        if 0 <= stands - signed < 256:
+            content[place] = stands - signed
+            if hashlib.sha256(content).hexdigest() == digest:
+                return Altered(block * BLOCK + place, block * BLOCK + place, stands - signed)
+            content[place] = stands
+    return None
 
 
 def _parts(path: Path, size: int | None) -> Iterator[bytes]:

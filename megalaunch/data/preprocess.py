@@ -81,6 +81,8 @@ def preprocess(
                 loading.close()
                 job.run(workers)
                 job.state.check_complete(", ".join(inputs), settings)
+                if not job.state.counts.tokens:
+                    note(f"the files hold no tokens: the text of all {job.state.counts.written:,} documents is empty")
                 quarantine = job.state.counts.quarantined > 0
                 kept = finals[0].with_name(f"{output_prefix.name}_quarantine.jsonl") if quarantine else None
                 hashes = job.finish()

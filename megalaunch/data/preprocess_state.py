@@ -82,9 +82,6 @@ class State:
             raise DataError("the inputs hold no documents", file=sources, fix="Give files with text.")
         if not counts.written:
             raise DataError(f"none of the {left_out:,} records can be used{_first_of(self.bad)}", file=sources)
-        if not counts.tokens:
-            cause = f"the {counts.written:,} documents hold no text: none gave a token"
-            raise DataError(cause, file=sources, fix="Give files with text, or name another key (--json-key).")
         share = settings.max_bad.share
         if share is not None and left_out > share * counts.documents:
             cause = (

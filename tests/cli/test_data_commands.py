@@ -6,11 +6,13 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import sentences, small_tokenizer, write_jsonl, write_tokens
 
+from megalaunch.data import block_hashes
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed import IndexedTokens
 from megalaunch.data.preprocess import preprocess
@@ -78,7 +80,25 @@ def test_verify_finds_a_flipped_bit_and_ids_beyond_the_vocabulary(made, tmp_path
     path = Path(f"{made}.bin")
     good = path.read_bytes()
     path.write_bytes(good[:100] + bytes([good[100] ^ 1]) + good[101:])
-    with pytest.raises(DataError, match=r"out_text_document\.bin: bytes 0 to [\d,]+ are not those that were written"):
+    read = IndexedTokens(made)  # a sequence a document; the first document has none
+    document = max(number for number in range(60) if read.first_token(number) <= 50)
+    token = 50 - read.first_token(document)
+    place = rf"byte 100 \(document {document + 1}, token {token}\)"
+    said = f"{place} is 0x{good[100] ^ 1:02x}, and 0x{good[100]:02x} was written"
+    with pytest.raises(DataError, match=rf"out_text_document\.bin: {said}"):
+        verify(made, None, quiet)
+    path.write_bytes(good[:100] + bytes(byte ^ 1 for byte in good[100:103]) + good[103:])
+    said = r"bytes 0 to [\d,]+ \(document 1, token 0, to document 60, token \d+\) are not those that were written"
+    with pytest.raises(DataError, match=rf"out_text_document\.bin: {said}"):
+        verify(made, None, quiet)
+    path.write_bytes(good[:-2])
+    with pytest.raises(DataError, match=rf"bin: it has {len(good) - 2:,} bytes, and {len(good):,} were written"):
+        verify(made, None, quiet)
+    path.write_bytes(good)
+    index = Path(f"{made}.idx")
+    kept = index.read_bytes()
+    index.write_bytes(kept[:40] + bytes([kept[40] ^ 128]) + kept[41:])
+    with pytest.raises(DataError, match=rf"idx: byte 40 is 0x{kept[40] ^ 128:02x}, and 0x{kept[40]:02x} was written"):
         verify(made, None, quiet)
     prefix = write_tokens(tmp_path / "x", [[1, 2, 3], [], [4, 5, 600, 7]])
     assert verify(prefix, 601, quiet).largest == 600
@@ -88,6 +108,43 @@ def test_verify_finds_a_flipped_bit_and_ids_beyond_the_vocabulary(made, tmp_path
         verify(prefix, 600, quiet)
     done = run("data", "verify", prefix, "--vocab-size", 600)
     assert (done.returncode, "id 600 of document 2" in done.stderr) == (3, True)
+
+
+def test_verify_without_a_vocabulary_does_not_say_good(tmp_path):
+    prefix = write_tokens(tmp_path / "x", [[1, 65_292]], vocab_size=65_500)
+    done = run("data", "verify", prefix)
+    assert (done.returncode, "good" in done.stdout) == (0, False)
+    said = "not compared: ids (no vocabulary is known: give --tokenizer or --vocab-size), bytes (no report"
+    assert said in done.stdout
+
+
+def test_verify_knows_the_vocabulary_of_a_prepared_corpus(tmp_path):
+    small_tokenizer(tmp_path / "tokenizer.json", 320)
+    prefix = write_tokens(tmp_path / "train", [[1, 2], [3, 65_292]], vocab_size=65_500)
+    with pytest.raises(DataError, match="id 65,292 of document 1, token 1, is beyond the vocabulary of 3"):
+        verify(prefix, None, quiet)
+
+
+@pytest.mark.parametrize("place", [0, 1, 65_520, 65_521, 65_522, 999_999, 1_048_576, 1_500_000, 2_097_151, 2_500_000])
+def test_an_altered_byte_is_found_wherever_it_is(tmp_path, monkeypatch, place):
+    """Over several blocks of two pieces; Adler-32 alone cannot tell bytes 65,521 apart from each other."""
+    monkeypatch.setattr(block_hashes, "BLOCK", 2 * block_hashes.PIECE)
+    path = tmp_path / "x"
+    content = bytearray(np.random.default_rng(place).bytes(2_600_001))
+    path.write_bytes(content)
+    described = block_hashes.describe(path)
+    assert block_hashes.find_altered(path, described) is None
+    before, content[place] = content[place], (content[place] + 77) % 256
+    path.write_bytes(content)
+    assert block_hashes.find_altered(path, described) == block_hashes.Altered(place, place, before)
+
+
+def test_files_of_earlier_reports_are_found_altered_by_the_block(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"abc")
+    described = {key: value for key, value in block_hashes.describe(path).items() if key != "adler32"}
+    path.write_bytes(b"abd")
+    assert block_hashes.find_altered(path, described) == block_hashes.Altered(0, 2)
 
 
 @given(
