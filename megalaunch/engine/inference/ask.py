@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megalaunch.config.schema.model import ModelSpec
-from megalaunch.engine.inference.chat import chat_text
+from megalaunch.engine.inference.chat import chat_texts
 from megalaunch.engine.inference.generate import TextModel, Writing
 from megalaunch.engine.inference.load import LanguageModel, ModelSource
 from megalaunch.engine.inference.sampling import Sampling
@@ -37,7 +37,9 @@ class Ask:
 
 def tokens_of(model: ModelSource, prompts: Sequence[str | Sequence[dict[str, str]]]) -> list[list[int]]:
     """The tokens of each prompt; a conversation goes through the chat template. Raises ValueError."""
-    texts = [prompt if isinstance(prompt, str) else chat_text(model.files, prompt) for prompt in prompts]
+    chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    rendered = iter(chat_texts(model.files, chats) if chats else ())
+    texts = [prompt if isinstance(prompt, str) else next(rendered) for prompt in prompts]
     return [model.tokenizer.encode(text) for text in texts]
 
 
