@@ -90,6 +90,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3Config", {**_LLAMA, "sliding_window": 9, **rope("default", partial_rotary_factor=0.5)}),
+    "phi3 long": (
+        "Phi3Config",
+        {
+            **{key: value for key, value in _LLAMA.items() if key != "pad_token_id"},
+            "pad_token_id": None,
+            "original_max_position_embeddings": 32,
+            **rope(
+                "longrope",
+                partial_rotary_factor=0.5,
+                short_factor=[1.0, 1.5],
+                long_factor=[1.0, 4.0],
+                original_max_position_embeddings=32,
+            ),
+        },
+    ),
     "olmo2": ("Olmo2Config", dict(_LLAMA)),
     "pythia": ("GPTNeoXConfig", {**NEOX, **rope("default", partial_rotary_factor=0.25)}),
     "pythia in turn": (

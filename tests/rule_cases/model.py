@@ -43,6 +43,10 @@ ATTENTION = {
 }  # fmt: skip
 LLAMA3 = (*TINY, "model.rope.scaling=llama3", "model.rope.factor=8", "model.rope.original_positions=128")
 YARN = (*TINY, "model.rope.scaling=yarn", "model.rope.factor=8", "model.rope.original_positions=128")
+LONGROPE = (
+    *(*TINY, "model.rope.scaling=longrope", "model.rope.factor=8", "model.rope.original_positions=128"),
+    *("model.rope.short_factors=[1,1,1,1]", "model.rope.long_factors=[1,2,4,8]"),
+)
 ROPE = {
     "rope.idle": Case(
         "model.position_embedding=none model.rope.theta=5", "model.position_embedding=none model.rope.theta=10000"
@@ -54,6 +58,12 @@ ROPE = {
         "model.rope.scaling=linear", "model.rope.scaling=yarn", (*TINY, *LLAMA3[3:], "model.rope.factor=8")
     ),
     "rope.llama3_idle": Case("model.rope.low_frequency_factor=2", "model.rope.beta_slow=2", YARN),
+    "rope.longrope_idle": Case("model.rope.short_factors=[1.0]", "model.rope.short_factors=[]"),
+    "rope.attention_factor_idle": Case(
+        "model.rope.attention_factor=1.2", "model.rope.attention_factor=1.2 model.rope.scaling=yarn", LLAMA3
+    ),
+    "rope.longrope_factors": Case("model.rope.short_factors=[1.0]", "model.rope.fraction=1", LONGROPE),
+    "rope.longrope_context": Case("parallel.cp=2", "parallel.tp=2", LONGROPE),
     "rope.yarn_idle": Case("model.rope.beta_fast=16", "model.rope.low_frequency_factor=2", LLAMA3),
     "rope.rotated_width": Case("model.rope.fraction=0.3", "model.rope.fraction=0.25"),
     "rope.factor_one": Case("model.rope.factor=1", "model.rope.factor=2", LLAMA3),

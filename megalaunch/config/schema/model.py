@@ -85,6 +85,9 @@ class ModelSpec:
     logit_soft_cap: float | None = setting(None, "The same of the head's logits.", minimum=0)
     attention_sinks: bool = setting(False, "A learned logit a head joins each softmax, and is then dropped.")
     hidden_dropout: float = setting(0.0, "Dropout of the embedding and of each block's output.", minimum=0, maximum=1)
+    embedding_dropout: float | None = setting(
+        None, "Dropout of the embedding; null: hidden_dropout.", minimum=0, maximum=1
+    )
     attention_dropout: float = setting(0.0, "Dropout of the attention weights.", minimum=0, maximum=1)
     scaled_embedding: bool = setting(False, "Token vectors are multiplied by the square root of hidden_size.")
     tied_embeddings: bool = setting(False, "The head reuses the embedding matrix.")

@@ -18,8 +18,10 @@ class ForeignWeights(PairedWeights):
 
     def __init__(self, folder: HuggingFaceFolder) -> None:
         self._folder = folder
+        self.notes: list[str] = []
+        """Keys of config.json that were ignored, and why."""
         try:
-            model = read_config(folder.config, folder.directory.resolve().name)
+            model = read_config(folder.config, folder.directory.resolve().name, self.notes)
         except FamilyError as error:
             raise _refused(folder, error.problems) from error
         except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:

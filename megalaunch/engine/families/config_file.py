@@ -5,65 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Keys that name, initialise, train, serve or store a model: its logits do not depend on them.
-HARMLESS = frozenset(
-    {
-        "_attn_implementation",
-        "_attn_implementation_internal",
-        "_name_or_path",
-        "add_cross_attention",
-        "architectures",
-        "auto_map",
-        "bos_token_id",
-        "cache_implementation",
-        "classifier_dropout",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "finetuning_task",
-        "id2label",
-        "is_decoder",
-        "is_encoder_decoder",
-        "keys_to_ignore_at_inference",
-        "label2id",
-        "max_length",
-        "model_type",
-        "n_ctx",
-        "output_attentions",
-        "output_hidden_states",
-        "output_past",
-        "pad_token_id",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "sep_token_id",
-        "task_specific_params",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers.js_config",
-        "transformers_version",
-        "unk_token_id",
-        "use_cache",
-        "reorder_and_upcast_attn",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "gradient_checkpointing",
-    }
-)
+from megalaunch.engine.families.ignored_keys import METADATA, why_ignored
+
 _MISSING = object()
 
 
 class ConfigFile:
-    """The keys of one file, and everything that keeps it from being carried over exactly."""
+    """The keys of one file, everything that keeps it from being carried over exactly, and notes on ignored keys."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self._data = data
         self._taken: set[str] = set()
         self.problems: list[str] = []
+        self.notes: list[str] = []
 
     def take(self, key: str, default: Any = _MISSING) -> Any:
         """The value of a key, null where it is; `default` where there is none, or a problem without a default."""
@@ -75,22 +29,43 @@ class ConfigFile:
             return None
         return default
 
-    def number(self, key: str, default: Any = _MISSING) -> Any:
-        """A number above 0; null and a missing key give the default."""
+    def number(self, key: str, default: Any = _MISSING, null: Any = _MISSING) -> Any:
+        """A number above 0; a missing key gives `default`, and null gives `null`, or a problem where there is none."""
         value = self.take(key, default)
-        value = default if value is None and default is not _MISSING else value
+        if value is None and key in self._data:
+            if null is _MISSING:
+                self.problems.append(f"config.json: {key} is null, and has to be a number above 0")
+                return None
+            return null
         wrong = value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0)
         if wrong:
             self.problems.append(f"config.json: {key} is {value!r}, and has to be a number above 0")
         return None if wrong else value
 
-    def integer(self, key: str, default: Any = _MISSING) -> Any:
-        """A whole number above 0; null and a missing key give the default."""
-        value = self.number(key, default)
+    def integer(self, key: str, default: Any = _MISSING, null: Any = _MISSING) -> Any:
+        """A whole number above 0; else as `number`."""
+        value = self.number(key, default, null)
         if isinstance(value, float):
             self.problems.append(f"config.json: {key} is {value!r}, and has to be a whole number")
             return None
         return value
+
+    def rate(self, key: str, default: float) -> float:
+        """A dropout rate, from 0 to 1; null is 0."""
+        value = self.take(key, default)
+        if value is None:
+            return 0.0
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            self.problems.append(f"config.json: {key} is {value!r}, and has to be a number from 0 to 1")
+            return 0.0
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """true or false; anything else is a problem."""
+        value = self.take(key, default)
+        if not isinstance(value, bool):
+            self.problems.append(f"config.json: {key} is {value!r}, and has to be true or false")
+        return value is True
 
     def choose(self, key: str, choices: Mapping[str, Any], default: str) -> Any:
         """What a word means; a problem when it is none of the choices."""
@@ -106,11 +81,21 @@ class ConfigFile:
         if found != value:
             self.problems.append(f"config.json: {key} is {found!r}; only {value!r} has a counterpart here")
 
+    def ignore(self, key: str, why: str) -> None:
+        """A key that transformers does not read for this family, whatever its value: noted where it is set."""
+        if self.take(key, None) is not None:
+            self.notes.append(f"config.json: {key} ({self._data[key]!r:.80}) is ignored: {why}")
+
     def refuse_the_rest(self) -> None:
-        """Every key that was not read and is not known to be harmless becomes a problem."""
+        """Every key that was not read and may change the function becomes a problem; else a note, or nothing."""
         for key, value in self._data.items():
-            if key not in self._taken | HARMLESS and value is not None:
+            if key in self._taken or key in METADATA or value is None:
+                continue
+            why = why_ignored(key, value)
+            if why is None:
                 self.problems.append(f"config.json: {key} ({value!r:.80}) is unknown to this family")
+            else:
+                self.notes.append(f"config.json: {key} ({value!r:.80}) is ignored: {why}")
 
 
 def every_nth(marks: list[bool], what: str, problems: list[str]) -> int | None:

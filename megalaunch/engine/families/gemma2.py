@@ -21,14 +21,14 @@ def read_gemma(file: ConfigFile, caps: tuple[float | None, float | None], every:
     shape = read_shape(
         file, tied=True, head_dim=256, activation_key="hidden_activation", activation="gelu_pytorch_tanh"
     )
-    windows = read_windows(file, file.integer("sliding_window", 4096), every)
+    windows = read_windows(file, file.integer("sliding_window", 4096, null=None), every)
     own = {
         "block_norms": "both",
         "norm_plus_one": True,
         "scaled_embedding": True,
         "attention_scale_dim": float(file.number("query_pre_attn_scalar", 256) or 256),
-        "attention_soft_cap": file.number("attn_logit_softcapping", caps[0]),
-        "logit_soft_cap": file.number("final_logit_softcapping", caps[1]),
+        "attention_soft_cap": file.number("attn_logit_softcapping", caps[0], null=None),
+        "logit_soft_cap": file.number("final_logit_softcapping", caps[1], null=None),
     }
     return shape | read_biases(file) | windows | own
 

@@ -13,19 +13,29 @@ from megalaunch.engine.families.rope_keys import scaling_values, write_rope
 
 
 def _read(file: ConfigFile) -> Values:
-    pattern = file.integer("sliding_window_pattern", file.take("_sliding_window_pattern", 6))
-    return read_gemma(file, caps=(None, None), every=pattern) | {"qk_norm": "head", "rope": _rope(file)}
+    pattern = file.integer("sliding_window_pattern", 6)
+    file.ignore("attn_logit_softcapping", "Gemma 3 of transformers does not cap its scores")
+    own = {"attention_soft_cap": None, "qk_norm": "head", "rope": _rope(file)}
+    return read_gemma(file, caps=(None, None), every=pattern) | own
 
 
 def _rope(file: ConfigFile) -> dict[str, Any]:
     """Two bases: older files have them as keys, newer ones a dictionary for each kind of layer."""
     new, old = file.take("rope_parameters", None) or {}, file.take("rope_scaling", None) or {}
+    theta, local = file.number("rope_theta", 1e6), file.number("rope_local_base_freq", 1e4)
+    if not isinstance(new, dict) or not isinstance(old, dict):
+        file.problems.append("config.json: rope_parameters and rope_scaling have to be objects or null")
+        return {}
+    if new.keys() - {"full_attention", "sliding_attention"}:
+        file.problems.append("config.json: rope_parameters has to hold full_attention and sliding_attention")
     far, near = new.get("full_attention") or {}, new.get("sliding_attention") or {}
-    theta = far.get("rope_theta") or file.take("rope_theta", 1e6) or 1e6
-    local = near.get("rope_theta") or file.take("rope_local_base_freq", 1e4) or 1e4
     if near.get("rope_type", "default") != "default":
         file.problems.append("config.json: rotary scaling in layers with a window has no counterpart here")
-    return scaling_values(file, {**old, **far}, theta) | {"window_theta": float(local)}
+    if any(part.get("partial_rotary_factor", 1) != 1 for part in (far, near, old)):
+        file.problems.append("config.json: partial_rotary_factor has no counterpart in this family")
+    given = {key: value for key, value in {**far, **old}.items() if key != "partial_rotary_factor"}
+    window = near.get("rope_theta", local)
+    return scaling_values(file, {"rope_theta": theta, **given}) | {"window_theta": float(window)}
 
 
 def _write(model: ModelSpec) -> dict[str, Any]:

@@ -25,12 +25,10 @@ def _read(file: ConfigFile) -> Values:
     hidden, heads = file.integer("n_embd", 768), file.integer("n_head", 12)
     file.expect("scale_attn_weights", True)
     file.expect("scale_attn_by_inverse_layer_idx", False)
-    dropout = float(file.take("resid_pdrop", 0.1))
-    file.expect("embd_pdrop", dropout)
     return {
         "num_layers": file.integer("n_layer", 12),
         "hidden_size": hidden,
-        "ffn_hidden_size": file.integer("n_inner", 4 * (hidden or 0)),
+        "ffn_hidden_size": file.integer("n_inner", 4 * (hidden or 0), null=4 * (hidden or 0)),
         "num_attention_heads": heads,
         "num_query_groups": heads,
         "head_dim": (hidden or 0) // (heads or 1),
@@ -43,9 +41,10 @@ def _read(file: ConfigFile) -> Values:
         "qkv_bias": True,
         "attention_output_bias": True,
         "mlp_bias": True,
-        "hidden_dropout": dropout,
-        "attention_dropout": float(file.take("attn_pdrop", 0.1)),
-        "tied_embeddings": bool(file.take("tie_word_embeddings", True)),
+        "hidden_dropout": file.rate("resid_pdrop", 0.1),
+        "embedding_dropout": file.rate("embd_pdrop", 0.1),
+        "attention_dropout": file.rate("attn_pdrop", 0.1),
+        "tied_embeddings": file.flag("tie_word_embeddings", True),
         "init_std": file.number("initializer_range", 0.02),
     }
 
@@ -61,7 +60,7 @@ def _write(model: ModelSpec) -> dict[str, Any]:
         "activation_function": inverse(PLAIN).get(model.activation, "gelu_new"),
         "layer_norm_epsilon": model.norm_epsilon,
         "resid_pdrop": model.hidden_dropout,
-        "embd_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout if model.embedding_dropout is None else model.embedding_dropout,
         "attn_pdrop": model.attention_dropout,
         "tie_word_embeddings": model.tied_embeddings,
         "initializer_range": model.init_std,

@@ -15,8 +15,8 @@ from megalaunch.engine.families.rope_keys import read_rope, write_rope
 
 def _read(file: ConfigFile) -> Values:
     hidden, heads = file.integer("hidden_size"), file.integer("num_attention_heads")
-    bias = bool(file.take("attention_bias", True))
-    fraction = {"fraction": float(file.take("rotary_pct", 0.25))}
+    bias = file.flag("attention_bias", True)
+    fraction = file.number("rotary_pct", 0.25)
     return {
         "num_layers": file.integer("num_hidden_layers"),
         "hidden_size": hidden,
@@ -29,15 +29,15 @@ def _read(file: ConfigFile) -> Values:
         "activation": file.choose("hidden_act", PLAIN, "gelu"),
         "norm": "layernorm",
         "norm_epsilon": file.number("layer_norm_eps", 1e-5),
-        "parallel_residual": bool(file.take("use_parallel_residual", True)),
+        "parallel_residual": file.flag("use_parallel_residual", True),
         "qkv_bias": bias,
         "attention_output_bias": bias,
         "mlp_bias": True,
-        "hidden_dropout": float(file.take("hidden_dropout", 0.0)),
-        "attention_dropout": float(file.take("attention_dropout", 0.0)),
-        "tied_embeddings": bool(file.take("tie_word_embeddings", False)),
+        "hidden_dropout": file.rate("hidden_dropout", 0.0),
+        "attention_dropout": file.rate("attention_dropout", 0.0),
+        "tied_embeddings": file.flag("tie_word_embeddings", False),
         "init_std": file.number("initializer_range", 0.02),
-        "rope": fraction | read_rope(file, float(file.take("rotary_emb_base", 10000))),
+        "rope": read_rope(file, file.number("rotary_emb_base", 10000.0), fraction),
     }
 
 

@@ -40,30 +40,33 @@ def read_shape(
     activation: str = "silu",
     head_dim: int | None = None,
 ) -> Values:
-    """The fields that all these families have, with a family's defaults where a file leaves a key out."""
+    """The fields that all these families have, with a family's defaults where a file leaves a key out.
+
+    `head_dim` is that of a family whose heads have a width of their own; the others derive it where it is null.
+    """
     hidden, heads = file.integer("hidden_size"), file.integer("num_attention_heads")
-    default = head_dim or ((hidden or 0) // (heads or 1) or None)
-    dropout = file.take("attention_dropout", 0.0)
+    derived = (hidden or 0) // (heads or 1) or None
+    width = file.integer("head_dim", head_dim) if head_dim else file.integer("head_dim", derived, null=derived)
     return {
         "num_layers": file.integer("num_hidden_layers"),
         "hidden_size": hidden,
         "ffn_hidden_size": file.integer("intermediate_size"),
         "num_attention_heads": heads,
-        "num_query_groups": file.integer("num_key_value_heads", heads),
-        "head_dim": file.integer("head_dim", default),
+        "num_query_groups": file.integer("num_key_value_heads", heads, null=heads),
+        "head_dim": width,
         "vocab_size": file.integer("vocab_size"),
         "max_position_embeddings": file.integer("max_position_embeddings", 2048),
         "norm_epsilon": file.number("rms_norm_eps", epsilon),
         "activation": file.choose(activation_key, GATES, activation),
-        "tied_embeddings": bool(file.take("tie_word_embeddings", tied)),
+        "tied_embeddings": file.flag("tie_word_embeddings", tied),
         "init_std": file.number("initializer_range", 0.02),
-        "attention_dropout": float(dropout or 0.0),
+        "attention_dropout": file.rate("attention_dropout", 0.0),
     }
 
 
 def read_biases(file: ConfigFile) -> Values:
     """`attention_bias` is that of all four projections."""
-    attention = bool(file.take("attention_bias", False))
+    attention = file.flag("attention_bias", False)
     return {"qkv_bias": attention, "attention_output_bias": attention}
 
 
@@ -130,7 +133,7 @@ def tensors(model: ModelSpec) -> Iterator[Pair]:
 
 
 def _read(file: ConfigFile) -> Values:
-    bias = bool(file.take("mlp_bias", False))
+    bias = file.flag("mlp_bias", False)
     return read_shape(file) | read_biases(file) | {"mlp_bias": bias, "rope": read_rope(file)}
 
 

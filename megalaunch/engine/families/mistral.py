@@ -12,7 +12,7 @@ from megalaunch.engine.families.rope_keys import read_rope, write_rope
 
 
 def _read(file: ConfigFile) -> Values:
-    window = file.integer("sliding_window", None)
+    window = file.integer("sliding_window", 4096, null=None)
     return read_shape(file) | {"sliding_window": window, "rope": read_rope(file)}
 
 

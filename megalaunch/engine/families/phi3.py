@@ -1,4 +1,4 @@
-"""Phi-3 with its short context: queries, keys and values in one matrix, gate and up in another."""
+"""Phi-3 and Phi-4: queries, keys and values in one matrix, gate and up in another."""
 
 from __future__ import annotations
 
@@ -14,22 +14,34 @@ from megalaunch.engine.families.rope_keys import read_rope, write_rope
 
 
 def _read(file: ConfigFile) -> Values:
-    dropout = file.take("resid_pdrop", 0.0)
-    file.expect("embd_pdrop", 0.0)
-    file.take("original_max_position_embeddings", None)  # means something to long contexts only, which are refused
-    shape = read_shape(file, epsilon=1e-5) | {"sliding_window": file.integer("sliding_window", None)}
-    fraction = {"fraction": float(file.take("partial_rotary_factor", 1.0))}
-    return shape | {"hidden_dropout": float(dropout), "rope": fraction | read_rope(file)}
+    dropout = file.rate("resid_pdrop", 0.0)
+    file.ignore("embd_pdrop", "Phi-3 of transformers drops nothing there")
+    shape = read_shape(file, epsilon=1e-5) | {"sliding_window": file.integer("sliding_window", None, null=None)}
+    own = {"hidden_dropout": dropout, "embedding_dropout": 0.0}
+    return shape | own | {"rope": read_rope(file, fraction=1.0, scalings=("longrope",))}
 
 
 def _write(model: ModelSpec) -> dict[str, Any]:
     own = {
         "sliding_window": model.sliding_window,
         "partial_rotary_factor": model.rope.fraction,
-        "original_max_position_embeddings": model.max_position_embeddings,
+        "original_max_position_embeddings": model.rope.original_positions or model.max_position_embeddings,
         "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": 0.0,
     }
-    return write_shape(model) | own | write_rope(model.rope)
+    return write_shape(model) | own | _write_rope(model)
+
+
+def _write_rope(model: ModelSpec) -> dict[str, Any]:
+    """Older transformers take three keys of a scaling only, and derive the factor from the two lengths."""
+    rope = write_rope(model.rope)
+    scaling = rope["rope_scaling"]
+    if scaling is not None and model.rope.scaling == "longrope":
+        del scaling["original_max_position_embeddings"]
+        scaling["type"] = scaling.pop("rope_type")
+        if scaling["factor"] == model.max_position_embeddings / (model.rope.original_positions or 1):
+            del scaling["factor"]
+    return rope
 
 
 def _tensors(model: ModelSpec) -> Iterator[Pair]:

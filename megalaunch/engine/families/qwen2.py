@@ -14,8 +14,8 @@ from megalaunch.engine.families.windows import read_windows, write_windows
 
 def read_some_windows(file: ConfigFile) -> Values:
     """`max_window_layers` layers without a window come first, so that all or none have one here."""
-    asked, width = bool(file.take("use_sliding_window", False)), file.integer("sliding_window", None)
-    first, layers = file.take("max_window_layers", 28), file.take("num_hidden_layers", 0)
+    asked, width = file.flag("use_sliding_window", False), file.integer("sliding_window", 4096, null=None)
+    first, layers = file.take("max_window_layers", 28), file.take("num_hidden_layers", 0) or 0
     if asked and width and file.take("layer_types", None) is None and isinstance(first, int) and 0 < first < layers:
         file.problems.append(
             f"config.json: windows from layer max_window_layers {first} on have no counterpart here, only every n-th"

@@ -53,6 +53,7 @@ def decoder_config(model: ModelSpec) -> DecoderConfig:
         embedding_scale=model.hidden_size**0.5 if model.scaled_embedding else 1.0,
         logit_soft_cap=model.logit_soft_cap,
         hidden_dropout=model.hidden_dropout,
+        embedding_dropout=model.hidden_dropout if model.embedding_dropout is None else model.embedding_dropout,
         tied_embeddings=model.tied_embeddings,
         init_std=model.init_std,
         embedding_init_std=model.init_std if model.embedding_init_std is None else model.embedding_init_std,
@@ -101,6 +102,9 @@ def _rope(rope: RopeSpec, width: int) -> RopeConfig:
         beta_fast=rope.beta_fast,
         beta_slow=rope.beta_slow,
         truncate=rope.truncate,
+        short_factors=rope.short_factors,
+        long_factors=rope.long_factors,
+        attention_factor=rope.attention_factor,
         mscale=rope.mscale,
         mscale_all_dim=rope.mscale_all_dim,
     )

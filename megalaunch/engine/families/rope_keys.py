@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalaunch.config.schema.rope import RopeSpec
@@ -17,57 +17,133 @@ _READ = {  # theirs: ours
     "beta_fast": "beta_fast",
     "beta_slow": "beta_slow",
     "truncate": "truncate",
+    "short_factor": "short_factors",
+    "long_factor": "long_factors",
+    "attention_factor": "attention_factor",
 }
 _OF = {  # which of them a scaling has
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+    ),
+    "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
 }
+_REQUIRED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
+}
+SCALINGS = ("linear", "llama3", "yarn")
+_LENGTH = "original_max_position_embeddings"
 
 
-def read_rope(file: ConfigFile, theta: float = 10000.0) -> dict[str, Any]:
-    """The rope section of a file without layers that rotate in different ways."""
-    old, new = file.take("rope_scaling", None), file.take("rope_parameters", None)
-    base = file.take("rope_theta", None)
-    given = {**(old or {}), **(new or {})}
-    return scaling_values(file, given, given.pop("rope_theta", None) or base or theta)
+def read_rope(
+    file: ConfigFile, theta: float = 10000.0, fraction: float | None = None, scalings: Sequence[str] = SCALINGS
+) -> dict[str, Any]:
+    """The rope section of a file without layers that rotate in different ways.
+
+    `fraction` is the default part of a head that is rotated; None: a family that rotates whole heads.
+    """
+    old, new = _mapping(file, "rope_scaling"), _mapping(file, "rope_parameters")
+    base = file.number("rope_theta", None, null=None)
+    if old and new and old != {key: value for key, value in new.items() if key != "rope_theta"}:
+        file.problems.append("config.json: rope_scaling and rope_parameters are both there, and differ")
+    given = {**(old or new)}  # as transformers: the older key wins
+    given.setdefault("rope_theta", base or theta)
+    file.take(_LENGTH, None)  # without a scaling it says nothing
+    part = given.pop("partial_rotary_factor", None)
+    if part is None:
+        part = file.number("partial_rotary_factor", None, null=None)
+    return scaling_values(file, given, scalings) | _fraction(file, given, part, fraction)
 
 
-def scaling_values(file: ConfigFile, given: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """Fields of RopeSpec from one dictionary of rotary parameters."""
-    rest = dict(given)
-    rest.pop("rope_theta", None)
-    kind = rest.pop("rope_type", None) or rest.pop("type", None) or "default"
-    rest.pop("type", None)
+def _mapping(file: ConfigFile, key: str) -> dict[str, Any]:
+    value = file.take(key, None)
+    if value is not None and not isinstance(value, dict):
+        file.problems.append(f"config.json: {key} is {value!r:.80}, and has to be an object or null")
+    return value if isinstance(value, dict) else {}
+
+
+def _fraction(file: ConfigFile, given: Mapping[str, Any], part: Any, default: float | None) -> dict[str, Any]:
+    if default is not None:
+        return {"fraction": float(default if part is None else part)}
+    if part is not None and part != 1:
+        if _kind(given) == "default":
+            file.notes.append(
+                f"config.json: partial_rotary_factor ({part!r}) is ignored: this family rotates whole heads"
+            )
+        else:
+            file.problems.append(
+                f"config.json: partial_rotary_factor {part!r} with a rotary scaling has no counterpart in this family"
+            )
+    return {}
+
+
+def _kind(given: Mapping[str, Any]) -> str:
+    kind = given.get("rope_type") or given.get("type") or "default"
+    return "longrope" if kind == "su" else str(kind)  # its name in the first files of Phi-3
+
+
+def scaling_values(file: ConfigFile, given: Mapping[str, Any], scalings: Sequence[str] = SCALINGS) -> dict[str, Any]:
+    """Fields of RopeSpec from one dictionary of rotary parameters, `rope_theta` among them."""
+    rest = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_type", "type")}
+    kind, theta = _kind(given), given["rope_theta"]
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        file.problems.append(f"config.json: rope_theta is {theta!r}, and has to be a number")
+        theta = 1.0
     values: dict[str, Any] = {"theta": float(theta)}
-    if "partial_rotary_factor" in rest:
-        values["fraction"] = float(rest.pop("partial_rotary_factor"))
     if kind == "default":
         return values
-    if kind not in _OF:
-        file.problems.append(f"config.json: rotary scaling {kind!r} has no counterpart here ({', '.join(_OF)} have)")
+    if kind not in scalings:
+        file.problems.append(
+            f"config.json: rotary scaling {kind!r} has no counterpart here ({', '.join(scalings)} have)"
+        )
         return values
     values["scaling"] = kind
     for theirs in _OF[kind]:
         if rest.get(theirs) is not None:
             values[_READ[theirs]] = rest[theirs]
-    if kind != "linear" and "original_positions" not in values:
-        values["original_positions"] = file.take("max_position_embeddings", None)
+        elif theirs in _REQUIRED[kind]:
+            file.problems.append(f"config.json: the rotary scaling {kind} has no {theirs}")
+    if kind != "linear":
+        _read_lengths(file, values)
     if kind == "yarn":
-        values |= _growth(file, rest, float(values.get("factor", 1.0)))
-    for left in set(rest) - set(_OF[kind]) - {"mscale", "mscale_all_dim", "attention_factor", "finetuned"}:
+        values |= _read_yarn(file, rest)
+    for left in set(rest) - set(_OF[kind]) - {"mscale", "mscale_all_dim", "finetuned"}:
         file.problems.append(f"config.json: {left} of the rotary scaling has no counterpart here")
-    return {key: float(value) if key in ("factor", "low_frequency_factor") else value for key, value in values.items()}
+    floats = ("factor", "low_frequency_factor", "attention_factor")
+    return {key: float(value) if key in floats else value for key, value in values.items()}
 
 
-def _growth(file: ConfigFile, given: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """mscale, from the pair of them or from the finished number."""
-    both = given.get("mscale"), given.get("mscale_all_dim")
-    if given.get("attention_factor") is not None and factor > 1:
-        return {"mscale": (float(given["attention_factor"]) - 1) / (0.1 * math.log(factor))}
-    if both[0] and both[1]:
-        return {"mscale": float(both[0]), "mscale_all_dim": float(both[1])}
-    return {}
+def _read_lengths(file: ConfigFile, values: dict[str, Any]) -> None:
+    """The context before the stretch: transformers prefers the key beside the scaling to the one inside of it."""
+    longest = file.take("max_position_embeddings", None)
+    original = file.integer(_LENGTH, None, null=None)
+    values["original_positions"] = original or values.get("original_positions") or longest
+    if "factor" in values or not isinstance(longest, int) or not isinstance(values["original_positions"], int):
+        return
+    values["factor"] = max(1.0, longest / values["original_positions"])
+
+
+def _read_yarn(file: ConfigFile, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """A beta of 0 is none; mscale counts only in a pair, and where there is no attention_factor."""
+    values: dict[str, Any] = {}
+    if "factor" not in rest:
+        file.problems.append("config.json: the rotary scaling yarn has no factor")
+    for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+        if not rest.get(name):
+            values[name] = default
+    both = rest.get("mscale"), rest.get("mscale_all_dim")
+    if rest.get("attention_factor") is None and both[0] and both[1]:
+        values |= {"mscale": float(both[0]), "mscale_all_dim": float(both[1])}
+    return values
 
 
 def write_rope(rope: RopeSpec) -> dict[str, Any]:
@@ -81,8 +157,10 @@ def write_scaling(rope: RopeSpec) -> dict[str, Any] | None:
         return None
     values: dict[str, Any] = {"rope_type": rope.scaling}
     values |= {theirs: getattr(rope, _READ[theirs]) for theirs in _OF[rope.scaling]}
-    if rope.scaling == "yarn" and rope.mscale_all_dim:
-        values |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
-    elif rope.scaling == "yarn" and rope.mscale != 1 and rope.factor > 1:
-        values["attention_factor"] = 0.1 * rope.mscale * math.log(rope.factor) + 1
-    return values
+    if values.get("attention_factor", 0) is None:
+        del values["attention_factor"]
+        if rope.scaling == "yarn" and rope.mscale_all_dim:
+            values |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
+        elif rope.scaling == "yarn" and rope.mscale != 1 and rope.factor > 1:
+            values["attention_factor"] = 0.1 * rope.mscale * math.log(rope.factor) + 1
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}

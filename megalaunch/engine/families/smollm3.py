@@ -15,12 +15,15 @@ from megalaunch.plan.layers import layers_of
 
 def _read(file: ConfigFile) -> Values:
     every, rotated = file.integer("no_rope_layer_interval", 4), file.take("no_rope_layers", None)
+    file.ignore("max_window_layers", "SmolLM3 has windows on all layers or on none")
     if isinstance(rotated, list):  # 1: rotated, whatever the name says
         every = every_nth([not mark for mark in rotated], "rotation", file.problems)
-    windowed = bool(file.take("use_sliding_window", False))
-    width = file.integer("sliding_window", None)
+    windowed = file.flag("use_sliding_window", False)
+    width = file.integer("sliding_window", None, null=None)
+    if windowed and width and file.take("layer_types", None) is None:
+        file.problems.append("config.json: windows on the layers without rotation alone have no counterpart here")
     shape = read_shape(file, tied=True) | read_biases(file) | read_windows(file, width if windowed else None)
-    bias = bool(file.take("mlp_bias", False))
+    bias = file.flag("mlp_bias", False)
     return shape | {"mlp_bias": bias, "no_rope_every": every, "rope": read_rope(file, 2e6)}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megalaunch.config.schema.build import SpecError, build_section
 from megalaunch.config.schema.model import ModelSpec
+from megalaunch.config.schema.rope import RopeSpec
 from megalaunch.engine.families import (
     gemma2,
     gemma3,
@@ -23,12 +24,15 @@ from megalaunch.engine.families import (
 )
 from megalaunch.engine.families.config_file import ConfigFile
 from megalaunch.engine.families.family import FamilyFile
+from megalaunch.engine.model.rope_scaling import magnitude
 
 _FILES = (gpt, llama, mistral, qwen2, qwen3, smollm3, gemma2, gemma3, phi3, olmo2, gpt_neox)
 FAMILIES: Mapping[str, FamilyFile] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 _BY_TYPE = {family.model_type: family for family in FAMILIES.values()}
 # What a model computes does not depend on these.
-_OTHERWISE = frozenset({"name", "init_std", "embedding_init_std", "hidden_dropout", "attention_dropout"})
+_OTHERWISE = frozenset(
+    {"name", "init_std", "embedding_init_std", "hidden_dropout", "embedding_dropout", "attention_dropout"}
+)
 
 
 class FamilyError(ValueError):
@@ -39,8 +43,11 @@ class FamilyError(ValueError):
         super().__init__("; ".join(problems))
 
 
-def read_config(config: Mapping[str, Any], name: str) -> ModelSpec:
-    """The resolved model section that a config.json means; raises FamilyError with every reason why there is none."""
+def read_config(config: Mapping[str, Any], name: str, notes: list[str] | None = None) -> ModelSpec:
+    """The resolved model section that a config.json means; raises FamilyError with every reason why there is none.
+
+    `notes` hears of keys that are ignored because they change nothing.
+    """
     kind = config.get("model_type")
     family = _BY_TYPE.get(kind) if isinstance(kind, str) else None
     if family is None:
@@ -52,6 +59,8 @@ def read_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     file.refuse_the_rest()
     if file.problems:
         raise FamilyError(file.problems)
+    if notes is not None:
+        notes += file.notes
     try:
         return build_section(ModelSpec, {"name": name, "family": family.name, **values}, "model.")
     except SpecError as error:
@@ -75,6 +84,14 @@ def family_of(model: ModelSpec) -> FamilyFile:
     return FAMILIES[model.family]
 
 
+def _one_form(rope: RopeSpec) -> dict[str, Any]:
+    """The section with the attention factor that mscale comes to, since config.json has one number for both."""
+    values = asdict(rope)
+    if rope.scaling == "yarn" and not rope.mscale_all_dim:
+        values |= {"attention_factor": magnitude(rope), "mscale": 1.0}
+    return values
+
+
 def differences(model: ModelSpec, other: ModelSpec) -> list[str]:
     """Every field in which the two compute something else: `model.qk_norm=head (not none)`."""
     found = []
@@ -84,6 +101,8 @@ def differences(model: ModelSpec, other: ModelSpec) -> list[str]:
         mine, its = getattr(model, field.name), getattr(other, field.name)
         if field.name in ("rope", "moe", "mla", "mtp"):
             mine, its = asdict(mine), asdict(its)
+            if field.name == "rope":
+                mine, its = _one_form(model.rope), _one_form(other.rope)
             found += [f"model.{field.name}.{k}={v} (not {its[k]})" for k, v in mine.items() if v != its[k]]
         elif mine != its:
             found.append(f"model.{field.name}={mine} (not {its})")

@@ -15,6 +15,11 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 def read_windows(file: ConfigFile, width: int | None, every: int | None = None) -> Values:
     """Window and full_attention_every from `layer_types`, or from a family's own rule where a file has no list."""
     types = file.take("layer_types", None)
+    layers = file.take("num_hidden_layers", None)
+    if isinstance(types, list) and isinstance(layers, int) and len(types) != layers:
+        file.problems.append(f"config.json: layer_types names {len(types)} layers, num_hidden_layers {layers}")
+    if types is None and every is not None and width is None:
+        file.problems.append("config.json: sliding_window is null, and this family has layers with a window")
     if types is None:
         return {"sliding_window": width, "full_attention_every": every if width else None}
     if not isinstance(types, list) or not all(kind in (_SLIDING, _FULL) for kind in types):

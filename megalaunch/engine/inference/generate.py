@@ -84,6 +84,8 @@ def generate_tokens(
     cache = TextCache(model.config.num_layers, longest + writing.max_new_tokens, starts)
     sampler = Sampler(writing.sampling, prompts, [0] * len(prompts) if samples is None else samples)
     tokens_BS = torch.tensor([[_FILLER] * start + list(row) for start, row in zip(starts, prompts, strict=True)])
+    borders = {layer.rope.original_positions for layer in model.config.layers if layer.rope and layer.rope.long_factors}
+    texts = [list(prompt) for prompt in prompts]
     for _ in range(writing.max_new_tokens):
         logits_BV = next_logits(model, tokens_BS, cache)[:, : writing.vocabulary]
         next_B = sampler.next_tokens(logits_BV)
@@ -93,6 +95,13 @@ def generate_tokens(
         if all(ended):
             return
         tokens_BS = next_B[:, None]
+        for text, token in zip(texts, next_B.tolist(), strict=True):
+            text.append(token)
+        if any(
+            len(text) - 1 in borders for text in texts
+        ):  # what is rotated from here on is so from the first token on
+            cache = TextCache(model.config.num_layers, longest + writing.max_new_tokens, starts)
+            tokens_BS = torch.tensor([[_FILLER] * start + text for start, text in zip(starts, texts, strict=True)])
 
 
 @torch.no_grad()  # not inference_mode: a sharded model keeps what it gathers

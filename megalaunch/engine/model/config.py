@@ -24,6 +24,9 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    attention_factor: float | None = None
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
 
@@ -87,6 +90,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     logit_soft_cap: float | None = None
     hidden_dropout: float = 0.0
+    embedding_dropout: float = 0.0
     tied_embeddings: bool
     init_std: float
     embedding_init_std: float
@@ -94,7 +98,7 @@ class DecoderConfig:
     @property
     def drops(self) -> bool:
         """Whether anything is dropped in training."""
-        return self.hidden_dropout > 0 or self.attention.dropout > 0
+        return max(self.hidden_dropout, self.embedding_dropout, self.attention.dropout) > 0
 
     @property
     def num_layers(self) -> int:

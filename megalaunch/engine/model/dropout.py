@@ -82,10 +82,12 @@ def drops_of(
     attended, fed, weights = words[1:].view(-1, _SITES, len(streams_B)).unbind(1)  # [L, B] each
     drops: list[tuple[Drop | None, Drop | None]] = [(None, None)] * len(names)
     embedded = None
-    if config.hidden_dropout:
+    if config.hidden_dropout or config.embedding_dropout:
         columns = hashed(torch.arange(config.hidden_size, device=places.device))
         rows = combined(torch.cat((words[:1], attended, fed))[..., None], boundary.own(places))
-        embedded, *each = (Drop(row, columns, config.hidden_dropout) for row in rows.unbind())
+        first, *rest = rows.unbind()
+        embedded = Drop(first, columns, config.embedding_dropout) if config.embedding_dropout else None
+        each = [Drop(row, columns, config.hidden_dropout) if config.hidden_dropout else None for row in rest]
         drops = list(zip(each[: len(names)], each[len(names) :], strict=True))
     heads: Sequence[Tensor | None] = [None] * len(names)
     if config.attention.dropout:

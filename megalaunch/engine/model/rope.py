@@ -18,15 +18,17 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
-def rotation_of(positions: Tensor, rope: RopeConfig, dtype: torch.dtype) -> Rotation:
+def rotation_of(positions: Tensor, rope: RopeConfig, dtype: torch.dtype, last: Tensor | None = None) -> Rotation:
     """The rotation at integer `positions`, [S] for all samples or [B, S] for each.
 
+    `last` [] or [B] is the last position of the whole text, of which these may be a part; None: it is among them.
     Angles are computed in fp32, never in a half format.
 
     It is a function and no buffer: a buffer is lost when a model made on the meta device is given memory.
     """
     exponents = torch.arange(0, rope.width, 2, device=positions.device, dtype=torch.float32) / rope.width
-    frequencies = stretched(1.0 / rope.theta**exponents, rope)
+    last = positions.amax(dim=-1) if last is None else last
+    frequencies = stretched(1.0 / rope.theta**exponents, rope, last)
     angles = positions.to(torch.float32)[..., None] * frequencies
     both_halves = torch.cat((angles, angles), dim=-1)
     if positions.dim() == 2:

@@ -1,8 +1,9 @@
-"""Rotary frequencies stretched beyond the length of training: linear, llama3 and yarn."""
+"""Rotary frequencies stretched beyond the length of training: linear, llama3, yarn and longrope."""
 
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,8 +11,30 @@ from torch import Tensor
 from megalaunch.engine.model.config import RopeConfig
 
 
-def stretched(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Radians a position of each pair, [R / 2] fp32, as the scaling has them."""
+class Growing(Protocol):
+    """What the growth of rotated queries and keys depends on: of a RopeConfig, or of the schema's section."""
+
+    @property
+    def scaling(self) -> str: ...
+    @property
+    def factor(self) -> float: ...
+    @property
+    def original_positions(self) -> int | None: ...
+    @property
+    def attention_factor(self) -> float | None: ...
+    @property
+    def mscale(self) -> float: ...
+    @property
+    def mscale_all_dim(self) -> float: ...
+
+
+def stretched(frequencies: Tensor, rope: RopeConfig, last: Tensor) -> Tensor:
+    """Radians a position of each pair, [R / 2] fp32, as the scaling has them; [B, 1, R / 2] where `last` is [B].
+
+    `last` is the last position of the text, on which longrope depends.
+    """
+    if rope.scaling == "longrope":
+        return _longrope(rope, last)
     if rope.scaling == "linear":  # Chen et al. 2023
         return frequencies / rope.factor
     if rope.scaling == "llama3":
@@ -21,10 +44,18 @@ def stretched(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     return frequencies
 
 
-def magnitude(rope: RopeConfig) -> float:
-    """What yarn multiplies rotated queries and keys with, so that the softmax stays as sharp (its section 3.4)."""
-    if rope.scaling != "yarn":
+def magnitude(rope: Growing) -> float:
+    """What rotated queries and keys are multiplied with, so that the softmax stays as sharp.
+
+    Of yarn (its section 3.4) and longrope, where no attention_factor says it.
+    """
+    if rope.scaling not in ("yarn", "longrope"):
         return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.scaling == "longrope":
+        grown = math.log(rope.factor) / math.log(rope.original_positions or 1) if rope.factor > 1 else 0.0
+        return math.sqrt(1 + grown)
     return _growth(rope.factor, rope.mscale) / _growth(rope.factor, rope.mscale_all_dim)
 
 
@@ -38,6 +69,20 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     low, high = rope.low_frequency_factor, rope.high_frequency_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / rope.factor)
+
+
+def _longrope(rope: RopeConfig, last: Tensor) -> Tensor:
+    """A divisor for each pair, of two lists: one for texts within the original context (Ding et al. 2024).
+
+    Periods are multiplied and then inverted: another order rounds otherwise, which shows at far positions.
+    """
+    exponents = torch.arange(0, rope.width, 2, device=last.device, dtype=torch.float32) / rope.width
+    short, long = (
+        1.0 / (torch.tensor(factors, device=last.device) * rope.theta**exponents)
+        for factors in (rope.short_factors, rope.long_factors)
+    )
+    beyond = last >= rope.original_positions
+    return torch.where(beyond if last.dim() == 0 else beyond.view(-1, 1, 1), long, short)
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:

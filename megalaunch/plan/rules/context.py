@@ -174,7 +174,8 @@ def dynamic_cp_latent(at: Situation) -> Iterator[Broken]:
 def dynamic_cp_dropout(at: Situation) -> Iterator[Broken]:
     """A mask follows from sample and place; a rank that documents are dealt to holds those of any sample."""
     model = at.spec.model
-    rates = {key: getattr(model, key) for key in ("hidden_dropout", "attention_dropout") if getattr(model, key)}
+    keys = ("hidden_dropout", "embedding_dropout", "attention_dropout")
+    rates = {key: getattr(model, key) for key in keys if getattr(model, key)}
     if at.spec.parallel.cp_dynamic and at.spec.parallel.cp > 1 and rates:
         message = f"cp_dynamic mixes samples in a rank's rows, and {' and '.join(rates)} draws by sample and place"
         yield _dynamic(at, message, {}, {f"model.{key}": 0.0 for key in rates})

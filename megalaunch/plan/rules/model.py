@@ -110,7 +110,7 @@ def clamp_positive(at: Situation) -> Iterator[Broken]:
 @rule("model.dropout", "Dropout leaves something.")
 def dropout(at: Situation) -> Iterator[Broken]:
     """At 1 every number is dropped, and what is left is divided by 0."""
-    for key in ("hidden_dropout", "attention_dropout"):
+    for key in ("hidden_dropout", "embedding_dropout", "attention_dropout"):
         if getattr(at.spec.model, key) == 1:
             yield Broken(
                 f"model.{key}", f"{key} 1 drops everything", {key: 1.0}, ({f"model.{key}": 0.1}, {f"model.{key}": 0.0})

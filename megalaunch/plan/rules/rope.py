@@ -56,7 +56,7 @@ depends(
 depends(
     Dependent(
         "rope.original_idle",
-        "The context before the stretch goes with llama3 and yarn.",
+        "The context before the stretch goes with llama3, yarn and longrope.",
         "They stretch waves by how often they turn in it; a stretch that is turned off keeps its numbers.",
         ("model.rope.original_positions",),
         "model.rope.scaling",
@@ -73,6 +73,28 @@ depends(
         "model.rope.scaling",
         lambda spec: spec.model.rope.scaling in ("llama3", "none"),
         "model.rope.scaling is not llama3",
+    )
+)
+depends(
+    Dependent(
+        "rope.longrope_idle",
+        "Short and long factors are parts of the longrope scaling.",
+        "Other scalings have none.",
+        ("model.rope.short_factors", "model.rope.long_factors"),
+        "model.rope.scaling",
+        lambda spec: spec.model.rope.scaling == "longrope",
+        "model.rope.scaling is not longrope",
+    )
+)
+depends(
+    Dependent(
+        "rope.attention_factor_idle",
+        "An attention factor is part of the yarn and longrope scalings.",
+        "Other scalings have none.",
+        ("model.rope.attention_factor",),
+        "model.rope.scaling",
+        lambda spec: spec.model.rope.scaling in ("yarn", "longrope"),
+        "model.rope.scaling is neither yarn nor longrope",
     )
 )
 depends(
@@ -144,11 +166,42 @@ def factor_one(at: Situation) -> Iterator[Broken]:
         )
 
 
-@rule("rope.original_missing", "The llama3 and yarn scalings know the context before the stretch.")
+@rule("rope.longrope_factors", "Each pair of a rotated head has a short and a long factor.")
+def longrope_factors(at: Situation) -> Iterator[Broken]:
+    """Its frequency is divided by the one or the other, depending on the length of the text."""
+    model, rope = at.spec.model, at.spec.model.rope
+    if rope.scaling != "longrope" or model.head_dim is None:
+        return
+    pairs = round(model.head_dim * rope.fraction) // 2
+    for key in ("short_factors", "long_factors"):
+        factors = getattr(rope, key)
+        if len(factors) != pairs or not all(factors):
+            yield Broken(
+                f"model.rope.{key}",
+                f"longrope needs a factor above 0 for each of the {pairs} pairs that are rotated, and {key} has "
+                f"{len(factors)}",
+                {"pairs": pairs, key: len(factors)},
+                ({"model.rope.scaling": "none", "model.rope.short_factors": (), "model.rope.long_factors": ()},),
+            )
+
+
+@rule("rope.longrope_context", "Longrope goes without context parallelism.")
+def longrope_context(at: Situation) -> Iterator[Broken]:
+    """Which factors count follows from the length of the whole text, and a rank of cp sees a part of it."""
+    if at.spec.model.rope.scaling == "longrope" and at.spec.parallel.cp > 1:
+        yield Broken(
+            "parallel.cp",
+            f"longrope depends on the length of the whole text, and each of {at.spec.parallel.cp} ranks sees a part",
+            {"cp": at.spec.parallel.cp},
+            ({"parallel.cp": 1},),
+        )
+
+
+@rule("rope.original_missing", "The llama3, yarn and longrope scalings know the context before the stretch.")
 def original_missing(at: Situation) -> Iterator[Broken]:
     """Which waves are stretched depends on it."""
     model, rope = at.spec.model, at.spec.model.rope
-    if rope.scaling in ("llama3", "yarn") and rope.original_positions is None:
+    if rope.scaling in ("llama3", "yarn", "longrope") and rope.original_positions is None:
         guess = max(1, _shrunk(model.max_position_embeddings, rope.factor))
         yield Broken(
             "model.rope.original_positions",
@@ -163,7 +216,7 @@ def original_longer(at: Situation) -> Iterator[Broken]:
     """max_position_embeddings is the length after the stretch."""
     model, rope = at.spec.model, at.spec.model.rope
     original, longest = rope.original_positions, model.max_position_embeddings
-    if rope.scaling in ("llama3", "yarn") and original is not None and original > longest:
+    if rope.scaling in ("llama3", "yarn", "longrope") and original is not None and original > longest:
         yield Broken(
             "model.rope.original_positions",
             f"original_positions {original} is longer than the model's {longest} positions after the stretch",

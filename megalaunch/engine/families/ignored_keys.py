@@ -1,0 +1,174 @@
+"""Keys of config.json that change no logit: metadata, and keys that change none at the value that they have.
+
+Held to transformers: tests/parity/families/test_published_configs.py compares published files with and without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Keys that name, initialise, train, serve or store a model, at any value: they are in nearly every file.
+METADATA = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "_commit_hash",
+        "_name_or_path",
+        "_num_labels",
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "classifier_dropout",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "gradient_checkpointing",
+        "id2label",
+        "is_decoder",
+        "keys_to_ignore_at_inference",
+        "label2id",
+        "model_type",
+        "n_ctx",
+        "output_attentions",
+        "output_hidden_states",
+        "output_past",
+        "pad_token_id",
+        "predict_special_tokens",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "reorder_and_upcast_attn",
+        "return_dict",
+        "sep_token_id",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unk_token_id",
+        "use_cache",
+    }
+)
+_GENERATION = "a setting of text generation (generation_config.json)"
+_TRAINING = "it says how the model was trained or loaded"
+# Any value: why.
+_ANYWHERE: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "assistant_confidence_threshold",
+            "assistant_lookbehind",
+            "bad_words_ids",
+            "begin_suppress_tokens",
+            "decoder_start_token_id",
+            "diversity_penalty",
+            "do_sample",
+            "early_stopping",
+            "encoder_no_repeat_ngram_size",
+            "encoder_repetition_penalty",
+            "epsilon_cutoff",
+            "eta_cutoff",
+            "exponential_decay_length_penalty",
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+            "length_penalty",
+            "max_length",
+            "max_new_tokens",
+            "min_length",
+            "no_repeat_ngram_size",
+            "num_assistant_tokens",
+            "num_assistant_tokens_schedule",
+            "num_beam_groups",
+            "num_beams",
+            "num_return_sequences",
+            "output_scores",
+            "remove_invalid_values",
+            "repetition_penalty",
+            "return_dict_in_generate",
+            "suppress_tokens",
+            "target_lookbehind",
+            "temperature",
+            "top_k",
+            "top_p",
+            "typical_p",
+        ),
+        _GENERATION,
+    ),
+    **dict.fromkeys(
+        (
+            "attn_implementation",
+            "_experts_implementation",
+            "_experts_implementation_internal",
+            "is_llama_config",
+            "is_qwen2_config",
+            "low_cpu_mem_usage",
+            "max_sequence_length",
+            "model_max_length",
+            "neftune_noise_alpha",
+            "tf_legacy_loss",
+            "tokenizer_model_max_length",
+            "tokenizer_padding_side",
+            "torchscript",
+            "unsloth_fixed",
+            "unsloth_version",
+            "use_bfloat16",
+            "use_flash_attention_2",
+            "use_flash_attn",
+            "use_reentrant_checkpointing",
+        ),
+        _TRAINING,
+    ),
+    "activation": "transformers reads hidden_act",
+    "boi_token_index": "it marks images, and this is text",
+    "eoi_token_index": "it marks images, and this is text",
+    "image_token_index": "it marks images, and this is text",
+    "custom_pipelines": "it names programs, and none is run",
+    "mask_token_id": "the number of a special token",
+    "n_special": "it counts special tokens of the first GPT",
+    "num_labels": "of a classifier; this is a language model",
+    "sliding_window_size": "transformers reads sliding_window",
+}
+# At these values alone: why.
+_AT: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "_sliding_window_pattern": ((6,), "the family's own"),
+    "add_cross_attention": ((False,), "the model has no encoder"),
+    "attention_bias": ((False,), "no projection has a bias"),
+    "attention_probs_dropout_prob": ((0, 0.0), "nothing is dropped"),
+    "embd_pdrop": ((0, 0.0), "nothing is dropped"),
+    "full_attn_mod": ((1,), "every layer has full attention"),
+    "hidden_dropout": ((0, 0.0), "nothing is dropped"),
+    "hidden_dropout_prob": ((0, 0.0), "nothing is dropped"),
+    "is_encoder_decoder": ((False,), "the model has no encoder"),
+    "interpolate_factor": ((1,), "nothing is stretched"),
+    "lm_head_bias": ((False,), "the head has no bias"),
+    "mlp_bias": ((False,), "no projection has a bias"),
+    "multi_query": ((False,), "the family's own"),
+    "no_bias": ((True,), "no projection has a bias"),
+    "per_layer_config": (({}, []), "all layers are alike"),
+    "pruned_heads": (({}, []), "no head is pruned"),
+    "qk_layer_norms": ((False,), "queries and keys have no norm"),
+    "qkv_bias": ((False,), "no projection has a bias"),
+    "resid_pdrop": ((0, 0.0), "nothing is dropped"),
+    "rope_interleaved": ((False,), "the two halves of a head are turned, as everywhere here"),
+    "tie_encoder_decoder": ((False,), "the model has no encoder"),
+    "use_bidirectional_attention": ((False,), "a token sees the past alone"),
+    "use_mrope": ((False,), "positions have one dimension"),
+    "use_qk_norm": ((False,), "queries and keys have no norm"),
+    "use_sliding_window": ((False,), "every token sees the whole past"),
+}
+
+
+def why_ignored(key: str, value: Any) -> str | None:
+    """Why a key changes nothing at this value; None: it may change the model."""
+    if key in _ANYWHERE:
+        return _ANYWHERE[key]
+    values, why = _AT.get(key, ((), ""))
+    return why if any(type(value) is type(one) and value == one for one in values) else None
