@@ -140,7 +140,17 @@ def _shown(output: Path) -> Callable[[int, int], None]:
 
 
 def _proof(report: dict[str, Any]) -> str:
-    return (
-        f"proved: {report['compared']}, differ by {report['largest_difference']:.2g} at most "
+    """What was proved, by which program; without another program than ours nothing is."""
+    weights = (
+        f"{report['compared']}, differ by {report['largest_difference']:.2g} at most "
         f"({report['tolerance']:.2g} is allowed; the folder read by {report['reader_of_the_folder']})"
     )
+    config, notes = report["config"], [f"note: {note}" for note in report.get("notes", ())]
+    if not report["verified"]:
+        return "\n".join([*notes, f"not verified: {config['reason']}", f"compared: {weights}"])
+    read = (
+        f"config.json as {config['reader']} reads it: logits of {config['layers']} layers with its keys and positions "
+        f"to {config['last_position']:,} differ by {config['difference']:.2g} at most "
+        f"({config['tolerance']:.2g} is allowed)"
+    )
+    return "\n".join([*notes, f"proved: {read}", f"proved: {weights}"])

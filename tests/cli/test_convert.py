@@ -136,6 +136,40 @@ def test_a_wrong_carry_fails_the_proof(folder, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
+def test_a_misread_config_fails_the_proof(folder, tmp_path, monkeypatch):
+    """Both sides would be read alike by us: only transformers sees it."""
+    pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
+    from megalaunch.engine.families import qwen2
+
+    read = qwen2.read_rope
+    monkeypatch.setattr(qwen2, "read_rope", lambda file: {**read(file), "theta": 500.0})
+    result = convert("import", folder, "--output", tmp_path / "ckpt")
+    assert result.exit_code == 4
+    assert "reads this config.json otherwise" in result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_without_transformers_nothing_is_proved(folder, tmp_path, monkeypatch):
+    from megalaunch.engine.inference import twin
+
+    monkeypatch.setattr(twin, "find_spec", lambda name: None)
+    result = convert("import", folder, "--output", tmp_path / "ckpt")
+    assert result.exit_code == 0, result.output
+    assert "not verified: transformers is not installed" in result.output
+    assert "compared: logits of 2 x 24 random tokens" in result.output
+    assert "proved" not in result.output
+    assert json.loads((tmp_path / "ckpt" / "proof.json").read_text())["verified"] is False
+
+
+def test_ignored_keys_are_noted(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "use_mrope": False, "unsloth_fixed": True}))
+    result = convert("import", folder, "--output", tmp_path / "ckpt")
+    assert result.exit_code == 0, result.output
+    assert "note: config.json: use_mrope (False) is ignored: positions have one dimension" in result.output
+    assert "unsloth_fixed (True) is ignored" in result.output
+
+
 def test_words_are_checked(folder, tmp_path):
     assert convert("export", folder, "--output", tmp_path / "x", "--dtype", "int4").exit_code == 2
     assert convert("export", folder, "--output", tmp_path / "x", "--max-shard-size", "0GB").exit_code == 2

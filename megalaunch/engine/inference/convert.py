@@ -41,7 +41,7 @@ def import_huggingface(folder: Path, checkpoint: Path, wrote: Wrote = _untold) -
     reports: list[dict[str, Any]] = []
 
     def compare(weights: ForeignWeights, written: Path) -> dict[str, Any]:
-        reports.append(prove(weights.model, folder, weights.read, _reader(written)))
+        reports.append(prove(weights.model, folder, weights.read, _reader(written)) | {"notes": weights.notes})
         return reports[-1]
 
     import_folder(folder, checkpoint, compare, wrote)

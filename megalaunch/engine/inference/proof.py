@@ -1,9 +1,13 @@
-"""The proof of a conversion: both sides read the same probe, and their logits are compared."""
+"""The proof of a conversion: is config.json read as transformers reads it, and did every tensor arrive?
+
+The first is asked of a cut-down model with the same config.json (inference/twin.py), at every size; the second of the
+real weights on both sides, which read the same tokens.
+"""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,9 @@ from torch import Tensor
 
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.inference.streamed import Read, streamed_logits
+from megalaunch.engine.inference.twin import Verification, verify_config
 
 TOLERANCE = 1e-4  # of the largest logit; of 1 where that is smaller
 _ROWS, _LENGTH = 2, 24
@@ -25,15 +31,19 @@ def prove(
 ) -> dict[str, Any]:
     """The report; raises CheckpointError where logits differ by more than the tolerance.
 
-    `folder` is the Hugging Face side, if there is one: read by transformers where it is installed and the model is
-    small enough for it. `largest_fault` is what a coarser format of the output explains, as a part of the
-    largest logit.
+    `folder` is the Hugging Face side, if there is one. Its config.json is verified against transformers where that is
+    installed, and its weights are read by it where they are small enough. `largest_fault` is what a coarser format of
+    the output explains, as a part of the largest logit.
     """
+    verification = Verification(None, reason="there is no Hugging Face folder that transformers could read")
+    if folder is not None:
+        verification = verify_config(HuggingFaceFolder(folder).config)
+    require_agreement(verification, "nothing was written")
     generator = torch.Generator().manual_seed(20)
     length = min(_LENGTH, model.max_position_embeddings)
     probe = torch.randint(0, model.vocab_size or 1, (_ROWS, length), generator=generator)
     ours = streamed_logits(model, of_checkpoint, probe)
-    theirs, reader = _theirs(model, folder, of_folder, probe)
+    theirs, reader = _theirs(model, folder if verification.agrees else None, of_folder, probe)
     difference = (ours - theirs).abs().max().item()
     size = max(1.0, theirs.abs().max().item())
     allowed = max(TOLERANCE, largest_fault) * size
@@ -43,6 +53,8 @@ def prove(
         "largest_logit": theirs.abs().max().item(),
         "largest_difference": difference,
         "tolerance": allowed,
+        "verified": verification.agrees,
+        "config": asdict(verification),
     }
     if not difference <= allowed:  # also when it is no number
         raise CheckpointError(
@@ -52,8 +64,17 @@ def prove(
     return report
 
 
+def require_agreement(verification: Verification, so: str) -> None:
+    """Raises CheckpointError where transformers reads a config.json otherwise; `so` says what follows."""
+    if verification.reader is not None and not verification.agrees:
+        raise CheckpointError(
+            f"{verification.reader} reads this config.json otherwise: logits of a small model with its keys differ "
+            f"by {verification.difference:.3g}, {verification.tolerance:.3g} is allowed; {so}. Please report the file"
+        )
+
+
 def _theirs(model: ModelSpec, folder: Path | None, read: Read, probe: Tensor) -> tuple[Tensor, str]:
-    if folder is None or find_spec("transformers") is None or _bytes(model) > _TRANSFORMERS_BYTES:
+    if folder is None or _bytes(model) > _TRANSFORMERS_BYTES:
         return streamed_logits(model, read, probe), "megalaunch"
     transformers: Any = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
