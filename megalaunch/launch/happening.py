@@ -25,6 +25,10 @@ def sentence(event: Record) -> str | None:
             return f"checkpoint of step {event.get('step')} saved{_took(event)}"
         case "checkpoint_refused":
             return f"checkpoint {event.get('path')} refused: {event.get('reason')}"
+        case "zero_gradient":
+            limit = event.get("limit")
+            after = f"; {limit} such steps in a row end the run" if limit else ""
+            return f"warning: the gradient norm of step {event.get('step')} is exactly 0: nothing is learned{after}"
         case "stop_requested":
             return f"{event.get('signal')} received: saving a checkpoint, then ending"
         case "worker_failed":

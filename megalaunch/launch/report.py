@@ -56,12 +56,14 @@ def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchEnd, advic
     if code not in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
         lines += _field("log", str(_log_of(directory, outcome.details.get("rank"))), 1)
     lines += _field("run", f"{directory.root}, at step {outcome.step}", 1)
-    lines += _field("next", advice or _next_step(code, failure), 2)
+    lines += _field("next", advice or _next_step(code, end), 2)
     return lines[: MAX_LINES - 1] + lines[-1:] if len(lines) > MAX_LINES else lines
 
 
 def _title(code: ExitCode, spec: RunSpec, end: LaunchEnd) -> str:
     title = _TITLES.get(code, "the run failed")
+    if _has_zero_gradients(end):
+        return "the gradient is zero: the model no longer learns"
     if code != ExitCode.CRASH or end.failure is None:
         return title
     allowed, used = spec.launcher.max_restarts, int(end.outcome.details.get("restarts_in_a_row", 0))
@@ -69,8 +71,17 @@ def _title(code: ExitCode, spec: RunSpec, end: LaunchEnd) -> str:
     return f"{title}, more often than launcher.max_restarts allows" if allowed and used >= allowed else title
 
 
-def _next_step(code: ExitCode, failure: Failure | None) -> str:
-    step = _NEXT.get(code, "read the log")
+def _has_zero_gradients(end: LaunchEnd) -> bool:
+    return end.outcome.exit_code == ExitCode.NON_FINITE and "zero_gradient_steps" in end.outcome.details
+
+
+def _next_step(code: ExitCode, end: LaunchEnd) -> str:
+    step, failure = _NEXT.get(code, "read the log"), end.failure
+    if _has_zero_gradients(end):
+        return (
+            "begin a new run with a lower optimizer.lr or a higher schedule.warmup_steps; train.max_zero_grad_steps=0 "
+            "only warns"
+        )
     if code != ExitCode.HANG or failure is None:
         return step
     if failure.phase in STARTING:

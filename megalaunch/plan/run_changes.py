@@ -30,6 +30,7 @@ CHANGEABLE = (
     "train.loss_chunks",
     "train.stop_at",
     "train.validation_interval",
+    "train.max_zero_grad_steps",
     "train.sample_prompt",
     "train.sample_tokens",
 )

@@ -17,6 +17,7 @@ EventName = Literal[
     "checkpoint",  # worker rank 0: step, path, seconds, waited_seconds (that training stood still for it)
     "progress",  # worker rank 0, during long work on files: phase, step, done, total (in bytes, its own part)
     "checkpoint_refused",  # worker rank 0: path, reason
+    "zero_gradient",  # worker rank 0, at the first step of a row: step, limit (such steps that end the run; 0: none)
     "stop_requested",  # launcher or worker: signal
     "worker_failed",  # a worker: rank, coordinates, phase, step, exception, message, attempt
     "restart",  # launcher: attempt, reason, pause_seconds (before it starts)

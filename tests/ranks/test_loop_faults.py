@@ -175,3 +175,22 @@ def test_a_validation_cut_short_leaves_the_weights_as_they_are_saved(spec, tmp_p
     assert (int(ending.exit_code), ending.step) == (75, 3)
     run_loop(small, tmp_path / "parts")
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("limit", "code", "step"), [(3, 7, 4), (0, 0, 10)])
+def test_gradients_of_exactly_0_are_warned_of_and_end_the_run(spec, tmp_path, limit, code, step):
+    """A learning rate far too high: from step 2 on nothing is learned, and no number says so."""
+    values = {"optimizer.lr": 1e4, "optimizer.weight_decay": 0.0, "schedule.warmup_steps": 0}
+    saving = {"checkpoint.interval": 1, "checkpoint.keep_last": 2}
+    dead = with_values(spec, values | saving | {"train.max_zero_grad_steps": limit})
+    ending = run_loop(dead, tmp_path)
+    assert (int(ending.exit_code), ending.step) == (code, step)
+    assert [line["grad_norm"] for line in metrics(tmp_path) if "loss" in line][1:] == [0.0] * (step - 1)
+    (warning,) = events(tmp_path, "zero_gradient")
+    assert (warning["step"], warning["limit"]) == (2, limit)
+    saved = [event["step"] for event in events(tmp_path, "checkpoint")]
+    if limit:
+        assert "is exactly 0 since step 2, for 3 steps in a row" in ending.reason
+        assert saved == [1]
+    else:
+        assert saved == list(range(1, 11))

@@ -7,6 +7,7 @@ from launching import tiny_spec
 
 from megalaunch.launch.agent_log import exit_codes
 from megalaunch.launch.failure import Failure, explain_end, first_failure
+from megalaunch.launch.happening import sentence
 from megalaunch.launch.ranks import Rank
 from megalaunch.launch.report import failure_report
 from megalaunch.launch.supervise import LaunchEnd
@@ -148,3 +149,20 @@ def test_a_report_of_an_end_on_purpose(tmp_path, code):
 
 def test_a_finished_run_has_no_report(tmp_path):
     assert failure_report(tiny_spec(), RunDirectory(tmp_path), LaunchEnd(Outcome(ExitCode.DONE, "", 7))) == []
+
+
+def test_a_report_of_zero_gradients_does_not_speak_of_numbers_that_are_not_finite(tmp_path):
+    details = {"loss": 11.5, "grad_norm": 0.0, "zero_gradient_steps": 10}
+    end = LaunchEnd(Outcome(7, "the gradient norm is exactly 0 since step 2", 11, details))
+    lines = failure_report(tiny_spec(), RunDirectory(tmp_path), end)
+    assert lines[0] == "megalaunch: the gradient is zero: the model no longer learns (exit code 7)"
+    text = " ".join(" ".join(lines).split())
+    assert "finite" not in text
+    assert "train.max_zero_grad_steps=0 only warns" in text
+
+
+def test_zero_gradients_show_in_the_display():
+    event = {"event": "zero_gradient", "step": 2, "limit": 10}
+    said = "warning: the gradient norm of step 2 is exactly 0: nothing is learned"
+    assert sentence(event) == f"{said}; 10 such steps in a row end the run"
+    assert sentence({**event, "limit": 0}) == said

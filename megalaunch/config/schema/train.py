@@ -15,6 +15,12 @@ class TrainSpec:
     stop_at: int | None = setting(None, "Stop resumably after this step; null: at the end.", "steps", minimum=1)
     seed: int = setting(1234, "Seed of weights and data order.", minimum=0)
     validation_interval: int = setting(100, "Steps between validations, 0: only at the end.", "steps", minimum=0)
+    max_zero_grad_steps: int = setting(
+        10,
+        "Steps in a row with a gradient norm of exactly 0 after which the run ends (exit code 7); 0: it only warns.",
+        "steps",
+        minimum=0,
+    )
     loss_chunks: int = setting(
         1, "Pieces of a microbatch's tokens; head and loss take one after the other. 1: all at once.", minimum=1
     )

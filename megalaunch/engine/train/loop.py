@@ -31,6 +31,7 @@ from megalaunch.engine.train.record import Record
 from megalaunch.engine.train.saver import Saver
 from megalaunch.engine.train.saving import Position, keep_tokenizer, restore_run
 from megalaunch.engine.train.step import Step
+from megalaunch.engine.train.zero_gradient import ZeroGradients
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 
@@ -58,6 +59,7 @@ class Loop:
         self._position = Position(step=0, tokens=0)
         self._saver = Saver(trainee.spec, directory, trainee.model, trainee.optimizer, record)
         self._passed_over: list[str] = []  # checkpoints, each with what is wrong with it; known to rank 0
+        self._zero_gradients = ZeroGradients(trainee.spec.train.max_zero_grad_steps)
         self._asked_to_stop: signal.Signals | None = None  # agreed upon by all ranks
         self._validated_step = 0
         self._validation: float | None = None
@@ -165,6 +167,7 @@ class Loop:
         self._loss, self._asked_to_stop = result.loss, result.stop
         seconds = time.perf_counter() - started
         self._record.step(number, result, self._position.tokens, seconds, peak_bytes(self._mesh.device), batch.waited)
+        self._zero_gradients.see(number, result, self._record)
 
     def _validate_if_due(self) -> None:
         """Validate after the current step if that is due and not on record: a resume makes up what a stop cut short."""
@@ -188,6 +191,8 @@ class Loop:
     def _save_if_due(self) -> None:
         interval = self._spec.checkpoint.interval
         due = interval > 0 and self.step % interval == 0 and self.step < self._last_step
+        if self._zero_gradients.are_suspected:
+            return
         if due and self._asked_to_stop is None:  # a run that stops saves at its end
             self._saver.save_beside(self._position)
             self._hear_signals()
