@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megalaunch.data.chat_text import Message, conversation
+from megalaunch.data.chat_text import Message, conversation_of_line
 from megalaunch.data.errors import DataError
 
 Prompt = str | list[dict[str, str]]
@@ -63,7 +63,7 @@ def _of_json(path: Path, number: int, line: str, chat: bool) -> Prompt:
         more = "; conversations need --chat" if isinstance(record, dict) and "messages" in record else ""
         raise PromptError(f'{path}, line {number} has no text under "prompt"{more}')
     try:
-        return [_message(message) for message in conversation(line.encode(), path, number)]
+        return [_message(message) for message in conversation_of_line(line.encode(), path, number).messages]
     except DataError as error:
         raise PromptError(str(error)) from error
 

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megalaunch.config.schema.data import DataSpec
-from megalaunch.data.chat_text import TEMPLATES, Piece, conversation, pieces_of
+from megalaunch.config.schema.data import OWN_TEMPLATE, DataSpec
+from megalaunch.data.chat_jinja import Rendering, TemplateProcess
+from megalaunch.data.chat_template import TEMPLATES, rendered_by, rendered_by_program
+from megalaunch.data.chat_text import KEYS, Conversation, conversation, conversation_of_line, without_nulls
+from megalaunch.data.chat_tokens import is_within, with_marks
 from megalaunch.data.corpus import Corpus
 from megalaunch.data.corpus_build import TOKENIZER, TRAIN, VALIDATION, is_validation, on_bad, tell_of
 from megalaunch.data.errors import DataError
-from megalaunch.data.inputs import lines
+from megalaunch.data.inputs import TABLES, describe, lines
+from megalaunch.data.preprocess_settings import Format
+from megalaunch.data.source_files import CorpusFile
+from megalaunch.data.tables import table_columns, table_rows
 from megalaunch.data.token_writer import TokenWriter, token_type
 from megalaunch.data.tokenizer import Tokenizer, load_tokenizer
+from megalaunch.data.tokenizer_folder import chat_template, files_beside, named_tokens, read_json
 
 _ANSWERS = "_answers"
 _CONVERSATIONS_AT_ONCE = 512
+_ROWS_BYTES = 1 << 22
 
 
 def answers_prefix(prefix: Path) -> Path:
@@ -28,13 +39,22 @@ def answers_prefix(prefix: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class _Turns:
-    """One conversation: where it stands, and its pieces."""
+class _Talk:
+    """One conversation, and where it stands."""
 
     path: Path
     number: int
     name: str
-    pieces: list[Piece]
+    conversation: Conversation
+
+
+@dataclass(frozen=True)
+class _Scribe:
+    """Writes conversations down: `tokenizer` finds the `marks` (with what each is) in the text of `write`."""
+
+    tokenizer: Tokenizer
+    marks: Mapping[str, str]
+    write: Callable[[Conversation], Rendering]
 
 
 def build_chat(
@@ -45,24 +65,23 @@ def build_chat(
     """
     tokenizer = load_tokenizer(tokenizer_path)
     (directory / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
-    marks, stop = _marks(tokenizer, data.chat_template, tokenizer_path)
-    report("encoding the conversations")
     bad: list[DataError] = []
     left_out = on_bad(data, bad)
+
+    def refuse(error: DataError) -> None:
+        if left_out is None:
+            raise error
+        left_out(error)
+
     with ExitStack() as stack:
+        scribe = _scribe(tokenizer, data.chat_template, tokenizer_path, stack)
+        report("encoding the conversations")
         writers = {side: stack.enter_context(_ChatWriter(directory / side, tokenizer)) for side in (TRAIN, VALIDATION)}
-        for batch in _batches(_conversations(corpus, data.chat_template, left_out)):
-            texts = [piece.text for turns in batch for piece in turns.pieces if piece.text is not None]
-            encoded = iter(tokenizer.encode_batch(texts))
-            for turns in batch:
-                parts = [[stop] if piece.text is None else next(encoded) for piece in turns.pieces]
-                if (forged := _forged(turns, parts, marks)) is not None:
-                    if left_out is None:
-                        raise forged
-                    left_out(forged)
-                    continue
-                side = VALIDATION if is_validation(turns.name, data.validation_every) else TRAIN
-                writers[side].add(turns.pieces, parts)
+        for batch in _batches(_written(_conversations(corpus, refuse), scribe, refuse)):
+            encoded = scribe.tokenizer.encode_spans([rendering.text for _, rendering in batch])
+            for (talk, rendering), (ids, offsets) in zip(batch, encoded, strict=True):
+                side = VALIDATION if is_validation(talk.name, data.validation_every) else TRAIN
+                writers[side].add(ids, is_within(offsets, rendering.spans))
         if writers[TRAIN].conversations == 0:
             raise DataError("it holds no conversation to train on", file=data.chat, fix="Correct data.chat.")
     tell_of(bad, report)
@@ -87,62 +106,117 @@ class _ChatWriter:
     def __exit__(self, *raised: object) -> bool | None:
         return self._stack.__exit__(*raised)  # type: ignore[arg-type]  # the three values of a `with`
 
-    def add(self, pieces: list[Piece], parts: list[list[int]]) -> None:
-        """One conversation, piece by piece."""
-        self._tokens.add_sequence([token for part in parts for token in part])
-        flags = [piece.answer for piece, part in zip(pieces, parts, strict=True) for _ in part]
-        self._answers.add_sequence(np.array(flags, np.int64))
+    def add(self, ids: Sequence[int], answers: NDArray[np.bool_]) -> None:
+        """One conversation."""
+        self._tokens.add_sequence(ids)
+        self._answers.add_sequence(answers.astype(np.int64))
         self._tokens.end_document()
         self._answers.end_document()
         self.conversations += 1
 
 
-def _marks(tokenizer: Tokenizer, name: str, path: Path) -> tuple[Mapping[int, str], int]:
-    """The template's marks by id, and the id that ends a turn; DataError when the tokenizer lacks one."""
-    template, ids = TEMPLATES[name], {}
-    for mark in template.marks:
-        tokens = tokenizer.encode(mark)
-        if len(tokens) != 1:
+def _scribe(tokenizer: Tokenizer, name: str, path: Path, stack: ExitStack) -> _Scribe:
+    """How conversations are written; DataError when the tokenizer lacks a mark, or has no template."""
+    if name == OWN_TEMPLATE:
+        return _own_scribe(tokenizer, path, stack)
+    template = TEMPLATES[name]
+    marks = {mark: mark for mark in template.marks}
+    stop = template.stop
+    if stop is None:
+        stop = tokenizer.token(tokenizer.require_eod(path, "Choose another data.chat_template.")) or ""
+        stop = stop.removeprefix(" ")  # by which a unigram model's is hidden
+        marks[stop] = "the end-of-document token"
+    marked = with_marks(tokenizer, marks)
+    for mark in marks:
+        if len(marked.encode(mark)) != 1:
             raise DataError(
                 f"{mark} is no token of it, and data.chat_template={name} needs it",
                 file=path,
                 fix="Choose another data.chat_template; `plain` needs no token but the end of a document.",
             )
-        ids[tokens[0]] = mark
-    if template.stop is not None:
-        return ids, tokenizer.encode(template.stop)[0]
-    stop = tokenizer.require_eod(path, "Choose another data.chat_template.")
-    return {**ids, stop: "the end-of-document token"}, stop
+    end = stop
+    return _Scribe(marked, marks, lambda talk: rendered_by(template, talk, end))
 
 
-def _conversations(corpus: Corpus, template: str, left_out: Callable[[DataError], None] | None) -> Iterator[_Turns]:
-    """Every conversation in order; empty lines are passed over, bad ones given to `left_out` if there is one."""
+def _own_scribe(tokenizer: Tokenizer, path: Path, stack: ExitStack) -> _Scribe:
+    files = files_beside(path)
+    program, names = chat_template(files), named_tokens(files)
+    if program is None:
+        raise DataError(
+            "no chat template stands beside it (chat_template.jinja, or chat_template in tokenizer_config.json)",
+            file=path,
+            fix="Choose another data.chat_template.",
+        )
+    declared = read_json(files, "tokenizer_config.json").get("added_tokens_decoder")
+    tokens = [str(one.get("content")) for one in declared.values()] if isinstance(declared, dict) else []
+    marked = with_marks(tokenizer, [*names.values(), *tokens])
+    special = {name: name for number in sorted(marked.textless_ids) if (name := marked.token(number))}
+    process = stack.enter_context(TemplateProcess(program))
+    return _Scribe(marked, special, lambda talk: rendered_by_program(process, talk, names, special))
+
+
+def _written(
+    talks: Iterator[_Talk], scribe: _Scribe, refuse: Callable[[DataError], None]
+) -> Iterator[tuple[_Talk, Rendering]]:
+    """Every conversation with its text; those that cannot be written are refused."""
+    for talk in talks:
+        forged = _forged(talk.conversation, scribe.marks)
+        rendering = Rendering(error=forged) if forged else scribe.write(talk.conversation)
+        if rendering.error is None:
+            yield talk, rendering
+            continue
+        cause, fix = (forged, "Take it out of the text.") if forged else (rendering.error, "")
+        cause = cause if forged else f"the tokenizer's chat template cannot be applied: {cause}"
+        refuse(DataError(cause, file=talk.path, record=talk.number, fix=fix))
+
+
+def _conversations(corpus: Corpus, refuse: Callable[[DataError], None]) -> Iterator[_Talk]:
+    """Every conversation in order; empty lines are passed over, bad ones refused."""
     for file in corpus.files:
-        for number, line in enumerate(lines(file.path), start=1):
-            if not line.strip():
-                continue
+        table = describe(file.path, Format.AUTO).format in TABLES
+        for number, read in _rows(file) if table else _lines(file):
             try:
-                messages = conversation(line, file.path, number)
+                found = read()
             except DataError as error:
-                if left_out is None:
-                    raise
-                left_out(error)
+                refuse(error)
                 continue
-            yield _Turns(file.path, number, f"{file.name}:{number}", pieces_of(messages, TEMPLATES[template]))
+            yield _Talk(file.path, number, f"{file.name}:{number}", found)
 
 
-def _forged(turns: _Turns, parts: list[list[int]], marks: Mapping[int, str]) -> DataError | None:
+def _lines(file: CorpusFile) -> Iterator[tuple[int, Callable[[], Conversation]]]:
+    for number, line in enumerate(lines(file.path), start=1):
+        if line.strip():
+            yield number, partial(conversation_of_line, line, file.path, number)
+
+
+def _rows(file: CorpusFile) -> Iterator[tuple[int, Callable[[], Conversation]]]:
+    entry = describe(file.path, Format.AUTO)
+    keys = [key for key in table_columns(entry) if key in KEYS]
+    number = 0
+    for part in table_rows(entry, keys, _ROWS_BYTES) if keys else ():
+        for values in part.values:
+            number += 1
+            record = without_nulls(dict(zip(keys, values, strict=True)))
+            yield number, partial(conversation, record, file.path, number)
+
+
+def _forged(talk: Conversation, marks: Mapping[str, str]) -> str | None:
     """What is wrong with a conversation of which a message holds a mark of the template."""
-    for piece, part in zip(turns.pieces, parts, strict=True):
-        forged = next((token for token in part if token in marks), None) if piece.quoted else None
-        if forged is not None:
-            cause = f"a message holds {marks[forged]}, which would begin or end a turn"
-            return DataError(cause, file=turns.path, record=turns.number, fix="Take it out of the text.")
-    return None
+    texts = [*_texts([message.given for message in talk.messages]), *_texts(talk.tools)]
+    forged = next((mark for mark in marks for text in texts if mark in text), None)
+    return None if forged is None else f"a message holds {marks[forged]}, which would begin or end a turn"
 
 
-def _batches(items: Iterator[_Turns]) -> Iterator[list[_Turns]]:
-    batch: list[_Turns] = []
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)
+
+
+def _batches(items: Iterator[tuple[_Talk, Rendering]]) -> Iterator[list[tuple[_Talk, Rendering]]]:
+    batch: list[tuple[_Talk, Rendering]] = []
     for item in items:
         batch.append(item)
         if len(batch) == _CONVERSATIONS_AT_ONCE:

@@ -1,12 +1,10 @@
-"""Conversations to text: what a line of chat jsonl holds, and the templates that write it down.
-
-Templates are data. Those that come with tokenizers are programs (Jinja), and no program is run from a file here.
-"""
+"""Conversations: what a record of them holds."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,96 +20,127 @@ _ROLES = {
     "gpt": "assistant",
     "model": "assistant",
     "tool": "tool",
+    "function": "tool",
 }
+KEYS = ("messages", "conversations", "prompt", "completion", "tools")  # of a record
 _SHAPES = (
     '{"messages": [{"role": ..., "content": ...}]}, {"conversations": [{"from": ..., "value": ...}]} '
     'or {"prompt": ..., "completion": ...}'
 )
+_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn: `role` is system, user, assistant or tool."""
+    """One turn: `role` is system, user, assistant or tool, `text` what is said, `counted` whether it has a loss.
+
+    `given` is what a tokenizer's own template sees of it.
+    """
 
     role: str
     text: str
+    counted: bool
+    given: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class ChatTemplate:
-    """A conversation is `begin`, then for each message `header`, its text, `stop` and `after`.
+class Conversation:
+    """Its messages, and the tools that the model is offered."""
 
-    `{role}` in the header is the role. `stop` None stands for the tokenizer's end-of-document token. A model is
-    trained on the text and the `stop` of an answer. `marks` must be single tokens.
-    """
-
-    begin: str
-    header: str
-    stop: str | None
-    after: str
-    marks: tuple[str, ...]
+    messages: tuple[Message, ...]
+    tools: Any = None
 
 
-TEMPLATES: Mapping[str, ChatTemplate] = {
-    "chatml": ChatTemplate("", "<|im_start|>{role}\n", "<|im_end|>", "\n", ("<|im_start|>", "<|im_end|>")),
-    "llama3": ChatTemplate(
-        "<|begin_of_text|>",
-        "<|start_header_id|>{role}<|end_header_id|>\n\n",
-        "<|eot_id|>",
-        "",
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    ),
-    "zephyr": ChatTemplate("", "<|{role}|>\n", None, "\n", ()),
-    "plain": ChatTemplate("", "{role}: ", None, "\n", ()),
-}
-
-
-def conversation(line: bytes, path: Path, number: int) -> list[Message]:
-    """The messages of one line; DataError naming file, line and what is wrong with it."""
+def conversation_of_line(line: bytes, path: Path, number: int) -> Conversation:
+    """The conversation of one line; DataError naming file, line and what is wrong with it."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"no JSON: {error}", file=path, record=number) from None
     if not isinstance(record, dict):
         raise DataError(f"no object, but {type(record).__name__}", file=path, record=number)
-    if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
-        return [Message("user", record["prompt"]), Message("assistant", record["completion"])]
+    return conversation(record, path, number)
+
+
+def conversation(record: Mapping[str, Any], path: Path, number: int) -> Conversation:
+    """The conversation of a record; DataError naming file, record and what is wrong with it."""
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        turns: Sequence[Any] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        return _conversation(turns, "role", "content", record, path, number)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _conversation([*prompt, *completion], "role", "content", record, path, number)
     for key, role_key, text_key in (("messages", "role", "content"), ("conversations", "from", "value")):
-        turns = record.get(key)
+        turns = record.get(key) or ()
         if isinstance(turns, list) and turns:
-            return [_message(turn, role_key, text_key, path, number) for turn in turns]
+            keys = (role_key, text_key)
+            if key == "conversations" and isinstance(turns[0], dict) and "role" in turns[0]:
+                keys = ("role", "content")
+            return _conversation(turns, *keys, record, path, number)
     raise DataError(f"no conversation: a line is {_SHAPES}", file=path, record=number)
 
 
+def without_nulls(value: Any) -> Any:
+    """A value of a table, in which every struct has every key: those that are null are left out, but for `content`."""
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None or key == "content"}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _conversation(
+    turns: Sequence[Any], role_key: str, text_key: str, record: Mapping[str, Any], path: Path, number: int
+) -> Conversation:
+    messages = tuple(_message(turn, role_key, text_key, path, number) for turn in turns)
+    tools = record.get("tools")
+    if isinstance(tools, str):  # as some data sets write them
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise DataError('"tools" holds no JSON', file=path, record=number) from None
+    return Conversation(messages, tools or None)
+
+
 def _message(turn: Any, role_key: str, text_key: str, path: Path, number: int) -> Message:
-    role, text = (turn.get(role_key), turn.get(text_key)) if isinstance(turn, dict) else (None, None)
-    if not isinstance(role, str) or not isinstance(text, str):
-        raise DataError(f'a turn without text under "{role_key}" and "{text_key}"', file=path, record=number)
+    def wrong(cause: str, fix: str = "") -> DataError:
+        return DataError(cause, file=path, record=number, fix=fix)
+
+    missing = f'a turn without text under "{role_key}" and "{text_key}"'
+    if not isinstance(turn, dict) or not isinstance(turn.get(role_key), str):
+        raise wrong(missing)
+    role, content, calls = turn[role_key], turn.get(text_key), turn.get("tool_calls")
     if role not in _ROLES:
-        raise DataError(f"unknown role {role!r} (known: {', '.join(_ROLES)})", file=path, record=number)
-    return Message(_ROLES[role], text)
+        raise wrong(f"unknown role {role!r} (known: {', '.join(_ROLES)})")
+    if isinstance(content, list):
+        content = "".join(_part(part, wrong) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise wrong(missing)
+    if content is None and not calls:
+        raise wrong(missing)
+    weight = turn.get("weight", 1)
+    if weight not in (0, 1):
+        fix = "A message is trained on (1) or not (0), as in OpenAI's fine-tuning files."
+        raise wrong(f"the weight {weight!r} of a message is neither 0 nor 1", fix)
+    text = "\n".join([*([content] if content else []), *map(_tool_call, calls or ())])
+    left_out = {role_key, text_key, "weight"}
+    others = {key: value for key, value in turn.items() if key not in left_out}
+    given = {"role": _ROLES[role], "content": content, **others}
+    return Message(_ROLES[role], text, _ROLES[role] == "assistant" and bool(weight), given)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Text that is encoded on its own; None stands for the token that ends a turn.
-
-    `answer`: a model learns to write it. `quoted`: it comes from a message, and must hold no mark of the template,
-    which would pass for another turn.
-    """
-
-    text: str | None
-    answer: bool = False
-    quoted: bool = False
+def _part(part: Any, wrong: Any) -> str:
+    if isinstance(part, dict) and part.get("type", "text") in _TEXT_PARTS and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise wrong(f"a part of the kind {kind!r} in a message: only text is trained on", "Leave such messages out.")
 
 
-def pieces_of(messages: list[Message], template: ChatTemplate) -> list[Piece]:
-    """A conversation under a template."""
-    pieces = [Piece(template.begin)]
-    for message in messages:
-        answer = message.role == "assistant"
-        pieces.append(Piece(template.header.replace("{role}", message.role)))
-        pieces.append(Piece(message.text, answer, quoted=True))
-        pieces.append(Piece(None, answer))
-        pieces.append(Piece(template.after))
-    return [piece for piece in pieces if piece.text != ""]
+def _tool_call(call: Any) -> str:
+    """As Hermes and Qwen write one; templates that came with a tokenizer write their own."""
+    function = call.get("function", call) if isinstance(call, dict) else call
+    if isinstance(function, dict):
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):  # as OpenAI writes them
+            with suppress(ValueError):
+                arguments = json.loads(arguments)
+        function = {"name": function.get("name"), "arguments": arguments}
+    return f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megalaunch.config.schema.data import DataSpec
+from megalaunch.config.schema.data import OWN_TEMPLATE, DataSpec
 from megalaunch.config.schema.tokenizer import TokenizerSpec
 from megalaunch.data.blend import blend_entries, parse_blend
 from megalaunch.data.cache import cached_directory
@@ -23,9 +23,10 @@ from megalaunch.data.preprocess_report import check_report
 from megalaunch.data.source import Part, tokens_of, training_parts, validation_parts
 from megalaunch.data.split import DEFAULT_SPLIT
 from megalaunch.data.tokenizer import load_tokenizer, tokenizer_file
+from megalaunch.data.tokenizer_folder import files_beside
 
 # Raise it when the same corpus and settings would give other files than before.
-_RECIPE_VERSION = 3
+_RECIPE_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,9 @@ def _content_key(corpus: Corpus, hashes: Sequence[str], data: DataSpec, tokenize
     }
     if data.corpus is None:
         settings["chat_template"] = data.chat_template
+        if data.chat_template == OWN_TEMPLATE and tokenizer.path is not None:
+            beside = files_beside(tokenizer_file(tokenizer.path))
+            settings["chat_files"] = {name: _hash_of(path) for name, path in beside.items()}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:24]
 
 

@@ -66,6 +66,22 @@ def table_rows(entry: Input, keys: Sequence[str], part_bytes: int, start: int = 
         yield TablePart(held, row, entry.size - told, is_last=True)
 
 
+def table_columns(entry: Input) -> list[str]:
+    """The names of its columns. Raises DataError."""
+    arrow = require("pyarrow", entry.path)
+    try:
+        if entry.format is Format.PARQUET:
+            return list(require("pyarrow.parquet", entry.path).ParquetFile(entry.path).schema_arrow.names)
+        ipc = require("pyarrow.ipc", entry.path)
+        with entry.path.open("rb") as file:
+            opened = ipc.open_file if file.read(len(_FILE_MAGIC)) == _FILE_MAGIC else ipc.open_stream
+        with arrow.memory_map(str(entry.path)) as source:
+            return list(opened(source).schema.names)
+    except (arrow.ArrowException, OSError) as error:
+        cause = f"it cannot be read as {entry.format} ({error})"
+        raise DataError(cause, file=entry.path, fix="Copy the file again, or make it anew.") from error
+
+
 def _parquet(path: Path, keys: Sequence[str], start: int) -> Iterator[_Batch]:
     table = require("pyarrow.parquet", path).ParquetFile(path)
     _check_columns(path, table.schema_arrow.names, keys)

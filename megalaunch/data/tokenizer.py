@@ -97,6 +97,10 @@ class Tokenizer:
         """The ids of each text, computed on all cores."""
         return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """The ids of each text, and the characters that each stands for, computed on all cores."""
+        return [(one.ids, one.offsets) for one in self._inner.encode_batch(texts, add_special_tokens=False)]
+
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of ids, special tokens left out unless `special`."""
         return self._inner.decode(ids, skip_special_tokens=not special)

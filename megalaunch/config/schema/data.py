@@ -8,6 +8,7 @@ from typing import Literal
 from megalaunch.config.schema.setting import setting
 
 STANDARD_LIBRARY = "python-stdlib"
+OWN_TEMPLATE = "tokenizer"  # of data.chat_template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +21,8 @@ class DataSpec:
     chat: str | None = setting(
         None, "File, folder or glob of jsonl conversations to tune on, one a line; only answers have a loss."
     )
-    chat_template: Literal["chatml", "llama3", "zephyr", "plain"] = setting(
-        "chatml", "How a conversation is written as text."
+    chat_template: Literal["chatml", "llama3", "zephyr", "plain", "tokenizer"] = setting(
+        "chatml", "How a conversation is written as text; `tokenizer`: by the template that came with the tokenizer."
     )
     json_key: str = setting("text", "Key of the text in a jsonl record.")
     validation_every: int = setting(
