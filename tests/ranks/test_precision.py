@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,3 +73,48 @@ def test_formats(compute, reduce):
         "reduce": {names[reduce]},
         **{part: {"torch.float32"} for part in ("loss", "weights", "gradients", "moments")},
     }
+
+
+# Two ranks' shares and their sum are rounded to 8 bits; four shares and their sum where there are replicas.
+ROUNDED_ONCE = 3e-3
+SUMMED_ONCE = {  # microbatches are added up on the rank, and ranks exchange what came of it
+    "one process": {},
+    "zero0": {"parallel__dp": 2, "parallel__data_sharding": "no_shard"},
+    "zero1": {"parallel__dp": 2},
+    "zero1, reduced afterwards": {"parallel__dp": 2, "parallel__overlap_grad_reduce": False},
+    "zero2 with replicas": {"parallel__dp": 4, "parallel__replicas": 2, "parallel__data_sharding": "optim_grads"},
+    "pp3": {"parallel__pp": 3, "parallel__schedule": "1f1b"},
+    "pp3 zero1": {"parallel__pp": 3, "parallel__dp": 2, "parallel__schedule": "gpipe"},
+}
+
+
+def _gradients(spec: RunSpec) -> dict[str, torch.Tensor]:
+    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    model = sharded_model(spec, mesh)
+    size = spec.batch.global_batch_size
+    batches = TrainBatches(RandomSamples(), batch_shape(size, mesh), mesh.device)
+    passes_of(spec, mesh, model).train(batches.of(1, last=1), size * SEQUENCE)
+    batches.close()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("layout", SUMMED_ONCE)
+def test_microbatches_are_added_up_in_fp32_whatever_ranks_exchange(layout):
+    """Exchanged in bf16 a gradient is rounded once on its way; added up in bf16 it would be after each of 16."""
+    values = {
+        "precision__compute": "bf16",
+        "batch__micro_batch_size": 1,
+        "batch__global_batch_size": 16 * SUMMED_ONCE[layout].get("parallel__dp", 1),
+        **SUMMED_ONCE[layout],
+    }
+    specs = [small_spec(precision__reduce=reduce, **values) for reduce in ("fp32", "bf16")]
+    ranks = specs[0].cluster.devices_per_node
+    exact, rounded = (_joined(run_ranks(ranks, _gradients, spec)) for spec in specs)
+    alone = specs[0].parallel.dp == 1
+    squares = [np.square(rounded[name] - gradient).sum() for name, gradient in exact.items()]
+    error = np.sqrt(sum(squares) / sum(np.square(gradient).sum() for gradient in exact.values()))
+    assert error == 0 if alone else 0 < error < ROUNDED_ONCE, f"{error:.2e}"
+
+
+def _joined(every: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {name: value for gradients in every for name, value in gradients.items()}

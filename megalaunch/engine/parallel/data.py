@@ -35,8 +35,12 @@ SWITCHES: dict[DataSharding, Switches] = {
 }
 
 
-def shard(model: Decoder, mesh: Mesh, parallel: ParallelSpec, precision: MixedPrecisionPolicy) -> None:
+def shard(
+    model: Decoder, mesh: Mesh, parallel: ParallelSpec, precision: MixedPrecisionPolicy, reduce: torch.dtype
+) -> None:
     """Shard every layer and the rest as one unit each, in place; also at dp=1, so that one code path serves all.
+
+    Microbatches are added up in the format of the policy, and ranks exchange the sums in `reduce`.
 
     There, where no copy in another format is needed either, a unit has no parameters to care for: torch would copy
     weights and gradients within the one rank, which took a tenth of a small step.
@@ -64,10 +68,30 @@ def shard(model: Decoder, mesh: Mesh, parallel: ParallelSpec, precision: MixedPr
         unit.set_force_sum_reduction_for_comms(True)
         if mesh.data_parallel.size() > 1:  # one rank's gradients would be copied to be divided by 1
             unit.set_gradient_divide_factor(1.0)
+            _exchange_in(unit, reduce)
         if mesh.device.type == "cpu":
             several = mesh.data_parallel.size() > 1
             unit.set_custom_reduce_scatter(ExchangeReduceScatter() if several else StayingGradients())
     _order_gathers(model, mesh, parallel.overlap_param_gather)
+
+
+def _exchange_in(unit: FSDPModule, reduce: torch.dtype) -> None:
+    """Let a unit's gradients cross in a format of their own.
+
+    FSDP2 has one `reduce_dtype` for the sum over microbatches and that over ranks; with the compute format, or a
+    narrower one, it would round after every microbatch. Its parameters keep the first, its group gets the second when
+    FSDP2 has found out its formats, in the first forward pass.
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is None:  # no parameters of its own
+        return
+    find_out = group._init_mp_dtypes
+
+    def found_out() -> None:
+        find_out()
+        group._reduce_dtype = reduce
+
+    group._init_mp_dtypes = found_out  # type: ignore[method-assign]
 
 
 def _order_gathers(model: Decoder, mesh: Mesh, overlap: bool) -> None:
@@ -107,13 +131,25 @@ def announce_microbatch(model: Decoder, parallel: ParallelSpec, last: bool) -> N
 def finish_microbatch(model: Decoder, parallel: ParallelSpec, last: bool) -> None:
     """After each backward pass: what `overlap_grad_reduce` did during it is done now when that is off."""
     every = SWITCHES[parallel.data_sharding].sync_every_microbatch
-    if parallel.overlap_grad_reduce or not (last or every):
-        return
-    assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
-    model.set_requires_gradient_sync(True)
-    model.set_requires_all_reduce(last)
-    # What FSDP2 runs at the end of a backward pass, for the units that were not reduced in it: now all of them.
-    model._get_fsdp_state()._root_post_backward_final_callback()
+    if (last or every) and not parallel.overlap_grad_reduce:
+        assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
+        model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(last)
+        # What FSDP2 runs at the end of a backward pass, for the units that were not reduced in it: now all of them.
+        model._get_fsdp_state()._root_post_backward_final_callback()
+    if parallel.replicas > 1 and not last:
+        _widen_partial_sums(model)
+
+
+def _widen_partial_sums(model: Decoder) -> None:
+    """What replicas of a sharded model have summed over shards waits for the last microbatch in the parameters' format.
+
+    FSDP2 adds it up in the format in which it was exchanged.
+    """
+    for unit in units(model):
+        group = unit._get_fsdp_state()._fsdp_param_group
+        if group is not None and group._partial_reduce_output is not None:
+            group._partial_reduce_output = group._partial_reduce_output.to(group._orig_dtype)
 
 
 def release(model: Decoder) -> None:

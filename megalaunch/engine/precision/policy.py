@@ -28,14 +28,20 @@ def narrow_format(precision: PrecisionSpec) -> torch.dtype | None:
     return None if stream_format(precision) == compute else compute
 
 
-def sharding_policy(precision: PrecisionSpec) -> MixedPrecisionPolicy:
-    """FSDP2's view: parameters are cast when gathered, gradients summed in `precision.reduce`.
+def reduce_format(precision: PrecisionSpec) -> torch.dtype:
+    """The format in which ranks exchange gradients."""
+    return _FORMATS[precision.reduce]
 
+
+def sharding_policy(precision: PrecisionSpec) -> MixedPrecisionPolicy:
+    """FSDP2's view: parameters are cast when gathered, gradients kept and added up in `precision.gradients`.
+
+    In which format ranks exchange them is said apart (`reduce_format`), for which FSDP2 has no word of its own.
     A layer's input is cast as well, unless it is a stream that is to stay wide.
     """
     compute = compute_format(precision)
     return MixedPrecisionPolicy(
         param_dtype=compute,
-        reduce_dtype=_FORMATS[precision.reduce],
+        reduce_dtype=_FORMATS[precision.gradients],
         cast_forward_inputs=narrow_format(precision) is None,
     )

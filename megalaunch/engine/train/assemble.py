@@ -26,7 +26,7 @@ from megalaunch.engine.parallel.pipeline import keep_stage
 from megalaunch.engine.parallel.recompute import recompute
 from megalaunch.engine.parallel.tensor import TensorParallel, divide
 from megalaunch.engine.parallel.tied import renew_tied_head
-from megalaunch.engine.precision.policy import narrow_format, sharding_policy
+from megalaunch.engine.precision.policy import narrow_format, reduce_format, sharding_policy
 from megalaunch.engine.train.agreement import end_together
 from megalaunch.engine.train.loop import Trainee
 from megalaunch.engine.train.optimizer import NamedAdamW
@@ -76,7 +76,7 @@ def _part(spec: RunSpec, mesh: Mesh, stage: Stage, boundary: Boundary, context: 
     offload(part, spec.recompute.offload_layers)
     if spec.train.compile:
         compile_layers(part)
-    shard(part, mesh, spec.parallel, sharding_policy(spec.precision))
+    shard(part, mesh, spec.parallel, sharding_policy(spec.precision), reduce_format(spec.precision))
     return part
 
 

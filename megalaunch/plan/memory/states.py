@@ -91,9 +91,11 @@ def _sharded(
     copy = format_bytes(spec.precision.compute)
     if spec.precision.compute == "fp8" and spec.precision.fp8.param_gather:
         copy = 1
-    reduced = min(_BYTES[spec.precision.reduce], _BYTES[spec.precision.gradients])
+    added = _BYTES[spec.precision.gradients]
     sharding, pipelined = spec.parallel.data_sharding, topology.pp > 1
     divides = shards == 1 and topology.dp * topology.cp > 1  # all ranks are replicas of one shard
+    exchanged = shards > 1 or divides
+    reduced = min(_BYTES[spec.precision.reduce], added) if exchanged else added
     apart = accounting.parts_apart and shards > 1
     copies = 2 if divides or apart else 1
     adds_up = pipelined or sharding in ("no_shard", "optim")  # whole gradients, until the last microbatch
@@ -102,25 +104,25 @@ def _sharded(
     master = summed = width * divided  # FSDP2 keeps sums in the format of what they change
     before = 0.0  # with all microbatches in flight none has left gradients yet
     if topology.microbatches > in_flight:
-        before = reduced * every if adds_up else summed
+        before = added * every if adds_up else summed
     gathered = loss_gathered = every
     if sharding == "optim_grads_params" and not pipelined:
         loss_gathered = held.root
         gathered = min(every, held.root + GATHERED_UNITS * held.layer)
-    between = Phase(master + copy * every, reduced * every, copy * held.root) if several and adds_up else None
+    between = Phase(master + copy * every, added * every, copy * held.root) if several and adds_up else None
     if pipelined:  # the ends are summed first, while all layers' gradients are still whole
-        summing = _moving(reduced, reduced, width, shards, copies, adds=False)
-        moving = held.root * max(reduced, summing + width / shards - reduced)
-        end = Phase(master + copy * (every - held.root), reduced * every, moving)
+        summing = _moving(added, reduced, width, shards, copies, adds=False)
+        moving = held.root * max(added, summing + width / shards - added)
+        end = Phase(master + copy * (every - held.root), added * every, moving)
     else:
-        source = reduced if several and adds_up else copy
+        source = added if several and adds_up else copy
         adds = several and not adds_up
         moving = held.root * _moving(source, reduced, width, shards, copies, adds=adds)
         replicated = topology.replicas > 1 or (sharding == "no_shard" and topology.dp * topology.cp > 1)
         if replicated and reduced != width:  # what replicas exchange is held until the end of the pass
             moving += reduced * divided
         end = Phase(master, summed, moving)
-    unit = reduced if not (adds_up and several) else copy + (0 if before else reduced)
+    unit = reduced if not (adds_up and several) else copy + (0 if before else added)
     return States(
         optimizer=moments * divided,
         loss=Phase(master + copy * loss_gathered, before),
