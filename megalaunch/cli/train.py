@@ -108,9 +108,12 @@ def _train(planned: PlannedRun, stop: StopSignals, starts: bool) -> ExitCode:
 def _freeze_only(planned: PlannedRun) -> ExitCode:
     from megalaunch.config.spec_file import write_spec
     from megalaunch.launch.directory import create_folders
+    from megalaunch.rundir.rendezvous import keep_credentials
 
     create_folders(planned.directory)
     write_spec(planned.spec, planned.directory.spec)
+    if planned.spec.cluster.nodes > 1:
+        keep_credentials(planned.directory.rendezvous)
     typer.echo(f"wrote {planned.directory.spec}")
     _print_commands(planned)
     return ExitCode.DONE

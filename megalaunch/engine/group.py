@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.ending import Problem
 from megalaunch.platform.facts import CHIPS
-from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
+from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE, ROUND_VARIABLE
 from megalaunch.rundir.outcome import ExitCode
 
 
@@ -77,11 +77,14 @@ def first_problem(store: Store, rank: int, world_size: int, mine: Problem | None
 
 
 def _store_prefix() -> str:
-    """Keeps the attempts of one agent apart: its store outlives a restart, with the dead workers' addresses in it.
+    """Keeps the attempts apart: the agent's store outlives a restart, with the dead workers' addresses in it.
 
-    Read by a faster rank, those end a restart with "connection refused". Several agents count restarts differently;
-    they need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives each rendezvous a store of its own.
+    Read by a faster rank, those end a restart with "connection refused". Our agents number their rounds alike on all
+    machines; torchrun's count restarts differently on each, and need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives
+    each rendezvous a store of its own.
     """
+    if ROUND_VARIABLE in os.environ:
+        return f"round_{os.environ[ROUND_VARIABLE]}"
     single = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     return f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if single else "attempt"
 

@@ -1,6 +1,6 @@
 """What one torchrun worker executes: run spec in, outcome.json out.
 
-    torchrun ... -m megalaunch.engine.worker RUN/spec.yaml
+    python -m megalaunch.engine.agent ... -m megalaunch.engine.worker RUN/spec.yaml
 
 Nothing heavy is imported before the worker has tied its life to its parent's.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megalaunch.rundir.progress import ProgressWriter
 
 
-USAGE = """usage: torchrun --nproc-per-node N -m megalaunch.engine.worker RUN/spec.yaml
+USAGE = """usage: python -m megalaunch.engine.agent -m megalaunch.engine.worker RUN/spec.yaml
 `megalaunch train` writes the spec and starts the workers; with --prepare-only it writes the spec and shows the commands
 that start them by hand"""
 

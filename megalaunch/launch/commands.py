@@ -10,6 +10,7 @@ from pathlib import Path
 from megalaunch.config.schema import RunSpec
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
 
+AGENT_MODULE = "megalaunch.engine.agent"
 WORKER_MODULE = "megalaunch.engine.worker"
 RENDEZVOUS_PORT = 29400  # torchrun's own default
 _FIRST_NODE = "NODE0"  # stands for the first machine's address where no launcher knows it
@@ -20,29 +21,19 @@ def node_commands(
 ) -> list[list[str]]:
     """One argument list a machine, in machine order, for a spec whose `auto` values are resolved.
 
-    On a single machine the agent picks a free port itself (bound before it is told to anyone, so nobody can take
-    it in between). On several, the first one hosts the rendezvous, and each command says whether it is the host:
-    an address that resolves to the loopback device would otherwise make none of them the host.
+    The agent is torch's elastic agent behind a rendezvous of ours: torchrun's own listens on every interface and
+    unpickles what it finds there. Everything but this machine's number stands in the spec and beside it.
 
-    `max_restarts` is the agent's own, the spec's where nobody else starts an agent that has ended.
+    `max_restarts` is the agent's own; None is the spec's, where nobody else starts an agent that has ended.
     """
-    agent = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={spec.cluster.devices_per_node}"]
-    restarts = spec.launcher.max_restarts if max_restarts is None else max_restarts
-    worker = [f"--max-restarts={restarts}", "-m", worker_module, str(spec_file)]
+    agent = [sys.executable, "-m", AGENT_MODULE]
+    if max_restarts is not None:
+        agent.append(f"--max-restarts={max_restarts}")
+    worker = ["-m", worker_module, str(spec_file)]
     if spec.cluster.nodes == 1:
-        return [[*agent, "--standalone", "--local-addr=localhost", *worker]]
-    # Else workers that are started again read the addresses of dead ones from the store that the agents share.
-    fresh_store = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
-    meeting = [
-        f"--nnodes={spec.cluster.nodes}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={_FIRST_NODE}:{RENDEZVOUS_PORT}",
-        f"--rdzv-id={spec.run.name}",
-    ]
-    return [
-        [*fresh_store, *agent, *meeting, f"--rdzv-conf=is_host={int(node == 0)}", *worker]
-        for node in range(spec.cluster.nodes)
-    ]
+        return [[*agent, *worker]]
+    first = f"--first-node={_FIRST_NODE}:{RENDEZVOUS_PORT}"
+    return [[*agent, f"--node-rank={node}", first, *worker] for node in range(spec.cluster.nodes)]
 
 
 def shown_commands(commands: Sequence[Sequence[str]]) -> list[str]:

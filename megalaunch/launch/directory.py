@@ -18,7 +18,7 @@ from megalaunch.rundir.outcome import Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 _OURS = re.compile(
-    r"spec\.yaml|overrides\.txt|metrics\.jsonl|events\.jsonl|outcome\.json|sample\.txt|lock|logs|checkpoints|plots"
+    r"spec\.yaml|rendezvous\.json|overrides\.txt|metrics\.jsonl|events\.jsonl|outcome\.json|sample\.txt|lock|logs|checkpoints|plots"
     r"|\.[a-z.]+\.unfinished"
 )
 

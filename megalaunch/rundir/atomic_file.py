@@ -11,24 +11,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-_MODE = 0o644  # less what the umask takes
+from megalaunch.rundir.files import FILE_MODE, create_file
 
 
-def write_file_atomically(path: Path, content: str | bytes) -> None:
+def write_file_atomically(path: Path, content: str | bytes, mode: int = FILE_MODE) -> None:
     """Replace `path` by `content` (text as UTF-8), synced to disk. Raises OSError, and then `path` is as before."""
-    with atomic_file(path) as file:
+    with atomic_file(path, mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, mode: int = FILE_MODE) -> Iterator[BinaryIO]:
     """A file to write that takes the place of `path` when the body ends well, synced to disk; else it is removed.
 
     One writer at a time. What a killed writer left is removed first, and a symbolic link in its place not followed.
     """
     temporary = temporary_path(path)
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+    descriptor = create_file(temporary, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 LAUNCHER_PID_VARIABLE = "MEGALAUNCH_LAUNCHER_PID"
 """The process whose end ends the workers too."""
+ROUND_VARIABLE = "MEGALAUNCH_RENDEZVOUS_ROUND"
+"""How often all agents of the run have started workers together; it keeps the rounds apart in a store they share."""
 ATTEMPT_VARIABLE = "MEGALAUNCH_ATTEMPT"
 """How often the launcher has started an agent before this one."""
 

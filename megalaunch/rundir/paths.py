@@ -31,6 +31,11 @@ class RunDirectory:
         return self.root / "origin"
 
     @property
+    def rendezvous(self) -> Path:
+        """What the agents of several machines know each other by; for the user alone."""
+        return self.root / "rendezvous.json"
+
+    @property
     def overrides(self) -> Path:
         """The command-line words of every launch, one launch a line."""
         return self.root / "overrides.txt"

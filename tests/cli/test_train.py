@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shlex
 import signal
@@ -43,9 +44,9 @@ def test_without_torch_it_names_the_extra(folder, monkeypatch):
 def test_a_dry_run_prints_the_command_and_leaves_nothing(folder):
     result = invoke("--dry-run", *tiny_words(folder))
     assert result.exit_code == 0, result.output
-    (command,) = [line for line in result.stdout.splitlines() if "torch.distributed.run" in line]
+    (command,) = [line for line in result.stdout.splitlines() if "megalaunch.engine.agent" in line]
     argv = shlex.split(command)
-    assert argv[1:4] == ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    assert argv[1:3] == ["-m", "megalaunch.engine.agent"]
     assert argv[-3:] == ["-m", "megalaunch.engine.worker", str(folder / "run" / "spec.yaml")]
     assert "39,072 parameters" in result.stdout
     assert sorted(path.name for path in folder.iterdir()) == ["corpus"]
@@ -54,9 +55,9 @@ def test_a_dry_run_prints_the_command_and_leaves_nothing(folder):
 def test_a_dry_run_shows_the_command_of_each_machine(folder):
     result = invoke("--dry-run", *tiny_words(folder, "cluster.nodes=2"))
     assert result.exit_code == 0, result.output
-    commands = [shlex.split(line) for line in result.stdout.splitlines() if "torch.distributed.run" in line]
-    assert [command[-5] for command in commands] == ["--rdzv-conf=is_host=1", "--rdzv-conf=is_host=0"]
-    assert all("--nnodes=2" in command and "--rdzv-id=tiny" in command for command in commands)
+    commands = [shlex.split(line) for line in result.stdout.splitlines() if "megalaunch.engine.agent" in line]
+    assert [command[3] for command in commands] == ["--node-rank=0", "--node-rank=1"]
+    assert all(command[4] == "--first-node=NODE0:29400" for command in commands)
 
 
 def test_several_machines_are_refused_by_name_with_their_commands(folder):
@@ -64,7 +65,7 @@ def test_several_machines_are_refused_by_name_with_their_commands(folder):
     assert result.exit_code == 2
     assert "[launcher.multi_node]" in result.stderr
     assert "fix:  cluster.nodes=1" in result.stderr
-    assert result.stderr.count("-m torch.distributed.run") == 2
+    assert result.stderr.count("-m megalaunch.engine.agent") == 2
     assert not (folder / "run").exists()
 
 
@@ -146,8 +147,11 @@ def test_preparing_only(folder):
     assert spec.data.train_prefix.startswith(str(folder / "cache"))
     assert spec.tokenizer.path.endswith("tokenizer.json")
     assert spec.model.vocab_size <= 320
-    assert result.stdout.count("-m torch.distributed.run") == 2
+    assert result.stdout.count("-m megalaunch.engine.agent") == 2
     assert "does not exist" not in result.stdout
+    secret = folder / "run" / "rendezvous.json"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert not any(part in result.stdout for part in json.loads(secret.read_text()).values())
 
 
 def test_a_whole_run_then_its_report_then_its_extension(folder):

@@ -1,4 +1,4 @@
-"""The documented entry without the launcher: `--prepare-only`, then torchrun by hand, two agents for two machines."""
+"""The documented entry without the launcher: `--prepare-only`, then two agents by hand, for two machines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def agents(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    lines = [line for line in prepared.stdout.splitlines() if "torch.distributed.run" in line]
+    lines = [line for line in prepared.stdout.splitlines() if "megalaunch.engine.agent" in line]
     assert len(lines) == 2
     commands = [shlex.split(line.replace("NODE0:29400", f"localhost:{port}")) for line in lines]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -10,22 +10,25 @@ from launching import tiny_spec
 
 from megalaunch.launch.commands import agent_environment, node_commands, shown_commands
 
+AGENT = [sys.executable, "-m", "megalaunch.engine.agent"]
 
-def test_one_machine_picks_its_own_port():
+
+def test_one_machine_needs_nothing_but_its_spec():
     spec = tiny_spec(launcher__max_restarts=5)
     assert node_commands(spec, Path("/r/a b/spec.yaml")) == [
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
-            *("--local-addr=localhost", "--max-restarts=5", "-m", "megalaunch.engine.worker", "/r/a b/spec.yaml"),
-        ]
+        [*AGENT, "-m", "megalaunch.engine.worker", "/r/a b/spec.yaml"]
+    ]
+    assert node_commands(spec, Path("s"), max_restarts=0)[0][3:] == [
+        *("--max-restarts=0", "-m", "megalaunch.engine.worker", "s")
     ]
 
 
 def test_several_machines_meet_at_the_first():
-    first, second = node_commands(tiny_spec(cluster__nodes=2), Path("spec.yaml"))
-    assert first[:2] == ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
-    assert {"--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=NODE0:29400", "--rdzv-id=fake"} < set(first)
-    assert set(first) ^ set(second) == {"--rdzv-conf=is_host=1", "--rdzv-conf=is_host=0"}
+    commands = node_commands(tiny_spec(cluster__nodes=2), Path("spec.yaml"))
+    assert commands == [
+        [*AGENT, f"--node-rank={node}", "--first-node=NODE0:29400", "-m", "megalaunch.engine.worker", "spec.yaml"]
+        for node in range(2)
+    ]
 
 
 def test_what_is_shown_can_be_pasted():

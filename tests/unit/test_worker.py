@@ -27,7 +27,7 @@ def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 def test_without_its_one_argument_it_says_how_it_is_started(arguments):
     run = start(*arguments, RANK="0")
     assert run.returncode == 2
-    assert run.stderr.startswith("usage: torchrun --nproc-per-node N -m megalaunch.engine.worker RUN/spec.yaml")
+    assert run.stderr.startswith("usage: python -m megalaunch.engine.agent -m megalaunch.engine.worker RUN/spec.yaml")
 
 
 def test_outside_of_an_agent_it_says_how_it_is_started(tmp_path):

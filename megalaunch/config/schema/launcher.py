@@ -10,7 +10,7 @@ from megalaunch.config.schema.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherSpec:
-    """torch.distributed.run's elastic agent starts the workers, here and on every cluster."""
+    """torch's elastic agent starts the workers, here and on every cluster."""
 
     name: Literal["local"] = setting("local", "Where the agents are started.")
     max_restarts: int = setting(

@@ -1,0 +1,178 @@
+"""Start and watch the workers of one machine, as torchrun does, behind a rendezvous of ours.
+
+python -m megalaunch.engine.agent [--node-rank=1 --first-node=HOST:PORT] -m WORKER_MODULE RUN/spec.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import hashlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.spec_file import read_spec
+from megalaunch.engine.agent.interfaces import interface_of
+from megalaunch.engine.agent.member import Endpoint, MachineLost, RendezvousProblem, say
+from megalaunch.engine.agent.rendezvous import LOOPBACK, LoopbackRendezvous, MachinesRendezvous, listen_only_on
+from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
+from megalaunch.rundir.events import record_event
+from megalaunch.rundir.outcome import Outcome, read_outcome, write_outcome
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.rendezvous import CredentialsError, read_credentials
+
+STORE_SECONDS = 60.0
+EXIT_SECONDS = 30.0  # workers of all machines end together, so their agents do too
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the command line says of this machine."""
+
+    spec_file: Path
+    worker_module: str
+    node: int
+    endpoint: Endpoint | None
+    max_restarts: int | None
+
+
+def main(arguments: list[str]) -> int:
+    """Run the workers to their end; returns an exit code."""
+    machine = _parse(arguments)
+    directory = RunDirectory(machine.spec_file.parent)
+    watched = LAUNCHER_PID_VARIABLE in os.environ  # then a launcher keeps the run directory and judges the end
+    spec = read_spec(machine.spec_file)
+    agent = _MachineAgent(spec, machine, directory)
+    if not watched:  # what it logs of ended workers is in our own lines and in the report at the end
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    if not watched and machine.node == 0:
+        with contextlib.suppress(OSError):
+            directory.outcome.unlink(missing_ok=True)  # of an earlier launch
+    try:
+        failed = agent.run()
+    except RendezvousProblem as problem:
+        say(str(problem))
+        if not watched:
+            _conclude(directory, machine, problem)
+        return problem.exit_code
+    except SignalException as stopped:
+        failed = 128 + int(stopped.sigval)
+    except KeyboardInterrupt:
+        failed = 128 + signal.SIGINT
+    outcome = None if watched else read_outcome(directory.outcome)
+    return failed if outcome is None else outcome.exit_code
+
+
+class _MachineAgent:
+    """The elastic agent of one machine."""
+
+    def __init__(self, spec: RunSpec, machine: Machine, directory: RunDirectory) -> None:
+        self._spec, self._machine, self._directory = spec, machine, directory
+        self._agent: LocalElasticAgent | None = None
+
+    def run(self) -> int:
+        """Start the workers and watch them to their end; 0, or 1 if they failed. Raises RendezvousProblem."""
+        rendezvous, restarts = self._rendezvous(), self._machine.max_restarts
+        worker = WorkerSpec(
+            role="default",
+            local_world_size=int(self._spec.cluster.devices_per_node),
+            entrypoint=sys.executable,
+            args=("-u", "-m", self._machine.worker_module, str(self._machine.spec_file)),
+            rdzv_handler=rendezvous,
+            max_restarts=self._spec.launcher.max_restarts if restarts is None else restarts,
+        )
+        self._agent = LocalElasticAgent(
+            worker,
+            DefaultLogsSpecs(),
+            exit_barrier_timeout=EXIT_SECONDS,
+            shutdown_timeout=max(1, int(self._spec.launcher.grace)),
+        )
+        try:
+            result = self._agent.run()
+        finally:
+            rendezvous.shutdown()
+        if result.is_failed():
+            print(ChildFailedError(self._machine.worker_module, result.failures), file=sys.stderr)
+            return 1
+        return 0
+
+    def _rendezvous(self) -> LoopbackRendezvous:
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+        # All machines have as many workers, so ranks follow from the machines' numbers, without the store.
+        os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        machine, nodes = self._machine, self._spec.cluster.nodes
+        timeout = datetime.timedelta(seconds=STORE_SECONDS)
+        if nodes == 1:
+            listen_only_on(interface_of(LOOPBACK))
+            return LoopbackRendezvous(secrets.token_hex(16), timeout)
+        if machine.endpoint is None:
+            raise RendezvousProblem(
+                f"the run has {nodes} machines: add --node-rank=N and --first-node=HOST:PORT, the same address on all"
+            )
+        try:
+            credentials = read_credentials(self._directory.rendezvous)
+        except CredentialsError as error:
+            raise RendezvousProblem(str(error)) from None
+        fingerprint = hashlib.sha256(machine.spec_file.read_bytes()).hexdigest()
+        return MachinesRendezvous(
+            machine.node, nodes, machine.endpoint, credentials, fingerprint, timeout, self._end_workers
+        )
+
+    def _end_workers(self) -> None:
+        """The run cannot go on: workers that wait in a collective would take their time, so they are killed."""
+        if self._agent is not None:
+            for worker in self._agent.get_worker_group().workers:
+                with contextlib.suppress(ProcessLookupError, TypeError, ValueError):
+                    os.kill(int(worker.id), signal.SIGKILL)
+
+
+def _conclude(directory: RunDirectory, machine: Machine, problem: RendezvousProblem) -> None:
+    """Write how the run ended, on one machine of those that are left; on the others if that one does not."""
+    if isinstance(problem, MachineLost) and machine.node != problem.first_left:
+        time.sleep(2.0)
+    elif not isinstance(problem, MachineLost) and machine.node > 0:
+        return  # the first machine's run, if it runs, is not over for it
+    if read_outcome(directory.outcome) is None:
+        with contextlib.suppress(OSError):
+            write_outcome(directory.outcome, Outcome(int(problem.exit_code), str(problem), 0))
+            record_event(directory, "outcome", exit_code=int(problem.exit_code), reason=str(problem))
+
+
+def _parse(arguments: list[str]) -> Machine:
+    parser = argparse.ArgumentParser("megalaunch.engine.agent", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--node-rank", type=int, default=0, help="this machine's number; the first one is 0")
+    parser.add_argument("--first-node", type=_endpoint, metavar="HOST:PORT", help="where the first machine listens")
+    parser.add_argument("--max-restarts", type=int, metavar="N", help="of this agent; launcher.max_restarts by default")
+    parser.add_argument("-m", dest="worker_module", required=True, help="what each worker executes")
+    parser.add_argument("spec_file", type=Path, metavar="RUN/spec.yaml")
+    given = parser.parse_args(arguments)
+    if not given.spec_file.is_file():
+        parser.error(f"{given.spec_file} is no file: `megalaunch train ... --prepare-only` writes it")
+    return Machine(
+        given.spec_file.absolute(), given.worker_module, given.node_rank, given.first_node, given.max_restarts
+    )
+
+
+def _endpoint(text: str) -> Endpoint:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is no HOST:PORT")
+    return Endpoint(host.strip("[]"), int(port))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

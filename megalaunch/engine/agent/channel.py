@@ -1,0 +1,157 @@
+"""Connections between the agents of a run: each side proves that it knows the secret before it is listened to.
+
+The proofs are HMAC-SHA256 over both sides' nonces (RFC 2104), the server's first, so that a stranger learns nothing
+and a wrong server is recognised. What follows is not encrypted: the network between the machines has to be private.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import re
+import secrets
+import socket
+from typing import Any, Literal
+
+Purpose = Literal["agent", "store"]
+Message = dict[str, Any]
+
+HANDSHAKE_SECONDS = 5.0
+GREETING = "megalaunch/1"
+_LIMIT = 2**16  # bytes of a line
+_BLOCK = 2**16
+_HANDSHAKE_LINE = 256
+_WORDS = re.compile(rb"[!-~]+( [!-~]+)*")
+
+
+class NotOfThisRun(Exception):
+    """The other side is something else, or has another secret."""
+
+
+class Connection:
+    """Lines in both directions: of a few words until both sides are proved, of JSON from then on."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        enable_keepalive(writer.get_extra_info("socket"))
+
+    async def receive(self) -> Message:
+        """The next message of an agent that has proved itself; raises NotOfThisRun, or EOFError at the end."""
+        try:
+            message = json.loads(await self.receive_line())
+        except ValueError as error:
+            raise NotOfThisRun from error
+        if not isinstance(message, dict):
+            raise NotOfThisRun
+        return message
+
+    async def receive_line(self) -> bytes:
+        """The next line without its end."""
+        try:
+            return (await self.reader.readuntil(b"\n"))[:-1]
+        except asyncio.IncompleteReadError as error:
+            if error.partial:
+                raise NotOfThisRun from error
+            raise EOFError from error
+        except asyncio.LimitOverrunError as error:
+            raise NotOfThisRun from error
+
+    async def send_words(self, *words: str) -> None:
+        """Send one line of the handshake; raises OSError."""
+        self.writer.write(" ".join(words).encode() + b"\n")
+        await self.writer.drain()
+
+    async def receive_words(self, count: int) -> list[str]:
+        """The next line of the handshake, from whoever it is: so many words of plain characters, nothing parsed."""
+        line = await self.receive_line()
+        if len(line) > _HANDSHAKE_LINE or not _WORDS.fullmatch(line) or line.count(b" ") != count - 1:
+            raise NotOfThisRun
+        return line.decode("ascii").split(" ")
+
+    async def send(self, message: Message) -> None:
+        """Send one message; raises OSError."""
+        self.writer.write(json.dumps(message).encode() + b"\n")
+        await self.writer.drain()
+
+    def close(self) -> None:
+        """Close it at once."""
+        self.writer.close()
+
+
+async def connect(host: str, port: int, secret: str, purpose: Purpose) -> Connection:
+    """Connect and prove both sides; raises OSError where nobody answers, NotOfThisRun for whoever else does."""
+    reader, writer = await asyncio.open_connection(host, port, limit=_LIMIT)
+    connection = Connection(reader, writer)
+    try:
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            mine = secrets.token_hex(16)
+            await connection.send_words(GREETING, mine)
+            theirs, proof = await connection.receive_words(2)
+            _require(proof, _proof(secret, "server", mine, theirs))
+            await connection.send_words(purpose, _proof(secret, "client", theirs, mine, purpose))
+            if await connection.receive_words(1) != [purpose]:
+                raise NotOfThisRun
+    except (TimeoutError, EOFError, ConnectionResetError) as error:
+        connection.close()
+        raise NotOfThisRun from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+async def accept(connection: Connection, secret: str) -> Purpose:
+    """Prove both sides of a connection that came in; raises NotOfThisRun."""
+    try:
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            greeting, theirs = await connection.receive_words(2)
+            if greeting != GREETING:
+                raise NotOfThisRun
+            mine = secrets.token_hex(16)
+            await connection.send_words(mine, _proof(secret, "server", theirs, mine))
+            purpose, proof = await connection.receive_words(2)
+            _require(proof, _proof(secret, "client", mine, theirs, purpose))
+            await connection.send_words(purpose)
+    except (TimeoutError, EOFError, OSError) as error:
+        raise NotOfThisRun from error
+    return "store" if purpose == "store" else "agent"
+
+
+def _require(given: str, expected: str) -> None:
+    if not hmac.compare_digest(given, expected):
+        raise NotOfThisRun
+
+
+def _proof(secret: str, *parts: str) -> str:
+    return hmac.new(bytes.fromhex(secret), json.dumps(parts).encode(), "sha256").hexdigest()
+
+
+async def join_streams(one: Connection, other: Connection) -> None:
+    """Carry bytes between two connections until either ends."""
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while block := await reader.read(_BLOCK):
+                writer.write(block)
+                await writer.drain()
+
+    there = asyncio.ensure_future(carry(one.reader, other.writer))
+    back = asyncio.ensure_future(carry(other.reader, one.writer))
+    try:
+        await asyncio.wait((there, back), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (there, back):
+            task.cancel()
+        one.close()
+        other.close()
+
+
+def enable_keepalive(connection: socket.socket) -> None:
+    """Have small messages sent at once, and a connection end whose other side is gone without a word."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

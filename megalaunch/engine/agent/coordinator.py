@@ -1,0 +1,146 @@
+"""The first machine's side of a rendezvous: who has come, when all go on, and who is gone.
+
+It listens on one address of this machine; the store itself stays on the loopback interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+
+from megalaunch.engine.agent.channel import Connection, Message, NotOfThisRun, accept, join_streams
+from megalaunch.rundir.rendezvous import Credentials
+
+BEAT_SECONDS = 1.0
+SILENT_SECONDS = 8.0
+"""An agent that was not heard of for so long is gone: its machine or the network to it."""
+MAX_UNPROVEN = 256
+
+
+@dataclass
+class _Peer:
+    connection: Connection
+    host: str
+    round: int = 0  # the last one that it asked to join
+    heard: float = 0.0
+    done: bool = False
+    gone: bool = False
+
+
+class Coordinator:
+    """Runs on an event loop of its own; `store_port` is the store's on the loopback interface."""
+
+    def __init__(self, nodes: int, credentials: Credentials, fingerprint: str, store_port: int) -> None:
+        self._nodes, self._credentials, self._fingerprint = nodes, credentials, fingerprint
+        self._store_port = store_port
+        self._peers: dict[int, _Peer] = {}
+        self._round = 0
+        self._unproven = 0
+        self._over = False
+
+    async def serve(self, address: str, port: int) -> asyncio.Server:
+        """Listen; raises OSError when the address is not of this machine or the port is taken."""
+        server = await asyncio.start_server(self._met, address, port, reuse_address=True)
+        self._beat = asyncio.ensure_future(self._keep_beating())
+        return server
+
+    async def _met(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(reader, writer)
+        if self._unproven >= MAX_UNPROVEN:
+            connection.close()
+            return
+        self._unproven += 1
+        try:
+            purpose = await accept(connection, self._credentials.secret)
+        except NotOfThisRun:
+            connection.close()
+            return
+        finally:
+            self._unproven -= 1
+        with contextlib.suppress(OSError, EOFError, NotOfThisRun):
+            if purpose == "store":
+                await join_streams(
+                    connection, Connection(*await asyncio.open_connection("127.0.0.1", self._store_port))
+                )
+            else:
+                await self._serve_agent(connection)
+        connection.close()
+
+    async def _serve_agent(self, connection: Connection) -> None:
+        hello = await connection.receive()
+        node, refusal = int(hello.get("node", -1)), self._refusal(hello)
+        if refusal:
+            await connection.send({"refused": refusal})
+            return
+        peer = self._peers[node] = _Peer(connection, str(hello.get("host")), heard=time.monotonic())
+        try:
+            while not peer.done:
+                message = await connection.receive()
+                peer.heard = time.monotonic()
+                if "join" in message:
+                    await self._join(peer)
+                peer.done = "bye" in message
+        finally:
+            if not peer.done:
+                await self._lose(node, peer)
+            elif any(other.round > self._round for other in self._peers.values()):
+                await self._tell_all({"over": node})
+
+    def _refusal(self, hello: Message) -> str | None:
+        node = int(hello.get("node", -1))
+        if hello.get("fingerprint") != self._fingerprint:
+            return (
+                "its spec.yaml differs from the first machine's: copy the run directory to every machine, or share it"
+            )
+        if not 0 <= node < self._nodes:
+            return f"the run has {self._nodes} machines, and --node-rank={node} is none of 0 to {self._nodes - 1}"
+        if node in self._peers:
+            return f"--node-rank={node} is taken by {self._peers[node].host}: each machine needs a number of its own"
+        return None
+
+    async def _join(self, peer: _Peer) -> None:
+        peer.round = self._round + 1
+        waiting = [other for other in self._peers.values() if other.round > self._round]
+        done = next((node for node, other in self._peers.items() if other.done), None)
+        if done is not None:
+            await self._tell_all({"over": done})
+        elif len(waiting) == self._nodes:
+            self._round += 1
+            await self._tell_all({"start": self._round})
+        else:
+            missing = sorted(set(range(self._nodes)) - set(self._peers))
+            await self._tell_all({"waiting": len(waiting), "missing": missing})
+
+    async def _lose(self, node: int, peer: _Peer) -> None:
+        if self._peers.get(node) is not peer:
+            return
+        peer.gone = True
+        if self._round == 0:  # nothing has begun: it may come again
+            del self._peers[node]
+        elif not self._over:
+            self._over = True
+            await self._tell_all({"lost": node, "host": peer.host})
+
+    async def _tell_all(self, message: Message) -> None:
+        for peer in list(self._peers.values()):
+            if not peer.done and not peer.gone:
+                with contextlib.suppress(OSError):
+                    await peer.connection.send(message)
+
+    async def _keep_beating(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            now = time.monotonic()
+            for node, peer in list(self._peers.items()):
+                if not (peer.done or peer.gone) and now - peer.heard > SILENT_SECONDS:
+                    peer.connection.writer.transport.abort()  # also wakes the task that reads from it
+                    await self._lose(node, peer)
+            await self._tell_all({"beat": self._round})
+
+    async def wait_for_byes(self, seconds: float) -> None:
+        """Until every agent has said that it is done, at most so long."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(not (peer.done or peer.gone) for peer in self._peers.values()):
+            await asyncio.sleep(0.05)

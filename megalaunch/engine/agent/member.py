@@ -1,0 +1,262 @@
+"""One machine's side of a rendezvous: it comes, waits for all, hears who is gone, and carries its workers' store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from megalaunch.engine.agent.channel import Connection, NotOfThisRun, connect, join_streams
+from megalaunch.engine.agent.coordinator import BEAT_SECONDS, SILENT_SECONDS, Coordinator
+from megalaunch.rundir.outcome import ExitCode
+from megalaunch.rundir.rendezvous import Credentials
+
+T = TypeVar("T")
+COME_SECONDS = 600.0
+"""Machines are started by hand, one after the other."""
+UNKNOWN_NAME_SECONDS = 6.0
+_RETRY_SECONDS = 0.5
+
+
+class RendezvousProblem(Exception):
+    """Why this machine's workers cannot run, in one sentence."""
+
+    def __init__(self, message: str, exit_code: ExitCode = ExitCode.CONFIGURATION) -> None:
+        self.exit_code = exit_code
+        super().__init__(message)
+
+
+class MachineLost(RendezvousProblem):
+    """Another machine is gone in the middle of the run; `first_left` is the lowest number of those that are not."""
+
+    def __init__(self, message: str, first_left: int) -> None:
+        self.first_left = first_left
+        super().__init__(message, ExitCode.CRASH)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The first machine, as the command line names it."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class EventLoop:
+    """An event loop on a thread of its own, which ends with the process."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="rendezvous", daemon=True).start()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run it there and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+
+class Member:
+    """From `come` to `leave`; `failed` is called on the loop's thread when the run cannot go on."""
+
+    def __init__(
+        self, node: int, nodes: int, endpoint: Endpoint, credentials: Credentials, failed: Callable[[], None]
+    ) -> None:
+        self._node, self._nodes, self._endpoint = node, nodes, endpoint
+        self._credentials, self._failed = credentials, failed
+        self._changed = threading.Condition()
+        self._connection: Connection | None = None
+        self._problem: RendezvousProblem | None = None
+        self._round = self._joined = self._waiting = 0
+        self._missing: list[int] = []
+        self._heard = 0.0
+        self._leaving = False
+        self.address = ""
+        """Of this machine, on the network that leads to the first one."""
+
+    async def come(self, fingerprint: str) -> None:
+        """Meet the first machine; raises RendezvousProblem."""
+        self._connection = connection = await self._reach()
+        self.address = connection.writer.get_extra_info("sockname")[0]
+        await connection.send({"node": self._node, "host": socket.gethostname(), "fingerprint": fingerprint})
+        self._heard = time.monotonic()
+        self._tasks = [asyncio.ensure_future(self._listen(connection)), asyncio.ensure_future(self._beat(connection))]
+
+    async def _reach(self) -> Connection:
+        began, said = time.monotonic(), False
+        while True:
+            waited = time.monotonic() - began
+            try:
+                async with asyncio.timeout(SILENT_SECONDS):
+                    return await connect(self._endpoint.host, self._endpoint.port, self._credentials.secret, "agent")
+            except NotOfThisRun:
+                raise RendezvousProblem(
+                    f"what listens on {self._endpoint} is not the first machine of this run: another program has that "
+                    "port, or its rendezvous.json differs from this one"
+                ) from None
+            except socket.gaierror as error:
+                if error.errno != socket.EAI_AGAIN or waited > UNKNOWN_NAME_SECONDS:
+                    raise RendezvousProblem(
+                        f"the address of the first machine, {self._endpoint.host}, is not known here "
+                        f"({error.strerror}): name it by an address that every machine reaches"
+                    ) from None
+            except OSError as error:  # a TimeoutError is one too
+                reason = os.strerror(error.errno) if error.errno else "no answer"
+                if waited > COME_SECONDS:
+                    raise RendezvousProblem(
+                        f"the first machine did not answer on {self._endpoint} for {COME_SECONDS:.0f} s ({reason})",
+                        ExitCode.CRASH,
+                    ) from None
+                if not said:
+                    say(f"waiting for the first machine on {self._endpoint} ({reason})")
+                    said = True
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _listen(self, connection: Connection) -> None:
+        try:
+            while True:
+                message = await connection.receive()
+                with self._changed:
+                    self._heard = time.monotonic()
+                    self._take(message)
+                    self._changed.notify_all()
+        except (OSError, EOFError, NotOfThisRun):
+            self._lose_first("its agent has ended")
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "start" in message:
+            self._round, self._waiting = int(message["start"]), 0
+        elif "waiting" in message:
+            self._waiting = int(message["waiting"])
+            self._missing = list(message["missing"])
+        elif "refused" in message:
+            self._fail(RendezvousProblem(f"the first machine refuses this one: {message['refused']}"))
+        elif "over" in message:
+            ended = f"the workers of machine {message['over']} have ended, those of this machine failed"
+            self._fail(RendezvousProblem(ended, ExitCode.CRASH))
+        elif "lost" in message:
+            node = int(message["lost"])
+            self._fail(MachineLost(lost_machine(node, str(message["host"])), 1 if node == 0 else 0))
+
+    async def _beat(self, connection: Connection) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                await connection.send({"beat": self._round})
+            await asyncio.sleep(BEAT_SECONDS)
+            if time.monotonic() - self._heard > SILENT_SECONDS:
+                self._lose_first(f"nothing was heard of it for {SILENT_SECONDS:.0f} s")
+                return
+
+    def _lose_first(self, reason: str) -> None:
+        with self._changed:
+            if not self._leaving:
+                self._fail(MachineLost(f"the first machine ({self._endpoint.host}) is gone: {reason}", 1))
+            self._changed.notify_all()
+
+    def _fail(self, problem: RendezvousProblem) -> None:
+        if self._problem is None:
+            self._problem = problem
+            self._failed()
+
+    # -- from the agent's thread
+
+    def join(self, loop: EventLoop) -> int:
+        """Wait for all machines; returns the number of the round that all are in. Raises RendezvousProblem."""
+        self._joined = self._round + 1
+        self._send(loop, {"join": self._joined})
+        began, said = time.monotonic(), False
+        with self._changed:
+            while self._round < self._joined:
+                self.require_all()
+                waited = time.monotonic() - began
+                missing = ", ".join(map(str, self._missing))
+                if waited > COME_SECONDS:
+                    raise RendezvousProblem(
+                        f"not all machines came within {COME_SECONDS:.0f} s; missing: {missing or 'none'}",
+                        ExitCode.CRASH,
+                    )
+                if waited > 2 and missing and not said:
+                    say(f"waiting for machine {missing} of {self._nodes}")
+                    said = True
+                self._changed.wait(0.2)
+            self.require_all()
+            return self._round
+
+    def require_all(self) -> None:
+        """Raise RendezvousProblem if the run cannot go on."""
+        if self._problem is not None:
+            raise self._problem
+
+    def waiting(self) -> int:
+        """How many machines wait for a new round, which this one has to join then."""
+        return self._waiting if self._joined == self._round else 0
+
+    def leave(self, loop: EventLoop) -> None:
+        """Say that this machine's agent ends on purpose."""
+        self._leaving = True
+        with contextlib.suppress(RendezvousProblem):
+            self._send(loop, {"bye": True})
+
+    def _send(self, loop: EventLoop, message: dict[str, Any]) -> None:
+        assert self._connection is not None, "come before"
+        try:
+            loop.call(self._connection.send(message))
+        except OSError:
+            self._lose_first("its agent has ended")
+            self.require_all()
+
+    async def forward_store(self) -> int:
+        """Listen on the loopback interface for this machine's workers; returns the port."""
+
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            here = Connection(reader, writer)
+            try:
+                there = await connect(self._endpoint.host, self._endpoint.port, self._credentials.secret, "store")
+            except (OSError, NotOfThisRun):
+                here.close()
+                return
+            await join_streams(here, there)
+
+        self._server = await asyncio.start_server(forward, "127.0.0.1", 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+
+def open_coordinator(
+    loop: EventLoop, nodes: int, endpoint: Endpoint, credentials: Credentials, fingerprint: str, store_port: int
+) -> Coordinator:
+    """Listen on the first machine's address and on no other; raises RendezvousProblem."""
+    try:
+        address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise RendezvousProblem(
+            f"the address of this first machine, {endpoint.host}, is not known here ({error.strerror}): name it by an "
+            "address that every machine reaches"
+        ) from None
+    coordinator = Coordinator(nodes, credentials, fingerprint, store_port)
+    try:
+        loop.call(coordinator.serve(str(address), endpoint.port))
+    except OSError as error:
+        free = "name an address of this machine, or start --node-rank=0 there"
+        if error.errno == errno.EADDRINUSE:
+            free = "another program listens there: end it, or give all machines another port"
+        raise RendezvousProblem(f"{endpoint} cannot be listened on ({os.strerror(error.errno or 0)}): {free}") from None
+    return coordinator
+
+
+def lost_machine(node: int, host: str) -> str:
+    """The sentence of those that are left."""
+    return f"machine {node} ({host}) is gone: its agent or machine has ended, or the network to it is cut"
+
+
+def say(line: str) -> None:
+    """One line for whoever started this agent."""
+    print(f"megalaunch: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,50 @@
+"""What the agents of a run on several machines know of each other: the run's id and the secret that they share."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megalaunch.rundir.atomic_file import write_file_atomically
+from megalaunch.rundir.files import PRIVATE_MODE
+
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Of one run directory. Neither part appears in an argument list, an environment or a log."""
+
+    run_id: str
+    secret: str
+
+
+class CredentialsError(Exception):
+    """The file is not there, or is none of ours."""
+
+
+def keep_credentials(path: Path) -> None:
+    """Write new, random credentials, readable by the user alone, unless there are some that can be read."""
+    try:
+        read_credentials(path)
+    except CredentialsError:
+        content = asdict(Credentials(secrets.token_hex(32), secrets.token_hex(32)))
+        write_file_atomically(path, json.dumps(content), PRIVATE_MODE)
+
+
+def read_credentials(path: Path) -> Credentials:
+    """Read them; raises CredentialsError."""
+    try:
+        credentials = Credentials(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise CredentialsError(
+            f"{path} is missing: `megalaunch train ... --prepare-only` writes it beside the spec, for every machine"
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise CredentialsError(f"{path} cannot be read: {error}") from error
+    if not all(isinstance(part, str) and _HEX.fullmatch(part) for part in (credentials.run_id, credentials.secret)):
+        raise CredentialsError(f"{path} holds no credentials of a run")
+    return credentials

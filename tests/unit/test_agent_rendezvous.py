@@ -1,0 +1,270 @@
+"""The agents' meeting over real sockets, in one process and without torch: who comes, who is let in, who is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from megalaunch.engine.agent import channel, coordinator, member
+from megalaunch.engine.agent.interfaces import interface_of
+from megalaunch.engine.agent.member import (
+    Endpoint,
+    EventLoop,
+    MachineLost,
+    Member,
+    RendezvousProblem,
+    open_coordinator,
+)
+from megalaunch.rundir.rendezvous import Credentials, CredentialsError, keep_credentials, read_credentials
+
+MINE = Credentials("a" * 64, "b" * 64)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class Meeting:
+    """A coordinator and members of it, each member on a loop of its own as in a process of its own."""
+
+    def __init__(self, nodes: int, store_port: int = 1) -> None:
+        self.nodes, self.endpoint = nodes, Endpoint("127.0.0.1", free_port())
+        self.first = EventLoop()
+        self.coordinator = open_coordinator(self.first, nodes, self.endpoint, MINE, "spec", store_port)
+        self.loops: dict[int, EventLoop] = {}
+        self.failed: list[int] = []
+
+    def come(self, node: int, credentials: Credentials = MINE, fingerprint: str = "spec") -> Member:
+        loop = self.loops[node] = EventLoop()
+        one = Member(node, self.nodes, self.endpoint, credentials, lambda: self.failed.append(node))
+        loop.call(one.come(fingerprint))
+        return one
+
+    def join(self, members: dict[int, Member]) -> dict[int, int | RendezvousProblem]:
+        """All of them at once: the round of each, or why not."""
+        results: dict[int, int | RendezvousProblem] = {}
+
+        def join(node: int, one: Member) -> None:
+            try:
+                results[node] = one.join(self.loops[node])
+            except RendezvousProblem as problem:
+                results[node] = problem
+
+        threads = [threading.Thread(target=join, args=item, daemon=True) for item in members.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        return results
+
+
+def until_lost(one: Member, seconds: float = 10) -> MachineLost:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            one.require_all()
+        except MachineLost as lost:
+            return lost
+        time.sleep(0.01)
+    raise AssertionError("nothing was noticed")
+
+
+def test_rounds_are_joined_together():
+    meeting = Meeting(3)
+    members = {node: meeting.come(node) for node in range(3)}
+    assert meeting.join(members) == {0: 1, 1: 1, 2: 1}
+    assert [one.waiting() for one in members.values()] == [0, 0, 0]
+    early = threading.Thread(target=members[1].join, args=(meeting.loops[1],), daemon=True)
+    early.start()  # its workers crashed: the others are told, and join too
+    deadline = time.monotonic() + 10
+    while not (members[0].waiting() and members[2].waiting()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert meeting.join({0: members[0], 2: members[2]}) == {0: 2, 2: 2}
+    early.join(10)
+    assert not early.is_alive()
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["its agent ended", "its network is cut"])
+def test_a_machine_that_is_gone_is_named_on_the_others(monkeypatch, silent):
+    for module in (coordinator, member):
+        monkeypatch.setattr(module, "SILENT_SECONDS", 2.0)
+        monkeypatch.setattr(module, "BEAT_SECONDS", 0.1)
+    meeting = Meeting(3)
+    members = {node: meeting.come(node) for node in range(3)}
+    meeting.join(members)
+    if silent:
+        meeting.loops[1].loop.call_soon_threadsafe(time.sleep, 8)
+    else:
+        meeting.loops[1].loop.call_soon_threadsafe(members[1]._connection.close)
+    for node in (0, 2):
+        lost = until_lost(members[node])
+        assert str(lost).startswith(f"machine 1 ({socket.gethostname()}) is gone: ")
+        assert (lost.exit_code, lost.first_left) == (5, 0)
+    assert {0, 2} <= set(meeting.failed)  # the workers of each were ended
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["its agent ended", "its network is cut"])
+def test_the_first_machine_may_be_the_one_that_is_gone(monkeypatch, silent):
+    monkeypatch.setattr(member, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(member, "BEAT_SECONDS", 0.1)
+    meeting = Meeting(2)
+    members = {node: meeting.come(node) for node in range(2)}
+    meeting.join(members)
+    if silent:
+        meeting.first.loop.call_soon_threadsafe(time.sleep, 8)
+    else:
+        meeting.first.loop.call_soon_threadsafe(meeting.coordinator._peers[1].connection.close)
+    lost = until_lost(members[1])
+    assert str(lost).startswith("the first machine (127.0.0.1) is gone: ")
+    assert lost.first_left == 1
+
+
+def test_who_ends_on_purpose_is_not_lost():
+    meeting = Meeting(2)
+    members = {node: meeting.come(node) for node in range(2)}
+    meeting.join(members)
+    members[1].leave(meeting.loops[1])
+    meeting.loops[1].loop.call_soon_threadsafe(members[1]._connection.close)
+    time.sleep(0.2)
+    members[0].require_all()
+    result = meeting.join({0: members[0]})[0]  # but nobody can start again without it
+    assert str(result) == "the workers of machine 1 have ended, those of this machine failed"
+
+
+@pytest.mark.parametrize(
+    ("node", "credentials", "fingerprint", "said"),
+    [
+        (1, Credentials("a" * 64, "c" * 64), "spec", "is not the first machine of this run"),
+        (1, MINE, "other", "its spec.yaml differs from the first machine's"),
+        (0, MINE, "spec", f"--node-rank=0 is taken by {socket.gethostname()}"),
+        (2, MINE, "spec", "the run has 2 machines, and --node-rank=2 is none of 0 to 1"),
+    ],
+)
+def test_who_does_not_belong_is_refused(node, credentials, fingerprint, said):
+    meeting = Meeting(2)
+    taken = meeting.come(0)
+
+    def come_and_join() -> None:
+        meeting.come(node, credentials, fingerprint).join(meeting.loops[node])
+
+    with pytest.raises(RendezvousProblem) as caught:
+        come_and_join()
+    assert said in str(caught.value)
+    assert caught.value.exit_code == 2
+    taken.require_all()
+
+
+def test_strangers_reach_no_store():
+    reached = threading.Event()
+    store = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=lambda: (store.accept(), reached.set()), daemon=True).start()
+    meeting = Meeting(1, store.getsockname()[1])
+    nothing = b"\x00" * 100 + b"\n"
+    for words in (b"[" * 65000 + b"\n", b"GET / HTTP/1.1\r\n\r\n", b"megalaunch/1 1\nstore 2\n", nothing):
+        with socket.create_connection(("127.0.0.1", meeting.endpoint.port), timeout=10) as stranger:
+            stranger.sendall(words)
+            with contextlib.suppress(ConnectionResetError):  # closed before all was read
+                while stranger.recv(4096):
+                    pass
+    with pytest.raises(channel.NotOfThisRun):
+        meeting.first.call(channel.connect("127.0.0.1", meeting.endpoint.port, "c" * 64, "store"))
+    assert not reached.is_set()
+    meeting.first.call(channel.connect("127.0.0.1", meeting.endpoint.port, MINE.secret, "store"))
+    assert reached.wait(10)  # so would a stranger's have been seen
+
+
+def test_a_proof_is_good_for_one_connection_only():
+    """What was heard on the wire lets nobody in: each side's nonce is new."""
+    meeting = Meeting(1)
+    heard: list[bytes] = []
+
+    async def record() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", meeting.endpoint.port)
+        connection = channel.Connection(reader, writer)
+        await connection.send_words(channel.GREETING, "0" * 32)
+        theirs, _ = await connection.receive_words(2)
+        proof = channel._proof(MINE.secret, "client", theirs, "0" * 32, "agent")
+        await connection.send_words("agent", proof)
+        assert await connection.receive_words(1) == ["agent"]
+        heard.append(proof.encode())
+
+    meeting.first.call(record())
+    with socket.create_connection(("127.0.0.1", meeting.endpoint.port), timeout=10) as stranger:
+        stranger.sendall(channel.GREETING.encode() + b" " + b"0" * 32 + b"\n")
+        stranger.recv(4096)
+        stranger.sendall(b"agent " + heard[0] + b"\n")
+        assert stranger.recv(4096) == b""
+
+
+@pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH_9.2\r\n", b"0123 4567\n"])
+def test_a_foreign_listener_is_told_in_one_sentence(monkeypatch, answer):
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        threading.Thread(target=lambda: foreign.accept()[0].sendall(answer) or time.sleep(3), daemon=True).start()
+        port = foreign.getsockname()[1]
+        one = Member(1, 2, Endpoint("127.0.0.1", port), MINE, lambda: None)
+        with pytest.raises(RendezvousProblem) as caught:
+            EventLoop().call(one.come("spec"))
+        assert str(caught.value).startswith(f"what listens on 127.0.0.1:{port} is not the first machine of this run: ")
+        with pytest.raises(RendezvousProblem) as caught:
+            open_coordinator(EventLoop(), 2, Endpoint("127.0.0.1", port), MINE, "spec", 1)
+        assert str(caught.value) == (
+            f"127.0.0.1:{port} cannot be listened on (Address already in use): another program listens there: end it, "
+            "or give all machines another port"
+        )
+
+
+def test_names_and_addresses_that_lead_nowhere():
+    began = time.monotonic()
+    nowhere = Endpoint("no-such-host.invalid", 29400)
+    for reach in (
+        lambda: EventLoop().call(Member(1, 2, nowhere, MINE, lambda: None).come("spec")),
+        lambda: open_coordinator(EventLoop(), 2, nowhere, MINE, "spec", 1),
+    ):
+        with pytest.raises(RendezvousProblem, match=r"no-such-host\.invalid, is not known here"):
+            reach()
+    with pytest.raises(RendezvousProblem, match="start --node-rank=0 there"):
+        open_coordinator(EventLoop(), 2, Endpoint("203.0.113.9", 29400), MINE, "spec", 1)
+    assert time.monotonic() - began < 15
+
+
+def test_a_machine_may_come_before_the_first(capfd):
+    endpoint = Endpoint("127.0.0.1", free_port())
+    loop, one = EventLoop(), Member(1, 2, endpoint, MINE, lambda: None)
+    coming = asyncio.run_coroutine_threadsafe(one.come("spec"), loop.loop)
+    time.sleep(0.2)
+    first = EventLoop()
+    open_coordinator(first, 2, endpoint, MINE, "spec", 1)
+    coming.result(10)
+    said = capfd.readouterr().err
+    assert said == f"megalaunch: waiting for the first machine on {endpoint} (Connection refused)\n"
+
+
+def test_credentials_are_random_private_and_kept(tmp_path):
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    with pytest.raises(CredentialsError, match="--prepare-only"):
+        read_credentials(one)
+    keep_credentials(one)
+    keep_credentials(other)
+    kept = read_credentials(one)
+    assert len({kept.run_id, kept.secret, *vars(read_credentials(other)).values()}) == 4
+    assert one.stat().st_mode & 0o777 == 0o600
+    keep_credentials(one)
+    assert read_credentials(one) == kept
+    one.write_text('{"run_id": "guess", "secret": ""}')
+    with pytest.raises(CredentialsError, match="holds no credentials"):
+        read_credentials(one)
+
+
+def test_the_interface_of_an_address():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") is None
+    assert interface_of("::1") in ("lo", None)  # None without IPv6
