@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -105,4 +108,32 @@ def make_mesh(topology: Topology, device: torch.device, rank: int) -> Mesh:
         inner, outer = t.cp_hierarchy
         names = ("samples", "cp_outer", "cp_inner", "tp")
         levels = init_device_mesh(device.type, (t.pp * t.dp, outer, inner, t.tp), mesh_dim_names=names)
+    for mesh in (grid, samples, levels):
+        for group in [] if mesh is None else mesh.get_all_groups():
+            keep_timeout(group)
     return Mesh(device, topology, rank, grid, samples, levels)
+
+
+def world_timeout() -> datetime.timedelta | None:
+    """How long a collective of all ranks waits: `launcher.timeout`, see `join`. None for a backend without a limit."""
+    limits = [backend.options._timeout for backend in _backends(_world())]
+    return max(limits, default=None)
+
+
+def keep_timeout(group: ProcessGroup) -> None:
+    """Have a group wait as long as the world does; torch's own is 30 minutes with gloo and 10 with NCCL."""
+    limit = world_timeout()
+    for backend in [] if limit is None else _backends(group):
+        backend._set_default_timeout(limit)
+
+
+def _world() -> ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "joined before"
+    return world
+
+
+def _backends(group: ProcessGroup) -> list[Any]:
+    """Those of a group that have a time-out; a simulated one has none."""
+    found = [group._get_backend(device) for device in group._device_types]
+    return [backend for backend in found if hasattr(getattr(backend, "options", None), "_timeout")]

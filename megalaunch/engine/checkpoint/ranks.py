@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.mesh import world_timeout
 from megalaunch.engine.witness import BESIDE
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ def coordination_group() -> dist.ProcessGroup | None:
 def _gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     if dist.get_backend(world) == "gloo":
         return world
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=world_timeout())
     assert isinstance(group, dist.ProcessGroup)
     return group
 
