@@ -34,7 +34,7 @@ TRAIN=(
 )
 EXTRA=()
 if [[ "$DTYPE" == "fp8" ]]; then
-    EXTRA+=("--fp8-format hybrid" "--fp8-amax-history-len 1024" "--fp8-param-gather")
+    EXTRA+=("--fp8-format hybrid" "--fp8-amax-history-len 1024" "--fp8-amax-compute-algo max" "--fp8-param-gather")
 else
     EXTRA+=(--never)
 fi

@@ -47,11 +47,16 @@ DROPPED: dict[str, str] = {
         fully-parallel-* no-strict-fsdp-dtensor-load verify-integrity no-save-tokenizer-assets
     """,
     "a checkpoint is always whole": "no-save-optim no-save-rng",
+    "nothing is sent to a tracker; loss, gradient norm, rate and speed of each step are in the run's metrics.jsonl": """
+        tensorboard-* wandb-* one-logger-* no-one-logger enable-one-logger otel-* app-tag-*
+        log-timers-to-tensorboard log-validation-ppl-to-tensorboard log-memory-to-tensorboard
+        log-world-size-to-tensorboard log-learning-rate-to-tensorboard log-loss-scale-to-tensorboard
+        no-log-learnig-rate-to-tensorboard no-log-loss-scale-to-tensorboard
+    """,
     "megalaunch writes its own metrics (metrics.jsonl, events.jsonl)": """
-        tensorboard-* wandb-* log-* no-log-* disable-log-* one-logger-* no-one-logger otel-* app-tag-*
-        timing-log-* logging-level
+        log-* no-log-* disable-log-* timing-log-* logging-level
         barrier-with-* no-barrier-* moe-per-layer-logging moe-routing-trace-* config-logger-dir metadata-path
-        straggler-* disable-straggler-* enable-one-logger run-workload-inspector-server
+        straggler-* disable-straggler-* run-workload-inspector-server
     """,
     "profiling is asked for by other means here": """
         profile profile-* use-pytorch-profiler pytorch-profiler-* record-* memory-snapshot-path nvtx-ranges
@@ -113,7 +118,7 @@ DROPPED: dict[str, str] = {
         cuda-graph-* enable-cuda-graph external-cuda-graph optimizer-cuda-graph no-cuda-graph-*
     """,
     "about the saved form of 8-bit scales": """
-        fp8-margin fp8-interval fp8-amax-compute-algo tp-only-amax-red no-fp8-wgrad
+        fp8-margin fp8-interval tp-only-amax-red no-fp8-wgrad
     """,
     "experimental features are named one by one": "enable-experimental deterministic-mode test-mode",
     "the weight decay is decoupled, as in AdamW": "decoupled-weight-decay",

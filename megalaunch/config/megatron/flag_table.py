@@ -148,6 +148,7 @@ JOINT: dict[str, tuple[int, str]] = {
     "expert-tensor-parallel-size": (1, "parallel.etp"),
     "num-layers-per-virtual-pipeline-stage": (1, "parallel.vpp"),
     "num-virtual-stages-per-pipeline-rank": (1, "parallel.vpp"),
+    "virtual-pipeline-model-parallel-size": (1, "parallel.vpp"),  # the same in older scripts
     "no-overlap-p2p-communication": (0, "parallel.overlap_pipeline"),
     "cpu-offloading": (0, "recompute.offload_layers"),
     "cp-comm-type": (MANY, "parallel.cp_exchange"),
@@ -163,6 +164,7 @@ JOINT: dict[str, tuple[int, str]] = {
     "fp8-hybrid": (0, "precision.compute precision.fp8.format"),
     "fp8-recipe": (1, "precision.fp8.recipe"),
     "fp8-amax-history-len": (1, "precision.fp8.amax_history"),
+    "fp8-amax-compute-algo": (1, "precision.fp8.amax_history"),
     "fp8-param-gather": (0, "precision.fp8.param_gather"),
     "first-last-layers-bf16": (0, "precision.fp8.first_layers_bf16 precision.fp8.last_layers_bf16"),
     "num-layers-at-start-in-bf16": (1, "precision.fp8.first_layers_bf16"),

@@ -188,7 +188,7 @@ def report_text(imported: Imported) -> str:
         "lost": "not carried over: the run differs without it",
         "open": "not known before the script runs (give it with --set NAME=VALUE, or in the recipe)",
         "unknown": "not known to megalaunch",
-        "dropped": "dropped: nothing is lost",
+        "dropped": "dropped: what the run learns is the same without it",
     }
     blocks = []
     for fate, title in titles.items():

@@ -1,7 +1,7 @@
 """Follows a bash script far enough to know the arguments of the command it would launch; runs nothing.
 
-Assignments, arrays and tests of known values are followed; loops, sourced files and unknown tests are left out, with
-a note.
+Assignments, arrays and tests of known values are followed; a loop around a launch is followed once; other loops,
+sourced files and unknown tests are left out. A note says so.
 """
 
 from __future__ import annotations
@@ -121,16 +121,34 @@ class _Reader:
             branch.runs, branch.done, branch.unknown_line = not branch.done, True, 0
 
     def _skip_loop(self, opening: str, closing: str) -> None:
-        line, depth, sets = self.tokens[self.at].line, 0, False
-        while self.at < len(self.tokens):
-            token = self.tokens[self.at]
-            depth += (token.plain in _LOOPS) - (token.plain in ("done", "esac"))
-            sets = sets or token.items is not None or _assigned(token) is not None
-            self.at += 1
-            if depth == 0:
-                break
-        if sets and self.active:
+        """Leave a loop or a case out; a loop that holds a command with flags is followed once instead."""
+        line, end = self.tokens[self.at].line, self._end_of_loop()
+        inside = self.tokens[self.at : end]
+        variable = inside[1].plain if opening in ("for", "select") and len(inside) > 1 else None
+        if self.active and opening != "case" and _has_flags(inside):
+            self.script.notes.append(
+                f"line {line}: the {opening} ... {closing} is read as one pass"
+                + (f"; what {variable} is in it stays open (--set {variable}=VALUE)" if variable else "")
+            )
+            if variable and variable not in self.given:
+                self.script.variables.unset(variable)
+            self.at += next((index for index, token in enumerate(inside) if token.plain == "do"), 0) + 1
+            return
+        sets = any(token.items is not None or _assigned(token) is not None for token in inside)
+        used = variable is not None and _uses(self.tokens[end:], variable)
+        if self.active and (sets or used or _has_flags(inside)):
             self.script.notes.append(f"line {line}: what the {opening} ... {closing} sets is left out")
+        self.at = end
+
+    def _end_of_loop(self) -> int:
+        """The place behind the `done` or `esac` of the loop that begins here."""
+        depth = 0
+        for index in range(self.at, len(self.tokens)):
+            token = self.tokens[index]
+            depth += (token.plain in _LOOPS) - (token.plain in ("done", "esac"))
+            if depth == 0:
+                return index + 1
+        return len(self.tokens)
 
     def _simple(self) -> None:
         """One simple command, up to an operator."""
@@ -260,6 +278,24 @@ class _Reader:
         """A variable that the script never sets is empty here, as it is in a fresh shell."""
         text = self.script.variables.text(word.parts or ())
         return re.sub(r"\$\{\w+\}", "", text)
+
+
+def _has_flags(tokens: Sequence[Token]) -> bool:
+    """True when a word is a long flag, and no pattern of a case (`--help)`)."""
+    followed = zip(tokens, [*tokens[1:], Token(0, "\n")], strict=True)
+    return any(
+        token.plain is not None
+        and token.plain.startswith("--")
+        and len(token.plain) > 2
+        and after.text not in (")", "|")
+        for token, after in followed
+    )
+
+
+def _uses(tokens: Sequence[Token], variable: str) -> bool:
+    """True when a later word takes the variable's value."""
+    parts = (part for token in tokens for words in (token.parts or (), *(token.items or ())) for part in words)
+    return any(part.kind == "name" and part.text == variable for part in parts)
 
 
 def _assigned(word: Token) -> re.Match[str] | None:

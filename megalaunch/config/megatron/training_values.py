@@ -55,7 +55,8 @@ def _layout(given: Arguments, values: Values) -> None:
 
 
 def _virtual_stages(given: Arguments, values: Values, pp: int) -> None:
-    vpp = given.integer("num-virtual-stages-per-pipeline-rank")
+    older = given.integer("virtual-pipeline-model-parallel-size")
+    vpp = given.integer("num-virtual-stages-per-pipeline-rank", older)
     layers, by_stage = given.integer("num-layers"), given.integer("num-layers-per-virtual-pipeline-stage")
     if vpp is None and by_stage and layers:
         layers += given.has("account-for-embedding-in-pipeline-split") + given.has("account-for-loss-in-pipeline-split")
@@ -88,7 +89,7 @@ def _precision(given: Arguments, values: Values) -> None:
         values["precision.fp8.recipe"] = given.word("fp8-recipe") or "delayed"
         values["precision.fp8.param_gather"] = given.has("fp8-param-gather")
         if values["precision.fp8.recipe"] == "delayed":
-            values["precision.fp8.amax_history"] = given.integer("fp8-amax-history-len", 1)
+            values["precision.fp8.amax_history"] = _amax_history(given)
         if given.has("first-last-layers-bf16"):
             values["precision.fp8.first_layers_bf16"] = given.integer("num-layers-at-start-in-bf16", 1)
             values["precision.fp8.last_layers_bf16"] = given.integer("num-layers-at-end-in-bf16", 1)
@@ -109,6 +110,14 @@ def _precision(given: Arguments, values: Values) -> None:
             given.lose(flag, "both moments are fp32 or both bf16 here")
     if given.has("fp32-residual-connection"):
         values["precision.residual"] = "fp32"
+
+
+def _amax_history(given: Arguments) -> int | None:
+    """Steps that the delayed scale looks back: Megatron takes the newest value, unless told to take the max."""
+    if given.word("fp8-amax-compute-algo") == "max":
+        return given.integer("fp8-amax-history-len", 1)
+    given.drop("fp8-amax-history-len", "Megatron scales by the newest value, whatever is kept, but with algo max")
+    return 1
 
 
 def _recompute(given: Arguments, values: Values) -> None:

@@ -124,6 +124,10 @@ def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
         ("", "precision.compute", "fp32"),
         ("", "parallel.data_sharding", "no_shard"),
         ("--swiglu", "model.ffn_hidden_size", 128),
+        ("--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2", "parallel.vpp", 2),
+        ("--fp8-format hybrid --fp8-amax-compute-algo max --fp8-amax-history-len 16", "precision.fp8.amax_history", 16),
+        ("--fp8-format hybrid --fp8-amax-history-len 16", "precision.fp8.amax_history", 1),  # Megatron's most_recent
+        ("--fp8-format hybrid --fp8-amax-compute-algo most_recent", "precision.fp8.amax_history", 1),
         ("--squared-relu", "model.activation", "squared_relu"),
         ("--quick-geglu --glu-linear-offset 1.0", "model.activation", "quick_geglu"),
         ("--disable-bias-linear --add-qkv-bias", "model.qkv_bias", True),
@@ -206,7 +210,11 @@ def test_all_of_it_composes(tmp_path):
     [
         ("--use-flash-attn", "--use-flash-attn", "dropped", "Megatron itself ignores it"),
         ("--rampup-batch-size 16 16 100", "--rampup-batch-size", "dropped", "ignores"),
-        ("--tensorboard-dir /x", "--tensorboard-dir", "dropped", "metrics.jsonl"),
+        ("--tensorboard-dir /x", "--tensorboard-dir", "dropped", "nothing is sent to a tracker"),
+        ("--wandb-project x", "--wandb-project", "dropped", "in the run's metrics.jsonl"),
+        ("--log-validation-ppl-to-tensorboard", "--log-validation-ppl-to-tensorboard", "dropped", "to a tracker"),
+        ("--log-throughput", "--log-throughput", "dropped", "its own metrics"),
+        ("--fp8-format hybrid --fp8-amax-history-len 16", "--fp8-amax-history-len", "dropped", "the newest value"),
         ("--moe-router-topk 2", "--moe-router-topk", "dropped", "without --num-experts"),
         ("--num-query-groups 2", "--num-query-groups", "dropped", "only with --group-query-attention"),
         ("--sequence-parallel", "--sequence-parallel", "dropped", "where tp is 1"),
@@ -240,10 +248,42 @@ def test_what_becomes_of_flags_that_set_nothing(flags, flag, fate, text):
     assert text in found[1]
 
 
+LAUNCH = "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64"
+
+
+@pytest.mark.parametrize(
+    ("script", "note"),
+    [
+        (f"for lr in 1e-4 3e-4; do {LAUNCH} --lr $lr; done", "read as one pass; what lr is in it stays open"),
+        (f"for i in 1 2\ndo\n  for lr in 1 2; do {LAUNCH} --lr $lr; done\ndone", "read as one pass; what lr is"),
+        (f"while true; do {LAUNCH}; done", "line 1: the while ... done is read as one pass"),
+        (f"for i in 1 2; do read x; done; {LAUNCH} --lr $i", "line 1: what the for ... done sets is left out"),
+        (f"for i in 1 2; do N=$i; done; {LAUNCH}", "line 1: what the for ... done sets is left out"),
+        (f"case $1 in a) {LAUNCH} --seed 1;; esac\n{LAUNCH}", "line 1: what the case ... esac sets is left out"),
+    ],
+)
+def test_a_loop_gets_a_note_on_one_line_too(script, note):
+    imported = import_script(script, "imported", "x")
+    assert any(note in line for line in imported.notes), imported.notes
+    assert imported.values["model.num_layers"] == 2
+    assert fates(imported).get("--lr", ("open",))[0] == "open"
+
+
+def test_a_loop_that_says_nothing_of_the_run_gets_none():
+    assert not import_script(f"for d in logs plots; do mkdir -p $d; done; {LAUNCH}", "imported", "x").notes
+    parser = 'while [[ $# -gt 0 ]]; do case "$1" in --tp|-t) shift;; --help) exit;; esac; done\n'
+    assert not import_script(parser + LAUNCH, "imported", "x").notes
+
+
+def test_the_variable_of_a_loop_is_given_by_hand():
+    script = f"for lr in 1e-4 3e-4; do {LAUNCH} --lr $lr; done"
+    assert import_script(script, "imported", "x", {"lr": "3e-4"}).values["optimizer.lr"] == 3e-4
+
+
 def test_every_flag_given_is_told_once():
     imported = import_script(LLAMA3_8B, "imported", "x")
     names = [entry.flag for entry in imported.flags]
-    assert len(names) == len(set(names)) == 50
+    assert len(names) == len(set(names)) == 51
     assert "--never" not in names
     assert "--wandb-project" not in names
     assert all(entry.flag in report_text(imported) for entry in imported.flags)
