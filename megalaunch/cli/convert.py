@@ -34,6 +34,7 @@ def import_(
     Tensors are carried one at a time and keep their format. Everything that cannot be carried over exactly is listed,
     and then nothing is written.
     """
+    _require(folder, "a Hugging Face folder, with config.json and safetensors", "config.json")
     with _told():
         from megalaunch.engine import api
 
@@ -62,6 +63,8 @@ def export(
     if size is None or float(size[1]) == 0:
         fail(f"--max-shard-size {max_shard_size}: a number above 0 and KB, MB, GB or TB")
     assert size is not None
+    if not source.expanduser().is_dir():
+        fail(f"{source} is no directory; give a run directory or one of its checkpoints/step_<number>")
     with _told():
         from megalaunch.engine import api
 
@@ -98,6 +101,7 @@ def import_megatron(
             "of its own that runs none of it and refuses every name but those of tensors, plain containers and "
             "Megatron's records.\n  fix:  if you trust whoever made it, add --allow-pickle"
         )
+    _require(directory, "a torch_dist checkpoint, or its run")
     with _told():
         from megalaunch.config.megatron.saved_arguments import ArgumentsError, model_of_saved
         from megalaunch.engine import api
@@ -112,6 +116,17 @@ def import_megatron(
         typer.echo(f"read {directory}, iteration {source.iteration}")
         typer.echo(_proof(report))
         typer.echo(f"wrote {output}")
+
+
+def _require(folder: Path, kind: str, file: str = "") -> None:
+    """Refuse a folder that is not there before torch is imported, which takes seconds."""
+    from megalaunch.cli.exit import fail
+
+    where = folder.expanduser()
+    if not where.is_dir():
+        fail(f"{folder} is no directory: give {kind}", ExitCode.CHECKPOINT)
+    if file and not (where / file).is_file():
+        fail(f"{folder} has no {file}: give {kind}", ExitCode.CHECKPOINT)
 
 
 @contextmanager

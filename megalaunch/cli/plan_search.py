@@ -24,10 +24,11 @@ def show_search(
 ) -> None:
     """Search the layouts of a resolved spec and print the best; exit code 2 when none can run."""
     from megalaunch.cli.exit import fail
+    from megalaunch.cli.share_shown import share_shown
     from megalaunch.plan.search import SearchError, search
 
     try:
-        result = search(spec, devices)
+        result = search(spec, devices, share_shown("searching layouts", after=" "))
     except SearchError as error:
         fail(str(error))
     best = sound(result, origins, shown)

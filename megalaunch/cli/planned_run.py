@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -123,8 +124,11 @@ def command_lines(planned: PlannedRun) -> list[str]:
     return ["", "command", *shown_commands(node_commands(planned.spec, planned.directory.spec))]
 
 
-def with_data(planned: PlannedRun) -> RunSpec:
-    """The spec with the paths of its prepared data; refuses data that cannot be used, or that the run had not."""
+def with_data(planned: PlannedRun, say: Callable[[str], None] = typer.echo) -> RunSpec:
+    """The spec with the paths of its prepared data; refuses data that cannot be used, or that the run had not.
+
+    `say` shows a line of what is done.
+    """
     from megalaunch.cli.exit import fail, refuse
     from megalaunch.cli.render import findings_text
     from megalaunch.cli.token_findings import token_findings
@@ -134,7 +138,7 @@ def with_data(planned: PlannedRun) -> RunSpec:
     from megalaunch.plan.run_changes import refused_changes
 
     try:
-        with Patience(typer.echo) as patience:
+        with Patience(say) as patience:
             prepared = prepare(planned.spec.data, planned.spec.tokenizer, patience.say)
     except DataError as error:
         fail(str(error), ExitCode.DATA)
@@ -144,9 +148,9 @@ def with_data(planned: PlannedRun) -> RunSpec:
         refuse(findings_text(changes))
     validation = f", {prepared.validation_tokens:,} for validation" if prepared.validation_tokens else ""
     tokens = "made-up tokens" if spec.data.mock else f"{prepared.train_tokens:,} tokens"
-    typer.echo(f"data: {tokens}{validation}; vocabulary {prepared.vocab_size:,}")
+    say(f"data: {tokens}{validation}; vocabulary {prepared.vocab_size:,}")
     for finding in token_findings(spec):
-        typer.echo(f"{finding.severity}: {finding.message}")
+        say(f"{finding.severity}: {finding.message}")
     return spec
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,14 +20,21 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
-def list_recipes(as_json: AsJson = False) -> None:
+def list_recipes(
+    as_json: AsJson = False,
+    names: Annotated[bool, typer.Option("--names", help="Only the names, one a line.")] = False,
+) -> None:
     """Every recipe by name: its size, devices, layout and sequence, and the folders that were looked in."""
-    import json
+    from megalaunch.config.recipes import recipe_files, recipe_folders
+
+    if names:
+        found = list(recipe_files())
+        typer.echo(json.dumps(found) if as_json else "\n".join(found))
+        return
     from dataclasses import asdict
 
     from megalaunch.cli.recipe_rows import recipe_rows, rows_text
     from megalaunch.config.options import shown_path
-    from megalaunch.config.recipes import recipe_files, recipe_folders
     from megalaunch.platform.detect import detect_machine
 
     rows = recipe_rows(recipe_files(), detect_machine())
@@ -64,8 +72,6 @@ def show_recipe(
 @app.command("diff")
 def diff_recipes(left: Recipe, right: Recipe, as_json: AsJson = False) -> None:
     """What differs between the runs that two recipes come to, with every default and derived value."""
-    import json
-
     from megalaunch.cli.recipe_rows import differences_text, spec_differences
 
     found = spec_differences(_resolved(left), _resolved(right))

@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from megalaunch.launch.sweep.folder import Metric, Sampler
 
 
+_SPEED_ONLY = (
+    "parallel", "recompute", "precision", "platform", "cluster", "launcher", "measure", "checkpoint",
+    "batch.micro_batch_size", "train.compile", "train.loss_chunks",
+)  # fmt: skip
+"""Groups and keys that change how fast a run learns, not what: a sweep over others is ranked by the loss."""
+
+
 def sweep(
     words: Annotated[list[str] | None, typer.Argument(help="Words of train; some name several values.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which points would run, and why not.")] = False,
@@ -20,8 +27,12 @@ def sweep(
         str | None, typer.Option(metavar="grid|random|tpe", help="Which points; tpe learns from earlier ones.")
     ] = None,
     metric: Annotated[
-        str, typer.Option(metavar="tokens_per_second|validation_loss", help="What the trials are ranked by.")
-    ] = "tokens_per_second",
+        str | None,
+        typer.Option(
+            metavar="tokens_per_second|validation_loss|loss",
+            help="What the trials are ranked by (default: the speed where only layouts are swept, else validation).",
+        ),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The folder below sweeps/ (default: the recipe's name).")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random and tpe samplers.")] = 1234,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Launch failed trials again.")] = False,
@@ -43,7 +54,13 @@ def sweep(
     except ConfigError as error:
         refuse(problems_text(error.problems))
     request = Request(
-        swept, _folder_name(swept, name), _sampler(sampler, swept, trials), _metric(metric), trials, seed, retry_failed
+        swept,
+        _folder_name(swept, name),
+        _sampler(sampler, swept, trials),
+        _metric(metric, swept),
+        trials,
+        seed,
+        retry_failed,
     )
     if dry_run:
         from megalaunch.cli.sweep_shown import dry_run_json, dry_run_text
@@ -60,14 +77,17 @@ def sweep(
     raise typer.Exit(int(run_sweep(plan_sweep(request, starts=True), as_json)))
 
 
-def _metric(word: str) -> Metric:
+def _metric(word: str | None, swept: SweepWords) -> Metric:
     from megalaunch.cli.exit import fail
 
     match word:
-        case "tokens_per_second" | "validation_loss":
+        case None:
+            layouts_only = all(key.partition(".")[0] in _SPEED_ONLY or key in _SPEED_ONLY for key in swept.axes)
+            return "tokens_per_second" if layouts_only else "validation_loss"
+        case "tokens_per_second" | "validation_loss" | "loss":
             return word
         case _:
-            fail(f"there is no metric {word!r}\nfix:  --metric tokens_per_second or --metric validation_loss")
+            fail(f"there is no metric {word!r}\nfix:  --metric tokens_per_second, validation_loss or loss")
 
 
 def _sampler(word: str | None, swept: SweepWords, trials: int | None) -> Sampler:

@@ -196,7 +196,7 @@ class _Runs:
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
-                return replace(planned, spec=with_data(planned))
+                return replace(planned, spec=with_data(planned, self._board.say))
         except typer.Exit as end:
             reason = (said.getvalue().strip().splitlines() or ["its data cannot be used"])[0]
             raise _NoStart(end.exit_code, reason.removeprefix("error: ")) from end

@@ -76,13 +76,15 @@ class Composer:
 
     def __init__(self) -> None:
         self._chains: dict[str, list[Recipe]] = {}
-        self._options: dict[str | None, dict[tuple[str, str], FileValues]] = {}  # by recipe: files may lie beside it
+        # By the recipe that is given by path, since options may lie beside it; None: all recipes that have a name.
+        self._options: dict[str | None, dict[tuple[str, str], FileValues]] = {}
 
     def compose(self, words: Sequence[str]) -> Composition:
         """As the function of that name."""
         problems: list[SpecProblem] = []
         chosen = split_words(words, problems)
-        known = self._options.setdefault(chosen.choices.get("recipe"), {})
+        recipe = chosen.choices.get("recipe")
+        known = self._options.setdefault(recipe if recipe is not None and is_path(recipe) else None, {})
         sources = _Sources(chosen, dict(known))
         _read_files(sources, self._chains, problems)
         incomplete = bool(problems)

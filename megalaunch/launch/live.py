@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 
 from rich.console import Console, Group
@@ -20,6 +19,11 @@ from megalaunch.launch.words import bytes_of_memory, count_of, duration, flops_o
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 48
+_FRAME = 4  # the panel's border and padding
+_GAP = 3  # columns between two figures
+KEPT_FREE = 3
+"""Columns at the right that nothing is drawn in: a terminal writes `^C` behind the cursor, and a line that wraps
+would move the drawing down, so that its first line stayed behind."""
 
 
 class LiveDisplay:
@@ -27,7 +31,6 @@ class LiveDisplay:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
-        self._began = time.monotonic()
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._live.start()
         self._console.show_cursor(True)  # a killed launcher must not leave a terminal without one
@@ -44,7 +47,7 @@ class LiveDisplay:
         for record in view.fresh_metrics:
             if "loss" not in record:
                 self.say(validation_line(record))
-        self._live.update(panel(view, time.monotonic() - self._began), refresh=True)
+        self._live.update(panel(view, self._console.width - KEPT_FREE), refresh=True)
 
     def close(self) -> None:
         """Take the panel away."""
@@ -52,20 +55,27 @@ class LiveDisplay:
             self._live.stop()
 
 
-def panel(view: RunView, elapsed: float) -> Panel:
-    """The whole picture of a run."""
-    doing = "training" if view.stepping else view.phase
+def panel(view: RunView, width: int) -> Panel:
+    """The whole picture of a run, so many columns wide."""
+    doing = doing_now(view)
     bar = Table.grid(padding=(0, 1), expand=True)
     bar.add_column(ratio=1)
     bar.add_column(justify="right", no_wrap=True)
     bar.add_row(ProgressBar(total=max(1, view.last_step), completed=view.step), _position(view))
-    rows: list[Table | Text] = [bar, _figures(view)]
+    rows: list[Table | Text] = [bar, _figures(view, width - _FRAME)]
     if view.files:
         rows.append(Text(view.files))
     if len(view.losses) > 1:
-        rows.append(Text(f"loss {sparkline(view.losses)}", style="dim"))
-    title = f"{view.spec.run.name} · {doing} · {duration(elapsed)}"
-    return Panel(Group(*rows), title=title, subtitle=str(view.directory.root), border_style="cyan")
+        sparks = sparkline(view.losses, min(_SPARK_WIDTH, max(8, width - _FRAME - len("loss "))))
+        rows.append(Text(f"loss {sparks}", style="dim"))
+    title = f"{view.spec.run.name} · {doing} · {duration(view.elapsed)}"
+    return Panel(Group(*rows), title=title, subtitle=str(view.directory.root), border_style="cyan", width=width)
+
+
+def doing_now(view: RunView) -> str:
+    """What a run is at: `training`, `stopping` after a stop request, or the phase it is in."""
+    doing = "training" if view.stepping else view.phase
+    return "stopping" if view.ending and view.stepping else doing
 
 
 def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
@@ -85,7 +95,7 @@ def _position(view: RunView) -> Text:
     return Text(f"step {view.step}/{view.last_step}  {share:.0%}{left}")
 
 
-def _figures(view: RunView) -> Table:
+def _figures(view: RunView, width: int) -> Table:
     latest = view.latest
     cells = [
         ("loss", loss_of(number(latest, "loss"))),
@@ -99,10 +109,17 @@ def _figures(view: RunView) -> Table:
     ]
     if view.scale.peak_flops:
         cells.append(("MFU", f"{view.utilization:.1%}" if view.utilization else "-"))
-    table = Table.grid(padding=(0, 3))
-    for _ in range(4):
-        table.add_column(no_wrap=True)
     shown = [Text.assemble((f"{name} ", "dim"), (value.replace("nan", "-"), "bold")) for name, value in cells]
-    for index in range(0, len(shown), 4):
-        table.add_row(*shown[index : index + 4])
+    columns = next((count for count in (4, 3, 2) if _width(shown, count) <= width), 1)
+    table = Table.grid(padding=(0, _GAP))
+    for _ in range(columns):
+        table.add_column(no_wrap=True)
+    for index in range(0, len(shown), columns):
+        table.add_row(*shown[index : index + columns])
     return table
+
+
+def _width(shown: Sequence[Text], columns: int) -> int:
+    """Columns of a terminal that so many figures side by side take."""
+    widest = [max((text.cell_len for text in shown[column::columns]), default=0) for column in range(columns)]
+    return sum(widest) + _GAP * (columns - 1)

@@ -29,7 +29,7 @@ class PlainDisplay:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
-        self._spoke = self._began = time.monotonic()
+        self._spoke = time.monotonic()
         self._gone = self._steps_seen = False
 
     def say(self, line: str) -> None:
@@ -70,7 +70,7 @@ class PlainDisplay:
         now = time.monotonic()
         if now - self._spoke >= (TRAINING_SILENCE if view.stepping else STARTING_SILENCE):
             doing = "training" if view.stepping else view.files or view.phase
-            self.say(f"still {doing} (step {view.step}, {duration(now - self._began)} since the launch)")
+            self.say(f"still {doing} (step {view.step}, {duration(view.elapsed)} since the launch)")
 
     def close(self) -> None:
         """Nothing to put back."""

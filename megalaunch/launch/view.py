@@ -39,6 +39,7 @@ def scale_of(spec: RunSpec) -> Scale:
 class RunView:
     """Refreshed by `refresh`; `fresh_*` hold what came since the last refresh, `stepping` is true while steps come in.
 
+    `ending` is true from a stop request on; launcher and workers both record it, and only the first is fresh.
     What the files hold at the beginning is history: it is in the figures, but not fresh. `attach` takes the phase
     from it too, for a launch that goes on elsewhere.
     """
@@ -48,16 +49,20 @@ class RunView:
         self._metrics = LineFollower(directory.metrics)
         self._events = LineFollower(directory.events)
         self._pace_from: tuple[float, int] | None = None
+        self._pace_to: tuple[float, int] | None = None
+        self._created = time.time()
+        self._launched_at: float | None = None
         self._clear()
         self._known = (0, 0)
-        self.phase, self.stepping = "starting", False
+        self.phase, self.stepping, self.ending = "starting", False, False
         self._files: Record | None = None  # the newest word about long work on files
         self.refresh()
         self.fresh_metrics: list[Record] = []
         self.fresh_events: list[Record] = []
         self._pace_from = None  # history came all at once
         if not attach:
-            self.phase, self.stepping, self._files = "starting", False, None
+            self.phase, self.stepping, self.ending, self._files = "starting", False, False, None
+            self._launched_at = None
 
     def _clear(self) -> None:
         self.latest: Record | None = None
@@ -81,15 +86,25 @@ class RunView:
             for record in records
             if number(record, "step") > (known_step if _is_step(record) else known_validation)
         ]
-        self.fresh_events, _ = self._events.read_new()
+        events, _ = self._events.read_new()
+        self.fresh_events = [event for event in events if not self._is_known_stop(event)]
         for event in self.fresh_events:
             if event.get("event") in ("progress", *_ENDS_WORK):
                 self._files = event if event["event"] == "progress" else None
             if event.get("event") in ("phase", "restart"):
                 self.phase, self.stepping = str(event.get("phase", "starting again")), False
         if any(_is_step(record) for record in self.fresh_metrics):
-            self._pace_from = self._pace_from or (time.monotonic(), self.step)
+            self._pace_to = (time.monotonic(), self.step)
+            self._pace_from = self._pace_from or self._pace_to
             self.stepping = True
+
+    def _is_known_stop(self, event: Record) -> bool:
+        if event.get("event") == "launch":
+            self._launched_at, self.ending = number(event, "time"), False
+        if event.get("event") != "stop_requested":
+            return False
+        known, self.ending = self.ending, True
+        return known
 
     def _take(self, record: Record) -> None:
         if _is_step(record):
@@ -111,6 +126,12 @@ class RunView:
         return min(train.steps, train.stop_at or train.steps)
 
     @property
+    def elapsed(self) -> float:
+        """Seconds since the launch, the same for whoever looks."""
+        since = self._created if self._launched_at is None else self._launched_at
+        return max(0.0, time.time() - since)
+
+    @property
     def files(self) -> str | None:
         """Long work on files that goes on: `saving step 20: 45% of 84.2 GB`."""
         if self._files is None:
@@ -121,12 +142,17 @@ class RunView:
 
     @property
     def seconds_left(self) -> float | None:
-        """Steps to go at the pace seen so far, validations and checkpoints included; None before the first step."""
-        if self._mean_step is None:
+        """Steps to go at the pace seen so far, validations and checkpoints included.
+
+        None before the first step, and once a stop is asked for: how long saving takes, no pace of steps tells.
+        """
+        if self._mean_step is None or self.ending:
             return None
         pace = self._mean_step
-        if self._pace_from is not None and self.step - self._pace_from[1] >= _PACE_STEPS:
-            pace = max(pace, (time.monotonic() - self._pace_from[0]) / (self.step - self._pace_from[1]))
+        if self._pace_from is not None and self._pace_to is not None:
+            (began, first), (ended, last) = self._pace_from, self._pace_to
+            if last - first >= _PACE_STEPS:
+                pace = max(pace, (ended - began) / (last - first))
         return pace * max(0, self.last_step - self.step)
 
     @property

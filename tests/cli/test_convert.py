@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,19 @@ def test_words_are_checked(folder, tmp_path):
     assert convert("export", folder, "--output", tmp_path / "x", "--dtype", "int4").exit_code == 2
     assert convert("export", folder, "--output", tmp_path / "x", "--max-shard-size", "0GB").exit_code == 2
     assert convert("import", folder, "--output", folder).exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["import", "nope", "--output", "x"], 4, "nope is no directory: give a Hugging Face folder"),
+        (["import", ".", "--output", "x"], 4, ". has no config.json: give a Hugging Face folder"),
+        (["export", "nope", "--output", "x"], 2, "nope is no directory; give a run directory"),
+        (["import-megatron", "nope", "--output", "x", "--allow-pickle"], 4, "nope is no directory: give a torch_dist"),
+    ],
+)
+def test_a_folder_that_is_not_there_is_refused_before_torch_is_imported(tmp_path, monkeypatch, arguments, code, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "megalaunch.engine.api", None)  # importing it raises ImportError
+    result = CliRunner().invoke(app, ["convert", *arguments])
+    assert (result.exit_code, said in result.stderr) == (code, True), result.output

@@ -1,12 +1,15 @@
 """`megalaunch recipes list|show|diff`."""
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from megalaunch.cli.recipe_rows import short
 from megalaunch.cli.recipes import app
+from megalaunch.config import options
+from megalaunch.config.yaml_file import load_yaml
 
 RUNNER = CliRunner()
 
@@ -39,6 +42,20 @@ def test_list_says_size_devices_and_layout(folder):
     assert lines["tiny"].startswith("tiny any 32 Seconds")  # its vocabulary is that of text not yet named
     assert all(line == line.rstrip() for line in result.stdout.splitlines())
     assert "from: " in result.stderr
+
+
+def test_names_alone_need_no_composition(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megalaunch.config.compose", None)  # importing it raises ImportError
+    names = run("list", "--names").stdout.split()
+    assert {"tiny", "llama3_8b"} <= set(names)
+    assert json.loads(run("list", "--names", "--json").stdout) == names
+
+
+def test_a_list_reads_each_option_file_once(folder, monkeypatch):
+    read = []
+    monkeypatch.setattr(options, "load_yaml", lambda path, shown: read.append(path) or load_yaml(path, shown))
+    assert run("list").exit_code == 0
+    assert len(read) == len(set(read)) > 50
 
 
 def test_list_as_json(folder):

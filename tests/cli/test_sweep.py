@@ -11,14 +11,17 @@ import sys
 import time
 
 import pytest
+import typer
 from launching import events_of, wait_until
 from training import MEGALAUNCH, make_corpus
 from typer.testing import CliRunner
 
+from megalaunch.cli import sweep_run
 from megalaunch.cli.app import app
 from megalaunch.config.compose import compose
 from megalaunch.config.spec_file import read_spec
 from megalaunch.launch.process import descendants, kill_all
+from megalaunch.launch.sweep.board import PlainBoard
 from megalaunch.launch.sweep.folder import SweepFolder
 from megalaunch.rundir.outcome import read_outcome
 
@@ -61,6 +64,33 @@ def test_a_dry_run_says_what_runs_and_why_the_rest_does_not(folder):
     assert sorted(path.name for path in folder.iterdir()) == ["corpus"]
 
 
+@pytest.mark.parametrize(
+    ("words", "metric"),
+    [
+        (["optimizer.lr=1e-3,2e-3"], "validation_loss"),
+        (["optimizer.lr=1e-3,2e-3", "batch.micro_batch_size=1,2"], "validation_loss"),
+        (["recompute=none,full", "batch.micro_batch_size=1,2"], "tokens_per_second"),
+        (["optimizer.lr=1e-3,2e-3", "--metric", "tokens_per_second"], "tokens_per_second"),
+    ],
+)
+def test_speed_ranks_layouts_and_the_loss_what_is_learned(folder, words, metric):
+    assert f"ranked by {metric}" in invoke("--dry-run", *sweep_words(folder), *words).stdout
+
+
+def test_what_is_said_of_a_trials_data_goes_through_the_board(folder, monkeypatch):
+    """Printed beside a table that is drawn in place, it would leave a drawing behind."""
+    heard = []
+
+    def with_data(planned, say):
+        heard.append(say)
+        raise typer.Exit(3)
+
+    monkeypatch.setattr(sweep_run, "with_data", with_data)
+    invoke(*sweep_words(folder, "optimizer.lr=1e-3,2e-3"))
+    assert len(heard) == 2
+    assert all(isinstance(say.__self__, PlainBoard) for say in heard)
+
+
 def test_what_is_wrong_at_every_point_is_said_once(folder):
     """A plan without data yet: the points differ in whether they fit, and that is what their lines say."""
     result = invoke("--dry-run", "recipe=llama3_8b", "batch.micro_batch_size=1,16", "optimizer.lr=1e-4,2e-4")
@@ -96,7 +126,7 @@ def test_a_dry_run_of_64_points_is_quick(folder):
     ("words", "said"),
     [
         (["recipe=tiny"], "no word names several values"),
-        (["recipe=tiny", "optimizer.lr=1,2", "--metric", "joy"], "--metric validation_loss"),
+        (["recipe=tiny", "optimizer.lr=1,2", "--metric", "joy"], "--metric tokens_per_second, validation_loss or loss"),
         (["recipe=tiny", "optimizer.lr=1,2", "--sampler", "best"], "--sampler grid"),
         (["recipe=tiny", "optimizer.lr=1,2", "--sampler", "tpe"], "--trials N"),
         (["recipe=tiny", "optimizer.lr=interval(1,2)", "--sampler", "grid"], "--sampler random"),

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from megalaunch.launch.directory import create_folders
 from megalaunch.launch.follow import LineFollower
-from megalaunch.launch.live import LiveDisplay, panel, sparkline
+from megalaunch.launch.live import KEPT_FREE, LiveDisplay, doing_now, panel, sparkline
 from megalaunch.launch.plain import PlainDisplay
 from megalaunch.launch.plot import plot_run, smoothed
 from megalaunch.launch.summary import run_summary
@@ -134,8 +134,9 @@ def test_silence_is_broken_while_nothing_steps(directory, monkeypatch):
     record_event(directory, "phase", phase="loading torch", elapsed_seconds=0.0)
     view.refresh()
     display.update(view)
-    now = time.monotonic()
+    now, wall = time.monotonic(), time.time()
     monkeypatch.setattr(time, "monotonic", lambda: now + 9.5)
+    monkeypatch.setattr(time, "time", lambda: wall + 10.5)
     view.refresh()
     display.update(view)
     assert stream.getvalue().splitlines()[1].startswith("still loading torch (step 0, 1")
@@ -167,7 +168,7 @@ def test_long_work_on_files_shows_how_far_it_is(directory, monkeypatch):
     view.refresh()
     display.update(view)
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(panel(view, 1.0))
+    console.print(panel(view, 97))
     assert "saving step 1: 25% of 12.0 GB" in console.export_text()
     later = time.monotonic() + 10
     monkeypatch.setattr(time, "monotonic", lambda: later)
@@ -191,14 +192,18 @@ def test_a_closed_pipe_does_not_end_the_run(directory):
     display.say("y")
 
 
-def test_the_panel_shows_everything(directory):
+def test_the_panel_shows_everything(directory, monkeypatch):
     view = RunView(spec(run__name="quick"), directory, SCALE)
     for number in range(1, 11):
         append_line(directory.metrics, step(number))
     append_line(directory.metrics, {"step": 10, "validation_loss": 4.25})
     view.refresh()
+    record_event(directory, "launch")
+    view.refresh()
+    launched = time.time()
+    monkeypatch.setattr(time, "time", lambda: launched + 65)
     console = Console(width=100, file=io.StringIO(), force_terminal=False)
-    console.print(panel(view, 65))
+    console.print(panel(view, 97))
     text = console.file.getvalue()
     for part in (
         "quick · training · 1 min 05 s",
@@ -217,10 +222,78 @@ def test_the_panel_shows_everything(directory):
         assert part in text, part
 
 
+BIG = step(9, tokens=123456789012, tokens_per_second=12345678.0, memory_bytes=76.5 * 2**30, grad_norm=1234.5678)
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 100, 120])
+def test_no_figure_is_cut_at_any_width(directory, width):
+    view = RunView(spec(train__steps=1_200_000), directory, SCALE)
+    append_line(directory.metrics, BIG)
+    append_line(directory.metrics, {"step": 9, "validation_loss": 4.25})
+    view.refresh()
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    console.print(panel(view, width - KEPT_FREE))
+    lines = console.file.getvalue().splitlines()
+    assert {len(line) for line in lines} == {width - KEPT_FREE}  # a ^C behind the last one wraps no line
+    for figure in ("123,456,789,012", "12,345,678", "76.5 GiB", "1234.568", "4.2500", "MFU 40.0%", "step 9/1200000"):
+        assert any(figure in line for line in lines), figure
+
+
+def test_watch_and_train_show_the_same_clock(directory, monkeypatch):
+    train = RunView(spec(), directory, SCALE)
+    record_event(directory, "launch")
+    train.refresh()
+    later = time.time() + 100
+    monkeypatch.setattr(time, "time", lambda: later)
+    watch = RunView(spec(), directory, SCALE, attach=True)
+    assert watch.elapsed == train.elapsed
+    assert 99 < watch.elapsed < 110
+
+
+def test_a_stop_is_told_once_and_ends_the_estimate(directory):
+    view = RunView(spec(), directory, SCALE)
+    for number in range(1, 4):
+        append_line(directory.metrics, step(number))
+    record_event(directory, "launch")
+    view.refresh()
+    assert view.seconds_left
+    stream = io.StringIO()
+    display = PlainDisplay(stream)
+    for _ in range(2):  # the launcher's, and that of the worker that it asked
+        record_event(directory, "stop_requested", signal="SIGINT")
+        view.refresh()
+        display.update(view)
+    assert stream.getvalue().count("SIGINT received") == 1
+    assert view.seconds_left is None
+    assert doing_now(view) == "stopping"
+    assert RunView(spec(), directory, SCALE, attach=True).ending
+    record_event(directory, "phase", phase="saving")
+    view.refresh()
+    assert doing_now(view) == "saving"
+    again = RunView(spec(), directory, SCALE)  # the same command goes on
+    record_event(directory, "launch")
+    record_event(directory, "stop_requested", signal="SIGTERM")
+    again.refresh()
+    assert [event["event"] for event in again.fresh_events] == ["launch", "stop_requested"]
+
+
+def test_the_estimate_stands_still_while_no_step_comes(directory, monkeypatch):
+    view = RunView(spec(train__steps=1000), directory, SCALE)
+    clock = time.monotonic()
+    for number in range(1, 41):
+        monkeypatch.setattr(time, "monotonic", lambda now=clock + number: now)
+        append_line(directory.metrics, step(number))
+        view.refresh()
+    left = view.seconds_left
+    assert left == pytest.approx(960)  # a step a second, saves and validations among them
+    monkeypatch.setattr(time, "monotonic", lambda: clock + 500)
+    assert view.seconds_left == left
+
+
 def test_the_panel_before_the_first_step(directory):
     view = RunView(spec(), directory, Scale(10**12, 2, None))
     console = Console(width=100, file=io.StringIO())
-    console.print(panel(view, 1))
+    console.print(panel(view, 97))
     text = console.file.getvalue()
     assert "starting" in text
     assert "loss -" in text

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from megalaunch.launch.happening import sentence
 from megalaunch.launch.sweep.folder import Metric
 from megalaunch.launch.sweep.result import TrialResult, ranked, unranked_reason
 from megalaunch.launch.view import RunView, number
 from megalaunch.launch.words import count_of, duration, loss_of
+
+if TYPE_CHECKING:
+    from megalaunch.launch.sweep.trial_table import TrialRow
 
 _ROWS = 24
 _SILENCE = 20.0
@@ -130,20 +133,26 @@ class LiveBoard:
             self._live.stop()
 
     def _draw(self) -> None:
-        from rich.table import Table
+        from megalaunch.launch.live import KEPT_FREE
+        from megalaunch.launch.sweep.trial_table import trial_table
 
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for name in ("", "trial", "words", "state", "tokens/s", "loss", "validation", "time"):
-            table.add_column(name, justify="left" if name in ("", "words", "state") else "right", no_wrap=True)
-        best = {result.number for result in ranked(self._results, self._metric)[:1]}
-        for result in self._visible():
-            running = result.number == self._running
-            mark = "*" if result.number in best else ""
-            style = "bold" if running else "green" if mark else "red" if result.state == "failed" else ""
-            table.add_row(mark, str(result.number), label(result), *self._cells(result, running), style=style)
+        visible = self._visible()
+        table = trial_table([self._row(result) for result in visible], self._live.console.width - KEPT_FREE)
         if (hidden := len(self._results) - self._rows) > 0:
             table.caption = f"{hidden} more trials"
         self._live.update(table, refresh=True)
+
+    def _row(self, result: TrialResult) -> TrialRow:
+        from megalaunch.launch.sweep.trial_table import TrialRow
+
+        running = result.number == self._running
+        best = [other.number for other in ranked(self._results, self._metric)[:1]]
+        mark = "*" if result.number in best else ""
+        style = "bold" if running else "green" if mark else "red" if result.state == "failed" else ""
+        state, rate, spread, *others = self._cells(result, running)
+        cells = {"mark": mark, "trial": str(result.number), "values": short_label(result), "state": state}
+        cells |= {"rate": rate, "spread": spread}
+        return TrialRow(cells | dict(zip(("loss", "validation", "time"), others, strict=True)), style)
 
     @property
     def _rows(self) -> int:
@@ -160,20 +169,32 @@ class LiveBoard:
         return [result for result in self._results if result.number in kept]
 
     def _cells(self, result: TrialResult, running: bool) -> list[str]:
+        """State, tokens/s, its middle half, loss, validation loss, time."""
         if not running:
-            return [result.state, *_figure_cells(result)]
+            rate, *others = _figure_cells(result)
+            rate, _, spread = rate.partition(" ")
+            return [result.state, rate, spread.strip("()"), *others]
         view = self._view
         if view is None or view.latest is None:
-            return [view.phase if view else "starting", "", "", "", ""]
+            return [view.phase if view else "starting", "", "", "", "", ""]
+        state = f"step {view.step}/{view.last_step}" if view.stepping else view.phase
+        state = "stopping" if view.ending and view.stepping else state
         shown = (number(view.latest, "tokens_per_second"), number(view.latest, "loss"))
         validation = loss_of(number(view.validation, "validation_loss")) if view.validation else ""
         left = "" if view.seconds_left is None else f"{duration(view.seconds_left)} left"
-        return [f"step {view.step}/{view.last_step}", count_of(shown[0]), loss_of(shown[1]), validation, left]
+        return [state, count_of(shown[0]), "", loss_of(shown[1]), validation, left]
 
 
 def label(result: TrialResult) -> str:
     """The values that set a trial apart."""
     return " ".join(f"{key}={value}" for key, value in result.values.items())
+
+
+def short_label(result: TrialResult) -> str:
+    """The same with the last part of each key, where that tells the keys apart."""
+    names = {key: key.rpartition(".")[2] for key in result.values}
+    whole = len(set(names.values())) < len(names)
+    return " ".join(f"{key if whole else names[key]}={value}" for key, value in result.values.items())
 
 
 def figures(result: TrialResult) -> str:

@@ -13,7 +13,8 @@ from megalaunch.rundir.lines import append_line, read_lines
 from megalaunch.rundir.paths import RunDirectory
 
 Sampler = Literal["grid", "random", "tpe"]
-Metric = Literal["tokens_per_second", "validation_loss"]
+Metric = Literal["tokens_per_second", "validation_loss", "loss"]
+LOWER_IS_BETTER: tuple[Metric, ...] = ("validation_loss", "loss")
 _VERSION = 1
 
 

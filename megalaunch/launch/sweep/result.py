@@ -12,7 +12,7 @@ from statistics import median, quantiles
 from typing import Literal
 
 from megalaunch.config.axes import Values
-from megalaunch.launch.sweep.folder import Metric
+from megalaunch.launch.sweep.folder import LOWER_IS_BETTER, Metric
 from megalaunch.launch.view import number
 from megalaunch.rundir.lines import Record, read_lines
 from megalaunch.rundir.outcome import ExitCode, read_outcome
@@ -20,6 +20,7 @@ from megalaunch.rundir.paths import RunDirectory
 
 State = Literal["waiting", "unfinished", "done", "failed"]
 WARM_UP_STEPS = 2  # at least; a tenth of the steps in a longer run
+_NOT_VALIDATED = "no validation loss was measured; the same command with --metric loss ranks by the training loss"
 _RESUMABLE = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
 
@@ -52,7 +53,8 @@ class TrialResult:
         """The metric of a trial that is done; None for any other, and for what is no number."""
         if self.state != "done":
             return None
-        value = self.validation_loss if metric == "validation_loss" else self.speed.median if self.speed else None
+        speed = self.speed.median if self.speed else None
+        value = {"validation_loss": self.validation_loss, "loss": self.loss, "tokens_per_second": speed}[metric]
         return value if value is not None and math.isfinite(value) else None
 
 
@@ -98,7 +100,7 @@ def _last_validation(directory: RunDirectory) -> float | None:
 def ranked(results: Sequence[TrialResult], metric: Metric) -> list[TrialResult]:
     """Those that rank, the best first; equal ones in the order of their numbers."""
     scored = [(score, result) for result in results if (score := result.score(metric)) is not None]
-    sign = 1 if metric == "validation_loss" else -1
+    sign = 1 if metric in LOWER_IS_BETTER else -1
     return [result for _, result in sorted(scored, key=lambda pair: (sign * pair[0], pair[1].number))]
 
 
@@ -109,5 +111,7 @@ def unranked_reason(result: TrialResult, metric: Metric) -> str:
     if result.state != "done":
         return result.reason or result.state
     if metric == "validation_loss":
-        return "no validation loss was measured" if result.validation_loss is None else "validation loss not finite"
+        return _NOT_VALIDATED if result.validation_loss is None else "validation loss not finite"
+    if metric == "loss":
+        return "the last training loss is not finite"
     return f"{result.steps} steps are too few for a speed; {WARM_UP_STEPS + 2} are needed"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megalaunch.config.axes import Values
-from megalaunch.launch.sweep.folder import Metric, SweepFolder
+from megalaunch.launch.sweep.folder import LOWER_IS_BETTER, Metric, SweepFolder
 from megalaunch.launch.sweep.result import TrialResult, ranked, unranked_reason
 from megalaunch.rundir.atomic_file import atomic_file, write_file_atomically
 
@@ -101,10 +101,11 @@ def draw_results(folder: SweepFolder, results: Sequence[TrialResult], metric: Me
     labels = [" ".join(f"{key.rpartition('.')[2]}={value}" for key, value in r.values.items()) for r in order]
     axes.set_yticks(range(len(order)), [f"{r.number}: {text}" for r, text in zip(order, labels, strict=True)])
     axes.invert_yaxis()
-    if metric == "validation_loss":
+    if metric in LOWER_IS_BETTER:
         margin = max(scores) - min(scores) or 0.1
         axes.set_xlim(min(scores) - margin, max(scores) + 0.2 * margin)
     names = {"tokens_per_second": "tokens/s, median of steady steps and middle half", "validation_loss": "loss (nats)"}
+    names["loss"] = "last training loss (nats)"
     axes.set(xlabel=names[metric], title=f"{folder.root.name}: {metric.replace('_', ' ')}")
     axes.grid(axis="x", alpha=0.3)
     with atomic_file(folder.picture) as file:

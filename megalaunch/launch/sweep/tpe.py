@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from megalaunch.config.axes import Interval, Values
-from megalaunch.launch.sweep.folder import Metric
+from megalaunch.launch.sweep.folder import LOWER_IS_BETTER, Metric
 from megalaunch.launch.sweep.sampling import Axes
 
 
@@ -21,7 +21,7 @@ class TreeSampler:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._optuna: Any = optuna
         self._axes = axes
-        direction: Literal["minimize", "maximize"] = "minimize" if metric == "validation_loss" else "maximize"
+        direction: Literal["minimize", "maximize"] = "minimize" if metric in LOWER_IS_BETTER else "maximize"
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=4)
         self._study = optuna.create_study(direction=direction, sampler=sampler)
 

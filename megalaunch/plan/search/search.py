@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from megalaunch.config.schema import RunSpec
@@ -68,10 +68,15 @@ class SearchResult:
         return 1 + sum(other.speed > found.speed for other in self.ranked)
 
 
-def search(spec: RunSpec, devices: int | None = None) -> SearchResult:
+def _unreported(done: int, total: int) -> None:
+    """Nobody looks on."""
+
+
+def search(spec: RunSpec, devices: int | None = None, report: Callable[[int, int], None] = _unreported) -> SearchResult:
     """Search the layouts of a resolved spec on `devices` devices (None: as many as it has).
 
-    Raises SearchError with the reason when no layout can be judged.
+    `report` is called with (grids of degrees searched, all of them). Raises SearchError with the reason when no layout
+    can be judged.
     """
     spec = _on(spec, devices)
     per_node = int(spec.cluster.devices_per_node)
@@ -81,11 +86,13 @@ def search(spec: RunSpec, devices: int | None = None) -> SearchResult:
     ranked: list[Found] = []
     leaner = 0
     with no_fixes():
-        for grid in grids(spec, world, per_node):
+        all_grids = list(grids(spec, world, per_node))
+        for index, grid in enumerate(all_grids, 1):
             for node in _nodes(grid, dropped):
                 found, more = _within(node, room, dropped)
                 ranked += found
                 leaner += more
+            report(index, len(all_grids))
         own, fault = _own(spec, room)
     if own is not None and not any(_same(own.spec, found.spec) for found in ranked):
         ranked.append(own)

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from megalaunch.launch.sweep.board import LiveBoard, PlainBoard, open_board
+from megalaunch.launch.sweep.board import LiveBoard, PlainBoard, open_board, short_label
 from megalaunch.launch.sweep.result import Speed, TrialResult
+from megalaunch.launch.sweep.trial_table import TrialRow, trial_table
 
 DONE = TrialResult(1, {"parallel": "dp1"}, "done", 0, "", 20, 8.0, Speed(1234.0, 1200.0, 1300.0, 18), 3.1, 3.2)
 SLOWER = TrialResult(2, {"parallel": "dp2"}, "done", 0, "", 20, 9.0, Speed(999.0, 900.0, 1100.0, 18), 3.1, 3.2)
@@ -18,11 +19,10 @@ FAILED = TrialResult(3, {"parallel": "dp4"}, "failed", 5, "rank 1: out of luck",
 NEXT = TrialResult(4, {"parallel": "dp8"}, "waiting")
 
 
-def view(step):
+def view(step, **changes):
     latest = {"step": step, "loss": 2.5, "tokens_per_second": 4321.0} if step else None
-    return SimpleNamespace(
-        latest=latest, step=step, last_step=20, phase="loading", validation=None, seconds_left=3.0, fresh_events=[]
-    )
+    plain = {"phase": "loading", "validation": None, "seconds_left": 3.0, "fresh_events": [], "ending": False}
+    return SimpleNamespace(**{**plain, "latest": latest, "step": step, "last_step": 20, "stepping": True, **changes})
 
 
 def test_lines_tell_of_every_start_and_end():
@@ -60,7 +60,7 @@ def live(monkeypatch):
 def rows(stream):
     """The words of the lines of the last picture, without colours."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-    return [line.split() for line in text[text.rindex("words") :].splitlines()]
+    return [line.split() for line in text[text.rindex("values") :].splitlines()]
 
 
 def test_the_table_marks_the_best_and_follows_the_running_trial(live):
@@ -70,11 +70,42 @@ def test_the_table_marks_the_best_and_follows_the_running_trial(live):
     assert ["4", "parallel=dp8", "loading"] in rows(stream)
     board.update(view(7))
     assert ["4", "parallel=dp8", "step", "7/20", "4,321", "2.5000", "3", "s", "left"] in rows(stream)
+    board.update(view(7, stepping=False, phase="validating"))
+    assert ["4", "parallel=dp8", "validating", "4,321", "2.5000", "3", "s", "left"] in rows(stream)
+    board.update(view(7, ending=True, seconds_left=None))
+    assert ["4", "parallel=dp8", "stopping", "4,321", "2.5000"] in rows(stream)
     shown = rows(stream)
     assert [row[0] for row in shown if "parallel=dp1" in row] == ["*"]
     assert not any(row[:1] == ["*"] and "parallel=dp4" in row for row in shown)
     board.end(TrialResult(4, NEXT.values, "done", 0, "", 20, 8.0, Speed(2000.0, 1, 1, 18), 3.1))
     assert [row[0] for row in rows(stream) if "parallel=dp8" in row] == ["*"]
+
+
+@pytest.mark.parametrize(("width", "kept"), [(130, 9), (80, 7), (60, 5)])
+def test_no_figure_is_cut_at_any_width(width, kept):
+    cells = {"mark": "*", "trial": "12", "values": "optimizer.lr=0.0003 train.seed=1234", "state": "step 12345/20000"}
+    cells |= {
+        "rate": "1,234,567",
+        "spread": "1,200,000 to 1,300,000",
+        "loss": "3.1234",
+        "validation": "3.2345",
+        "time": "2 h 07 min",
+    }
+    console = Console(width=width, file=io.StringIO())
+    console.print(trial_table([TrialRow(cells, "")], width - 3))
+    heading, line = console.file.getvalue().splitlines()
+    assert len(line.rstrip()) <= width - 3
+    shown = [name for name in cells if name != "values" and cells[name] in line]
+    assert len(shown) + 1 == kept, line
+    assert "optimizer." in line
+    assert len(heading.split()) >= kept - 1
+
+
+def test_keys_are_short_where_that_tells_them_apart():
+    values = {"optimizer.lr": "1e-3", "train.seed": "1"}
+    assert short_label(TrialResult(1, values, "done")) == "lr=1e-3 seed=1"
+    values = {"model.init_std": "1", "model.moe.init_std": "2"}
+    assert short_label(TrialResult(1, values, "done")) == "model.init_std=1 model.moe.init_std=2"
 
 
 def test_a_long_table_shows_the_best_and_what_comes(live):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 
 import pytest
 from made_specs import LAPTOP
@@ -74,7 +75,15 @@ def test_the_lowest_validation_loss_wins_and_nan_never_ranks(tmp_path):
         made_trial(folder, 5, 300.0),
     ]
     assert [result.number for result in ranked(results, "validation_loss")] == [2, 1]
-    assert unranked_reason(results[4], "validation_loss") == "no validation loss was measured"
+    assert "--metric loss ranks by the training loss" in unranked_reason(results[4], "validation_loss")
+
+
+def test_the_training_loss_ranks_where_it_is_asked_for(tmp_path):
+    folder = SweepFolder(tmp_path / "s")
+    results = [made_trial(folder, number, 100.0) for number in (1, 2)]
+    results = [replace(results[0], loss=3.0), replace(results[1], loss=2.0), replace(results[1], loss=float("nan"))]
+    assert [result.loss for result in ranked(results, "loss")] == [2.0, 3.0]
+    assert unranked_reason(results[2], "loss") == "the last training loss is not finite"
 
 
 def test_the_table_holds_every_point_the_best_first(tmp_path):

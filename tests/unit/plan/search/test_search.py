@@ -51,6 +51,14 @@ def test_measured_layouts_rank_in_the_top_tenth(name):
     assert place <= len(result.ranked) / 10, f"{place} of {len(result.ranked)} timed, {result.valid} valid"
 
 
+def test_the_search_tells_how_far_it_is():
+    told: list[tuple[int, int]] = []
+    spec, _ = resolved("recipe=llama3_8b")
+    search(spec, report=lambda done, total: told.append((done, total)))
+    assert [done for done, _ in told] == list(range(1, told[0][1] + 1))
+    assert len(told) > 5
+
+
 @pytest.mark.parametrize("run", [DGXC[3], DGXC[4], DGXC[6]], ids=lambda run: run.name)
 def test_other_measured_layouts_rank_in_the_top_tenth_too(run):
     result = search(run.spec)
