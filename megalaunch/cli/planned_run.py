@@ -76,6 +76,7 @@ def plan_run(words: list[str], starts: bool) -> PlannedRun:
 
 def _check(planned: PlannedRun, starts: bool) -> None:
     """Refuse what is wrong, show what is doubtful and what will run."""
+    from megalaunch.cli.corpus_findings import corpus_findings
     from megalaunch.cli.exit import refuse
     from megalaunch.cli.render import findings_text, problems_as_findings, run_table
     from megalaunch.plan.check import check
@@ -88,6 +89,8 @@ def _check(planned: PlannedRun, starts: bool) -> None:
     doubts = [finding for finding in planned.derived if finding.severity != "note"]  # an emulated format
     machine = planned.machine if starts else None
     findings = [*check(spec, planned.composition.origins, "train", machine), *doubts]
+    if planned.decision.action != "report":
+        findings += corpus_findings(spec, planned.composition.origins)
     findings += problems_as_findings(planned.composition.repeated, "warning")
     if starts:
         findings += machine_mismatch(spec, planned.machine)

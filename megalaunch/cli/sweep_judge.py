@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megalaunch.cli.corpus_findings import corpus_findings
 from megalaunch.config.axes import Values
 from megalaunch.config.compose import Composer, Composition
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.schema import RunSpec, with_values
+from megalaunch.config.schema.data import DataSpec
 from megalaunch.config.sweep_words import SweepWords
 from megalaunch.launch.sweep.folder import SweepFolder
 from megalaunch.plan.check import check
@@ -53,6 +55,7 @@ class Judge:
         self._words, self._folder, self._machine, self._starts = words, folder, machine, starts
         self._composer = Composer()
         self._seen: dict[RunSpec, int] = {}
+        self._corpora: dict[DataSpec, list[Finding]] = {}
 
     def judge(self, number: int, values: Values) -> Judged:
         """Compose, resolve and check one point."""
@@ -66,6 +69,7 @@ class Judge:
         spec = resolve(composition.spec, self._machine, composition.choices.get("recipe")).spec
         with no_fixes():  # a sweep has other points
             findings = check(spec, composition.origins, "train", self._machine if self._starts else None)
+        findings += self._of_corpus(spec, composition)
         if self._starts:
             findings += machine_mismatch(spec, self._machine)
         else:  # a dry run: other machines may start it
@@ -74,6 +78,12 @@ class Judge:
         if not errors:
             errors = [finding for finding in (self._repeated(number, spec),) if finding]
         return Judged(number, values, spec, composition, tuple(errors))
+
+    def _of_corpus(self, spec: RunSpec, composition: Composition) -> list[Finding]:
+        """What is said of the corpus, which most points share and is looked at once."""
+        if spec.data not in self._corpora:
+            self._corpora[spec.data] = corpus_findings(spec, composition.origins)
+        return self._corpora[spec.data]
 
     def _repeated(self, number: int, spec: RunSpec) -> Finding | None:
         nameless = with_values(spec, {"run.name": None, "run.directory": None})

@@ -18,6 +18,7 @@ def validate_config(
 
     Exit code 0 when it is valid, 2 when it is not.
     """
+    from megalaunch.cli.corpus_findings import corpus_findings
     from megalaunch.cli.exit import refuse
     from megalaunch.cli.render import findings_json, findings_text, problems_as_findings, problems_text
     from megalaunch.cli.token_findings import token_findings
@@ -46,6 +47,7 @@ def validate_config(
                 refuse(problems_text(error.problems))
             return
         found = check(resolution.spec, composition.origins, machine=machine) + token_findings(resolution.spec)
+        found += corpus_findings(resolution.spec, composition.origins)
         repeated = problems_as_findings(composition.repeated, "warning")
         findings = in_order([*repeated, *found, *resolution.notes])
         derived = derived_values(resolution.spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import stat
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -47,9 +48,18 @@ def files_of(source: str) -> tuple[CorpusFile, ...]:
             return (CorpusFile(path, path.name),)
         if glob.has_magic(source):
             return _matching(str(path))
+        if path.exists():
+            refuse_special(path)
     except OSError as error:
         raise cannot("read it", Path(error.filename or path), error, CORRECT_PATH) from error
     return ()
+
+
+def refuse_special(path: Path) -> None:
+    """DataError for a device, a pipe or a socket, which may never end. Raises OSError when nothing is there."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise DataError("it is no regular file or folder", file=path, fix="Name a file.")
 
 
 def open_source(path: Path) -> BufferedReader:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalaunch.data.errors import DataError, cannot
+from megalaunch.data.source_files import refuse_special
 
 if TYPE_CHECKING:
     import tokenizers
@@ -190,6 +191,7 @@ def load_tokenizer(path: Path | str, merges: Path | str | None = None) -> Tokeni
     """
     path = tokenizer_file(path)
     try:
+        refuse_special(path)
         content = path.read_bytes()
     except FileNotFoundError:
         fix = "Give the path of a tokenizer.json (or of another tokenizer file, or its folder)."

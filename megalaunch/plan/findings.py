@@ -21,6 +21,10 @@ OUTSIDE_RULES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Every word and every line of a file is a key of the schema with a value of its type.",
             "Composition refuses what it cannot read before any rule is run.",
         ),
+        "data.corpus_exists": (
+            "A corpus, or conversations, can be read on this machine and are not empty.",
+            "A regular file, a folder or a glob, with a byte of text in it; looked at before anything is prepared.",
+        ),
         "data.enough_tokens": (
             "The prepared data has tokens for every sample that is asked for.",
             "Looked at when the data is prepared: beyond one pass over it samples repeat.",

@@ -194,9 +194,9 @@ def test_a_real_sweep_ranks_what_finished_and_is_continued(folder):
 
 def test_data_that_cannot_be_read_fails_its_trial_alone(folder):
     words = [word for word in sweep_words(folder, "train.steps=6") if not word.startswith("data.corpus")]
-    empty = folder / "empty.txt"
-    empty.write_text("")
-    result = invoke(*words, f"data.corpus={empty},{folder / 'corpus'}", "--name", "s", "--json")
+    damaged = folder / "damaged.txt"  # one that is missing or empty would be left out beforehand
+    damaged.write_bytes(b"\xff\xff")
+    result = invoke(*words, f"data.corpus={damaged},{folder / 'corpus'}", "--name", "s", "--json")
     assert result.exit_code == 0, result.output
     trials = {trial["number"]: trial for trial in json.loads(result.stdout)["trials"]}
     assert (trials[1]["state"], trials[1]["rank"]) == ("failed", None)

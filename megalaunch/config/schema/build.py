@@ -10,9 +10,10 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from megalaunch.config.schema.setting import LARGEST_FLOAT, LARGEST_WHOLE
+
 T = TypeVar("T")
 _EXACT = 2**53  # beyond it a float stands for several whole numbers
-_LARGEST_WHOLE = 10**30  # far beyond every setting, and every sum and product of a few is still a float
 
 
 @dataclass(frozen=True)
@@ -119,16 +120,23 @@ def _leaf(annotation: Any, value: Any, entry: Field[Any], path: str, problems: l
 
 def _beyond_limits(typed: Any, entry: Field[Any]) -> Iterator[str]:
     """What is too small or too large; every item of a list is held to the limits."""
-    minimum, maximum = entry.metadata["minimum"], entry.metadata["maximum"]
+    minimum = entry.metadata["minimum"]
     for number in typed if isinstance(typed, tuple) else (typed,):
         if not isinstance(number, (int, float)) or isinstance(number, bool):
             continue
         if minimum is not None and number < minimum:
             yield f"must be at least {minimum}, got {_shown(number)}"
-        if maximum is not None and number > maximum:
-            yield f"must be at most {maximum}, got {_shown(number)}"
-        elif isinstance(number, int) and abs(number) > _LARGEST_WHOLE:
-            yield f"must be at most {_LARGEST_WHOLE:.0e}, got {_shown(number)}"
+        maximum = largest(entry, type(number))
+        if number > maximum:
+            yield f"must be at most {maximum:,}, got {_shown(number)}"
+
+
+def largest(entry: Field[Any], kind: type) -> float:
+    """The largest number that a field takes; one that declares none has a limit far beyond every use."""
+    declared: float | None = entry.metadata["maximum"]
+    if declared is not None:
+        return declared
+    return LARGEST_WHOLE if kind is int else LARGEST_FLOAT
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:

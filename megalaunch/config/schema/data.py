@@ -38,7 +38,7 @@ class DataSpec:
     )
     validation_blend: tuple[str, ...] = setting((), "The same for validation.")
     validation_tokens: int | None = setting(
-        None, "Tokens of the validation text that are validated on; null: all.", "tokens", minimum=2
+        None, "Tokens of the validation text that are validated on; null: all.", "tokens", minimum=2, maximum=10**15
     )
     split: str | None = setting(
         None,
@@ -62,5 +62,8 @@ class DataSpec:
         "Give every corpus document the special tokens (BOS) that the tokenizer's post-processor puts around a text.",
     )
     num_samples: int | None = setting(
-        None, "Training samples the order is drawn for; null: train.steps * batch.global_batch_size.", minimum=1
+        None,
+        "Training samples the order is drawn for; null: train.steps * batch.global_batch_size.",
+        minimum=1,
+        maximum=10**18,
     )

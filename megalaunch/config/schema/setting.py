@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import MISSING, field
 from typing import Any
 
+LARGEST_WHOLE = 10**9
+LARGEST_FLOAT = 1e100
+"""What a number may be at most where its setting says nothing else: with such numbers every sum and product ends."""
+
 
 def setting(
     default: Any = MISSING,
