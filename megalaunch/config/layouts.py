@@ -37,6 +37,14 @@ def layout_values(name: str) -> dict[str, Any] | None:
     return values or None
 
 
+def is_layout_name(name: str) -> bool:
+    """True for a name that is written like a layout, also for one that says something twice."""
+    try:
+        return layout_values(name) is not None
+    except LayoutError:
+        return True
+
+
 def one_layout(text: str) -> str | None:
     """The layout name that was meant by one with separators or capitals, or None.
 

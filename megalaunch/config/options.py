@@ -10,7 +10,7 @@ from typing import Any
 
 from megalaunch.config.interpolation import interpolate
 from megalaunch.config.keys import GROUPS, is_section, schema_keys
-from megalaunch.config.layouts import LayoutError, layout_values
+from megalaunch.config.layouts import LayoutError, is_layout_name, layout_values
 from megalaunch.config.schema import SpecProblem
 from megalaunch.config.unknown_names import unknown_key, unknown_option
 from megalaunch.config.yaml_file import YamlFile, YamlProblem, load_yaml
@@ -55,7 +55,8 @@ def load_option(
 ) -> FileValues | None:
     """The values of one option; None and a problem when there is no such option. `where` names who asked for it.
 
-    A file of one's own may not have the name of one that comes with megalaunch: neither would be what is meant.
+    A file of one's own may not have the name of one that comes with megalaunch, nor of a layout: neither would be what
+    is meant.
     """
     paths = [path for folder in option_folders(beside) if (path := folder / group / f"{name}.yaml").is_file()]
     if not OPTION_NAME.fullmatch(name):
@@ -63,6 +64,10 @@ def load_option(
     if len(paths) > 1:
         named = " and ".join(shown_path(path) for path in paths)
         problems.append(SpecProblem(group, f"there are two {group}={name} ({named}); rename your own", where))
+        return None
+    if paths and group == "parallel" and is_layout_name(name):
+        said = f"{shown_path(paths[0])} has the name of a layout: parallel={name} means that layout; rename your own"
+        problems.append(SpecProblem(group, said, where))
         return None
     if paths:
         try:

@@ -215,3 +215,19 @@ def test_every_option_composes_and_is_told_in_a_comment(group):
         assert text.startswith("# "), option
         if group != "data" or option != "mock":
             compose(["recipe=tiny", f"{group}={option}", "data.corpus=null"])
+
+
+@pytest.mark.parametrize("name", ["tp2", "zero3dp2sp", "tp2tp4"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_file_cannot_redefine_a_layout(tmp_path, monkeypatch, name, beside):
+    """parallel=tp2 means the same in every folder."""
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / ("mine" if beside else "")
+    (place / "conf" / "parallel").mkdir(parents=True)
+    (place / "conf" / "parallel" / f"{name}.yaml").write_text("tp: 8\n")
+    (place / "mine.yaml").write_text("# @package _global_\n# Mine.\ndefaults:\n  - tiny\n")
+    recipe = f"recipe={place.relative_to(tmp_path) / 'mine.yaml' if beside else 'tiny'}"
+    with pytest.raises(ConfigError) as refused:
+        compose([recipe if beside else "recipe=tiny", f"parallel={name}"])
+    said = [problem.message for problem in refused.value.problems]
+    assert any(f"conf/parallel/{name}.yaml has the name of a layout" in message for message in said), said
