@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalaunch.data.character_map import character_map_steps
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.sentencepiece_file import Piece, PieceKind, SentencePieceModel, read_sentencepiece
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 PREFIX_PATTERN = r"\A(?=[\s\S])"  # how the pattern begins that puts a space before a text, unless it is a symbol
+# Where the name of a byte is cut in two, so that a unigram model does not take it for the byte.
+_BYTE_NAME = r"(?<=<0)(?=x[0-9A-F]{2}>)"
 _MERGES = ("merges.txt", "vocab.bpe")
 _SPACE = "\u2581"  # how SentencePiece writes one
 _AGAIN = "Save it again from its source."
@@ -189,24 +192,44 @@ def _unigram_name(piece: Piece) -> str:
 
 def of_sentencepiece(path: Path, content: bytes) -> tokenizers.Tokenizer:
     """A SentencePiece model of kind BPE or unigram; DataError for others and for what cannot be kept exactly."""
-    from tokenizers import AddedToken, Tokenizer, decoders
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 
     model = read_sentencepiece(content)
     if model is None:
         fix = "Known are tokenizer.json, GPT-2 vocabularies, SentencePiece models, tiktoken and tekken ranks."
         raise DataError("it is no tokenizer file", file=path, fix=fix)
     defined = [piece.text for piece in model.pieces if piece.kind is PieceKind.USER_DEFINED]
-    spaced = any(" " in text or _SPACE in text for text in defined)
-    if model.suffix_spaces or not model.escapes_spaces or (spaced and model.dummy_prefix):
-        cause = "its treatment of spaces cannot be kept exactly"
+    if (cause := _why_not_exact(model, defined)) is not None:
         raise DataError(cause, file=path, fix="Give its tokenizer.json instead.")
     inner = Tokenizer(_sentencepiece_model(path, model))
     inner.normalizer = _sentencepiece_normalizer(model, defined)
-    # Looked for behind the normalizer, which would put a space before each part of a text that it is given.
-    inner.add_tokens([AddedToken(text, normalized=model.dummy_prefix) for text in defined])
+    if model.kind == "unigram" and model.byte_fallback:
+        inner.pre_tokenizer = pre_tokenizers.Split(Regex(_BYTE_NAME), "isolated")
+    # Looked for behind the normalizer where that puts a space before each part of a text that it is given, or where
+    # they are written with the spaces that it makes.
+    inner.add_tokens([AddedToken(text, normalized=model.dummy_prefix or _SPACE in text) for text in defined])
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     inner.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if model.dummy_prefix else steps)
     return inner
+
+
+def _why_not_exact(model: SentencePieceModel, defined: Sequence[str]) -> str | None:
+    """What of a model has no counterpart in tokenizer.json that gives the same ids for every text."""
+    spaced = any(" " in text or _SPACE in text for text in defined)
+    squeezes = spaced and model.squeezes_spaces
+    if model.suffix_spaces or not model.escapes_spaces or squeezes or (spaced and model.dummy_prefix):
+        return "its treatment of spaces cannot be kept exactly"
+    if model.kind == "unigram" and any(_overlap(one, other) for one in defined for other in defined):
+        return "its user-defined symbols overlap each other, and which of them are taken cannot be kept exactly"
+    normal = (piece.text for piece in model.pieces if piece.kind in (PieceKind.NORMAL, PieceKind.USER_DEFINED))
+    if model.kind == "unigram" and model.byte_fallback and any("0x" in text for text in normal):
+        return "texts with the names of bytes (<0x0A>) cannot be kept exactly beside pieces with 0x"
+    return None
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether one symbol can begin within another."""
+    return any(one[at:].startswith(other) or other.startswith(one[at:]) for at in range(1, len(one)))
 
 
 def _sentencepiece_model(path: Path, model: SentencePieceModel) -> Any:
@@ -242,13 +265,15 @@ def _merges_of_scores(model: SentencePieceModel) -> Iterable[tuple[str, str]]:
 def _sentencepiece_normalizer(model: SentencePieceModel, defined: Sequence[str]) -> Any:
     from tokenizers import Regex, normalizers
 
-    steps: list[Any] = [normalizers.Precompiled(model.character_map)] if model.character_map else []
-    if model.squeezes_spaces:
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    prefix: list[Any] = []
     if model.dummy_prefix and defined:
         # The library normalizes the symbols as well, to look for them in normalized text: they stay as they are.
         symbols = "|".join(map(re.escape, defined))
-        steps.append(normalizers.Replace(Regex(rf"{PREFIX_PATTERN}(?!(?:{symbols})\z)"), _SPACE))
+        prefix = [normalizers.Replace(Regex(rf"{PREFIX_PATTERN}(?!(?:{symbols})\z)"), _SPACE)]
     elif model.dummy_prefix:
-        steps.append(normalizers.Prepend(_SPACE))
-    return normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+        prefix = [normalizers.Prepend(_SPACE)]
+    mapped = character_map_steps(model.character_map) if model.character_map else []
+    if not model.squeezes_spaces:  # what the map leaves nothing of has its space all the same
+        return normalizers.Sequence([*prefix, *mapped, normalizers.Replace(" ", _SPACE)])
+    squeezed = [normalizers.Replace(Regex(rf"\A +|[ {_SPACE}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    return normalizers.Sequence([*mapped, *squeezed, *prefix, normalizers.Replace(" ", _SPACE)])
