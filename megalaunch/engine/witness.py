@@ -13,7 +13,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from megalaunch.rundir.trail import (
     TRAIL_SIGNAL,
     Collective,
     GroupTrail,
+    StackLine,
     Trail,
+    place_in,
     write_trail,
 )
 
@@ -51,23 +55,27 @@ class Witness:
             signal.sigwait({TRAIL_SIGNAL})
             self.tell()
 
-    def tell(self) -> None:
-        """Write the trail of now; what cannot be written or is not known is left out."""
-        where, inside = self._place()
+    def tell(self, error: BaseException | None = None) -> None:
+        """Write the trail of now; what cannot be written or is not known is left out.
+
+        Where an `error` ends the rank, its place is the one that it was raised at.
+        """
+        where, inside = place_in(self._stack() if error is None else _stack_of(error))
         with contextlib.suppress(OSError):
             write_trail(self._path, Trail(self._attempt, time.time(), where, inside, _groups()))
 
-    def _place(self) -> tuple[str, bool]:
-        """The innermost line of ours that the main thread is in, and whether torch.distributed is further in."""
+    def _stack(self) -> Iterator[StackLine]:
+        """What the main thread is in, innermost first."""
         frame = sys._current_frames().get(self._main or 0)
-        inside = False
         while frame is not None:
-            file = frame.f_code.co_filename
-            if f"{os.sep}megalaunch{os.sep}" in file:
-                return f"{file.rpartition('megalaunch' + os.sep)[2]}:{frame.f_lineno} {frame.f_code.co_name}", inside
-            inside = inside or f"{os.sep}torch{os.sep}distributed{os.sep}" in file
+            yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
             frame = frame.f_back
-        return "", inside
+
+
+def _stack_of(error: BaseException) -> list[StackLine]:
+    """What an error was raised in, innermost first."""
+    lines = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return [(code.co_filename, line, code.co_name) for code, line in reversed(lines)]
 
 
 def _groups() -> tuple[GroupTrail, ...]:

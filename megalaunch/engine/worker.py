@@ -66,7 +66,7 @@ def main(arguments: list[str], life: Life = train) -> int:
         life(read_spec(path), directory, rank, progress, stop)
     except BaseException as error:
         with contextlib.suppress(OSError):  # a full disk: the traceback still reaches the log, if anything does
-            witness.tell()  # before the event: who reads that looks for this
+            witness.tell(error)  # before the event: who reads that looks for this
             _report_crash(directory, progress, rank, error)
         raise
     progress.report("done")

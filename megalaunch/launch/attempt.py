@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.launch.abort import place_of_abort
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.agent_log import exit_codes
-from megalaunch.launch.failure import Failure, first_failure, hang_failure
+from megalaunch.launch.failure import Failure, end_of, first_failure, hang_failure
 from megalaunch.launch.hang_clock import HangClock
 from megalaunch.launch.out_of_step import differing, out_of_step
 from megalaunch.launch.process import Process, is_alive, kill_all, send_signal
@@ -16,7 +18,7 @@ from megalaunch.launch.ranks import Rank, Ranks
 from megalaunch.launch.stop import StopSignals
 from megalaunch.rundir.lines import Record
 from megalaunch.rundir.paths import RunDirectory
-from megalaunch.rundir.trail import read_trail
+from megalaunch.rundir.trail import Trail, read_trail
 
 SETTLE_SECONDS = 0.5  # the agent's log names the dead within 0.1 s
 LOST_PEER_SECONDS = 5.0  # workers that hang on after one has died get no more; the agent alone would give them 30
@@ -86,11 +88,20 @@ class Attempt:
 
     def _judge(self) -> Failure:
         codes = exit_codes(self._directory.agent_log)
-        left = [(number, read_trail(self._directory.trail(number), self.number)) for number in self.ranks.known]
-        trails = {number: trail for number, trail in left if trail}
+        trails: dict[int, Trail] = {}
+        aborted: set[int] = set()  # in a collective
+        for number, rank in self.ranks.known.items():
+            trail = read_trail(self._directory.trail(number), self.number)
+            if trail is not None:
+                trails[number] = trail
+            elif end_of(rank, codes) == -signal.SIGABRT:
+                where, inside = place_of_abort(self._directory.rank_log(number))
+                if inside:
+                    aborted.add(number)
+                    trails[number] = Trail(self.number, rank.progress.time, where, inside, ())
         suspect = differing(trails)
         return first_failure(
-            self.number, self._events, self.ranks.known, codes, self.ranks.step, suspect, self.agent_code
+            self.number, self._events, self.ranks.known, codes, self.ranks.step, suspect, self.agent_code, aborted
         )
 
     def _hang(self) -> Failure:

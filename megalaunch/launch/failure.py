@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,13 +80,14 @@ def first_failure(
     step: int,
     suspect: Suspect | None = None,
     agent_code: int | None = None,
+    aborted: Collection[int] = (),
 ) -> Failure:
     """The cause of a failed attempt.
 
     `events` are the attempt's `worker_failed` records, `ranks` its workers, `exit_codes` the agent's by pid. A
     worker's own exception comes first; then the agent, where a signal ended it (`agent_code`): its workers die with
     it; then a worker that died without a word; last those who lost a peer, of whom one may be a `suspect`: it ran
-    other collectives than they.
+    other collectives than they. Ranks that native code `aborted` in a collective count among these.
     """
     by_time = sorted(events, key=lambda event: event.get("time", 0.0))
     own = [event for event in by_time if not _is_victim(event)]
@@ -98,10 +99,10 @@ def first_failure(
     spoke = {event.get("rank") for event in by_time}
     held_on = [rank for rank in ranks.values() if rank.held_on and rank.progress.rank not in spoke]
     silent = [rank for rank in ranks.values() if rank.ended and not rank.held_on and rank.progress.rank not in spoke]
-    ends = {rank.progress.rank: _end_of(rank, exit_codes) for rank in silent}
+    ends = {rank.progress.rank: end_of(rank, exit_codes) for rank in silent}
     # The agent ends the others by SIGTERM, so a death by any other signal came before.
     killed = [rank for rank in silent if ends[rank.progress.rank] not in (None, 0, -signal.SIGTERM)]
-    if suspect is not None and suspect.rank in ranks and not killed:
+    if suspect is not None and suspect.rank in ranks and all(rank.progress.rank in aborted for rank in killed):
         return _failed_at(attempt, ranks[suspect.rank], "out of step", suspect.message)
     if held_on and not silent:  # the others' collectives timed out on it
         behind = min(held_on, key=lambda rank: rank.progress.step)
@@ -132,7 +133,8 @@ def _is_victim(event: Record) -> bool:
     return bool(_LOST_PEER.search(f"{event.get('exception', '')} {event.get('message', '')}"))
 
 
-def _end_of(rank: Rank, exit_codes: Mapping[int, int]) -> int | None:
+def end_of(rank: Rank, exit_codes: Mapping[int, int]) -> int | None:
+    """How a rank ended: its exit code, negative for a signal; None where nobody knows."""
     return exit_codes.get(rank.progress.pid, rank.return_code)
 
 

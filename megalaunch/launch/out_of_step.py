@@ -6,10 +6,12 @@ All members of a group have to run the same collectives in the same order; who r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megalaunch.rundir.trail import Collective, GroupTrail, Trail
+
+_SEEN_UNKNOWN = 2  # an aborted rank tells no collectives: less suspect than one that was never run before
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def out_of_step(trails: Mapping[int, Trail]) -> Suspect | None:
 
 def differing(trails: Mapping[int, Trail]) -> Suspect | None:
     """The rank that ran another collective than the others of its group, or None; for ranks that have crashed."""
-    return _worst(list(_different(trails)))
+    return _worst(list(_different(trails)) or list(_elsewhere(trails)))
 
 
 def _worst(doubts: list[_Doubt]) -> Suspect | None:
@@ -59,9 +61,26 @@ def _different(trails: Mapping[int, Trail]) -> Iterator[_Doubt]:
             continue
         for rank, (what, seen) in ran.items():
             others = Counter(other for other, _ in ran.values() if other != what).most_common(1)[0][0]
-            message = f"it runs {what} where the other ranks of its {name} group run {others}"
+            theirs = [other for other, (done, _) in ran.items() if done == others]
+            places = _places(trails, rank, theirs, name, number)
+            message = f"it runs {what} where the other ranks of its {name} group run {others}{places}"
             yield _Doubt(run[name, number][what], seen, rank, message)
         return  # what comes after the first difference follows from it
+
+
+def _elsewhere(trails: Mapping[int, Trail]) -> Iterator[_Doubt]:
+    """Ranks that were in a collective at another place than most, where one was aborted in its: gloo does so when
+    messages differ in size, and which of the two sides it ends is chance.
+    """
+    inside = {rank: trail for rank, trail in trails.items() if trail.inside and trail.where}
+    places = Counter(trail.where for trail in inside.values())
+    if len(places) < 2 or all(trail.groups for trail in inside.values()):
+        return
+    for rank, trail in inside.items():
+        newest = [group.seen.get(group.last[-1].what, 0) for group in trail.groups if group.last]
+        others = Counter(other.where for other in inside.values() if other.where != trail.where)
+        message = f"it was in a collective at {trail.where}, the other ranks at {others.most_common(1)[0][0]}"
+        yield _Doubt(places[trail.where], min(newest, default=_SEEN_UNKNOWN), rank, message)
 
 
 def _busy(trails: Mapping[int, Trail]) -> Iterator[_Doubt]:
@@ -80,6 +99,7 @@ def _alone(trails: Mapping[int, Trail]) -> Iterator[_Doubt]:
         others = [newest.get((group.ranks, group.name, other), 0) for other in group.ranks if other != rank]
         if one.waiting and group.seen.get(one.what, 0) == 1 and others and max(others) < one.number:
             message = f"it waits in {one.what}, to which no other rank of its {group.name} group comes"
+            message += _places(trails, rank, [], group.name, one.number)
             yield _Doubt(1, 1, rank, message)
 
 
@@ -93,7 +113,21 @@ def _awaited(trails: Mapping[int, Trail]) -> Suspect | None:
     ranked = missed.most_common(2)
     if not ranked or ranked[0][1] == 0 or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
         return None
-    return Suspect(ranked[0][0], "the other ranks wait in collectives that it does not come to")
+    rank = ranked[0][0]
+    at = f": it is at {trails[rank].where}" if rank in trails and trails[rank].where else ""
+    return Suspect(rank, f"the other ranks wait in collectives that it does not come to{at}")
+
+
+def _places(trails: Mapping[int, Trail], rank: int, others: Sequence[int], group: str, number: int) -> str:
+    """Where `rank` and most of the `others` are, as far as this is still the newest collective of each."""
+
+    def still_there(one: int) -> bool:
+        return any(told.name == group and told.last[-1].number == number for told in trails[one].groups if told.last)
+
+    mine = trails[rank].where if still_there(rank) else ""
+    places = Counter(trails[other].where for other in others if trails[other].where and still_there(other))
+    theirs = f", they at {places.most_common(1)[0][0]}" if places else ""
+    return f"; it is at {mine}{theirs}" if mine else ""
 
 
 def _newest(trails: Mapping[int, Trail]) -> dict[tuple[tuple[int, ...], str, int], int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,12 @@ STACKS_SIGNAL = signal.SIGUSR2
 """A worker writes the stacks of its threads into its log, whatever they are stuck in."""
 TRAIL_SIGNAL = signal.SIGUSR1
 """A worker writes its trail."""
+
+StackLine = tuple[str, int, str]
+"""One line of a stack: file, line number, function."""
+
+_NO_CALLERS = (f"{os.sep}torch{os.sep}", "torchinductor")  # the latter: what torch.compile has written
+_PYTHON = str(Path(os.__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,8 @@ class GroupTrail:
 
 @dataclass(frozen=True)
 class Trail:
-    """One rank's, told at `time` (since 1970); `where` is the innermost line of ours that its main thread is in,
-    `inside` whether it is in a call of torch.distributed there.
+    """One rank's, told at `time` (since 1970); `where` is the innermost line that its main thread is in, torch's and
+    Python's own left out, `inside` whether it is in a call of torch.distributed there.
     """
 
     attempt: int
@@ -51,6 +58,19 @@ class Trail:
     def waits(self) -> bool:
         """Whether this rank waits for others."""
         return self.inside or any(one.waiting for group in self.groups for one in group.last)
+
+
+def place_in(stack: Iterable[StackLine]) -> tuple[str, bool]:
+    """The innermost line that is neither torch's nor Python's own, and whether torch.distributed is further in."""
+    inside = False
+    for file, line, function in stack:
+        of_python = file.startswith((_PYTHON, "<")) and "site-packages" not in file
+        if not of_python and not any(part in file for part in _NO_CALLERS):
+            ours = f"{os.sep}megalaunch{os.sep}"
+            shown = file.rpartition(ours)[2] if ours in file else Path(file).name
+            return f"{shown}:{line} {function}", inside
+        inside = inside or f"{os.sep}torch{os.sep}distributed{os.sep}" in file
+    return "", inside
 
 
 def write_trail(path: Path, trail: Trail) -> None:

@@ -93,6 +93,14 @@ FAULTS = {
         "dist.barrier()",
         "it runs barrier where the other ranks of its world group run all_reduce of [2]",
     ),
+    "one_more_all_reduce": ("tp2pp2", 1, "pp0 tp1", "dist.all_reduce(torch.ones(7))", "at sitecustomize.py:"),
+    "one_more_of_the_same": (
+        "tp2cp2",
+        2,
+        "cp1 tp0",
+        "dist.all_reduce(torch.ones(2, dtype=torch.int64))",
+        "it runs all_reduce of [2] where the other ranks of its world group run all_gather of [1]; it is at engine/",
+    ),
     "an_endless_loop": ("tp2pp2", 2, "pp1 tp0", "time.sleep(1000)", "it is busy"),
 }
 
@@ -110,6 +118,8 @@ def test_a_rank_that_falls_out_of_step(tmp_path, shared, name):
     assert code in (5, 6), err
     assert f"rank {rank} ({coordinates})" in err
     assert said in " ".join(err.split())
+    if name in ("another_collective", "one_more_barrier"):
+        assert "it is at sitecustomize.py:" in " ".join(err.split())  # the call site of the one collective too many
     assert read_outcome(directory.outcome).details["rank"] == rank
     assert running(worker_pids(directory)) == []
     assert max(steps_of(directory)) == 3

@@ -8,6 +8,7 @@ from launching import tiny_spec
 from megalaunch.launch.agent_log import exit_codes
 from megalaunch.launch.failure import Failure, explain_end, first_failure
 from megalaunch.launch.happening import sentence
+from megalaunch.launch.out_of_step import Suspect
 from megalaunch.launch.ranks import Rank
 from megalaunch.launch.report import failure_report
 from megalaunch.launch.supervise import LaunchEnd
@@ -81,6 +82,16 @@ def test_a_killed_agent_takes_its_workers_with_it():
     assert (found.who, found.step, found.exception) == ("the agent", 5, "SIGKILL")
     found = first_failure(0, [event(1, "ValueError", "bad")], ranks, {}, 5, agent_code=-9)
     assert (found.rank, found.exception) == (1, "ValueError")  # before somebody killed the agent too
+
+
+def test_an_abort_in_a_collective_is_no_proof_against_a_suspect():
+    ranks = {0: rank(0, -6), 1: rank(1, 1)}
+    lost = [event(1, "RuntimeError", LOST)]
+    suspect = Suspect(1, "it runs all_reduce of [7]")
+    found = first_failure(0, lost, ranks, {}, 5, suspect, aborted={0})
+    assert (found.rank, found.exception, found.message) == (1, "out of step", suspect.message)
+    found = first_failure(0, lost, ranks, {}, 5, suspect)  # it was aborted elsewhere
+    assert (found.rank, found.exception) == (0, "SIGABRT")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megalaunch.launch.abort import place_of_abort
 from megalaunch.launch.out_of_step import differing, out_of_step
 from megalaunch.rundir.trail import Collective, GroupTrail, Trail, read_trail, write_trail
 
@@ -28,12 +29,21 @@ STEP, GATHER = "all_reduce of [2]", "all_gather of [8]"
 
 def test_another_collective_than_the_rest_of_the_group():
     trails = {rank: trail(group("world", WORLD, STEP, STEP, waiting=True)) for rank in (0, 1, 3)}
-    trails[2] = trail(group("world", WORLD, STEP, "barrier", waiting=True))
+    trails[2] = trail(group("world", WORLD, STEP, "barrier", waiting=True), where="plugin.py:7 check")
     for judge in (out_of_step, differing):
         found = judge(trails)
         assert (found.rank, found.message) == (
-            2, f"it runs barrier where the other ranks of its world group run {STEP}",
+            2, f"it runs barrier where the other ranks of its world group run {STEP}; it is at plugin.py:7 check, "
+            "they at engine/train/step.py:1 run",
         )  # fmt: skip
+
+
+def test_a_rank_that_has_gone_on_since_is_not_said_to_be_there():
+    trails = {rank: trail(group("world", WORLD, STEP, STEP, STEP, waiting=True)) for rank in (0, 1, 3)}
+    trails[2] = trail(group("world", WORLD, STEP, "barrier", STEP, waiting=True))
+    assert out_of_step(trails).message.endswith(f"group run {STEP}")
+    trails[2] = trail(group("world", WORLD, STEP, "barrier", waiting=True))
+    assert out_of_step(trails).message.endswith(f"group run {STEP}; it is at engine/train/step.py:1 run")
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -57,7 +67,8 @@ def test_one_too_many():
     trails[3] = trail(group("world", WORLD, STEP), group("tp", (2, 3), "all_reduce of [7]", waiting=True))
     found = out_of_step(trails)
     assert (found.rank, found.message) == (
-        3, "it waits in all_reduce of [7], to which no other rank of its tp group comes",
+        3, "it waits in all_reduce of [7], to which no other rank of its tp group comes; it is at "
+        "engine/train/step.py:1 run",
     )  # fmt: skip
     assert differing(trails) is None
 
@@ -67,7 +78,9 @@ def test_one_too_few():
     trails = {rank: trail(group("dp", (0, 1, 2), STEP, STEP, waiting=True)) for rank in (0, 2)}
     trails[1] = trail(group("dp", (0, 1, 2), STEP), group("tp", (1, 3), GATHER, GATHER, waiting=True))
     found = out_of_step(trails)
-    assert (found.rank, found.message) == (1, "the other ranks wait in collectives that it does not come to")
+    assert (found.rank, found.message) == (
+        1, "the other ranks wait in collectives that it does not come to: it is at engine/train/step.py:1 run",
+    )  # fmt: skip
 
 
 def test_one_that_waits_for_nobody():
@@ -83,6 +96,61 @@ def test_nothing_is_said_without_grounds():
     assert out_of_step({}) is None
     assert out_of_step({rank: trail() for rank in WORLD}) is None  # all of them compute
     assert out_of_step({rank: trail(group("tp", (0, 1), STEP, waiting=True)) for rank in (0, 1)}) is None
+
+
+DUMP = """terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4.
+Fatal Python error: Aborted
+
+Thread 0x00007f27919686c0 (most recent call first):
+  File "/src/megalaunch/engine/witness.py", line 56 in _answer
+
+Thread 0x00007f27931efb80 (most recent call first):
+  File "/env/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "/home/me/plugin.py", line 13 in run
+  File "/src/megalaunch/engine/train/loop.py", line 165 in _one_step
+  File "/src/megalaunch/engine/worker.py", line 66 in main
+  File "<frozen runpy>", line 88 in _run_code
+
+Extension modules: yaml._yaml (total: 1)
+"""
+
+
+def test_an_aborted_worker_was_where_its_main_thread_was(tmp_path):
+    log = tmp_path / "rank_1.log"
+    assert place_of_abort(log) == ("", False)
+    log.write_text("training\n")
+    assert place_of_abort(log) == ("", False)
+    log.write_text("Fatal Python error: Aborted\n\nof an earlier attempt\n" + DUMP)
+    assert place_of_abort(log) == ("plugin.py:13 run", True)
+
+
+HERE = "engine/train/agreement.py:33 total_valid_tokens"
+
+
+@pytest.mark.parametrize("odd", [1, 2])
+def test_of_ranks_that_an_abort_ended_the_one_elsewhere_is_named(odd):
+    """The one whose message had another size is aborted itself; another one had gone on to its next collective."""
+    trails = {rank: trail(group("world", WORLD, STEP, STEP), where=HERE, inside=True) for rank in (0, 1, 2, 3)}
+    trails[3] = trail(group("world", WORLD, STEP, STEP, GATHER), where="engine/x.py:8 gather", inside=True)
+    trails[odd] = trail(where="plugin.py:13 run", inside=True)
+    found = differing(trails)
+    assert (found.rank, found.message) == (
+        odd, f"it was in a collective at plugin.py:13 run, the other ranks at {HERE}",
+    )  # fmt: skip
+
+
+def test_an_abort_of_the_other_side_does_not_hide_who_ran_what_was_never_run_before():
+    """Of two ranks one is aborted and tells nothing; the other tells a collective that it had never run."""
+    trails = {0: trail(where=HERE, inside=True)}
+    trails[1] = trail(group("world", (0, 1), STEP, "all_reduce of [7]"), where="plugin.py:13 run", inside=True)
+    assert differing(trails).rank == 1
+
+
+def test_places_say_nothing_where_nobody_was_aborted_in_a_collective():
+    trails = {rank: trail(group("world", WORLD, STEP), where=HERE, inside=True) for rank in (0, 1, 2)}
+    trails[3] = trail(group("world", WORLD, STEP), where="engine/x.py:8 gather", inside=True)
+    assert differing(trails) is None
 
 
 def test_trails_are_kept_by_attempt(tmp_path: Path):

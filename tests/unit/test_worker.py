@@ -7,15 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
-from megalaunch.engine import process, worker
+from megalaunch.engine import process, witness, worker
 from megalaunch.engine.process import StopRequest
 from megalaunch.rundir.lines import read_lines
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
+from megalaunch.rundir.trail import place_in
 
 
 def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -118,3 +120,19 @@ def test_a_second_request_ends_at_once(ended, monkeypatch, second, later):
     monkeypatch.setattr(process.time, "monotonic", lambda: now + later)
     stop._received(second, None)
     assert ended == [128 + second]
+
+
+def test_the_place_of_a_rank_is_who_called_torch():
+    files = {
+        "_call": "/src/megalaunch/engine/train/step.py",
+        "check": "/home/me/plugin.py",
+        "reduce": "/env/site-packages/torch/distributed/c10d.py",
+        "wait": threading.__file__,
+    }
+    innermost_first = [(file, 7, name) for name, file in files.items()][::-1]
+    assert place_in(innermost_first) == ("plugin.py:7 check", True)
+    assert place_in(innermost_first[:1]) == ("", False)
+    assert place_in(innermost_first[3:]) == ("engine/train/step.py:7 _call", False)
+    with pytest.raises(ValueError, match="invalid literal") as crash:
+        int("x")
+    assert place_in(witness._stack_of(crash.value))[0].startswith("test_worker.py:")
