@@ -20,7 +20,7 @@ from megalaunch.config.schema import RunSpec, build_run_spec
 from megalaunch.data.row import Row, positions_within
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.decoder import Decoder, unpadded
 from megalaunch.engine.model.dropout import streams_of
 from megalaunch.engine.model.init import initial_value, initialise
 from megalaunch.engine.model.parts import ModelParts
@@ -70,8 +70,11 @@ def small_spec(**values: object) -> RunSpec:
 class RandomSamples:
     """Sample i is a fixed random row; a stand-in for the training order."""
 
+    def __init__(self, vocabulary: int = VOCABULARY) -> None:
+        self._vocabulary = vocabulary
+
     def __getitem__(self, index: int) -> Row:
-        return Row(np.random.default_rng(index).integers(0, VOCABULARY, SEQUENCE + 1))
+        return Row(np.random.default_rng(index).integers(0, self._vocabulary, SEQUENCE + 1))
 
     def describe(self, index: int) -> str:
         return f"row {index}"
@@ -90,7 +93,8 @@ class PackedSamples(RandomSamples):
 
 def samples_of(spec: RunSpec) -> RandomSamples:
     """What a spec is trained on here."""
-    return PackedSamples() if spec.data.reset_attention else RandomSamples()
+    vocabulary = max(VOCABULARY, (spec.model.vocab_size or 0) - 3)  # more than 64 only where padding is tried
+    return PackedSamples(vocabulary) if spec.data.reset_attention else RandomSamples(vocabulary)
 
 
 def labels_of(samples: RandomSamples, indices: range) -> int:
@@ -191,7 +195,7 @@ def on_ranks(spec: RunSpec, every_stage: bool = False, shaken: bool = False) -> 
     passes = passes_of(spec, mesh, model)
     passes.train(batches.of(1, STEPS), total)
     finalize(model, mesh, spec.parallel.sequence_parallel)
-    gradients = {name: _whole(p.grad) for name, p in model.named_parameters()}
+    gradients = {name: whole(name, p.grad, spec) for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = None
     step = Step(spec, mesh, model, passes, optimizer, samples)
@@ -199,7 +203,7 @@ def on_ranks(spec: RunSpec, every_stage: bool = False, shaken: bool = False) -> 
     batches.close()
     validation = validation_loss(passes, UnevenRows(), spec.batch.micro_batch_size or 1, mesh, lambda problem: True)
     assert validation is not None
-    parameters = {name: _whole(p.detach()) for name, p in model.named_parameters()}
+    parameters = {name: whole(name, p.detach(), spec) for name, p in model.named_parameters()}
     numbers = Numbers([r.loss for r in results], [r.grad_norm for r in results], gradients, parameters, validation)
     speaks = mesh.rank == 0 or (every_stage and mesh.rank % (mesh.topology.world // mesh.pp.size) == 0)
     return numbers if speaks else None
@@ -229,9 +233,13 @@ def joined_stages(every: Iterable[Numbers | None]) -> Numbers:
     return first
 
 
-def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
+def whole(name: str, tensor: torch.Tensor | None, spec: RunSpec) -> torch.Tensor:
+    """All of a parameter or gradient, without the rows that pad the vocabulary, which have to be zeros."""
     assert tensor is not None, "a parameter got no gradient"
-    return tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.clone()
+    full = tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.clone()
+    rows = unpadded(name, full.shape, spec.model.vocab_size or 0)[0] if full.ndim else 0
+    assert not full.ndim or not full[rows:].any(), f"{name}: padded rows are not zero"
+    return full[:rows] if full.ndim else full
 
 
 def assert_same(found: Numbers, expected: Numbers) -> None:

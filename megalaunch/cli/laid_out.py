@@ -95,15 +95,14 @@ def _spec(source: ModelSource, layout: ParallelSpec, job: Job, directory: RunDir
 
     stored, dp = source.spec, layout.dp or 1
     model, data = stored.model, stored.data
-    if isinstance(job, api.WriteJob):  # rows that fill the vocabulary up are never written, but would count in a loss
-        vocabulary = -(-(model.vocab_size or 1) // layout.tp) * layout.tp
+    if isinstance(job, api.WriteJob):
         unit = 2 * layout.tp * layout.cp  # so that ranks could share it; a text's own length is free
         length = max(1, min(model.max_position_embeddings, _PLANNED_LENGTH) // unit) * unit
     else:
-        vocabulary, length = model.vocab_size or 1, job.sequence_length or stored.batch.sequence_length
+        length = job.sequence_length or stored.batch.sequence_length
     return build_run_spec(
         {
-            "model": {**asdict(model), "vocab_size": vocabulary},
+            "model": asdict(model),
             "parallel": {**asdict(layout), "dp": dp},
             "cluster": {"devices_per_node": layout.tp * layout.pp * layout.cp * dp},
             "precision": {"compute": stored.precision.compute, "residual": stored.precision.residual},

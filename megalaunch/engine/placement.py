@@ -34,7 +34,12 @@ def replication(tensor: Tensor) -> int:
 
 
 def fill(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor its part of the global `value`, which every rank has whole."""
+    """Give a tensor its part of the global `value`, which every rank has whole; rows that it lacks are zeros."""
+    if value.shape != tensor.shape:  # those that pad a vocabulary
+        assert value.shape[1:] == tensor.shape[1:], "only rows are padded"
+        padded = value.new_zeros(tensor.shape)
+        padded[: value.shape[0]] = value
+        value = padded
     local_values(tensor).copy_(_part(tensor, value) if isinstance(tensor, DTensor) else value)
 
 

@@ -83,6 +83,18 @@ def check_resolved(model: ModelSpec) -> tuple[int, int, int]:
     return model.head_dim, model.num_query_groups, model.vocab_size
 
 
+_GRAIN = 128  # Megatron-LM's --make-vocab-size-divisible-by
+
+
+def vocabulary_rows(vocab_size: int, tp: int) -> int:
+    """Rows of the embedding and the head over `tp` tensor-parallel ranks: the vocabulary, where they can share it out.
+
+    Else it is padded to a multiple of 128 x tp, as Megatron-LM does: every rank has as many rows, and their number
+    suits matmuls. Padded rows are zeros that no loss, gradient or checkpoint knows of.
+    """
+    return vocab_size if vocab_size % tp == 0 else -(-vocab_size // (_GRAIN * tp)) * _GRAIN * tp
+
+
 @lru_cache(maxsize=64)
 def count_parameters(model: ModelSpec) -> ParameterCount:
     """The exact count of a decoder; raises ValueError while a shape is open."""

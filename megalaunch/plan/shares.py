@@ -12,7 +12,13 @@ from functools import lru_cache
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.plan.layers import Layer, layers_of
-from megalaunch.plan.parameters import LayerParameters, count_parameters, layer_parameters, norm_parameters
+from megalaunch.plan.parameters import (
+    LayerParameters,
+    count_parameters,
+    layer_parameters,
+    norm_parameters,
+    vocabulary_rows,
+)
 from megalaunch.plan.stage_faults import Division
 from megalaunch.plan.stages import stages_of
 
@@ -117,7 +123,7 @@ def _held(model: ModelSpec, chunks: tuple[Chunk, ...], tp: int, experts_divide: 
             experts += routed * count
             largest = max(largest, own + routed)
     root = _root(model, chunks, tp)
-    head = _model_ends(model)[0] / tp if any(chunk.head for chunk in chunks) else 0.0
+    head = _model_ends(model, tp)[0] / tp if any(chunk.head for chunk in chunks) else 0.0
     return Held(dense + root, experts, largest, root, head)
 
 
@@ -126,7 +132,7 @@ def _root(model: ModelSpec, chunks: tuple[Chunk, ...], tp: int) -> float:
     first = any(chunk.embedding for chunk in chunks)
     last = any(chunk.head for chunk in chunks)
     depths = any(chunk.depths for chunk in chunks)
-    count = _model_ends(model)
+    count = _model_ends(model, tp)
     root = 0.0
     if first or depths:  # a further depth embeds the next token too
         root += count[0] / tp + (count[1] if first else 0)
@@ -139,6 +145,8 @@ def _root(model: ModelSpec, chunks: tuple[Chunk, ...], tp: int) -> float:
 
 
 @lru_cache(maxsize=64)
-def _model_ends(model: ModelSpec) -> tuple[int, int, int, int]:
+def _model_ends(model: ModelSpec, tp: int) -> tuple[int, int, int, int]:
+    """Numbers of embedding, positions, head and last norm, with the rows that pad the vocabulary."""
     count = count_parameters(model)
-    return count.embedding, count.positions, count.head, norm_parameters(model, model.hidden_size)
+    table = vocabulary_rows(model.vocab_size or 0, tp) * model.hidden_size
+    return table, count.positions, table if count.head else 0, norm_parameters(model, model.hidden_size)

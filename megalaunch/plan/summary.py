@@ -49,7 +49,8 @@ def derived_values(spec: RunSpec) -> dict[str, Any]:
 def padded_vocabulary(size: int, tp: int, grain: int = 128) -> int:
     """Rows that Megatron-LM gives an embedding: the next multiple of 128 x tp (`make-vocab-size-divisible-by`).
 
-    Ours are `model.vocab_size`, padded only by who asks for it, so that a checkpoint does not depend on tp.
+    Ours are so many only where tp cannot share the vocabulary out (`plan.parameters.vocabulary_rows`), and never in a
+    checkpoint, which does not depend on tp.
     """
     return -(-size // (grain * tp)) * grain * tp
 

@@ -10,11 +10,12 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from looped_run import prepared_directory
-from oracle import SEQUENCE, RandomSamples
+from oracle import SEQUENCE, samples_of, whole
 from random_layouts import Layout, name_of, random_layouts, ranks_of, spec_of
 
 from megalaunch.config.schema import RunSpec
@@ -30,7 +31,9 @@ from megalaunch.engine.train.passes import Passes, passes_of
 from megalaunch.engine.train.saving import Beside, Position, restore_run, save_run, state_tensors
 from megalaunch.engine.train.step import Step
 from megalaunch.plan.topology import Topology
+from megalaunch.rundir.checkpoint.catalogue import read_catalogue
 
+ONE: Layout = {f"parallel__{axis}": 1 for axis in ("dp", "tp", "pp", "cp")}
 SAVED, AFTER = 2, 3  # steps before the save, and after it
 TOLERANCE = 1e-5
 
@@ -52,7 +55,7 @@ class Run:
         self.model = sharded_model(spec, self.mesh)
         self.optimizer = NamedAdamW(self.model, spec.optimizer)
         self.passes: Passes = passes_of(spec, self.mesh, self.model)
-        samples = RandomSamples()
+        samples = samples_of(spec)
         self.batches = TrainBatches(samples, batch_shape(spec.batch.global_batch_size, self.mesh), self.mesh.device)
         self.step = Step(spec, self.mesh, self.model, self.passes, self.optimizer, samples)
 
@@ -66,9 +69,7 @@ class Run:
         finalize(self.model, self.mesh, self.spec.parallel.sequence_parallel)
         found = {}
         for name, parameter in self.model.named_parameters():
-            gradient = parameter.grad
-            assert gradient is not None, name
-            found[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+            found[name] = whole(name, parameter.grad, self.spec)
             parameter.grad = None
         return found
 
@@ -90,7 +91,7 @@ def saved_and_gone_on(spec: RunSpec, root: Path, beside: bool) -> Numbers:
 def loaded(spec: RunSpec, checkpoint: Path) -> Numbers:
     """Load into a model that began with other weights, and go on."""
     run = Run(spec)
-    assert restore_run(checkpoint, run.model, run.optimizer).step == SAVED
+    assert restore_run(checkpoint, spec.model, run.model, run.optimizer).step == SAVED
     renew_tied_head(run.model, run.mesh)
     return run.after()
 
@@ -124,12 +125,31 @@ def test_the_run_goes_on_under_another_layout(tmp_path, number, pair):
     first, second = pair
     expected = joined(ranks_of(first), saved_and_gone_on, spec_of(first), tmp_path, number % 3 == 0)
     checkpoint = tmp_path / "checkpoints" / f"step_{SAVED:08d}"
-    found = joined(ranks_of(second), loaded, spec_of(second, train__seed=8), checkpoint)
+    assert_close(joined(ranks_of(second), loaded, spec_of(second, train__seed=8), checkpoint), expected)
+
+
+def assert_close(found: Numbers, expected: Numbers) -> None:
     assert found.gradients.keys() == expected.gradients.keys()
     for name, reference in expected.gradients.items():
         difference = (found.gradients[name] - reference).abs().max().item()
         assert difference <= TOLERANCE * reference.abs().max().item(), f"gradient of {name}: off by {difference:.2e}"
     np.testing.assert_allclose(found.losses, expected.losses, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_rows_that_pad_the_vocabulary_are_no_part_of_a_checkpoint(tmp_path, beside):
+    """Saved where 512 rows lie over tp 2 and over shards; loaded where they lie over tp 4, and where there are none."""
+    model = {"model__vocab_size": 301, "model__num_layers": 2, "model__tied_embeddings": beside}
+    sharded = {"parallel__dp": 2, "parallel__tp": 2, "parallel__data_sharding": "optim_grads_params"}
+    expected = joined(4, saved_and_gone_on, spec_of(sharded, **model), tmp_path, beside)
+    checkpoint = tmp_path / "checkpoints" / f"step_{SAVED:08d}"
+    rows = {stored.shape[0] for name, stored in read_catalogue(checkpoint).items() if "embedding" in name}
+    assert rows == {301}
+    for layout in ({"parallel__tp": 4}, {"parallel__dp": 1}):
+        found = joined(
+            ranks_of({**ONE, **layout}), loaded, spec_of({**ONE, **layout}, train__seed=8, **model), checkpoint
+        )
+        assert_close(found, expected)
 
 
 def test_layouts_are_drawn_from_all_kinds():

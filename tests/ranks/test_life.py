@@ -81,6 +81,16 @@ def test_only_rank_0_reads_the_position(spec, tmp_path, rank, code):
     assert ("position.json is damaged" in outcome.reason) == (code == 4)
 
 
+def test_a_run_without_a_whole_checkpoint_ends_with_code_4(spec, tmp_path):
+    live_on(2, with_values(spec, {"train.stop_at": 1}), tmp_path)
+    (RunDirectory(tmp_path).checkpoint(1) / "manifest.json").write_text("{}")
+    before = RunDirectory(tmp_path).metrics.read_bytes()
+    outcome = live_on(2, spec, tmp_path)
+    assert (outcome.exit_code, outcome.step) == (4, 0)
+    assert "is whole (step_00000001: manifest.json: " in outcome.reason
+    assert RunDirectory(tmp_path).metrics.read_bytes() == before
+
+
 def sampling(spec: RunSpec, folder: Path) -> RunSpec:
     tokenizer = small_tokenizer(folder / "tokenizer.json")
     return with_values(spec, {"tokenizer.path": str(tokenizer), "train.sample_prompt": "the old sea captain " * 9})

@@ -242,3 +242,29 @@ def test_metrics_are_on_disk_before_a_checkpoint_vouches_for_them(spec, tmp_path
         "metrics.jsonl",
         "step_00000002 2",
     ]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rows_beyond_the_vocabulary_that_a_run_began_with_are_padding(spec, tmp_path, tp):
+    """Whatever stands in them, after a resume too: a run with 64 rows of weights that know 61 tokens."""
+
+    def begin(root: Path, value: float | None, known: int) -> list[dict]:
+        wide = with_values(spec, {"model.vocab_size": 64, "parallel.dp": 1, "parallel.tp": tp})
+        wide = with_values(wide, {"cluster.devices_per_node": tp, "train.stop_at": 2})
+        origin = RunDirectory(root).origin
+        origin.mkdir(parents=True)
+        (origin / "origin.json").write_text(json.dumps({"vocab_size": known, "config": None}))
+
+        def spoil(rank: Rank) -> None:
+            head = dict(rank.trainee.model.named_parameters())["head.weight"]
+            if value is not None and rank.rank == tp - 1:
+                with torch.no_grad():
+                    (head.to_local() if hasattr(head, "to_local") else head)[-3:] = value
+
+        run(wide, root, spoil)
+        run(with_values(wide, {"train.stop_at": 4}), root)
+        return metrics(root)
+
+    plain, spoiled = begin(tmp_path / "plain", None, 61), begin(tmp_path / "spoiled", 3.0, 61)
+    assert [line.get("loss") for line in spoiled] == [line.get("loss") for line in plain]
+    assert begin(tmp_path / "counted", 3.0, 64)[0]["loss"] > plain[0]["loss"]

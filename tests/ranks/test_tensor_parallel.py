@@ -47,3 +47,32 @@ def test_exchanges_in_a_ring(ranks, recomputed):
     _held_to_one_process(
         1, ranks, True, parallel__overlap_tp=True, recompute__granularity=recomputed, **heads, batch__micro_batch_size=4
     )
+
+
+PADDED = 301  # tp 2 and 4 pad it to 512: of four ranks the third has 45 rows of tokens, and the last none
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "values"),
+    [
+        (2, 2, {"parallel__data_sharding": "optim_grads_params", "model__tied_embeddings": True}),
+        (1, 4, {"model__num_attention_heads": 8, "train__loss_chunks": 3, "model__logit_soft_cap": 20.0}),
+        (
+            1,
+            2,
+            {
+                "parallel__pp": 2,
+                "parallel__vpp": 2,
+                "parallel__schedule": "interleaved",
+                "model__num_layers": 4,
+                "model__tied_embeddings": True,
+            },
+        ),
+        (1, 2, {"parallel__cp": 2, "parallel__sequence_parallel": False, "model__hidden_dropout": 0.2}),
+    ],
+    ids=["zero3_tied", "chunked", "interleaved_tied", "cp"],
+)
+def test_a_vocabulary_that_ranks_cannot_share_out_is_padded(dp, tp, values):
+    """Every gradient, the norm, three steps and the validation loss; padded rows stay zeros to the bit."""
+    common = {"parallel__dp": dp, "parallel__tp": tp, "parallel__sequence_parallel": True}
+    hold_to_one_process(small_spec(**{**common, "model__vocab_size": PADDED, **values}))

@@ -1,5 +1,6 @@
 """The loss is summed in fp32 over the labels that count; in chunks it keeps the digits, and few logits at a time."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from live_bytes import LiveBytes
@@ -94,3 +95,25 @@ def test_without_gradients_none_are_formed():
             found = _loss(model, 8, x, labels)
     assert live.peak < 4 * model.head.weight.numel()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_rows_that_pad_the_vocabulary_have_no_part_in_loss_and_gradient(chunks):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 30, 16, generator=draw)
+    labels = torch.randint(0, 45, (2, 30), generator=draw)
+    weight = torch.randn(64, 16, generator=draw)
+    expected, theirs = _loss_and_gradient(x, labels, weight[:45], chunks, 45)
+    found, ours = _loss_and_gradient(x, labels, weight, chunks, 45)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours[:45], theirs, rtol=1e-5, atol=1e-6)
+    assert ours[45:].count_nonzero() == 0
+    assert _loss_and_gradient(x, labels, weight, chunks, 64)[0] > expected + 1, "they would count"
+
+
+def _loss_and_gradient(x, labels, weight, chunks, num_tokens):
+    head = torch.nn.Parameter(weight.clone())
+    model = _head(head)
+    model.num_tokens = num_tokens
+    loss = _loss(model, chunks, x, labels)
+    return loss.detach(), torch.autograd.grad(loss, head)[0]

@@ -21,11 +21,11 @@ from megalaunch.engine.checkpoint.safetensors_file import DTYPES, TensorSource, 
 from megalaunch.engine.checkpoint.whole import Wrote, counted, require_new, written_whole
 from megalaunch.engine.families.pairs import Pair
 from megalaunch.engine.families.table import FamilyError, family_of, write_config
+from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY
 from megalaunch.rundir.checkpoint.catalogue import read_catalogue
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.checkpoint.documents import read_document
 
-DIVIDED_BY_VOCABULARY = ("embedding.weight", "head.weight")
 Prove = Callable[["StoredWeights", Path], dict[str, Any]]
 
 

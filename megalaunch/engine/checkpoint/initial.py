@@ -12,11 +12,12 @@ from torch import Tensor
 
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.checkpoint.export_huggingface import DIVIDED_BY_VOCABULARY, StoredWeights
+from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 from megalaunch.engine.checkpoint.foreign import ForeignWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface
 from megalaunch.engine.checkpoint.ranks import from_first_rank, on_every_rank
 from megalaunch.engine.families.table import differences
+from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY
 from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.placement import fill
 from megalaunch.rundir.atomic_file import write_file_atomically
@@ -34,19 +35,21 @@ def load_initial(source: Path, model: ModelSpec, parts: ModelParts) -> None:
     on_every_rank(lambda: _load(source, model, parts))
 
 
-def keep_origin(source: Path, directory: RunDirectory) -> None:
+def keep_origin(source: Path, directory: RunDirectory, num_tokens: int) -> None:
     """Copy into the run what the source's weights came with, which each of its checkpoints then carries. Collective.
 
-    That is the true vocabulary, the tokenizer's files and the like; raises CheckpointError alike on all ranks.
+    That is the true vocabulary (the run's tokenizer may have more tokens, `num_tokens`), the tokenizer's files and the
+    like; raises CheckpointError alike on all ranks.
     """
 
     def keep() -> None:
         weights = _open(source)
+        document = {**weights.origin, "vocab_size": max(weights.model.vocab_size or 0, num_tokens)}
         target = directory.origin
         target.mkdir(exist_ok=True)
         for name, path in weights.companions().items():
             write_file_atomically(target / (ORIGIN_FILE + name), path.read_bytes())
-        write_file_atomically(target / f"{ORIGIN}.json", json.dumps(dict(weights.origin), indent=1) + "\n")
+        write_file_atomically(target / f"{ORIGIN}.json", json.dumps(document, indent=1) + "\n")
 
     from_first_rank(keep)
 

@@ -139,10 +139,13 @@ class CheckpointWriter(StorageWriter):
 
 
 class CheckpointReader(StorageReader):
-    """Reads the parts that a rank needs. The catalogue was read and checked before."""
+    """Reads the parts that a rank needs. The catalogue was read and checked before.
 
-    def __init__(self, directory: Path, catalogue: Catalogue) -> None:
-        self._directory, self._catalogue = directory, catalogue
+    `shapes` are those of tensors that are longer here than what is stored of them: no part of theirs fills the rest.
+    """
+
+    def __init__(self, directory: Path, catalogue: Catalogue, shapes: Mapping[str, torch.Size]) -> None:
+        self._directory, self._catalogue, self._shapes = directory, catalogue, shapes
         self._places: Mapping[MetadataIndex, str] = {}
 
     @classmethod
@@ -155,7 +158,7 @@ class CheckpointReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint holds."""
-        return _metadata_of(self._catalogue)
+        return _metadata_of(self._catalogue, self._shapes)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Remember which file holds which part."""
@@ -201,12 +204,12 @@ def _catalogue_of(metadata: Metadata, files: Mapping[MetadataIndex, str]) -> dic
     return catalogue
 
 
-def _metadata_of(catalogue: Catalogue) -> Metadata:
+def _metadata_of(catalogue: Catalogue, shapes: Mapping[str, torch.Size]) -> Metadata:
     """What DCP needs to plan a load. `storage_data` maps each chunk to its file."""
     stored = {
         name: TensorStorageMetadata(
             properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
-            size=torch.Size(tensor.shape),
+            size=shapes.get(name, torch.Size(tensor.shape)),
             chunks=[
                 ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in tensor.chunks
             ],

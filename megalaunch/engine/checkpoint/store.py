@@ -5,17 +5,21 @@ A directory of safetensors shards, `tensors.json`, documents as JSON, copied fil
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -42,6 +46,8 @@ __all__ = [
     "verify_checkpoint",
 ]
 
+Shapes: TypeAlias = Mapping[str, torch.Size]
+
 
 def save_checkpoint(
     directory: Path,
@@ -49,6 +55,7 @@ def save_checkpoint(
     documents: Mapping[str, JSON],
     files: Mapping[str, Path],
     *,
+    shapes: Shapes = MappingProxyType({}),
     copies: Mapping[str, torch.Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
     wrote: Callable[[int, int], None] = lambda done, total: None,
@@ -57,6 +64,8 @@ def save_checkpoint(
 
     `tensors` are plain tensors (the same on all ranks that give them, saved once) or DTensors of any mesh and
     placements; `documents` become `<name>.json`; `files` are copied (rank 0 reads them; all ranks give the same).
+    `shapes`, by name, are those of tensors that are longer here than what is saved of them: rows that pad a vocabulary
+    belong to a layout, and are no part of a checkpoint.
     It appears whole, synced to disk, or not at all: then every rank raises the same CheckpointError and the
     older checkpoints are as before.
 
@@ -71,7 +80,7 @@ def save_checkpoint(
             save(
                 dict(tensors),
                 storage_writer=writer,
-                planner=_SavePlanner(copies),
+                planner=_SavePlanner(copies, shapes),
                 process_group=group or coordination_group(),
                 no_dist=not dist.is_initialized(),
             )
@@ -81,30 +90,64 @@ def save_checkpoint(
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Plans by how tensors lie over the ranks; what is written are their copies, if there are any."""
+    """Plans by how tensors lie over the ranks; what is written are their copies, if there are any.
 
-    def __init__(self, copies: Mapping[str, torch.Tensor] | None) -> None:
+    Of tensors that have another shape in `shapes` only what lies inside of that is written.
+    """
+
+    def __init__(self, copies: Mapping[str, torch.Tensor] | None, shapes: Shapes) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._copies = copies
+        self._copies, self._shapes = copies, shapes
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank has to write."""
+        plan = super().create_local_plan()
+        return replace(plan, items=[cut for item in plan.items if (cut := self._cut(item)) is not None])
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The values of a part, as much of them as is written."""
+        data = super().resolve_data(write_item)
+        if write_item.index.fqn in self._shapes:
+            assert isinstance(data, torch.Tensor)
+            assert write_item.tensor_data is not None
+            for dim, size in enumerate(write_item.tensor_data.chunk.sizes):
+                data = data.narrow(dim, 0, size)
+        return data
+
+    def _cut(self, item: WriteItem) -> WriteItem | None:
+        """The part of an item that lies inside of the saved shape, None where nothing does."""
+        shape, data = self._shapes.get(item.index.fqn), item.tensor_data
+        if shape is None or data is None:
+            return item
+        offsets = data.chunk.offsets
+        sizes = [min(size, end - start) for size, start, end in zip(data.chunk.sizes, offsets, shape, strict=True)]
+        if min(sizes) <= 0:
+            return None
+        return replace(
+            item, tensor_data=replace(data, chunk=ChunkStorageMetadata(offsets, torch.Size(sizes)), size=shape)
+        )
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The values of a part; a rank holds at most one of a tensor."""
         return super().lookup_object(index) if self._copies is None else self._copies[index.fqn]
 
 
-def load_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_checkpoint(
+    directory: Path, tensors: Mapping[str, torch.Tensor], shapes: Shapes = MappingProxyType({})
+) -> None:
     """Fill `tensors` in place from a checkpoint that was saved under any layout. Collective.
 
     The names of all ranks together must be the names of the checkpoint, with the same shapes and dtypes;
+    `shapes` as for `save_checkpoint`, and what lies outside of them stays as it is. Else it
     raises one CheckpointError that lists every difference, the same on all ranks. Hashes are not compared
     here: choose the checkpoint with `newest_valid`, or call `verify_checkpoint`.
     """
     catalogue = on_every_rank(lambda: read_catalogue(directory))[0]
-    _require_match(directory, catalogue, tensors)
+    _require_match(directory, catalogue, tensors, shapes)
     with _dcp_errors(directory, "load"):
         load(
             dict(tensors),
-            storage_reader=CheckpointReader(directory, catalogue),
+            storage_reader=CheckpointReader(directory, catalogue, {name: tensors[name].shape for name in shapes}),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=coordination_group(),
             no_dist=not dist.is_initialized(),
@@ -121,15 +164,15 @@ def _require_names(tensors: Mapping[str, object], documents: Mapping[str, object
             raise ValueError(f"{name!r} is nothing that a checkpoint can hold: {type(tensor).__name__}")
 
 
-def _require_match(directory: Path, catalogue: Catalogue, tensors: Mapping[str, torch.Tensor]) -> None:
+def _require_match(directory: Path, catalogue: Catalogue, tensors: Mapping[str, torch.Tensor], shapes: Shapes) -> None:
     def differences() -> tuple[set[str], set[str]]:
         found = set()
         for name, tensor in tensors.items():
-            stored = catalogue.get(name)
+            stored, shape = catalogue.get(name), shapes.get(name, tensor.shape)
             if stored is None:
                 found.add(f"missing in the checkpoint: {name}")
-            elif stored.shape != tensor.shape:
-                found.add(f"{name} has the shape {list(stored.shape)} there, {list(tensor.shape)} here")
+            elif stored.shape != shape:
+                found.add(f"{name} has the shape {list(stored.shape)} there, {list(shape)} here")
             elif DTYPES[stored.dtype] != tensor.dtype:
                 found.add(f"{name} is {DTYPES[stored.dtype]} there, {tensor.dtype} here")
         return set(tensors), found

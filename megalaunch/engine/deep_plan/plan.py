@@ -30,6 +30,7 @@ from megalaunch.engine.precision.policy import stream_format
 from megalaunch.engine.train.assemble import give_memory, laid_out
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.memory import memory_of
+from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.supported import unsupported
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.facts import CHIPS
@@ -152,10 +153,8 @@ def _held(parameter: Tensor) -> int:
 
 
 def _columns(spec: RunSpec, mesh: Mesh) -> int:
-    """How many logits of a token are this rank's: by torch.chunk's rule, so that the last rank may have fewer."""
-    whole = spec.model.vocab_size or 0
-    width = -(-whole // mesh.tp.size)
-    return max(0, min(width, whole - mesh.tp.rank * width))
+    """How many logits of a token are this rank's, padding included."""
+    return vocabulary_rows(spec.model.vocab_size or 0, mesh.tp.size) // mesh.tp.size
 
 
 def _boundary(spec: RunSpec, topology: Topology) -> tuple[int, int, int]:

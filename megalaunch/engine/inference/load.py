@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from megalaunch.config.schema import RunSpec, SpecError
+from megalaunch.config.schema.model import ModelSpec
 from megalaunch.config.spec_file import read_spec
 from megalaunch.data.errors import DataError
 from megalaunch.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of_json
@@ -24,7 +25,7 @@ from megalaunch.engine.checkpoint.read import read_tensors
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.inference.chat import ends_of
 from megalaunch.engine.inference.lean import LeanDecoder
-from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY, Decoder
 from megalaunch.rundir.checkpoint.catalogue import CATALOGUE
 from megalaunch.rundir.checkpoint.contents import ORIGIN, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
@@ -171,10 +172,17 @@ def _source_of_checkpoint(checkpoint: Path) -> ModelSource:
         spec = read_spec(checkpoint / SPEC_FILE)
         tokenizer = load_tokenizer(checkpoint / TOKENIZER_FILE)
         stored = StoredWeights(checkpoint)
+        spec = replace(spec, model=_without_padding(spec.model, stored.model, tokenizer))
     except (SpecError, DataError, OSError, ValueError) as error:
         raise _unusable(checkpoint, error) from error
     files = stored.companions()
     return ModelSource(checkpoint, spec, tokenizer, files, ends_of(files, stored.origin.get("config", {}), tokenizer))
+
+
+def _without_padding(model: ModelSpec, stored: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
+    """The model with the rows of tokens alone: those of the weights that the run began with, and the tokenizer's."""
+    known = max(stored.vocab_size or 0, tokenizer.vocab_size)
+    return replace(model, vocab_size=min(model.vocab_size or known, known))
 
 
 def _unusable(checkpoint: Path, error: Exception) -> CheckpointError:
@@ -200,6 +208,8 @@ def _decoder(checkpoint: Path, spec: RunSpec, dtype: torch.dtype, device: torch.
     weights = read_tensors(checkpoint, [WEIGHTS + name for name in shapes])
     for name, shape in shapes.items():
         stored = weights[WEIGHTS + name]
+        if name in DIVIDED_BY_VOCABULARY:
+            stored = weights[WEIGHTS + name] = stored[: shape[0]]
         if stored.shape != shape:
             raise ValueError(f"{name} has the shape {list(stored.shape)} there; {SPEC_FILE} means {list(shape)}")
     placed = {name: weights.pop(WEIGHTS + name).to(device, dtype) for name in shapes}

@@ -23,6 +23,7 @@ from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.norm import Norm
 from megalaunch.engine.model.rope import Rotation, rotation_of
 from megalaunch.engine.model.scores import capped
+from megalaunch.plan.parameters import vocabulary_rows
 
 
 class DecoderLayer(nn.Module):
@@ -54,6 +55,17 @@ class DecoderLayer(nn.Module):
         return between + _dropped(fed, drops.fed)
 
 
+DIVIDED_BY_VOCABULARY = ("embedding.weight", "head.weight")
+"""Parameters with a row for each token."""
+
+
+def unpadded(name: str, shape: torch.Size, vocab_size: int) -> torch.Size:
+    """The shape of a parameter, or of a moment that is named after it, without rows that pad the vocabulary."""
+    if not any(name == own or name.endswith(f".{own}") for own in DIVIDED_BY_VOCABULARY):
+        return shape
+    return torch.Size((min(shape[0], vocab_size), *shape[1:]))
+
+
 def _dropped(x_BSH: Tensor, drop: Drop | None) -> Tensor:
     return x_BSH if drop is None else drop(x_BSH)
 
@@ -64,6 +76,8 @@ def _norm(config: DecoderConfig, present: bool) -> nn.Module:
 
 class Decoder(nn.Module):
     """Token ids [B, S] -> logits [B, S, V]; of a rank's part of the vocabulary where a boundary divides it.
+
+    Where its ranks cannot share the vocabulary out, embedding and head have `vocabulary_rows` > V rows.
 
     `narrow` is the format of blocks beside a residual stream in fp32; None: the stream has the blocks' format.
     """
@@ -77,13 +91,15 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.boundary, self.context, self.narrow = config, boundary, context, narrow
+        self.vocabulary_rows = vocabulary_rows(config.vocab_size, boundary.vocabulary.size)
+        self.num_tokens = config.vocab_size  # fewer where the weights, and the tokenizer, know fewer
         # A pipeline stage has the first and the last parts only if it is the first or the last.
         self.embedding: Embedding | None = Embedding(
-            config.vocab_size, config.hidden_size, config.learned_positions, config.embedding_scale
+            self.vocabulary_rows, config.hidden_size, config.learned_positions, config.embedding_scale
         )
         self.layers = nn.ModuleDict({str(index): DecoderLayer(config, boundary) for index in range(config.num_layers)})
         self.norm: Norm | None = Norm(config.hidden_size, config.norm)
-        self.head: Linear | None = Linear(config.hidden_size, config.vocab_size, COLUMNS)
+        self.head: Linear | None = Linear(config.hidden_size, self.vocabulary_rows, COLUMNS)
         self.spans: Sequence[Sequence[str]] = ()
         """Names of layers that `through` passes at once; empty: each by itself."""
         self.tie()
@@ -92,6 +108,13 @@ class Decoder(nn.Module):
         """Let the head share the embedding's matrix, if the config says so; again after `to_empty`, which unties."""
         if self.config.tied_embeddings and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
+
+    @property
+    def vocabulary_columns(self) -> int:
+        """How many of this rank's logits are those of tokens: the first ones; what follows is padding."""
+        axis = self.boundary.vocabulary
+        width = self.vocabulary_rows // axis.size
+        return min(max(self.num_tokens - axis.rank * width, 0), width)
 
     @property
     def device(self) -> torch.device:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalaunch.engine.model.config import DecoderConfig
-from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.decoder import Decoder, unpadded
 from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.placement import fill
 
@@ -35,5 +35,6 @@ def initial_value(name: str, shape: torch.Size, config: DecoderConfig, seed: int
 def initialise(model: Decoder | ModelParts, seed: int) -> None:
     """Fill every parameter of a model that has memory, sharded or not."""
     for name, parameter in model.named_parameters():
-        value = initial_value(name, parameter.shape, model.config, seed).to(parameter.dtype)
+        shape = unpadded(name, parameter.shape, model.config.vocab_size)
+        value = initial_value(name, shape, model.config, seed).to(parameter.dtype)
         fill(parameter, value)

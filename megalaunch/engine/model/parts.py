@@ -39,6 +39,11 @@ class ModelParts:
             return None
         return last.head.weight
 
+    def limit_vocabulary(self, num_tokens: int) -> None:
+        """From now on all rows of the vocabulary but the first `num_tokens` are padding, to losses."""
+        for part in self.parts:
+            part.num_tokens = num_tokens
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All that is updated and saved by its name in the whole decoder; a head's copy follows its original."""
         copy = self.head_copy

@@ -72,7 +72,8 @@ class TextRelay:
         if divided is None:
             logits = torch.empty(tokens_BS.shape[0], 1, self.config.vocab_size, device=self._mesh.device)
         else:
-            logits = start_gather(divided[:, -1:].float(), 2, boundary.vocabulary).wait()
+            padded = start_gather(divided[:, -1:].float(), 2, boundary.vocabulary).wait()
+            logits = padded[..., : self.config.vocab_size].contiguous()
         if self._mesh.pp.size > 1:
             dist.broadcast(logits, group=self._mesh.pp_group, group_src=self._mesh.last_stage_rank)
         return logits

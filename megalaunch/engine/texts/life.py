@@ -143,11 +143,11 @@ def _summed(laid: _Laid, batch_size: int, rows: FiniteRows) -> tuple[float, int]
 
 
 class _TextModel:
-    """The model as a generator of text sees it: without the rows that fill its vocabulary up, and telling progress."""
+    """The model as a generator of text sees it, telling progress."""
 
     def __init__(self, laid: _Laid) -> None:
         self._relay = TextRelay(laid.model, laid.mesh, relay_of(laid.spec, laid.mesh, laid.model))
-        self._record, self._vocabulary = laid.record, laid.source.spec.model.vocab_size
+        self._record = laid.record
 
     @property
     def config(self) -> DecoderConfig:
@@ -162,4 +162,4 @@ class _TextModel:
     def __call__(self, tokens_BS: Tensor, positions: Tensor, stores: TextCache) -> Tensor:
         """Logits of the last position, [B, 1, V]. Collective."""
         self._record.at("answering", 0)
-        return self._relay(tokens_BS, positions, stores)[..., : self._vocabulary]
+        return self._relay(tokens_BS, positions, stores)

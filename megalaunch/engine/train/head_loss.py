@@ -33,7 +33,7 @@ class HeadLoss:
     def __call__(self, output: Tensor, labels_BS: Tensor) -> Tensor:
         """Logits [B, S, v], or the head's input [B, s, H] -> a scalar in fp32."""
         if self.of_logits:
-            return summed_token_loss(output, labels_BS, self.model.boundary.vocabulary)
+            return self._of_logits(output, labels_BS)
         boundary, head = self.model.boundary, self.model.head
         assert head is not None, "only the last stage knows a loss"
         x_TH = boundary.gather(output).flatten(0, 1)
@@ -44,9 +44,11 @@ class HeadLoss:
         return loss
 
     def _of_chunk(self, logits_Cv: Tensor, labels_C: Tensor) -> Tensor:
-        return summed_token_loss(
-            self.model.capped_logits(logits_Cv)[None], labels_C[None], self.model.boundary.vocabulary
-        )
+        return self._of_logits(self.model.capped_logits(logits_Cv)[None], labels_C[None])
+
+    def _of_logits(self, logits_BSv: Tensor, labels_BS: Tensor) -> Tensor:
+        model = self.model
+        return summed_token_loss(logits_BSv, labels_BS, model.boundary.vocabulary, model.vocabulary_columns)
 
 
 class _ChunkedHead(torch.autograd.Function):

@@ -29,7 +29,13 @@ from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.passes import Passes
 from megalaunch.engine.train.record import Record
 from megalaunch.engine.train.saver import Saver
-from megalaunch.engine.train.saving import Position, keep_tokenizer, restore_run
+from megalaunch.engine.train.saving import (
+    Position,
+    keep_tokenizer,
+    restore_run,
+    tokens_of_tokenizer,
+    true_vocabulary,
+)
 from megalaunch.engine.train.step import Step
 from megalaunch.engine.train.zero_gradient import ZeroGradients
 from megalaunch.rundir.outcome import ExitCode
@@ -88,11 +94,13 @@ class Loop:
         if found is not None:
             self._saver.saved = found
             self._record.phase("loading")
-            self._position = restore_run(found, self._trainee.model, self._trainee.optimizer)
+            self._position = restore_run(found, self._spec.model, self._trainee.model, self._trainee.optimizer)
             renew_tied_head(self._trainee.model, self._mesh)
             self._record.event("resumed", step=self.step, checkpoint=str(found))
         else:
             self._begin()
+        num_tokens = from_first_rank(partial(true_vocabulary, self._directory, self._spec))
+        self._trainee.model.limit_vocabulary(num_tokens)
         self._record.cut_after(self.step)
         self._record.tell_gap(self.step)
         self._validated_step = from_first_rank(self._record.last_validation)
@@ -103,7 +111,8 @@ class Loop:
         if source is None:
             return
         self._record.phase("loading")
-        keep_origin(Path(source).expanduser(), self._directory)
+        num_tokens = from_first_rank(partial(tokens_of_tokenizer, self._directory, self._spec))
+        keep_origin(Path(source).expanduser(), self._directory, num_tokens)
         load_initial(Path(source).expanduser(), self._spec.model, self._trainee.model)
         renew_tied_head(self._trainee.model, self._mesh)
         self._record.event("note", message=f"begins with the weights of {source}")

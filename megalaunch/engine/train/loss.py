@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,13 +15,16 @@ from megalaunch.engine.mesh import Axis
 IGNORED = -100  # label of a position that has no loss
 
 
-def summed_token_loss(logits_BSV: Tensor, labels_BS: Tensor, vocabulary: Axis) -> Tensor:
+def summed_token_loss(logits_BSV: Tensor, labels_BS: Tensor, vocabulary: Axis, columns: int | None = None) -> Tensor:
     """Sum of the cross-entropies of all labels that are not IGNORED, in fp32 nats: a scalar.
 
-    Where the axis divides the vocabulary, each rank gives the logits of its part and gets the whole loss.
+    Where the axis divides the vocabulary, each rank gives the logits of its part and gets the whole loss. Only the
+    first `columns` of a rank (None: all) are those of tokens; the others are padding, and count for nothing.
     The logits are used up: on a processor, what the backward pass needs takes their place.
     """
     logits, labels = logits_BSV.float().flatten(0, 1), labels_BS.flatten()
+    if columns is not None and columns < logits.shape[1]:
+        logits.detach()[:, columns:] = -math.inf  # no probability, and so no gradient
     loss: Tensor
     if vocabulary.size > 1:
         loss = _DividedCrossEntropy.apply(logits, labels, vocabulary)  # type: ignore[no-untyped-call]
@@ -68,7 +72,7 @@ class _DividedCrossEntropy(torch.autograd.Function):
         columns = labels_T - axis.rank * width
         mine = (columns >= 0) & (columns < width)
         columns = columns.where(mine, 0)
-        label_logits = shifted.gather(1, columns[:, None])[:, 0] * mine
+        label_logits = shifted.gather(1, columns[:, None])[:, 0].where(mine, 0)  # not a product: padding is -inf
         exponentials = shifted.exp_()
         sums, label_logits = start_sum(torch.stack((exponentials.sum(dim=1), label_logits)), axis).wait()
         counted = labels_T != IGNORED

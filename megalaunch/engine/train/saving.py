@@ -6,19 +6,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.model import ModelSpec
 from megalaunch.data.errors import DataError
 from megalaunch.data.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.ranks import from_first_rank
 from megalaunch.engine.checkpoint.store import load_checkpoint, read_document, save_checkpoint
+from megalaunch.engine.model.decoder import unpadded
 from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.rundir.atomic_file import write_file_atomically
-from megalaunch.rundir.checkpoint.contents import POSITION, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
+from megalaunch.rundir.checkpoint.contents import ORIGIN, POSITION, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.paths import RunDirectory
 
 
@@ -42,6 +45,37 @@ def state_tensors(model: ModelParts, optimizer: NamedAdamW) -> Mapping[str, Tens
     """Weights (`model.<name>`) and moments (`optimizer.<moment>.<name>`), global shapes, sharing memory."""
     weights = {WEIGHTS + name: parameter.detach() for name, parameter in model.named_parameters()}
     return weights | optimizer.states()
+
+
+def _saved_shapes(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Mapping[str, torch.Size]:
+    """Shapes of those tensors of which less is saved: without the rows that pad the vocabulary for this layout."""
+    assert spec.vocab_size is not None, "a model that exists has a vocabulary"
+    shapes = {name: unpadded(name, tensor.shape, spec.vocab_size) for name, tensor in tensors.items()}
+    return {name: shape for name, shape in shapes.items() if shape != tensors[name].shape}
+
+
+def tokens_of_tokenizer(directory: RunDirectory, spec: RunSpec) -> int:
+    """How many tokens the run's tokenizer knows; 0 without one. Raises CheckpointError."""
+    if spec.tokenizer.path is None:
+        return 0
+    try:
+        return load_tokenizer(directory.tokenizer).vocab_size
+    except DataError as error:
+        raise CheckpointError(f"the run's tokenizer cannot be read: {error}") from error
+
+
+def true_vocabulary(directory: RunDirectory, spec: RunSpec) -> int:
+    """How many tokens the model knows. Raises CheckpointError.
+
+    `model.vocab_size`, or fewer in a run that began with others' weights: rows beyond these and beyond the tokenizer's
+    tokens are padding, which no export has.
+    """
+    size = spec.model.vocab_size or 0
+    if spec.data.mock or not (directory.origin / f"{ORIGIN}.json").is_file():
+        return size
+    document = read_document(directory.origin, ORIGIN)
+    began = document.get("vocab_size") if isinstance(document, Mapping) else None
+    return min(size, max(began, tokens_of_tokenizer(directory, spec))) if isinstance(began, int) else size
 
 
 def keep_tokenizer(directory: RunDirectory, spec: RunSpec) -> None:
@@ -82,13 +116,15 @@ def save_run(
         files |= {path.name: path for path in sorted(directory.origin.iterdir())}
     documents = {POSITION: {"step": position.step, "tokens": position.tokens}}
     copies, group = (beside.copies, beside.group) if beside else (None, None)
-    save_checkpoint(target, tensors, documents, files, copies=copies, group=group, wrote=wrote)
+    shapes = _saved_shapes(tensors, spec.model)
+    save_checkpoint(target, tensors, documents, files, shapes=shapes, copies=copies, group=group, wrote=wrote)
     return target
 
 
-def restore_run(checkpoint: Path, model: ModelParts, optimizer: NamedAdamW) -> Position:
+def restore_run(checkpoint: Path, spec: ModelSpec, model: ModelParts, optimizer: NamedAdamW) -> Position:
     """Fill model and optimizer in place; returns where the run goes on. Collective; raises CheckpointError alike."""
-    load_checkpoint(checkpoint, state_tensors(model, optimizer))
+    tensors = state_tensors(model, optimizer)
+    load_checkpoint(checkpoint, tensors, _saved_shapes(tensors, spec))
     document = from_first_rank(lambda: read_document(checkpoint, POSITION))
     numbers = [document.get(key) for key in ("step", "tokens")] if isinstance(document, Mapping) else []
     step, tokens = numbers if len(numbers) == 2 else (None, None)

@@ -13,6 +13,7 @@ from megalaunch.config.schema.model import GATED, ModelSpec
 from megalaunch.config.schema.recompute import RecomputeModule
 from megalaunch.plan.cost import constants as c
 from megalaunch.plan.layers import Layer
+from megalaunch.plan.parameters import vocabulary_rows
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,6 @@ def _traffic(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> flo
 
 def head_time(model: ModelSpec, shape: Shape, device: Device) -> float:
     """Seconds of head and loss for one microbatch, both passes."""
-    vocabulary = (model.vocab_size or 1) / shape.tp
+    vocabulary = vocabulary_rows(model.vocab_size or 1, shape.tp) / shape.tp
     matmul = matmul_seconds(shape.tokens, model.hidden_size, vocabulary, device.head_flops) * (1 + c.BACKWARD.value)
     return matmul + shape.tokens * vocabulary * c.LOGIT_TRAFFIC.value / device.memory

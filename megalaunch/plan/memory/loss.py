@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megalaunch.config.schema import RunSpec
 from megalaunch.plan.memory.accounting import Accounting
 from megalaunch.plan.memory.widths import format_bytes
+from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.topology import Topology
 
 
@@ -29,7 +30,7 @@ class LossBytes:
 def loss_bytes(spec: RunSpec, topology: Topology, accounting: Accounting, tokens: float) -> LossBytes:
     """Those of a microbatch of so many tokens on a rank."""
     narrow = format_bytes(spec.precision.compute)
-    vocabulary = (spec.model.vocab_size or 0) / topology.tp
+    vocabulary = vocabulary_rows(spec.model.vocab_size or 0, topology.tp) / topology.tp
     hidden = narrow * spec.model.hidden_size
     formed = hidden * (tokens + vocabulary)  # the head's two gradients
     gathered = hidden * tokens if spec.parallel.sequence_parallel else 0.0

@@ -13,6 +13,7 @@ from megalaunch.plan.memory.loss import loss_bytes
 from megalaunch.plan.memory.saved import SavedBytes, ends_bytes, saved_bytes
 from megalaunch.plan.memory.states import Phase, states_of
 from megalaunch.plan.memory.widths import Formats, format_bytes
+from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.shares import Chunk, Held, chunks_by_rank, held_by_rank
 from megalaunch.plan.topology import Topology
 
@@ -148,7 +149,7 @@ def _deferred(spec: RunSpec, topology: Topology, accounting: Accounting) -> floa
     """Bytes a token of what the head's late gradient needs: gradients of logits, and the head's inputs."""
     microbatches = min(accounting.deferred_heads, topology.microbatches)
     part = topology.tp if spec.parallel.sequence_parallel else 1
-    width = (spec.model.vocab_size or 0) / topology.tp + spec.model.hidden_size / part
+    width = vocabulary_rows(spec.model.vocab_size or 0, topology.tp) / topology.tp + spec.model.hidden_size / part
     return microbatches * format_bytes(spec.precision.compute) * width
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.rules.nearby import multiples, nearest
 from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
 
@@ -46,18 +47,17 @@ def expert_ffn_by_etp(at: Situation) -> Iterator[Broken]:
         )
 
 
-@rule("parallel.vocab_by_tp", "The vocabulary divides over tensor-parallel ranks.")
+@rule("parallel.vocab_by_tp", "A vocabulary that does not divide over tensor-parallel ranks is padded.")
 def vocab_by_tp(at: Situation) -> Iterator[Broken]:
-    """Embedding and head are divided by row; a few rows more than the tokenizer has tokens cost little."""
+    """Embedding and head are divided by row. Padded rows count in no loss, and no checkpoint or export has them."""
     vocab, tp = at.spec.model.vocab_size, at.spec.parallel.tp
     if vocab is not None and vocab % tp:
-        derived = vocab == at.spec.tokenizer.vocab_size and at.spec.tokenizer.path is None
-        key = "tokenizer.vocab_size" if derived and at.spec.data.corpus else "model.vocab_size"
+        rows = vocabulary_rows(vocab, tp)
         yield Broken(
             "parallel.tp",
-            f"a vocabulary of {vocab} does not divide by tp {tp}",
-            {"vocab_size": vocab, "tp": tp},
-            ({key: -(-vocab // tp) * tp}, *_legal_tp(at)),
+            f"a vocabulary of {vocab:,} does not divide by tp {tp}: embedding and head are padded to {rows:,} rows",
+            {"vocab_size": vocab, "tp": tp, "rows": rows},
+            severity="note",
         )
 
 
@@ -130,7 +130,7 @@ def _legal_tp(at: Situation) -> Iterator[Fix]:
     model, p = at.spec.model, at.spec.parallel
     rest = at.shards // p.tp
     groups = model.num_query_groups or model.num_attention_heads
-    widths = [model.num_attention_heads, model.vocab_size or 0]
+    widths = [model.num_attention_heads]
     widths += [model.ffn_hidden_size] if at.has_dense_layers else []
     widths += [model.moe.shared_ffn_hidden_size] if at.has_experts else []
 

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from family_variants import VARIANTS, VOCABULARY, load, make
 from forked_ranks import run_ranks
-from looped_run import run_loop, ten_steps
+from looped_run import metrics, run_loop, ten_steps
 from oracle import small_spec
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.data.source import open_training
 from megalaunch.engine.checkpoint.foreign import ForeignWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.initial import load_initial
@@ -78,15 +79,24 @@ def test_every_parameter_arrives(layout, folders):
             assert torch.equal(arrived, theirs.read(key)), (name, key)
 
 
-def test_a_run_begins_with_the_weights_and_its_checkpoint_is_exported(tmp_path):
-    """The worker's own way: loop, save, export; the true vocabulary and the companions come back."""
+@pytest.mark.parametrize("rows", [64, 61], ids=["filled_up", "padded"])
+def test_a_run_begins_with_the_weights_and_its_checkpoint_is_exported(tmp_path, rows):
+    """The worker's own way: loop, save, export; the loss is transformers', and the true vocabulary comes back.
+
+    So do the companions. The vocabulary is filled up by who asks for it, or padded since tp does not divide it.
+    """
     make("llama 3.2", tmp_path / "hf", vocab_size=61)
     (tmp_path / "hf" / "generation_config.json").write_text('{"top_k": 3}')
-    model = replace(ForeignWeights(HuggingFaceFolder(tmp_path / "hf")).model, vocab_size=64)
+    model = replace(ForeignWeights(HuggingFaceFolder(tmp_path / "hf")).model, vocab_size=rows)
     spec = small_spec(parallel__dp=1, parallel__tp=2, checkpoint__initialize_from=str(tmp_path / "hf"))
     spec = replace(spec, model=model, train=replace(spec.train, steps=2))
     spec = replace(spec, data=replace(ten_steps(tmp_path).data, validation_prefix=None))
     run_loop(spec, tmp_path / "run")
+    tokens = torch.stack([torch.from_numpy(open_training(spec)[index].tokens) for index in range(8)])
+    with torch.no_grad():
+        logits = load(tmp_path / "hf")[0](tokens[:, :-1]).logits
+    theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert metrics(tmp_path / "run")[0]["loss"] == pytest.approx(theirs.item(), rel=1e-6), "padded rows do not count"
     export_huggingface(tmp_path / "run", tmp_path / "out")
     again, info = load(tmp_path / "out")
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
