@@ -33,6 +33,7 @@ def corpus_findings(spec: RunSpec, origins: Mapping[str, HasOrigin] | None = Non
 
 
 def _looked_at(source: str, json_key: str) -> tuple[Severity, list[str]]:
+    from megalaunch.config.schema.remote import is_hub_name
     from megalaunch.data.corpus import find_corpus
     from megalaunch.data.errors import DataError
 
@@ -40,7 +41,8 @@ def _looked_at(source: str, json_key: str) -> tuple[Severity, list[str]]:
         corpus = find_corpus(source, json_key)
         size = corpus.size()
     except DataError as error:
-        return "error", [f"{error.file}: {error.cause}" if error.file is not None else error.cause]
+        hint = "; of a data set on a hub download the files first, and name their folder" if is_hub_name(source) else ""
+        return "error", [(f"{error.file}: {error.cause}" if error.file is not None else error.cause) + hint]
     except (ValueError, RuntimeError, OSError) as error:  # a NUL byte, no such home
         return "error", [f"{source}: {error}"]
     if not size:

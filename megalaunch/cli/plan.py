@@ -65,7 +65,7 @@ def plan(
 def _resolved(words: list[str]) -> tuple[Composition, RunSpec]:
     """The composition of the words and its resolved spec; refuses what does not compose."""
     from megalaunch.cli.exit import refuse
-    from megalaunch.cli.render import problems_text
+    from megalaunch.cli.render import finding_block, problems_as_findings, problems_text
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.plan.resolve import resolve
@@ -75,4 +75,6 @@ def _resolved(words: list[str]) -> tuple[Composition, RunSpec]:
         composition = compose(words)
     except ConfigError as error:
         refuse(problems_text(error.problems))
+    for finding in problems_as_findings(composition.repeated, "warning"):
+        typer.echo(finding_block(finding), err=True)
     return composition, resolve(composition.spec, detect_machine(), composition.choices.get("recipe")).spec

@@ -82,13 +82,20 @@ def test_help_by_other_names(arguments):
     assert ("PREFIXES" in text.upper()) == ("merge" in arguments)
 
 
-def test_a_key_given_twice_is_told():
-    code, text = said("validate-config", "recipe=tiny", "train.steps=30", "train.steps=60", "data.corpus=x")
+@pytest.mark.parametrize("command", ["validate-config", "plan"])
+def test_a_key_given_twice_is_told(command):
+    code, text = said(command, "recipe=quickstart", "train.steps=30", "train.steps=60")
     assert code == 0
     assert "warning: train.steps" in text
     assert "is given 2 times (30, 60); train.steps=60, the last, holds" in text
-    again = said("validate-config", "recipe=tiny", "train.steps=30", "train.steps=30", "data.corpus=x")[1]
+    again = said(command, "recipe=quickstart", "train.steps=60", "train.steps=60")[1]
     assert "is given" not in again
+
+
+@pytest.mark.parametrize("key", ["data.corpus", "tokenizer.path", "checkpoint.initialize_from"])
+def test_names_on_hubs_are_told_from_paths(key):
+    assert "download" in said("validate-config", "recipe=quickstart", f"{key}=nobody/Nothing-7B")[1]
+    assert "download" not in said("validate-config", "recipe=quickstart", f"{key}=nothing")[1]
 
 
 def test_train_tells_a_key_given_twice_too(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 
 import pytest
@@ -11,6 +10,7 @@ from training import MEGALAUNCH
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
+from megalaunch.launch.directory import take_run
 
 
 def watch(path):
@@ -74,6 +74,9 @@ def test_leaving_does_not_touch_the_run(tmp_path, spec, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(megalaunch.cli.watch, "_follow", interrupted)
-    run.lock.write_text(json.dumps({"pid": 1, "started": 0, "host": "elsewhere", "since": 0.0}))
-    result = watch(run.root)
+    lock = take_run(run)
+    try:
+        result = watch(run.root)
+    finally:
+        lock.release()
     assert (result.exit_code, result.stdout.strip().splitlines()[-1]) == (0, "the run goes on")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megalaunch.config.schema.remote import is_hub_name
 from megalaunch.plan.rules.dependent import Dependent, depends
 from megalaunch.plan.rules.nearby import multiples
 from megalaunch.plan.rules.registry import Broken, Situation, rule
@@ -30,9 +31,10 @@ def initialize_from(at: Situation) -> Iterator[Broken]:
     source = at.spec.checkpoint.initialize_from
     known = ("config.json", "manifest.json", "checkpoints")
     if source is not None and not any((Path(source).expanduser() / name).exists() for name in known):
+        hint = "; of a model on a hub download the folder first, and name it" if is_hub_name(source) else ""
         yield Broken(
             "checkpoint.initialize_from",
-            f"{source} is no Hugging Face folder (config.json), checkpoint or run directory on this machine",
+            f"{source} is no Hugging Face folder (config.json), checkpoint or run directory on this machine{hint}",
             fixes=({"checkpoint.initialize_from": None},),
             severity=at.before_launch,
         )
