@@ -29,7 +29,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: [..., in], [out, in] -> [..., out]; with gradients."""
     if not widens(x):
         return F.linear(x, weight, bias)
-    projected: Tensor = _WideLinear.apply(x, weight)  # type: ignore[no-untyped-call]
+    # A view, since a backward pass cannot tell whether it is run for a leaf (`is_wanted`).
+    projected: Tensor = _WideLinear.apply(x, weight.view_as(weight))  # type: ignore[no-untyped-call]
     return projected if bias is None else projected + bias
 
 
@@ -41,6 +42,22 @@ def product(a: Tensor, b_KN: Tensor, onto: Tensor | None = None) -> Tensor:
     return (found if onto is None else found.add_(onto)).to(a.dtype)
 
 
+def is_wanted(ctx: Any, number: int) -> bool:
+    """Inside a backward function: whether this pass needs the gradient of the tensor input of this number.
+
+    Zero-bubble schedules ask for the inputs' gradients first and for those of weights later, in two passes over one
+    graph. `ctx.needs_input_grad` says in both which gradients could be asked for at all. A leaf that
+    `torch.autograd.grad` is called for cannot be told from others: it is taken as wanted.
+    """
+    if torch.compiler.is_compiling():  # one graph for all passes
+        return True
+    node = ctx.next_functions[number][0]
+    try:
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return True
+
+
 class _WideLinear(torch.autograd.Function):
     """x W^T of matrices that are widened for each product, and kept as they are."""
 
@@ -50,8 +67,11 @@ class _WideLinear(torch.autograd.Function):
         return product(x, weight.T)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        dy = gradients[0].float()
-        dweight = dy.flatten(0, -2).T @ x.flatten(0, -2).float()
-        return (dy @ weight.float()).to(x.dtype), dweight.to(weight.dtype)
+        dy, dx, dweight = gradients[0].float(), None, None
+        if is_wanted(ctx, 1):
+            dweight = (dy.flatten(0, -2).T @ x.flatten(0, -2).float()).to(weight.dtype)
+        if is_wanted(ctx, 0):
+            dx = (dy @ weight.float()).to(x.dtype)
+        return dx, dweight

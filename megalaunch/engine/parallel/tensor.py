@@ -21,7 +21,7 @@ from megalaunch.engine.layout import ParamLayout, layout_of, local, piece
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.linear import Linear
-from megalaunch.engine.model.product import linear, product
+from megalaunch.engine.model.product import is_wanted, linear, product
 from megalaunch.engine.parallel.tensor_ring import EnterInRing, LeaveInRing
 from megalaunch.engine.placement import divided
 
@@ -116,7 +116,7 @@ class _Enter(torch.autograd.Function):
     """y_i = gather(x) W_i^T.
 
     Backward: the gather of x, which is kept divided, runs beside dx = sum_i dy_i W_i; the reduction of dx runs
-    beside dW_i = dy_i^T x.
+    beside dW_i = dy_i^T x. A pass for one of the two does that one's half.
     """
 
     @staticmethod
@@ -129,14 +129,17 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        gathering = start_gather(x, _SEQUENCE, ctx.axis) if ctx.divided_sequence else None
-        dx = product(dys[0], weights[0])
-        for dy, weight in zip(dys[1:], weights[1:], strict=True):
-            dx = product(dy, weight, onto=dx)
-        reducing = _start_adding(dx, ctx.axis, ctx.divided_sequence)
+        wanted = [is_wanted(ctx, number) for number in range(1, 1 + len(weights))]
+        gathering = start_gather(x, _SEQUENCE, ctx.axis) if ctx.divided_sequence and any(wanted) else None
+        reducing = None
+        if is_wanted(ctx, 0):
+            dx = product(dys[0], weights[0])
+            for dy, weight in zip(dys[1:], weights[1:], strict=True):
+                dx = product(dy, weight, onto=dx)
+            reducing = _start_adding(dx, ctx.axis, ctx.divided_sequence)
         rows = (gathering.wait() if gathering else x).flatten(0, 1)
-        dweights = [product(dy.flatten(0, 1).T, rows) for dy in dys]
-        return reducing.wait(), None, None, *dweights
+        dweights = [product(dy.flatten(0, 1).T, rows) if w else None for dy, w in zip(dys, wanted, strict=True)]
+        return reducing.wait() if reducing else None, None, None, *dweights
 
 
 class _Gather(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalaunch.engine.collectives import Pending, start_gather, start_reduce_scatter, start_shift
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.model.product import product, widens
+from megalaunch.engine.model.product import is_wanted, product, widens
 
 _SEQUENCE = 1  # the dim of S in [B, S, H]
 
@@ -42,21 +42,25 @@ class EnterInRing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        gathering = start_gather(x, _SEQUENCE, ctx.axis)
-        dx = product(dys[0], weights[0])
-        for dy, weight in zip(dys[1:], weights[1:], strict=True):
-            dx = product(dy, weight, onto=dx)
-        reducing = start_reduce_scatter(dx, _SEQUENCE, ctx.axis)
-        rows = gathering.wait().flatten(0, 1)
-        dweights = [product(dy.flatten(0, 1).T, rows) for dy in dys]
-        return reducing.wait(), None, *dweights
+        wanted = [is_wanted(ctx, number) for number in range(1, 1 + len(weights))]
+        gathering = start_gather(x, _SEQUENCE, ctx.axis) if any(wanted) else None
+        reducing = None
+        if is_wanted(ctx, 0):
+            dx = product(dys[0], weights[0])
+            for dy, weight in zip(dys[1:], weights[1:], strict=True):
+                dx = product(dy, weight, onto=dx)
+            reducing = start_reduce_scatter(dx, _SEQUENCE, ctx.axis)
+        rows = (gathering.wait() if gathering else x).flatten(0, 1)
+        dweights = [product(dy.flatten(0, 1).T, rows) if w else None for dy, w in zip(dys, wanted, strict=True)]
+        return reducing.wait() if reducing else None, None, *dweights
 
 
 class LeaveInRing(torch.autograd.Function):
     """This rank's tokens of the sum over ranks of x W^T: [B, S, f] -> [B, s, H].
 
     The sum for a rank travels towards it, and each rank on its way adds its product, computed in the meantime.
-    Backward: parts of dy travel likewise, dx = dy W is computed as they come, and dW = dy^T x when all are there.
+    Backward: parts of dy travel likewise, dx = dy W is computed as they come, and dW = dy^T x when all are there. A
+    pass for dW alone gathers dy.
     """
 
     @staticmethod
@@ -77,6 +81,10 @@ class LeaveInRing(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         axis: Axis = ctx.axis
         x, weight = ctx.saved_tensors
+        wants_x, wants_weight = is_wanted(ctx, 0), is_wanted(ctx, 1)
+        if not wants_x:
+            dy = start_gather(dys[0], _SEQUENCE, axis).wait()
+            return None, None, product(dy.flatten(0, 1).T, x.flatten(0, 1))
         held = dys[0].contiguous()
         batch, length, hidden = held.shape
         dx = x.new_empty(batch, axis.size, length, weight.shape[1])
@@ -87,7 +95,8 @@ class LeaveInRing(torch.autograd.Function):
             _multiply(held, weight, dx[:, owner])
             dy[:, owner] = held
             held = coming.wait() if coming else held
-        return dx.flatten(1, 2), None, product(dy.view(-1, hidden).T, x.flatten(0, 1))
+        dweight = product(dy.view(-1, hidden).T, x.flatten(0, 1)) if wants_weight else None
+        return dx.flatten(1, 2), None, dweight
 
 
 def _next(held: Tensor, axis: Axis, step: int) -> Pending | None:

@@ -1,0 +1,76 @@
+"""A zero-bubble schedule's two backward passes, for inputs and for weights, do together the work of one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_ranks import run_ranks
+from oracle import SEQUENCE, RandomSamples, small_spec
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.train.assemble import sharded_model
+from megalaunch.engine.train.batches import TrainBatches, batch_shape
+from megalaunch.engine.train.passes import passes_of
+from megalaunch.plan.topology import Topology
+
+MATMULS = ("mm", "addmm", "bmm")
+
+
+class Calls(TorchDispatchMode):
+    """Counts matmuls, and exchanges between tensor-parallel ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, result = function._schema.name.partition("::")[2], function(*args, **(kwargs or {}))
+        if name in MATMULS and min(result.shape) > 1:  # sums of columns may be written as products too
+            self.seen["matmul"] += 1
+        elif function.namespace == "_c10d_functional" and name != "wait_tensor":
+            self.seen["exchange"] += 1
+        return result
+
+
+def _work(spec: RunSpec) -> Counter[str]:
+    """Of the second step: in the first, a pipeline finds out its shapes."""
+    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    passes = passes_of(spec, mesh, sharded_model(spec, mesh))
+    batches = TrainBatches(RandomSamples(), batch_shape(8, mesh), mesh.device)
+    for step in (1, 2):
+        calls = Calls()
+        with calls:
+            passes.train(batches.of(step, last=2), 8 * SEQUENCE)
+    batches.close()
+    return calls.seen
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        {"parallel__tp": 2},
+        {"parallel__tp": 2, "parallel__sequence_parallel": True},
+        {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__overlap_tp": True},
+        {"precision__compute": "bf16"},
+    ],
+    ids=["tp2", "tp2 sp", "tp2 sp overlapped", "bf16"],
+)
+def test_both_passes_together_do_the_work_of_one(tensor, monkeypatch):
+    monkeypatch.setattr("megalaunch.engine.model.product._unit", lambda: None)  # products in bf16 are our own function
+    words = {"parallel__pp": 2, "model__num_layers": 2, "model__vocab_size": 62, **tensor}
+    at_once, apart = (
+        run_ranks(2 * words.get("parallel__tp", 1), _work, small_spec(parallel__schedule=schedule, **words))
+        for schedule in ("1f1b", "zero_bubble")
+    )
+    for one, two in zip(at_once, apart, strict=True):
+        assert one["matmul"] > 0
+        # A ring's pass for inputs and its pass for weights each need all of the gradient that comes in.
+        again = 2 * 4 if "parallel__overlap_tp" in tensor else 0
+        assert two["matmul"] == one["matmul"]
+        assert two.get("exchange", 0) <= one.get("exchange", 0) + again
