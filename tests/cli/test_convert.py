@@ -61,6 +61,7 @@ def test_there_and_back_is_the_same_bytes(folder, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["eos_token_id"] == 7
+    assert config["pad_token_id"] is None, "transformers would give its row no gradient"
     assert config["torch_dtype"] == "bfloat16"
     assert read_config(config, "tiny") == read_config(json.loads((folder / "config.json").read_text()), "tiny")
 

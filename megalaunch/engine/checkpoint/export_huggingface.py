@@ -13,6 +13,8 @@ from torch import Tensor
 
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.config.spec_file import read_spec
+from megalaunch.data.errors import DataError
+from megalaunch.data.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import COMPANIONS, CONFIG, INDEX, WEIGHTS_FILE
 from megalaunch.engine.checkpoint.paired import parameter_shapes
@@ -93,7 +95,7 @@ def export_folder(weights: StoredWeights, asked: Export, prove: Prove, wrote: Wr
     with written_whole(asked.output, total) as unfinished:
         _write_shards(unfinished, sources, asked.max_shard_bytes, counted(total, wrote))
         dtype = next(iter(sources.values())).dtype
-        config = {**_kept(weights.origin, config), **config, "torch_dtype": str(dtype).removeprefix("torch.")}
+        config = {**_token_ids(weights, config), **config, "torch_dtype": str(dtype).removeprefix("torch.")}
         (unfinished / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         for name, path in weights.companions().items():
             (unfinished / name).write_bytes(path.read_bytes())
@@ -142,9 +144,24 @@ def _write_shards(
     (unfinished / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _kept(origin: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the original config.json what says nothing about the function: ids of special tokens and the like."""
-    kept = origin.get("config") or {}
-    names = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
-    same = kept.get("model_type") == config["model_type"]
-    return {name: kept[name] for name in names if name in kept} if same else {}
+def _token_ids(weights: StoredWeights, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of special tokens: as the original file does, else as the tokenizer does.
+
+    Nothing is left to transformers' defaults, which are those of the family's first model. The padding token's is
+    always null: transformers gives its row of the embedding no gradient (nn.Embedding's padding_idx), and refuses an
+    id beyond the vocabulary. What pads a batch stands in the tokenizer's files.
+    """
+    kept = weights.origin.get("config") or {}
+    if kept.get("model_type") == config["model_type"]:
+        found = {name: kept[name] for name in ("bos_token_id", "eos_token_id", "use_cache") if name in kept}
+    else:
+        found = {"bos_token_id": None, "eos_token_id": _end_of_text(weights.companions())}
+    return {**found, "pad_token_id": None}
+
+
+def _end_of_text(companions: Mapping[str, Path]) -> int | None:
+    path = companions.get("tokenizer.json")
+    try:
+        return None if path is None else load_tokenizer(path).eod_id
+    except DataError as error:
+        raise CheckpointError(f"the tokenizer {path} cannot be read: {error}") from error

@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from family_variants import VARIANTS, VOCABULARY, load, make
 
-from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
+from megalaunch.config.spec_file import spec_to_text
+from megalaunch.engine.checkpoint.export_huggingface import Export, StoredWeights, export_folder
 from megalaunch.engine.checkpoint.foreign import ForeignWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
+from megalaunch.engine.checkpoint.imported import spec_of
 from megalaunch.engine.checkpoint.store import save_checkpoint
 from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.families.table import read_config
 from megalaunch.engine.inference.convert import export_huggingface, import_huggingface
 from megalaunch.engine.inference.generate import Writing, generate_tokens
 from megalaunch.engine.inference.lean import LeanDecoder
@@ -65,6 +68,36 @@ def test_there_and_back(name, tmp_path):
         after = ours(TOKENS)
         torch.testing.assert_close(again.eval()(TOKENS).logits, after, rtol=1e-4, atol=1e-4)
     assert (after - logits).abs().max() > 1e-3, "the step changed nothing"
+
+
+ONE_EACH = list({kind: name for name, (kind, _) in reversed(VARIANTS.items())}.values())
+
+
+@pytest.mark.parametrize(("name", "origin"), [(name, {}) for name in ONE_EACH] + [("gemma2", {"pad_token_id": 0})])
+def test_an_export_trains_in_transformers_as_here(name, origin, tmp_path):
+    """Every gradient of every token's row: none is taken for padding, neither by a default nor by the original file."""
+    import transformers
+
+    kind, values = VARIANTS[name]
+    config = json.loads(getattr(transformers, kind)(**values).to_json_string(use_diff=False))
+    model = read_config(config, name)
+    ours = build_decoder(model)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in ours.parameters():
+        parameter.data.normal_(0.3 if parameter.ndim == 1 else 0.0, 0.3, generator=generator)
+    (tmp_path / "spec.yaml").write_text(spec_to_text(spec_of(model)))
+    given = {"vocab_size": VOCABULARY} | ({"config": {"model_type": config["model_type"], **origin}} if origin else {})
+    (tmp_path / "origin.json").write_text(json.dumps(given))
+    _save(ours, tmp_path, tmp_path / "trained")
+    export_folder(StoredWeights(tmp_path / "trained"), Export(tmp_path / "out"), lambda *_: {}, lambda *_: None)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["pad_token_id"] is None
+    assert origin or (written["bos_token_id"], written["eos_token_id"]) == (None, None), "no tokenizer says otherwise"
+    theirs = load(tmp_path / "out")[0].train()
+    every_row = torch.arange(VOCABULARY).unsqueeze(0)
+    for logits in (ours(every_row), theirs(every_row).logits):
+        F.cross_entropy(logits[0, :-1], every_row[0, 1:]).backward()
+    _hold_gradients(tmp_path / "out", ours, theirs)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
