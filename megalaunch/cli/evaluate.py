@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_text
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -46,6 +46,12 @@ def evaluate(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 4,
     json_key: Annotated[str, typer.Option(help="The key of the text in jsonl and parquet.")] = "text",
+    no_bos: Annotated[
+        bool,
+        typer.Option(
+            "--no-bos", help="Leave out the special tokens (BOS) that the tokenizer puts around a text of --data."
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a data set or figure, a line each.")] = False,
 ) -> None:
     """How well a model predicts data sets (loss, perplexity, bits per byte), and what it reaches in tasks of lm-eval.
@@ -63,10 +69,13 @@ def evaluate(
         if layout:
             from megalaunch.cli.laid_out import answered
 
-            answered(source, layout, api.ScoreJob(tuple(data or ()), sequence_length, batch_size, json_key), show)
+            answered(
+                source, layout, api.ScoreJob(tuple(data or ()), sequence_length, batch_size, json_key, no_bos), show
+            )
             return
         model = api.open_model(source, lambda message: typer.echo(message, err=True))
         api.fit_threads(model)
+        model = replace(model, add_special_tokens=model.add_special_tokens and not no_bos)
         for score in api.scores(model, data, sequence_length, batch_size, json_key) if data else ():
             show(score)
         if task:

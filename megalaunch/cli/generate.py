@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megalaunch.cli.prompts import Prompt, PromptError, read_prompts
+from megalaunch.cli.prompts import PromptError, read_prompts
 from megalaunch.rundir.outcome import ExitCode
 
 if TYPE_CHECKING:
     from megalaunch.cli.texts_shown import ShownTexts
-    from megalaunch.engine.api import Ask, ModelSource
+    from megalaunch.engine.api import Ask, ModelSource, WriteJob
 
 Source = Annotated[
     Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT|HF_DIR", help="A run, a checkpoint, or a Hugging Face folder.")
@@ -44,6 +45,9 @@ Logprobs = Annotated[
     int | None, typer.Option(min=0, help="With --json: log-probabilities, with those of the N likeliest tokens.")
 ]
 Seed = Annotated[int, typer.Option(min=0, help="The same seed writes the same texts.")]
+NoBos = Annotated[
+    bool, typer.Option("--no-bos", help="Leave out the special tokens (BOS) that the tokenizer puts around a text.")
+]
 BatchSize = Annotated[int, typer.Option(min=1, help="Texts that are written at once.")]
 Stream = Annotated[
     bool | None, typer.Option("--stream/--no-stream", help="Show text as it is written (default, but with --json).")
@@ -69,6 +73,7 @@ def generate(
     logprobs: Logprobs = None,
     seed: Seed = 1234,
     batch_size: BatchSize = 8,
+    no_bos: NoBos = False,
     stream: Stream = None,
     json: Json = False,
 ) -> None:
@@ -101,10 +106,11 @@ def generate(
     except ValueError as error:
         fail(str(error))
     streams = not json if stream is None else stream
-    _write(source, layout or [], asked, ask, (JsonTexts if json else PlainTexts)(asked, num_samples, streams))
+    job = api.WriteJob(tuple(asked), ask, no_bos)
+    _write(source, layout or [], job, (JsonTexts if json else PlainTexts)(asked, num_samples, streams))
 
 
-def _write(source: Path, layout: list[str], prompts: list[Prompt], ask: Ask, shown: ShownTexts) -> None:
+def _write(source: Path, layout: list[str], job: WriteJob, shown: ShownTexts) -> None:
     from megalaunch.cli.exit import fail, refuse
     from megalaunch.engine import api
 
@@ -112,10 +118,12 @@ def _write(source: Path, layout: list[str], prompts: list[Prompt], ask: Ask, sho
         if layout:
             from megalaunch.cli.laid_out import answered
 
-            answered(source, layout, api.WriteJob(tuple(prompts), ask), shown.add)
+            answered(source, layout, job, shown.add)
         else:
             opened = api.open_source(source, lambda message: typer.echo(message, err=True))
-            _write_alone(opened, api.checked_tokens(opened, prompts, ask), ask, shown)
+            if job.no_bos:
+                opened = replace(opened, add_special_tokens=False)
+            _write_alone(opened, api.checked_tokens(opened, job.prompts, job.ask), job.ask, shown)
     except api.CheckpointError as error:
         fail(str(error), ExitCode.CHECKPOINT)
     except (NotADirectoryError, ValueError) as error:

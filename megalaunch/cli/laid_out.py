@@ -44,7 +44,8 @@ def answered(source: Path, words: Sequence[str], job: Job, take: Callable[[Any],
     layout = _layout(words)
     opened = api.open_source(source, lambda message: typer.echo(message, err=True))
     if isinstance(job, api.WriteJob):  # before workers load anything
-        api.checked_tokens(opened, job.prompts, job.ask)
+        source_of_tokens = replace(opened, add_special_tokens=False) if job.no_bos else opened
+        api.checked_tokens(source_of_tokens, job.prompts, job.ask)
     machine = detect_machine()
     directory = RunDirectory(Path(tempfile.mkdtemp(prefix="megalaunch-")))
     crashed = False

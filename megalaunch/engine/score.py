@@ -93,12 +93,12 @@ def scores_by(
 
 
 def _write(model: ModelSource, source: str, prefix: Path, json_key: str, moves: Callable[[], None]) -> None:
-    """The texts as token files, each with the tokenizer's end-of-document token behind it."""
+    """The texts as token files, each with the source's special tokens and the end-of-document token behind it."""
     tokenizer = model.tokenizer
     end = [] if tokenizer.eod_id is None else [tokenizer.eod_id]
     with TokenWriter(prefix, token_type(tokenizer.vocab_size)) as writer:
         for document in find_corpus(source, json_key, split=None).documents():
-            writer.add_sequence(tokenizer.encode(document.text) + end)
+            writer.add_sequence(model.encode(document.text) + end)
             writer.end_document()
             moves()
 

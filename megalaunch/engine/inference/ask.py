@@ -36,11 +36,16 @@ class Ask:
 
 
 def tokens_of(model: ModelSource, prompts: Sequence[str | Sequence[dict[str, str]]]) -> list[list[int]]:
-    """The tokens of each prompt; a conversation goes through the chat template. Raises ValueError."""
+    """The tokens of each prompt; a conversation goes through the chat template. Raises ValueError.
+
+    A text gets the special tokens that the source says, such as BOS; a template writes its own.
+    """
     chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
     rendered = iter(chat_texts(model.files, chats) if chats else ())
-    texts = [prompt if isinstance(prompt, str) else next(rendered) for prompt in prompts]
-    return [model.tokenizer.encode(text) for text in texts]
+    return [
+        model.encode(prompt) if isinstance(prompt, str) else model.tokenizer.encode(next(rendered))
+        for prompt in prompts
+    ]
 
 
 def checked_tokens(model: ModelSource, prompts: Sequence[str | Sequence[dict[str, str]]], ask: Ask) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -37,6 +37,7 @@ class ModelSource:
     """All of a language model but its weights; `checkpoint` is where these are.
 
     `files` stand beside the weights, by the names of Hugging Face folders; `ends` are the tokens that end a text.
+    `add_special_tokens`: a text gets what the tokenizer's post-processor puts around one, such as BOS.
     """
 
     checkpoint: Path
@@ -44,6 +45,11 @@ class ModelSource:
     tokenizer: Tokenizer
     files: Mapping[str, Path]
     ends: frozenset[int]
+    add_special_tokens: bool = field(default=True, kw_only=True)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text as the model is to read it: as transformers by default."""
+        return self.tokenizer.encode(text, self.add_special_tokens)
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,9 @@ def _source_of_checkpoint(checkpoint: Path) -> ModelSource:
     except (SpecError, DataError, OSError, ValueError) as error:
         raise _unusable(checkpoint, error) from error
     files = stored.companions()
-    return ModelSource(checkpoint, spec, tokenizer, files, ends_of(files, stored.origin.get("config", {}), tokenizer))
+    ends = ends_of(files, stored.origin.get("config", {}), tokenizer)
+    around = spec.data.add_special_tokens  # as the documents of the run were
+    return ModelSource(checkpoint, spec, tokenizer, files, ends, add_special_tokens=around)
 
 
 def _without_padding(model: ModelSpec, stored: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:

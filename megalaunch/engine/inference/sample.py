@@ -16,7 +16,7 @@ def sample_text(spec: RunSpec, model: TextModel, tokenizer: Tokenizer) -> str:
     on all of them when the prompt fills the model's context.
     """
     prompt = spec.train.sample_prompt or ""
-    tokens, longest = tokenizer.encode(prompt), spec.model.max_position_embeddings
+    tokens, longest = tokenizer.encode(prompt, spec.data.add_special_tokens), spec.model.max_position_embeddings
     if not 0 < len(tokens) < longest:
         raise ValueError(
             f"train.sample_prompt has {len(tokens)} tokens, the model is made for {longest} in all "

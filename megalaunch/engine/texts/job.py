@@ -29,6 +29,7 @@ class WriteJob:
 
     prompts: tuple[Prompt, ...]
     ask: Ask
+    no_bos: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class ScoreJob:
     sequence_length: int | None
     batch_size: int
     json_key: str
+    no_bos: bool = False
 
 
 Job = WriteJob | ScoreJob
@@ -77,7 +79,7 @@ def read_job(directory: RunDirectory) -> Job:
         return ScoreJob(**{**data, "data": tuple(data["data"])})
     ask = data["ask"]
     values = {**ask, "sampling": Sampling(**ask["sampling"]), "stop": tuple(ask["stop"])}
-    return WriteJob(tuple(data["prompts"]), Ask(**values))
+    return WriteJob(tuple(data["prompts"]), Ask(**values), data["no_bos"])
 
 
 def record_of(answer: Answer) -> Record:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -80,7 +80,10 @@ def do_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: Record) -
         load_initial(path, spec.model, model)
         renew_tied_head(model, mesh)
         record.phase("answering")
-        for one in _answers(_Laid(spec, mesh, model, source, record), read_job(directory)):
+        job = read_job(directory)
+        if job.no_bos:
+            source = replace(source, add_special_tokens=False)
+        for one in _answers(_Laid(spec, mesh, model, source, record), job):
             if record.is_first:
                 append_line(answers_file(directory), record_of(one))
     except CheckpointError as error:
