@@ -77,6 +77,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {**_LLAMA, "no_rope_layer_interval": 2}),
     "gemma2": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3TextConfig", {**GEMMA, "num_hidden_layers": 7}),
+    "gemma3 full": ("Gemma3TextConfig", {**GEMMA, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}),
     "gemma3 scaled": (
         "Gemma3TextConfig",
         {

@@ -115,6 +115,25 @@ def test_a_config_that_means_something_else_is_refused(folder, tmp_path, changes
     assert not (tmp_path / "ckpt").exists()
 
 
+def test_other_formats_are_refused_by_name(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (folder / "config.json").write_text(json.dumps(quantised))
+    assert "the weights are quantised (gptq, 4 bits)" in convert("import", folder, "--output", tmp_path / "x").output
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "meta-llama/Llama-3.2-1B"}')
+    for words in (("convert", "import", str(folder), "--output", "x"), ("generate", str(folder), "--prompt", "a")):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 4
+        assert "is a LoRA adapter of meta-llama/Llama-3.2-1B" in result.output
+    (folder / "adapter_config.json").rename(folder / "model.Q4_K_M.gguf")
+    for source in (folder, folder / "model.Q4_K_M.gguf"):
+        for words in (("convert", "import", str(source), "--output", "x"), ("evaluate", str(source), "--data", "a")):
+            result = CliRunner().invoke(app, words)
+            assert result.exit_code != 0
+            assert "is GGUF, quantised for llama.cpp" in result.output
+
+
 def test_pickles_are_refused(folder, tmp_path):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     result = convert("import", folder, "--output", tmp_path / "ckpt")

@@ -16,6 +16,7 @@ from megalaunch.rundir.checkpoint.header import Entry, read_header
 from megalaunch.rundir.checkpoint.manifest import is_plain_name
 
 CONFIG, INDEX, WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+ADAPTER = "adapter_config.json"
 # What belongs to a model beside its weights, and travels with it.
 COMPANIONS = (
     "tokenizer.json",
@@ -38,6 +39,9 @@ class HuggingFaceFolder:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        other = other_format(directory)
+        if other is not None:
+            raise CheckpointError(other)
         if not (directory / CONFIG).is_file():
             what = f"has no {CONFIG}" if directory.is_dir() else "is no directory"
             raise CheckpointError(f"{directory} {what}: give a Hugging Face folder, with {CONFIG} and safetensors")
@@ -105,6 +109,24 @@ class HuggingFaceFolder:
                 "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
             )
         raise CheckpointError(f"{self.directory} has neither {WEIGHTS_FILE} nor {INDEX}")
+
+
+def other_format(path: Path) -> str | None:
+    """Why a file or folder in a known format that is not read here is refused; None for anything else."""
+    inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    has_weights = any((path / name).is_file() for name in (INDEX, WEIGHTS_FILE))
+    if path.suffix == ".gguf" or (inside and not has_weights):
+        return (
+            f"{path} is GGUF, quantised for llama.cpp, and is not read; take the Hugging Face folder that it was made "
+            "from (config.json and safetensors)"
+        )
+    if (path / ADAPTER).is_file() and not has_weights:
+        base = _json(path / ADAPTER).get("base_model_name_or_path")
+        return (
+            f"{path} is a LoRA adapter of {base or 'a model that it does not name'}, no model; merge both with peft: "
+            "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW_FOLDER)"
+        )
+    return None
 
 
 def is_huggingface(directory: Path) -> bool:

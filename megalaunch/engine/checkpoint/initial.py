@@ -14,7 +14,7 @@ from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 from megalaunch.engine.checkpoint.foreign import ForeignWeights
-from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface, other_format
 from megalaunch.engine.checkpoint.ranks import from_first_rank, on_every_rank
 from megalaunch.engine.families.table import differences
 from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY
@@ -63,6 +63,9 @@ def _load(source: Path, model: ModelSpec, parts: ModelParts) -> None:
 
 
 def _open(source: Path) -> ForeignWeights | StoredWeights:
+    other = other_format(source)
+    if other is not None:
+        raise CheckpointError(f"checkpoint.initialize_from: {other}")
     if is_huggingface(source):
         return ForeignWeights(HuggingFaceFolder(source))
     if (source / MANIFEST).exists():

@@ -89,6 +89,13 @@ class ConfigFile:
     def refuse_the_rest(self) -> None:
         """Every key that was not read and may change the function becomes a problem; else a note, or nothing."""
         for key, value in self._data.items():
+            if key == "quantization_config" and isinstance(value, Mapping):
+                method, bits = value.get("quant_method", "a method that is not named"), value.get("bits")
+                self.problems.append(
+                    f"config.json: the weights are quantised ({method}{f', {bits} bits' if bits else ''}); take the "
+                    "unquantised model that they were made from"
+                )
+                continue
             if key in self._taken or key in METADATA or value is None:
                 continue
             why = why_ignored(key, value)

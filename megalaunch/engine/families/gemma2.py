@@ -42,7 +42,10 @@ def write_gemma(model: ModelSpec) -> dict[str, Any]:
         "attn_logit_softcapping": model.attention_soft_cap,
         "final_logit_softcapping": model.logit_soft_cap,
     }
-    return write_shape(model, "hidden_activation") | own | write_windows(model)
+    windows = write_windows(model)
+    if windows["sliding_window"] is None:  # transformers wants a number, also where no layer has a window
+        windows["sliding_window"] = 4096
+    return write_shape(model, "hidden_activation") | own | windows
 
 
 def _read(file: ConfigFile) -> Values:

@@ -18,7 +18,7 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 from megalaunch.engine.checkpoint.foreign import ForeignWeights
 from megalaunch.engine.checkpoint.history import newest_valid
-from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface, other_format
 from megalaunch.engine.checkpoint.import_huggingface import tokenizer_text
 from megalaunch.engine.checkpoint.imported import spec_of
 from megalaunch.engine.checkpoint.read import read_tensors
@@ -77,6 +77,9 @@ def open_model(
 
 def open_source(source: Path, report: Callable[[str], None] = lambda message: None) -> ModelSource:
     """As `open_model`, without the weights: they stay where they are."""
+    other = other_format(source)
+    if other is not None:
+        raise CheckpointError(other)
     if is_huggingface(source):
         return read_source(source)
     try:

@@ -55,6 +55,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         changes: dict[str, Any] = {"n_layer": 4} if name.startswith("gpt2") else {"num_hidden_layers": 4}
         if name == "gemma3 scaled":
             changes["layer_types"] = ["sliding_attention", "full_attention"] * 2
+        if name == "gemma3 full":
+            changes["layer_types"] = ["full_attention"] * 4
         make(name, place / str(number), **changes)
     return {name: place / str(number) for number, name in enumerate(VARIANTS)}
 
