@@ -18,6 +18,10 @@ from megalaunch.rundir.outcome import ExitCode
 if TYPE_CHECKING:
     from megalaunch.engine.api import Score, TaskScore
 
+NoBos = Annotated[
+    bool, typer.Option("--no-bos", help="Leave out the special tokens (BOS) that the tokenizer puts around a text.")
+]
+
 
 def evaluate(
     source: Annotated[
@@ -46,12 +50,7 @@ def evaluate(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 4,
     json_key: Annotated[str, typer.Option(help="The key of the text in jsonl and parquet.")] = "text",
-    no_bos: Annotated[
-        bool,
-        typer.Option(
-            "--no-bos", help="Leave out the special tokens (BOS) that the tokenizer puts around a text of --data."
-        ),
-    ] = False,
+    no_bos: NoBos = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a data set or figure, a line each.")] = False,
 ) -> None:
     """How well a model predicts data sets (loss, perplexity, bits per byte), and what it reaches in tasks of lm-eval.
