@@ -44,9 +44,11 @@ def join(spec: RunSpec) -> tuple[torch.device, Problem | None]:
     A collective that takes much longer than `launcher.timeout` fails. Under the launcher it is the launcher that ends
     a hang, since it can name who is behind: it gets to go first.
     """
-    watched = LAUNCHER_PID_VARIABLE in os.environ
-    timeout = datetime.timedelta(seconds=spec.launcher.timeout * (1.5 if watched else 1.0))
-    rendezvous_store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    slack = 1.5 if LAUNCHER_PID_VARIABLE in os.environ else 1.0
+    timeout = datetime.timedelta(seconds=slack * spec.launcher.timeout)
+    # Ranks that are still loading torch from a busy disk are waited for as long as a start may take.
+    starting = datetime.timedelta(seconds=slack * max(spec.launcher.start_timeout, spec.launcher.timeout))
+    rendezvous_store, rank, world_size = next(rendezvous("env://", timeout=starting))
     store = PrefixStore(_store_prefix(), rendezvous_store)
     device, problem = local_device(spec)
     # Before the group is made: NCCL would wait for the rank that has no device.

@@ -25,10 +25,19 @@ def exit_codes(log: Path) -> dict[int, int]:
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """The last lines that are not blank, each cut to 160 characters."""
+    """The last lines that are not blank, each cut to 160 characters, without the agent's closing report.
+
+    That repeats exit codes between two lines of equal signs, and stands after what a worker that could not start said.
+    """
+    lines: deque[str] = deque(maxlen=count)
+    in_report = False
     try:
         with log.open(encoding="utf-8", errors="replace") as file:
-            lines = deque((line.rstrip() for line in file if line.strip()), maxlen=count)
+            for line in map(str.rstrip, file):
+                border = len(line) > 20 and set(line) == {"="}
+                if line and not border and not in_report:
+                    lines.append(line[:160])
+                in_report ^= border
     except OSError:
         return []
-    return [line[:160] for line in lines]
+    return list(lines)

@@ -116,6 +116,18 @@ def test_a_stopped_process_is_a_hang_that_names_it(tmp_path, shared, undisturbed
 
 
 @pytest.mark.slow
+def test_a_stopped_process_is_found_in_15_seconds_without_a_setting(tmp_path, shared):
+    directory = RunDirectory(tmp_path / "run")
+    with training(tmp_path, "train.steps=100000", shared=shared):
+        wait_until(lambda: max(steps_of(directory), default=0) > 100, 90)
+        os.kill(read_progress(directory.progress(1)).pid, signal.SIGSTOP)
+        began = time.monotonic()
+        (failed,) = wait_until(lambda: events_of(directory, "worker_failed"), 60)
+        assert 14 < time.monotonic() - began < 30  # 15 s, and an answer from the other rank
+    assert (failed["rank"], failed["exception"]) == (1, "hang")
+
+
+@pytest.mark.slow
 def test_a_flipped_byte_in_the_newest_checkpoint(tmp_path, shared, undisturbed):
     directory = RunDirectory(tmp_path / "run")
     assert train_tiny(tmp_path, f"train.steps={STEPS}", "train.stop_at=20", shared=shared)[0] == 0

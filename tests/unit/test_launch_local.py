@@ -75,6 +75,14 @@ def test_restarts_used_up(tmp_path):
     assert (outcome.exit_code, outcome.step, outcome.details["rank"]) == (5, 6, 1)
 
 
+def test_workers_that_cannot_even_start_are_not_started_again(tmp_path):
+    code, _, err = run_fake(tmp_path, tiny_spec(), PYTHONPATH=str(tmp_path))
+    assert code == ExitCode.CRASH
+    assert err.startswith("megalaunch: the agent that starts the workers failed (exit code 5)")
+    assert "No module named fake_worker" in err
+    assert events_of(run_of(tmp_path), "restart") == []
+
+
 def test_the_same_failure_three_times_is_no_progress(tmp_path):
     code, _, err = run_fake(tmp_path, tiny_spec(launcher__max_restarts=9), FAKE_FAULT="raise:0:7:99")
     assert code == ExitCode.NO_PROGRESS
