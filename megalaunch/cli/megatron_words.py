@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 # Its tokenizer types whose files are known here; which kind a file is, it says itself.
 TOKENIZER_TYPES = (
@@ -21,6 +22,13 @@ _RENAMED = {
     "--lang": "--language",
 }
 _LISTS = {"--input": "", "--json-keys": "--json-key"}
+_WITHOUT_EFFECT = {
+    "--use-gigatoken": "is not needed: gigatoken encodes wherever it gives the ids of tokenizers",
+    "--tokenizer-hf-no-use-fast": "changes nothing: the ids are those of tokenizer.json, of which transformers 5 too "
+    "knows the fast form alone",
+    "--tokenizer-sentencepiece-legacy": "changes nothing: without special tokens of its own that wrapper gives the "
+    "same ids",
+}
 # It times some numbers of workers on the first documents, prints the fastest, and writes no files.
 _SEARCH_FOR_WORKERS = ("--find-optimal-num-workers", "--workers-to-check", "--max-documents")
 
@@ -67,15 +75,34 @@ def rewrite(words: Sequence[str]) -> Rewritten:
             )
         elif word == "--tokenizer-hf-no-include-special-tokens":
             result.words.append("--no-bos")
+        elif word in _WITHOUT_EFFECT:
+            result.notes.append(f"{word} {_WITHOUT_EFFECT[word]}")
+        elif word == "--trust-remote-code":
+            raise ValueError(
+                "--trust-remote-code is refused: nothing that comes with a tokenizer is run here. Leave it out where "
+                "the folder has a tokenizer.json; else save one: AutoTokenizer.from_pretrained(..., "
+                "trust_remote_code=True).save_pretrained(FOLDER), at your own risk."
+            )
+        elif word in ("--special-tokens", "--tokenizer-special-tokens"):
+            raise ValueError(f"{word} is not known here: add them to the tokenizer, and save that as tokenizer.json.")
+        elif word == "--vocab-size" and _value(words, "--tokenizer-type") not in (None, "TikTokenizer"):
+            result.notes.append("--vocab-size changes nothing: the tokenizer says itself how large it is")
+            left[:1] = []
         elif word != "--keep-sequential-samples":
             result.words.append(_RENAMED.get(word, word))
     result.words += inputs
     return result
 
 
+def _value(words: Sequence[str], option: str) -> str | None:
+    """What follows an option, None without it."""
+    parts = _separated(words)
+    return next((value for word, value in pairwise(parts) if word == option), None)
+
+
 def _separated(words: Sequence[str]) -> list[str]:
     """`--option=value` of Megatron's options as two words."""
-    known = {*_RENAMED, *_LISTS, *_SEARCH_FOR_WORKERS, "--tokenizer-type", "--partitions"}
+    known = {*_RENAMED, *_LISTS, *_SEARCH_FOR_WORKERS, "--tokenizer-type", "--partitions", "--vocab-size"}
     parts: list[str] = []
     for word in words:
         option, equals, value = word.partition("=")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megalaunch.cli.missing_parameters import CompleteCommand
-from megalaunch.data.preprocess_settings import EngineChoice, Format, MaxBad, OnBadRecord, Settings
+from megalaunch.data.preprocess_settings import EngineChoice, Format, MaxBad, OnBadRecord, Settings, TiktokenOptions
 
 if TYPE_CHECKING:
     from megalaunch.data.preprocess import Result
@@ -55,6 +55,9 @@ def run(
         Path, typer.Option(help="tokenizer.json, GPT-2 vocabulary, SentencePiece model, tiktoken or tekken ranks.")
     ],
     merges: Annotated[Path | None, typer.Option(help="Merges of a GPT-2 vocabulary; default: beside it.")] = None,
+    tiktoken_pattern: Annotated[str, typer.Option(help="Of Megatron's JSON list of tiktoken ranks: v1 or v2.")] = "v2",
+    vocab_size: Annotated[int, typer.Option(help="Of such a list, special tokens included.")] = 1 << 17,
+    tiktoken_num_special_tokens: Annotated[int, typer.Option(help="Of such a list.")] = 1000,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one a core.")] = None,
     append_eod: Annotated[bool, typer.Option("--append-eod", help="End every document with the end token.")] = False,
     no_bos: Annotated[
@@ -87,6 +90,7 @@ def run(
     settings = Settings(
         tokenizer=tokenizer.expanduser(),
         merges=merges,
+        tiktoken=TiktokenOptions(tiktoken_pattern, vocab_size, tiktoken_num_special_tokens),
         workers=workers or len(os.sched_getaffinity(0)),
         append_eod=append_eod,
         add_special_tokens=not no_bos,
@@ -127,7 +131,7 @@ def _preprocess(inputs: list[str], prefix: Path, settings: Settings, show: Calla
     from megalaunch.rundir.outcome import ExitCode
 
     try:
-        with EarlyTokenizer(settings.tokenizer, settings.merges) as early:
+        with EarlyTokenizer(settings.tokenizer, settings.merges, settings.tiktoken) as early:
             from megalaunch.data import preprocess as work  # which takes its time while the tokenizer is loaded
 
             gc.freeze()  # what was imported stays to the end, which is quicker when it is not looked through again

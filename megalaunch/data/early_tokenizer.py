@@ -15,6 +15,7 @@ from typing import Any
 
 from megalaunch.data.engine_check import Checked, checked_ids
 from megalaunch.data.errors import DataError
+from megalaunch.data.preprocess_settings import TiktokenOptions
 from megalaunch.data.tokenizer import SpecialTokens, Tokenizer, load_tokenizer
 from megalaunch.data.worker_process import WorkerDied, WorkerProcess, is_alone
 
@@ -38,8 +39,8 @@ class EarlyTokenizer:
     It is loaded here, when it is asked for, where another process could not be forked.
     """
 
-    def __init__(self, path: Path, merges: Path | None) -> None:
-        self._here = _Loading(path, merges)
+    def __init__(self, path: Path, merges: Path | None, tiktoken: TiktokenOptions | None = None) -> None:
+        self._here = _Loading(path, merges, tiktoken)
         self._process = WorkerProcess(True, _load_there, self._here) if is_alone() else None
 
     def known(self) -> KnownTokenizer:
@@ -80,12 +81,12 @@ class EarlyTokenizer:
 class _Loading:
     """A tokenizer that is loaded when it is needed first."""
 
-    def __init__(self, path: Path, merges: Path | None) -> None:
-        self._path, self._merges = path, merges
+    def __init__(self, path: Path, merges: Path | None, tiktoken: TiktokenOptions | None) -> None:
+        self._path, self._merges, self._tiktoken = path, merges, tiktoken
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self._path, self._merges)
+        return load_tokenizer(self._path, self._merges, self._tiktoken)
 
     @cached_property
     def known(self) -> KnownTokenizer:

@@ -63,7 +63,7 @@ def preprocess(
     path = tokenizer_file(settings.tokenizer)
     workers = Workers(settings.workers, settings.chunk_bytes)
     try:
-        with early or EarlyTokenizer(path, settings.merges) as loading:
+        with early or EarlyTokenizer(path, settings.merges, settings.tiktoken) as loading:
             found = find_inputs(inputs, settings.format, note)
             ahead, texts = _begin_to_read(found, settings)
             trial = EngineTrial(settings.engine, loading, path, texts)

@@ -96,6 +96,7 @@ def write_reports(
         "settings": {
             "tokenizer": str(path),
             "merges": None if settings.merges is None else str(settings.merges),
+            "tiktoken": asdict(settings.tiktoken),
             **{name: chosen[name] for name in _RESULT_SETTINGS},
         },
         "engine": {"name": engine.name, "note": engine.note},

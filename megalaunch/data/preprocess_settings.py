@@ -59,6 +59,15 @@ class MaxBad:
 
 
 @dataclass(frozen=True)
+class TiktokenOptions:
+    """What Megatron's JSON list of tiktoken ranks does not say itself; the defaults are Megatron's."""
+
+    pattern: str = "v2"
+    vocab_size: int = 1 << 17
+    special_tokens: int = 1000
+
+
+@dataclass(frozen=True)
 class Settings:
     """What decides the bytes that are written, and how they are made; a text file is one document.
 
@@ -77,6 +86,7 @@ class Settings:
     on_bad_record: OnBadRecord = OnBadRecord.STOP
     max_bad: MaxBad = MaxBad()
     merges: Path | None = None
+    tiktoken: TiktokenOptions = TiktokenOptions()
     engine: EngineChoice = EngineChoice.AUTO
     language: str | None = None
     resume: bool = False

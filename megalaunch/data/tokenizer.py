@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalaunch.data.errors import DataError, cannot
+from megalaunch.data.preprocess_settings import TiktokenOptions
 from megalaunch.data.source_files import refuse_special
 
 if TYPE_CHECKING:
@@ -183,10 +184,13 @@ def tokenizer_file(path: Path | str) -> Path:
     return next((path / name for name in names if (path / name).is_file()), path / names[0])
 
 
-def load_tokenizer(path: Path | str, merges: Path | str | None = None) -> Tokenizer:
+def load_tokenizer(
+    path: Path | str, merges: Path | str | None = None, tiktoken: TiktokenOptions | None = None
+) -> Tokenizer:
     """Load a tokenizer.json, a GPT-2 vocabulary with its merges, a SentencePiece model, tiktoken or tekken ranks.
 
-    `merges` defaults to the merges.txt or vocab.bpe beside a GPT-2 vocabulary. Raises DataError when the file
+    `merges` defaults to the merges.txt or vocab.bpe beside a GPT-2 vocabulary, `tiktoken` goes with Megatron's JSON
+    list of ranks. Raises DataError when the file
     is missing or is no such thing.
     """
     path = tokenizer_file(path)
@@ -204,6 +208,8 @@ def load_tokenizer(path: Path | str, merges: Path | str | None = None) -> Tokeni
         return Tokenizer(conversion.of_gpt2(path, content, Path(merges).expanduser()))
     if path.suffix == ".tiktoken" or conversion.is_tiktoken(content):
         return Tokenizer(conversion.of_tiktoken(path, content))
+    if content.lstrip()[:2] == b"[{":
+        return Tokenizer(_of_list(path, content, tiktoken or TiktokenOptions()))
     if content.lstrip()[:1] != b"{":
         return Tokenizer(conversion.of_sentencepiece(path, content), conversion.sentencepiece_end(content))
     inner = _inner_of(content)
@@ -216,6 +222,16 @@ def load_tokenizer(path: Path | str, merges: Path | str | None = None) -> Tokeni
         return Tokenizer(conversion.of_gpt2(path, content, conversion.merges_beside(path)))
     cause = f"it is no tokenizer.json: {_why_not(content)}"
     raise DataError(cause, file=path, fix="Save it again from its source.")
+
+
+def _of_list(path: Path, content: bytes, options: TiktokenOptions) -> tokenizers.Tokenizer:
+    from megalaunch.data.tiktoken_list import of_tiktoken_list
+
+    try:
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"it is no tokenizer file: {error}", file=path, fix="Save it again from its source.") from None
+    return of_tiktoken_list(path, parsed, options)
 
 
 def copy_tokenizer(source: Path | str, target: Path) -> Tokenizer:

@@ -114,7 +114,7 @@ def of_tiktoken(path: Path, content: bytes) -> tokenizers.Tokenizer:
         cause = f"{len(ranks):,} ranks are of no known encoding (known: {known})"
         raise DataError(cause, file=path, fix="Give its tokenizer.json instead: ranks alone do not hold the pattern.")
     pattern, special = _TIKTOKEN[len(ranks)]
-    return _of_ranks(ranks, pattern, special)
+    return of_ranks(ranks, pattern, special)
 
 
 def is_tekken(parsed: dict[str, Any]) -> bool:
@@ -137,11 +137,14 @@ def of_tekken(path: Path, parsed: dict[str, Any]) -> tokenizers.Tokenizer:
         pattern = str(config["pattern"])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"it is no tekken file: {error!r}", file=path, fix=_AGAIN) from None
-    return _of_ranks(ranks, pattern, {name: number for number, name in names.items()})
+    return of_ranks(ranks, pattern, {name: number for number, name in names.items()})
 
 
-def _of_ranks(ranks: dict[bytes, int], pattern: str, special: dict[str, int]) -> tokenizers.Tokenizer:
-    """Merges are every split of a token into two others, in the order of the token's rank, then of theirs."""
+def of_ranks(ranks: dict[bytes, int], pattern: str, special: dict[str, int]) -> tokenizers.Tokenizer:
+    """A byte-level BPE of ranks, for texts that are cut by `pattern`.
+
+    Merges are every split of a token into two others, in the order of the token's rank, then of theirs.
+    """
     written = _byte_names()
     names = {token: "".join(written[byte] for byte in token) for token in ranks}
     merges = []

@@ -1,5 +1,6 @@
 """A Megatron user's preprocessing command works as it is."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -133,3 +134,49 @@ def test_bos_is_left_out_where_it_is_said(tmp_path):
         expected = [*ids, *load_tokenizer(tokenizer).encode("the sea")]
         assert IndexedTokens(tmp_path / "out_text_document").tokens(0).tolist() == expected
         assert ("(ids [300]), as by Megatron's tool; --no-bos leaves that out" in done.stderr) is bool(ids)
+
+
+@pytest.mark.parametrize(
+    ("word", "note"),
+    [
+        ("--use-gigatoken", "is not needed: gigatoken encodes wherever it gives the ids"),
+        ("--tokenizer-hf-no-use-fast", "changes nothing: the ids are those of tokenizer.json"),
+        ("--tokenizer-sentencepiece-legacy", "changes nothing: without special tokens of its own"),
+        ("--tokenizer-type HuggingFaceTokenizer --vocab-size 9", "changes nothing: the tokenizer says itself"),
+    ],
+)
+def test_flags_of_tokenizers_without_effect_are_noted(word, note):
+    rewritten = rewrite(["--input", "a", *word.split(), "--append-eod"])
+    assert rewritten.words == ["--append-eod", "a"]
+    assert len(rewritten.notes) == 1
+    assert note in rewritten.notes[0]
+
+
+def test_flags_of_tiktoken_are_ours():
+    words = "--tokenizer-type TikTokenizer --tiktoken-pattern v1 --vocab-size=300 --tiktoken-num-special-tokens 50"
+    assert rewrite(words.split()).words == words.replace("=", " ").split()[2:]
+
+
+def test_code_of_a_tokenizer_is_refused_with_the_reason(tmp_path):
+    done = run("--input", "x", "--output-prefix", tmp_path / "o", "--trust-remote-code")
+    assert done.returncode == 2
+    assert done.stderr.startswith("--trust-remote-code is refused: nothing that comes with a tokenizer is run here.")
+    with pytest.raises(ValueError, match="--special-tokens is not known here: add them to the tokenizer"):
+        rewrite(["--special-tokens", "<a>", "<b>"])
+
+
+def test_a_list_of_tiktoken_ranks_by_megatrons_words(tmp_path):
+    tokens = [bytes([value]) for value in range(256)]
+    entries = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": ""}
+        for rank, token in enumerate(tokens)
+    ]
+    (tmp_path / "ranks.json").write_text(json.dumps(entries))
+    write_jsonl(tmp_path / "in.jsonl", ["Ab<s>"])
+    words = f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/o --tokenizer-type TikTokenizer --tokenizer-model "
+    words += (
+        f"{tmp_path}/ranks.json --tiktoken-pattern v2 --vocab-size 306 --tiktoken-num-special-tokens 50 --workers 1"
+    )
+    done = run(*words.split(), "--append-eod")
+    assert done.returncode == 0, done.stderr
+    assert IndexedTokens(tmp_path / "o_text_document").tokens(0).tolist() == [50 + 65, 50 + 98, 1, 2]

@@ -8,6 +8,8 @@ import pytest
 from token_files import sentences, small_tokenizer
 
 from megalaunch.data import tokenizer_conversion as conversion
+from megalaunch.data.errors import DataError
+from megalaunch.data.preprocess_settings import TiktokenOptions
 from megalaunch.data.tokenizer import load_tokenizer
 
 TEXTS = [
@@ -151,3 +153,41 @@ def test_gpt2_vocabulary_and_merges(tmp_path):
         for text in TEXTS:
             if "<|endoftext|>" not in text:  # added tokens are found in text by tokenizer.json alone
                 assert ours.encode(text) == theirs.encode(text)
+
+
+@pytest.mark.parametrize("pattern", ["v1", "v2"])
+def test_megatrons_list_of_tiktoken_ranks(tmp_path, pattern):
+    """Held to Megatron's own class, which finds special tokens in texts."""
+    pytest.importorskip("tiktoken", reason="tiktoken (the extra `parity`) is not installed")
+    module = pytest.importorskip("megatron.core.tokenizers.text.libraries.tiktoken_tokenizer")
+    ranks = ranks_of(small_tokenizer(tmp_path / "t.json", 400))
+    singles = [bytes([value]) for value in range(256)]
+    tokens = [*singles, *(token for token in ranks if len(token) > 1)]
+    entries = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode("utf-8", "replace")}
+        for rank, token in enumerate(tokens)
+    ]
+    path = tmp_path / "ranks.json"
+    path.write_text(json.dumps(entries))
+    size = 50 + len(tokens) - 20  # the last ones are cut off
+    theirs = module.TikTokenTokenizer(str(path), num_special_tokens=50, pattern=pattern, vocab_size=size)
+    ours = load_tokenizer(path, tiktoken=TiktokenOptions(pattern, size, 50))
+    assert (ours.vocab_size, ours.eod_id) == (theirs.vocab_size, theirs.eod)
+    more = [
+        "a <SPECIAL_9> b<s></s>",
+        "!word ?Word ...x",
+        "x\r\ny\n\n\nz",
+        "12345",
+        "a/b/\n",
+        "HTTPServer McDonald's",
+        "\n \n  x",
+    ]
+    for text in [*TEXTS, *more]:
+        assert ours.encode(text) == theirs.text_to_ids(text), text
+    with pytest.raises(
+        DataError, match=rf"a vocabulary of 131,072 needs 130,072. Give --vocab-size {len(tokens) + 1000}"
+    ):
+        load_tokenizer(path)
+    path.write_text(json.dumps([{"text": "x"}] * 300))
+    with pytest.raises(DataError, match="line 1: no token with its rank"):
+        load_tokenizer(path, tiktoken=TiktokenOptions("v2", 300, 50))

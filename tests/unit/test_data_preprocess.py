@@ -179,6 +179,7 @@ def test_the_report_tells_all(tmp_path, tokenizer_path, monkeypatch):
     assert report["settings"] == {
         "tokenizer": str(tokenizer_path),
         "merges": None,
+        "tiktoken": {"pattern": "v2", "vocab_size": 131072, "special_tokens": 1000},
         "workers": 1,
         "append_eod": True,
         "add_special_tokens": True,
