@@ -25,6 +25,7 @@ from megalaunch.engine.checkpoint.store import (
     save_checkpoint,
     verify_checkpoint,
 )
+from megalaunch.rundir.checkpoint import catalogue
 from megalaunch.rundir.checkpoint.manifest import VERSION, FileRecord, manifest_text
 
 
@@ -346,3 +347,23 @@ def test_the_name_of_a_checkpoint_is_held_against_its_position(tmp_path: Path, p
     assert found == (None if problem else directory)
     copy = directory.rename(tmp_path / "kept_for_later")
     assert verify_checkpoint(copy) == []  # a name of the user's own says nothing
+
+
+@pytest.mark.parametrize(
+    "files", [None, [], {"a": None}, {"a": {"size": 1e999, "sha256": "0"}}, {"a": {"size": "x"}}, "missing"]
+)
+def test_a_list_of_files_that_is_none_is_named(save: Callable[[int], Path], files: object):
+    change = (lambda body: body.pop("files")) if files == "missing" else (lambda body: body.update(files=files))
+    assert manifest(save(5), change) == ["manifest.json: is damaged (its list of files)"]
+
+
+def test_parts_side_by_side_are_compared_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch):
+    """Rows, and below them columns: nothing overlaps, and a sweep along either dim meets all of the others."""
+    count = 200
+    rows = [{"offsets": [row, 0], "shape": [1, count], "file": "a"} for row in range(count)]
+    columns = [{"offsets": [count, column], "shape": [1, 1], "file": "a"} for column in range(count)]
+    entry = {"dtype": "F32", "shape": [count + 1, count], "chunks": rows + columns}
+    assert len(catalogue.stored_tensor("x", entry).chunks) == 2 * count
+    monkeypatch.setattr(catalogue, "_MOST_COMPARED", 10_000)
+    with pytest.raises(ValueError, match="more parts side by side than any layout makes"):
+        catalogue.stored_tensor("x", entry)

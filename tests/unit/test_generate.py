@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from tiny_run import make_run, tiny_decoder, tiny_tokenizer
 
 from megalaunch.engine import api
+from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 from megalaunch.engine.checkpoint.store import CheckpointError
 from megalaunch.engine.inference.cache import TextCache
 from megalaunch.engine.inference.generate import Writing, generate_tokens, next_logits
@@ -417,3 +419,11 @@ def test_generating_imports_no_trainer():
     script = f"import sys, megalaunch.engine.api; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert result.stdout == "[]\n", result.stderr
+
+
+@pytest.mark.parametrize("origin", [[], 7, {"vocab_size": "x"}, {"vocab_size": 0}, {"vocab_size": 9, "config": [1]}])
+def test_an_origin_that_says_nothing_is_named(tmp_path: Path, origin: object):
+    checkpoint = make_run(tmp_path / "run", steps=(1,)).checkpoint(1)
+    (checkpoint / "origin.json").write_text(json.dumps(origin))
+    with pytest.raises(CheckpointError, match=r"origin\.json does not say where the weights came from"):
+        StoredWeights(checkpoint)

@@ -68,8 +68,11 @@ class StoredWeights:
         if not (self.checkpoint / f"{ORIGIN}.json").is_file():
             return {}
         document = read_document(self.checkpoint, ORIGIN)
-        assert isinstance(document, Mapping), "save_checkpoint and import_folder write objects"
-        return document
+        known = document if isinstance(document, Mapping) else {"vocab_size": "unknown"}
+        size, config = known.get("vocab_size"), known.get("config")
+        if not (size is None or (type(size) is int and size > 0)) or not isinstance(config or {}, Mapping):
+            raise CheckpointError(f"{self.checkpoint / ORIGIN}.json does not say where the weights came from")
+        return known
 
 
 @dataclass(frozen=True)

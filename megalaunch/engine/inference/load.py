@@ -185,7 +185,7 @@ def _source_of_checkpoint(checkpoint: Path) -> ModelSource:
     except (SpecError, DataError, OSError, ValueError) as error:
         raise _unusable(checkpoint, error) from error
     files = stored.companions()
-    ends = ends_of(files, stored.origin.get("config", {}), tokenizer)
+    ends = ends_of(files, stored.origin.get("config") or {}, tokenizer)
     around = spec.data.add_special_tokens  # as the documents of the run were
     return ModelSource(checkpoint, spec, tokenizer, files, ends, add_special_tokens=around)
 

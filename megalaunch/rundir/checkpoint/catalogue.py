@@ -17,7 +17,7 @@ from megalaunch.rundir.checkpoint.header import DTYPE_BYTES, are_sizes
 from megalaunch.rundir.checkpoint.manifest import is_plain_name
 
 CATALOGUE = "tensors.json"
-_MOST_COMPARED = 5_000_000  # pairs of parts of a tensor; 1024 x 8 ranks need 65,536
+_MOST_COMPARED = 1_000_000  # pairs of parts of a tensor; 1024 x 8 ranks need 65,536
 
 
 @dataclass(frozen=True)

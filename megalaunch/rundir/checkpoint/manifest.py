@@ -109,13 +109,13 @@ def read_manifest(directory: Path) -> list[FileRecord]:
         raise ValueError(f"{MANIFEST}: has the format {version[0]!r} {version[1]!r}; this reads {FORMAT!r} {VERSION}")
     if not digest_fits:
         raise ValueError(f"{MANIFEST}: is damaged (its own digest does not fit)")
-    return _records(body["files"])
+    return _records(body.get("files"))
 
 
 def _records(files: Any) -> list[FileRecord]:
     try:
         records = [FileRecord(name, int(file["size"]), str(file["sha256"])) for name, file in files.items()]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{MANIFEST}: is damaged (its list of files)") from error
     for record in records:
         if not is_plain_name(record.name):
