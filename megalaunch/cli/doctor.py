@@ -43,7 +43,7 @@ def build_report(
     from pathlib import Path
 
     import megalaunch
-    from megalaunch.plan.supported import LIMITS
+    from megalaunch.plan.supported import CHIP_LIMIT, LIMITS
     from megalaunch.platform.operators import implementations
 
     chip = machine.chip
@@ -73,7 +73,10 @@ def build_report(
             {"operator": row.operator, "implementation": row.implementation} for row in implementations(chip.device)
         ],
         "problems": [*_package_problems(packages), *_device_problems(machine, packages)],
-        "engine": [{"key": limit.path, "runs": list(limit.supported), "meaning": limit.others} for limit in LIMITS],
+        "engine": [
+            {"key": limit.path, "runs": list(limit.supported), "meaning": limit.others}
+            for limit in (*LIMITS, CHIP_LIMIT)
+        ],
     }
 
 

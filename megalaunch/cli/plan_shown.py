@@ -58,6 +58,7 @@ def _as_text(
     spec: RunSpec, findings: Sequence[Finding], prediction: Prediction | None, problem: str, with_assumptions: bool
 ) -> str:
     from megalaunch.cli.render import finding_block, run_table
+    from megalaunch.plan.supported import not_trained
 
     # What is missing for a start, such as data, does not matter to a plan that can be made.
     shown = [f for f in findings if f.severity == "error" or f.rule == "memory.fits"]
@@ -67,6 +68,8 @@ def _as_text(
         return "\n\n".join([*(finding_block(f) for f in shown), f"no plan: {problem}{hint}"])
     blocks = [finding_block(f) for f in shown]
     blocks.append(run_table(spec, prediction.topology))
+    if beyond := not_trained(spec):
+        blocks.append(f"a plan only: the engine of this version does not train {', '.join(beyond)}")
     blocks.append("\n".join(["ranks", *_table(_group_row(groups) for groups in prediction.groups)]))
     blocks.append(_memory_text(prediction))
     blocks.append(_time_text(prediction) if prediction.time else f"time\n  not predicted: {prediction.why_no_time}")
@@ -168,9 +171,11 @@ def _as_json(
     from megalaunch.plan.findings import as_json, has_errors
     from megalaunch.plan.prediction import assumptions
     from megalaunch.plan.summary import derived_values
+    from megalaunch.plan.supported import not_trained
 
     data: dict[str, Any] = {
         "valid": not has_errors(list(findings)),
+        "not_trained": list(not_trained(spec)),
         "findings": [as_json(f) for f in findings],
         "derived": derived_values(spec),
     }

@@ -18,6 +18,7 @@ from megalaunch.config.schema.parallel import ParallelSpec
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.run_changes import differences
+from megalaunch.plan.supported import unsupported
 from megalaunch.platform.detect import Machine
 
 _NAMES = ("run.name", "run.directory", "model.name")
@@ -29,7 +30,7 @@ class RecipeRow:
     """One recipe; what is open until data or a machine is there is None, and so is all else when `problem` is set.
 
     `parameters` are those of the decoder, after which models are named, `active` those that a token meets, `layout`
-    is words like "tp4 pp8 sp"; "" is data parallelism alone.
+    is words like "tp4 pp8 sp"; "" is data parallelism alone. `not_trained` names what the engine does not run yet.
     """
 
     name: str
@@ -43,6 +44,7 @@ class RecipeRow:
     sequence_length: int | None = None
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
+    not_trained: tuple[str, ...] = ()
     problem: str = ""
 
 
@@ -72,6 +74,7 @@ def _row(name: str, summary: str, machine: Machine, composer: Composer) -> Recip
         sequence_length=spec.batch.sequence_length,
         micro_batch_size=written.batch.micro_batch_size,
         global_batch_size=spec.batch.global_batch_size,
+        not_trained=tuple(dict.fromkeys(limit.meaning for limit, _ in unsupported(spec))),
     )
 
 
@@ -100,9 +103,13 @@ def rows_text(rows: Sequence[RecipeRow]) -> str:
         devices = f"{row.devices} {row.chip or ''}".strip() if row.devices else (row.chip or "any")
         size = _size(row)
         sequence = "" if row.sequence_length is None else str(row.sequence_length)
-        said = f"does not compose: {row.problem}" if row.problem else row.summary
+        said = f"does not compose: {row.problem}" if row.problem else row.summary + _mark(row)
         table.append((row.name, size, "" if row.problem else devices, row.layout or "", sequence, said))
     return _table(table)
+
+
+def _mark(row: RecipeRow) -> str:
+    return f" [plans only: {', '.join(row.not_trained)}]" if row.not_trained else ""
 
 
 def _size(row: RecipeRow) -> str:

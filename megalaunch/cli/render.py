@@ -10,11 +10,12 @@ from typing import Any
 
 from megalaunch.config.schema import RunSpec, SpecProblem
 from megalaunch.plan.batch import tokens_per_step
-from megalaunch.plan.findings import Finding, Severity, as_json, has_errors
+from megalaunch.plan.findings import Finding, Severity, as_json, as_word, has_errors
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.topology import Topology
 
 _WIDTH = 116
+_UNSUPPORTED = "engine.unsupported"  # the rule of what plans and does not train
 
 
 def problems_as_findings(problems: Sequence[SpecProblem], severity: Severity = "error") -> list[Finding]:
@@ -40,10 +41,11 @@ def findings_text(findings: Sequence[Finding], derived: Mapping[str, Any] | None
 
 
 def findings_json(findings: Sequence[Finding], derived: Mapping[str, Any]) -> str:
-    """One object: valid, findings, derived."""
+    """One object: valid, trains (the engine of this version runs it), findings, derived."""
     valid = not has_errors(list(findings))
+    said = {"valid": valid, "trains": valid and not any(f.rule == _UNSUPPORTED for f in findings)}
     return json.dumps(
-        {"valid": valid, "findings": [as_json(f) for f in findings], "derived": dict(derived)}, indent=2, default=str
+        {**said, "findings": [as_json(f) for f in findings], "derived": dict(derived)}, indent=2, default=str
     )
 
 
@@ -123,6 +125,8 @@ def _number(value: Any) -> str:
 def _verdict(findings: Sequence[Finding]) -> str:
     counts = [(sum(f.severity == kind for f in findings), kind) for kind in ("error", "warning")]
     said = [f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in counts if count]
-    if not counts[0][0]:
-        return "valid" + (f", {said[0]}" if said else "")
-    return ", ".join(said)
+    if counts[0][0]:
+        return ", ".join(said)
+    beyond = ", ".join(f"{f.path}={as_word(f.numbers['value'])}" for f in findings if f.rule == _UNSUPPORTED)
+    plans_only = f"; a plan only: the engine of this version does not train with {beyond}" if beyond else ""
+    return "valid" + (f", {said[0]}" if said else "") + plans_only

@@ -1,16 +1,20 @@
-"""What the engine can run today, as data. Shown by `megalaunch doctor`; this table only shrinks.
+"""What the engine can run today, as data; this table only shrinks. Shown by `doctor`, `validate-config`, `plan`,
+`recipes list` and the reference.
 
 Every other value of these keys composes, validates and plans; `train` refuses it by the rule engine.unsupported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.paths import value_at
+from megalaunch.plan.findings import as_word
+from megalaunch.platform.facts import CHIPS
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,51 @@ LIMITS = (
 )
 
 
+ENGINE_DEVICES = ("cpu", "cuda")
+CHIP_LIMIT = Limit(
+    "platform.chip",
+    ("auto", *(name for name, chip in CHIPS.items() if chip.device in ENGINE_DEVICES)),
+    "chips whose kind of device the engine has no path for",
+)
+"""Of the devices; not in LIMITS, which one machine can hold to the engine."""
+
+MEANINGLESS: Mapping[str, str] = MappingProxyType(
+    {
+        "model.mla.": "model.mla.kv_lora_rank",
+        "model.moe.": "model.moe.num_experts",
+        "model.mtp.": "model.mtp.num_layers",
+        "optimizer.momentum": "optimizer.name",
+        "parallel.expert_dispatch": "parallel.ep",
+        "parallel.overlap_experts": "parallel.ep",
+        "precision.fp8.": "precision.compute",
+        "precision.loss_scale.": "precision.compute",
+    }
+)
+"""Keys, or sections, that mean nothing while the engine refuses every other value of the key beside them."""
+
+
+def deciding_limit(path: str) -> Limit | None:
+    """The limit on a key, or on the key without which it means nothing; None: all of its values run."""
+    limits = {limit.path: limit for limit in (*LIMITS, CHIP_LIMIT)}
+    if path in limits:
+        return limits[path]
+    for entry, decides in MEANINGLESS.items():
+        if path == entry or (entry.endswith(".") and path.startswith(entry)):
+            return limits.get(decides)
+    return None
+
+
+def not_trained(spec: RunSpec) -> tuple[str, ...]:
+    """What the spec asks for that the engine does not run yet, in words, each thing once."""
+    return tuple(
+        dict.fromkeys(f"{limit.meaning} ({limit.path}={as_word(value)})" for limit, value in unsupported(spec))
+    )
+
+
 def unsupported(spec: RunSpec) -> Iterator[tuple[Limit, Any]]:
     """Every limit that the spec goes beyond, with its value."""
-    for limit in LIMITS:
+    for limit in (*LIMITS, CHIP_LIMIT):
+        if limit is CHIP_LIMIT and spec.platform.chip not in CHIPS:
+            continue  # the rule platform.chip says so
         if not limit.allows(spec):
             yield limit, value_at(spec, limit.path)

@@ -72,6 +72,7 @@ def test_list_as_json(folder):
         "sequence_length": 8192,
         "micro_batch_size": 1,
         "global_batch_size": 128,
+        "not_trained": [],
         "problem": "",
     }
     assert rows["mixtral_8x7b"]["active"] == 12_879_925_248
@@ -150,3 +151,9 @@ def test_a_recipe_that_is_not_there(folder, words):
 )
 def test_short_counts(count, text):
     assert short(count) == text
+
+
+def test_a_recipe_that_the_engine_does_not_train_is_marked(folder):
+    listed = {line.split()[0]: line for line in run("list").stdout.splitlines()}
+    assert listed["mixtral_8x7b"].endswith("[plans only: mixture of experts, expert parallelism]")
+    assert "[plans only" not in listed["llama3_8b"]

@@ -176,3 +176,35 @@ def test_a_recipe_of_a_megabyte_of_noise_ends_soon(tmp_path):
     assert time.perf_counter() - began < 2
     assert result.exit_code == 2
     assert "bytes long" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "beyond"),
+    [
+        (("recipe=mixtral_tiny",), "model.moe.num_experts="),
+        (("recipe=tiny", "precision=fp8", "platform=h100", "cluster.devices_per_node=2"), "precision.compute=fp8"),
+        (("recipe=tiny", "optimizer=muon"), "optimizer.name=muon"),
+        (("recipe=tiny", "platform=mtt_s5000", "cluster.devices_per_node=2"), "platform.chip=mtt_s5000"),
+    ],
+)
+def test_what_the_engine_does_not_train_yet_is_said(words, beyond):
+    """The verdict, its JSON, the plan and the list say what `train` would refuse."""
+    text = validate(*words)
+    assert text.exit_code == 0, text.output
+    said = text.output.rstrip().splitlines()[-1]
+    assert said.startswith("valid")
+    assert "a plan only: the engine of this version does not train with" in said
+    assert beyond in said
+    assert json.loads(validate(*words, "--json").output)["trains"] is False
+    planned = run.invoke(app, ["plan", *words, "model.vocab_size=512"]).output
+    assert "a plan only: the engine of this version does not train" in planned
+    assert beyond in planned
+    refused = run.invoke(app, ["train", "--dry-run", *words, "data.mock=true", "data.corpus=null"])
+    assert (refused.exit_code, "engine.unsupported" in refused.output) == (2, True), refused.output
+    assert beyond.partition("=")[0] in refused.output
+
+
+def test_what_the_engine_trains_is_valid_without_more():
+    assert json.loads(validate("recipe=tiny", "--json").output)["trains"] is True
+    assert "a plan only" not in validate("recipe=tiny").output
+    assert "a plan only" not in run.invoke(app, ["plan", "recipe=tiny", "model.vocab_size=512"]).output

@@ -7,6 +7,7 @@ import pytest
 from reference_pages import PAGES, ROOT
 
 import megalaunch
+from megalaunch.cli.reference.configuration import configuration_page
 from megalaunch.plan.findings import OUTSIDE_RULES, REFERENCE, anchor_of
 from megalaunch.plan.rules.registry import RULES
 
@@ -31,3 +32,14 @@ def test_findings_outside_the_rules_are_listed():
         made |= set(re.findall(r"Finding\(\s*\"([a-z_.]+)\"", path.read_text(encoding="utf-8")))
     assert made - set(RULES) == set(OUTSIDE_RULES)
     assert not set(RULES) & set(OUTSIDE_RULES)
+
+
+def test_a_key_without_which_nothing_is_trained_does_not_run():
+    """`runs: all` stands only where every value is trained: not in sections that go with something refused."""
+    rows = [line for line in configuration_page().splitlines() if line.startswith("| `")]
+    by_key = {line.split("`")[1]: line for line in rows}
+    for key in ("top_k", "q_lora_rank", "amax_history", "hysteresis", "momentum", "expert_dispatch", "chip"):
+        assert not by_key[key].endswith("| all |"), by_key[key]
+    assert by_key["top_k"].endswith("| none: goes with `model.moe.num_experts` (mixture of experts) |")
+    assert by_key["num_layers"].endswith("|")
+    assert by_key["hidden_size"].endswith("| all |")

@@ -12,7 +12,7 @@ from megalaunch.config.options import CONF
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.build import annotations_of, describe
 from megalaunch.config.shown import shown_value
-from megalaunch.plan.supported import LIMITS, Limit
+from megalaunch.plan.supported import Limit, deciding_limit
 
 _HEAD = """\
 # Configuration, key by key
@@ -73,17 +73,16 @@ def _groups() -> Iterator[str]:
 
 def _section(path: str, section: type) -> list[str]:
     keys = [key for key in schema_keys().values() if key.path.rpartition(".")[0] == path]
-    limits = {limit.path: limit for limit in LIMITS}
     lines = [f'<a id="{_anchor(path)}"></a>', "", f"## `{path}`", "", " ".join((section.__doc__ or "").split()), ""]
     if not keys:
         return lines
     lines += ["| key | takes | default | meaning | runs |", "| --- | --- | --- | --- | --- |"]
-    return [*lines, *(_row(key, limits.get(key.path)) for key in keys), ""]
+    return [*lines, *(_row(key, deciding_limit(key.path)) for key in keys), ""]
 
 
 def _row(key: Key, limit: Limit | None) -> str:
     meaning = key.field.metadata["meaning"]
-    cells = [f"`{key.path.rpartition('.')[2]}`", _takes(key), _default(key), meaning, _runs(limit)]
+    cells = [f"`{key.path.rpartition('.')[2]}`", _takes(key), _default(key), meaning, _runs(key, limit)]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
@@ -107,9 +106,11 @@ def _default(key: Key) -> str:
     return "needed" if default is MISSING else f"`{shown_value(default)}`"
 
 
-def _runs(limit: Limit | None) -> str:
+def _runs(key: Key, limit: Limit | None) -> str:
     if limit is None:
         return "all"
+    if limit.path != key.path:
+        return f"none: goes with `{limit.path}` ({limit.meaning})"
     return f"{_values(limit.supported)}; not: {limit.others}"
 
 

@@ -41,8 +41,12 @@ def _table(rows: list[RecipeRow]) -> Iterator[str]:
         devices = "any" if row.devices is None else f"{row.devices} x {row.chip}"
         yield (
             f"| `recipe={row.name}` | `{row.model}` | {_size(row)} | {devices} | {row.layout or 'data parallel'} "
-            f"| {_batch(row)} | {row.summary.replace('|', chr(92) + '|')} |"
+            f"| {_batch(row)} | {row.summary.replace('|', chr(92) + '|')}{_mark(row)} |"
         )
+
+
+def _mark(row: RecipeRow) -> str:
+    return f" **Plans only:** {', '.join(row.not_trained)}." if row.not_trained else ""
 
 
 def _size(row: RecipeRow) -> str:

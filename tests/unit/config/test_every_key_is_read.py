@@ -13,7 +13,7 @@ import megalaunch
 from megalaunch.config.keys import schema_keys
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.build import annotations_of
-from megalaunch.plan.supported import LIMITS
+from megalaunch.plan.supported import LIMITS, MEANINGLESS
 
 PACKAGE = Path(megalaunch.__file__).parent
 ROOMS = ("plan", "data", "launch", "platform", "engine", "rundir")
@@ -26,17 +26,10 @@ LIMITED = {limit.path for limit in LIMITS if len({None, "auto", 1} | set(limit.s
 
 # Keys, or sections, that mean nothing while the engine refuses every other value of the key beside them.
 WITHOUT = {
-    "model.mla.": "model.mla.kv_lora_rank",
-    "model.moe.": "model.moe.num_experts",
-    "model.mtp.": "model.mtp.num_layers",
-    "optimizer.momentum": "optimizer.name",
+    **MEANINGLESS,
     "parallel.cp_hierarchy": "parallel.cp_exchange",
-    "parallel.expert_dispatch": "parallel.ep",
-    "parallel.overlap_experts": "parallel.ep",
     "parallel.microbatch_group": "parallel.vpp",
     "parallel.schedule": "parallel.pp",
-    "precision.fp8.": "precision.compute",
-    "precision.loss_scale.": "precision.compute",
     "recompute.": "recompute.granularity",
 }
 # Keys that are not for a run: they name it, start it or plan it.
