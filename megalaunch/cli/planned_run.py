@@ -105,7 +105,9 @@ def _check(planned: PlannedRun, starts: bool) -> None:
     if has_errors(findings):
         text = findings_text([finding for finding in findings if finding.severity != "note"])
         several = any(finding.rule == "launcher.multi_node" for finding in findings)
-        refuse("\n".join([text, *(command_lines(planned) if several else [])]))
+        about_data = {f.rule for f in findings if f.severity == "error"} == {"data.corpus_exists"}
+        code = ExitCode.DATA if about_data else ExitCode.CONFIGURATION
+        refuse("\n".join([text, *(command_lines(planned) if several else [])]), code)
     typer.echo(run_table(spec, Topology.of(spec)))
     shown = [finding for finding in findings if finding.severity == "warning"]
     if shown:
