@@ -272,6 +272,34 @@ def _unsafe_call(node: ast.Call) -> Iterator[str]:
         yield f"no {name}"
 
 
+# Writers that open a fresh file of their own (O_EXCL, or in a directory just made), or what the user named.
+OWN_WRITERS = (
+    "megalaunch/rundir/files.py",
+    "megalaunch/launch/file_system.py",
+    "megalaunch/engine/checkpoint/safetensors_file.py",
+    "megalaunch/engine/checkpoint/export_huggingface.py",
+)
+
+
+def unguarded_writes(path: str, tree: ast.Module) -> Iterator[str]:
+    """Files of a run that are opened for writing where a planted link would be followed: see rundir/files.py."""
+    if path in OWN_WRITERS:
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = _dotted(node.func) or (node.func.attr if isinstance(node.func, ast.Attribute) else "")
+        method = name.rpartition(".")[2]
+        if method in ("write_text", "write_bytes"):
+            yield f"{path}:{node.lineno}: {method} follows links"
+        elif name == "os.open" and "O_CREAT" in ast.dump(node):
+            yield f"{path}:{node.lineno}: os.open follows links"
+        elif method == "open" and name != "os.open":
+            modes = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            if any(isinstance(mode, str) and set(mode) <= set("wxabt+") and mode for mode in modes):
+                yield f"{path}:{node.lineno}: open follows links"
+
+
 def unfinished_words(path: str, text: str) -> Iterator[str]:
     """Marks of something left for later."""
     for number, line in enumerate(text.splitlines(), 1):

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
+from megalaunch.rundir.files import make_directory, open_file
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -80,8 +81,8 @@ def _have_huge_pages(libc: ctypes.CDLL) -> None:
 
 def own_output(log: Path) -> None:
     """Append everything this process prints, native libraries included, to its own log."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    make_directory(log.parent)
+    descriptor = open_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -19,6 +19,7 @@ from megalaunch.launch.process import (
     kill_all,
     set_process_control,
 )
+from megalaunch.rundir.files import open_file
 
 KILL_SECONDS = 5.0
 
@@ -42,7 +43,7 @@ class Agent:
             if os.getppid() != launcher:  # it died before the line above
                 os._exit(1)
 
-        with log.open("ab") as output:
+        with os.fdopen(open_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
             self._child = subprocess.Popen(
                 list(command),
                 env=dict(environment),

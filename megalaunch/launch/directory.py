@@ -14,12 +14,13 @@ from megalaunch.config.schema import RunSpec, SpecError
 from megalaunch.config.spec_file import read_spec
 from megalaunch.launch.lock import RunLock, is_held
 from megalaunch.rundir.checkpoint.contents import SPEC_FILE
+from megalaunch.rundir.files import make_directory
 from megalaunch.rundir.outcome import Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 _OURS = re.compile(
-    r"spec\.yaml|rendezvous\.json|overrides\.txt|metrics\.jsonl|events\.jsonl|outcome\.json|sample\.txt|lock|logs|checkpoints|plots"
-    r"|\.[a-z.]+\.unfinished"
+    r"spec\.yaml|rendezvous\.json|overrides\.txt|metrics\.jsonl|events\.jsonl|outcome\.json|sample\.txt|lock|logs"
+    r"|checkpoints|plots|\.[a-z.]+\.unfinished"
 )
 
 
@@ -90,11 +91,14 @@ def _saved_specs(directory: RunDirectory) -> list[Path]:
 def take_run(directory: RunDirectory) -> RunLock:
     """Create the directory if needed and lock it; raises RunDirectoryError or RunLocked. Release with `leave_run`."""
     try:
-        directory.root.mkdir(parents=True, exist_ok=True)
+        make_directory(directory.root)
         return RunLock(directory.lock)
     except OSError as error:
         fix = "name a run.directory on a disk with space" if error.errno == 28 else "name another run.directory"
         message = f"{directory.root} is not writable ({error.strerror})"
+        if directory.lock.is_symlink():
+            fix = "somebody put it there: remove it, or name another run.directory"
+            message = f"{directory.lock} cannot be written ({error.strerror})"
         raise RunDirectoryError(message, fix) from error
 
 
@@ -126,7 +130,7 @@ def why_unwritable(directory: RunDirectory) -> str | None:
 def create_folders(directory: RunDirectory) -> None:
     """The folders that workers write into, without what the last launch's workers left to be watched."""
     for folder in (directory.logs, directory.checkpoints, directory.plots):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_directory(folder)
     for pattern in ("rank_*.progress.json", "rank_*.collectives.json"):
         for stale in directory.logs.glob(pattern):
             stale.unlink()

@@ -18,6 +18,7 @@ from megalaunch.launch.supervise import Display, LaunchEnd, Supervisor
 from megalaunch.launch.view import RunView, Scale
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE
 from megalaunch.rundir.events import record_event
+from megalaunch.rundir.files import append_bytes
 from megalaunch.rundir.paths import RunDirectory
 
 
@@ -34,6 +35,11 @@ class Launch:
     worker_module: str = WORKER_MODULE
 
 
+def record_words(directory: RunDirectory, words: Sequence[str]) -> None:
+    """Append the words of a launch to the run's history. Raises OSError."""
+    append_bytes(directory.overrides, f"{shlex.join(words)}\n".encode())
+
+
 def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunView], Display | None]) -> LaunchEnd:
     """Run to the end; call it from the main thread. Raises RunDirectoryError when the directory takes no files."""
     spec, directory = launch.spec, launch.directory
@@ -42,8 +48,7 @@ def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunVi
     try:
         create_folders(directory)
         write_spec(spec, directory.spec)
-        with directory.overrides.open("a", encoding="utf-8") as file:
-            file.write(shlex.join(launch.words) + "\n")
+        record_words(directory, launch.words)
         view = RunView(spec, directory, launch.scale)
         record_event(directory, "launch", words=list(launch.words), workers=workers, command=command)
     except OSError as error:

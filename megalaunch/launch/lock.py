@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megalaunch.launch.file_system import locks_stay_on_this_machine, time_of_file_system
 from megalaunch.launch.process import Process, find_process, is_alive
+from megalaunch.rundir.files import open_file
 
 SILENT_SECONDS = 60.0  # a holder on another machine that has not touched its lock for so long is dead
 TOUCH_SECONDS = 10.0
@@ -56,7 +57,7 @@ class RunLock:
         self._path = path
         self._touched = time.monotonic()
         while True:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
             try:
                 self._take()
             except BaseException:
@@ -82,7 +83,7 @@ class RunLock:
 
     def _is_at_its_path(self) -> bool:
         try:
-            return os.path.samestat(os.fstat(self._descriptor), self._path.stat())
+            return os.path.samestat(os.fstat(self._descriptor), self._path.lstat())
         except FileNotFoundError:
             return False
 

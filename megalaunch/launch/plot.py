@@ -7,6 +7,7 @@ from statistics import fmean
 
 from megalaunch.launch.view import number
 from megalaunch.rundir.atomic_file import atomic_file
+from megalaunch.rundir.files import make_directory
 from megalaunch.rundir.lines import Record, read_lines
 from megalaunch.rundir.paths import RunDirectory
 
@@ -38,7 +39,7 @@ def plot_run(directory: RunDirectory, title: str) -> Path | None:
     rate_axes.plot(at, _column(steps, "learning_rate"), color="tab:green")
     rate_axes.set(xlabel="step", ylabel="learning rate")
     rate_axes.grid(alpha=0.3)
-    directory.plots.mkdir(exist_ok=True)
+    make_directory(directory.plots)
     path = directory.plots / "loss.png"
     with atomic_file(path) as file:
         figure.savefig(file, format="png", dpi=120)

@@ -31,6 +31,7 @@ def open_file(path: Path, flags: int, mode: int = FILE_MODE) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is no regular file", str(path))
+    os.set_blocking(descriptor, True)
     return descriptor
 
 

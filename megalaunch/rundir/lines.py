@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megalaunch.rundir.atomic_file import atomic_file
+from megalaunch.rundir.files import append_bytes
 
 Record = dict[str, Any]
 
@@ -16,13 +16,7 @@ Record = dict[str, Any]
 def append_line(path: Path, record: Record) -> None:
     """Append one record with a single write, so that lines of several processes never mix."""
     line = (json.dumps(record, ensure_ascii=False, allow_nan=True) + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        written = os.write(descriptor, line)
-        if written != len(line):  # a full disk can take half a line
-            raise OSError(28, "No space left on device", str(path))
-    finally:
-        os.close(descriptor)
+    append_bytes(path, line)
 
 
 def read_lines(path: Path) -> Iterator[Record]:

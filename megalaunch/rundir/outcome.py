@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.rundir.atomic_file import sync_directory, temporary_path
+from megalaunch.rundir.files import create_file, open_file
 
 _RESERVED_BYTES = 4096
 
@@ -41,14 +42,15 @@ class Outcome:
 
 def reserve_outcome(path: Path) -> None:
     """Take the disk space of an outcome at the start, so that a run which fills the disk can still say so."""
-    temporary_path(path).write_bytes(b" " * _RESERVED_BYTES)
+    with os.fdopen(create_file(temporary_path(path)), "wb") as file:
+        file.write(b" " * _RESERVED_BYTES)
 
 
 def write_outcome(path: Path, outcome: Outcome) -> None:
     """Write by an atomic rename: a reader sees the old outcome or the new one. Uses what was reserved, if anything."""
     content = json.dumps(asdict(outcome), indent=2).encode()
     unfinished = temporary_path(path)
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT, 0o644)  # not cut: that would give the space away
+    descriptor = open_file(unfinished, os.O_WRONLY | os.O_CREAT)  # not cut: that would give the space away
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.truncate()

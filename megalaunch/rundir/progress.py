@@ -9,6 +9,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megalaunch.rundir.files import open_file
+
 _RECORD_BYTES = 512  # fixed, so that one write replaces the whole record
 
 
@@ -30,7 +32,7 @@ class ProgressWriter:
     """Rewrites one small file in place (some 10 microseconds), so it may be called several times a step."""
 
     def __init__(self, path: Path, rank: int, attempt: int) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self._descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
         self._rank, self._attempt, self._ticks = rank, attempt, 0
         self.coordinates, self.phase, self.step = "", "starting", 0
 

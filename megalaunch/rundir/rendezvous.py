@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megalaunch.rundir.atomic_file import write_file_atomically
-from megalaunch.rundir.files import PRIVATE_MODE
+from megalaunch.rundir.files import PRIVATE_MODE, open_file
 
 _HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -38,7 +39,8 @@ def keep_credentials(path: Path) -> None:
 def read_credentials(path: Path) -> Credentials:
     """Read them; raises CredentialsError."""
     try:
-        credentials = Credentials(**json.loads(path.read_text(encoding="utf-8")))
+        with os.fdopen(open_file(path, os.O_RDONLY), encoding="utf-8") as file:
+            credentials = Credentials(**json.load(file))
     except FileNotFoundError:
         raise CredentialsError(
             f"{path} is missing: `megalaunch train ... --prepare-only` writes it beside the spec, for every machine"

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megalaunch.rundir.atomic_file import temporary_path
+from megalaunch.rundir.files import create_file
 
 STACKS_SIGNAL = signal.SIGUSR2
 """A worker writes the stacks of its threads into its log, whatever they are stuck in."""
@@ -76,7 +77,8 @@ def place_in(stack: Iterable[StackLine]) -> tuple[str, bool]:
 def write_trail(path: Path, trail: Trail) -> None:
     """Write by an atomic rename. Raises OSError."""
     unfinished = temporary_path(path)  # not synced: it is read while the machine that wrote it still runs
-    unfinished.write_text(json.dumps(asdict(trail)), encoding="utf-8")
+    with os.fdopen(create_file(unfinished), "w", encoding="utf-8") as file:
+        json.dump(asdict(trail), file)
     unfinished.replace(path)
 
 

@@ -54,6 +54,30 @@ def test_nothing_unsafe():
     ] == []
 
 
+def test_files_of_a_run_are_written_through_no_link():
+    folders = ("megalaunch/rundir", "megalaunch/launch", "megalaunch/engine")
+    assert [line for path, _, tree in sources(*folders) for line in rules.unguarded_writes(path, tree)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "faults"),
+    [
+        ("path.write_text('')", 1),
+        ("f(x).write_bytes(b'')", 1),
+        ("os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)", 1),
+        ("os.open(path, os.O_RDONLY)", 0),
+        ("log.open('ab')", 1),
+        ("directory.metrics.open('w', encoding='utf-8')", 1),
+        ("open(path, 'a')", 1),
+        ("path.open('rb')", 0),
+        ("path.open()", 0),
+        ("open_file(path, os.O_WRONLY | os.O_CREAT)", 0),
+    ],
+)
+def test_unguarded_writes_are_found(line, faults):
+    assert len(list(rules.unguarded_writes("megalaunch/launch/x.py", ast.parse(line)))) == faults
+
+
 def test_nothing_unfinished():
     folders = ("megalaunch", "kernels", "scripts", "tests")
     assert [line for path, text, _ in sources(*folders) for line in rules.unfinished_words(path, text)] == []

@@ -23,6 +23,7 @@ from megalaunch.engine.placement import fill
 from megalaunch.rundir.atomic_file import write_file_atomically
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
+from megalaunch.rundir.files import make_directory
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 
@@ -46,7 +47,7 @@ def keep_origin(source: Path, directory: RunDirectory, num_tokens: int) -> None:
         weights = _open(source)
         document = {**weights.origin, "vocab_size": max(weights.model.vocab_size or 0, num_tokens)}
         target = directory.origin
-        target.mkdir(exist_ok=True)
+        make_directory(target)
         for name, path in weights.companions().items():
             write_file_atomically(target / (ORIGIN_FILE + name), path.read_bytes())
         write_file_atomically(target / f"{ORIGIN}.json", json.dumps(document, indent=1) + "\n")

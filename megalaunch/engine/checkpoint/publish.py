@@ -13,15 +13,16 @@ from pathlib import Path
 
 from megalaunch.rundir.atomic_file import sync_directory, sync_tree
 from megalaunch.rundir.checkpoint.listing import UNFINISHED, leftovers
+from megalaunch.rundir.files import DIRECTORY_MODE, make_directory
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def begin(directory: Path) -> Path:
     """A fresh, empty directory beside `directory`. Raises OSError."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(directory.parent)
     fresh = directory.parent / f"{UNFINISHED}{directory.name}-{secrets.token_hex(4)}"
-    fresh.mkdir()
+    fresh.mkdir(mode=DIRECTORY_MODE)
     return fresh
 
 

@@ -21,6 +21,7 @@ import torch
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.rundir.checkpoint.header import read_header
 from megalaunch.rundir.checkpoint.manifest import FileRecord
+from megalaunch.rundir.files import FILE_MODE
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -90,7 +91,7 @@ class HashedFile:
         self._path, self._hash, self._size, self._wrote = path, hashlib.sha256(), 0, wrote
 
     def __enter__(self) -> HashedFile:
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
         return self
 
     def write(self, data: bytes | memoryview) -> None:

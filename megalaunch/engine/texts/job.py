@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Union
 from megalaunch.engine.inference.ask import Ask
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.inference.write import Chance, Piece, Place, Written
+from megalaunch.rundir.atomic_file import write_file_atomically
 from megalaunch.rundir.lines import Record
 from megalaunch.rundir.paths import RunDirectory
 
@@ -69,7 +70,7 @@ def answers_file(directory: RunDirectory) -> Path:
 def write_job(directory: RunDirectory, job: Job) -> None:
     """Put a job where the workers look for it. Raises OSError."""
     kind = "write" if isinstance(job, WriteJob) else "score"
-    job_file(directory).write_text(json.dumps({"kind": kind, **asdict(job)}), encoding="utf-8")
+    write_file_atomically(job_file(directory), json.dumps({"kind": kind, **asdict(job)}))
 
 
 def read_job(directory: RunDirectory) -> Job:

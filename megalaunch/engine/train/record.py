@@ -9,7 +9,7 @@ from pathlib import Path
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.ending import Ending, Problem
 from megalaunch.engine.train.step import StepResult
-from megalaunch.rundir.atomic_file import sync_file
+from megalaunch.rundir.atomic_file import sync_file, write_file_atomically
 from megalaunch.rundir.events import EventName, record_event
 from megalaunch.rundir.lines import append_line, keep_lines, read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome, write_outcome
@@ -89,7 +89,7 @@ class Record:
         if not self._first:
             return
         try:
-            self._directory.sample.write_text(text, encoding="utf-8")
+            write_file_atomically(self._directory.sample, text)
         except OSError as error:
             self.event("note", message=f"the sample could not be kept: {error}")
 
