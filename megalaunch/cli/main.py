@@ -6,6 +6,7 @@ A shell asks at every press of the tab key, so that Typer is imported only when 
 from __future__ import annotations
 
 import os
+import sys
 
 
 def main() -> None:
@@ -15,6 +16,11 @@ def main() -> None:
 
         if complete(os.environ):
             return
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from megalaunch.cli.torchrun import is_torchrun_worker, refuse_torchrun
+
+        if is_torchrun_worker(sys.argv[1:], os.environ):
+            sys.exit(refuse_torchrun(sys.argv[1:], os.environ))
     from megalaunch.cli.app import app
 
     app(prog_name="megalaunch")

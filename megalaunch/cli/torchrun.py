@@ -1,0 +1,48 @@
+"""`torchrun -m megalaunch train ...`: megalaunch starts its workers itself, once; say what to type instead."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+STARTS_WORKERS = ("train", "sweep", "generate", "evaluate")
+_QUIET_SECONDS = 15.0
+EXIT_CODE = 2
+
+
+def is_torchrun_worker(words: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether torchrun started this process as one of several that would all launch the same run."""
+    return bool(words) and words[0] in STARTS_WORKERS and {"TORCHELASTIC_RUN_ID", "RANK"} <= set(environment)
+
+
+def refuse_torchrun(words: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Say it once a machine; returns the exit code. The other workers wait, since torchrun ends all when one ends."""
+    if environment.get("LOCAL_RANK", "0") == "0":
+        print(advice(words, environment), file=sys.stderr, flush=True)
+    else:
+        time.sleep(_QUIET_SECONDS)
+    return EXIT_CODE
+
+
+def advice(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """One sentence with the command line that starts as many workers as torchrun did."""
+    typed, machines = list(words), int(environment.get("GROUP_WORLD_SIZE", "1"))
+    if words[0] in ("train", "sweep"):
+        wanted = {
+            "cluster.nodes": str(machines) if machines > 1 else "",
+            "cluster.devices_per_node": environment.get("LOCAL_WORLD_SIZE", ""),
+        }
+        typed += [
+            f"{key}={value}"
+            for key, value in wanted.items()
+            if value and not any(word.lstrip("+").startswith(f"{key}=") for word in words)
+        ]
+    then = ""
+    if machines > 1 and words[0] == "train":
+        typed.append("--prepare-only")
+        then = " on one machine, then on each machine the command that it prints"
+    command = shlex.join(["megalaunch", *typed])
+    count = environment.get("WORLD_SIZE", "several")
+    return f"error: torchrun started megalaunch {count} times, but it starts its workers itself; type: {command}{then}"
