@@ -81,11 +81,21 @@ def open_source(source: Path, report: Callable[[str], None] = lambda message: No
     if other is not None:
         raise CheckpointError(other)
     if is_huggingface(source):
-        return read_source(source)
+        read = read_source(source)
+        report(f"note: {unverified(source)}")
+        return read
     try:
         return read_source(find_checkpoint(source, report))
     except NotADirectoryError as error:
         raise NotADirectoryError(f"{error}, or a Hugging Face folder (config.json and safetensors)") from error
+
+
+def unverified(folder: Path) -> str:
+    """What nobody has checked of a folder that is read as it is: transformers takes seconds to import."""
+    return (
+        f"{folder / 'config.json'} is read by megalaunch alone, not verified against transformers "
+        f"(megalaunch convert import {folder} verifies it)"
+    )
 
 
 def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:

@@ -1,6 +1,6 @@
 """The proof of a conversion: is config.json read as transformers reads it, and did every tensor arrive?
 
-The first is asked of a cut-down model with the same config.json (inference/twin.py), at every size; the second of the
+The first is asked of a cut-down model with the same config.json (checkpoint/twin.py), at every size; the second of the
 real weights on both sides, which read the same tokens.
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
+from megalaunch.engine.checkpoint.twin import Verification, require_agreement, verify_config
 from megalaunch.engine.inference.streamed import Read, streamed_logits
-from megalaunch.engine.inference.twin import Verification, verify_config
 
 TOLERANCE = 1e-4  # of the largest logit; of 1 where that is smaller
 _ROWS, _LENGTH = 2, 24
@@ -62,15 +62,6 @@ def prove(
             f"({report['compared']}; the folder read by {reader}); nothing was written"
         )
     return report
-
-
-def require_agreement(verification: Verification, so: str) -> None:
-    """Raises CheckpointError where transformers reads a config.json otherwise; `so` says what follows."""
-    if verification.reader is not None and not verification.agrees:
-        raise CheckpointError(
-            f"{verification.reader} reads this config.json otherwise: logits of a small model with its keys differ "
-            f"by {verification.difference:.3g}, {verification.tolerance:.3g} is allowed; {so}. Please report the file"
-        )
 
 
 def _theirs(model: ModelSpec, folder: Path | None, read: Read, probe: Tensor) -> tuple[Tensor, str]:

@@ -16,6 +16,7 @@ from megalaunch.engine.checkpoint.initial import keep_origin, load_initial
 from megalaunch.engine.checkpoint.publish import discard_leftovers
 from megalaunch.engine.checkpoint.ranks import from_first_rank
 from megalaunch.engine.checkpoint.store import newest_valid
+from megalaunch.engine.checkpoint.twin import describe_reading
 from megalaunch.engine.ending import Ending, Problem
 from megalaunch.engine.measure.memory import peak_bytes
 from megalaunch.engine.mesh import Mesh
@@ -116,6 +117,9 @@ class Loop:
         load_initial(Path(source).expanduser(), self._spec.model, self._trainee.model)
         renew_tied_head(self._trainee.model, self._mesh)
         self._record.event("note", message=f"begins with the weights of {source}")
+        reading = from_first_rank(partial(describe_reading, Path(source).expanduser()))
+        if reading is not None:
+            self._record.event("note", message=reading)
 
     def run(self) -> Ending:
         """Train to `train.steps`, `train.stop_at` or a stop signal; returns how it ended (or raises an Ending)."""

@@ -24,7 +24,7 @@ from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.train.assemble import sharded_model
 from megalaunch.plan.topology import Topology
 
-pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -103,6 +103,24 @@ def test_a_run_begins_with_the_weights_and_its_checkpoint_is_exported(tmp_path, 
     again, info = load(tmp_path / "out")
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert again.config.vocab_size == 61
+    events = (tmp_path / "run" / "events.jsonl").read_text()
+    assert f"is read as transformers {transformers.__version__} reads it" in events
     assert (tmp_path / "out" / "generation_config.json").read_text() == '{"top_k": 3}'
     before, after = (HuggingFaceFolder(tmp_path / name).read("model.norm.weight") for name in ("hf", "out"))
     assert 0 < (before - after).abs().max() < 0.01, "two small steps from where it began"
+
+
+def test_a_run_does_not_begin_with_a_misread_model(tmp_path, monkeypatch):
+    """What we read wrongly ends the run, and what nobody can verify is said."""
+    from megalaunch.engine.checkpoint import twin
+    from megalaunch.engine.checkpoint.errors import CheckpointError
+    from megalaunch.engine.families import llama
+
+    make("llama 1", tmp_path / "hf")
+    monkeypatch.setattr(twin, "find_spec", lambda name: None)
+    assert "is not verified: transformers is not installed" in str(twin.describe_reading(tmp_path / "hf"))
+    monkeypatch.undo()
+    read = llama.read_rope
+    monkeypatch.setattr(llama, "read_rope", lambda file: {**read(file), "theta": 500.0})
+    with pytest.raises(CheckpointError, match="the run does not begin"):
+        twin.describe_reading(tmp_path / "hf")

@@ -10,9 +10,9 @@ import torch
 from family_variants import VARIANTS
 from published_configs import published_configs
 
+from megalaunch.engine.checkpoint.twin import cut_config, verify_config
 from megalaunch.engine.families.ignored_keys import why_ignored
 from megalaunch.engine.families.table import FamilyError, read_config, write_config
-from megalaunch.engine.inference.twin import cut_config, verify_config
 
 transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
 

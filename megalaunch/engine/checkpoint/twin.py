@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface
 from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.families.table import family_of, read_config
 
@@ -73,6 +76,29 @@ def verify_config(config: Mapping[str, Any]) -> Verification:
         model.num_layers,
         int(samples[-1][1][-1]),
     )
+
+
+def describe_reading(source: Path) -> str | None:
+    """Whether transformers reads the config.json of a folder as we do, in a sentence; None for no Hugging Face folder.
+
+    Raises CheckpointError where it reads it otherwise.
+    """
+    if not is_huggingface(source):
+        return None
+    found = verify_config(HuggingFaceFolder(source).config)
+    require_agreement(found, "the run does not begin")
+    if not found.agrees:
+        return f"the config.json of {source} is not verified: {found.reason}"
+    return f"the config.json of {source} is read as {found.reader} reads it (a small model with its keys, same logits)"
+
+
+def require_agreement(verification: Verification, so: str) -> None:
+    """Raises CheckpointError where transformers reads a config.json otherwise; `so` says what follows."""
+    if verification.reader is not None and not verification.agrees:
+        raise CheckpointError(
+            f"{verification.reader} reads this config.json otherwise: logits of a small model with its keys differ "
+            f"by {verification.difference:.3g}, {verification.tolerance:.3g} is allowed; {so}. Please report the file"
+        )
 
 
 def cut_config(config: Mapping[str, Any]) -> dict[str, Any]:
