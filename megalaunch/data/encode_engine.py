@@ -44,7 +44,9 @@ def engine_for(asked: EngineChoice, why_not: str) -> Engine:
         return Engine(EngineChoice.GIGATOKEN)
     if asked is EngineChoice.GIGATOKEN:
         raise DataError(f"gigatoken cannot encode this: {why_not}", fix="Give --engine auto or tokenizers.")
-    return Engine(EngineChoice.TOKENIZERS, f"encoding with tokenizers, about ten times slower: {why_not}")
+    return Engine(
+        EngineChoice.TOKENIZERS, f"encoding with tokenizers, which takes about 40 times the processor time: {why_not}"
+    )
 
 
 def gigatoken(content: str) -> Encode | str:

@@ -56,6 +56,7 @@ def test_an_engine_that_gives_other_ids_is_not_taken(tokenizer_path, monkeypatch
     chosen = choose_engine(EngineChoice.AUTO, tokenizer, ["the sea", "an odd wave"])
     assert chosen.name is EngineChoice.TOKENIZERS
     assert chosen.note.endswith("gigatoken gives other ids for 'an odd wave'")
+    assert chosen.note.startswith("encoding with tokenizers, which takes about 40 times the processor time: ")
     with pytest.raises(DataError, match=r"gigatoken cannot encode this: .*Give --engine auto or tokenizers\."):
         choose_engine(EngineChoice.GIGATOKEN, tokenizer, ["an odd wave"])
     assert choose_engine(EngineChoice.TOKENIZERS, tokenizer, ["an odd wave"]).note == ""
