@@ -123,8 +123,15 @@ def _require(folder: Path, kind: str, file: str = "") -> None:
     from megalaunch.cli.exit import fail
 
     where = folder.expanduser()
+    if folder.suffix == ".gguf":
+        text = (
+            f"{folder} is GGUF, quantised for llama.cpp, and is not read; take the Hugging Face folder it was made from"
+        )
+        fail(text, ExitCode.CHECKPOINT)
     if not where.is_dir():
         fail(f"{folder} is no directory: give {kind}", ExitCode.CHECKPOINT)
+    if (where / "adapter_config.json").is_file() or any(where.glob("*.gguf")):
+        return  # refused by name where folders are read
     if file and not (where / file).is_file():
         fail(f"{folder} has no {file}: give {kind}", ExitCode.CHECKPOINT)
 

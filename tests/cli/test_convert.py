@@ -123,6 +123,7 @@ def test_other_formats_are_refused_by_name(folder, tmp_path):
     (folder / "config.json").write_text(json.dumps(quantised))
     assert "the weights are quantised (gptq, 4 bits)" in convert("import", folder, "--output", tmp_path / "x").output
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    (folder / "config.json").unlink()
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "meta-llama/Llama-3.2-1B"}')
     for words in (("convert", "import", str(folder), "--output", "x"), ("generate", str(folder), "--prompt", "a")):
         result = CliRunner().invoke(app, words)
