@@ -29,6 +29,7 @@ OPEN_VALUES: Mapping[str, Any] = MappingProxyType(
         "parallel.dp": None,
         "batch.micro_batch_size": None,
         "schedule.decay_steps": None,
+        "schedule.warmup_steps": None,
         "data.num_samples": None,
     }
 )
@@ -65,7 +66,7 @@ def derive(spec: RunSpec) -> tuple[RunSpec, list[Finding]]:
     notes: list[Finding] = []
     for step in (_model_shape, _experts, _pipeline, _devices_of_cpu, _data_parallel, _micro_batch, _horizons):
         spec = _apply(spec, step(spec), notes)
-    return spec, notes
+    return _apply(spec, _warmup(spec), notes if spec.schedule.warmup_fraction else []), notes
 
 
 def chip_facts(spec: RunSpec, machine: Machine) -> ChipFacts | None:
@@ -257,3 +258,11 @@ def _horizons(spec: RunSpec) -> _Changes:
             "train.steps x global_batch_size" if spec.batch.ramp is None else "the batches of train.steps",
         )
     return changes
+
+
+def _warmup(spec: RunSpec) -> _Changes:
+    """After the horizon of which it is a part, so that it scales with the run."""
+    s = spec.schedule
+    if s.warmup_steps is not None or s.decay_steps is None:
+        return {}
+    return {"schedule.warmup_steps": (round(s.warmup_fraction * s.decay_steps), "warmup_fraction x decay_steps")}

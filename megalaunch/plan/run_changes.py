@@ -23,6 +23,7 @@ CHANGEABLE = (
     "recompute.",
     "batch.micro_batch_size",
     "optimizer.offload_fraction",
+    "schedule.warmup_fraction",  # what it comes to, schedule.warmup_steps, is held
     "model.name",
     "data.cache_directory",
     "train.steps",

@@ -11,6 +11,9 @@ CASES = {
     "model.positions": Case("batch.sequence_length=1025", "batch.sequence_length=1024"),
     "model.vocab_covers_tokenizer": Case("model.vocab_size=319", "model.vocab_size=320"),
     "batch.global_by_dp": Case("parallel=dp3", "parallel=dp3 batch.global_batch_size=12"),
+    "schedule.warmup_twice": Case(
+        "schedule.warmup_fraction=0.5 schedule.warmup_steps=3", "schedule.warmup_fraction=0.5 schedule.warmup_steps=10"
+    ),
     "schedule.warmup": Case("schedule.warmup_steps=20", "schedule.warmup_steps=19"),
     "schedule.min_lr": Case("schedule.min_lr=0.011", "schedule.min_lr=0.01"),
     "schedule.wsd": Case("schedule=wsd schedule.wsd_decay_steps=17", "schedule=wsd schedule.wsd_decay_steps=16"),

@@ -15,7 +15,12 @@ class ScheduleSpec:
     shape: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = setting(
         "cosine", "How the rate falls after the warm-up."
     )
-    warmup_steps: int = setting(0, "Steps from 0 to the peak rate.", "steps", minimum=0)
+    warmup_steps: int | None = setting(
+        None, "Steps from 0 to the peak rate; null: warmup_fraction of decay_steps.", "steps", minimum=0
+    )
+    warmup_fraction: float = setting(
+        0.0, "Part of decay_steps that is the warm-up, where warmup_steps is null.", minimum=0, maximum=1
+    )
     warmup_init_lr: float = setting(0.0, "Rate at which the warm-up starts.", minimum=0)
     decay_steps: int | None = setting(None, "Step at which min_lr is reached; null: train.steps.", "steps", minimum=1)
     min_lr: float = setting(0.0, "Rate at and after decay_steps.", minimum=0)

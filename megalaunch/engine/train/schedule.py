@@ -12,7 +12,7 @@ def learning_rate(schedule: ScheduleSpec, peak: float, step: int) -> float:
 
     Formulas: Megatron-LM's optimizer_param_scheduler, with t = step.
     """
-    horizon, warmup, floor = schedule.decay_steps, schedule.warmup_steps, schedule.min_lr
+    horizon, warmup, floor = schedule.decay_steps, schedule.warmup_steps or 0, schedule.min_lr
     if horizon is None:
         raise ValueError("schedule.decay_steps is still null: the launcher resolves it before workers start")
     if warmup > 0 and step <= warmup:

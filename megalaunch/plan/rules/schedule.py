@@ -11,14 +11,30 @@ from megalaunch.plan.rules.registry import Broken, Situation, rule
 @rule("schedule.warmup", "The warm-up ends before the decay does.")
 def warmup(at: Situation) -> Iterator[Broken]:
     """Between them the rate falls."""
-    s, steps = at.spec.schedule, at.spec.schedule.decay_steps
-    if steps is not None and s.warmup_steps >= steps:
+    first, steps = at.spec.schedule.warmup_steps, at.spec.schedule.decay_steps
+    if steps is not None and first is not None and first >= steps:
         yield Broken(
             "schedule.warmup_steps",
-            f"warmup_steps {s.warmup_steps} leaves nothing of decay_steps {steps}",
-            {"warmup_steps": s.warmup_steps, "decay_steps": steps},
-            ({"schedule.warmup_steps": steps // 10}, {"train.steps": 10 * s.warmup_steps}),
+            f"warmup_steps {first} leaves nothing of decay_steps {steps}",
+            {"warmup_steps": first, "decay_steps": steps},
+            ({"schedule.warmup_steps": steps // 10}, {"train.steps": 10 * first}),
         )
+
+
+@rule("schedule.warmup_twice", "The warm-up is given in steps, or as a part of the run.")
+def warmup_twice(at: Situation) -> Iterator[Broken]:
+    """Of both the number of steps holds: it stays where the length of the run changes."""
+    s = at.spec.schedule
+    if s.warmup_fraction and s.warmup_steps is not None and s.decay_steps is not None:
+        part = round(s.warmup_fraction * s.decay_steps)
+        if s.warmup_steps != part:
+            yield Broken(
+                "schedule.warmup_fraction",
+                f"warmup_steps={s.warmup_steps} holds, and not the {part} steps of warmup_fraction "
+                f"{s.warmup_fraction:g} (schedule.warmup_steps=null for these)",
+                {"warmup_steps": s.warmup_steps, "part": part},
+                severity="note",
+            )
 
 
 @rule("schedule.min_lr", "The rate falls: min_lr is no higher than optimizer.lr.")
@@ -38,9 +54,10 @@ def min_lr(at: Situation) -> Iterator[Broken]:
 def wsd(at: Situation) -> Iterator[Broken]:
     """Warm-up, stable, decay."""
     s = at.spec.schedule
-    if s.shape != "wsd" or s.decay_steps is None or s.warmup_steps >= s.decay_steps:
+    warmup = s.warmup_steps or 0
+    if s.shape != "wsd" or s.decay_steps is None or warmup >= s.decay_steps:
         return
-    room = s.decay_steps - s.warmup_steps
+    room = s.decay_steps - warmup
     if s.wsd_decay_steps == 0 or s.wsd_decay_steps > room:
         is_wrong = "is 0" if s.wsd_decay_steps == 0 else f"is {s.wsd_decay_steps}"
         yield Broken(
@@ -103,7 +120,7 @@ depends(
         "It is the rate of its first step.",
         ("schedule.warmup_init_lr",),
         "schedule.warmup_steps",
-        lambda spec: spec.schedule.warmup_steps > 0,
+        lambda spec: bool(spec.schedule.warmup_steps),
         "there is no warm-up (schedule.warmup_steps is 0)",
     )
 )

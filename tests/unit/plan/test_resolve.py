@@ -7,6 +7,7 @@ from made_specs import AMX_SERVER, H100_NODE, LAPTOP, resolved
 
 from megalaunch.config.compose import compose
 from megalaunch.config.schema import with_values
+from megalaunch.plan.check import check
 from megalaunch.plan.resolve import derive, machine_mismatch, resolve
 from megalaunch.platform.facts import CHIPS
 
@@ -45,7 +46,7 @@ def test_the_quickstart_fits_one_to_eight_workers(dp, micro):
 
 def test_a_huge_batch_of_a_pipeline_is_divided_at_once():
     began = time.process_time()
-    words = ("parallel=pp2", "parallel.vpp=2", "batch.global_batch_size=2000000014")  # twice a prime
+    words = ("parallel=pp2", "parallel.vpp=2", "batch.global_batch_size=999999986")  # twice a prime
     assert resolved("recipe=quickstart", *words)[0].batch.micro_batch_size == 1
     assert time.process_time() - began < 5
 
@@ -180,3 +181,24 @@ def test_a_machine_that_cannot_be_a_node():
     assert on_cpu.platform.chip == "cpu"
     assert machine_mismatch(on_cpu, H100_NODE) == []
     assert CHIPS["h100"] == H100_NODE.chip
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(330, 30), (12, 1), (3, 0), (3300, 297)])
+def test_the_warmup_of_a_recipe_scales_with_the_run(steps, warmup):
+    spec, _ = resolved("recipe=quickstart", f"train.steps={steps}")
+    assert spec.schedule.warmup_steps == warmup
+    assert not [f for f in check(spec) if f.severity == "error"]
+
+
+def test_a_warmup_that_is_given_stays():
+    spec, _ = resolved("recipe=quickstart", "train.steps=12", "schedule.warmup_steps=5")
+    assert spec.schedule.warmup_steps == 5
+    assert [f.rule for f in check(spec) if f.path == "schedule.warmup_fraction"] == ["schedule.warmup_twice"]
+    spec, _ = resolved("recipe=quickstart", "schedule.warmup_steps=0")
+    assert spec.schedule.warmup_steps == 0
+
+
+def test_the_warmup_goes_by_the_horizon():
+    """Which is frozen when a run goes on for longer."""
+    spec, _ = resolved("recipe=quickstart", "train.steps=600", "schedule.decay_steps=330")
+    assert spec.schedule.warmup_steps == 30

@@ -148,3 +148,11 @@ def test_the_weights_that_a_run_began_with_stay(before, now, same):
     assert [finding.path for finding in found] == ([] if same else [key])
     assert same or "or another run.directory" in found[0].message
     assert allowed_changes(again, then) == []
+
+
+def test_a_warmup_in_steps_is_the_same_run_as_its_fraction():
+    words = ("recipe=quickstart", "data.corpus=x")
+    begun = resolved(*words, "schedule.warmup_steps=30", "schedule.warmup_fraction=0")[0]
+    assert refused_changes(resolved(*words)[0], begun) == []
+    shorter = resolved(*words, "schedule.warmup_fraction=0.05")[0]
+    assert [finding.path for finding in refused_changes(shorter, begun)] == ["schedule.warmup_steps"]
