@@ -135,7 +135,7 @@ def test_what_was_begun_is_remembered_once(tmp_path):
 
 
 def test_points_that_come_to_the_same_run_run_once(tmp_path):
-    words = read_sweep(["recipe=tiny", "platform=cpu", "data.corpus=x", "parallel=dp1,dp2,tp1"])
+    words = read_sweep(["recipe=tiny", "platform=cpu", "data.corpus=python-stdlib", "parallel=dp1,dp2,tp1"])
     judge = Judge(words, SweepFolder(tmp_path / "s"), LAPTOP, False)
     judged = [judge.judge(number, values) for number, values in enumerate(grid(words.axes), 1)]
     assert [point.runs for point in judged] == [True, True, False]  # two workers where the layout leaves it open
