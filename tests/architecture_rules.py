@@ -31,7 +31,7 @@ ARROWS = {
 
 # From the ground up; a floor imports only from floors below it, and rooms of one floor do not know each other.
 ENGINE_FLOORS = (
-    ("process", "ending", "witness", "agent"),
+    ("process", "ending", "witness", "agent", "objects"),
     ("group", "measure", "precision", "mesh"),
     ("layout",),
     ("collectives", "placement"),

@@ -12,6 +12,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.ending import Problem
+from megalaunch.engine.objects import refuse_foreign_objects
 from megalaunch.platform.facts import CHIPS
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE, ROUND_VARIABLE
 from megalaunch.rundir.outcome import ExitCode
@@ -44,6 +45,7 @@ def join(spec: RunSpec) -> tuple[torch.device, Problem | None]:
     A collective that takes much longer than `launcher.timeout` fails. Under the launcher it is the launcher that ends
     a hang, since it can name who is behind: it gets to go first.
     """
+    refuse_foreign_objects()
     slack = 1.5 if LAUNCHER_PID_VARIABLE in os.environ else 1.0
     timeout = datetime.timedelta(seconds=slack * spec.launcher.timeout)
     # Ranks that are still loading torch from a busy disk are waited for as long as a start may take.

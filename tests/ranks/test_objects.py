@@ -1,0 +1,77 @@
+"""Objects between ranks are data: what names code is refused before anything is called."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_ranks import run_ranks
+
+from megalaunch.engine.checkpoint.ranks import on_every_rank
+from megalaunch.engine.checkpoint.store import CheckpointError, load_checkpoint, save_checkpoint
+from megalaunch.engine.ending import Problem
+from megalaunch.engine.objects import ForeignObject, refuse_foreign_objects
+from megalaunch.rundir.outcome import ExitCode
+
+
+class Payload:
+    """Unpickled as torch does, it calls `os.mkdir`."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_an_object_that_is_code_is_refused(tmp_path):
+    marker = tmp_path / "executed"
+
+    def gather() -> None:
+        refuse_foreign_objects()
+        mine = Payload(marker) if dist.get_rank() == 1 else "data"
+        with pytest.raises(ForeignObject, match=r"posix\.mkdir, which no rank of a run sends"):
+            dist.all_gather_object([None, None], mine)
+
+    run_ranks(2, gather)
+    assert not marker.exists()
+
+
+def test_what_ranks_do_send_arrives(tmp_path):
+    sent = [
+        {"a": (1, 2.0, None, b"x", frozenset({3}))},
+        Problem(ExitCode.DATA, "reason"),
+        [torch.bfloat16, torch.Size([2, 3]), torch.device("cpu"), tmp_path],
+    ]
+
+    def gather() -> None:
+        refuse_foreign_objects()
+        everyone = [None, None]
+        dist.all_gather_object(everyone, sent)
+        assert everyone == [sent, sent]
+
+    run_ranks(2, gather)
+
+
+def test_checkpoints_and_their_errors_arrive(tmp_path):
+    def save() -> None:
+        refuse_foreign_objects()
+        tensors = {f"t{dist.get_rank()}": torch.full((4, 2), 3.0), "shared": torch.arange(6)}
+        save_checkpoint(tmp_path / "saved", tensors, {"position": {"step": 1}}, {})
+        loaded = {name: torch.zeros_like(value) for name, value in tensors.items()}
+        load_checkpoint(tmp_path / "saved", loaded)
+        assert all(torch.equal(loaded[name], value) for name, value in tensors.items())
+        (tmp_path / "file").touch()
+        with pytest.raises(CheckpointError):
+            save_checkpoint(tmp_path / "file" / "saved", tensors, {}, {})
+
+        def fail() -> None:
+            raise CheckpointError("one rank cannot")
+
+        with pytest.raises(CheckpointError, match="one rank cannot"):
+            on_every_rank(fail)
+
+    run_ranks(2, save)
