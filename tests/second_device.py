@@ -77,7 +77,7 @@ def _laid_out_on(device: torch.device, spec: RunSpec, rank: int) -> Iterator[tup
     with _FakeThere(fake):
         model = laid_out(spec, mesh)
     with replaced(dealt_context, "run_lengths", whole_samples), fake, HostNumbers():
-        give_memory(model, mesh, spec.train.seed)
+        give_memory(model, mesh)
         yield mesh, model
 
 

@@ -40,18 +40,27 @@ def fill(tensor: Tensor, value: Tensor) -> None:
         padded = value.new_zeros(tensor.shape)
         padded[: value.shape[0]] = value
         value = padded
-    local_values(tensor).copy_(_part(tensor, value) if isinstance(tensor, DTensor) else value)
+    for dim, (start, count) in enumerate(own_part(tensor)):
+        value = value.narrow(dim, start, count)
+    local_values(tensor).copy_(value)
 
 
-def _part(tensor: DTensor, value: Tensor) -> Tensor:
-    """This rank's slice: tensor-parallel ranks divide first, then those that share data (the inner axis is last)."""
+def own_part(tensor: Tensor) -> list[tuple[int, int]]:
+    """Which part of a tensor is this rank's: the first index along each dim, and how many.
+
+    Tensor-parallel ranks divide first, then those that share data (the inner axis of the mesh is last).
+    """
+    part = [(0, size) for size in tensor.shape]
+    if not isinstance(tensor, DTensor):
+        return part
     for axis in reversed(range(tensor.device_mesh.ndim)):
         placement = tensor.placements[axis]
         if placement.is_replicate():
             continue
         dim = placement.dim  # type: ignore[attr-defined]  # Shard and _StridedShard
         size, rank = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
-        width = -(-value.shape[dim] // size)  # torch.chunk's rule: the last ranks may have less, or nothing
-        start = min(rank * width, value.shape[dim])
-        value = value.narrow(dim, start, min(width, value.shape[dim] - start))
-    return value
+        first, whole = part[dim]
+        width = -(-whole // size)  # torch.chunk's rule: the last ranks may have less, or nothing
+        start = min(rank * width, whole)
+        part[dim] = first + start, min(width, whole - start)
+    return part

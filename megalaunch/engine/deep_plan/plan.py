@@ -101,7 +101,7 @@ def _steps(spec: RunSpec, mesh: Mesh, moment: Moment, on_gpu: bool, world: ExitS
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), HostNumbers(), exchanges, memory):
         world.enter_context(mode)
     world.enter_context(memory.listening())
-    give_memory(model, mesh, spec.train.seed)
+    give_memory(model, mesh)
     optimizer = NamedAdamW(model, spec.optimizer)
     owners = Owners(model, optimizer)
     owners.claim_moments(memory)

@@ -32,7 +32,7 @@ from megalaunch.engine.process import StopRequest
 from megalaunch.engine.score import HEAD_CHUNKS, length_of_rows, scores_by
 from megalaunch.engine.texts.job import Answer, Job, Note, ScoreJob, WriteJob, answers_file, read_job, record_of
 from megalaunch.engine.train.agreement import agree_to_stop
-from megalaunch.engine.train.assemble import sharded_model
+from megalaunch.engine.train.assemble import give_memory, laid_out
 from megalaunch.engine.train.evaluate import summed_loss
 from megalaunch.engine.train.passes import passes_of, relay_of
 from megalaunch.engine.train.record import Record
@@ -73,7 +73,8 @@ def do_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: Record) -
     """
     path = Path(spec.checkpoint.initialize_from or "")
     record.phase("building")
-    model = sharded_model(spec, mesh)
+    model = laid_out(spec, mesh)
+    give_memory(model, mesh)
     record.phase("loading")
     try:
         source = _opened(path)

@@ -36,8 +36,12 @@ from megalaunch.rundir.outcome import ExitCode
 
 
 def assemble(spec: RunSpec, mesh: Mesh) -> Trainee:
-    """Build and open everything; raises an Ending on every rank when any cannot open the tokens. Collective."""
-    model = sharded_model(spec, mesh)
+    """Build and open everything but the weights, which the loop draws or loads. Collective.
+
+    Raises an Ending on every rank when any cannot open the tokens.
+    """
+    model = laid_out(spec, mesh)
+    give_memory(model, mesh)
     training, validation = _open_tokens(spec)
     return Trainee(
         spec, mesh, model, passes_of(spec, mesh, model), NamedAdamW(model, spec.optimizer), training, validation
@@ -47,7 +51,9 @@ def assemble(spec: RunSpec, mesh: Mesh) -> Trainee:
 def sharded_model(spec: RunSpec, mesh: Mesh) -> ModelParts:
     """The initialised model, laid out over the mesh: built on meta, so that no rank ever holds more than its part."""
     model = laid_out(spec, mesh)
-    give_memory(model, mesh, spec.train.seed)
+    give_memory(model, mesh)
+    initialise(model, spec.train.seed)
+    renew_tied_head(model, mesh)
     return model
 
 
@@ -58,13 +64,11 @@ def laid_out(spec: RunSpec, mesh: Mesh) -> ModelParts:
     return ModelParts(*(_part(spec, mesh, stage, boundary, context) for stage in mine))
 
 
-def give_memory(model: ModelParts, mesh: Mesh, seed: int) -> None:
-    """Move a model from meta to the device, and fill it. Collective."""
+def give_memory(model: ModelParts, mesh: Mesh) -> None:
+    """Move a model from meta to the device; what its parameters hold is still to be drawn or loaded."""
     for part in model.parts:
         part.to_empty(device=mesh.device)
         part.tie()
-    initialise(model, seed)
-    renew_tied_head(model, mesh)
 
 
 def _part(spec: RunSpec, mesh: Mesh, stage: Stage, boundary: Boundary, context: Context) -> Decoder:

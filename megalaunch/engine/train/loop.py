@@ -20,6 +20,7 @@ from megalaunch.engine.checkpoint.twin import describe_reading
 from megalaunch.engine.ending import Ending, Problem
 from megalaunch.engine.measure.memory import peak_bytes
 from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.model.init import initialise
 from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.parallel.tied import renew_tied_head
 from megalaunch.engine.process import StopRequest
@@ -107,9 +108,11 @@ class Loop:
         self._validated_step = from_first_rank(self._record.last_validation)
 
     def _begin(self) -> None:
-        """A new run has its weights from their seed already, unless it is to have them from elsewhere."""
+        """A new run has its weights from their seed, unless it is to have them from elsewhere."""
         source = self._spec.checkpoint.initialize_from
         if source is None:
+            initialise(self._trainee.model, self._spec.train.seed)
+            renew_tied_head(self._trainee.model, self._mesh)
             return
         self._record.phase("loading")
         num_tokens = from_first_rank(partial(tokens_of_tokenizer, self._directory, self._spec))
