@@ -230,7 +230,7 @@ def test_a_later_section_that_is_no_utf8_is_named_by_line(tmp_path):
         ("nowhere", "no such corpus. data.corpus takes a file, a folder, a glob or python-stdlib"),
         ("nowhere/*.txt", "no file matches this corpus"),
         ("empty", "the folder holds no readable files"),
-        ("pipe", "no such corpus"),
+        ("pipe", "it is no regular file or folder"),
     ],
 )
 def test_a_corpus_that_is_not_there(tmp_path, monkeypatch, source, cause):
