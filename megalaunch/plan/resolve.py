@@ -66,7 +66,8 @@ def derive(spec: RunSpec) -> tuple[RunSpec, list[Finding]]:
     notes: list[Finding] = []
     for step in (_model_shape, _experts, _pipeline, _devices_of_cpu, _data_parallel, _micro_batch, _horizons):
         spec = _apply(spec, step(spec), notes)
-    return _apply(spec, _warmup(spec), notes if spec.schedule.warmup_fraction else []), notes
+    spec = _apply(spec, _warmup(spec), notes if spec.schedule.warmup_fraction else [])
+    return _apply(spec, _wsd_decay(spec), notes), notes
 
 
 def chip_facts(spec: RunSpec, machine: Machine) -> ChipFacts | None:
@@ -266,3 +267,12 @@ def _warmup(spec: RunSpec) -> _Changes:
     if s.warmup_steps is not None or s.decay_steps is None:
         return {}
     return {"schedule.warmup_steps": (round(s.warmup_fraction * s.decay_steps), "warmup_fraction x decay_steps")}
+
+
+def _wsd_decay(spec: RunSpec) -> _Changes:
+    """Like the warm-up, and only where the shape has a final fall."""
+    s = spec.schedule
+    if s.shape != "wsd" or s.wsd_decay_steps is not None or s.decay_steps is None:
+        return {}
+    steps = round(s.wsd_decay_fraction * s.decay_steps)
+    return {"schedule.wsd_decay_steps": (steps, "wsd_decay_fraction x decay_steps")}

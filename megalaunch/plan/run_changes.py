@@ -24,6 +24,7 @@ CHANGEABLE = (
     "batch.micro_batch_size",
     "optimizer.offload_fraction",
     "schedule.warmup_fraction",  # what it comes to, schedule.warmup_steps, is held
+    "schedule.wsd_decay_fraction",  # likewise schedule.wsd_decay_steps
     "model.name",
     "data.cache_directory",
     "train.steps",

@@ -24,7 +24,12 @@ class ScheduleSpec:
     warmup_init_lr: float = setting(0.0, "Rate at which the warm-up starts.", minimum=0)
     decay_steps: int | None = setting(None, "Step at which min_lr is reached; null: train.steps.", "steps", minimum=1)
     min_lr: float = setting(0.0, "Rate at and after decay_steps.", minimum=0)
-    wsd_decay_steps: int = setting(0, "Length of the final fall of the wsd shape.", "steps", minimum=0)
+    wsd_decay_steps: int | None = setting(
+        None, "Length of the final fall of the wsd shape; null: wsd_decay_fraction of decay_steps.", "steps", minimum=0
+    )
+    wsd_decay_fraction: float = setting(
+        0.1, "Part of decay_steps that is the final fall, where wsd_decay_steps is null.", minimum=0, maximum=1
+    )
     wsd_decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = setting(
         "linear", "How the wsd shape falls at its end."
     )

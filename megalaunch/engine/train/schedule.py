@@ -31,10 +31,11 @@ def learning_rate(schedule: ScheduleSpec, peak: float, step: int) -> float:
 
 
 def _wsd_share(schedule: ScheduleSpec, horizon: int, step: int) -> float:
-    start = horizon - schedule.wsd_decay_steps
+    length = schedule.wsd_decay_steps or 0
+    start = horizon - length
     if step <= start:
         return 1.0
-    progress = (step - start) / schedule.wsd_decay_steps
+    progress = (step - start) / length
     if schedule.wsd_decay_shape == "linear":
         return 1 - progress
     if schedule.wsd_decay_shape == "cosine":

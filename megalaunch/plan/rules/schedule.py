@@ -57,13 +57,12 @@ def wsd(at: Situation) -> Iterator[Broken]:
     warmup = s.warmup_steps or 0
     if s.shape != "wsd" or s.decay_steps is None or warmup >= s.decay_steps:
         return
-    room = s.decay_steps - warmup
-    if s.wsd_decay_steps == 0 or s.wsd_decay_steps > room:
-        is_wrong = "is 0" if s.wsd_decay_steps == 0 else f"is {s.wsd_decay_steps}"
+    room, steps = s.decay_steps - warmup, s.wsd_decay_steps or 0
+    if not 0 < steps <= room:
         yield Broken(
             "schedule.wsd_decay_steps",
-            f"wsd_decay_steps {is_wrong}; behind the warm-up there is room for 1 to {room}",
-            {"wsd_decay_steps": s.wsd_decay_steps, "room": room},
+            f"wsd_decay_steps is {steps}; behind the warm-up there is room for 1 to {room}",
+            {"wsd_decay_steps": steps, "room": room},
             ({"schedule.wsd_decay_steps": max(1, room // 10)}, {"schedule.shape": "cosine"}),
         )
 
@@ -129,7 +128,7 @@ depends(
         "schedule.wsd_idle",
         "The final fall is a part of the wsd shape.",
         "Other shapes fall from the warm-up on.",
-        ("schedule.wsd_decay_steps", "schedule.wsd_decay_shape"),
+        ("schedule.wsd_decay_steps", "schedule.wsd_decay_fraction", "schedule.wsd_decay_shape"),
         "schedule.shape",
         lambda spec: spec.schedule.shape == "wsd",
         "schedule.shape is not wsd",

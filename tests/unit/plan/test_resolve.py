@@ -198,6 +198,17 @@ def test_a_warmup_that_is_given_stays():
     assert spec.schedule.warmup_steps == 0
 
 
+@pytest.mark.parametrize(("steps", "decay"), [(100_000, 20_000), (50, 10), (8, 2)])
+def test_the_final_fall_of_wsd_scales_with_the_run(steps, decay):
+    spec, _ = resolved("recipe=smollm2_135m", f"train.steps={steps}")
+    assert spec.schedule.wsd_decay_steps == decay
+    assert not [f for f in check(spec) if f.severity == "error"]
+    given, _ = resolved("recipe=smollm2_135m", f"train.steps={steps}", "schedule.wsd_decay_steps=1")
+    assert given.schedule.wsd_decay_steps == 1
+    other, _ = resolved("recipe=smollm2_135m", "schedule.shape=cosine")
+    assert other.schedule.wsd_decay_steps is None
+
+
 def test_the_warmup_goes_by_the_horizon():
     """Which is frozen when a run goes on for longer."""
     spec, _ = resolved("recipe=quickstart", "train.steps=600", "schedule.decay_steps=330")
