@@ -18,7 +18,7 @@ from megalaunch.launch.supervise import Display, LaunchEnd, Supervisor
 from megalaunch.launch.view import RunView, Scale
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE
 from megalaunch.rundir.events import record_event
-from megalaunch.rundir.files import append_bytes
+from megalaunch.rundir.files import append_line_bytes
 from megalaunch.rundir.paths import RunDirectory
 
 
@@ -37,7 +37,7 @@ class Launch:
 
 def record_words(directory: RunDirectory, words: Sequence[str]) -> None:
     """Append the words of a launch to the run's history. Raises OSError."""
-    append_bytes(directory.overrides, f"{shlex.join(words)}\n".encode())
+    append_line_bytes(directory.overrides, f"{shlex.join(words)}\n".encode())
 
 
 def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunView], Display | None]) -> LaunchEnd:

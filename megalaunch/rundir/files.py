@@ -41,10 +41,16 @@ def create_file(path: Path, mode: int = FILE_MODE) -> int:
     return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
 
 
-def append_bytes(path: Path, content: bytes) -> None:
-    """Append with a single write, so that what several processes append never mixes. Raises OSError."""
-    descriptor = open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+def append_line_bytes(path: Path, content: bytes) -> None:
+    """Append a line with a single write, so that lines of several processes never mix. Raises OSError.
+
+    A last line that a killed writer or a full disk left torn is ended first, or it would take this one with it.
+    """
+    descriptor = open_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            content = b"\n" + content
         if os.write(descriptor, content) != len(content):  # a full disk can take half of it
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:

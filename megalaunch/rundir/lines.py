@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.rundir.atomic_file import atomic_file
-from megalaunch.rundir.files import append_bytes
+from megalaunch.rundir.files import append_line_bytes
 
 Record = dict[str, Any]
 
@@ -16,7 +16,7 @@ Record = dict[str, Any]
 def append_line(path: Path, record: Record) -> None:
     """Append one record with a single write, so that lines of several processes never mix."""
     line = (json.dumps(record, ensure_ascii=False, allow_nan=True) + "\n").encode()
-    append_bytes(path, line)
+    append_line_bytes(path, line)
 
 
 def read_lines(path: Path) -> Iterator[Record]:

@@ -17,7 +17,7 @@ from megalaunch.launch.local import record_words
 from megalaunch.launch.lock import RunLock
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.files import make_directory
-from megalaunch.rundir.lines import append_line, keep_lines
+from megalaunch.rundir.lines import append_line, keep_lines, read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
@@ -145,3 +145,13 @@ def test_folders_behind_links(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.raises(OSError, match="is a symbolic link that another user made"):
         make_directory(link)
+
+
+def test_a_torn_line_takes_no_other_with_it(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    append_line(metrics, {"step": 1})
+    metrics.write_bytes(metrics.read_bytes() + b'{"step": 2, "lo')  # a writer was killed, or the disk was full
+    append_line(metrics, {"step": 2})
+    append_line(metrics, {"step": 3})
+    assert [line["step"] for line in read_lines(metrics)] == [1, 2, 3]
+    assert keep_lines(metrics, lambda line: line["step"] < 3) == 2  # the torn one and step 3
