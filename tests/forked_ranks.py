@@ -27,6 +27,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalaunch.engine.objects import refuse_foreign_objects
+
 STACK_SIGNAL = signal.SIGUSR2
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 AFTER_FAILURE = 2.0  # seconds that the other ranks get to end by themselves once one has failed
@@ -116,6 +118,7 @@ def _be_rank(
                 world_size=world_size,
                 timeout=datetime.timedelta(seconds=timeout + 30),  # ours fires first, and shows the stacks
             )
+            refuse_foreign_objects()  # as in a run, so that what ranks send each other is known to be listed
             result = _plain(function(*args))
             answer.send(("done", result))
             code = 0
