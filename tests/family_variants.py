@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,56 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
             if parameter.ndim == 1:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
     model.eval().save_pretrained(folder)
+    return model
+
+
+# A model of text and images, with the keys that its makers leave out left out.
+MULTIMODAL: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 6],
+    "boi_token_index": 50,
+    "eoi_token_index": 51,
+    "image_token_index": 52,
+    "initializer_range": 0.3,
+    "mm_tokens_per_image": 4,
+    "text_config": {
+        "model_type": "gemma3_text",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "num_hidden_layers": 7,
+        "initializer_range": 0.3,
+        "sliding_window": 7,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 8,
+        "image_size": 28,
+        "intermediate_size": 8,
+        "num_attention_heads": 1,
+        "num_hidden_layers": 1,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+}
+
+
+def make_multimodal(folder: Path, **changes: Any) -> Any:
+    """The model, saved to the folder with the few keys of config.json; `changes` are those of its text_config."""
+    import transformers
+
+    config = {**MULTIMODAL, "text_config": {**MULTIMODAL["text_config"], **changes}}
+    torch.manual_seed(7)
+    read = transformers.Gemma3Config.from_dict(config)
+    model = transformers.Gemma3ForConditionalGeneration._from_config(read, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
+    model.eval().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
     return model
 
 

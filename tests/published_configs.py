@@ -8,6 +8,12 @@ from typing import Any
 import yaml
 
 TABLE = Path(__file__).parent / "parity" / "families" / "published_configs.yaml"
+# Keys that shape no logit.
+NO_SHAPE = {
+    *("architectures", "model_type", "transformers_version", "dtype", "id2label", "label2id", "_name_or_path"),
+    *("problem_type", "is_encoder_decoder", "output_hidden_states", "return_dict", "chunk_size_feed_forward"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "output_attentions"),
+}
 
 
 def published_configs() -> dict[str, dict[str, Any]]:

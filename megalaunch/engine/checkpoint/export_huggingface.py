@@ -22,7 +22,7 @@ from megalaunch.engine.checkpoint.read import whole_tensor
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES, TensorSource, write_file
 from megalaunch.engine.checkpoint.whole import Wrote, counted, require_new, written_whole
 from megalaunch.engine.families.pairs import Pair
-from megalaunch.engine.families.table import FamilyError, family_of, write_config
+from megalaunch.engine.families.table import FamilyError, decoder_config, family_of, write_config
 from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY
 from megalaunch.rundir.checkpoint.catalogue import read_catalogue
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
@@ -154,7 +154,7 @@ def _token_ids(weights: StoredWeights, config: Mapping[str, Any]) -> dict[str, A
     always null: transformers gives its row of the embedding no gradient (nn.Embedding's padding_idx), and refuses an
     id beyond the vocabulary. What pads a batch stands in the tokenizer's files.
     """
-    kept = weights.origin.get("config") or {}
+    kept = decoder_config(weights.origin.get("config") or {})
     if kept.get("model_type") == config["model_type"]:
         found = {name: kept[name] for name in ("bos_token_id", "eos_token_id", "use_cache") if name in kept}
     else:

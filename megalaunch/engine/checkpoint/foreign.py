@@ -10,7 +10,8 @@ import torch
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.paired import PairedWeights
-from megalaunch.engine.families.table import FamilyError, family_of, read_config
+from megalaunch.engine.families.multimodal import stored_name
+from megalaunch.engine.families.table import FamilyError, family_of, multimodal_of, read_config
 
 
 class ForeignWeights(PairedWeights):
@@ -19,7 +20,7 @@ class ForeignWeights(PairedWeights):
     def __init__(self, folder: HuggingFaceFolder) -> None:
         self._folder = folder
         self.notes: list[str] = []
-        """Keys of config.json that were ignored, and why."""
+        """What was ignored, and why: keys of config.json, and tensors of other parts than the decoder."""
         try:
             model = read_config(folder.config, folder.directory.resolve().name, self.notes)
         except FamilyError as error:
@@ -33,6 +34,12 @@ class ForeignWeights(PairedWeights):
                 folder, [f"config.json means {model.num_layers:,} layers, and the files hold {held:,} tensors"]
             )
         self._family = family_of(model)
+        multimodal = multimodal_of(folder.config)
+        self._vision = () if multimodal is None else multimodal.vision
+        self._layout = {} if multimodal is None else multimodal.layout(folder.tensors)
+        left_out = [name for name in folder.tensors if self._is_of_images(name)]
+        if left_out:
+            self.notes.append(f"{len(left_out)} tensors of images ({left_out[0]}, ...) are not read")
         self._bare = not any(name.startswith(self._family.prefix) for name in folder.tensors)
         super().__init__(folder, model, list(self._family.tensors(model)))
         problems = list(self.problems("config.json means"))
@@ -49,17 +56,23 @@ class ForeignWeights(PairedWeights):
         return self._folder.companions()
 
     def stored(self, name: str) -> str:
-        """Files of a bare model leave the family's prefix out."""
-        return name.removeprefix(self._family.prefix) if self._bare else name
+        """Files of a bare model leave the family's prefix out; those of a model around the decoder have another."""
+        return stored_name(name.removeprefix(self._family.prefix) if self._bare else name, self._layout)
 
     def is_spare(self, name: str) -> bool:
-        """Buffers that old files hold, and a tied head that is kept once more: it has to be the same matrix."""
-        if name.endswith(self._family.dropped):
+        """Buffers of old files, tensors of images, and a tied head kept once more: it has to be the same matrix."""
+        if name.endswith(self._family.dropped) or self._is_of_images(name):
             return True
-        if not self.model.tied_embeddings or name not in ("lm_head.weight", "embed_out.weight"):
+        if not self.model.tied_embeddings or name not in ("lm_head.weight", "embed_out.weight", self._head()):
             return False
         embedding = next(pair.theirs[0] for pair in self.pairs if "embedding.weight" in pair.ours)
         return torch.equal(self._folder.read(name), self._folder.read(self.stored(embedding)))
+
+    def _is_of_images(self, name: str) -> bool:
+        return name.startswith(self._vision) if self._vision else False
+
+    def _head(self) -> str:
+        return self.stored("lm_head.weight")
 
 
 def _refused(folder: HuggingFaceFolder, problems: list[str]) -> CheckpointError:

@@ -20,13 +20,20 @@ from torch import Tensor
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface
+from megalaunch.engine.families.multimodal import TEXT, TEXT_ALONE, VISION, stored_name
 from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.families.table import family_of, read_config
+from megalaunch.engine.families.table import decoder_config, family_of, multimodal_of, read_config
 
 _LAYERS, _HEADS, _VOCABULARY, _WINDOW, _LENGTH, _HIDDEN = 2, 4, 211, 11, 40, 256
 _TOLERANCE = 1e-4  # of the largest logit; measured: 1e-6 to 6e-6
 _GPT2 = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "intermediate_size": "n_inner"}
 _GPT2 |= {"num_attention_heads": "n_head", "max_position_embeddings": "n_positions"}
+# The smallest vision_config that transformers builds: text alone is compared.
+_SMALLEST_VISION = {
+    "model_type": "siglip_vision_model",
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"), 1),
+    **{"image_size": 2, "patch_size": 1, "vision_use_head": False},
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,10 @@ class Verification:
 
 
 def verify_config(config: Mapping[str, Any]) -> Verification:
-    """Compare the logits of the twin by transformers and by our decoder; raises FamilyError as `read_config` does."""
+    """Compare the logits of the twin by transformers and by our decoder.
+
+    Raises FamilyError as `read_config` does, and CheckpointError where a parameter has another shape there.
+    """
     read_config(config, "twin")
     if find_spec("transformers") is None:
         return Verification(None, reason="transformers is not installed")
@@ -63,7 +73,7 @@ def verify_config(config: Mapping[str, Any]) -> Verification:
     except Exception as error:  # whatever a class of theirs raises for a file that it does not take
         why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         return Verification(None, reason=f"{reader} refuses this config.json: {why:.200}")
-    ours = _our_model(model, {name: value.detach() for name, value in theirs.state_dict().items()})
+    ours = _our_model(model, small, {name: value.detach() for name, value in theirs.state_dict().items()})
     with torch.no_grad():
         worst = [
             (ours(tokens_BS, positions).float() - logits).abs().max().item()
@@ -85,11 +95,14 @@ def describe_reading(source: Path) -> str | None:
     """
     if not is_huggingface(source):
         return None
-    found = verify_config(HuggingFaceFolder(source).config)
+    config = HuggingFaceFolder(source).config
+    found = verify_config(config)
     require_agreement(found, "the run does not begin")
+    alone = "" if multimodal_of(config) is None else f"; {TEXT_ALONE}"
     if not found.agrees:
-        return f"the config.json of {source} is not verified: {found.reason}"
-    return f"the config.json of {source} is read as {found.reader} reads it (a small model with its keys, same logits)"
+        return f"the config.json of {source} is not verified: {found.reason}{alone}"
+    same = "a small model with its keys, same logits"
+    return f"the config.json of {source} is read as {found.reader} reads it ({same}){alone}"
 
 
 def require_agreement(verification: Verification, so: str) -> None:
@@ -103,13 +116,22 @@ def require_agreement(verification: Verification, so: str) -> None:
 
 def cut_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same file with few layers, few heads of the same width, a small vocabulary and short windows."""
-    model = read_config(config, "whole")
+    model, text = read_config(config, "whole"), decoder_config(config)
+    small = _cut(text, model)
+    if multimodal_of(config) is None:
+        return small
+    sizes = {key: value for key, value in small.items() if key not in text or text[key] != value}
+    return {**config, TEXT: {**(config.get(TEXT) or {}), **sizes}, VISION: _SMALLEST_VISION, "mm_tokens_per_image": 4}
+
+
+def _cut(config: Mapping[str, Any], model: ModelSpec) -> dict[str, Any]:
     heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
     common = math.gcd(heads, groups)
     cut = max(part for part in range(1, common + 1) if common % part == 0 and heads // part >= min(heads, _HEADS))
     few = heads // cut
     per_head = max(1, round(model.hidden_size / heads))
-    if isinstance(config.get("head_dim"), int):  # else the width of a head follows from the two
+    width = config.get("head_dim", family_of(model).defaults.get("head_dim"))
+    if isinstance(width, int):  # else the width of a head follows from the two
         per_head = min(per_head, max(1, _HIDDEN // few))
     hidden = per_head * few
     layers = min(model.num_layers, _period(model) + 1 if _period(model) > 1 else _LAYERS)
@@ -173,13 +195,22 @@ def _their_model(transformers: Any, config: dict[str, Any]) -> Any:
     return model.eval()
 
 
-def _our_model(model: ModelSpec, theirs: Mapping[str, Tensor]) -> Any:
+def _our_model(model: ModelSpec, config: Mapping[str, Any], theirs: Mapping[str, Tensor]) -> Any:
+    multimodal = multimodal_of(config)
+    layout = {} if multimodal is None else multimodal.layout(theirs)
     decoder = build_decoder(model).eval()
     parameters = dict(decoder.named_parameters())
     named = {"embed_out.weight": theirs["lm_head.weight"], **theirs}  # GPT-NeoX names it so in files
     for pair in family_of(model).tensors(model):
-        for name, value in zip(pair.ours, pair.to_ours([named[key] for key in pair.theirs]), strict=True):
-            parameters.pop(name).data.copy_(value)
+        found = [named[stored_name(key, layout)] for key in pair.theirs]
+        for name, value in zip(pair.ours, pair.to_ours(found), strict=True):
+            parameter = parameters.pop(name)
+            if parameter.shape != value.shape:
+                raise CheckpointError(
+                    f"transformers reads this config.json otherwise: in a small model with its keys {name} is "
+                    f"{list(value.shape)} there and {list(parameter.shape)} here. Please report the file"
+                )
+            parameter.data.copy_(value)
     assert not parameters, f"no tensor of theirs is {', '.join(parameters)}"
     return decoder
 

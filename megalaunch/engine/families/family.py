@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from megalaunch.config.schema import model as schema
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.families.config_file import ConfigFile
+from megalaunch.engine.families.multimodal import Multimodal
 from megalaunch.engine.families.pairs import Pair
 
 Values: TypeAlias = dict[str, Any]
@@ -28,6 +29,10 @@ class FamilyFile:
     prefix: str = ""
     dropped: tuple[str, ...] = field(default=(".rotary_emb.inv_freq",))
     """Endings of stored tensors that hold nothing learned: they are computed again."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """transformers' values of keys that published files leave out."""
+    multimodal: Multimodal | None = None
+    """The model of text and images that this family's decoder is a part of."""
 
 
 def inverse(words: Mapping[str, schema.Activation]) -> dict[schema.Activation, str]:

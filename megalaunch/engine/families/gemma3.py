@@ -9,6 +9,7 @@ from megalaunch.engine.families.config_file import ConfigFile
 from megalaunch.engine.families.family import FamilyFile, Values
 from megalaunch.engine.families.gemma2 import read_gemma, write_gemma
 from megalaunch.engine.families.llama import tensors
+from megalaunch.engine.families.multimodal import Multimodal
 from megalaunch.engine.families.rope_keys import scaling_values, write_rope
 
 
@@ -45,4 +46,34 @@ def _write(model: ModelSpec) -> dict[str, Any]:
     return write_gemma(model) | write_rope(model.rope) | local
 
 
-FAMILY = FamilyFile("gemma3", "gemma3_text", "Gemma3ForCausalLM", _read, _write, tensors)
+# Published files of 4B to 27B hold what differs from these.
+_DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+_MULTIMODAL = Multimodal(
+    "gemma3",
+    layouts=(
+        {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+        {"model.": "model.language_model."},
+    ),
+    vision=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+)
+
+FAMILY = FamilyFile(
+    "gemma3",
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    _read,
+    _write,
+    tensors,
+    defaults=_DEFAULTS,
+    multimodal=_MULTIMODAL,
+)

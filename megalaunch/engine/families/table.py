@@ -24,11 +24,13 @@ from megalaunch.engine.families import (
 )
 from megalaunch.engine.families.config_file import ConfigFile
 from megalaunch.engine.families.family import FamilyFile
+from megalaunch.engine.families.multimodal import Multimodal, split_config
 from megalaunch.engine.model.rope_scaling import magnitude
 
 _FILES = (gpt, llama, mistral, qwen2, qwen3, smollm3, gemma2, gemma3, phi3, olmo2, gpt_neox)
 FAMILIES: Mapping[str, FamilyFile] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 _BY_TYPE = {family.model_type: family for family in FAMILIES.values()}
+_AROUND = {family.multimodal.model_type: family for family in FAMILIES.values() if family.multimodal is not None}
 # What a model computes does not depend on these.
 _OTHERWISE = frozenset(
     {"name", "init_std", "embedding_init_std", "hidden_dropout", "embedding_dropout", "attention_dropout"}
@@ -48,23 +50,41 @@ def read_config(config: Mapping[str, Any], name: str, notes: list[str] | None = 
 
     `notes` hears of keys that are ignored because they change nothing.
     """
-    kind = config.get("model_type")
+    whole = _family_around(config)
+    text, around = (config, ConfigFile({})) if whole is None else split_config(config, whole.model_type)
+    kind = text.get("model_type")
     family = _BY_TYPE.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise FamilyError(
-            [f"config.json: model_type {kind!r} is none of the families that are known here: {', '.join(_BY_TYPE)}"]
-        )
-    file = ConfigFile(config)
+        known = ", ".join((*_BY_TYPE, *_AROUND))
+        raise FamilyError([f"config.json: model_type {kind!r} is none of the families that are known here: {known}"])
+    file = ConfigFile({**family.defaults, **text})
     values = family.read(file)
     file.refuse_the_rest()
-    if file.problems:
-        raise FamilyError(file.problems)
+    if around.problems or file.problems:
+        raise FamilyError([*around.problems, *file.problems])
     if notes is not None:
-        notes += file.notes
+        notes += [*around.notes, *file.notes]
     try:
         return build_section(ModelSpec, {"name": name, "family": family.name, **values}, "model.")
     except SpecError as error:
         raise FamilyError([str(error)]) from error
+
+
+def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config.json of the decoder alone: the file itself, or what a model of text and images holds of it."""
+    whole = _family_around(config)
+    return config if whole is None else split_config(config, whole.model_type)[0]
+
+
+def multimodal_of(config: Mapping[str, Any]) -> Multimodal | None:
+    """The model of text and images that a config.json means; None: a language model."""
+    whole = _family_around(config)
+    return None if whole is None else whole.multimodal
+
+
+def _family_around(config: Mapping[str, Any]) -> FamilyFile | None:
+    kind = config.get("model_type")
+    return _AROUND.get(kind) if isinstance(kind, str) else None
 
 
 def write_config(model: ModelSpec) -> dict[str, Any]:

@@ -18,11 +18,13 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 from megalaunch.engine.checkpoint.foreign import ForeignWeights
 from megalaunch.engine.checkpoint.history import newest_valid
-from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface, other_format
+from megalaunch.engine.checkpoint.huggingface import CONFIG, HuggingFaceFolder, is_huggingface, other_format
 from megalaunch.engine.checkpoint.import_huggingface import tokenizer_text
 from megalaunch.engine.checkpoint.imported import spec_of
 from megalaunch.engine.checkpoint.read import read_tensors
+from megalaunch.engine.families.multimodal import TEXT_ALONE
 from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.families.table import decoder_config, multimodal_of
 from megalaunch.engine.inference.chat import ends_of
 from megalaunch.engine.inference.lean import LeanDecoder
 from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY, Decoder
@@ -83,6 +85,8 @@ def open_source(source: Path, report: Callable[[str], None] = lambda message: No
     if is_huggingface(source):
         read = read_source(source)
         report(f"note: {unverified(source)}")
+        if multimodal_of(HuggingFaceFolder(source).config) is not None:
+            report(f"note: {source / CONFIG}: {TEXT_ALONE}")
         return read
     try:
         return read_source(find_checkpoint(source, report))
@@ -177,7 +181,7 @@ def _source_of_folder(folder: HuggingFaceFolder, weights: ForeignWeights) -> Mod
             "model reads and writes no text; copy the one that belongs to the model there"
         )
     tokenizer, files = tokenizer_of_json(text), folder.companions()
-    ends = ends_of(files, folder.config, tokenizer)
+    ends = ends_of(files, decoder_config(folder.config), tokenizer)
     return ModelSource(folder.directory, spec_of(weights.model), tokenizer, files, ends)
 
 
@@ -195,7 +199,7 @@ def _source_of_checkpoint(checkpoint: Path) -> ModelSource:
     except (SpecError, DataError, OSError, ValueError) as error:
         raise _unusable(checkpoint, error) from error
     files = stored.companions()
-    ends = ends_of(files, stored.origin.get("config") or {}, tokenizer)
+    ends = ends_of(files, decoder_config(stored.origin.get("config") or {}), tokenizer)
     around = spec.data.add_special_tokens  # as the documents of the run were
     return ModelSource(checkpoint, spec, tokenizer, files, ends, add_special_tokens=around)
 

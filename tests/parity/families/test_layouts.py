@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from family_variants import VARIANTS, VOCABULARY, load, make
+from family_variants import VARIANTS, VOCABULARY, load, make, make_multimodal
 from forked_ranks import run_ranks
 from looped_run import metrics, run_loop, ten_steps
 from oracle import small_spec
@@ -49,7 +49,7 @@ def _all_loaded(specs: dict[str, tuple[RunSpec, Path]]) -> dict[str, dict[str, t
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Every variant with four layers, and a vocabulary that is odd."""
+    """Every variant with four layers, and a vocabulary that is odd; and the text decoder of one with images."""
     place = tmp_path_factory.mktemp("variants")
     for number, name in enumerate(VARIANTS):
         changes: dict[str, Any] = {"n_layer": 4} if name.startswith("gpt2") else {"num_hidden_layers": 4}
@@ -58,7 +58,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         if name == "gemma3 full":
             changes["layer_types"] = ["full_attention"] * 4
         make(name, place / str(number), **changes)
-    return {name: place / str(number) for number, name in enumerate(VARIANTS)}
+    make_multimodal(place / "multimodal", num_hidden_layers=4)
+    return {name: place / str(number) for number, name in enumerate(VARIANTS)} | {"multimodal": place / "multimodal"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
