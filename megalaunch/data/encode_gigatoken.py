@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalaunch.data.encode_digits import DigitTokens, may_hold_newer_digits
 from megalaunch.data.tokenizer import Tokenizer, tokenizer_of_json
 
 CACHE_BYTES = 192 << 20  # by which a process may grow before gigatoken forgets what it has met
@@ -45,23 +46,30 @@ class GigatokenEncoder:
     def __init__(self, content: str, cache_bytes: int = CACHE_BYTES) -> None:
         self._content, self._cache_bytes = content, cache_bytes
         self._normalizes = _NFC in content
+        self._digits = DigitTokens.of(content)
         self._encode = self._load()
         self._held = _bytes_held()
         self._seen = 0  # characters since it was looked at how much is held
 
     def __call__(self, text: str) -> NDArray[Any]:
         if self._normalizes and not text.isascii() and has_newer_marks(text):
-            return np.array(self._exact.encode_batch([text])[0], dtype=np.uint32)
+            return self._exact_ids(text)
+        if self._digits is not None and may_hold_newer_digits(text):
+            return self._exact_ids(text)
         ids = self._encode(text)
         self._seen += len(text)
         if self._seen >= _LOOK_EVERY:
             self._look()
-        return ids
+        if self._digits is None:
+            return ids
+        replaced = self._digits.replaced(ids)
+        return self._exact_ids(text) if replaced is None else replaced
 
     def _load(self) -> Callable[[str], NDArray[Any]]:
         import gigatoken
 
-        encode: Callable[[str], NDArray[Any]] = gigatoken.Tokenizer.from_json(self._content.encode()).encode
+        content = self._content if self._digits is None else self._digits.content
+        encode: Callable[[str], NDArray[Any]] = gigatoken.Tokenizer.from_json(content.encode()).encode
         return encode
 
     def _look(self) -> None:
@@ -75,6 +83,9 @@ class GigatokenEncoder:
         del self._encode  # first, so that there are never two
         self._encode = self._load()
         self._held, self._seen = _bytes_held(), 0
+
+    def _exact_ids(self, text: str) -> NDArray[Any]:
+        return np.array(self._exact.encode_batch([text])[0], dtype=np.uint32)
 
     @cached_property
     def _exact(self) -> Tokenizer:
