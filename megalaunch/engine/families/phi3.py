@@ -18,7 +18,7 @@ def _read(file: ConfigFile) -> Values:
     file.ignore("embd_pdrop", "Phi-3 of transformers drops nothing there")
     shape = read_shape(file, epsilon=1e-5) | {"sliding_window": file.integer("sliding_window", None, null=None)}
     own = {"hidden_dropout": dropout, "embedding_dropout": 0.0}
-    return shape | own | {"rope": read_rope(file, fraction=1.0, scalings=("longrope",))}
+    return shape | own | {"rope": read_rope(file, fraction=1.0, scalings=("longrope",), original=4096)}
 
 
 def _write(model: ModelSpec) -> dict[str, Any]:

@@ -45,11 +45,16 @@ _LENGTH = "original_max_position_embeddings"
 
 
 def read_rope(
-    file: ConfigFile, theta: float = 10000.0, fraction: float | None = None, scalings: Sequence[str] = SCALINGS
+    file: ConfigFile,
+    theta: float = 10000.0,
+    fraction: float | None = None,
+    scalings: Sequence[str] = SCALINGS,
+    original: int | None = None,
 ) -> dict[str, Any]:
     """The rope section of a file without layers that rotate in different ways.
 
-    `fraction` is the default part of a head that is rotated; None: a family that rotates whole heads.
+    `fraction` is the default part of a head that is rotated; None: a family that rotates whole heads. `original` is
+    the family's default context before a stretch; None: that of the scaling, or max_position_embeddings.
     """
     old, new = _mapping(file, "rope_scaling"), _mapping(file, "rope_parameters")
     base = file.number("rope_theta", None, null=None)
@@ -61,7 +66,7 @@ def read_rope(
     part = given.pop("partial_rotary_factor", None)
     if part is None:
         part = file.number("partial_rotary_factor", None, null=None)
-    return scaling_values(file, given, scalings) | _fraction(file, given, part, fraction)
+    return scaling_values(file, given, scalings, original) | _fraction(file, given, part, fraction)
 
 
 def _mapping(file: ConfigFile, key: str) -> dict[str, Any]:
@@ -91,7 +96,9 @@ def _kind(given: Mapping[str, Any]) -> str:
     return "longrope" if kind == "su" else str(kind)  # its name in the first files of Phi-3
 
 
-def scaling_values(file: ConfigFile, given: Mapping[str, Any], scalings: Sequence[str] = SCALINGS) -> dict[str, Any]:
+def scaling_values(
+    file: ConfigFile, given: Mapping[str, Any], scalings: Sequence[str] = SCALINGS, original: int | None = None
+) -> dict[str, Any]:
     """Fields of RopeSpec from one dictionary of rotary parameters, `rope_theta` among them."""
     rest = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_type", "type")}
     kind, theta = _kind(given), given["rope_theta"]
@@ -113,7 +120,7 @@ def scaling_values(file: ConfigFile, given: Mapping[str, Any], scalings: Sequenc
         elif theirs in _REQUIRED[kind]:
             file.problems.append(f"config.json: the rotary scaling {kind} has no {theirs}")
     if kind != "linear":
-        _read_lengths(file, values)
+        _read_lengths(file, values, original)
     if kind == "yarn":
         values |= _read_yarn(file, rest)
     for left in set(rest) - set(_OF[kind]) - {"mscale", "mscale_all_dim", "finetuned"}:
@@ -122,11 +129,13 @@ def scaling_values(file: ConfigFile, given: Mapping[str, Any], scalings: Sequenc
     return {key: float(value) if key in floats else value for key, value in values.items()}
 
 
-def _read_lengths(file: ConfigFile, values: dict[str, Any]) -> None:
+def _read_lengths(file: ConfigFile, values: dict[str, Any], default: int | None) -> None:
     """The context before the stretch: transformers prefers the key beside the scaling to the one inside of it."""
     longest = file.take("max_position_embeddings", None)
-    original = file.integer(_LENGTH, None, null=None)
+    original = file.integer(_LENGTH, default, null=None)
     values["original_positions"] = original or values.get("original_positions") or longest
+    if longest is None and not ("factor" in values and values["original_positions"]):
+        file.problems.append("config.json has no max_position_embeddings, and its rotary scaling goes by them")
     if "factor" in values or not isinstance(longest, int) or not isinstance(values["original_positions"], int):
         return
     values["factor"] = max(1.0, longest / values["original_positions"])
