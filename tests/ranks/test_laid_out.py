@@ -236,7 +236,7 @@ def test_workers_that_the_launcher_starts(run: RunDirectory, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "code"), [("interrupt", 130), ("kill a worker", 5)])
 def test_an_end_before_the_text_is_written(run: RunDirectory, tmp_path: Path, what: str, code: int):
-    with _Started(run, tmp_path, "tp2", "--max-new-tokens", 20_000) as started:
+    with _Started(run, tmp_path, "tp2", "--max-new-tokens", 20_000, "--temperature", 0) as started:
         process = started.process
         assert process.stdout is not None
         assert process.stderr is not None
