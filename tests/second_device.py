@@ -76,7 +76,8 @@ def _laid_out_on(device: torch.device, spec: RunSpec, rank: int) -> Iterator[tup
     _ = mesh.tp, mesh.pp, mesh.cp, mesh.cp_levels  # made with real tensors, like meshes
     with _FakeThere(fake):
         model = laid_out(spec, mesh)
-    with replaced(dealt_context, "run_lengths", whole_samples), fake, HostNumbers():
+    one_thread = torch.autograd.set_multithreading_enabled(False)  # torch's engine has no thread for this device
+    with replaced(dealt_context, "run_lengths", whole_samples), fake, HostNumbers(), one_thread:
         give_memory(model, mesh)
         yield mesh, model
 
@@ -105,10 +106,7 @@ def forward_on(device: torch.device, spec: RunSpec, rank: int) -> list[Tensor]:
 
 def step_on(device: torch.device, spec: RunSpec, rank: int) -> None:
     """A whole training step: forward, backward, sums over ranks, clipping, update."""
-    with (
-        _laid_out_on(device, spec, rank) as (mesh, model),
-        torch.autograd.set_multithreading_enabled(False),  # no thread of the device's own
-    ):
+    with _laid_out_on(device, spec, rank) as (mesh, model):
         step = watched_step(spec, mesh, model, NamedAdamW(model, spec.optimizer), Moment())
         batch = batch_of(spec, mesh, mesh.topology.microbatches)
         moved = tuple(one.map(lambda part: part.to(device)) for one in batch.microbatches)
