@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,21 +46,25 @@ class _Rank:
     outcome: tuple[str, Any] | None = None
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60, any_object: bool = False
+) -> list[Any]:
     """Call `function(*args)` on every rank of a gloo group; returns what each rank returned, in rank order.
 
     Inside, `torch.distributed` is ready (`get_rank()` says who one is) and torch uses one thread. A function may be
     a closure: it is forked, not sent. Results come back as plain data; tensors (also nested in dict, list, tuple)
     as numpy arrays, bfloat16 widened to float32, DTensors as whole tensors. A rank that raises, dies or is not done
-    after `timeout` seconds raises RanksFailed here, and no rank outlives the call.
+    after `timeout` seconds raises RanksFailed here, and no rank outlives the call. As in a run, ranks take only listed
+    objects from each other; `any_object` is for another library's collectives.
     """
     torch.set_num_threads(1)  # before the fork: a forked OpenMP pool would hang
     _import_for_ranks()
+    body = function if any_object else partial(_among_listed_objects, function)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                ranks.append(_fork_rank(rank, world_size, Path(folder), function, args, timeout))
+                ranks.append(_fork_rank(rank, world_size, Path(folder), body, args, timeout))
             answered = _collect(ranks, Path(folder), timeout)
             stacks = _ask_stacks(ranks, Path(folder))
         finally:
@@ -78,6 +83,11 @@ def _import_for_ranks() -> None:
     """FSDP2 imports torch._dynamo (0.9 s) with its first forward pass: once here, or in every rank of every test."""
     if "torch.distributed.fsdp" in sys.modules:
         importlib.import_module("torch._dynamo")
+
+
+def _among_listed_objects(function: Callable[..., Any], *args: Any) -> Any:
+    refuse_foreign_objects()
+    return function(*args)
 
 
 def _fork_rank(
@@ -118,7 +128,6 @@ def _be_rank(
                 world_size=world_size,
                 timeout=datetime.timedelta(seconds=timeout + 30),  # ours fires first, and shows the stacks
             )
-            refuse_foreign_objects()  # as in a run, so that what ranks send each other is known to be listed
             result = _plain(function(*args))
             answer.send(("done", result))
             code = 0

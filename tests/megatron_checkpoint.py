@@ -72,7 +72,7 @@ TOKENS = torch.randint(0, ROWS, (2, LENGTH), generator=torch.Generator().manual_
 def save(name: str, folder: Path, ranks: int = 1, stacked: bool = True, **changes: Any) -> torch.Tensor:
     """A checkpoint of random weights in `folder`; its logits of TOKENS."""
     folder.mkdir(parents=True)
-    return run_ranks(ranks, _save, {**MODELS[name], **changes}, folder, stacked, timeout=120)[0]
+    return run_ranks(ranks, _save, {**MODELS[name], **changes}, folder, stacked, timeout=120, any_object=True)[0]
 
 
 def _save(arguments: dict[str, Any], folder: Path, stacked: bool) -> torch.Tensor:
