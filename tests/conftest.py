@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-pytest_plugins = ["forked_ranks", "proofs"]
+pytest_plugins = ["forked_ranks", "proofs", "skipped"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

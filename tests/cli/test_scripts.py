@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -246,3 +247,56 @@ def test_bench_lists_its_benchmarks():
     done = subprocess.run([ROOT / "scripts/bench"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "startup" in done.stderr
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """Our scripts, three files of tests, and a .venv whose Python prints the words that it is called with."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    (tmp_path / "tests").mkdir()
+    for name, text in {"test_a.py": "", "test_b.py": "@pytest.mark.serial", "serial.py": "mark.serial"}.items():
+        (tmp_path / "tests" / name).write_text(text)
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/usr/bin/env bash\necho "${OMP_NUM_THREADS:-} $*"\n[[ $* != *"$FAILS"* ]]\n')
+    python.chmod(0o755)
+    made_from = f"{tmp_path}\n"
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_text(name)
+        made_from += name
+    stamp = (hashlib.sha256(made_from.encode()).hexdigest(), "train,dev,data,parity", str(python))
+    (tmp_path / ".venv/stamp").write_text("\t".join(stamp) + "\n")
+    return tmp_path
+
+
+def called(checkout: Path, *words: str, fails: str = "nothing") -> tuple[list[str], str, int]:
+    """What Python was called with by scripts/test."""
+    environ = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | {"FAILS": fails}
+    command = [checkout / "scripts/test", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60)
+    calls = [line.removeprefix(" ") for line in done.stdout.splitlines() if not line.startswith("==")]
+    return calls, done.stderr, done.returncode
+
+
+@pytest.mark.parametrize(("words", "selection"), [([], "not slow and not gpu"), (["--all"], "not gpu")])
+def test_two_tests_at_once_and_then_those_that_stand_nothing_beside_them(checkout, words, selection):
+    calls, err, code = called(checkout, *words)
+    assert [call.split()[1] for call in calls[:3]] == ["ruff", "ruff", "mypy"]
+    assert calls[3:] == [
+        f"1 -m pytest -m {selection} and not serial -n 2 --dist worksteal --durations=30",
+        f"-m pytest -m {selection} and serial --durations=30 tests/test_b.py",
+    ]
+    assert (err, code) == ("", 0)
+
+
+def test_those_that_follow_run_even_after_a_failure(checkout):
+    calls, err, code = called(checkout, fails="not serial")
+    assert len(calls) == 5
+    assert err == f"failed: {calls[3].removeprefix('1 -m ')}\n"
+    assert code == 1
+
+
+def test_chosen_tests_run_alone_and_as_chosen(checkout):
+    assert called(checkout, "tests/x.py", "-k", "y")[0] == ["-m pytest -m not slow and not gpu tests/x.py -k y"]
+    assert called(checkout, "--all", "tests/x.py")[0] == ["-m pytest -m not gpu tests/x.py"]
+    assert called(checkout, "--gpu")[0][3:] == ["-m pytest -m gpu"]

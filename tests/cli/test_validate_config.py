@@ -171,9 +171,9 @@ def test_a_recipe_of_a_megabyte_of_noise_ends_soon(tmp_path):
 
     path = tmp_path / "noise.yaml"
     path.write_text("# @package _global_\n" + "".join(random.Random(1).choices("ab{}[]:-\n \"'&*!#|>%@", k=1_000_000)))
-    began = time.perf_counter()
+    began = time.process_time()
     result = validate(f"recipe={path}")
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert result.exit_code == 2
     assert "bytes long" in result.output
 

@@ -16,6 +16,8 @@ from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
 
+pytestmark = pytest.mark.serial
+
 TIMEOUT = 12
 WORDS = ("train.steps=400", "train.stop_at=40", "checkpoint.interval=5", f"launcher.timeout={TIMEOUT}")
 

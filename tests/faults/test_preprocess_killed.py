@@ -17,6 +17,8 @@ from megalaunch.data.errors import DataError
 from megalaunch.data.preprocess import preprocess
 from megalaunch.data.preprocess_settings import OnBadRecord, Settings
 
+pytestmark = pytest.mark.serial
+
 RUN = """
 import sys
 from pathlib import Path

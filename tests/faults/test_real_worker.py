@@ -20,6 +20,8 @@ from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
 
+pytestmark = pytest.mark.serial
+
 SAME = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
 STEPS = 60  # two seconds of steps: time enough to strike in the middle
 

@@ -23,6 +23,8 @@ from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.rendezvous import keep_credentials
 
+pytestmark = pytest.mark.serial
+
 LOOPBACK = ("127.0.0.1", "::1")
 
 

@@ -21,6 +21,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(chat_jinja, "_SECONDS", 0.3)  # of the parent; the process has its own
 
 
+@pytest.mark.serial  # a template may take ten seconds
 @pytest.mark.parametrize(
     "template",
     [

@@ -318,10 +318,10 @@ def test_what_is_missing_is_said():
     ],
 )
 def test_what_is_no_script(text, message):
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ScriptProblem, match=message):
         import_script(text, "x", "x")
-    assert time.perf_counter() - began < 3
+    assert time.process_time() - began < 3
 
 
 def test_nothing_is_executed_and_no_environment_is_read(tmp_path, monkeypatch):

@@ -45,10 +45,10 @@ def test_an_empty_file_holds_nothing(tmp_path):
     ],
 )
 def test_what_is_refused_with_its_place(tmp_path, text, message):
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(YamlProblem, match=message):
         load(tmp_path, text)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 def test_a_missing_file(tmp_path):

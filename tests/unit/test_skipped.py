@@ -1,0 +1,49 @@
+"""The list of what was skipped, at the end of a run of the tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+WHOLE = """
+import pytest
+reference = pytest.importorskip("no_such_reference", reason="the reference is not installed")
+def test_a(): pass
+def test_b(): pass
+"""
+PARTLY = """
+import pytest
+def test_a(): pytest.importorskip("no_such_reference", reason="the reference is not installed")
+@pytest.mark.parametrize("case", [1, 2])
+@pytest.mark.skipif(True, reason="no root")
+def test_b(case): pass
+@pytest.mark.xfail
+def test_c(): assert False
+def test_d(): pass
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]])
+def test_files_and_tests_are_counted_by_reason(tmp_path, workers):
+    (tmp_path / "test_whole.py").write_text(WHOLE)
+    (tmp_path / "test_partly.py").write_text(PARTLY)
+    command = [sys.executable, "-m", "pytest", "-p", "skipped", "-p", "no:cacheprovider", *workers]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    environ["PYTHONPATH"] = str(TESTS)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = done.stdout.partition("NOT PROVEN HERE")[2].splitlines()
+    assert told[1:3] == [
+        "2 tests: no root",
+        "at least 3 tests (1 whole files): the reference is not installed",
+    ]
+    (tmp_path / "test_whole.py").write_text("def test_a(): pass")
+    (tmp_path / "test_partly.py").unlink()
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert "1 passed" in done.stdout
+    assert "NOT PROVEN HERE" not in done.stdout
