@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import architecture_rules as rules
@@ -31,8 +32,14 @@ def sources(*folders: str):
     """Every Python file below the folders, as (path, text, tree)."""
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            text = path.read_text(encoding="utf-8")
-            yield str(path.relative_to(ROOT)), text, ast.parse(text)
+            yield str(path.relative_to(ROOT)), *parsed(path)
+
+
+@cache
+def parsed(path: Path) -> tuple[str, ast.Module]:
+    """Several rules read a file; parsing it takes longer than they do."""
+    text = path.read_text(encoding="utf-8")
+    return text, ast.parse(text)
 
 
 def test_the_tree_is_whole(ours):

@@ -5,19 +5,20 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from made_specs import LAPTOP, resolved
 from published_runs import DGXC
 
 from megalaunch.cli.plan_search import layout_words, search_json, search_text, sound
-from megalaunch.config.compose import compose
+from megalaunch.config.compose import Composition, compose
 from megalaunch.plan.check import check
 from megalaunch.plan.cost import step_time
 from megalaunch.plan.memory import memory_of
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.rules.nearby import no_fixes
-from megalaunch.plan.search import SearchError, differences, search
+from megalaunch.plan.search import SearchError, SearchResult, differences, search
 from megalaunch.plan.search.search import TOO_BIG, _least_that_fits
 from megalaunch.plan.search.sieve import broken_batch, broken_layout
 from megalaunch.plan.search.space import divided, divisions, grids, micro_batches, recomputations, shardings
@@ -40,6 +41,13 @@ MEASURED = {
     "175b": ("recipe=gpt3_175b", "parallel=tp4pp8vpp12sp", "batch.global_batch_size=256", *BF16),
 }
 TABLE = ("llama3_8b", "llama3_70b", "gpt3_175b", "mixtral_8x7b")
+
+
+@cache
+def found_for(recipe: str) -> tuple[SearchResult, Composition]:
+    """Of a recipe as it is; several tests look at the same search."""
+    spec, composition = resolved(f"recipe={recipe}")
+    return search(spec), composition
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -112,11 +120,10 @@ def test_the_sieve_agrees_with_the_whole_checker(recipe):
 
 @pytest.mark.parametrize("recipe", TABLE)
 def test_what_is_found_is_valid_and_its_words_give_it(recipe):
-    spec, composition = resolved(f"recipe={recipe}")
-    result = search(spec)
+    result, composition = found_for(recipe)
     best = sound(result, composition.origins, 5)
     assert len(best) == 5
-    chip = CHIPS[spec.platform.chip]
+    chip = CHIPS[best[0].spec.platform.chip]
     for found in best:
         assert not [f for f in check(found.spec) if f.severity == "error"]
         assert memory_of(found.spec).total <= chip.memory_bytes
@@ -170,8 +177,7 @@ def test_other_numbers_of_devices_are_searched():
 
 
 def test_the_reasons_add_up():
-    spec, _ = resolved("recipe=llama3_70b")
-    result = search(spec)
+    result, _ = found_for("llama3_70b")
     best, own = result.ranked[0], result.own
     found = differences(best.time, own.time)
     assert sum(difference.seconds for difference in found) == pytest.approx(best.time.total - own.time.total)
@@ -179,8 +185,7 @@ def test_the_reasons_add_up():
 
 
 def test_what_is_printed_names_the_place_of_the_runs_own_layout():
-    spec, composition = resolved("recipe=llama3_70b")
-    result = search(spec)
+    result, composition = found_for("llama3_70b")
     best = sound(result, composition.origins, 3)
     text = search_text(result, best)
     assert f"this run's own layout is number {result.place(result.own)} of {result.valid:,}" in text
