@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
@@ -77,6 +77,14 @@ def run_ranks(
 def run_ranks_fixture() -> Callable[..., list[Any]]:
     """`run_ranks` as a fixture, for tests that would rather not import it."""
     return run_ranks
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Here and on forked ranks, what `torch.empty` and its like give holds NaN, so that a read of it shows."""
+    torch.use_deterministic_algorithms(True)  # which comes with `torch.utils.deterministic.fill_uninitialized_memory`
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def _import_for_ranks() -> None:

@@ -61,6 +61,16 @@ def test_stop_and_resume_is_exact(spec, tmp_path, precision, strategy):
     assert [line["step"] for line in metrics(tmp_path / "whole") if "validation_loss" in line] == [3, 6, 9, 10]
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+def test_resume_with_a_padded_vocabulary_is_exact(spec, tmp_path):
+    """No checkpoint holds the rows that pad 61 tokens over two ranks: they are not what memory happens to hold."""
+    tensor = with_values(spec, {"parallel.dp": 1, "parallel.tp": 2})
+    assert run(tensor, tmp_path / "whole") == "finished all 10 steps"
+    run(with_values(tensor, {"train.stop_at": 4}), tmp_path / "parts")
+    assert run(tensor, tmp_path / "parts") == "finished all 10 steps"
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
 def test_a_signal_saves_and_the_run_goes_on_exactly(spec, tmp_path):
     assert run(spec, tmp_path / "whole") == "finished all 10 steps"
 

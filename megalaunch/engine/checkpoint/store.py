@@ -30,6 +30,7 @@ from megalaunch.engine.checkpoint.ranks import coordination_group, on_every_rank
 from megalaunch.engine.checkpoint.read import read_tensors
 from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES
 from megalaunch.engine.checkpoint.storage import CheckpointReader, CheckpointWriter
+from megalaunch.engine.placement import local_values, own_part
 from megalaunch.rundir.checkpoint.catalogue import CATALOGUE, Catalogue, read_catalogue
 from megalaunch.rundir.checkpoint.documents import JSON, read_document
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, is_plain_name, verify_checkpoint
@@ -138,7 +139,7 @@ def load_checkpoint(
     """Fill `tensors` in place from a checkpoint that was saved under any layout. Collective.
 
     The names of all ranks together must be the names of the checkpoint, with the same shapes and dtypes;
-    `shapes` as for `save_checkpoint`, and what lies outside of them stays as it is. Else it
+    `shapes` as for `save_checkpoint`, and what lies outside of them is filled with zeros. Else it
     raises one CheckpointError that lists every difference, the same on all ranks. Hashes are not compared
     here: choose the checkpoint with `newest_valid`, or call `verify_checkpoint`.
     """
@@ -152,6 +153,15 @@ def load_checkpoint(
             process_group=coordination_group(),
             no_dist=not dist.is_initialized(),
         )
+    for name, shape in shapes.items():
+        _zero_padding(tensors[name], shape)
+
+
+def _zero_padding(tensor: torch.Tensor, shape: torch.Size) -> None:
+    """Fill this rank's rows beyond `shape` with zeros: their memory may be uninitialised, and 0 x NaN is NaN."""
+    (first, count), *_ = own_part(tensor)
+    stored = max(0, min(count, shape[0] - first))
+    local_values(tensor)[stored:].zero_()
 
 
 def _require_names(tensors: Mapping[str, object], documents: Mapping[str, object], files: Mapping[str, object]) -> None:
