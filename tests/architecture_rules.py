@@ -13,18 +13,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-LAUNCHER_WING = ("cli", "config", "plan", "launch", "data", "platform", "rundir")
+LAUNCHER_WING = ("cli", "config", "importers", "plan", "launch", "data", "platform", "rundir")
 
 # Room -> what it may import of ours, besides itself. DESIGN section 2, and `rundir`, which both wings share.
 ARROWS = {
     "rundir": (),
-    "config": ("rundir.atomic_file",),
+    "config": ("rundir.atomic_file", "importers"),
+    "importers": ("config.schema", "plan.layers", "plan.attention_factor"),
     "platform": ("config.schema",),
     "data": ("config.schema", "rundir.atomic_file"),
     "plan": ("config.schema", "platform"),
     "launch": ("config.schema", "config.spec_file", "config.axes", "plan", "data", "platform", "rundir"),
     "kernels": ("platform",),
-    "engine": ("config.schema", "config.spec_file", "plan", "data", "platform", "kernels", "rundir"),
+    "engine": ("config.schema", "config.spec_file", "importers", "plan", "data", "platform", "kernels", "rundir"),
     "cli": ("config", "plan", "data", "platform", "launch", "rundir", "engine.api"),
     "__main__": ("cli",),
 }

@@ -12,7 +12,8 @@ from oracle import small_spec
 
 from megalaunch.engine.checkpoint.paired import parameter_shapes
 from megalaunch.engine.checkpoint.safetensors_file import TensorSource, write_file
-from megalaunch.engine.families.table import family_of, write_config
+from megalaunch.engine.families.weights import weights_of
+from megalaunch.importers.huggingface.registry import to_hf_config
 
 
 def write_random_folder(folder: Path, dtype: torch.dtype, **shape: int) -> int:
@@ -28,10 +29,10 @@ def write_random_folder(folder: Path, dtype: torch.dtype, **shape: int) -> int:
         return random.repeat(math.ceil(count / len(random)))[:count].view(size)
 
     sources = {}
-    for pair in family_of(model).tensors(model):
+    for pair in weights_of(model).tensors(model):
         for name, size in pair.shapes_of_theirs(shapes).items():
             sources[name] = TensorSource(dtype, tuple(size), lambda size=size: data(size))
     folder.mkdir()
     write_file(folder / "model.safetensors", sources)
-    (folder / "config.json").write_text(json.dumps(write_config(model)))
+    (folder / "config.json").write_text(json.dumps(to_hf_config(model)))
     return sum(source.size for source in sources.values())

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
 from megalaunch.engine.checkpoint.paired import parameter_shapes
-from megalaunch.engine.families.table import FAMILIES, read_config, write_config
+from megalaunch.engine.families.weights import weights_of
+from megalaunch.importers.huggingface.registry import from_hf_config, to_hf_config
 
 from tiny_run import tiny_spec  # isort: skip
 
@@ -32,11 +33,11 @@ def folder(tmp_path) -> Path:
     path.mkdir()
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for pair in FAMILIES["qwen2"].tensors(SPEC.model):
+    for pair in weights_of(SPEC.model).tensors(SPEC.model):
         for name, shape in pair.shapes_of_theirs(parameter_shapes(SPEC.model)).items():
             tensors[name] = torch.randn(shape, generator=generator).mul(0.2).to(torch.bfloat16)
     save_file(tensors, path / "model.safetensors")
-    config = {**write_config(SPEC.model), "eos_token_id": 7}
+    config = {**to_hf_config(SPEC.model), "eos_token_id": 7}
     (path / "config.json").write_text(json.dumps(config))
     (path / "generation_config.json").write_text('{"temperature": 0.5}')
     tiny_tokenizer(tmp_path)[1].rename(path / "tokenizer.json")
@@ -63,7 +64,7 @@ def test_there_and_back_is_the_same_bytes(folder, tmp_path):
     assert config["eos_token_id"] == 7
     assert config["pad_token_id"] is None, "transformers would give its row no gradient"
     assert config["torch_dtype"] == "bfloat16"
-    assert read_config(config, "tiny") == read_config(json.loads((folder / "config.json").read_text()), "tiny")
+    assert from_hf_config(config, "tiny") == from_hf_config(json.loads((folder / "config.json").read_text()), "tiny")
 
 
 def test_text_comes_out_of_an_import(folder, tmp_path):
@@ -163,7 +164,7 @@ def test_a_wrong_carry_fails_the_proof(folder, tmp_path, monkeypatch):
 def test_a_misread_config_fails_the_proof(folder, tmp_path, monkeypatch):
     """Both sides would be read alike by us: only transformers sees it."""
     pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
-    from megalaunch.engine.families import qwen2
+    from megalaunch.importers.huggingface import qwen2
 
     read = qwen2.read_rope
     monkeypatch.setattr(qwen2, "read_rope", lambda file: {**read(file), "theta": 500.0})

@@ -137,15 +137,15 @@ def test_each_alone(only):
 def test_masks_are_applied_where_gpt2_applies_them(monkeypatch):
     """GPT-2 of transformers in training, its dropout replaced by ours in the order in which it calls it."""
     transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
-    from megalaunch.engine.families.gpt import FAMILY
     from megalaunch.engine.families.registry import build_decoder
-    from megalaunch.engine.families.table import read_config
     from megalaunch.engine.model.init import initialise
+    from megalaunch.importers.huggingface.gpt import FAMILY
+    from megalaunch.importers.huggingface.registry import from_hf_config
 
     rates = {"resid_pdrop": 0.3, "embd_pdrop": 0.15, "attn_pdrop": 0.2}
     shape = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "initializer_range": 0.3}
     config = transformers.GPT2Config(**shape, **rates, bos_token_id=0, eos_token_id=0)
-    model = read_config(config.to_dict(), "made up")
+    model = from_hf_config(config.to_dict(), "made up")
     assert (model.hidden_dropout, model.embedding_dropout, model.attention_dropout) == (0.3, 0.15, 0.2)
     written = FAMILY.write(replace(model, hidden_dropout=0.4, attention_dropout=0.1))
     assert [written[key] for key in rates] == [0.4, 0.15, 0.1]

@@ -16,14 +16,16 @@ from megalaunch.config.spec_file import read_spec
 from megalaunch.data.errors import DataError
 from megalaunch.data.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.checkpoint.huggingface import COMPANIONS, CONFIG, INDEX, WEIGHTS_FILE
+from megalaunch.engine.checkpoint.huggingface import COMPANIONS
 from megalaunch.engine.checkpoint.paired import parameter_shapes
 from megalaunch.engine.checkpoint.read import whole_tensor
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES, TensorSource, write_file
 from megalaunch.engine.checkpoint.whole import Wrote, counted, require_new, written_whole
 from megalaunch.engine.families.pairs import Pair
-from megalaunch.engine.families.table import FamilyError, decoder_config, family_of, write_config
+from megalaunch.engine.families.weights import weights_of
 from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY
+from megalaunch.importers.huggingface.folder import CONFIG, INDEX, WEIGHTS_FILE
+from megalaunch.importers.huggingface.registry import FamilyError, decoder_config, to_hf_config
 from megalaunch.rundir.checkpoint.catalogue import read_catalogue
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.checkpoint.documents import read_document
@@ -88,8 +90,8 @@ def export_folder(weights: StoredWeights, asked: Export, prove: Prove, wrote: Wr
     """Write the folder; returns the proof's report. Raises CheckpointError, and then nothing is left behind."""
     require_new(asked.output)
     try:
-        config = write_config(weights.model)
-        pairs = list(family_of(weights.model).tensors(weights.model))
+        config = to_hf_config(weights.model)
+        pairs = list(weights_of(weights.model).tensors(weights.model))
     except FamilyError as error:
         raise CheckpointError(f"{weights.checkpoint} cannot be exported:\n  " + "\n  ".join(error.problems)) from error
     _require_all_named(weights, pairs)

@@ -11,7 +11,8 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.paired import PairedWeights
 from megalaunch.engine.families.multimodal import stored_name
-from megalaunch.engine.families.table import FamilyError, family_of, multimodal_of, read_config
+from megalaunch.engine.families.weights import multimodal_of, weights_of
+from megalaunch.importers.huggingface.registry import FamilyError, from_hf_config
 
 
 class ForeignWeights(PairedWeights):
@@ -22,26 +23,23 @@ class ForeignWeights(PairedWeights):
         self.notes: list[str] = []
         """What was ignored, and why: keys of config.json, and tensors of other parts than the decoder."""
         try:
-            model = read_config(folder.config, folder.directory.resolve().name, self.notes)
+            model = from_hf_config(folder.config, folder.directory.resolve().name, self.notes)
         except FamilyError as error:
             raise _refused(folder, error.problems) from error
-        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
-            what = f"a value in config.json is of another kind than its key has: {str(error)[:200]}"
-            raise _refused(folder, [what]) from error
         if model.num_layers > len(folder.tensors):  # before a model of so many is made
             held = len(folder.tensors)
             raise _refused(
                 folder, [f"config.json means {model.num_layers:,} layers, and the files hold {held:,} tensors"]
             )
-        self._family = family_of(model)
+        self._weights = weights_of(model)
         multimodal = multimodal_of(folder.config)
         self._vision = () if multimodal is None else multimodal.vision
         self._layout = {} if multimodal is None else multimodal.layout(folder.tensors)
         left_out = [name for name in folder.tensors if self._is_of_images(name)]
         if left_out:
             self.notes.append(f"{len(left_out)} tensors of images ({left_out[0]}, ...) are not read")
-        self._bare = not any(name.startswith(self._family.prefix) for name in folder.tensors)
-        super().__init__(folder, model, list(self._family.tensors(model)))
+        self._bare = not any(name.startswith(self._weights.prefix) for name in folder.tensors)
+        super().__init__(folder, model, list(self._weights.tensors(model)))
         problems = list(self.problems("config.json means"))
         if problems:
             raise _refused(folder, problems)
@@ -57,11 +55,11 @@ class ForeignWeights(PairedWeights):
 
     def stored(self, name: str) -> str:
         """Files of a bare model leave the family's prefix out; those of a model around the decoder have another."""
-        return stored_name(name.removeprefix(self._family.prefix) if self._bare else name, self._layout)
+        return stored_name(name.removeprefix(self._weights.prefix) if self._bare else name, self._layout)
 
     def is_spare(self, name: str) -> bool:
         """Buffers of old files, tensors of images, and a tied head kept once more: it has to be the same matrix."""
-        if name.endswith(self._family.dropped) or self._is_of_images(name):
+        if name.endswith(self._weights.dropped) or self._is_of_images(name):
             return True
         if not self.model.tied_embeddings or name not in ("lm_head.weight", "embed_out.weight", self._head()):
             return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ from torch import Tensor
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES
+from megalaunch.importers.huggingface import folder as importer
+from megalaunch.importers.huggingface.folder import CONFIG, INDEX, WEIGHTS_FILE
 from megalaunch.rundir.checkpoint.header import Entry, read_header
 from megalaunch.rundir.checkpoint.manifest import is_plain_name
 
-CONFIG, INDEX, WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
-ADAPTER = "adapter_config.json"
 # What belongs to a model beside its weights, and travels with it.
 COMPANIONS = (
     "tokenizer.json",
@@ -30,7 +29,6 @@ COMPANIONS = (
     "chat_template.json",
     "generation_config.json",
 )
-_MAX_JSON_BYTES = 100_000_000
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -113,20 +111,10 @@ class HuggingFaceFolder:
 
 def other_format(path: Path) -> str | None:
     """Why a file or folder in a known format that is not read here is refused; None for anything else."""
-    inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
-    has_weights = any((path / name).is_file() for name in (INDEX, WEIGHTS_FILE))
-    if path.suffix == ".gguf" or (inside and not has_weights):
-        return (
-            f"{path} is GGUF, quantised for llama.cpp, and is not read; take the Hugging Face folder that it was made "
-            "from (config.json and safetensors)"
-        )
-    if (path / ADAPTER).is_file() and not has_weights:
-        base = _json(path / ADAPTER).get("base_model_name_or_path")
-        return (
-            f"{path} is a LoRA adapter of {base or 'a model that it does not name'}, no model; merge both with peft: "
-            "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW_FOLDER)"
-        )
-    return None
+    try:
+        return importer.other_format(path)
+    except importer.FolderError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def is_huggingface(directory: Path) -> bool:
@@ -136,13 +124,6 @@ def is_huggingface(directory: Path) -> bool:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} is too big to be what its name says")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds no object")
-    return data
+        return importer.read_json(path)
+    except importer.FolderError as error:
+        raise CheckpointError(str(error)) from error

@@ -16,10 +16,10 @@ from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 from megalaunch.engine.checkpoint.foreign import ForeignWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface, other_format
 from megalaunch.engine.checkpoint.ranks import from_first_rank, on_every_rank
-from megalaunch.engine.families.table import differences
 from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY
 from megalaunch.engine.model.parts import ModelParts
 from megalaunch.engine.placement import fill
+from megalaunch.importers.huggingface.registry import differences
 from megalaunch.rundir.atomic_file import write_file_atomically
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint

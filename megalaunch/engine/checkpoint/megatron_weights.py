@@ -16,7 +16,7 @@ from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from megalaunch.engine.checkpoint.paired import PairedWeights
 from megalaunch.engine.families.pairs import Pair, fused, same
 from megalaunch.engine.families.registry import head_dim_of
-from megalaunch.engine.families.table import FAMILIES, FamilyError, write_config
+from megalaunch.importers.huggingface.registry import FAMILIES, FamilyError, to_hf_config
 
 # Norms that Transformer Engine keeps inside the matrix after them, and what they are called apart from it.
 _INSIDE = {
@@ -72,7 +72,7 @@ def _with_family(model: ModelSpec) -> ModelSpec:
     for name in FAMILIES:
         as_one = replace(model, family=cast(Family, name))
         try:
-            write_config(as_one)
+            to_hf_config(as_one)
         except FamilyError:
             continue
         return as_one

@@ -20,9 +20,11 @@ from torch import Tensor
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface
-from megalaunch.engine.families.multimodal import TEXT, TEXT_ALONE, VISION, stored_name
+from megalaunch.engine.families.multimodal import stored_name
 from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.families.table import decoder_config, family_of, multimodal_of, read_config
+from megalaunch.engine.families.weights import multimodal_of, weights_of
+from megalaunch.importers.huggingface.multimodal import TEXT, TEXT_ALONE, VISION
+from megalaunch.importers.huggingface.registry import decoder_config, family_of, from_hf_config
 
 _LAYERS, _HEADS, _VOCABULARY, _WINDOW, _LENGTH, _HIDDEN = 2, 4, 211, 11, 40, 256
 _TOLERANCE = 1e-4  # of the largest logit; measured: 1e-6 to 6e-6
@@ -56,16 +58,16 @@ class Verification:
 def verify_config(config: Mapping[str, Any]) -> Verification:
     """Compare the logits of the twin by transformers and by our decoder.
 
-    Raises FamilyError as `read_config` does, and CheckpointError where a parameter has another shape there.
+    Raises FamilyError as `from_hf_config` does, and CheckpointError where a parameter has another shape there.
     """
-    read_config(config, "twin")
+    from_hf_config(config, "twin")
     if find_spec("transformers") is None:
         return Verification(None, reason="transformers is not installed")
     transformers: Any = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     reader = f"transformers {transformers.__version__}"
     small = cut_config(config)
-    model = read_config(small, "twin")
+    model = from_hf_config(small, "twin")
     samples = _samples(model)
     try:
         theirs = _their_model(transformers, small)
@@ -116,7 +118,7 @@ def require_agreement(verification: Verification, so: str) -> None:
 
 def cut_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same file with few layers, few heads of the same width, a small vocabulary and short windows."""
-    model, text = read_config(config, "whole"), decoder_config(config)
+    model, text = from_hf_config(config, "whole"), decoder_config(config)
     small = _cut(text, model)
     if multimodal_of(config) is None:
         return small
@@ -201,7 +203,7 @@ def _our_model(model: ModelSpec, config: Mapping[str, Any], theirs: Mapping[str,
     decoder = build_decoder(model).eval()
     parameters = dict(decoder.named_parameters())
     named = {"embed_out.weight": theirs["lm_head.weight"], **theirs}  # GPT-NeoX names it so in files
-    for pair in family_of(model).tensors(model):
+    for pair in weights_of(model).tensors(model):
         found = [named[stored_name(key, layout)] for key in pair.theirs]
         for name, value in zip(pair.ours, pair.to_ours(found), strict=True):
             parameter = parameters.pop(name)

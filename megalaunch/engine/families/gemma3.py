@@ -1,65 +1,12 @@
-"""Gemma 3's language models: norms of queries and keys, no caps, windowed layers with a rotary base of their own."""
+"""Gemma 3: the tensors are called as Llama's, and otherwise in a model of text and images."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from megalaunch.config.schema.model import ModelSpec
-from megalaunch.engine.families.config_file import ConfigFile
-from megalaunch.engine.families.family import FamilyFile, Values
-from megalaunch.engine.families.gemma2 import read_gemma, write_gemma
+from megalaunch.engine.families.family import FamilyWeights
 from megalaunch.engine.families.llama import tensors
 from megalaunch.engine.families.multimodal import Multimodal
-from megalaunch.engine.families.rope_keys import scaling_values, write_rope
 
-
-def _read(file: ConfigFile) -> Values:
-    pattern = file.integer("sliding_window_pattern", 6)
-    file.ignore("attn_logit_softcapping", "Gemma 3 of transformers does not cap its scores")
-    own = {"attention_soft_cap": None, "qk_norm": "head", "rope": _rope(file)}
-    return read_gemma(file, caps=(None, None), every=pattern) | own
-
-
-def _rope(file: ConfigFile) -> dict[str, Any]:
-    """Two bases: older files have them as keys, newer ones a dictionary for each kind of layer."""
-    new, old = file.take("rope_parameters", None) or {}, file.take("rope_scaling", None) or {}
-    theta, local = file.number("rope_theta", 1e6), file.number("rope_local_base_freq", 1e4)
-    if not isinstance(new, dict) or not isinstance(old, dict):
-        file.problems.append("config.json: rope_parameters and rope_scaling have to be objects or null")
-        return {}
-    if new.keys() - {"full_attention", "sliding_attention"}:
-        file.problems.append("config.json: rope_parameters has to hold full_attention and sliding_attention")
-    far, near = new.get("full_attention") or {}, new.get("sliding_attention") or {}
-    if near.get("rope_type", "default") != "default":
-        file.problems.append("config.json: rotary scaling in layers with a window has no counterpart here")
-    if any(part.get("partial_rotary_factor", 1) != 1 for part in (far, near, old)):
-        file.problems.append("config.json: partial_rotary_factor has no counterpart in this family")
-    given = {key: value for key, value in {**far, **old}.items() if key != "partial_rotary_factor"}
-    window = near.get("rope_theta", local)
-    return scaling_values(file, {"rope_theta": theta, **given}) | {"window_theta": float(window)}
-
-
-def _write(model: ModelSpec) -> dict[str, Any]:
-    local = {"rope_local_base_freq": model.rope.window_theta or model.rope.theta}
-    if model.full_attention_every is not None:
-        local["sliding_window_pattern"] = model.full_attention_every
-    return write_gemma(model) | write_rope(model.rope) | local
-
-
-# Published files of 4B to 27B hold what differs from these.
-_DEFAULTS = {
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-}
 _MULTIMODAL = Multimodal(
-    "gemma3",
     layouts=(
         {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
         {"model.": "model.language_model."},
@@ -67,13 +14,4 @@ _MULTIMODAL = Multimodal(
     vision=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )
 
-FAMILY = FamilyFile(
-    "gemma3",
-    "gemma3_text",
-    "Gemma3ForCausalLM",
-    _read,
-    _write,
-    tensors,
-    defaults=_DEFAULTS,
-    multimodal=_MULTIMODAL,
-)
+WEIGHTS = FamilyWeights(tensors, multimodal=_MULTIMODAL)

@@ -18,16 +18,17 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 from megalaunch.engine.checkpoint.foreign import ForeignWeights
 from megalaunch.engine.checkpoint.history import newest_valid
-from megalaunch.engine.checkpoint.huggingface import CONFIG, HuggingFaceFolder, is_huggingface, other_format
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface, other_format
 from megalaunch.engine.checkpoint.import_huggingface import tokenizer_text
 from megalaunch.engine.checkpoint.imported import spec_of
 from megalaunch.engine.checkpoint.read import read_tensors
-from megalaunch.engine.families.multimodal import TEXT_ALONE
 from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.families.table import decoder_config, multimodal_of
 from megalaunch.engine.inference.chat import ends_of
 from megalaunch.engine.inference.lean import LeanDecoder
 from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY, Decoder
+from megalaunch.importers.huggingface.folder import CONFIG
+from megalaunch.importers.huggingface.multimodal import TEXT_ALONE
+from megalaunch.importers.huggingface.registry import decoder_config, multimodal_family
 from megalaunch.rundir.checkpoint.catalogue import CATALOGUE
 from megalaunch.rundir.checkpoint.contents import ORIGIN, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
@@ -85,7 +86,7 @@ def open_source(source: Path, report: Callable[[str], None] = lambda message: No
     if is_huggingface(source):
         read = read_source(source)
         report(f"note: {unverified(source)}")
-        if multimodal_of(HuggingFaceFolder(source).config) is not None:
+        if multimodal_family(HuggingFaceFolder(source).config) is not None:
             report(f"note: {source / CONFIG}: {TEXT_ALONE}")
         return read
     try:

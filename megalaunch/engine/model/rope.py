@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megalaunch.engine.model.config import RopeConfig
-from megalaunch.engine.model.rope_scaling import magnitude, stretched
+from megalaunch.engine.model.rope_scaling import stretched
+from megalaunch.plan.attention_factor import attention_factor
 
 
 class Rotation(NamedTuple):
@@ -33,7 +34,7 @@ def rotation_of(positions: Tensor, rope: RopeConfig, dtype: torch.dtype, last: T
     both_halves = torch.cat((angles, angles), dim=-1)
     if positions.dim() == 2:
         both_halves = both_halves.unsqueeze(1)  # alike for all heads
-    size = magnitude(rope)
+    size = attention_factor(rope)
     return Rotation((both_halves.cos() * size).to(dtype), (both_halves.sin() * size).to(dtype))
 
 

@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megalaunch.engine.model.config import RopeConfig
-
-
-class Growing(Protocol):
-    """What the growth of rotated queries and keys depends on: of a RopeConfig, or of the schema's section."""
-
-    @property
-    def scaling(self) -> str: ...
-    @property
-    def factor(self) -> float: ...
-    @property
-    def original_positions(self) -> int | None: ...
-    @property
-    def attention_factor(self) -> float | None: ...
-    @property
-    def mscale(self) -> float: ...
-    @property
-    def mscale_all_dim(self) -> float: ...
 
 
 def stretched(frequencies: Tensor, rope: RopeConfig, last: Tensor) -> Tensor:
@@ -42,25 +24,6 @@ def stretched(frequencies: Tensor, rope: RopeConfig, last: Tensor) -> Tensor:
     if rope.scaling == "yarn":
         return _yarn(frequencies, rope)
     return frequencies
-
-
-def magnitude(rope: Growing) -> float:
-    """What rotated queries and keys are multiplied with, so that the softmax stays as sharp.
-
-    Of yarn (its section 3.4) and longrope, where no attention_factor says it.
-    """
-    if rope.scaling not in ("yarn", "longrope"):
-        return 1.0
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    if rope.scaling == "longrope":
-        grown = math.log(rope.factor) / math.log(rope.original_positions or 1) if rope.factor > 1 else 0.0
-        return math.sqrt(1 + grown)
-    return _growth(rope.factor, rope.mscale) / _growth(rope.factor, rope.mscale_all_dim)
-
-
-def _growth(factor: float, scale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:

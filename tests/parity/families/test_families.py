@@ -17,11 +17,11 @@ from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.imported import spec_of
 from megalaunch.engine.checkpoint.store import save_checkpoint
 from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.families.table import read_config
 from megalaunch.engine.inference.convert import export_huggingface, import_huggingface
 from megalaunch.engine.inference.generate import Writing, generate_tokens
 from megalaunch.engine.inference.lean import LeanDecoder
 from megalaunch.engine.inference.sampling import Sampling
+from megalaunch.importers.huggingface.registry import from_hf_config
 from megalaunch.rundir.checkpoint.contents import WEIGHTS
 
 pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
@@ -80,7 +80,7 @@ def test_an_export_trains_in_transformers_as_here(name, origin, tmp_path):
 
     kind, values = VARIANTS[name]
     config = json.loads(getattr(transformers, kind)(**values).to_json_string(use_diff=False))
-    model = read_config(config, name)
+    model = from_hf_config(config, name)
     ours = build_decoder(model)
     generator = torch.Generator().manual_seed(5)
     for parameter in ours.parameters():

@@ -115,7 +115,7 @@ def test_a_run_does_not_begin_with_a_misread_model(tmp_path, monkeypatch):
     """What we read wrongly ends the run, and what nobody can verify is said."""
     from megalaunch.engine.checkpoint import twin
     from megalaunch.engine.checkpoint.errors import CheckpointError
-    from megalaunch.engine.families import llama
+    from megalaunch.importers.huggingface import llama
 
     make("llama 1", tmp_path / "hf")
     monkeypatch.setattr(twin, "find_spec", lambda name: None)

@@ -21,13 +21,13 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.foreign import ForeignWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.twin import describe_reading, verify_config
-from megalaunch.engine.families import gemma3
 from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.families.table import FamilyError, read_config
 from megalaunch.engine.inference.convert import export_huggingface, import_huggingface
 from megalaunch.engine.inference.generate import Writing, generate_tokens
 from megalaunch.engine.inference.load import open_model
 from megalaunch.engine.inference.sampling import Sampling
+from megalaunch.importers.huggingface import gemma3
+from megalaunch.importers.huggingface.registry import FamilyError, from_hf_config
 
 transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
 
@@ -146,11 +146,11 @@ def test_missing_and_unexpected_tensors_have_the_names_of_the_folder(saved, tmp_
 def test_keys_that_are_left_out_are_those_of_transformers():
     theirs = transformers.Gemma3Config().text_config.to_dict()
     assert {key: theirs[key] for key in gemma3.FAMILY.defaults} == gemma3.FAMILY.defaults
-    model = read_config({"model_type": "gemma3"}, "defaults")
+    model = from_hf_config({"model_type": "gemma3"}, "defaults")
     assert (model.num_layers, model.hidden_size, model.num_query_groups, model.head_dim) == (26, 2304, 4, 256)
     assert (model.sliding_window, model.max_position_embeddings, model.vocab_size) == (4096, 131072, 262208)
-    assert read_config({"model_type": "gemma3", "text_config": None}, "defaults") == model
-    assert read_config({"model_type": "gemma3_text"}, "defaults") == model
+    assert from_hf_config({"model_type": "gemma3", "text_config": None}, "defaults") == model
+    assert from_hf_config({"model_type": "gemma3_text"}, "defaults") == model
 
 
 def config_of(**changes: Any) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def config_of(**changes: Any) -> dict[str, Any]:
 )
 def test_the_head_is_tied_where_the_whole_model_says_so(top, inner, tied):
     config = config_of(tie_word_embeddings=top, text_config={**MULTIMODAL["text_config"], "tie_word_embeddings": inner})
-    assert read_config(config, "head").tied_embeddings is tied
+    assert from_hf_config(config, "head").tied_embeddings is tied
     assert verify_config(config).agrees
 
 
@@ -235,7 +235,7 @@ def test_no_key_that_is_null_or_missing_is_misread():
 )
 def test_what_may_change_the_decoder_is_refused(changes, problem):
     with pytest.raises(FamilyError, match=problem):
-        read_config(config_of(**changes), "changed")
+        from_hf_config(config_of(**changes), "changed")
 
 
 def test_a_run_says_that_the_text_decoder_is_read_alone(saved, monkeypatch):

@@ -11,8 +11,8 @@ from family_variants import VARIANTS
 from published_configs import NO_SHAPE, published_configs
 
 from megalaunch.engine.checkpoint.twin import cut_config, verify_config
-from megalaunch.engine.families.ignored_keys import why_ignored
-from megalaunch.engine.families.table import FamilyError, read_config, write_config
+from megalaunch.importers.huggingface.ignored_keys import why_ignored
+from megalaunch.importers.huggingface.registry import FamilyError, from_hf_config, to_hf_config
 
 transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
 
@@ -49,13 +49,13 @@ def test_there_are_some_sixty_and_every_family():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_it_is_read_and_written(name):
-    model = read_config(PUBLISHED[name], name)
-    assert read_config(write_config(model), name) == model
+    model = from_hf_config(PUBLISHED[name], name)
+    assert from_hf_config(to_hf_config(model), name) == model
 
 
 def test_a_key_that_changes_nothing_is_noted_and_one_that_might_is_refused():
     notes: list[str] = []
-    read_config(PUBLISHED["HuggingFaceTB/SmolLM2-135M"], "smol", notes)
+    from_hf_config(PUBLISHED["HuggingFaceTB/SmolLM2-135M"], "smol", notes)
     assert [note.split(" is ignored: ")[0] for note in notes] == [
         "config.json: is_llama_config (True)",
         "config.json: rope_interleaved (False)",
@@ -63,7 +63,7 @@ def test_a_key_that_changes_nothing_is_noted_and_one_that_might_is_refused():
     for key, value in (("use_mrope", True), ("rope_interleaved", 1), ("qkv_bias", True), ("embd_pdrop", 0.1)):
         assert why_ignored(key, value) is None
         with pytest.raises(FamilyError, match=f"{key} .* is unknown"):
-            read_config({**PUBLISHED["Qwen/Qwen3-0.6B"], key: value}, "changed")
+            from_hf_config({**PUBLISHED["Qwen/Qwen3-0.6B"], key: value}, "changed")
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -80,9 +80,9 @@ def test_each_other_is_read_as_transformers_reads_it(name):
 
 
 def test_the_older_name_of_longrope():
-    old = read_config(PUBLISHED[NAMELESS], "same")
+    old = from_hf_config(PUBLISHED[NAMELESS], "same")
     renamed = {**PUBLISHED[NAMELESS]["rope_scaling"], "type": "longrope"}
-    assert read_config({**PUBLISHED[NAMELESS], "rope_scaling": renamed}, "same") == old
+    assert from_hf_config({**PUBLISHED[NAMELESS], "rope_scaling": renamed}, "same") == old
 
 
 # What is read otherwise than transformers reads it was silent once: same, or refused with this.
@@ -188,7 +188,7 @@ def test_an_awkward_key_is_read_as_transformers_reads_it_or_refused(name):
     config, problem = AWKWARD[name]
     if problem is not None:
         with pytest.raises(FamilyError, match=problem.replace("(", r"\(").replace(")", r"\)")):
-            read_config(config, name)
+            from_hf_config(config, name)
         return
     verification = verify_config(config)
     assert verification.agrees or (verification.reader is None and "refuses" in verification.reason), verification
@@ -210,15 +210,15 @@ def test_no_key_that_is_null_or_missing_is_misread(variant):
 
 def test_a_misread_config_is_seen_at_any_size(monkeypatch):
     """The fault that was silent from 250 million parameters on: null taken for the default."""
-    from megalaunch.engine.families import config_file
+    from megalaunch.importers.huggingface import hf_config
 
-    real = config_file.ConfigFile.number
+    real = hf_config.ConfigFile.number
 
-    def number(self, key, default=config_file._MISSING, null=config_file._MISSING):
+    def number(self, key, default=hf_config._MISSING, null=hf_config._MISSING):
         return real(self, key, default, default if key == "attn_logit_softcapping" else null)
 
     config = PUBLISHED["princeton-nlp/gemma-2-9b-it-SimPO without caps"]
-    monkeypatch.setattr(config_file.ConfigFile, "number", number)
+    monkeypatch.setattr(hf_config.ConfigFile, "number", number)
     verification = verify_config(config)
     assert verification.reader is not None
     assert not verification.agrees

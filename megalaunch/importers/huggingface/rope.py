@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalaunch.config.schema.rope import RopeSpec
-from megalaunch.engine.families.config_file import ConfigFile
+from megalaunch.importers.huggingface.hf_config import ConfigFile
 
-_READ = {  # theirs: ours
+FIELD_OF = {  # theirs: ours
     "factor": "factor",
     "original_max_position_embeddings": "original_positions",
     "low_freq_factor": "low_frequency_factor",
@@ -62,7 +62,7 @@ def read_rope(
         file.problems.append("config.json: rope_scaling and rope_parameters are both there, and differ")
     given = {**(old or new)}  # as transformers: the older key wins
     given.setdefault("rope_theta", base or theta)
-    file.take(_LENGTH, None)  # without a scaling it says nothing
+    file.pop(_LENGTH, None)  # without a scaling it says nothing
     part = given.pop("partial_rotary_factor", None)
     if part is None:
         part = file.number("partial_rotary_factor", None, null=None)
@@ -70,7 +70,7 @@ def read_rope(
 
 
 def _mapping(file: ConfigFile, key: str) -> dict[str, Any]:
-    value = file.take(key, None)
+    value = file.pop(key, None)
     if value is not None and not isinstance(value, dict):
         file.problems.append(f"config.json: {key} is {value!r:.80}, and has to be an object or null")
     return value if isinstance(value, dict) else {}
@@ -116,7 +116,7 @@ def scaling_values(
     values["scaling"] = kind
     for theirs in _OF[kind]:
         if rest.get(theirs) is not None:
-            values[_READ[theirs]] = rest[theirs]
+            values[FIELD_OF[theirs]] = rest[theirs]
         elif theirs in _REQUIRED[kind]:
             file.problems.append(f"config.json: the rotary scaling {kind} has no {theirs}")
     if kind != "linear":
@@ -131,7 +131,7 @@ def scaling_values(
 
 def _read_lengths(file: ConfigFile, values: dict[str, Any], default: int | None) -> None:
     """The context before the stretch: transformers prefers the key beside the scaling to the one inside of it."""
-    longest = file.take("max_position_embeddings", None)
+    longest = file.pop("max_position_embeddings", None)
     original = file.integer(_LENGTH, default, null=None)
     values["original_positions"] = original or values.get("original_positions") or longest
     if longest is None and not ("factor" in values and values["original_positions"]):
@@ -165,7 +165,7 @@ def write_scaling(rope: RopeSpec) -> dict[str, Any] | None:
     if rope.scaling == "none":
         return None
     values: dict[str, Any] = {"rope_type": rope.scaling}
-    values |= {theirs: getattr(rope, _READ[theirs]) for theirs in _OF[rope.scaling]}
+    values |= {theirs: getattr(rope, FIELD_OF[theirs]) for theirs in _OF[rope.scaling]}
     if values.get("attention_factor", 0) is None:
         del values["attention_factor"]
         if rope.scaling == "yarn" and rope.mscale_all_dim:

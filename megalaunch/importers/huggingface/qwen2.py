@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from megalaunch.config.schema.model import ModelSpec
-from megalaunch.engine.families.config_file import ConfigFile
-from megalaunch.engine.families.family import FamilyFile, Values
-from megalaunch.engine.families.llama import read_shape, tensors, write_shape
-from megalaunch.engine.families.rope_keys import read_rope, write_rope
-from megalaunch.engine.families.windows import read_windows, write_windows
+from megalaunch.importers.huggingface.family import FamilySpec, Values
+from megalaunch.importers.huggingface.hf_config import ConfigFile
+from megalaunch.importers.huggingface.llama import read_common, write_common
+from megalaunch.importers.huggingface.rope import read_rope, write_rope
+from megalaunch.importers.huggingface.sliding_window import read_windows, write_windows
 
 
 def read_some_windows(file: ConfigFile) -> Values:
     """`max_window_layers` layers without a window come first, so that all or none have one here."""
     asked, width = file.flag("use_sliding_window", False), file.integer("sliding_window", 4096, null=None)
-    first, layers = file.take("max_window_layers", 28), file.take("num_hidden_layers", 0) or 0
-    if asked and width and file.take("layer_types", None) is None and isinstance(first, int) and 0 < first < layers:
+    first, layers = file.pop("max_window_layers", 28), file.pop("num_hidden_layers", 0) or 0
+    if asked and width and file.pop("layer_types", None) is None and isinstance(first, int) and 0 < first < layers:
         file.problems.append(
             f"config.json: windows from layer max_window_layers {first} on have no counterpart here, only every n-th"
         )
-    none = not asked or (isinstance(first, int) and first >= layers and file.take("layer_types", None) is None)
+    none = not asked or (isinstance(first, int) and first >= layers and file.pop("layer_types", None) is None)
     return read_windows(file, None if none else width)
 
 
@@ -31,11 +31,11 @@ def write_some_windows(model: ModelSpec) -> dict[str, Any]:
 
 
 def _read(file: ConfigFile) -> Values:
-    return read_shape(file) | read_some_windows(file) | {"qkv_bias": True, "rope": read_rope(file)}
+    return read_common(file) | read_some_windows(file) | {"qkv_bias": True, "rope": read_rope(file)}
 
 
 def _write(model: ModelSpec) -> dict[str, Any]:
-    return write_shape(model) | write_some_windows(model) | write_rope(model.rope)
+    return write_common(model) | write_some_windows(model) | write_rope(model.rope)
 
 
-FAMILY = FamilyFile("qwen2", "qwen2", "Qwen2ForCausalLM", _read, _write, tensors)
+FAMILY = FamilySpec("qwen2", "qwen2", "Qwen2ForCausalLM", _read, _write)

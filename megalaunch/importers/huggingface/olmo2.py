@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from megalaunch.config.schema.model import ModelSpec
-from megalaunch.engine.families.config_file import ConfigFile
-from megalaunch.engine.families.family import FamilyFile, Values
-from megalaunch.engine.families.llama import read_biases, read_shape, tensors, write_shape
-from megalaunch.engine.families.rope_keys import read_rope, write_rope
+from megalaunch.importers.huggingface.family import FamilySpec, Values
+from megalaunch.importers.huggingface.hf_config import ConfigFile
+from megalaunch.importers.huggingface.llama import read_biases, read_common, write_common
+from megalaunch.importers.huggingface.rope import read_rope, write_rope
 
 
 def _read(file: ConfigFile) -> Values:
     own = {"block_norms": "post", "qk_norm": "full", "rope": read_rope(file)}
-    return read_shape(file, epsilon=1e-5) | read_biases(file) | own
+    return read_common(file, epsilon=1e-5) | read_biases(file) | own
 
 
 def _write(model: ModelSpec) -> dict[str, Any]:
-    shape = write_shape(model)
+    shape = write_common(model)
     del shape["head_dim"]  # always hidden_size / heads
     return shape | {"attention_bias": model.qkv_bias} | write_rope(model.rope)
 
 
-FAMILY = FamilyFile("olmo2", "olmo2", "Olmo2ForCausalLM", _read, _write, tensors)
+FAMILY = FamilySpec("olmo2", "olmo2", "Olmo2ForCausalLM", _read, _write)

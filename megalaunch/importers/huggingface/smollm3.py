@@ -5,24 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from megalaunch.config.schema.model import ModelSpec
-from megalaunch.engine.families.config_file import ConfigFile, every_nth
-from megalaunch.engine.families.family import FamilyFile, Values
-from megalaunch.engine.families.llama import read_biases, read_shape, tensors, write_shape
-from megalaunch.engine.families.rope_keys import read_rope, write_rope
-from megalaunch.engine.families.windows import read_windows, write_windows
+from megalaunch.importers.huggingface.family import FamilySpec, Values
+from megalaunch.importers.huggingface.hf_config import ConfigFile, every_nth
+from megalaunch.importers.huggingface.llama import read_biases, read_common, write_common
+from megalaunch.importers.huggingface.rope import read_rope, write_rope
+from megalaunch.importers.huggingface.sliding_window import read_windows, write_windows
 from megalaunch.plan.layers import layers_of
 
 
 def _read(file: ConfigFile) -> Values:
-    every, rotated = file.integer("no_rope_layer_interval", 4), file.take("no_rope_layers", None)
+    every, rotated = file.integer("no_rope_layer_interval", 4), file.pop("no_rope_layers", None)
     file.ignore("max_window_layers", "SmolLM3 has windows on all layers or on none")
     if isinstance(rotated, list):  # 1: rotated, whatever the name says
         every = every_nth([not mark for mark in rotated], "rotation", file.problems)
     windowed = file.flag("use_sliding_window", False)
     width = file.integer("sliding_window", None, null=None)
-    if windowed and width and file.take("layer_types", None) is None:
+    if windowed and width and file.pop("layer_types", None) is None:
         file.problems.append("config.json: windows on the layers without rotation alone have no counterpart here")
-    shape = read_shape(file, tied=True) | read_biases(file) | read_windows(file, width if windowed else None)
+    shape = read_common(file, tied=True) | read_biases(file) | read_windows(file, width if windowed else None)
     bias = file.flag("mlp_bias", False)
     return shape | {"mlp_bias": bias, "no_rope_every": every, "rope": read_rope(file, 2e6)}
 
@@ -36,7 +36,7 @@ def _write(model: ModelSpec) -> dict[str, Any]:
         "no_rope_layer_interval": model.no_rope_every or model.num_layers + 1,
         "use_sliding_window": model.sliding_window is not None,
     }
-    return write_shape(model) | own | write_windows(model) | write_rope(model.rope)
+    return write_common(model) | own | write_windows(model) | write_rope(model.rope)
 
 
-FAMILY = FamilyFile("smollm3", "smollm3", "SmolLM3ForCausalLM", _read, _write, tensors)
+FAMILY = FamilySpec("smollm3", "smollm3", "SmolLM3ForCausalLM", _read, _write)

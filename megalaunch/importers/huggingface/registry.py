@@ -9,7 +9,7 @@ from typing import Any
 from megalaunch.config.schema.build import SpecError, build_section
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.config.schema.rope import RopeSpec
-from megalaunch.engine.families import (
+from megalaunch.importers.huggingface import (
     gemma2,
     gemma3,
     gpt,
@@ -22,15 +22,15 @@ from megalaunch.engine.families import (
     qwen3,
     smollm3,
 )
-from megalaunch.engine.families.config_file import ConfigFile
-from megalaunch.engine.families.family import FamilyFile
-from megalaunch.engine.families.multimodal import Multimodal, split_config
-from megalaunch.engine.model.rope_scaling import magnitude
+from megalaunch.importers.huggingface.family import FamilySpec
+from megalaunch.importers.huggingface.hf_config import ConfigFile
+from megalaunch.importers.huggingface.multimodal import split_config
+from megalaunch.plan.attention_factor import attention_factor
 
 _FILES = (gpt, llama, mistral, qwen2, qwen3, smollm3, gemma2, gemma3, phi3, olmo2, gpt_neox)
-FAMILIES: Mapping[str, FamilyFile] = {file.FAMILY.name: file.FAMILY for file in _FILES}
+FAMILIES: Mapping[str, FamilySpec] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 _BY_TYPE = {family.model_type: family for family in FAMILIES.values()}
-_AROUND = {family.multimodal.model_type: family for family in FAMILIES.values() if family.multimodal is not None}
+_AROUND = {family.multimodal_type: family for family in FAMILIES.values() if family.multimodal_type is not None}
 # What a model computes does not depend on these.
 _OTHERWISE = frozenset(
     {"name", "init_std", "embedding_init_std", "hidden_dropout", "embedding_dropout", "attention_dropout"}
@@ -45,12 +45,22 @@ class FamilyError(ValueError):
         super().__init__("; ".join(problems))
 
 
-def read_config(config: Mapping[str, Any], name: str, notes: list[str] | None = None) -> ModelSpec:
+def from_hf_config(config: Mapping[str, Any], name: str, notes: list[str] | None = None) -> ModelSpec:
     """The resolved model section that a config.json means; raises FamilyError with every reason why there is none.
 
     `notes` hears of keys that are ignored because they change nothing.
     """
-    whole = _family_around(config)
+    try:
+        return _read(config, name, notes)
+    except FamilyError:
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
+        what = f"a value in config.json is of another kind than its key has: {str(error)[:200]}"
+        raise FamilyError([what]) from error
+
+
+def _read(config: Mapping[str, Any], name: str, notes: list[str] | None) -> ModelSpec:
+    whole = multimodal_family(config)
     text, around = (config, ConfigFile({})) if whole is None else split_config(config, whole.model_type)
     kind = text.get("model_type")
     family = _BY_TYPE.get(kind) if isinstance(kind, str) else None
@@ -59,7 +69,7 @@ def read_config(config: Mapping[str, Any], name: str, notes: list[str] | None = 
         raise FamilyError([f"config.json: model_type {kind!r} is none of the families that are known here: {known}"])
     file = ConfigFile({**family.defaults, **text})
     values = family.read(file)
-    file.refuse_the_rest()
+    file.reject_unknown_keys()
     if around.problems or file.problems:
         raise FamilyError([*around.problems, *file.problems])
     if notes is not None:
@@ -72,32 +82,27 @@ def read_config(config: Mapping[str, Any], name: str, notes: list[str] | None = 
 
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config.json of the decoder alone: the file itself, or what a model of text and images holds of it."""
-    whole = _family_around(config)
+    whole = multimodal_family(config)
     return config if whole is None else split_config(config, whole.model_type)[0]
 
 
-def multimodal_of(config: Mapping[str, Any]) -> Multimodal | None:
-    """The model of text and images that a config.json means; None: a language model."""
-    whole = _family_around(config)
-    return None if whole is None else whole.multimodal
-
-
-def _family_around(config: Mapping[str, Any]) -> FamilyFile | None:
+def multimodal_family(config: Mapping[str, Any]) -> FamilySpec | None:
+    """The family of the text decoder in a model of text and images; None: a config.json of a language model."""
     kind = config.get("model_type")
     return _AROUND.get(kind) if isinstance(kind, str) else None
 
 
-def write_config(model: ModelSpec) -> dict[str, Any]:
+def to_hf_config(model: ModelSpec) -> dict[str, Any]:
     """The config.json of a resolved model; raises FamilyError where its family has no words for what it is."""
     family = family_of(model)
     config = {"model_type": family.model_type, "architectures": [family.architecture], **family.write(model)}
-    lost = differences(model, read_config(config, model.name))
+    lost = differences(model, from_hf_config(config, model.name))
     if lost:
         raise FamilyError([f"family {model.family} has no word for {difference}" for difference in lost])
     return config
 
 
-def family_of(model: ModelSpec) -> FamilyFile:
+def family_of(model: ModelSpec) -> FamilySpec:
     """The file of a model's family; raises FamilyError where there is none."""
     if model.family not in FAMILIES:
         raise FamilyError([f"family {model.family} is not exported yet; these are: {', '.join(FAMILIES)}"])
@@ -108,7 +113,7 @@ def _one_form(rope: RopeSpec) -> dict[str, Any]:
     """The section with the attention factor that mscale comes to, since config.json has one number for both."""
     values = asdict(rope)
     if rope.scaling == "yarn" and not rope.mscale_all_dim:
-        values |= {"attention_factor": magnitude(rope), "mscale": 1.0}
+        values |= {"attention_factor": attention_factor(rope), "mscale": 1.0}
     return values
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megalaunch.config.schema.model import ModelSpec
-from megalaunch.engine.families.config_file import ConfigFile, every_nth
-from megalaunch.engine.families.family import Values
+from megalaunch.importers.huggingface.family import Values
+from megalaunch.importers.huggingface.hf_config import ConfigFile, every_nth
 from megalaunch.plan.layers import layers_of
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -14,8 +14,8 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 def read_windows(file: ConfigFile, width: int | None, every: int | None = None) -> Values:
     """Window and full_attention_every from `layer_types`, or from a family's own rule where a file has no list."""
-    types = file.take("layer_types", None)
-    layers = file.take("num_hidden_layers", None)
+    types = file.pop("layer_types", None)
+    layers = file.pop("num_hidden_layers", None)
     if isinstance(types, list) and isinstance(layers, int) and len(types) != layers:
         file.problems.append(f"config.json: layer_types names {len(types)} layers, num_hidden_layers {layers}")
     if types is None and every is not None and width is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalaunch.engine.families.ignored_keys import METADATA, why_ignored
+from megalaunch.importers.huggingface.ignored_keys import METADATA, why_ignored
 
 _MISSING = object()
 
@@ -19,7 +19,7 @@ class ConfigFile:
         self.problems: list[str] = []
         self.notes: list[str] = []
 
-    def take(self, key: str, default: Any = _MISSING) -> Any:
+    def pop(self, key: str, default: Any = _MISSING) -> Any:
         """The value of a key, null where it is; `default` where there is none, or a problem without a default."""
         self._taken.add(key)
         if key in self._data:
@@ -31,7 +31,7 @@ class ConfigFile:
 
     def number(self, key: str, default: Any = _MISSING, null: Any = _MISSING) -> Any:
         """A number above 0; a missing key gives `default`, and null gives `null`, or a problem where there is none."""
-        value = self.take(key, default)
+        value = self.pop(key, default)
         if value is None and key in self._data:
             if null is _MISSING:
                 self.problems.append(f"config.json: {key} is null, and has to be a number above 0")
@@ -52,7 +52,7 @@ class ConfigFile:
 
     def rate(self, key: str, default: float) -> float:
         """A dropout rate, from 0 to 1; null is 0."""
-        value = self.take(key, default)
+        value = self.pop(key, default)
         if value is None:
             return 0.0
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
@@ -62,14 +62,14 @@ class ConfigFile:
 
     def flag(self, key: str, default: bool) -> bool:
         """true or false; anything else is a problem."""
-        value = self.take(key, default)
+        value = self.pop(key, default)
         if not isinstance(value, bool):
             self.problems.append(f"config.json: {key} is {value!r}, and has to be true or false")
         return value is True
 
-    def choose(self, key: str, choices: Mapping[str, Any], default: str) -> Any:
+    def pop_choice(self, key: str, choices: Mapping[str, Any], default: str) -> Any:
         """What a word means; a problem when it is none of the choices."""
-        word = self.take(key, default)
+        word = self.pop(key, default)
         if not isinstance(word, str) or word not in choices:
             self.problems.append(f"config.json: {key} is {word!r}; this family's are {', '.join(choices)}")
             return None
@@ -77,16 +77,16 @@ class ConfigFile:
 
     def expect(self, key: str, value: Any) -> None:
         """A key that may only have one value: the others have no counterpart here."""
-        found = self.take(key, value)
+        found = self.pop(key, value)
         if found != value:
             self.problems.append(f"config.json: {key} is {found!r}; only {value!r} has a counterpart here")
 
     def ignore(self, key: str, why: str) -> None:
         """A key that transformers does not read for this family, whatever its value: noted where it is set."""
-        if self.take(key, None) is not None:
+        if self.pop(key, None) is not None:
             self.notes.append(f"config.json: {key} ({self._data[key]!r:.80}) is ignored: {why}")
 
-    def refuse_the_rest(self) -> None:
+    def reject_unknown_keys(self) -> None:
         """Every key that was not read and may change the function becomes a problem; else a note, or nothing."""
         for key, value in self._data.items():
             if key == "quantization_config" and isinstance(value, Mapping):

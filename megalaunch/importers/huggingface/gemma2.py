@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from megalaunch.config.schema.model import ModelSpec
-from megalaunch.engine.families.config_file import ConfigFile
-from megalaunch.engine.families.family import FamilyFile, Values
-from megalaunch.engine.families.llama import read_biases, read_shape, tensors, write_shape
-from megalaunch.engine.families.rope_keys import read_rope, write_rope
-from megalaunch.engine.families.windows import read_windows, write_windows
+from megalaunch.importers.huggingface.family import FamilySpec, Values
+from megalaunch.importers.huggingface.hf_config import ConfigFile
+from megalaunch.importers.huggingface.llama import read_biases, read_common, write_common
+from megalaunch.importers.huggingface.rope import read_rope, write_rope
+from megalaunch.importers.huggingface.sliding_window import read_windows, write_windows
 
 
 def read_gemma(file: ConfigFile, caps: tuple[float | None, float | None], every: int) -> Values:
     """What Gemma 2 and 3 share; `caps` of scores and logits where a file has none."""
-    if file.take("use_bidirectional_attention", None):
+    if file.pop("use_bidirectional_attention", None):
         file.problems.append("config.json: use_bidirectional_attention is true; a decoder sees the past alone")
-    if file.take("hidden_act", None) is not None and file.take("hidden_activation", None) is None:
+    if file.pop("hidden_act", None) is not None and file.pop("hidden_activation", None) is None:
         file.problems.append("config.json: hidden_act without hidden_activation; gemma computes gelu_pytorch_tanh")
-    shape = read_shape(
+    shape = read_common(
         file, tied=True, head_dim=256, activation_key="hidden_activation", activation="gelu_pytorch_tanh"
     )
     windows = read_windows(file, file.integer("sliding_window", 4096, null=None), every)
@@ -45,7 +45,7 @@ def write_gemma(model: ModelSpec) -> dict[str, Any]:
     windows = write_windows(model)
     if windows["sliding_window"] is None:  # transformers wants a number, also where no layer has a window
         windows["sliding_window"] = 4096
-    return write_shape(model, "hidden_activation") | own | windows
+    return write_common(model, "hidden_activation") | own | windows
 
 
 def _read(file: ConfigFile) -> Values:
@@ -56,4 +56,4 @@ def _write(model: ModelSpec) -> dict[str, Any]:
     return write_gemma(model) | write_rope(model.rope)
 
 
-FAMILY = FamilyFile("gemma2", "gemma2", "Gemma2ForCausalLM", _read, _write, tensors)
+FAMILY = FamilySpec("gemma2", "gemma2", "Gemma2ForCausalLM", _read, _write)

@@ -1,0 +1,31 @@
+"""The tensors of every family whose config.json is read (megalaunch/importers/huggingface/registry.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalaunch.config.schema.model import Family, ModelSpec
+from megalaunch.engine.families import gemma3, gpt, gpt_neox, llama, phi3
+from megalaunch.engine.families.family import FamilyWeights
+from megalaunch.engine.families.multimodal import Multimodal
+from megalaunch.importers.huggingface.registry import family_of, multimodal_family
+
+_OF: Mapping[Family, FamilyWeights] = {
+    "gpt": gpt.WEIGHTS,
+    "gpt_neox": gpt_neox.WEIGHTS,
+    "phi3": phi3.WEIGHTS,
+    "gemma3": gemma3.WEIGHTS,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "olmo2"), llama.WEIGHTS),
+}
+
+
+def weights_of(model: ModelSpec) -> FamilyWeights:
+    """The tensors of a model's family; raises FamilyError where it has no file."""
+    return _OF[family_of(model).name]
+
+
+def multimodal_of(config: Mapping[str, Any]) -> Multimodal | None:
+    """Names in the model of text and images that a config.json means; None: a language model."""
+    family = multimodal_family(config)
+    return None if family is None else _OF[family.name].multimodal

@@ -1,0 +1,1 @@
+"""A Hugging Face config.json <-> the model section."""

@@ -1,0 +1,72 @@
+"""What kind of folder stands at a path, and its JSON files. Nothing in it is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+CONFIG, INDEX, WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+ADAPTER, GPTQ = "adapter_config.json", "quantize_config.json"
+_MAX_JSON_BYTES = 100_000_000
+
+
+class FolderError(ValueError):
+    """A file that cannot be read, or is not what its name says; `line` and `column` where JSON breaks off."""
+
+    def __init__(self, message: str, line: int | None = None, column: int | None = None) -> None:
+        self.line, self.column = line, column
+        super().__init__(message)
+
+
+def other_format(path: Path) -> str | None:
+    """Why a file or folder in a known format that is not read here is refused; None for anything else.
+
+    Raises FolderError where the description of an adapter cannot be read.
+    """
+    inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    has_weights = any((path / name).is_file() for name in (INDEX, WEIGHTS_FILE))
+    if path.suffix == ".gguf" or (inside and not has_weights):
+        return (
+            f"{path} is GGUF, quantised for llama.cpp, and is not read; take the Hugging Face folder that it was made "
+            "from (config.json and safetensors)"
+        )
+    if (path / ADAPTER).is_file() and not has_weights:
+        base = read_json(path / ADAPTER).get("base_model_name_or_path")
+        return (
+            f"{path} is a LoRA adapter of {base or 'a model that it does not name'}, no model; merge both with peft: "
+            "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW_FOLDER)"
+        )
+    if (path / GPTQ).is_file():
+        return f"{path} is quantised by GPTQ ({GPTQ}) and is not read; take the unquantised model that it was made from"
+    return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; raises FolderError."""
+    return parse_json(path, read_text(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a JSON file; raises FolderError."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise FolderError(f"{path} is too big to be what its name says")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise FolderError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise FolderError(f"{path} is no JSON: {error}") from error
+
+
+def parse_json(path: Path, text: str) -> dict[str, Any]:
+    """The object that a text holds; raises FolderError."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise FolderError(f"{path} is no JSON: {error}", error.lineno, error.colno) from error
+    except (ValueError, RecursionError) as error:
+        raise FolderError(f"{path} is no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise FolderError(f"{path} holds no object")
+    return data

@@ -1,0 +1,61 @@
+"""Gemma 3's language models: norms of queries and keys, no caps, windowed layers with a rotary base of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.importers.huggingface.family import FamilySpec, Values
+from megalaunch.importers.huggingface.gemma2 import read_gemma, write_gemma
+from megalaunch.importers.huggingface.hf_config import ConfigFile
+from megalaunch.importers.huggingface.rope import scaling_values, write_rope
+
+
+def _read(file: ConfigFile) -> Values:
+    pattern = file.integer("sliding_window_pattern", 6)
+    file.ignore("attn_logit_softcapping", "Gemma 3 of transformers does not cap its scores")
+    own = {"attention_soft_cap": None, "qk_norm": "head", "rope": _rope(file)}
+    return read_gemma(file, caps=(None, None), every=pattern) | own
+
+
+def _rope(file: ConfigFile) -> dict[str, Any]:
+    """Two bases: older files have them as keys, newer ones a dictionary for each kind of layer."""
+    new, old = file.pop("rope_parameters", None) or {}, file.pop("rope_scaling", None) or {}
+    theta, local = file.number("rope_theta", 1e6), file.number("rope_local_base_freq", 1e4)
+    if not isinstance(new, dict) or not isinstance(old, dict):
+        file.problems.append("config.json: rope_parameters and rope_scaling have to be objects or null")
+        return {}
+    if new.keys() - {"full_attention", "sliding_attention"}:
+        file.problems.append("config.json: rope_parameters has to hold full_attention and sliding_attention")
+    far, near = new.get("full_attention") or {}, new.get("sliding_attention") or {}
+    if near.get("rope_type", "default") != "default":
+        file.problems.append("config.json: rotary scaling in layers with a window has no counterpart here")
+    if any(part.get("partial_rotary_factor", 1) != 1 for part in (far, near, old)):
+        file.problems.append("config.json: partial_rotary_factor has no counterpart in this family")
+    given = {key: value for key, value in {**far, **old}.items() if key != "partial_rotary_factor"}
+    window = near.get("rope_theta", local)
+    return scaling_values(file, {"rope_theta": theta, **given}) | {"window_theta": float(window)}
+
+
+def _write(model: ModelSpec) -> dict[str, Any]:
+    local = {"rope_local_base_freq": model.rope.window_theta or model.rope.theta}
+    if model.full_attention_every is not None:
+        local["sliding_window_pattern"] = model.full_attention_every
+    return write_gemma(model) | write_rope(model.rope) | local
+
+
+# Published files of 4B to 27B hold what differs from these.
+_DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+FAMILY = FamilySpec(
+    "gemma3", "gemma3_text", "Gemma3ForCausalLM", _read, _write, defaults=_DEFAULTS, multimodal_type="gemma3"
+)

@@ -1,0 +1,23 @@
+"""Mistral 7B and what is built like it: a Llama whose layers may all see a window only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.importers.huggingface.family import FamilySpec, Values
+from megalaunch.importers.huggingface.hf_config import ConfigFile
+from megalaunch.importers.huggingface.llama import read_common, write_common
+from megalaunch.importers.huggingface.rope import read_rope, write_rope
+
+
+def _read(file: ConfigFile) -> Values:
+    window = file.integer("sliding_window", 4096, null=None)
+    return read_common(file) | {"sliding_window": window, "rope": read_rope(file)}
+
+
+def _write(model: ModelSpec) -> dict[str, Any]:
+    return write_common(model) | {"sliding_window": model.sliding_window} | write_rope(model.rope)
+
+
+FAMILY = FamilySpec("mistral", "mistral", "MistralForCausalLM", _read, _write)

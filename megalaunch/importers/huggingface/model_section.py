@@ -1,0 +1,151 @@
+"""The model section that a Hugging Face folder means: every field, where config.json says it, and what is ignored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megalaunch.config.schema import SpecProblem
+from megalaunch.importers.huggingface.folder import CONFIG, FolderError, other_format, parse_json, read_text
+from megalaunch.importers.huggingface.json_positions import key_positions
+from megalaunch.importers.huggingface.multimodal import TEXT
+from megalaunch.importers.huggingface.registry import FamilyError, from_hf_config
+from megalaunch.importers.huggingface.rope import FIELD_OF
+
+_OWN_SHAPE = "take another folder, or write the shape yourself as conf/model/NAME.yaml and choose model=NAME"
+# Our field: the keys that may say it, the deciding one first.
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "family": ("model_type",),
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "ffn_hidden_size": ("intermediate_size", "n_inner"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "num_query_groups": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "activation": ("hidden_activation", "hidden_act", "activation_function"),
+    "norm_epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
+    "parallel_residual": ("use_parallel_residual",),
+    "qkv_bias": ("attention_bias",),
+    "attention_output_bias": ("attention_bias",),
+    "mlp_bias": ("mlp_bias",),
+    "sliding_window": ("sliding_window",),
+    "full_attention_every": ("layer_types", "sliding_window_pattern"),
+    "no_rope_every": ("no_rope_layers", "no_rope_layer_interval"),
+    "attention_scale_dim": ("query_pre_attn_scalar",),
+    "attention_soft_cap": ("attn_logit_softcapping",),
+    "logit_soft_cap": ("final_logit_softcapping",),
+    "hidden_dropout": ("resid_pdrop", "hidden_dropout"),
+    "embedding_dropout": ("embd_pdrop",),
+    "attention_dropout": ("attention_dropout", "attn_pdrop"),
+    "tied_embeddings": ("tie_word_embeddings",),
+    "init_std": ("initializer_range",),
+    "rope.theta": (
+        *("rope_scaling.rope_theta", "rope_parameters.rope_theta", "rope_parameters.full_attention.rope_theta"),
+        *("rope_theta", "rotary_emb_base"),
+    ),
+    "rope.window_theta": ("rope_parameters.sliding_attention.rope_theta", "rope_local_base_freq"),
+    "rope.fraction": (
+        *("rope_scaling.partial_rotary_factor", "rope_parameters.partial_rotary_factor"),
+        *("partial_rotary_factor", "rotary_pct"),
+    ),
+    **{
+        f"rope.{ours}": tuple(
+            f"{section}.{theirs}"
+            for section in ("rope_scaling", "rope_parameters", "rope_parameters.full_attention")
+            for theirs in keys
+        )
+        for ours, keys in {
+            "scaling": ("rope_type", "type"),
+            "mscale": ("mscale",),
+            "mscale_all_dim": ("mscale_all_dim",),
+            **{ours: (theirs,) for theirs, ours in FIELD_OF.items()},
+        }.items()
+    },
+}
+
+
+class ModelFolderError(ValueError):
+    """The folder gives no model section; `problems` has every reason, each with its place."""
+
+    def __init__(self, problems: list[SpecProblem]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(problem.message for problem in problems))
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """Fields by dotted path below `model`, the `file:line:column` of each, and notes on keys that change nothing."""
+
+    values: Mapping[str, Any]
+    places: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def read_model_section(folder: Path, shown: str) -> ModelSection:
+    """What a folder means; `shown` is its name in messages. Raises ModelFolderError."""
+    config_shown = str(Path(shown) / CONFIG)
+    try:
+        refused = other_format(folder) or _no_config(folder, shown)
+        text = "" if refused else read_text(folder / CONFIG)
+        config = {} if refused else parse_json(folder / CONFIG, text)
+    except FolderError as error:
+        place = f"{config_shown}:{error.line}:{error.column}" if error.line else config_shown
+        raise ModelFolderError([SpecProblem("model", f"{error}; copy or download it again", place)]) from error
+    if refused:
+        raise ModelFolderError([SpecProblem("model", refused)])
+    positions = key_positions(text)
+    notes: list[str] = []
+    try:
+        model = from_hf_config(config, folder.resolve().name, notes)
+    except FamilyError as error:
+        raise ModelFolderError([_located(said, positions, config_shown) for said in error.problems]) from error
+    values = dict(_leaves(asdict(model)))
+    places = {path: _place(_KEYS.get(path, ()), positions, config_shown) for path in values}
+    return ModelSection(values, places, tuple(f"{config_shown}{note.removeprefix('config.json')}" for note in notes))
+
+
+def _no_config(folder: Path, shown: str) -> str | None:
+    """Why a path without a config.json is none, with the folder that is most likely meant."""
+    if folder.is_file():
+        if folder.name == CONFIG:
+            return f"{shown} is a file; name its folder: model={Path(shown).parent}"
+        return f"{shown} is a file; name a Hugging Face folder, with a {CONFIG} inside"
+    if (folder / CONFIG).is_file():
+        return None
+    found = [path.parent for inside in ("*", "snapshots/*") for path in sorted(folder.glob(f"{inside}/{CONFIG}"))]
+    meant = f"; name the one with the model's {CONFIG}"
+    if found:
+        meant = f"; did you mean model={shown.rstrip('/')}/{found[0].relative_to(folder)}?"
+    return f"the folder {shown} has no {CONFIG}{meant}"
+
+
+def _located(said: str, positions: Mapping[str, tuple[int, int]], shown: str) -> SpecProblem:
+    """A problem with the place of the key that it begins with, and what to do about it."""
+    key = re.match(r"config\.json: (\w+)", said)
+    place = _place((key.group(1),) if key else (), positions, shown)
+    if re.search(r"unknown to this family|no counterpart|none of the families|no every n-th", said):
+        return SpecProblem("model", f"{said}; {_OWN_SHAPE}", place)
+    if "quantised" in said:
+        return SpecProblem("model", said, place)
+    return SpecProblem("model", f"{said}; mend the file, or copy it again", place)
+
+
+def _place(keys: tuple[str, ...], positions: Mapping[str, tuple[int, int]], shown: str) -> str:
+    for key in keys:
+        for path in (key, f"{TEXT}.{key}"):
+            if path in positions:
+                line, column = positions[path]
+                return f"{shown}:{line}:{column}"
+    return shown
+
+
+def _leaves(section: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in section.items():
+        found += _leaves(value, f"{before}{name}.") if isinstance(value, dict) else [(f"{before}{name}", value)]
+    return found

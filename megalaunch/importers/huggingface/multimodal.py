@@ -1,0 +1,32 @@
+"""A published model of text and images around a family's decoder: its text decoder is read, alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalaunch.importers.huggingface.hf_config import ConfigFile
+
+TEXT, VISION = "text_config", "vision_config"
+TEXT_ALONE = "it is a model of text and images, of which the text decoder is read and nothing of images"
+
+
+def split_config(config: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], ConfigFile]:
+    """The keys of the decoder, as a config.json of its own `model_type` has them, and the file of those around it."""
+    file = ConfigFile(config)
+    text = file.pop(TEXT, None)
+    if text is None:
+        text = {}  # transformers then makes one of its defaults
+    if not isinstance(text, Mapping):
+        file.problems.append(f"config.json: {TEXT} is {text!r:.80}, and has to be an object or null")
+        text = {}
+    if text.get("model_type", model_type) != model_type:
+        file.problems.append(f"config.json: {TEXT} is of the model_type {text['model_type']!r}, not {model_type!r}")
+    for key in (VISION, "mm_tokens_per_image"):
+        file.ignore(key, "the text decoder is read, and nothing of images")
+    file.pop("initializer_range", None)  # as METADATA: the weights are there
+    # Whether the head is tied is asked of the whole model, whatever text_config says.
+    around = {"model_type": model_type, "tie_word_embeddings": file.pop("tie_word_embeddings", True)}
+    around |= {key: config[key] for key in ("bos_token_id", "eos_token_id", "use_cache") if key in config}
+    file.reject_unknown_keys()
+    return {**text, **around}, file
