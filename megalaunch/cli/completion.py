@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 VARIABLE = "_MEGALAUNCH_COMPLETE"
 WORD_COMMANDS = ("train", "validate-config", "plan", "sweep")
@@ -138,7 +139,8 @@ def _values(key: str, typed: str) -> list[Offer]:
         from megalaunch.config.options import option_names
 
         layouts = [Offer(word) for word in _layouts(typed)] if key == "parallel" else []
-        return [*(Offer(name) for name in option_names(key)), *layouts]
+        folders = _model_folders(typed) if key == "model" else []
+        return [*(Offer(name) for name in option_names(key)), *layouts, *folders]
     return _key_values(key)
 
 
@@ -164,6 +166,26 @@ def _recipes() -> list[Offer]:
     from megalaunch.config.recipes import read_summary, recipe_files
 
     return [Offer(name, read_summary(path)) for name, path in recipe_files().items()]
+
+
+def _model_folders(typed: str) -> list[Offer]:
+    """Folders that go on as typed: those with a config.json as they are, the others with what may follow."""
+    front, slash, name = typed.rpartition("/")
+    found = []
+    try:
+        for path in sorted(Path(front + slash or ".").expanduser().iterdir()):
+            hidden = path.name.startswith(".") and not name.startswith(".")
+            if hidden or not path.name.startswith(name) or not path.is_dir():
+                continue
+            if (path / "config.json").is_file():
+                found.append(Offer(f"{front}{slash}{path.name}", "a Hugging Face folder"))
+            elif slash:
+                found.append(Offer(f"{front}{slash}{path.name}/", "a folder"))
+    except (OSError, ValueError, RuntimeError):  # no such folder, or no such home
+        return []
+    if len(found) == 1 and found[0].word.endswith("/"):
+        return [found[0], *_model_folders(found[0].word)]
+    return found
 
 
 def _layouts(typed: str) -> list[str]:

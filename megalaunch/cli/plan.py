@@ -77,4 +77,6 @@ def _resolved(words: list[str]) -> tuple[Composition, RunSpec]:
         refuse(problems_text(error.problems))
     for finding in problems_as_findings(composition.repeated, "warning"):
         typer.echo(finding_block(finding), err=True)
+    for note in composition.notes:
+        typer.echo(f"note: {note.message}", err=True)
     return composition, resolve(composition.spec, detect_machine(), composition.choices.get("recipe")).spec

@@ -112,6 +112,8 @@ def _check(planned: PlannedRun, starts: bool) -> None:
     shown = [finding for finding in findings if finding.severity == "warning"]
     if shown:
         typer.echo(findings_text(shown))
+    for problem in () if planned.state.checkpoints else planned.composition.notes:
+        typer.echo(f"  {problem.message}")
     for note in allowed_changes(spec, stored) if stored is not None else []:
         typer.echo(f"  {note.message}")
     for line in planned.decision.notes:

@@ -49,6 +49,7 @@ def validate_config(
         found = check(resolution.spec, composition.origins, machine=machine) + token_findings(resolution.spec)
         found += corpus_findings(resolution.spec, composition.origins)
         repeated = problems_as_findings(composition.repeated, "warning")
+        repeated += problems_as_findings(composition.notes, "note")
         findings = in_order([*repeated, *found, *resolution.notes])
         derived = derived_values(resolution.spec)
     valid = not has_errors(findings)

@@ -17,6 +17,7 @@ from megalaunch.config.errors import ConfigError
 from megalaunch.config.interpolation import interpolate
 from megalaunch.config.keys import GROUPS, schema_defaults, schema_keys
 from megalaunch.config.masks import masked
+from megalaunch.config.model_folder import load_model_folder, names_folder, no_weights_note
 from megalaunch.config.options import CONF, FileValues, load_option, option_names, shown_path
 from megalaunch.config.recipes import Recipe, is_path, load_chain, recipe_files
 from megalaunch.config.schema import RunSpec, SpecError, SpecProblem, build_run_spec
@@ -46,7 +47,7 @@ class Origin:
 class Composition:
     """A typed spec, where each of its values comes from, the option chosen in each group, and the words.
 
-    `repeated` are keys that the words give several values.
+    `repeated` are keys that the words give several values; `notes` say what a model folder gives and does not give.
     """
 
     spec: RunSpec
@@ -54,6 +55,7 @@ class Composition:
     choices: Mapping[str, str]
     words: tuple[str, ...]
     repeated: tuple[SpecProblem, ...] = ()
+    notes: tuple[SpecProblem, ...] = ()
 
 
 @dataclass
@@ -103,7 +105,16 @@ class Composer:
         if problems:
             raise ConfigError(problems)
         shown = {group: option for group, option in choices.items() if option}
-        return Composition(spec, _with_open(origins, data), shown, tuple(words), tuple(chosen.repeated()))
+        marked = _with_open(origins, data)
+        return Composition(spec, marked, shown, tuple(words), tuple(chosen.repeated()), _notes(sources, spec))
+
+
+def _notes(sources: _Sources, spec: RunSpec) -> tuple[SpecProblem, ...]:
+    option = sources.words.choices.get("model", "")
+    if not option or not names_folder(option):
+        return ()
+    found = [SpecProblem("model", note) for note in sources.options["model", option].notes]
+    return (*found, *([] if spec.checkpoint.initialize_from else [no_weights_note(option)]))
 
 
 @cache
@@ -133,7 +144,13 @@ def _read_files(sources: _Sources, chains: dict[str, list[Recipe]], problems: li
     beside = sources.chain[-1].path.parent if sources.chain and is_path(sources.chain[-1].name) else None
     for group, option, where in wanted:
         if (group, option) not in sources.options:
-            values = load_option(group, option, where, problems, beside)
+            # A recipe names no path: only the word that was typed may be one.
+            is_folder = group == "model" and where == COMMAND_LINE and names_folder(option, beside)
+            values = (
+                load_model_folder(option, where, problems)
+                if is_folder
+                else load_option(group, option, where, problems, beside)
+            )
             sources.options[group, option] = FileValues() if values is None else values
 
 

@@ -17,15 +17,16 @@ from megalaunch.config.yaml_file import YamlFile, YamlProblem, load_yaml
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 _MAX_SUGGESTIONS = 20  # each looks through all keys
-OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")  # no longer than a file may be called
 
 
 @dataclass(frozen=True)
 class FileValues:
-    """The leaves that a file sets, by dotted path, and where each stands."""
+    """The leaves that a file sets, by dotted path, where each stands, and notes on what was ignored."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def shown_path(path: Path) -> str:
@@ -50,6 +51,13 @@ def option_names(group: str, beside: Path | None = None) -> list[str]:
     return sorted(found)
 
 
+def option_files(group: str, name: str, beside: Path | None = None) -> list[Path]:
+    """The files of one option: one, or none where the name is none."""
+    if not OPTION_NAME.fullmatch(name):
+        return []
+    return [path for folder in option_folders(beside) if (path := folder / group / f"{name}.yaml").is_file()]
+
+
 def load_option(
     group: str, name: str, where: str, problems: list[SpecProblem], beside: Path | None = None
 ) -> FileValues | None:
@@ -58,9 +66,7 @@ def load_option(
     A file of one's own may not have the name of one that comes with megalaunch, nor of a layout: neither would be what
     is meant.
     """
-    paths = [path for folder in option_folders(beside) if (path := folder / group / f"{name}.yaml").is_file()]
-    if not OPTION_NAME.fullmatch(name):
-        paths = []
+    paths = option_files(group, name, beside)
     if len(paths) > 1:
         named = " and ".join(shown_path(path) for path in paths)
         problems.append(SpecProblem(group, f"there are two {group}={name} ({named}); rename your own", where))

@@ -12,7 +12,9 @@ from megalaunch.config.layouts import GRAMMAR, one_layout
 from megalaunch.config.schema.build import did_you_mean
 from megalaunch.config.schema.remote import is_address, is_hub_name
 
-_WEIGHTS = "or, to train on its weights, download it and name the folder: checkpoint.initialize_from=FOLDER"
+_DOWNLOAD = (
+    "download it, and write model=FOLDER for its architecture and checkpoint.initialize_from=FOLDER for its weights"
+)
 
 
 def unknown_key(key: str, value: str = "") -> str:
@@ -54,10 +56,13 @@ def unknown_option(group: str, name: str, names: Sequence[str]) -> str:
     if group == "model":
         same = _same_model(name, names)
         if same and is_hub_name(name):
-            return f"{text}; its shape is model={same}, {_WEIGHTS}"
-        if is_hub_name(name) or _exists(name):
-            return f"{text}; the options are shapes ({', '.join(names)}); for published weights download the folder, "\
-                   "and name it by checkpoint.initialize_from=FOLDER"  # fmt: skip
+            return f"{text}, and nothing is downloaded; its shape is model={same}, or {_DOWNLOAD}"
+        if _exists(name):
+            return f"{text} for a recipe, which names no path; choose the folder on the command line: model={name}"
+        if is_hub_name(name):
+            return f"{text} on this machine, and nothing is downloaded; is it a hub's name? Then {_DOWNLOAD}"
+        if name.startswith(("/", "./", "../", "~")):
+            return f"{text}: there is no such folder; name a Hugging Face folder, with its config.json inside"
         return f"{text}{f'; did you mean {same!r}?' if same else ''} (there are: {', '.join(names)})"
     return f"{text}{did_you_mean(name, list(names))} (there are: {', '.join(names)})"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from megalaunch.config.keys import GROUPS, is_section, schema_keys
 from megalaunch.config.layouts import one_layout
+from megalaunch.config.model_folder import exists
 from megalaunch.config.options import option_names
 from megalaunch.config.recipes import is_path, recipe_files
 from megalaunch.config.schema import SpecProblem
@@ -75,7 +76,7 @@ def _refused(word: str, key: str, equals: str, value: str) -> str:
 
 
 def _bad_choice(group: str, value: str) -> str:
-    if "," in value:
+    if "," in value and not (group == "model" and exists(value)):
         joined = one_layout(value) if group == "parallel" else None
         if joined is not None:
             return f"names several options; one layout is written together: parallel={joined}"

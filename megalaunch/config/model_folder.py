@@ -1,0 +1,48 @@
+"""`model=FOLDER`: a Hugging Face folder as the option of the group `model`, whose config.json is its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megalaunch.config.options import FileValues, option_files, shown_path
+from megalaunch.config.schema import SpecProblem
+
+
+def names_folder(word: str, beside: Path | None = None) -> bool:
+    """Is the option a path to something that is there? A name with an option file is that option."""
+    return exists(word) and not option_files("model", word, beside)
+
+
+def exists(path: str) -> bool:
+    """Is there anything at a path as it is typed?"""
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL byte, no such home
+        return False
+
+
+def load_model_folder(word: str, where: str, problems: list[SpecProblem]) -> FileValues | None:
+    """The model section that a folder means; None, and every reason as a problem, where it means none.
+
+    `where` names who asked for it.
+    """
+    from megalaunch.importers.huggingface.model_section import ModelFolderError, read_model_section
+
+    folder = Path(word).expanduser()
+    try:
+        section = read_model_section(folder, shown_path(folder))
+    except ModelFolderError as error:
+        problems += [SpecProblem(p.path, p.message, p.where or where) for p in error.problems]
+        return None
+    values = {f"model.{path}": value for path, value in section.values.items()}
+    places = {f"model.{path}": place for path, place in section.places.items()}
+    return FileValues(values, places, section.notes)
+
+
+def no_weights_note(word: str) -> SpecProblem:
+    """What a folder does not give, and the word that does."""
+    said = (
+        f"model={word} gives the architecture only, and the run begins with random weights; "
+        f"add checkpoint.initialize_from={word} to begin with those of the folder"
+    )
+    return SpecProblem("checkpoint.initialize_from", said)

@@ -1,0 +1,311 @@
+"""`model=FOLDER`: a Hugging Face folder as the model option."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from published_configs import published_configs
+from typer.testing import CliRunner
+
+from megalaunch.cli.app import app
+from megalaunch.cli.completion import Line, offers
+from megalaunch.config.compose import Composer, compose
+from megalaunch.config.errors import ConfigError
+from megalaunch.config.schema import build_run_spec
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.config.spec_file import read_spec, write_spec
+from megalaunch.importers.huggingface.json_positions import key_positions
+from megalaunch.importers.huggingface.model_section import read_model_section
+from megalaunch.importers.huggingface.registry import from_hf_config
+
+PUBLISHED = published_configs()
+SMOL = PUBLISHED["HuggingFaceTB/SmolLM2-135M"]
+
+
+def write(folder: Path, config: object, indent: int | None = 2) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config, indent=indent))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def problems(*words: str) -> list[tuple[str, str, str]]:
+    with pytest.raises(ConfigError) as caught:
+        compose(words)
+    return [(problem.path, problem.message, problem.where) for problem in caught.value.problems]
+
+
+def test_every_published_config_is_the_model_section_that_the_reader_gives(here):
+    composer = Composer()
+    for number, (name, config) in enumerate(PUBLISHED.items()):
+        write(here / f"hf{number}", config)
+        composition = composer.compose(["recipe=quickstart", f"model=./hf{number}", "model.name=same"])
+        assert composition.spec.model == from_hf_config(config, "same"), name
+
+
+def test_every_value_that_a_file_says_has_its_line(here):
+    """What has the file alone as its place is the family's own, the same whatever the file says."""
+    own = {"name", "norm", "position_embedding", "norm_plus_one", "scaled_embedding", "block_norms", "qk_norm"}
+    own |= {"qkv_bias", "attention_output_bias", "mlp_bias", "parallel_residual", "embedding_dropout"}
+    untold: set[str] = set()
+    for name, config in PUBLISHED.items():
+        section = read_model_section(write(here / "hf", config), "hf")
+        text = (here / "hf" / "config.json").read_text().splitlines()
+        for path, place in section.places.items():
+            default = section.values[path] == asdict(ModelSpec(**SHAPE)).get(path, section.values[path])
+            if place == "hf/config.json":
+                untold |= set() if default or "." in path else {path}
+                continue
+            line, column = map(int, re.fullmatch(r"hf/config\.json:(\d+):(\d+)", place).groups())
+            assert text[line - 1][column - 1] == '"', (name, path, place)
+            said = (
+                json.loads("{" + text[line - 1].strip().rstrip(",[{") + "}") if text[line - 1][-1] not in "[{" else {}
+            )
+            for value in said.values():
+                same = isinstance(value, int | float) and isinstance(section.values[path], int | float)
+                assert not same or value == section.values[path] or path in MEANS_MORE, (name, path, place)
+    # Where a file leaves a key out the value is transformers' default, or follows from others.
+    follows = {"num_query_groups", "head_dim", "ffn_hidden_size", "hidden_dropout", "attention_dropout", "init_std"}
+    follows |= {"num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"}
+    follows |= {"norm_epsilon", "activation", "tied_embeddings", "sliding_window", "full_attention_every"}
+    follows |= {"attention_scale_dim", "no_rope_every", "attention_soft_cap", "logit_soft_cap", "family"}
+    assert untold <= own | follows
+
+
+SHAPE = dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"), 1)
+MEANS_MORE = {"sliding_window", "no_rope_every", "full_attention_every"}  # other keys have a say
+
+
+def test_places_are_those_of_the_keys(here):
+    write(here / "hf", {**SMOL, "rope_scaling": {"type": "linear", "factor": 4.0}})
+    composition = compose(["recipe=quickstart", "model=hf"])
+    lines = (here / "hf" / "config.json").read_text().splitlines()
+
+    def line_of(key: str) -> int:
+        return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(f'"{key}"'))
+
+    for path, key, column in (
+        ("model.hidden_size", "hidden_size", 3),
+        ("model.num_layers", "num_hidden_layers", 3),
+        ("model.rope.theta", "rope_theta", 3),
+        ("model.rope.factor", "factor", 5),
+        ("model.family", "model_type", 3),
+    ):
+        assert composition.origins[path].where == f"model=hf, hf/config.json:{line_of(key)}:{column}"
+    assert composition.origins["model.moe.num_experts"].where == "model=hf, hf/config.json"
+
+
+def test_key_positions():
+    text = '{"a": 1, "b\\"c": "x, \\"y\\": {",\n "d": [{"no": 1}, [2, {"k": 3}]], "e": {"f": {},'
+    text += '\n\t"g": null}, "\\u0068": 2}'
+    assert json.loads(text)
+    assert key_positions(text) == {
+        **{"a": (1, 2), 'b"c': (1, 10), "d": (2, 2), "e": (2, 35), "e.f": (2, 41), "e.g": (3, 2), "h": (3, 14)}
+    }
+    assert key_positions("{}") == {}
+
+
+def test_words_go_over_the_folder_in_either_order_and_a_recipe_stays(here):
+    write(here / "hf", SMOL)
+    first = compose(["model.num_layers=4", "recipe=quickstart", "model=./hf"]).spec
+    second = compose(["model=./hf", "recipe=quickstart", "model.num_layers=4"]).spec
+    assert first == second
+    assert (first.model.num_layers, first.model.hidden_size, first.model.name) == (4, 576, "hf")
+    assert first.train == compose(["recipe=quickstart"]).spec.train
+
+
+@pytest.mark.parametrize("word", ["hf", "./hf", "hf/", "../{}/hf", "{}", "a,b/hf", "link", "hub/Some-Model", "~/hf"])
+def test_paths_are_taken_as_typed(here, monkeypatch, word):
+    monkeypatch.setenv("HOME", str(here))
+    write(here / "hf", SMOL)
+    write(here / "a,b" / "hf", SMOL)
+    write(here / "hub" / "Some-Model", SMOL)
+    (here / "link").symlink_to(here / "hf")
+    typed = str(here / "hf") if word == "{}" else word.format(here.name)
+    composition = compose(["recipe=quickstart", f"model={typed}"])
+    assert composition.spec.model.hidden_size == 576
+    assert composition.choices["model"] == typed
+
+
+def test_the_folder_itself_is_a_dot(here, monkeypatch):
+    monkeypatch.chdir(write(here / "hf", SMOL))
+    composition = compose(["recipe=quickstart", "model=."])
+    assert composition.spec.model.name == "hf"
+    assert composition.origins["model.vocab_size"].where.startswith("model=., config.json:")
+
+
+def test_the_name_of_an_option_is_that_option(here):
+    write(here / "tiny", SMOL)
+    assert compose(["recipe=quickstart", "model=tiny"]).spec.model.hidden_size != 576
+    assert compose(["recipe=quickstart", "model=./tiny"]).spec.model.hidden_size == 576
+
+
+def test_the_spec_that_is_written_needs_no_folder(here):
+    write(here / "hf", PUBLISHED["microsoft/Phi-3-mini-128k-instruct as first published"])
+    spec = compose(["recipe=quickstart", "model=hf"]).spec
+    write_spec(spec, here / "spec.yaml")
+    shutil.rmtree(here / "hf")
+    assert read_spec(here / "spec.yaml") == spec
+    assert spec.model.rope.long_factors
+    assert "hf/" not in (here / "spec.yaml").read_text()
+
+
+def test_notes_say_what_was_ignored_and_that_weights_are_another_word(here):
+    write(here / "hf", SMOL)
+    notes = [note.message for note in compose(["recipe=quickstart", "model=./hf"]).notes]
+    assert notes[0].startswith("hf/config.json: is_llama_config (True) is ignored: ")
+    assert "architecture only" in notes[-1]
+    assert "add checkpoint.initialize_from=./hf" in notes[-1]
+    with_weights = compose(["recipe=quickstart", "model=./hf", "checkpoint.initialize_from=./hf"]).notes
+    assert [note.message for note in with_weights] == notes[:-1]
+    assert compose(["recipe=quickstart", "model=tiny"]).notes == ()
+
+
+GGUF = "is GGUF, quantised for llama.cpp.*take the Hugging Face folder"
+REFUSED = {
+    "unknown key": ({**SMOL, "use_mrope": True}, r"use_mrope \(True\) is unknown .*conf/model/NAME.yaml"),
+    "unknown architecture": (
+        {"model_type": "mamba"},
+        "'mamba' is none of the families.*conf/model/NAME.yaml",
+    ),
+    "no model_type": ({}, "model_type None is none of the families"),
+    "missing keys": ({"model_type": "llama"}, "config.json has no hidden_size; mend the file"),
+    "other kind": ({**SMOL, "rope_scaling": 3}, "rope_scaling is 3.*mend the file"),
+    "no counterpart": ({**SMOL, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' has no counterpart"),
+    "quantised": ({**SMOL, "quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq, 4 bits\)"),
+    "broken": ('{"model_type": "llama",\n  "hidden_size" 3}', "is no JSON: .*copy or download it again"),
+    "empty file": ("", "is no JSON"),
+    "no object": ("[1]", "holds no object"),
+    "deep": ("[" * 100_000, "is no JSON"),
+    "NaN": (json.dumps({**SMOL, "rms_norm_eps": float("nan")}), "model.norm_epsilon"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_read_is_refused_with_its_place_and_a_way_out(here, case):
+    config, text = REFUSED[case]
+    write(here / "hf", config)
+    found = problems("recipe=quickstart", "model=hf")
+    assert found[0][0] == "model"
+    assert re.search(text, found[0][1]), found
+    assert found[0][2].startswith("hf/config.json")
+
+
+def test_places_of_problems(here):
+    write(here / "hf", '{"model_type": "llama",\n  "hidden_size" 3}')
+    assert problems("recipe=quickstart", "model=hf")[0][2] == "hf/config.json:2:17"
+    write(here / "hf", {**SMOL, "use_mrope": True}, indent=1)
+    lines = (here / "hf" / "config.json").read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if "use_mrope" in text)
+    assert problems("recipe=quickstart", "model=hf")[0][2] == f"hf/config.json:{line}:2"
+
+
+def test_all_problems_are_said_at_once(here):
+    write(here / "hf", {**SMOL, "use_mrope": True, "odd": 1, "num_hidden_layers": 0})
+    found = problems("recipe=quickstart", "model=hf", "trian.steps=3", "train.steps=0")
+    said = " ".join(message for _, message, _ in found)
+    assert all(word in said for word in ("use_mrope", "odd", "num_hidden_layers", "unknown key"))
+    assert "train.steps" in [path for path, _, _ in found]
+
+
+@pytest.mark.parametrize(
+    ("files", "word", "text"),
+    [
+        (("hf/model.Q4_K_M.gguf",), "hf", GGUF),
+        (("hf/model.Q4_K_M.gguf",), "hf/model.Q4_K_M.gguf", GGUF),
+        (("hf/adapter_config.json",), "hf", "is a LoRA adapter of .*merge both with peft"),
+        (("hf/config.json", "hf/quantize_config.json"), "hf", "quantised by GPTQ.*take the unquantised model"),
+        (("hf/readme.md",), "hf", "the folder hf has no config.json; name the one"),
+        (("hf/snapshots/abc/config.json",), "./hf", r"did you mean model=hf/snapshots/abc\?"),
+        (("hf/config.json",), "hf/config.json", "is a file; name its folder: model=hf$"),
+        (("hf/weights.bin",), "hf/weights.bin", "is a file; name a Hugging Face folder"),
+        ((), "./hf", "there is no such folder; name a Hugging Face folder"),
+        ((), "meta-llama/Llama-3.2-1B", "nothing is downloaded; its shape is model=llama32_1b, or download it, "
+         "and write model=FOLDER .* checkpoint.initialize_from=FOLDER"),
+        ((), "nobody/Unheard-Of-3B", "nothing is downloaded.* model=FOLDER .* checkpoint.initialize_from=FOLDER"),
+        ((), "x" * 5000, "there is no model="),
+        ((), "x\0y", "there is no model="),
+    ],
+)  # fmt: skip
+def test_what_is_no_model_folder_is_refused_by_name(here, files, word, text):
+    for file in files:
+        (here / file).parent.mkdir(parents=True, exist_ok=True)
+        (here / file).write_text("{}")
+    (found,) = problems("recipe=quickstart", f"model={word}")
+    assert re.search(text, found[1]), found
+
+
+def test_a_recipe_names_no_folder(here):
+    write(here / "hf", SMOL)
+    (here / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - /recipe: quickstart\n  - override /model: ./hf\n  - _self_\n"
+    )
+    said = problems("recipe=./mine.yaml")
+    assert any("names no path" in message or "./hf" in message for _, message, _ in said), said
+
+
+def test_what_a_recipe_sets_over_the_folder_is_said(here):
+    write(here / "hf", {**SMOL, "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
+    found = {path: message for path, message, _ in problems("recipe=llama32_1b", "model=./hf")}
+    assert "add model.rope.scaling=linear" in found["model.rope.scaling"]
+
+
+def test_the_commands_show_it(here):
+    write(here / "hf", SMOL)
+    run = CliRunner()
+    words = ["recipe=quickstart", "model=./hf"]
+    shown = run.invoke(app, ["validate-config", *words, "--explain", "model.hidden_size"]).output
+    assert "from: model=./hf, hf/config.json:" in shown
+    valid = run.invoke(app, ["validate-config", *words])
+    assert valid.exit_code == 0
+    assert "add checkpoint.initialize_from=./hf" in valid.output
+    data = json.loads(run.invoke(app, ["validate-config", "--json", *words]).stdout)
+    assert any("initialize_from=./hf" in finding["message"] for finding in data["findings"])
+    planned = run.invoke(app, ["plan", *words])
+    assert planned.exit_code == 0, planned.output
+    assert "note: model=./hf gives the architecture only" in planned.stderr
+    write(here / "hf", {**SMOL, "use_mrope": True})
+    for command in ("validate-config", "plan", "train"):
+        refused = run.invoke(app, [command, *words])
+        assert refused.exit_code == 2
+        assert "use_mrope" in refused.output + refused.stderr
+
+
+def test_completion_offers_folders(here):
+    write(here / "hf_one", SMOL)
+    write(here / "deep" / "er" / "hf", SMOL)
+    (here / ".hidden").mkdir()
+
+    def offered(typed: str) -> list[str]:
+        return [offer.word for offer in offers(Line(("train",), typed)) or []]
+
+    assert "model=hf_one" in offered("model=")
+    assert "model=deep/" not in offered("model=d")
+    assert offered("model=./") == ["model=./deep/", "model=./hf_one"]
+    assert offered("model=./h") == ["model=./hf_one"]
+    assert offered("model=deep/") == ["model=deep/er/", "model=deep/er/hf"]
+    assert offered("model=nothere/") == []
+
+
+def test_a_section_of_every_family_builds(here):
+    """The leaves are those of the schema, so that no key of it is missing or new."""
+    values = read_model_section(write(here / "hf", SMOL), "hf").values
+    nested: dict[str, object] = {}
+    for path, value in values.items():
+        place = nested
+        *sections, last = path.split(".")
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    spec = compose(["recipe=quickstart"]).spec
+    assert build_run_spec({**asdict(spec), "model": nested}).model == from_hf_config(SMOL, "hf")
