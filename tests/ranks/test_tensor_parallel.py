@@ -69,8 +69,9 @@ PADDED = 301  # tp 2 and 4 pad it to 512: of four ranks the third has 45 rows of
             },
         ),
         (1, 2, {"parallel__cp": 2, "parallel__sequence_parallel": False, "model__hidden_dropout": 0.2}),
+        (1, 2, {"parallel__overlap_tp": True}),
     ],
-    ids=["zero3_tied", "chunked", "interleaved_tied", "cp"],
+    ids=["zero3_tied", "chunked", "interleaved_tied", "cp", "ring"],
 )
 def test_a_vocabulary_that_ranks_cannot_share_out_is_padded(dp, tp, values):
     """Every gradient, the norm, three steps and the validation loss; padded rows stay zeros to the bit."""

@@ -30,14 +30,16 @@ class EnterInRing(torch.autograd.Function):
         ctx.axis = axis
         ctx.save_for_backward(x, *weights)
         batch, length, _ = x.shape
-        outputs = [x.new_empty(batch, axis.size, length, weight.shape[0]) for weight in weights]
+        # Made whole, since of views that a function gives torch lets nobody change the values, as a loss does in place.
+        outputs = [x.new_empty(batch, axis.size * length, weight.shape[0]) for weight in weights]
+        divided = [output.view(batch, axis.size, length, -1) for output in outputs]
         held = x.contiguous()
         for step in range(axis.size):
             coming = _next(held, axis, step)
-            for output, weight in zip(outputs, weights, strict=True):
+            for output, weight in zip(divided, weights, strict=True):
                 _multiply(held, weight.T, output[:, (axis.rank - step) % axis.size])
             held = coming.wait() if coming else held
-        return tuple(output.flatten(1, 2) for output in outputs)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
