@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
-from oracle import SEQUENCE, RandomSamples, small_spec
+from oracle import SEQUENCE, RandomSamples, hold_to_one_process, small_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.collectives import start_gather
+from megalaunch.engine.mesh import Axis, make_mesh
+from megalaunch.engine.parallel.tensor_ring import LeaveInRing
 from megalaunch.engine.train.assemble import sharded_model
 from megalaunch.engine.train.batches import TrainBatches, batch_shape
 from megalaunch.engine.train.passes import passes_of
@@ -70,7 +72,45 @@ def test_both_passes_together_do_the_work_of_one(tensor, monkeypatch):
     )
     for one, two in zip(at_once, apart, strict=True):
         assert one["matmul"] > 0
-        # A ring's pass for inputs and its pass for weights each need all of the gradient that comes in.
-        again = 2 * 4 if "parallel__overlap_tp" in tensor else 0
         assert two["matmul"] == one["matmul"]
-        assert two.get("exchange", 0) <= one.get("exchange", 0) + again
+        assert two.get("exchange", 0) <= one.get("exchange", 0)
+
+
+def _weight_pass_after(same: bool) -> tuple[int, float, bool, bool]:
+    """Exchanges and error of a ring's weight pass after its input pass, and whether anything was kept meanwhile, after.
+
+    `same`: both passes are given the same gradient.
+    """
+    axis = Axis("tp", dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name)
+    generator = torch.Generator().manual_seed(axis.rank)
+    x = torch.randn(2, 8, 4, generator=generator, requires_grad=True)
+    weight = torch.randn(6, 4, generator=generator, requires_grad=True)
+    total = LeaveInRing.apply(x.view_as(x), axis, weight.view_as(weight))
+    first, other = (torch.randn(total.shape, generator=generator) for _ in range(2))
+    torch.autograd.grad(total, x, first, retain_graph=True)
+    kept, second = total.grad_fn.kept is not None, first if same else other
+    with Calls() as calls:
+        (found,) = torch.autograd.grad(total, weight, second, retain_graph=True)
+    whole = torch.cat(list(start_gather(second, 1, axis).wait()))
+    error = (found - whole.T @ x.detach().flatten(0, 1)).abs().max().item()
+    return calls.seen["exchange"], error, kept, total.grad_fn.kept is not None
+
+
+@pytest.mark.parametrize(("same", "exchanges"), [(True, 0), (False, 1)])
+def test_a_weight_pass_uses_what_the_input_pass_gathered_of_the_same_gradient(same, exchanges):
+    for count, error, kept, still_kept in run_ranks(2, _weight_pass_after, same):
+        assert (count, kept, still_kept) == (exchanges, True, False)
+        assert error < 1e-5
+
+
+def test_overlapped_rings_under_zero_bubble_equal_one_process():
+    hold_to_one_process(
+        small_spec(
+            parallel__schedule="zero_bubble",
+            parallel__tp=2,
+            parallel__pp=2,
+            model__num_layers=2,
+            parallel__sequence_parallel=True,
+            parallel__overlap_tp=True,
+        )
+    )

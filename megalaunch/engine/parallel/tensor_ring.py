@@ -62,12 +62,12 @@ class LeaveInRing(torch.autograd.Function):
 
     The sum for a rank travels towards it, and each rank on its way adds its product, computed in the meantime.
     Backward: parts of dy travel likewise, dx = dy W is computed as they come, and dW = dy^T x when all are there. A
-    pass for dW alone gathers dy.
+    pass for dx alone keeps the gathered dy for the pass for dW that follows it, which gathers only another dy.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, weight: Tensor) -> Tensor:
-        ctx.axis = axis
+        ctx.axis, ctx.kept = axis, None
         ctx.save_for_backward(x, weight)
         parts = x.reshape(x.shape[0], axis.size, -1, x.shape[2])
         coming: Pending | None = None
@@ -84,8 +84,11 @@ class LeaveInRing(torch.autograd.Function):
         axis: Axis = ctx.axis
         x, weight = ctx.saved_tensors
         wants_x, wants_weight = is_wanted(ctx, 0), is_wanted(ctx, 1)
+        kept: tuple[Tensor, Tensor] | None = ctx.kept
+        ctx.kept = None
         if not wants_x:
-            dy = start_gather(dys[0], _SEQUENCE, axis).wait()
+            # Zero-bubble schedules give both passes the same gradient, as the same tensor.
+            dy = kept[1] if kept and kept[0] is dys[0] else start_gather(dys[0], _SEQUENCE, axis).wait()
             return None, None, product(dy.flatten(0, 1).T, x.flatten(0, 1))
         held = dys[0].contiguous()
         batch, length, hidden = held.shape
@@ -98,6 +101,8 @@ class LeaveInRing(torch.autograd.Function):
             dy[:, owner] = held
             held = coming.wait() if coming else held
         dweight = product(dy.view(-1, hidden).T, x.flatten(0, 1)) if wants_weight else None
+        if ctx.needs_input_grad[2] and not wants_weight:
+            ctx.kept = dys[0], dy.flatten(1, 2)
         return dx.flatten(1, 2), None, dweight
 
 
