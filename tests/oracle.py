@@ -29,7 +29,6 @@ from megalaunch.engine.placement import fill
 from megalaunch.engine.train.assemble import sharded_model
 from megalaunch.engine.train.batches import TrainBatches, batch_shape
 from megalaunch.engine.train.evaluate import validation_loss
-from megalaunch.engine.train.finalize import finalize
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.passes import passes_of
 from megalaunch.engine.train.step import Step
@@ -183,29 +182,40 @@ def _plain_validation(model: torch.nn.Module) -> float:
     return total / count
 
 
+class _NotingAdamW(NamedAdamW):
+    """Keeps what the first update is made of: the whole gradients, summed over all ranks and not yet clipped."""
+
+    def __init__(self, model: ModelParts, spec: RunSpec) -> None:
+        super().__init__(model, spec.optimizer)
+        self._model, self._spec = model, spec
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def step(self, rate: float, divisor: float) -> None:
+        """Update, after the note."""
+        if not self.gradients:
+            named = self._model.named_parameters()
+            self.gradients = {name: whole(name, p.grad, self._spec) for name, p in named}
+        super().step(rate, divisor)
+
+
 def on_ranks(spec: RunSpec, every_stage: bool = False, shaken: bool = False) -> Numbers | None:
     """The same three steps by the engine on this rank of an initialised group; rank 0 (of each stage) answers."""
     mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
     model = sharded_model(spec, mesh)
     if shaken:
         shake(model)
-    optimizer = NamedAdamW(model, spec.optimizer)
+    optimizer = _NotingAdamW(model, spec)
     samples = samples_of(spec)
     batches = TrainBatches(samples, batch_shape(spec.batch.global_batch_size, mesh), mesh.device)
-    total = labels_of(samples, range(spec.batch.global_batch_size))
     passes = passes_of(spec, mesh, model)
-    passes.train(batches.of(1, STEPS), total)
-    finalize(model, mesh, spec.parallel.sequence_parallel)
-    gradients = {name: whole(name, p.grad, spec) for name, p in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = None
     step = Step(spec, mesh, model, passes, optimizer, samples)
     results = [step.run(number, batches.of(number, STEPS), None) for number in range(1, STEPS + 1)]
     batches.close()
     validation = validation_loss(passes, UnevenRows(), spec.batch.micro_batch_size or 1, mesh, lambda problem: True)
     assert validation is not None
     parameters = {name: whole(name, p.detach(), spec) for name, p in model.named_parameters()}
-    numbers = Numbers([r.loss for r in results], [r.grad_norm for r in results], gradients, parameters, validation)
+    losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
+    numbers = Numbers(losses, norms, optimizer.gradients, parameters, validation)
     speaks = mesh.rank == 0 or (every_stage and mesh.rank % (mesh.topology.world // mesh.pp.size) == 0)
     return numbers if speaks else None
 
