@@ -109,6 +109,9 @@ def joined(ranks: int, *job: object) -> Numbers:
     return Numbers({name: g for numbers in every for name, g in numbers.gradients.items()}, every[0].losses)
 
 
+QUICK = 3  # of the pairs drawn
+
+
 def pairs(count: int, seed: int) -> list[tuple[Layout, Layout]]:
     """Pairs of layouts that differ; every second run has tied embeddings, on both sides."""
     found = []
@@ -124,7 +127,11 @@ def pytest_generate_tests(metafunc):
     drawn = pairs(metafunc.config.getoption("pairs"), metafunc.config.getoption("seed"))
     names = [f"{name_of(first)} to {name_of(second)}" for first, second in drawn]
     if "pair" in metafunc.fixturenames:
-        metafunc.parametrize(("number", "pair"), list(enumerate(drawn)), ids=names)
+        cases = [
+            pytest.param(number, pair, marks=[pytest.mark.slow] if number >= QUICK else [])
+            for number, pair in enumerate(drawn)
+        ]
+        metafunc.parametrize(("number", "pair"), cases, ids=names)
 
 
 def test_the_run_goes_on_under_another_layout(tmp_path, number, pair):

@@ -46,8 +46,11 @@ def _held_to_one_process(**values: Any) -> None:
     hold_to_one_process(small_spec(**{**AWKWARD, "parallel__dp": 1, **values}), shaken=True)
 
 
-@pytest.mark.parametrize("recomputed", ["none", "full"])
-@pytest.mark.parametrize("accumulated", ["least", "4"])
+CROSSED = [("least", "none"), ("4", "full")]  # quick: both at once, and neither
+CROSSED += [pytest.param(*one, marks=pytest.mark.slow) for one in (("least", "full"), ("4", "none"))]
+
+
+@pytest.mark.parametrize(("accumulated", "recomputed"), CROSSED)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_accumulation_and_recomputation(layout, accumulated, recomputed):
     values = LAYOUTS[layout]

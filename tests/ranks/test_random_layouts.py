@@ -8,13 +8,17 @@ import pytest
 from oracle import hold_to_one_process
 from random_layouts import Layout, name_of, random_runs, ranks_of, spec_of
 
+QUICK = 3  # of the layouts drawn
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each run that is drawn; every layout has several ranks."""
     if "drawn" in metafunc.fixturenames:
         option = metafunc.config.getoption
         several = (run for run in random_runs(option("--seed")) if ranks_of(run) > 1)
-        metafunc.parametrize("drawn", list(islice(several, option("--random"))), ids=name_of)
+        drawn = list(islice(several, option("--random")))
+        slow = [pytest.param(run, marks=pytest.mark.slow) for run in drawn[QUICK:]]
+        metafunc.parametrize("drawn", [*drawn[:QUICK], *slow], ids=name_of)
 
 
 def test_a_layout_against_one_process(drawn: Layout):

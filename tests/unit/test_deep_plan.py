@@ -68,10 +68,13 @@ def test_states_are_divided_as_the_strategy_says():
     "layout",
     [
         {"parallel__dp": 2},
-        {"parallel__pp": 3, "parallel__schedule": "gpipe"},
+        pytest.param({"parallel__pp": 3, "parallel__schedule": "gpipe"}, marks=pytest.mark.slow),
         {"parallel__pp": 3, "parallel__schedule": "1f1b"},
         {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "interleaved", "model__num_layers": 4},
-        {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zbv", "model__num_layers": 4},
+        pytest.param(
+            {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zbv", "model__num_layers": 4},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_part_of_the_microbatches_tells_of_all(layout, monkeypatch):
