@@ -13,6 +13,8 @@ from megalaunch.engine.model.context import WHOLE_SAMPLE
 from megalaunch.engine.parallel.context import ContextParallel, places_of
 from megalaunch.plan.topology import Topology
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 VOCABULARY = 64  # divides by tp
 EXCHANGES = ("p2p", "allgather", "a2a")
 EIGHT_HEADS = {"model__num_attention_heads": 8, "model__head_dim": 4, "model__num_query_groups": 2}

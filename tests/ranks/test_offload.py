@@ -16,6 +16,8 @@ from megalaunch.engine.parallel import offload as module
 from megalaunch.engine.parallel.offload import offload
 from megalaunch.plan.memory.rank import memory_by_rank
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 TWO = {"recompute__offload_layers": 2, "model__num_layers": 4, "model__vocab_size": 64}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero3": {"parallel__dp": 2, "parallel__data_sharding": "optim_grads_params", "batch__micro_batch_size": 1},

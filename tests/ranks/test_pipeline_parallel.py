@@ -9,6 +9,8 @@ from oracle import hold_to_one_process, small_spec
 
 from megalaunch.engine.parallel.interleaved import InterleavedGroups
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 VOCABULARY = 64
 
 

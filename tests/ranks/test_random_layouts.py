@@ -9,6 +9,7 @@ from oracle import hold_to_one_process
 from random_layouts import Layout, name_of, random_runs, ranks_of, spec_of
 
 QUICK = 3  # of the layouts drawn
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -15,6 +15,8 @@ from megalaunch.engine.families.registry import build_decoder
 from megalaunch.engine.model.init import initialise
 from megalaunch.engine.parallel.recompute import recompute
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 CHOICES: dict[str, dict[str, Any]] = {
     "full": {"recompute__granularity": "full"},
     "some layers": {"recompute__granularity": "full", "recompute__method": "block", "recompute__num_layers": 2},

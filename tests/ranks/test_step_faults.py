@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from forked_ranks import run_ranks
+from forked_ranks import RanksFailed, run_ranks
 from oracle import RandomSamples, small_spec
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalaunch.data.errors import DataError
 from megalaunch.engine.ending import Ending
@@ -114,3 +118,36 @@ def _votes(first: signal.Signals | None, second: signal.Signals | None) -> list[
 )
 def test_one_ranks_signal_stops_all(first, second, elected):
     assert run_ranks(2, _votes, first, second) == [[elected, elected, 3.0, 4.0]] * 2
+
+
+def _step_that_loses_a_rank(exchange: int, heard: Path) -> None:
+    """Rank 1 is killed at this exchange of step 2; rank 0 writes what became of its step."""
+    spec = small_spec(parallel__tp=2, parallel__sequence_parallel=True)
+    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    model, samples = sharded_model(spec, mesh), RandomSamples()
+    step = Step(spec, mesh, model, passes_of(spec, mesh, model), NamedAdamW(model, spec.optimizer), samples)
+    batches = TrainBatches(samples, batch_shape(8, mesh), mesh.device)
+    step.run(1, batches.of(1, 2), None)
+    before = itertools.count()
+
+    class Dies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "c10d" in function.namespace and next(before) == exchange:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **(kwargs or {}))
+
+    with Dies() if mesh.rank == 1 else contextlib.nullcontext():
+        try:
+            step.run(2, batches.of(2, 2), None)
+        except Exception as error:
+            heard.write_text(f"{type(error).__name__}: {error}")
+            raise
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("exchange", [0, 5, 30])
+def test_a_lost_rank_is_an_error_of_the_others_and_no_end_on_purpose(tmp_path, exchange):
+    """The result of an exchange that failed is never read: it would be memory that holds anything, NaN too."""
+    with pytest.raises(RanksFailed, match="rank 1 was killed by SIGKILL"):
+        run_ranks(2, _step_that_loses_a_rank, exchange, tmp_path / "heard")
+    assert (tmp_path / "heard").read_text().startswith("RuntimeError: ")

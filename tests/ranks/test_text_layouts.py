@@ -21,6 +21,8 @@ from megalaunch.engine.train.assemble import sharded_model
 from megalaunch.engine.train.passes import relay_of
 from megalaunch.plan.topology import Topology
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 PROMPTS = [[0, 3, 6, 9, 12], [15, 18]]  # of different lengths, and none that ranks could share
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "sequence_parallel": True},
