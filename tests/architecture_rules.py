@@ -49,7 +49,7 @@ ENGINE_FLOORS = (
 FOREIGN_TO_LAUNCHER = ("torch", "safetensors", "transformer_engine", "triton", "transformers", "lm_eval")
 FOREIGN_TO_ENGINE = ("hydra", "omegaconf", "typer", "click", "rich")
 # The one importer of pickles; tests/cli/test_import_megatron_checkpoint.py holds it to running nothing.
-AUDITED = "megalaunch/engine/checkpoint/unpickled.py"
+AUDITED = "megalaunch/engine/checkpoint/safe_unpickler.py"
 UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
 GRAB_BAGS = ("utils", "util", "helpers", "helper", "common", "manager", "base", "misc")
 UNFINISHED = ("TO" + "DO", "FIX" + "ME", "X" * 3, "Not" + "ImplementedError")
@@ -236,7 +236,7 @@ def bare_to_local(tree: Tree) -> Iterator[str]:
             continue
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Attribute) and node.attr == "to_local":
-                yield f"{module.path}:{node.lineno}: only engine/layout.py and placement.py open a DTensor"
+                yield f"{module.path}:{node.lineno}: only engine/param_layout.py and placement.py open a DTensor"
 
 
 def unsafe_code(path: str, tree: ast.Module) -> Iterator[str]:

@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 from megalaunch.config.spec_file import read_spec
-from megalaunch.engine.process import StopRequest, die_with_parent, own_output
-from megalaunch.rundir.environment import attempt_of
+from megalaunch.engine.worker_setup import StopSignal, die_with_parent, redirect_output
+from megalaunch.rundir.environment import current_attempt
 from megalaunch.rundir.events import record_event
-from megalaunch.rundir.lines import append_line, keep_lines
+from megalaunch.rundir.jsonl import append_line, keep_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter, read_progress
@@ -29,12 +29,12 @@ from megalaunch.rundir.progress import ProgressWriter, read_progress
 def main() -> None:
     if not os.environ.get("FAKE_ORPHAN"):
         die_with_parent()
-    stop = StopRequest()
+    stop = StopSignal()
     stop.install()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    attempt = attempt_of(os.environ)
+    attempt = current_attempt(os.environ)
     directory = RunDirectory(Path(sys.argv[-1]).parent)
-    own_output(directory.rank_log(rank))
+    redirect_output(directory.rank_log(rank))
     progress = ProgressWriter(directory.progress(rank), rank, attempt)
     progress.coordinates = f"dp{rank}"
     progress.report("starting")
@@ -45,7 +45,7 @@ def main() -> None:
     step = newest_checkpoint(directory)
     if rank == 0:
         keep_lines(directory.metrics, lambda record: record["step"] <= step)
-    last = min(spec.train.steps, spec.train.stop_at or spec.train.steps)
+    last = min(spec.train.steps, spec.train.exit_at_step or spec.train.steps)
     try:
         while step < last and not (stop.signal and not os.environ.get("FAKE_IGNORE_STOP")):
             step += 1
@@ -135,7 +135,7 @@ def strike(kind: str) -> None:
 
 
 def met(
-    directory: RunDirectory, rank: int, world: int, attempt: int, step: int, progress: ProgressWriter, stop: StopRequest
+    directory: RunDirectory, rank: int, world: int, attempt: int, step: int, progress: ProgressWriter, stop: StopSignal
 ) -> bool:
     """A barrier by way of the progress files; a peer that is gone is a lost connection, as in gloo.
 

@@ -28,7 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalaunch.engine.objects import refuse_foreign_objects
+from megalaunch.engine.restricted_objects import install_restricted_unpickler
 
 STACK_SIGNAL = signal.SIGUSR2
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -94,7 +94,7 @@ def _import_for_ranks() -> None:
 
 
 def _among_listed_objects(function: Callable[..., Any], *args: Any) -> Any:
-    refuse_foreign_objects()
+    install_restricted_unpickler()
     return function(*args)
 
 

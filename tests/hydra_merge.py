@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalaunch.config.compose import _primary_options
+from megalaunch.config.groups import load_option
 from megalaunch.config.keys import GROUPS, schema_defaults
-from megalaunch.config.options import load_option
 from megalaunch.config.recipes import Recipe, load_chain
 from megalaunch.config.schema import RunSpec, build_run_spec
 from megalaunch.config.schema.paths import put

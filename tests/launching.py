@@ -17,7 +17,7 @@ import pytest
 from megalaunch.config.schema import RunSpec, build_run_spec
 from megalaunch.config.spec_file import write_spec
 from megalaunch.launch.process import descendants, find_process, is_alive, kill_all
-from megalaunch.rundir.lines import read_lines
+from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
 
 WORKER = "fake_worker"
@@ -29,10 +29,10 @@ from pathlib import Path
 from megalaunch.config.spec_file import read_spec
 from megalaunch.launch.directory import leave_run, take_run
 from megalaunch.launch.local import Launch, run_locally
-from megalaunch.launch.plain import PlainDisplay
+from megalaunch.launch.log_display import PlainDisplay
 from megalaunch.launch.report import failure_report
 from megalaunch.launch.stop import StopSignals
-from megalaunch.launch.view import Scale
+from megalaunch.launch.run_state import Scale
 from megalaunch.rundir.paths import RunDirectory
 
 spec = read_spec(Path(sys.argv[1]))

@@ -15,14 +15,14 @@ from token_files import write_tokens
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.spec_file import write_spec
-from megalaunch.engine.ending import Ending
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.process import StopRequest
-from megalaunch.engine.train.assemble import assemble
-from megalaunch.engine.train.loop import Loop, Trainee
-from megalaunch.engine.train.record import Record
+from megalaunch.engine.run_end import RunEnd
+from megalaunch.engine.train.build import build_train_state
+from megalaunch.engine.train.run_logger import RunLogger
+from megalaunch.engine.train.trainer import Trainer, TrainState
+from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.plan.topology import Topology
-from megalaunch.rundir.lines import read_lines
+from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
 
@@ -35,8 +35,8 @@ class Rank:
     """One rank's part of a run about to begin, for a test to spoil."""
 
     rank: int
-    trainee: Trainee
-    stop: StopRequest
+    trainee: TrainState
+    stop: StopSignal
 
     def during(self, data: str, action: Callable[[int], None]) -> None:
         """Call `action(index)` before every read of a row of "training" or "validation"."""
@@ -69,24 +69,24 @@ def ten_steps(folder: Path) -> RunSpec:
     )
 
 
-def run_loop(spec: RunSpec, root: Path, spoil: Callable[[Rank], None] = lambda rank: None) -> Ending:
+def run_loop(spec: RunSpec, root: Path, spoil: Callable[[Rank], None] = lambda rank: None) -> RunEnd:
     """Run on forked ranks, from the newest checkpoint to the end; all ranks have to end alike."""
-    code, reason, step = _same_on_all(run_ranks(Topology.of(spec).world, _one_rank, spec, root, spoil))
-    return Ending(code, reason, step)
+    code, reason, step = _same_on_all(run_ranks(Topology.from_spec(spec).world, _one_rank, spec, root, spoil))
+    return RunEnd(code, reason, step)
 
 
 def _one_rank(spec: RunSpec, root: Path, spoil: Callable[[Rank], None]) -> tuple[object, ...]:
     directory = prepared_directory(spec, root)
     number = dist.get_rank()
-    trainee = assemble(spec, make_mesh(Topology.of(spec), torch.device("cpu"), number))
-    record = Record(directory, number, ProgressWriter(directory.progress(number), number, 0))
-    rank = Rank(number, trainee, StopRequest())
+    trainee = build_train_state(spec, make_mesh(Topology.from_spec(spec), torch.device("cpu"), number))
+    record = RunLogger(directory, number, ProgressWriter(directory.progress(number), number, 0))
+    rank = Rank(number, trainee, StopSignal())
     spoil(rank)
-    loop = Loop(trainee, directory, record, rank.stop)
+    loop = Trainer(trainee, directory, record, rank.stop)
     try:
         loop.resume()
         ending = loop.run()
-    except Ending as planned:
+    except RunEnd as planned:
         ending = planned
     return ending.exit_code, ending.reason, ending.step
 

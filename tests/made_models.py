@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from oracle import small_spec
 
-from megalaunch.engine.checkpoint.paired import parameter_shapes
+from megalaunch.engine.checkpoint.mapped_weights import parameter_shapes
 from megalaunch.engine.checkpoint.safetensors_file import TensorSource, write_file
-from megalaunch.engine.families.weights import weights_of
+from megalaunch.engine.families.weights import get_family_weights
 from megalaunch.importers.huggingface.registry import to_hf_config
 
 
@@ -29,7 +29,7 @@ def write_random_folder(folder: Path, dtype: torch.dtype, **shape: int) -> int:
         return random.repeat(math.ceil(count / len(random)))[:count].view(size)
 
     sources = {}
-    for pair in weights_of(model).tensors(model):
+    for pair in get_family_weights(model).tensors(model):
         for name, size in pair.shapes_of_theirs(shapes).items():
             sources[name] = TensorSource(dtype, tuple(size), lambda size=size: data(size))
     folder.mkdir()

@@ -18,20 +18,20 @@ from forked_ranks import run_ranks
 from proofs import Proof, record
 
 from megalaunch.config.schema import RunSpec, build_run_spec
-from megalaunch.data.row import Row, positions_within
-from megalaunch.engine.families.registry import build_decoder
+from megalaunch.data.samples.sample import Sample, positions_within
+from megalaunch.engine.dtensor import copy_from_global_
+from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.model.decoder import Decoder, unpadded
-from megalaunch.engine.model.dropout import streams_of
-from megalaunch.engine.model.init import initial_value, initialise
-from megalaunch.engine.model.parts import ModelParts
-from megalaunch.engine.placement import fill
-from megalaunch.engine.train.assemble import sharded_model
-from megalaunch.engine.train.batches import TrainBatches, batch_shape
+from megalaunch.engine.model.decoder import Decoder, strip_vocab_padding
+from megalaunch.engine.model.dropout import sample_seeds
+from megalaunch.engine.model.init import init_value, init_weights
+from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.train.build import sharded_model
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
 from megalaunch.engine.train.evaluate import validation_loss
+from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.optimizer import NamedAdamW
-from megalaunch.engine.train.passes import passes_of
-from megalaunch.engine.train.step import Step
+from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
 
 STEPS, WARMUP = 3, 2
@@ -73,8 +73,8 @@ class RandomSamples:
     def __init__(self, vocabulary: int = VOCABULARY) -> None:
         self._vocabulary = vocabulary
 
-    def __getitem__(self, index: int) -> Row:
-        return Row(np.random.default_rng(index).integers(0, self._vocabulary, SEQUENCE + 1))
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(np.random.default_rng(index).integers(0, self._vocabulary, SEQUENCE + 1))
 
     def describe(self, index: int) -> str:
         return f"row {index}"
@@ -83,24 +83,24 @@ class RandomSamples:
 class PackedSamples(RandomSamples):
     """Rows of several documents each, of whose labels some do not count; in every fourth row none does."""
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Sample:
         draws = np.random.default_rng(index)
         ends, counted = draws.random(SEQUENCE) < 0.2, draws.random(SEQUENCE) < 0.8
         documents = np.concatenate(([0], np.cumsum(ends[:-1])))
         tokens = super().__getitem__(index).tokens
-        return Row(tokens, counted & (index % 4 != 1), positions_within(ends), documents)
+        return Sample(tokens, counted & (index % 4 != 1), positions_within(ends), documents)
 
 
 def samples_of(spec: RunSpec) -> RandomSamples:
     """What a spec is trained on here."""
     vocabulary = max(VOCABULARY, (spec.model.vocab_size or 0) - 3)  # more than 64 only where padding is tried
-    return PackedSamples(vocabulary) if spec.data.reset_attention else RandomSamples(vocabulary)
+    return PackedSamples(vocabulary) if spec.data.reset_attention_mask else RandomSamples(vocabulary)
 
 
 def labels_of(samples: RandomSamples, indices: range) -> int:
     """How many labels of these rows count."""
     rows = [samples[index] for index in indices]
-    return sum(SEQUENCE if row.counted is None else int(row.counted.sum()) for row in rows)
+    return sum(SEQUENCE if row.loss_mask is None else int(row.loss_mask.sum()) for row in rows)
 
 
 class UnevenRows:
@@ -109,9 +109,9 @@ class UnevenRows:
     def __len__(self) -> int:
         return 5
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Sample:
         row = np.random.default_rng(100 + index).integers(0, VOCABULARY, SEQUENCE + 1)
-        return Row(row, np.arange(SEQUENCE) < 3 * index)
+        return Sample(row, np.arange(SEQUENCE) < 3 * index)
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Numbers:
 def one_process(spec: RunSpec, shaken: bool = False) -> Numbers:
     """The reference: no sharding, no accumulation, torch's own loss, clipping and AdamW."""
     model = build_decoder(spec.model)
-    initialise(model, spec.train.seed)
+    init_weights(model, spec.train.seed)
     if shaken:
         shake(model)
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -159,17 +159,17 @@ def one_process(spec: RunSpec, shaken: bool = False) -> Numbers:
 def _streams(spec: RunSpec, index: int) -> torch.Tensor | None:
     """What the dropout of one sample is drawn from, where there is any."""
     drops = spec.model.hidden_dropout or spec.model.attention_dropout
-    return streams_of(spec.train.seed, [index], torch.device("cpu")) if drops else None
+    return sample_seeds(spec.train.seed, [index], torch.device("cpu")) if drops else None
 
 
-def _plain_loss(model: torch.nn.Module, row: Row, streams: torch.Tensor | None = None) -> torch.Tensor:
+def _plain_loss(model: torch.nn.Module, row: Sample, streams: torch.Tensor | None = None) -> torch.Tensor:
     """The summed loss of one row, each of its documents passed through the model alone (dropout: in no document)."""
     tokens = torch.from_numpy(row.tokens)
-    documents = np.zeros(SEQUENCE, np.int64) if row.documents is None else row.documents
+    documents = np.zeros(SEQUENCE, np.int64) if row.document_ids is None else row.document_ids
     pieces = np.split(np.arange(SEQUENCE), np.flatnonzero(np.diff(documents)) + 1)
     logits = torch.cat([model(tokens[None, :-1][:, piece], streams_B=streams)[0] for piece in pieces])
     losses = F.cross_entropy(logits, tokens[1:], reduction="none")
-    return losses.sum() if row.counted is None else losses[torch.from_numpy(row.counted)].sum()
+    return losses.sum() if row.loss_mask is None else losses[torch.from_numpy(row.loss_mask)].sum()
 
 
 def _plain_validation(model: torch.nn.Module) -> float:
@@ -178,7 +178,7 @@ def _plain_validation(model: torch.nn.Module) -> float:
         for index in range(len(rows)):
             row = rows[index]
             total += _plain_loss(model, row).item()
-            count += int(row.counted.sum())
+            count += int(row.loss_mask.sum())
     return total / count
 
 
@@ -200,16 +200,16 @@ class _NotingAdamW(NamedAdamW):
 
 def on_ranks(spec: RunSpec, every_stage: bool = False, shaken: bool = False) -> Numbers | None:
     """The same three steps by the engine on this rank of an initialised group; rank 0 (of each stage) answers."""
-    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = sharded_model(spec, mesh)
     if shaken:
         shake(model)
     optimizer = _NotingAdamW(model, spec)
     samples = samples_of(spec)
-    batches = TrainBatches(samples, batch_shape(spec.batch.global_batch_size, mesh), mesh.device)
-    passes = passes_of(spec, mesh, model)
-    step = Step(spec, mesh, model, passes, optimizer, samples)
-    results = [step.run(number, batches.of(number, STEPS), None) for number in range(1, STEPS + 1)]
+    batches = PrefetchingDataLoader(samples, batch_shape(spec.batch.global_batch_size, mesh), mesh.device)
+    passes = make_forward_backward(spec, mesh, model)
+    step = TrainStep(spec, mesh, model, passes, optimizer, samples)
+    results = [step.run(number, batches.get(number, STEPS), None) for number in range(1, STEPS + 1)]
     batches.close()
     validation = validation_loss(passes, UnevenRows(), spec.batch.micro_batch_size or 1, mesh, lambda problem: True)
     assert validation is not None
@@ -244,8 +244,8 @@ def shake(model: Decoder | ModelParts) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             generator = torch.Generator().manual_seed(sum(name.encode()))
-            start = initial_value(name, parameter.shape, model.config, 0)
-            fill(parameter, start + torch.empty(parameter.shape).uniform_(-0.3, 0.3, generator=generator))
+            start = init_value(name, parameter.shape, model.config, 0)
+            copy_from_global_(parameter, start + torch.empty(parameter.shape).uniform_(-0.3, 0.3, generator=generator))
 
 
 def joined_stages(every: Iterable[Numbers | None]) -> Numbers:
@@ -261,7 +261,7 @@ def whole(name: str, tensor: torch.Tensor | None, spec: RunSpec) -> torch.Tensor
     """All of a parameter or gradient, without the rows that pad the vocabulary, which have to be zeros."""
     assert tensor is not None, "a parameter got no gradient"
     full = tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.clone()
-    rows = unpadded(name, full.shape, spec.model.vocab_size or 0)[0] if full.ndim else 0
+    rows = strip_vocab_padding(name, full.shape, spec.model.vocab_size or 0)[0] if full.ndim else 0
     assert not full.ndim or not full[rows:].any(), f"{name}: padded rows are not zero"
     return full[:rows] if full.ndim else full
 

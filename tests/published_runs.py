@@ -41,15 +41,20 @@ _GPT_7B = (
     "model=gpt3_6_7b",
     "model.name=megatron_7b",
     "model.num_query_groups=8",
-    "model.tied_embeddings=false",
+    "model.tie_word_embeddings=false",
     "model.max_position_embeddings=8192",
     "model.hidden_dropout=0.1",
     "model.attention_dropout=0.1",
 )
 _GPT3 = ("model=gpt3_175b", "model.vocab_size=51200", "model.hidden_dropout=0.1", "model.attention_dropout=0.1")
-_BF16 = ("precision=bf16", "precision.gradients=bf16", "precision.reduce=bf16")
-_FP8 = ("precision.compute=fp8", "precision.gradients=bf16", "precision.reduce=bf16", "precision.fp8.param_gather=true")
-_OVERLAP = ("parallel.overlap_tp=true", "parallel.overlap_pipeline=true")
+_BF16 = ("precision=bf16", "precision.grad_dtype=bf16", "precision.grad_reduce_dtype=bf16")
+_FP8 = (
+    "precision.compute_dtype=fp8",
+    "precision.grad_dtype=bf16",
+    "precision.grad_reduce_dtype=bf16",
+    "precision.fp8.param_gather=true",
+)
+_OVERLAP = ("parallel.tp_comm_overlap=true", "parallel.overlap_p2p_comm=true")
 
 
 # The rows that constants of plan/cost/constants.py were set on, one row each.
@@ -124,7 +129,12 @@ DGXC = (
         512,
         "tp8pp8cp2vpp8spzero1",
         (8192, 1, 256),
-        (*_BF16, *_OVERLAP, "parallel.embedding_as_layer=true", "parallel.head_as_layer=true"),
+        (
+            *_BF16,
+            *_OVERLAP,
+            "parallel.account_for_embedding_in_pipeline_split=true",
+            "parallel.account_for_loss_in_pipeline_split=true",
+        ),
         207,
     ),
     Published(
@@ -133,7 +143,7 @@ DGXC = (
         16,
         "tp2spzero1",
         (4096, 2, 64),
-        (*_BF16, "parallel.overlap_tp=true"),
+        (*_BF16, "parallel.tp_comm_overlap=true"),
         6159,
     ),
     Published(
@@ -142,7 +152,7 @@ DGXC = (
         256,
         "tp8pp8vpp12spzero1",
         (4096, 1, 64),
-        (*_BF16, "parallel.overlap_tp=true", "parallel.overlap_pipeline=true"),
+        (*_BF16, "parallel.tp_comm_overlap=true", "parallel.overlap_p2p_comm=true"),
         228,
         note="222 to 235 over releases",
     ),
@@ -178,7 +188,12 @@ BRIDGE = (
         1024,
         "tp8pp8cp2vpp8spzero1",
         (8192, 1, 1536),
-        (*_FP8, *_OVERLAP, "parallel.embedding_as_layer=true", "parallel.head_as_layer=true"),
+        (
+            *_FP8,
+            *_OVERLAP,
+            "parallel.account_for_embedding_in_pipeline_split=true",
+            "parallel.account_for_loss_in_pipeline_split=true",
+        ),
         327,
     ),
     Published(
@@ -193,7 +208,7 @@ BRIDGE = (
     ),
 )
 # Other rows with a layout, of stacks that the time model is not held to. Rows with experts force balanced routing.
-_MOE_BF16 = (*_BF16, "parallel.overlap_experts=true")
+_MOE_BF16 = (*_BF16, "parallel.overlap_moe_expert_parallel_comm=true")
 OTHERS = (
     Published("Llama3-8B FP8 Megatron-LM, 8", ("model=llama3_8b",), 8, "cp2zero1", (8192, 1, 128), _FP8, 13812),
     Published(
@@ -254,10 +269,10 @@ OTHERS = (
         (4096, 1, 8192),
         (
             *_FP8,
-            "parallel.overlap_experts=true",
+            "parallel.overlap_moe_expert_parallel_comm=true",
             "recompute=full",
-            "parallel.first_stage_layers=11",
-            "parallel.last_stage_layers=11",
+            "parallel.num_layers_in_first_pipeline_stage=11",
+            "parallel.num_layers_in_last_pipeline_stage=11",
         ),
         1712,
         note="TP2 PP8 VP4; its 94 layers and what is recomputed are not said: uneven ends and whole layers assumed",
@@ -270,9 +285,9 @@ OTHERS = (
         (4096, 1, 16384),
         (
             *_BF16,
-            "parallel.overlap_experts=true",
+            "parallel.overlap_moe_expert_parallel_comm=true",
             "recompute=full",
-            "parallel.stage_layout=Et|(tt|)*30mL",
+            "parallel.pipeline_layout=Et|(tt|)*30mL",
             "parallel.vpp=4",
         ),
         1061,
@@ -294,7 +309,7 @@ OTHERS = (
         16,
         "pp4vpp10zero1",
         (4096, 1, 128),
-        (*_FP8, "parallel.overlap_pipeline=true"),
+        (*_FP8, "parallel.overlap_p2p_comm=true"),
         8715,
         note="PP4; virtual stages and batch are not said",
     ),
@@ -304,7 +319,12 @@ OTHERS = (
         1024,
         "tp8pp8cp2vpp8spzero1",
         (8192, 1, 512),
-        (*_FP8, *_OVERLAP, "parallel.embedding_as_layer=true", "parallel.head_as_layer=true"),
+        (
+            *_FP8,
+            *_OVERLAP,
+            "parallel.account_for_embedding_in_pipeline_split=true",
+            "parallel.account_for_loss_in_pipeline_split=true",
+        ),
         315,
         note="layout and batch as in Megatron-Bridge",
     ),
@@ -325,9 +345,9 @@ OTHERS = (
         (4096, 1, 8192),
         (
             *_FP8,
-            "parallel.overlap_experts=true",
+            "parallel.overlap_moe_expert_parallel_comm=true",
             "recompute=full",
-            "parallel.stage_layout=Et|(tt|)*30mL",
+            "parallel.pipeline_layout=Et|(tt|)*30mL",
             "parallel.vpp=4",
         ),
         1297,
@@ -347,7 +367,13 @@ ONE_DEVICE = tuple(
         1,
         "dp",
         (1024, micro, 512),
-        (*_BF16, "precision.master=bf16", "precision.moments=bf16", f"train.loss_chunks={2 * micro}", *words),
+        (
+            *_BF16,
+            "precision.main_params_dtype=bf16",
+            "precision.exp_avg_dtype=bf16",
+            f"train.loss_chunks={2 * micro}",
+            *words,
+        ),
         rate,
     )
     for size, micro, rate, words in (
@@ -363,7 +389,7 @@ ONE_DEVICE = tuple(
                 "recompute=selective",
                 "recompute.modules=[mlp]",
                 "optimizer.offload_fraction=1",
-                "recompute.offload_layers=7",
+                "recompute.cpu_offloading_num_layers=7",
             ),
         ),
     )
@@ -371,7 +397,7 @@ ONE_DEVICE = tuple(
 # Whose peaks Megatron's accounting is held to. The logging rank of Megatron-LM is the last.
 # Bridge's SFT recipe (perf_recipes/llama/h100): bf16 gradients, 8-bit parameters without cached transposes, head
 # gradients deferred over 22 microbatches; the baseline recomputes core attention, as the table of its source says.
-_SFT = ("precision.compute=fp8", "precision.gradients=bf16", "precision.fp8.param_gather=true", *_OVERLAP)
+_SFT = ("precision.compute_dtype=fp8", "precision.grad_dtype=bf16", "precision.fp8.param_gather=true", *_OVERLAP)
 _CORE = ("recompute=selective", "recompute.modules=[attention]")
 _MLA_MOE = (
     "model=deepseek_v2_lite",
@@ -386,7 +412,7 @@ _MLA_MOE = (
     "model.moe.top_k=4",
     "model.moe.ffn_hidden_size=1024",
     "model.moe.shared_ffn_hidden_size=1024",
-    "model.moe.dense_layers=1",
+    "model.moe.first_k_dense_replace=1",
     "model.mtp.num_layers=1",
 )
 MEMORY_7B = (

@@ -22,20 +22,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.engine.deep_plan.moment import Moment
-from megalaunch.engine.deep_plan.replaced import replaced
-from megalaunch.engine.deep_plan.step import batch_of, watched_step, whole_samples
-from megalaunch.engine.deep_plan.world import HostNumbers
-from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.inference.cache import TextCache
+from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.inference.generate import next_logits
+from megalaunch.engine.inference.kv_cache import KVCache
 from megalaunch.engine.mesh import Mesh, make_mesh
-from megalaunch.engine.model.dropout import streams_of
-from megalaunch.engine.model.parts import ModelParts
-from megalaunch.engine.parallel import dealt_context
-from megalaunch.engine.precision.policy import stream_format
-from megalaunch.engine.train.assemble import give_memory, laid_out
-from megalaunch.engine.train.head_loss import HeadLoss
+from megalaunch.engine.model.dropout import sample_seeds
+from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.parallel import dynamic_context_parallel
+from megalaunch.engine.precision.policy import residual_dtype
+from megalaunch.engine.simulate.fake_world import FakeScalarMode
+from megalaunch.engine.simulate.patch import patch
+from megalaunch.engine.simulate.phase_tracker import PhaseTracker
+from megalaunch.engine.simulate.step import full_length_documents, make_batch, run_instrumented_step
+from megalaunch.engine.train.build import materialize, parallelize_on_meta
+from megalaunch.engine.train.linear_cross_entropy import LinearCrossEntropy
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.topology import Topology
 
@@ -70,15 +70,15 @@ class _FakeThere(TorchDispatchMode):
 @contextmanager
 def _laid_out_on(device: torch.device, spec: RunSpec, rank: int) -> Iterator[tuple[Mesh, ModelParts]]:
     """One rank's part of a model on the device, in a group without peers; within, what is made is fake."""
-    topology, fake = Topology.of(spec), FakeTensorMode(allow_non_fake_inputs=True)
+    topology, fake = Topology.from_spec(spec), FakeTensorMode(allow_non_fake_inputs=True)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world)
     mesh = make_mesh(topology, device, rank)
-    _ = mesh.tp, mesh.pp, mesh.cp, mesh.cp_levels  # made with real tensors, like meshes
+    _ = mesh.tp, mesh.pp, mesh.cp, mesh.cp_hierarchy  # made with real tensors, like meshes
     with _FakeThere(fake):
-        model = laid_out(spec, mesh)
+        model = parallelize_on_meta(spec, mesh)
     one_thread = torch.autograd.set_multithreading_enabled(False)  # torch's engine has no thread for this device
-    with replaced(dealt_context, "run_lengths", whole_samples), fake, HostNumbers(), one_thread:
-        give_memory(model, mesh)
+    with patch(dynamic_context_parallel, "document_lengths", full_length_documents), fake, FakeScalarMode(), one_thread:
+        materialize(model, mesh)
         yield mesh, model
 
 
@@ -88,18 +88,18 @@ def forward_on(device: torch.device, spec: RunSpec, rank: int) -> list[Tensor]:
     Raises FakeTensorDeviceMismatchError where tensors of two devices meet.
     """
     with _laid_out_on(device, spec, rank) as (mesh, model):
-        batch = batch_of(spec, mesh, 1)
+        batch = make_batch(spec, mesh, 1)
         microbatch = batch.microbatches[0].map(lambda part: part.to(device))
         inputs = {name: value for name, value in microbatch.inputs.items() if name != "tokens"}
-        streams = streams_of(spec.train.seed, batch.indices[0], device) if model.config.drops else None
+        streams = sample_seeds(spec.train.seed, batch.indices[0], device) if model.config.has_dropout else None
         found = []
         for part in model.parts:
-            loss = HeadLoss(part, spec.train.loss_chunks)
+            loss = LinearCrossEntropy(part, spec.train.loss_chunks)
             x = microbatch.tokens
             if part.embedding is None:
-                shape = (len(x), part.boundary.rows(x.shape[1]), spec.model.hidden_size)
-                x = torch.empty(shape, dtype=stream_format(spec.precision), device=device)
-            output = part(x, **inputs, logits=loss.of_logits, streams_B=streams)
+                shape = (len(x), part.tp_region.local_seq_len(x.shape[1]), spec.model.hidden_size)
+                x = torch.empty(shape, dtype=residual_dtype(spec.precision), device=device)
+            output = part(x, **inputs, logits=loss.takes_logits, streams_B=streams)
             found.append(output if part.head is None else loss(output, microbatch.labels))
         return found
 
@@ -107,8 +107,8 @@ def forward_on(device: torch.device, spec: RunSpec, rank: int) -> list[Tensor]:
 def step_on(device: torch.device, spec: RunSpec, rank: int) -> None:
     """A whole training step: forward, backward, sums over ranks, clipping, update."""
     with _laid_out_on(device, spec, rank) as (mesh, model):
-        step = watched_step(spec, mesh, model, NamedAdamW(model, spec.optimizer), Moment())
-        batch = batch_of(spec, mesh, mesh.topology.microbatches)
+        step = run_instrumented_step(spec, mesh, model, NamedAdamW(model, spec.optimizer), PhaseTracker())
+        batch = make_batch(spec, mesh, mesh.topology.microbatches)
         moved = tuple(one.map(lambda part: part.to(device)) for one in batch.microbatches)
         step.run(1, replace(batch, microbatches=moved), None)
 
@@ -120,5 +120,5 @@ def generate_on(device: torch.device, spec: RunSpec) -> list[Tensor]:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         model = decoder.to_empty(device=device)
         model.tie()
-        cache = TextCache(model.config.num_layers, 8, (0, 2))
+        cache = KVCache(model.config.num_layers, 8, (0, 2))
         return [next_logits(model, torch.tensor(tokens), cache) for tokens in ([[1, 2, 3], [0, 0, 4]], [[5], [6]])]

@@ -8,12 +8,12 @@ import torch
 
 from megalaunch.config.schema import RunSpec, build_run_spec
 from megalaunch.config.spec_file import write_spec
-from megalaunch.data.tokenizer import Tokenizer, train_tokenizer
+from megalaunch.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from megalaunch.engine.checkpoint.store import save_checkpoint
-from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.model.decoder import Decoder
-from megalaunch.engine.model.init import initialise
-from megalaunch.rundir.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
+from megalaunch.engine.model.init import init_weights
+from megalaunch.rundir.checkpoint.names import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.paths import RunDirectory
 
 TEXT = "the cat sat on the mat, the dog lay by the door; näh, hören wir auf. " * 20
@@ -45,7 +45,7 @@ def tiny_spec(**model: object) -> RunSpec:
 def tiny_decoder(**model: object) -> Decoder:
     """An initialised decoder of `tiny_spec`."""
     decoder = build_decoder(tiny_spec(**model).model)
-    initialise(decoder, seed=7)
+    init_weights(decoder, seed=7)
     return decoder.eval()
 
 
@@ -63,7 +63,7 @@ def make_run(root: Path, steps: tuple[int, ...] = (10, 20), **model: object) -> 
     _, tokenizer = tiny_tokenizer(root)
     for step in steps:
         decoder = build_decoder(tiny_spec(**model).model)
-        initialise(decoder, seed=step)
+        init_weights(decoder, seed=step)
         weights = {WEIGHTS + name: parameter.detach() for name, parameter in decoder.named_parameters()}
         moments = {f"optimizer.exp_avg.{name}": torch.zeros_like(p) for name, p in decoder.named_parameters()}
         files = {SPEC_FILE: run.spec, TOKENIZER_FILE: tokenizer}

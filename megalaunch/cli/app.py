@@ -79,9 +79,9 @@ class LazyGroup(TyperGroup):
             ctx.fail(f"No such command {args[0]!r}. {next_step(args, list(COMMANDS))}")
         name, listed, rest = super().resolve_command(ctx, args)
         if name and COMMANDS[name].makes_files:
-            from megalaunch.cli.closed_output import outlive_readers
+            from megalaunch.cli.output.closed_output import ignore_broken_pipe
 
-            outlive_readers()
+            ignore_broken_pipe()
         return name, load_command(name) if name and listed else listed, rest
 
 

@@ -19,7 +19,7 @@ _LAYOUT_PARTS = ("tp2", "tp4", "tp8", "pp2", "pp4", "pp8", "cp2", "ep8", "vpp2",
 
 
 @dataclass(frozen=True)
-class Offer:
+class Completion:
     """A whole word that could stand here, and one line about it."""
 
     word: str
@@ -44,7 +44,7 @@ def complete(environment: Mapping[str, str]) -> bool:
     if not shell:
         return False
     line = typed_line(shell, environment)
-    found = offers(line)
+    found = completions(line)
     if found is None:
         return False
     if shell == "fish" and environment.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
@@ -77,7 +77,7 @@ def typed_line(shell: str, environment: Mapping[str, str]) -> Line:
     return Line(tuple(words[:-1]), words[-1] if words else "", kept)
 
 
-def offers(line: Line) -> list[Offer] | None:
+def completions(line: Line) -> list[Completion] | None:
     """What could stand at the end of a line; None when it is no word of ours."""
     if not line.words:
         return None
@@ -95,17 +95,17 @@ def offers(line: Line) -> list[Offer] | None:
         return _keys(key, "=")
     front, comma, last = value.rpartition(",") if command == "sweep" else ("", "", value)
     known = _values(key, last)
-    return _matching([Offer(f"{key}={front}{comma}{offer.word}", offer.help) for offer in known], line.incomplete)
+    return _matching([Completion(f"{key}={front}{comma}{offer.word}", offer.help) for offer in known], line.incomplete)
 
 
-def _keys(incomplete: str, ending: str) -> list[Offer]:
+def _keys(incomplete: str, ending: str) -> list[Completion]:
     """Groups, sections and keys, one level at a time; a single one with what may follow it."""
     from megalaunch.config.keys import GROUPS, schema_keys
 
     if ending:
         named = [
-            Offer("recipe=", "a complete run by name"),
-            *(Offer(f"{group}=", "an option by name") for group in GROUPS),
+            Completion("recipe=", "a complete run by name"),
+            *(Completion(f"{group}=", "an option by name") for group in GROUPS),
         ]
     else:
         named = []
@@ -115,9 +115,9 @@ def _keys(incomplete: str, ending: str) -> list[Offer]:
         parts = path.split(".")
         word = ".".join(parts[: level + 1])
         if word == path:
-            found[path + ending] = Offer(path + ending, key.field.metadata["meaning"])
+            found[path + ending] = Completion(path + ending, key.field.metadata["meaning"])
         else:
-            found.setdefault(f"{word}.", Offer(f"{word}.", "a section"))
+            found.setdefault(f"{word}.", Completion(f"{word}.", "a section"))
     matching = _matching(found.values(), incomplete)
     if len(matching) != 1:
         return matching
@@ -125,50 +125,50 @@ def _keys(incomplete: str, ending: str) -> list[Offer]:
     if only.word.endswith("."):
         return _keys(only.word, ending)
     if only.word.endswith("="):
-        return [only, *(Offer(only.word + value.word, value.help) for value in _values(only.word[:-1], ""))]
+        return [only, *(Completion(only.word + value.word, value.help) for value in _values(only.word[:-1], ""))]
     return matching
 
 
-def _values(key: str, typed: str) -> list[Offer]:
+def _values(key: str, typed: str) -> list[Completion]:
     """The options of a group, or the values of a key that can be listed."""
     from megalaunch.config.keys import GROUPS
 
     if key == "recipe":
         return _recipes()
     if key in GROUPS:
-        from megalaunch.config.options import option_names
+        from megalaunch.config.groups import option_names
 
-        layouts = [Offer(word) for word in _layouts(typed)] if key == "parallel" else []
+        layouts = [Completion(word) for word in _layouts(typed)] if key == "parallel" else []
         folders = _model_folders(typed) if key == "model" else []
-        return [*(Offer(name) for name in option_names(key)), *layouts, *folders]
+        return [*(Completion(name) for name in option_names(key)), *layouts, *folders]
     return _key_values(key)
 
 
-def _key_values(key: str) -> list[Offer]:
+def _key_values(key: str) -> list[Completion]:
     from dataclasses import MISSING
 
     from megalaunch.config.keys import schema_keys
-    from megalaunch.config.schema.build import choices_of
-    from megalaunch.config.shown import shown_value
+    from megalaunch.config.schema.build import literal_choices
+    from megalaunch.config.shown import to_yaml
 
     known = schema_keys().get(key)
     if known is None:
         return []
     default = known.field.default
-    values = [str(choice) for choice in choices_of(known.annotation)]
+    values = [str(choice) for choice in literal_choices(known.annotation)]
     values += ["null"] if known.takes_null else []
     if not values and default is not MISSING and not isinstance(default, tuple):
         values = [str(default)]
-    return [Offer(value, "the default" if value == shown_value(default) else "") for value in values]
+    return [Completion(value, "the default" if value == to_yaml(default) else "") for value in values]
 
 
-def _recipes() -> list[Offer]:
+def _recipes() -> list[Completion]:
     from megalaunch.config.recipes import read_summary, recipe_files
 
-    return [Offer(name, read_summary(path)) for name, path in recipe_files().items()]
+    return [Completion(name, read_summary(path)) for name, path in recipe_files().items()]
 
 
-def _model_folders(typed: str) -> list[Offer]:
+def _model_folders(typed: str) -> list[Completion]:
     """Folders that go on as typed: those with a config.json as they are, the others with what may follow."""
     front, slash, name = typed.rpartition("/")
     found = []
@@ -178,9 +178,9 @@ def _model_folders(typed: str) -> list[Offer]:
             if hidden or not path.name.startswith(name) or not path.is_dir():
                 continue
             if (path / "config.json").is_file():
-                found.append(Offer(f"{front}{slash}{path.name}", "a Hugging Face folder"))
+                found.append(Completion(f"{front}{slash}{path.name}", "a Hugging Face folder"))
             elif slash:
-                found.append(Offer(f"{front}{slash}{path.name}/", "a folder"))
+                found.append(Completion(f"{front}{slash}{path.name}/", "a folder"))
     except (OSError, ValueError, RuntimeError):  # no such folder, or no such home
         return []
     if len(found) == 1 and found[0].word.endswith("/"):
@@ -190,7 +190,7 @@ def _model_folders(typed: str) -> list[Offer]:
 
 def _layouts(typed: str) -> list[str]:
     """`tp4` and then `tp4pp2`, `tp4zero3`, ...: one more part after those that are whole."""
-    from megalaunch.config.layouts import LayoutError, layout_values
+    from megalaunch.config.parallel_names import LayoutError, layout_values
 
     whole = typed if typed and layout_values(typed) else re.sub(r"[a-z]+$", "", typed)
     words = []
@@ -213,7 +213,7 @@ def _takes_value(command: str, option: str) -> bool:
     return False
 
 
-def _matching(found: Iterable[Offer], incomplete: str) -> list[Offer]:
+def _matching(found: Iterable[Completion], incomplete: str) -> list[Completion]:
     """Offers that go on as typed; none that a shell would read as more than a word, such as a file named $(...)."""
     return [offer for offer in found if offer.word.startswith(incomplete) and _HARMLESS.fullmatch(offer.word)]
 
@@ -231,7 +231,7 @@ def _split(text: str) -> list[str]:
     return words
 
 
-def _as_shell(shell: str, found: Sequence[Offer], line: Line) -> str:
+def _as_shell(shell: str, found: Sequence[Completion], line: Line) -> str:
     if shell == "bash":
         return "\n".join(offer.word[len(line.kept) :] for offer in found)
     if shell == "zsh":

@@ -136,7 +136,7 @@ def report_text(report: dict[str, Any]) -> str:
     lines += _columns([(entry["name"], entry["version"] or "-", entry["purpose"]) for entry in report["packages"]])
     lines += _optional(report["optional"])
     lines += ["", "operators and what computes them here", *_columns(_operators(report["operators"]))]
-    lines += ["", "missing" if report["problems"] else _nothing_missing(report["optional"])]
+    lines += ["", "missing" if report["problems"] else _has_all_packages(report["optional"])]
     for problem in report["problems"]:
         lines += [f"  {problem['problem']} (for: {problem['needed_for']})", f"    fix: {problem['fix']}"]
     if report["engine"]:
@@ -157,7 +157,7 @@ def _optional(rows: list[dict[str, Any]]) -> list[str]:
     return ["", "optional packages", *_columns(shown)]
 
 
-def _nothing_missing(optional: list[dict[str, Any]]) -> str:
+def _has_all_packages(optional: list[dict[str, Any]]) -> str:
     absent = [row["name"] for row in optional if row["version"] is None]
     if not absent:
         return "nothing is missing"

@@ -37,7 +37,7 @@ class OverridesCommand(TyperCommand):
         own = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
         unknown = list(find_unknown(args, {name for name in own if name.startswith("-")}))
         if unknown and not ctx.resilient_parsing:
-            from megalaunch.cli.exit import refuse
+            from megalaunch.cli.errors import refuse
 
             refuse(refusal(ctx.command_path, unknown, sorted(own)))
         return super().parse_args(ctx, args)
@@ -70,7 +70,7 @@ def refusal(command: str, unknown: Sequence[Unknown], own: Sequence[str]) -> str
 
 def _instead(entry: Unknown, own: Sequence[str]) -> str:
     from megalaunch.config.keys import schema_keys
-    from megalaunch.config.megatron.spelling import translate
+    from megalaunch.importers.megatron.spelling import translate
 
     plain = entry.option.lstrip("-")
     value = " ".join(entry.values)

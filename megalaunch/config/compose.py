@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from megalaunch.config.axes import Choices, Interval
 from megalaunch.config.errors import ConfigError
+from megalaunch.config.groups import CONF, ConfigValues, display_path, load_option, option_names
 from megalaunch.config.interpolation import interpolate
 from megalaunch.config.keys import GROUPS, schema_defaults, schema_keys
-from megalaunch.config.masks import masked
 from megalaunch.config.model_folder import load_model_folder, names_folder, no_weights_note
-from megalaunch.config.options import CONF, FileValues, load_option, option_names, shown_path
+from megalaunch.config.overrides import COMMAND_LINE, Overrides, parse_overrides
 from megalaunch.config.recipes import Recipe, is_path, load_chain, recipe_files
 from megalaunch.config.schema import RunSpec, SpecError, SpecProblem, build_run_spec
 from megalaunch.config.schema.paths import entry_at, put
-from megalaunch.config.words import COMMAND_LINE, Words, split_words
+from megalaunch.config.search_space import Categorical, Range
+from megalaunch.config.shadowing import shadowed_overrides
 from megalaunch.config.yaml_file import YamlProblem, load_yaml
 
 _WHOLE = re.compile(r"[+-]?(?:0|[1-9][0-9]{0,80})")
@@ -62,8 +62,8 @@ class Composition:
 class _Sources:
     """All that is read before it is merged."""
 
-    words: Words
-    options: dict[tuple[str, str], FileValues] = field(default_factory=dict)
+    words: Overrides
+    options: dict[tuple[str, str], ConfigValues] = field(default_factory=dict)
     primary: dict[str, str | None] = field(default_factory=dict)
     chain: list[Recipe] = field(default_factory=list)
 
@@ -79,12 +79,12 @@ class Composer:
     def __init__(self) -> None:
         self._chains: dict[str, list[Recipe]] = {}
         # By the recipe that is given by path, since options may lie beside it; None: all recipes that have a name.
-        self._options: dict[str | None, dict[tuple[str, str], FileValues]] = {}
+        self._options: dict[str | None, dict[tuple[str, str], ConfigValues]] = {}
 
     def compose(self, words: Sequence[str]) -> Composition:
         """As the function of that name."""
         problems: list[SpecProblem] = []
-        chosen = split_words(words, problems)
+        chosen = parse_overrides(words, problems)
         recipe = chosen.choices.get("recipe")
         known = self._options.setdefault(recipe if recipe is not None and is_path(recipe) else None, {})
         sources = _Sources(chosen, dict(known))
@@ -92,21 +92,21 @@ class Composer:
         incomplete = bool(problems)
         if not incomplete:
             known.update(sources.options)
-        choices = _chosen(sources)
+        choices = _choose_options(sources)
         data = _merge(sources, choices)
         typed = _apply_values(data, sources.words, problems)
         origins = _origins(sources, choices, typed)
         if not problems:
-            problems += masked(sources.words, sources.options, sources.chain, data, typed)
+            problems += shadowed_overrides(sources.words, sources.options, sources.chain, data, typed)
         try:
             spec = build_run_spec(data)
         except SpecError as error:
-            problems += _located(error.problems, origins, sources, incomplete)
+            problems += _locate(error.problems, origins, sources, incomplete)
         if problems:
             raise ConfigError(problems)
         shown = {group: option for group, option in choices.items() if option}
-        marked = _with_open(origins, data)
-        return Composition(spec, marked, shown, tuple(words), tuple(chosen.repeated()), _notes(sources, spec))
+        marked = _reopen_derived(origins, data)
+        return Composition(spec, marked, shown, tuple(words), tuple(chosen.duplicates()), _notes(sources, spec))
 
 
 def _notes(sources: _Sources, spec: RunSpec) -> tuple[SpecProblem, ...]:
@@ -114,7 +114,7 @@ def _notes(sources: _Sources, spec: RunSpec) -> tuple[SpecProblem, ...]:
     if not option or not names_folder(option):
         return ()
     found = [SpecProblem("model", note) for note in sources.options["model", option].notes]
-    return (*found, *([] if spec.checkpoint.initialize_from else [no_weights_note(option)]))
+    return (*found, *([] if spec.checkpoint.load_pretrained else [no_weights_note(option)]))
 
 
 @cache
@@ -122,7 +122,7 @@ def _primary_options() -> Mapping[str, str | None]:
     """The option of each group that conf/config.yaml names."""
     path = CONF / "config.yaml"
     try:
-        entries = load_yaml(path, shown_path(path)).data["defaults"]
+        entries = load_yaml(path, display_path(path)).data["defaults"]
     except YamlProblem as problem:
         raise ConfigError([SpecProblem("conf", problem.message, problem.where)]) from problem
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
@@ -151,10 +151,10 @@ def _read_files(sources: _Sources, chains: dict[str, list[Recipe]], problems: li
                 if is_folder
                 else load_option(group, option, where, problems, beside)
             )
-            sources.options[group, option] = FileValues() if values is None else values
+            sources.options[group, option] = ConfigValues() if values is None else values
 
 
-def _chosen(sources: _Sources) -> dict[str, str | None]:
+def _choose_options(sources: _Sources) -> dict[str, str | None]:
     """The option of each group: the words' before the recipe's before the primary file's."""
     picked: dict[str, str | None] = {group: sources.primary.get(group) for group in GROUPS}
     picked |= {group: option for recipe in sources.chain for group, (option, _) in recipe.options.items()}
@@ -174,7 +174,7 @@ def _merge(sources: _Sources, choices: Mapping[str, str | None]) -> dict[str, An
     return data
 
 
-def _apply_values(data: dict[str, Any], words: Words, problems: list[SpecProblem]) -> dict[str, Any]:
+def _apply_values(data: dict[str, Any], words: Overrides, problems: list[SpecProblem]) -> dict[str, Any]:
     """Write the typed values into the data, the last of a key wins; returns them by key."""
     typed: dict[str, Any] = {}
     for path, raw in words.values:
@@ -196,7 +196,7 @@ def _text_value(path: str, raw: str) -> tuple[str | None, str | None]:
     return interpolate(raw)
 
 
-def read_axis(path: str, raw: str) -> Choices | Interval | None:
+def read_axis(path: str, raw: str) -> Categorical | Range | None:
     """What a sweep word ranges over (Hydra's choice, range, interval, glob, and values with commas); None: one value.
 
     Raises ValueError with the reason for a sweep that cannot be read.
@@ -212,13 +212,13 @@ def read_axis(path: str, raw: str) -> Choices | Interval | None:
         sweep: Any = parsed.value()
         if isinstance(sweep, IntervalSweep):
             low, high = sweep.start or 0.0, sweep.end or 0.0
-            return Interval(low, high, "log" in sweep.tags, isinstance(low, int) and isinstance(high, int))
+            return Range(low, high, "log" in sweep.tags, isinstance(low, int) and isinstance(high, int))
         if isinstance(sweep, Glob):
             names = list(recipe_files()) if path == "recipe" else option_names(path) if path in GROUPS else []
-            return Choices(tuple(sorted(sweep.filter(names))))
+            return Categorical(tuple(sorted(sweep.filter(names))))
         if getattr(sweep, "shuffle", False):
             raise ValueError("shuffle gives another order each time; --sampler random has one that can be continued")
-        return Choices(tuple(dict.fromkeys(parsed.sweep_string_iterator())))
+        return Categorical(tuple(dict.fromkeys(parsed.sweep_string_iterator())))
     except HydraException as error:
         if path in schema_keys() and schema_keys()[path].is_text:
             return None  # free text may hold brackets and commas
@@ -276,14 +276,14 @@ def _origins(sources: _Sources, choices: Mapping[str, str | None], typed: Mappin
     return origins | {path: Origin("command line", COMMAND_LINE) for path in typed}
 
 
-def _with_open(origins: Mapping[str, Origin], data: Mapping[str, Mapping[str, Any]]) -> dict[str, Origin]:
+def _reopen_derived(origins: Mapping[str, Origin], data: Mapping[str, Mapping[str, Any]]) -> dict[str, Origin]:
     marked = {}
     for path, origin in origins.items():
         marked[path] = replace(origin, open=entry_at(data, path) in (None, "auto"))
     return marked
 
 
-def _located(
+def _locate(
     found: list[SpecProblem], origins: Mapping[str, Origin], sources: _Sources, incomplete: bool
 ) -> list[SpecProblem]:
     """Give each problem its place; leave out missing values that follow from other problems or from no choice."""

@@ -10,7 +10,7 @@ from megalaunch.config.keys import Key, schema_keys, suggestion
 from megalaunch.config.schema import RunSpec, SpecProblem
 from megalaunch.config.schema.build import describe
 from megalaunch.config.schema.paths import value_at
-from megalaunch.config.shown import shown_value
+from megalaunch.config.shown import to_yaml
 
 
 def explain_key(path: str, composition: Composition, resolved: RunSpec) -> str:
@@ -32,17 +32,17 @@ def _unit(key: Key) -> str:
 
 
 def _takes(key: Key) -> str:
-    default = "none" if key.field.default is MISSING else shown_value(key.field.default)
+    default = "none" if key.field.default is MISSING else to_yaml(key.field.default)
     return f"takes: {describe(key.annotation)}; default: {default}"
 
 
 def _lines(key: Key, composition: Composition, resolved: RunSpec) -> str:
     origin = composition.origins[key.path]
     given, final = value_at(composition.spec, key.path), value_at(resolved, key.path)
-    derived = f", given as {shown_value(given)} and derived" if given != final else ""
+    derived = f", given as {to_yaml(given)} and derived" if given != final else ""
     return "\n".join(
         [
-            f"{key.path} = {shown_value(final)}{_unit(key)}",
+            f"{key.path} = {to_yaml(final)}{_unit(key)}",
             f"  {key.field.metadata['meaning']}",
             f"  from: {origin.where}{derived}",
             f"  {_takes(key)}",

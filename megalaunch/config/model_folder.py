@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megalaunch.config.options import FileValues, option_files, shown_path
+from megalaunch.config.groups import ConfigValues, display_path, option_files
 from megalaunch.config.schema import SpecProblem
 
 
@@ -21,7 +21,7 @@ def exists(path: str) -> bool:
         return False
 
 
-def load_model_folder(word: str, where: str, problems: list[SpecProblem]) -> FileValues | None:
+def load_model_folder(word: str, where: str, problems: list[SpecProblem]) -> ConfigValues | None:
     """The model section that a folder means; None, and every reason as a problem, where it means none.
 
     `where` names who asked for it.
@@ -30,19 +30,19 @@ def load_model_folder(word: str, where: str, problems: list[SpecProblem]) -> Fil
 
     folder = Path(word).expanduser()
     try:
-        section = read_model_section(folder, shown_path(folder))
+        section = read_model_section(folder, display_path(folder))
     except ModelFolderError as error:
         problems += [SpecProblem(p.path, p.message, p.where or where) for p in error.problems]
         return None
     values = {f"model.{path}": value for path, value in section.values.items()}
     places = {f"model.{path}": place for path, place in section.places.items()}
-    return FileValues(values, places, section.notes)
+    return ConfigValues(values, places, section.notes)
 
 
 def no_weights_note(word: str) -> SpecProblem:
     """What a folder does not give, and the word that does."""
     said = (
         f"model={word} gives the architecture only, and the run begins with random weights; "
-        f"add checkpoint.initialize_from={word} to begin with those of the folder"
+        f"add checkpoint.load_pretrained={word} to begin with those of the folder"
     )
-    return SpecProblem("checkpoint.initialize_from", said)
+    return SpecProblem("checkpoint.load_pretrained", said)

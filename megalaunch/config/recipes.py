@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalaunch.config.groups import ConfigValues, display_path, file_values
 from megalaunch.config.keys import GROUPS, suggestion
-from megalaunch.config.options import FileValues, file_values, shown_path
 from megalaunch.config.schema import SpecProblem
 from megalaunch.config.unknown_names import unknown_recipe
 from megalaunch.config.yaml_file import YamlFile, YamlProblem, load_yaml
@@ -34,7 +34,7 @@ class Recipe:
     text: str
     parents: tuple[str, ...]
     options: Mapping[str, tuple[str, str]]
-    body: FileValues
+    body: ConfigValues
 
 
 def read_summary(path: Path) -> str:
@@ -106,7 +106,7 @@ def _collect(
     if recipe is None:
         return
     for parent in recipe.parents:
-        _collect(parent, shown_path(recipe.path), (*path_here, word), chain, problems)
+        _collect(parent, display_path(recipe.path), (*path_here, word), chain, problems)
     chain.append(recipe)
 
 
@@ -116,7 +116,7 @@ def _starts_from_itself(links: list[str], where: str) -> str:
     own = find_recipe(links[-1])
     packaged = PACKAGED / f"{links[-1]}.yaml"
     if own is not None and packaged.is_file() and own.resolve() != packaged.resolve():
-        said += f", or rename {shown_path(own)}, which hides the {links[-1]} that comes with megalaunch"
+        said += f", or rename {display_path(own)}, which hides the {links[-1]} that comes with megalaunch"
     return said
 
 
@@ -126,7 +126,7 @@ def _load(word: str, where: str, typed: bool, problems: list[SpecProblem]) -> Re
         problems.append(SpecProblem("recipe", _unknown(word, typed), where))
         return None
     try:
-        file = load_yaml(path, shown_path(path))
+        file = load_yaml(path, display_path(path))
     except YamlProblem as problem:
         problems.append(SpecProblem("recipe", problem.message, problem.where))
         return None
@@ -154,11 +154,11 @@ def read_recipe(name: str, path: Path, file: YamlFile, problems: list[SpecProble
             parents.append(parent)
             if len(parents) > _MAX_PARENTS:
                 problems.append(SpecProblem("recipe", f"starts from more than {_MAX_PARENTS} recipes", place))
-                return Recipe(name, path, file.text, (), options, FileValues())
+                return Recipe(name, path, file.text, (), options, ConfigValues())
         elif picked:
             options[picked[0]] = (picked[1], place)
     body = file_values(YamlFile(file.path, file.text, data, file.places), "", problems)
-    return Recipe(name, path, file.text, tuple(parents), options, _without_masks(body, problems))
+    return Recipe(name, path, file.text, tuple(parents), options, _drop_shadowed(body, problems))
 
 
 _Entry = tuple[str, str, str, tuple[str, str] | None]  # place, problem, parent, (group, option)
@@ -176,12 +176,12 @@ def _defaults(defaults: Any, file: YamlFile) -> Iterator[_Entry]:
         elif isinstance(entry, str):
             yield place, "", entry, None
         elif isinstance(entry, dict) and len(entry) == 1:
-            yield _picked(place, *next(iter(entry.items())))
+            yield _picked_options(place, *next(iter(entry.items())))
         else:
             yield place, "an entry is `- override /GROUP: OPTION` or the name of a recipe to start from", "", None
 
 
-def _picked(place: str, key: str, option: Any) -> _Entry:
+def _picked_options(place: str, key: str, option: Any) -> _Entry:
     override, _, target = key.partition(" ")
     group = target.strip().removeprefix("/") if override == "override" else key.removeprefix("/")
     if group == "recipe":  # as the command line says it, recipe=NAME
@@ -195,7 +195,7 @@ def _picked(place: str, key: str, option: Any) -> _Entry:
     return place, "", "", (group, option)
 
 
-def _without_masks(body: FileValues, problems: list[SpecProblem]) -> FileValues:
+def _drop_shadowed(body: ConfigValues, problems: list[SpecProblem]) -> ConfigValues:
     kept = {}
     for key, value in body.values.items():
         group = key.partition(".")[0]
@@ -208,4 +208,4 @@ def _without_masks(body: FileValues, problems: list[SpecProblem]) -> FileValues:
             f"let it pick an option: `- override /{group}: {option}` in its defaults"
         )
         problems.append(SpecProblem(key, message, body.places[key]))
-    return FileValues(kept, body.places)
+    return ConfigValues(kept, body.places)

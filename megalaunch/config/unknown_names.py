@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalaunch.config.keys import SECTIONS, suggestion
-from megalaunch.config.layouts import GRAMMAR, one_layout
+from megalaunch.config.parallel_names import GRAMMAR, merge_layout_names
 from megalaunch.config.schema.build import did_you_mean
 from megalaunch.config.schema.remote import is_address, is_hub_name
 
 _DOWNLOAD = (
-    "download it, and write model=FOLDER for its architecture and checkpoint.initialize_from=FOLDER for its weights"
+    "download it, and write model=FOLDER for its architecture and checkpoint.load_pretrained=FOLDER for its weights"
 )
 
 
@@ -28,7 +28,7 @@ def unknown_key(key: str, value: str = "") -> str:
 
 
 def _from_megatron(name: str, value: str) -> str:
-    from megalaunch.config.megatron.spelling import translate
+    from megalaunch.importers.megatron.spelling import translate
 
     answer = translate(name, [value] if value else []) if "_" in name or "-" in name else None
     if answer is None or any(part.endswith(f".{name}") for part in _keys(answer.overrides)):
@@ -48,7 +48,7 @@ def unknown_option(group: str, name: str, names: Sequence[str]) -> str:
     """Say that a group has no such option, and what its kind of name stands for."""
     text = f"there is no {group}={name}"
     if group == "parallel":
-        joined = one_layout(name)
+        joined = merge_layout_names(name)
         near = f"; did you mean parallel={joined}?" if joined else f"{did_you_mean(name, list(names))};"
         return f"{text}{near} a layout is named by {GRAMMAR}, e.g. parallel=tp4pp4"
     if group == "data" and (hint := _own_text(name)):

@@ -11,19 +11,19 @@ from typing import Any
 
 from megalaunch.config.schema.data import OWN_TEMPLATE, DataSpec
 from megalaunch.config.schema.tokenizer import TokenizerSpec
-from megalaunch.data.blend import blend_entries, parse_blend
-from megalaunch.data.cache import cached_directory
-from megalaunch.data.chat_build import answers_prefix, build_chat
-from megalaunch.data.corpus import Corpus, find_corpus
-from megalaunch.data.corpus_build import TOKENIZER, TRAIN, VALIDATION, build_corpus
+from megalaunch.data.cached_directory import cached_directory
 from megalaunch.data.errors import DataError, cannot
-from megalaunch.data.indexed import IndexedTokens
-from megalaunch.data.inputs import START_AGAIN
-from megalaunch.data.preprocess_report import check_report
-from megalaunch.data.source import Part, tokens_of, training_parts, validation_parts
-from megalaunch.data.split import DEFAULT_SPLIT
-from megalaunch.data.tokenizer import load_tokenizer, tokenizer_file
-from megalaunch.data.tokenizer_folder import files_beside
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens
+from megalaunch.data.preprocess.build_corpus import TOKENIZER, TRAIN, VALIDATION, build_corpus
+from megalaunch.data.preprocess.chat.build import build_chat, loss_mask_prefix
+from megalaunch.data.preprocess.corpus import Corpus, find_corpus
+from megalaunch.data.preprocess.inputs import START_AGAIN
+from megalaunch.data.preprocess.report import check_report
+from megalaunch.data.samples.blended_dataset import blend_entries, parse_blend
+from megalaunch.data.samples.build_datasets import DatasetSlice, num_tokens, train_slices, validation_parts
+from megalaunch.data.samples.split import DEFAULT_SPLIT
+from megalaunch.data.tokenizer.folder import companion_files
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer, tokenizer_file
 
 # Raise it when the same corpus and settings would give other files than before.
 _RECIPE_VERSION = 4
@@ -51,7 +51,7 @@ class PreparedData:
     validation_blend: tuple[str, ...] = ()
 
 
-def prepared_values(prepared: PreparedData) -> dict[str, Any]:
+def data_overrides(prepared: PreparedData) -> dict[str, Any]:
     """The keys of a run spec that preparation fills in, by dotted path."""
     paths = {
         "data.train_prefix": prepared.train_prefix,
@@ -64,16 +64,16 @@ def prepared_values(prepared: PreparedData) -> dict[str, Any]:
 
 def prepare(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]) -> PreparedData:
     """Token files for training: those of `data.train_prefix` or `data.blend`, or made from `data.corpus` or
-    `data.chat` and cached.
+    `data.sft_data` and cached.
 
     `report` gets a line for each step that takes time, and for whatever the user should know. Made files
     are kept in `data.cache_directory` under a hash of all they depend on. Raises DataError.
     """
     if data.mock:
-        return _made_up(tokenizer)
+        return _mock_data(tokenizer)
     if data.blend or data.train_prefix is not None:
-        return _given(data, tokenizer, report)
-    source = data.chat if data.corpus is None else data.corpus
+        return _use_existing_tokens(data, tokenizer, report)
+    source = data.sft_data if data.corpus is None else data.corpus
     if source is None:
         raise DataError(
             "there is nothing to train on",
@@ -89,7 +89,7 @@ def prepare(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], No
     def build(unfinished: Path) -> None:
         try:
             if data.corpus is None:
-                build_chat(unfinished, corpus, data, _tokenizer_of_chat(tokenizer), report)
+                build_chat(unfinished, corpus, data, _chat_tokenizer(tokenizer), report)
             else:
                 build_corpus(unfinished, corpus, data, tokenizer, report)
         except DataError:
@@ -99,7 +99,7 @@ def prepare(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], No
 
     directory = cached_directory(
         Path(data.cache_directory).expanduser() / ("chats" if data.corpus is None else "corpora"),
-        _content_key(corpus, hashes, data, tokenizer),
+        _cache_key(corpus, hashes, data, tokenizer),
         build,
         lambda found: _is_intact(found, chat=data.corpus is None),
         lambda: report("waiting for another process that prepares the same data"),
@@ -110,7 +110,7 @@ def prepare(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], No
     return prepared
 
 
-def _tokenizer_of_chat(tokenizer: TokenizerSpec) -> Path:
+def _chat_tokenizer(tokenizer: TokenizerSpec) -> Path:
     if tokenizer.path is None:
         raise DataError(
             "conversations need a tokenizer that exists",
@@ -119,7 +119,7 @@ def _tokenizer_of_chat(tokenizer: TokenizerSpec) -> Path:
     return tokenizer_file(tokenizer.path)
 
 
-def _made_up(tokenizer: TokenizerSpec) -> PreparedData:
+def _mock_data(tokenizer: TokenizerSpec) -> PreparedData:
     """Nothing to prepare: tokens of a vocabulary."""
     path = None if tokenizer.path is None else tokenizer_file(tokenizer.path).absolute()
     loaded = None if path is None else load_tokenizer(path)
@@ -143,7 +143,7 @@ def _refuse_changed(corpus: Corpus, hashes: Sequence[str]) -> None:
             raise DataError("it changed while it was read", file=file.path, fix=START_AGAIN)
 
 
-def _content_key(corpus: Corpus, hashes: Sequence[str], data: DataSpec, tokenizer: TokenizerSpec) -> str:
+def _cache_key(corpus: Corpus, hashes: Sequence[str], data: DataSpec, tokenizer: TokenizerSpec) -> str:
     """A hash of all that the files depend on: names and bytes of the corpus, settings, versions."""
     import tokenizers
 
@@ -159,17 +159,17 @@ def _content_key(corpus: Corpus, hashes: Sequence[str], data: DataSpec, tokenize
         "append_eod": data.append_eod,
         "add_special_tokens": data.add_special_tokens,
         "on_bad_record": data.on_bad_record,
-        "tokenizer": tokenizer.vocab_size if tokenizer.path is None else _hash_of(tokenizer_file(tokenizer.path)),
+        "tokenizer": tokenizer.vocab_size if tokenizer.path is None else _hash_file(tokenizer_file(tokenizer.path)),
     }
     if data.corpus is None:
         settings["chat_template"] = data.chat_template
         if data.chat_template == OWN_TEMPLATE and tokenizer.path is not None:
-            beside = files_beside(tokenizer_file(tokenizer.path))
-            settings["chat_files"] = {name: _hash_of(path) for name, path in beside.items()}
+            beside = companion_files(tokenizer_file(tokenizer.path))
+            settings["chat_files"] = {name: _hash_file(path) for name, path in beside.items()}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _hash_of(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -182,7 +182,7 @@ def _is_intact(directory: Path, chat: bool) -> bool:
         _describe(directory)
         if chat:
             for side in (TRAIN, VALIDATION):
-                IndexedTokens(answers_prefix(directory / side))
+                IndexedTokens(loss_mask_prefix(directory / side))
     except DataError:
         return False
     return True
@@ -205,7 +205,7 @@ def _describe(directory: Path) -> PreparedData:
     )
 
 
-def _given(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]) -> PreparedData:
+def _use_existing_tokens(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]) -> PreparedData:
     """Token files that the user made; a single prefix without validation files is split as Megatron does."""
     if tokenizer.path is None:
         raise DataError(
@@ -220,10 +220,10 @@ def _given(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], Non
         name, split = Path(data.train_prefix).name, data.split or DEFAULT_SPLIT
         why = " as Megatron does" if data.split is None else ""
         report(f"note: no validation files, so {name} is shared out {split}{why}")
-    training = training_parts(data)
-    train_tokens = sum(tokens_of(part) for part in training)
+    training = train_slices(data)
+    train_tokens = sum(num_tokens(part) for part in training)
     validating = validation_parts(data)
-    validation_tokens = sum(tokens_of(part) for part in validating)
+    validation_tokens = sum(num_tokens(part) for part in validating)
     if validation_tokens == 0:
         report("note: there are no validation tokens, the run goes without")
     for made in dict.fromkeys(part.prefix for part in (*training, *validating)):
@@ -262,7 +262,7 @@ def _absolute(prefix: str) -> str:
     return str(Path(prefix).expanduser().absolute())
 
 
-def _documents(parts: tuple[Part, ...]) -> int:
+def _documents(parts: tuple[DatasetSlice, ...]) -> int:
     return sum(
         IndexedTokens(part.prefix).num_sequences if part.sequences is None else len(part.sequences) for part in parts
     )

@@ -9,45 +9,60 @@ from typing import TYPE_CHECKING
 import torch
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.engine.checkpoint.convert import export_huggingface, import_huggingface, import_megatron
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
-from megalaunch.engine.deep_plan.report import DeepPlan, Exchange
-from megalaunch.engine.inference.ask import Ask, answers, checked_tokens, length_note, tokens_of
-from megalaunch.engine.inference.convert import export_huggingface, import_huggingface, import_megatron
-from megalaunch.engine.inference.load import LanguageModel, ModelSource, load_weights, open_model, open_source
+from megalaunch.engine.inference.batch_generation import Completion, TextDelta
+from megalaunch.engine.inference.jobs import (
+    Answer,
+    EvaluateJob,
+    GenerateJob,
+    Job,
+    Warning,
+    answers_file,
+    from_record,
+    write_job,
+)
+from megalaunch.engine.inference.load_model import LanguageModel, ModelSource, load_weights, open_model, open_source
+from megalaunch.engine.inference.request import (
+    GenerationRequest,
+    generate_texts,
+    length_note,
+    tokenize_prompts,
+    validate_prompts,
+)
 from megalaunch.engine.inference.sampling import Sampling
-from megalaunch.engine.inference.write import Piece, Written
-from megalaunch.engine.texts.job import Answer, Job, Note, ScoreJob, WriteJob, answer_of, answers_file, write_job
+from megalaunch.engine.simulate.report import CollectiveReport, DeepPlan
 
 if TYPE_CHECKING:
-    from megalaunch.engine.harness import TaskScore as TaskScore
-    from megalaunch.engine.score import Score as Score
+    from megalaunch.engine.lm_eval_adapter import TaskScore as TaskScore
+    from megalaunch.engine.perplexity import Score as Score
 
 __all__ = [
     "Answer",
-    "Ask",
+    "GenerationRequest",
     "CheckpointError",
     "DeepPlan",
-    "Exchange",
+    "CollectiveReport",
     "Job",
     "LanguageModel",
     "MegatronCheckpoint",
     "ModelSource",
-    "Note",
-    "Piece",
+    "Warning",
+    "TextDelta",
     "Sampling",
-    "ScoreJob",
-    "WriteJob",
-    "Written",
-    "answer_of",
-    "answers",
+    "EvaluateJob",
+    "GenerateJob",
+    "Completion",
+    "from_record",
+    "generate_texts",
     "answers_file",
-    "checked_tokens",
-    "continue_text",
+    "validate_prompts",
+    "stream_text",
     "deep_plan",
     "export_huggingface",
-    "fit_threads",
-    "format_named",
+    "set_num_threads_for",
+    "dtype_from_name",
     "generate",
     "import_huggingface",
     "import_megatron",
@@ -55,9 +70,9 @@ __all__ = [
     "load_weights",
     "open_model",
     "open_source",
-    "scores",
+    "evaluate",
     "task_scores",
-    "tokens_of",
+    "tokenize_prompts",
     "write_job",
 ]
 
@@ -70,12 +85,12 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     Raises ValueError for a rank outside the world and for what the engine does not run, RuntimeError inside a process
     group.
     """
-    from megalaunch.engine.deep_plan.plan import deep_plan as planned  # what only generates text needs no DTensor
+    from megalaunch.engine.simulate.deep_plan import deep_plan as planned  # what only generates text needs no DTensor
 
     return planned(spec, rank)
 
 
-def scores(
+def evaluate(
     model: LanguageModel,
     data: list[str],
     sequence_length: int | None = None,
@@ -83,7 +98,7 @@ def scores(
     json_key: str = "text",
 ) -> Iterator[Score]:
     """How well a model predicts each data set; `engine.score` says how. Raises DataError and ValueError."""
-    from megalaunch.engine.score import scores as scored  # what only generates text needs no trainer
+    from megalaunch.engine.perplexity import evaluate_perplexity as scored  # what only generates text needs no trainer
 
     return scored(model, data, sequence_length, batch_size, json_key)
 
@@ -101,12 +116,12 @@ def task_scores(
 
     Raises ValueError for unknown tasks, OSError when the data of one is not there.
     """
-    from megalaunch.engine.harness import task_scores as scored  # lm-eval is an extra, and imports a lot
+    from megalaunch.engine.lm_eval_adapter import task_scores as scored  # lm-eval is an extra, and imports a lot
 
     return scored(model, tasks, include_path, num_fewshot, limit, batch_size, max_length)
 
 
-def format_named(word: str) -> torch.dtype:
+def dtype_from_name(word: str) -> torch.dtype:
     """`fp32`, `bf16` or `fp16`; raises KeyError for other words."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[word]
 
@@ -116,21 +131,23 @@ def generate(source: Path, prompt: str, max_new_tokens: int = 200, sampling: Sam
 
     Raises as `open_model` and `continue_text` do.
     """
-    return "".join(continue_text(open_model(source), prompt, max_new_tokens, sampling))
+    return "".join(stream_text(open_model(source), prompt, max_new_tokens, sampling))
 
 
-def continue_text(
+def stream_text(
     model: LanguageModel, prompt: str, max_new_tokens: int = 200, sampling: Sampling | None = None
 ) -> Iterator[str]:
     """Yield the text after `prompt` piece by piece, until the document ends or `max_new_tokens` are written.
 
     Raises ValueError at once, not at the first piece, when the prompt is empty or too long for the model.
     """
-    asked = answers(model, tokens_of(model, [prompt]), Ask(max_new_tokens, sampling or Sampling()))
-    return (piece.text for piece in asked if isinstance(piece, Piece))
+    asked = generate_texts(
+        model, tokenize_prompts(model, [prompt]), GenerationRequest(max_new_tokens, sampling or Sampling())
+    )
+    return (piece.text for piece in asked if isinstance(piece, TextDelta))
 
 
-def fit_threads(model: LanguageModel) -> None:
+def set_num_threads_for(model: LanguageModel) -> None:
     """For a process that does nothing but write text: one thread for a small model on a CPU.
 
     Threads that share out a few microseconds of work mostly wait for each other; measured for 6 M parameters on

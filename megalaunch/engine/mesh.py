@@ -29,7 +29,7 @@ class Axis:
     group: str = ""
 
     @classmethod
-    def of(cls, grid: DeviceMesh, name: str) -> Axis:
+    def from_mesh(cls, grid: DeviceMesh, name: str) -> Axis:
         """The axis `name` of a grid."""
         return cls(name, grid[name].size(), grid.get_local_rank(name), grid.get_group(name).group_name)
 
@@ -41,37 +41,44 @@ class Mesh:
     device: torch.device
     topology: Topology
     rank: int
-    grid: DeviceMesh
-    samples: DeviceMesh
-    levels: DeviceMesh | None = None
+    world_mesh: DeviceMesh
+    cp_mesh: DeviceMesh
+    cp_hierarchy_mesh: DeviceMesh | None = None
 
     @property
-    def data_parallel(self) -> DeviceMesh:
+    def fsdp_mesh(self) -> DeviceMesh:
         """What `fully_shard` divides over: (shard), or (dp_replicate, shard) with several replicas."""
-        return self.grid["dp_replicate", "shard"] if self.topology.replicas > 1 else self.grid["shard"]
+        return self.world_mesh["dp_replicate", "shard"] if self.topology.dp_replicate > 1 else self.world_mesh["shard"]
 
     @cached_property
     def tp(self) -> Axis:
         """The tensor-parallel axis."""
-        return Axis.of(self.grid, "tp")
+        return Axis.from_mesh(self.world_mesh, "tp")
 
     @cached_property
     def pp(self) -> Axis:
         """The pipeline-parallel axis."""
-        return Axis.of(self.grid, "pp")
+        return Axis.from_mesh(self.world_mesh, "pp")
 
     @cached_property
     def cp(self) -> Axis:
         """The context-parallel axis: ranks that share each sample."""
-        return Axis.of(self.samples, "cp") if self.topology.cp > 1 else Axis("cp")
+        return Axis.from_mesh(self.cp_mesh, "cp") if self.topology.cp > 1 else Axis("cp")
 
     @cached_property
-    def cp_levels(self) -> tuple[Axis, Axis] | None:
+    def cp_hierarchy(self) -> tuple[Axis, Axis] | None:
         """The context-parallel axis as two, neighbours and the groups of neighbours, where a hierarchy is given."""
-        return None if self.levels is None else (Axis.of(self.levels, "cp_inner"), Axis.of(self.levels, "cp_outer"))
+        return (
+            None
+            if self.cp_hierarchy_mesh is None
+            else (
+                Axis.from_mesh(self.cp_hierarchy_mesh, "cp_inner"),
+                Axis.from_mesh(self.cp_hierarchy_mesh, "cp_outer"),
+            )
+        )
 
     @property
-    def speaks(self) -> bool:
+    def is_loss_rank(self) -> bool:
         """True on the one rank of each group of equals that reports its samples' tokens and loss to sums over all."""
         return self.tp.rank == 0 and self.pp.rank == self.last_stage_rank
 
@@ -83,23 +90,23 @@ class Mesh:
     @property
     def pp_group(self) -> ProcessGroup:
         """The pipeline-parallel axis as a group."""
-        return self.grid.get_group("pp")
+        return self.world_mesh.get_group("pp")
 
     @property
-    def data_size(self) -> int:
+    def dp_size(self) -> int:
         """Ranks that see different samples."""
         return self.topology.dp
 
     @property
-    def data_rank(self) -> int:
+    def dp_rank(self) -> int:
         """Which of the `data_size` shares of a batch is this rank's."""
-        return self.topology.dense.place(self.rank)["dp"]
+        return self.topology.dense_grid.coordinates(self.rank)["dp"]
 
 
 def make_mesh(topology: Topology, device: torch.device, rank: int) -> Mesh:
     """The mesh of an initialised process group of `topology.world` ranks."""
     t = topology
-    grid = init_device_mesh(device.type, (t.pp, t.replicas, t.shards * t.cp, t.tp), mesh_dim_names=AXES)
+    grid = init_device_mesh(device.type, (t.pp, t.dp_replicate, t.dp_shard * t.cp, t.tp), mesh_dim_names=AXES)
     samples = grid
     if t.cp > 1:
         samples = init_device_mesh(device.type, (t.pp * t.dp, t.cp, t.tp), mesh_dim_names=("samples", "cp", "tp"))
@@ -115,7 +122,7 @@ def make_mesh(topology: Topology, device: torch.device, rank: int) -> Mesh:
 
 
 def world_timeout() -> datetime.timedelta | None:
-    """How long a collective of all ranks waits: `launcher.timeout`, see `join`. None for a backend without a limit."""
+    """How long a collective of all ranks waits: `launcher.hang_timeout`, see `join`. None for a backend without a limit."""
     limits = [backend.options._timeout for backend in _backends(_world())]
     return max(limits, default=None)
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalaunch.engine.process import StopRequest, die_with_parent, own_output
-from megalaunch.engine.witness import Witness
+from megalaunch.engine.hang_diagnostics import HangDiagnostics
+from megalaunch.engine.worker_setup import StopSignal, die_with_parent, redirect_output
 
 if TYPE_CHECKING:
     from megalaunch.config.schema import RunSpec
@@ -29,21 +29,21 @@ USAGE = """usage: python -m megalaunch.engine.agent -m megalaunch.engine.worker 
 that start them by hand"""
 
 
-Life = Callable[["RunSpec", "RunDirectory", int, "ProgressWriter", StopRequest], None]
+WorkerMain = Callable[["RunSpec", "RunDirectory", int, "ProgressWriter", StopSignal], None]
 """What a rank does of a spec and a directory; returns when all ranks ended on purpose together."""
 
 
-def train(spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWriter, stop: StopRequest) -> None:
+def train(spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWriter, stop: StopSignal) -> None:
     """The life of a rank that trains."""
-    from megalaunch.engine.life import live
+    from megalaunch.engine.train_worker import run_training
 
-    live(spec, directory, rank, progress, stop)
+    run_training(spec, directory, rank, progress, stop)
 
 
-def main(arguments: list[str], life: Life = train) -> int:
+def main(arguments: list[str], life: WorkerMain = train) -> int:
     """Run one rank; returns 0 for an end on purpose (the outcome says which), raises for a crash."""
     die_with_parent()
-    stop = StopRequest()
+    stop = StopSignal()
     stop.install()
     if len(arguments) != 1 or "RANK" not in os.environ:
         print(USAGE, file=sys.stderr)
@@ -57,8 +57,8 @@ def main(arguments: list[str], life: Life = train) -> int:
     from megalaunch.rundir.progress import ProgressWriter
 
     directory, rank = RunDirectory(path.parent), int(os.environ["RANK"])
-    own_output(directory.rank_log(rank))
-    witness = Witness(directory.trail(rank), _attempt())
+    redirect_output(directory.rank_log(rank))
+    witness = HangDiagnostics(directory.collective_trace(rank), _attempt())
     witness.install()
     progress = ProgressWriter(directory.progress(rank), rank, _attempt())
     progress.report("loading torch")
@@ -66,7 +66,7 @@ def main(arguments: list[str], life: Life = train) -> int:
         life(read_spec(path), directory, rank, progress, stop)
     except BaseException as error:
         with contextlib.suppress(OSError):  # a full disk: the traceback still reaches the log, if anything does
-            witness.tell(error)  # before the event: who reads that looks for this
+            witness.dump(error)  # before the event: who reads that looks for this
             _report_crash(directory, progress, rank, error)
         raise
     progress.report("done")
@@ -75,9 +75,9 @@ def main(arguments: list[str], life: Life = train) -> int:
 
 def _attempt() -> int:
     """How often this group of workers was started before."""
-    from megalaunch.rundir.environment import attempt_of
+    from megalaunch.rundir.environment import current_attempt
 
-    return attempt_of(os.environ)
+    return current_attempt(os.environ)
 
 
 def _report_crash(directory: RunDirectory, progress: ProgressWriter, rank: int, error: BaseException) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from megalaunch.rundir.trail import place_in
+from megalaunch.rundir.collective_trace import frame_location
 
 _TAIL_BYTES = 256 * 1024
 _ABORTED = b"Fatal Python error: Aborted"  # faulthandler's heading
@@ -15,7 +15,7 @@ _LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _MAIN = f"{os.sep}engine{os.sep}worker.py"  # what the main thread of every worker began with
 
 
-def place_of_abort(log: Path) -> tuple[str, bool]:
+def abort_location(log: Path) -> tuple[str, bool]:
     """The line that the main thread was at, and whether in a collective there; ("", False) if the log does not say."""
     try:
         with log.open("rb") as file:
@@ -27,5 +27,5 @@ def place_of_abort(log: Path) -> tuple[str, bool]:
     for stack in reversed(stacks):
         lines = [(path, int(number), function) for path, number, function in _LINE.findall(stack)]
         if any(_MAIN in path for path, _, _ in lines):
-            return place_in(lines)
+            return frame_location(lines)
     return "", False

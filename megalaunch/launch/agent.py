@@ -61,7 +61,7 @@ class Agent:
         """Its exit code (negative: by that signal), or None while it runs."""
         return self._child.poll()
 
-    def end(self) -> list[Process]:
+    def kill_tree(self) -> list[Process]:
         """Kill the agent, then all that it ever started; returns what could not be killed in KILL_SECONDS.
 
         The agent goes first, or it would start its workers anew.

@@ -6,19 +6,19 @@ import signal
 import time
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.launch.abort import place_of_abort
+from megalaunch.launch.abort import abort_location
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.agent_log import exit_codes
-from megalaunch.launch.failure import Failure, end_of, first_failure, hang_failure
+from megalaunch.launch.collective_mismatch import find_desynced_rank, find_mismatched_collective
+from megalaunch.launch.dump_traces import request_traces
+from megalaunch.launch.failure import Failure, exit_description, first_failure, hang_failure
 from megalaunch.launch.hang_clock import HangClock
-from megalaunch.launch.out_of_step import differing, out_of_step
 from megalaunch.launch.process import Process, is_alive, kill_all, send_signal
-from megalaunch.launch.question import ask
-from megalaunch.launch.ranks import Rank, Ranks
+from megalaunch.launch.rank_monitor import Rank, RankMonitor
 from megalaunch.launch.stop import StopSignals
-from megalaunch.rundir.lines import Record
+from megalaunch.rundir.collective_trace import CollectiveTrace, read_collective_trace
+from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.paths import RunDirectory
-from megalaunch.rundir.trail import Trail, read_trail
 
 SETTLE_SECONDS = 0.5  # the agent's log names the dead within 0.1 s
 LOST_PEER_SECONDS = 5.0  # workers that hang on after one has died get no more; the agent alone would give them 30
@@ -30,7 +30,7 @@ class Attempt:
     def __init__(self, number: int, spec: RunSpec, directory: RunDirectory, agent: Agent) -> None:
         self.number, self.agent = number, agent
         self._directory = directory
-        self.ranks = Ranks(directory, spec.cluster.nodes * int(spec.cluster.devices_per_node), number)
+        self.ranks = RankMonitor(directory, spec.cluster.nodes * int(spec.cluster.devices_per_node), number)
         self._clock = HangClock(spec, time.monotonic())
         self._events: list[Record] = []  # worker_failed
         self._asked: set[Process] = set()  # to stop
@@ -42,16 +42,16 @@ class Attempt:
         """The agent, and the workers that run."""
         return [self.agent.process, *(rank.process for rank in self.ranks.alive if rank.process)]
 
-    def hear(self, event: Record) -> None:
+    def add_event(self, event: Record) -> None:
         """Take an event of the run that may be of this attempt."""
         if event.get("event") == "worker_failed" and event.get("attempt", self.number) == self.number:
             self._events.append(event)
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """See where the agent and every rank are."""
         self.agent_code = self.agent.poll()  # before the ranks, so that the last look sees all of them
-        moved = self.ranks.look()
-        self._clock.look(now, self.ranks, moved)
+        moved = self.ranks.refresh()
+        self._clock.poll(now, self.ranks, moved)
         if self.failing_since is None and (self.ranks.ended or self.agent_code is not None):
             self.failing_since = now
 
@@ -62,52 +62,56 @@ class Attempt:
         waited = now - self.failing_since
         if self.agent_code is None and not is_alive(self.agent.process):
             return None  # it died a moment ago, and its workers with it: the next look knows how
-        if self.agent_code is not None or (not self.ranks.alive and (waited > SETTLE_SECONDS or self._all_explained)):
-            return None if self.agent_code == 0 else self._judge()
+        if self.agent_code is not None or (
+            not self.ranks.alive and (waited > SETTLE_SECONDS or self._all_exit_codes_known)
+        ):
+            return None if self.agent_code == 0 else self._diagnose()
         if waited > LOST_PEER_SECONDS and self.ranks.alive:
-            ask(self.ranks.alive, self._directory)
+            request_traces(self.ranks.alive, self._directory)
             for rank in self.ranks.alive:
-                rank.held_on = True
+                rank.outlived_peer = True
             kill_all([rank.process for rank in self.ranks.alive if rank.process], 0)
         return None
 
-    def spoke(self, rank: int | None) -> bool:
+    def has_reported(self, rank: int | None) -> bool:
         """Whether this rank said itself why it failed."""
         return any(event.get("rank") == rank for event in self._events)
 
-    def forward(self, stop: StopSignals) -> None:
+    def forward_signal(self, stop: StopSignals) -> None:
         """Pass a stop request on, once to each worker."""
         for rank in self.ranks.alive:
             if rank.process and rank.process not in self._asked:
                 self._asked.add(rank.process)
-                send_signal(rank.process, stop.forwarded)
+                send_signal(rank.process, stop.signal_for_workers)
 
     @property
-    def _all_explained(self) -> bool:
-        return all(rank.return_code is not None or self.spoke(number) for number, rank in self.ranks.known.items())
+    def _all_exit_codes_known(self) -> bool:
+        return all(
+            rank.return_code is not None or self.has_reported(number) for number, rank in self.ranks.known.items()
+        )
 
-    def _judge(self) -> Failure:
+    def _diagnose(self) -> Failure:
         codes = exit_codes(self._directory.agent_log)
-        trails: dict[int, Trail] = {}
+        trails: dict[int, CollectiveTrace] = {}
         aborted: set[int] = set()  # in a collective
         for number, rank in self.ranks.known.items():
-            trail = read_trail(self._directory.trail(number), self.number)
+            trail = read_collective_trace(self._directory.collective_trace(number), self.number)
             if trail is not None:
                 trails[number] = trail
-            elif end_of(rank, codes) == -signal.SIGABRT:
-                where, inside = place_of_abort(self._directory.rank_log(number))
+            elif exit_description(rank, codes) == -signal.SIGABRT:
+                where, inside = abort_location(self._directory.rank_log(number))
                 if inside:
                     aborted.add(number)
-                    trails[number] = Trail(self.number, rank.progress.time, where, inside, ())
-        suspect = differing(trails)
+                    trails[number] = CollectiveTrace(self.number, rank.progress.time, where, inside, ())
+        suspect = find_mismatched_collective(trails)
         return first_failure(
             self.number, self._events, self.ranks.known, codes, self.ranks.step, suspect, self.agent_code, aborted
         )
 
     def _hang(self) -> Failure:
         silent = self._clock.silent
-        trails = ask(self.ranks.alive, self._directory)
-        suspect = None if any(rank.is_stopped for rank in self.ranks.alive) else out_of_step(trails)
-        behind: Rank | None = self.ranks.known[suspect.rank] if suspect else self.ranks.furthest_behind()
+        trails = request_traces(self.ranks.alive, self._directory)
+        suspect = None if any(rank.is_stopped for rank in self.ranks.alive) else find_desynced_rank(trails)
+        behind: Rank | None = self.ranks.known[suspect.rank] if suspect else self.ranks.slowest()
         reason = suspect.message if suspect else ""
         return hang_failure(self.number, behind, self.ranks.step, silent, reason)

@@ -13,7 +13,7 @@ from typing import Literal
 from megalaunch.config.schema import RunSpec, SpecError
 from megalaunch.config.spec_file import read_spec
 from megalaunch.launch.lock import RunLock, is_held
-from megalaunch.rundir.checkpoint.contents import SPEC_FILE
+from megalaunch.rundir.checkpoint.names import SPEC_FILE
 from megalaunch.rundir.files import make_directory
 from megalaunch.rundir.outcome import Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
@@ -88,7 +88,7 @@ def _saved_specs(directory: RunDirectory) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def take_run(directory: RunDirectory) -> RunLock:
+def lock_run(directory: RunDirectory) -> RunLock:
     """Create the directory if needed and lock it; raises RunDirectoryError or RunLocked. Release with `leave_run`."""
     try:
         make_directory(directory.root)
@@ -102,7 +102,7 @@ def take_run(directory: RunDirectory) -> RunLock:
         raise RunDirectoryError(message, fix) from error
 
 
-def leave_run(directory: RunDirectory, lock: RunLock) -> None:
+def unlock_run(directory: RunDirectory, lock: RunLock) -> None:
     """Let the directory go; one in which nothing was begun disappears again."""
     lock.release()
     with contextlib.suppress(OSError):
@@ -114,7 +114,7 @@ def run_is_held(directory: RunDirectory) -> bool:
     return is_held(directory.lock)
 
 
-def why_unwritable(directory: RunDirectory) -> str | None:
+def unwritable_reason(directory: RunDirectory) -> str | None:
     """Why the run cannot write what it has to, as far as that shows without taking space; None when it can."""
     for folder in (directory.root, directory.logs, directory.checkpoints):
         try:

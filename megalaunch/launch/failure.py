@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megalaunch.launch.out_of_step import Suspect
-from megalaunch.launch.ranks import Rank, rank_label
-from megalaunch.rundir.lines import Record
+from megalaunch.launch.collective_mismatch import Culprit
+from megalaunch.launch.rank_monitor import Rank, rank_label
+from megalaunch.rundir.jsonl import Record
 
 # What gloo, NCCL and the store say when a peer went away: the words of a victim, not of a culprit.
 _LOST_PEER = re.compile(
@@ -59,7 +59,7 @@ class Failure:
         return (self.step, self.exception) == (other.step, other.exception)
 
 
-def explain_end(code: int | None) -> tuple[str, str]:
+def describe_exit(code: int | None) -> tuple[str, str]:
     """An exit code in words: (short name, what it means)."""
     if code is None:
         return "ended", "how is not known"
@@ -78,7 +78,7 @@ def first_failure(
     ranks: Mapping[int, Rank],
     exit_codes: Mapping[int, int],
     step: int,
-    suspect: Suspect | None = None,
+    suspect: Culprit | None = None,
     agent_code: int | None = None,
     aborted: Collection[int] = (),
 ) -> Failure:
@@ -90,26 +90,30 @@ def first_failure(
     other collectives than they. Ranks that native code `aborted` in a collective count among these.
     """
     by_time = sorted(events, key=lambda event: event.get("time", 0.0))
-    own = [event for event in by_time if not _is_victim(event)]
+    own = [event for event in by_time if not _lost_peer(event)]
     if own:
         return _from_event(attempt, own[0])
     if agent_code is not None and agent_code < 0:
-        name, meaning = explain_end(agent_code)
+        name, meaning = describe_exit(agent_code)
         return Failure(attempt, None, "", "", step, name, f"{meaning}; its workers end with it")
     spoke = {event.get("rank") for event in by_time}
-    held_on = [rank for rank in ranks.values() if rank.held_on and rank.progress.rank not in spoke]
-    silent = [rank for rank in ranks.values() if rank.ended and not rank.held_on and rank.progress.rank not in spoke]
-    ends = {rank.progress.rank: end_of(rank, exit_codes) for rank in silent}
+    held_on = [rank for rank in ranks.values() if rank.outlived_peer and rank.progress.rank not in spoke]
+    silent = [
+        rank for rank in ranks.values() if rank.ended and not rank.outlived_peer and rank.progress.rank not in spoke
+    ]
+    ends = {rank.progress.rank: exit_description(rank, exit_codes) for rank in silent}
     # The agent ends the others by SIGTERM, so a death by any other signal came before.
     killed = [rank for rank in silent if ends[rank.progress.rank] not in (None, 0, -signal.SIGTERM)]
     if suspect is not None and suspect.rank in ranks and all(rank.progress.rank in aborted for rank in killed):
-        return _failed_at(attempt, ranks[suspect.rank], "out of step", suspect.message)
+        return _failure_location(attempt, ranks[suspect.rank], "out of step", suspect.message)
     if held_on and not silent:  # the others' collectives timed out on it
         behind = min(held_on, key=lambda rank: rank.progress.step)
-        return _failed_at(attempt, behind, "hang", "the other ranks waited for it until their collectives timed out")
+        return _failure_location(
+            attempt, behind, "hang", "the other ranks waited for it until their collectives timed out"
+        )
     if silent:
         rank = min(killed or silent, key=lambda rank: rank.progress.time)
-        return _failed_at(attempt, rank, *explain_end(ends[rank.progress.rank]))
+        return _failure_location(attempt, rank, *describe_exit(ends[rank.progress.rank]))
     if by_time:
         return _from_event(attempt, by_time[0])
     how = "ended" if agent_code is None else f"exit code {agent_code}"
@@ -121,19 +125,19 @@ def hang_failure(attempt: int, behind: Rank | None, step: int, silent_seconds: f
     message = f"no progress on any rank for {silent_seconds:.0f} s" + (f": {reason}" if reason else "")
     if behind is None:
         return Failure(attempt, None, "", "starting", step, "hang", message)
-    return _failed_at(attempt, behind, "hang", message)
+    return _failure_location(attempt, behind, "hang", message)
 
 
-def _failed_at(attempt: int, rank: Rank, exception: str, message: str) -> Failure:
+def _failure_location(attempt: int, rank: Rank, exception: str, message: str) -> Failure:
     where = rank.progress
     return Failure(attempt, where.rank, where.coordinates, where.phase, where.step, exception, message)
 
 
-def _is_victim(event: Record) -> bool:
+def _lost_peer(event: Record) -> bool:
     return bool(_LOST_PEER.search(f"{event.get('exception', '')} {event.get('message', '')}"))
 
 
-def end_of(rank: Rank, exit_codes: Mapping[int, int]) -> int | None:
+def exit_description(rank: Rank, exit_codes: Mapping[int, int]) -> int | None:
     """How a rank ended: its exit code, negative for a signal; None where nobody knows."""
     return exit_codes.get(rank.progress.pid, rank.return_code)
 

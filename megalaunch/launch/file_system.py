@@ -15,7 +15,7 @@ _LOCAL_LOCK_TYPES = re.compile(r"fuse(\..*)?|9p|virtiofs|vboxsf")
 _LOCAL_LOCK_OPTIONS = {"nolock", "local_lock=flock", "local_lock=all", "localflock", "nobrl"}
 
 
-def locks_stay_on_this_machine(path: Path, mounts: Path = _MOUNTS) -> bool:
+def has_local_locks(path: Path, mounts: Path = _MOUNTS) -> bool:
     """Whether other machines may share the file system of `path` without seeing who holds an flock there."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -33,7 +33,7 @@ def locks_stay_on_this_machine(path: Path, mounts: Path = _MOUNTS) -> bool:
     return bool(_LOCAL_LOCK_TYPES.fullmatch(kind) or options & _LOCAL_LOCK_OPTIONS)
 
 
-def time_of_file_system(folder: Path) -> float:
+def file_system_time(folder: Path) -> float:
     """Seconds since 1970 by the clock that stamps files there, which may be a server's; ours where we cannot write."""
     probe = folder / ".lock.unfinished"
     try:

@@ -6,7 +6,7 @@ from collections import deque
 from statistics import median
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.launch.ranks import STEPPING, Ranks
+from megalaunch.launch.rank_monitor import STEPPING, RankMonitor
 
 STEP_SECONDS = 15.0  # the least that a step is given
 STEP_MEDIANS = 10
@@ -28,7 +28,7 @@ class HangClock:
         self._seconds_per_step: deque[float] = deque(maxlen=100)
         self._last: tuple[int, float] | None = None  # step and time of the first rank's last report
 
-    def look(self, now: float, ranks: Ranks, moved: bool) -> None:
+    def poll(self, now: float, ranks: RankMonitor, moved: bool) -> None:
         """Go on to `now`; `moved` says whether any rank has reported since the last look."""
         gap, self._looked = now - self._looked, now
         self.silent = 0.0 if moved else self.silent + min(gap, _LONGEST_GAP)
@@ -41,24 +41,24 @@ class HangClock:
         if self._last is None or step != self._last[0]:
             self._last = (step, time)
 
-    def is_hung(self, ranks: Ranks) -> bool:
+    def is_hung(self, ranks: RankMonitor) -> bool:
         """Whether they have stood still for too long."""
         return self.silent > _POINTLESS_BELOW and self.silent > self.limit(ranks)
 
-    def limit(self, ranks: Ranks) -> float:
+    def limit(self, ranks: RankMonitor) -> float:
         """Seconds that the ranks may stand still where they are.
 
         Steps are alike, so a step has a limit of its own as soon as their length is known; not while a debugger holds
         a rank, nor for layers that are compiled: a new shape may compile them anew.
         """
         if ranks.are_starting:
-            return max(self._launcher.start_timeout, self._launcher.timeout)
+            return max(self._launcher.start_timeout, self._launcher.hang_timeout)
         alive = ranks.alive
         in_a_step = all(rank.progress.phase == STEPPING for rank in alive) or any(rank.is_stopped for rank in alive)
         if not in_a_step or any(rank.is_traced for rank in alive):
-            return self._launcher.timeout
+            return self._launcher.hang_timeout
         if self._launcher.step_timeout is not None:
-            return min(self._launcher.timeout, self._launcher.step_timeout)
+            return min(self._launcher.hang_timeout, self._launcher.step_timeout)
         if self._compiled or len(self._seconds_per_step) < _KNOWN_SAMPLES:
-            return self._launcher.timeout
-        return min(self._launcher.timeout, max(STEP_SECONDS, STEP_MEDIANS * median(self._seconds_per_step)))
+            return self._launcher.hang_timeout
+        return min(self._launcher.hang_timeout, max(STEP_SECONDS, STEP_MEDIANS * median(self._seconds_per_step)))

@@ -13,9 +13,9 @@ from megalaunch.launch.agent import Agent
 from megalaunch.launch.commands import WORKER_MODULE, agent_environment, node_commands
 from megalaunch.launch.directory import RunDirectoryError, create_folders
 from megalaunch.launch.lock import RunLock
+from megalaunch.launch.run_state import RunState, ThroughputBasis
 from megalaunch.launch.stop import StopSignals
-from megalaunch.launch.supervise import Display, LaunchEnd, Supervisor
-from megalaunch.launch.view import RunView, Scale
+from megalaunch.launch.supervise import Display, LaunchResult, Supervisor
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.files import append_line_bytes
@@ -30,17 +30,17 @@ class Launch:
     directory: RunDirectory
     lock: RunLock
     words: Sequence[str]
-    scale: Scale
+    scale: ThroughputBasis
     cores: int
     worker_module: str = WORKER_MODULE
 
 
-def record_words(directory: RunDirectory, words: Sequence[str]) -> None:
+def record_overrides(directory: RunDirectory, words: Sequence[str]) -> None:
     """Append the words of a launch to the run's history. Raises OSError."""
     append_line_bytes(directory.overrides, f"{shlex.join(words)}\n".encode())
 
 
-def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunView], Display | None]) -> LaunchEnd:
+def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunState], Display | None]) -> LaunchResult:
     """Run to the end; call it from the main thread. Raises RunDirectoryError when the directory takes no files."""
     spec, directory = launch.spec, launch.directory
     command = node_commands(spec, directory.spec, launch.worker_module, max_restarts=0)[0]
@@ -48,8 +48,8 @@ def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunVi
     try:
         create_folders(directory)
         write_spec(spec, directory.spec)
-        record_words(directory, launch.words)
-        view = RunView(spec, directory, launch.scale)
+        record_overrides(directory, launch.words)
+        view = RunState(spec, directory, launch.scale)
         record_event(directory, "launch", words=list(launch.words), workers=workers, command=command)
     except OSError as error:
         fix = "free space there, or name another run.directory" if error.errno == 28 else "name another run.directory"

@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megalaunch.launch.file_system import locks_stay_on_this_machine, time_of_file_system
+from megalaunch.launch.file_system import file_system_time, has_local_locks
 from megalaunch.launch.process import Process, find_process, is_alive
 from megalaunch.rundir.files import open_file
 
@@ -71,7 +71,7 @@ class RunLock:
         decided = _flock(self._descriptor, fcntl.LOCK_EX)
         if decided is False:
             raise RunLocked(self._path, read_holder(self._path))
-        if decided is None or locks_stay_on_this_machine(self._path):
+        if decided is None or has_local_locks(self._path):
             holder = read_holder(self._path)
             if holder and _has_heartbeat(holder, self._path):
                 raise RunLocked(self._path, holder)
@@ -116,7 +116,7 @@ def is_held(path: Path) -> bool:
         os.close(descriptor)
     if free is False:
         return True
-    if free and not locks_stay_on_this_machine(path):
+    if free and not has_local_locks(path):
         return False
     holder = read_holder(path)
     return holder is not None and _has_heartbeat(holder, path)
@@ -155,6 +155,6 @@ def _has_heartbeat(holder: Holder, path: Path) -> bool:
         same_process = holder.pid == os.getpid()
         return not same_process and is_alive(Process(holder.pid, holder.started))
     try:
-        return time_of_file_system(path.parent) - path.stat().st_mtime < SILENT_SECONDS
+        return file_system_time(path.parent) - path.stat().st_mtime < SILENT_SECONDS
     except OSError:
         return False

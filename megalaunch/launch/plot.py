@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean
 
-from megalaunch.launch.view import number
+from megalaunch.launch.run_state import number
 from megalaunch.rundir.atomic_file import atomic_file
 from megalaunch.rundir.files import make_directory
-from megalaunch.rundir.lines import Record, read_lines
+from megalaunch.rundir.jsonl import Record, read_lines
 from megalaunch.rundir.paths import RunDirectory
 
 
@@ -29,7 +29,7 @@ def plot_run(directory: RunDirectory, title: str) -> Path | None:
     at = _column(steps, "step")
     losses = _column(steps, "loss")
     loss_axes.plot(at, losses, color="tab:blue", alpha=0.3, linewidth=0.8)
-    loss_axes.plot(at, smoothed(losses), color="tab:blue", label="training")
+    loss_axes.plot(at, smooth(losses), color="tab:blue", label="training")
     if validations:
         points = _column(validations, "step"), _column(validations, "validation_loss")
         loss_axes.plot(*points, color="tab:orange", marker="o", label="validation")
@@ -46,7 +46,7 @@ def plot_run(directory: RunDirectory, title: str) -> Path | None:
     return path
 
 
-def smoothed(values: list[float]) -> list[float]:
+def smooth(values: list[float]) -> list[float]:
     """Means over a window that ends at each value, a fiftieth of the whole wide."""
     width = max(1, len(values) // 50)
     return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]

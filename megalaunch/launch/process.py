@@ -52,19 +52,19 @@ def find_process(pid: int) -> Process | None:
 
 def is_alive(process: Process) -> bool:
     """Whether it still runs (a zombie does not)."""
-    stat = _stat_of(process)
+    stat = _stat(process)
     return stat is not None and stat.state not in "ZX"
 
 
 def is_stopped(process: Process) -> bool:
     """Whether it is held by a stop signal or a debugger."""
-    stat = _stat_of(process)
+    stat = _stat(process)
     return stat is not None and stat.state in "Tt"
 
 
 def is_traced(process: Process) -> bool:
     """Whether a debugger holds it."""
-    stat = _stat_of(process)
+    stat = _stat(process)
     return stat is not None and stat.state == "t"
 
 
@@ -80,7 +80,7 @@ def expects(process: Process, number: signal.Signals) -> bool:
 
 def return_code(process: Process) -> int | None:
     """How a process ended that nobody has waited for yet (negative: by that signal), else None."""
-    stat = _stat_of(process)
+    stat = _stat(process)
     if stat is None or stat.state != "Z":
         return None
     return os.waitstatus_to_exitcode(stat.exit_status)
@@ -143,7 +143,7 @@ def wait_for_any_end(processes: Iterable[Process], timeout: float) -> None:
             os.close(handle)
 
 
-def _stat_of(process: Process) -> _Stat | None:
+def _stat(process: Process) -> _Stat | None:
     stat = _read_stat(process.pid)
     return stat if stat and stat.started == process.started else None
 

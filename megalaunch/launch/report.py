@@ -8,8 +8,8 @@ import textwrap
 from megalaunch.config.schema import RunSpec
 from megalaunch.launch.agent_log import last_lines
 from megalaunch.launch.failure import Failure
-from megalaunch.launch.ranks import STARTING, STEPPING
-from megalaunch.launch.supervise import LaunchEnd
+from megalaunch.launch.rank_monitor import STARTING, STEPPING
+from megalaunch.launch.supervise import LaunchResult
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 
@@ -40,7 +40,7 @@ _NEXT = {
 }
 
 
-def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchEnd, advice: str | None = None) -> list[str]:
+def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchResult, advice: str | None = None) -> list[str]:
     """The lines; none for a run that is done. `advice`: what to do next, where that is not what a run's user does."""
     outcome, failure = end.outcome, end.failure
     if outcome.exit_code == ExitCode.DONE:
@@ -54,13 +54,13 @@ def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchEnd, advic
     else:
         lines += _failure_lines(failure, directory)
     if code not in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
-        lines += _field("log", str(_log_of(directory, outcome.details.get("rank"))), 1)
+        lines += _field("log", str(_log_path(directory, outcome.details.get("rank"))), 1)
     lines += _field("run", f"{directory.root}, at step {outcome.step}", 1)
     lines += _field("next", advice or _next_step(code, end), 2)
     return lines[: MAX_LINES - 1] + lines[-1:] if len(lines) > MAX_LINES else lines
 
 
-def _title(code: ExitCode, spec: RunSpec, end: LaunchEnd) -> str:
+def _title(code: ExitCode, spec: RunSpec, end: LaunchResult) -> str:
     title = _TITLES.get(code, "the run failed")
     if _has_zero_gradients(end):
         return "the gradient is zero: the model no longer learns"
@@ -71,11 +71,11 @@ def _title(code: ExitCode, spec: RunSpec, end: LaunchEnd) -> str:
     return f"{title}, more often than launcher.max_restarts allows" if allowed and used >= allowed else title
 
 
-def _has_zero_gradients(end: LaunchEnd) -> bool:
+def _has_zero_gradients(end: LaunchResult) -> bool:
     return end.outcome.exit_code == ExitCode.NON_FINITE and "zero_gradient_steps" in end.outcome.details
 
 
-def _next_step(code: ExitCode, end: LaunchEnd) -> str:
+def _next_step(code: ExitCode, end: LaunchResult) -> str:
     step, failure = _NEXT.get(code, "read the log"), end.failure
     if _has_zero_gradients(end):
         return (
@@ -107,7 +107,7 @@ def _details(details: dict[str, object]) -> list[str]:
     return lines
 
 
-def _log_of(directory: RunDirectory, rank: object) -> str:
+def _log_path(directory: RunDirectory, rank: object) -> str:
     return str(directory.rank_log(rank) if isinstance(rank, int) else directory.agent_log)
 
 

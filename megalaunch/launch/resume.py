@@ -31,7 +31,7 @@ def decide(state: RunState, spec: RunSpec) -> Decision:
     if spec.run.resume == "never":
         message = f"run.resume=never, and {spec.run.directory} holds a begun run"
         raise RunDirectoryError(message, "name another run.directory, or leave run.resume out to continue")
-    last = min(spec.train.steps, spec.train.stop_at or spec.train.steps)
+    last = min(spec.train.steps, spec.train.exit_at_step or spec.train.steps)
     outcome = state.outcome
     if outcome is not None and outcome.exit_code == ExitCode.DONE and outcome.step >= last:
         return Decision("report")

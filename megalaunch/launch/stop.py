@@ -71,6 +71,6 @@ class StopSignals:
         return ExitCode.INTERRUPTED if self.first == signal.SIGINT else ExitCode.PREEMPTED
 
     @property
-    def forwarded(self) -> signal.Signals:
+    def signal_for_workers(self) -> signal.Signals:
         """What the workers get: SIGINT as it came, SIGTERM for all others."""
         return signal.SIGINT if self.first == signal.SIGINT else signal.SIGTERM

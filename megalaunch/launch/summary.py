@@ -7,9 +7,9 @@ from statistics import fmean
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.launch.directory import RunState
-from megalaunch.launch.view import number
-from megalaunch.launch.words import count_of, duration, loss_of
-from megalaunch.rundir.lines import read_lines
+from megalaunch.launch.format import format_count, format_duration, format_loss
+from megalaunch.launch.run_state import number
+from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome
 from megalaunch.rundir.paths import RunDirectory
 
@@ -46,15 +46,15 @@ def _metrics_lines(directory: RunDirectory) -> list[str]:
     if steps:
         last = steps[-_LAST_STEPS:]
         mean = fmean(number(record, "loss") for record in last)
-        lines.append(_line("training loss", f"{loss_of(mean)} (mean of the last {len(last)} steps)"))
+        lines.append(_line("training loss", f"{format_loss(mean)} (mean of the last {len(last)} steps)"))
     if validations:
         at = validations[-1]["step"]
-        lines.append(_line("validation loss", f"{loss_of(number(validations[-1], 'validation_loss'))} (step {at})"))
+        lines.append(_line("validation loss", f"{format_loss(number(validations[-1], 'validation_loss'))} (step {at})"))
     if steps:
         tokens = number(steps[-1], "tokens")
         seconds = sum(number(record, "step_seconds") for record in steps)
-        rate = f", {count_of(tokens / seconds)} tokens/s on average" if seconds > 0 else ""
-        lines.append(_line("tokens", f"{count_of(tokens)} seen in {duration(seconds)} of steps{rate}"))
+        rate = f", {format_count(tokens / seconds)} tokens/s on average" if seconds > 0 else ""
+        lines.append(_line("tokens", f"{format_count(tokens)} seen in {format_duration(seconds)} of steps{rate}"))
     return lines
 
 

@@ -11,14 +11,14 @@ from typing import Any, Protocol
 from megalaunch.config.schema import RunSpec
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.attempt import LOST_PEER_SECONDS, Attempt
-from megalaunch.launch.directory import why_unwritable
+from megalaunch.launch.directory import unwritable_reason
 from megalaunch.launch.failure import Failure
-from megalaunch.launch.follow import LineFollower
 from megalaunch.launch.lock import RunLock
 from megalaunch.launch.process import wait_for_any_end
 from megalaunch.launch.restarts import RestartBudget
+from megalaunch.launch.run_state import RunState
 from megalaunch.launch.stop import StopSignals
-from megalaunch.launch.view import RunView
+from megalaunch.launch.tail import JsonlTail
 from megalaunch.rundir.events import EventName, record_event
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
@@ -34,7 +34,7 @@ class Display(Protocol):
     def say(self, line: str) -> None:
         """Show one line that stays."""
 
-    def update(self, view: RunView) -> None:
+    def update(self, view: RunState) -> None:
         """Show what is new."""
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class Display(Protocol):
 
 
 @dataclass(frozen=True)
-class LaunchEnd:
+class LaunchResult:
     """How a launch ended; `failure` is the last failed attempt where the launcher, not a worker, judged the end."""
 
     outcome: Outcome
@@ -62,12 +62,12 @@ class Supervisor:
         lock: RunLock,
         start_agent: Callable[[int], Agent],
         stop: StopSignals,
-        view: RunView,
+        view: RunState,
         display: Display | None,
     ) -> None:
         self._spec, self._directory, self._lock = spec, directory, lock
         self._start_agent, self._stop, self._view, self._display = start_agent, stop, view, display
-        self._events = LineFollower(directory.events, at_end=True)
+        self._events = JsonlTail(directory.events, at_end=True)
         saved = (checkpoint_step(path) for path in directory.checkpoints.iterdir())
         newest = max((step for step in saved if step is not None), default=0)
         self._budget = RestartBudget(spec.launcher.max_restarts, spec.launcher.restart_backoff, newest)
@@ -76,12 +76,12 @@ class Supervisor:
         self._outcome_since: float | None = None
         self._stop_deadline: float | None = None
 
-    def watch(self) -> LaunchEnd:
+    def watch(self) -> LaunchResult:
         """Block until the launch is over and its processes are gone, then say how it ended in outcome.json too."""
         while self._run(self._attempts) and self._may_restart(self._attempts):
             pass
         self._show(None)
-        return self._conclude()
+        return self._finish()
 
     def _run(self, number: int) -> bool:
         """One attempt, to the end of all its processes; True when it failed in a way that a restart may mend."""
@@ -97,18 +97,18 @@ class Supervisor:
             while not over:
                 wait_for_any_end(attempt.processes, POLL_SECONDS)
                 self._lock.touch()
-                over = self._look(attempt, time.monotonic())
+                over = self._poll(attempt, time.monotonic())
         finally:
-            attempt.agent.end()
+            attempt.agent.kill_tree()
         last = self._last_failure
         if last is None or self._stop.count or self._directory.outcome.exists():
             return False
         could_not_start = last.rank is None and (attempt.agent_code or 0) > 0
-        return not (could_not_start or self._is_stuck() or why_unwritable(self._directory))
+        return not (could_not_start or self._keeps_failing() or unwritable_reason(self._directory))
 
-    def _look(self, attempt: Attempt, now: float) -> bool:
+    def _poll(self, attempt: Attempt, now: float) -> bool:
         """One look at everything; True when this is the end of the attempt."""
-        attempt.look(now)
+        attempt.poll(now)
         if self._outcome_since is None and self._directory.outcome.exists():
             self._outcome_since = now
         self._show(attempt)
@@ -119,15 +119,15 @@ class Supervisor:
             return agent_ended or aborted or late or self._stop.count > 1
         failure = attempt.failed(now)
         if failure is not None:
-            self._note(failure, said=attempt.spoke(failure.rank))
+            self._record_failure(failure, said=attempt.has_reported(failure.rank))
         over = agent_ended or failure is not None
-        return self._follow_stop(attempt, now) or over if self._stop.count else over
+        return self._forward_stop(attempt, now) or over if self._stop.count else over
 
     def _show(self, attempt: Attempt | None) -> None:
         records, _ = self._events.read_new()
         for record in records:
             if attempt is not None:
-                attempt.hear(record)
+                attempt.add_event(record)
             if record.get("event") == "checkpoint" and isinstance(step := record.get("step"), int):
                 self._budget.checkpoint_saved(step)
         if self._display is None:
@@ -141,7 +141,7 @@ class Supervisor:
 
     # -- failures
 
-    def _note(self, failure: Failure, said: bool) -> None:
+    def _record_failure(self, failure: Failure, said: bool) -> None:
         self._failures.append(failure)
         if not said and failure.rank is not None and not self._stop.count:
             self._record(
@@ -161,7 +161,7 @@ class Supervisor:
         last = self._failures[-1] if self._failures else None
         return last if last and last.attempt == self._attempts - 1 else None
 
-    def _is_stuck(self) -> bool:
+    def _keeps_failing(self) -> bool:
         last = self._failures[-SAME_FAILURES:]
         same = len(last) == SAME_FAILURES and all(failure.same_cause(last[0]) for failure in last)
         return same and last[0].rank is not None and last[0].exception != "hang"
@@ -181,25 +181,25 @@ class Supervisor:
 
     # -- stop requests
 
-    def _follow_stop(self, attempt: Attempt, now: float) -> bool:
+    def _forward_stop(self, attempt: Attempt, now: float) -> bool:
         """Pass the request on; True when waiting any longer is no use."""
         if self._stop_deadline is None:
-            self._stop_deadline = now + self._spec.launcher.grace
+            self._stop_deadline = now + self._spec.launcher.stop_grace_period
             self._record("stop_requested", signal=self._stop.first.name if self._stop.first else "")
         if self._stop.count > 1 or now > self._stop_deadline or not attempt.ranks.known:
             return True
-        attempt.forward(self._stop)
+        attempt.forward_signal(self._stop)
         # A worker that is gone without an outcome cannot save any more, nor can the others without it.
         return attempt.failing_since is not None and now - attempt.failing_since > LOST_PEER_SECONDS
 
     # -- the end
 
-    def _conclude(self) -> LaunchEnd:
+    def _finish(self) -> LaunchResult:
         written = read_outcome(self._directory.outcome)
         if written is not None:
-            return LaunchEnd(written)
+            return LaunchResult(written)
         failure = self._last_failure
-        unwritable = why_unwritable(self._directory)
+        unwritable = unwritable_reason(self._directory)
         if unwritable is not None:
             code, failure = ExitCode.CHECKPOINT, None
             reason = f"{unwritable}; mend that, then run the same command again"
@@ -210,7 +210,7 @@ class Supervisor:
             code, reason = ExitCode.CRASH, "the workers ended without an outcome"
         else:
             code = ExitCode.HANG if failure.exception == "hang" else ExitCode.CRASH
-            code = ExitCode.NO_PROGRESS if self._is_stuck() else code
+            code = ExitCode.NO_PROGRESS if self._keeps_failing() else code
             reason = f"{failure.who}: {failure.what}"
         details: dict[str, Any] = {} if failure is None else {**vars(failure), "attempts": len(self._failures)}
         if failure is not None:
@@ -219,7 +219,7 @@ class Supervisor:
         with contextlib.suppress(OSError):  # a full disk: the exit code and the report still say it
             write_outcome(self._directory.outcome, outcome)
         self._record("outcome", exit_code=outcome.exit_code, reason=reason)
-        return LaunchEnd(outcome, failure)
+        return LaunchResult(outcome, failure)
 
     def _record(self, event: EventName, **details: Any) -> None:
         with contextlib.suppress(OSError):  # a full disk must not keep the launcher from its duty

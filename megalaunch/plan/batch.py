@@ -38,25 +38,25 @@ def parse_ramp(text: str) -> tuple[RampStage, ...]:
     return tuple(_stage(word) for word in words)
 
 
-def written_ramp(stages: Iterable[RampStage]) -> str:
+def format_rampup(stages: Iterable[RampStage]) -> str:
     """The text of some stages, without blanks: `0:512,2B:1024`."""
     return ",".join(f"{_short(stage.tokens)}:{stage.samples}" for stage in stages)
 
 
-def ramp_of(spec: RunSpec) -> tuple[RampStage, ...]:
+def get_rampup(spec: RunSpec) -> tuple[RampStage, ...]:
     """The stages of a run's batch: one without a ramp; raises RampError when the ramp cannot be read."""
-    if spec.batch.ramp is None:
+    if spec.batch.rampup_batch_size is None:
         return (RampStage(0, spec.batch.global_batch_size),)
-    return _parsed(spec.batch.ramp)
+    return _parsed(spec.batch.rampup_batch_size)
 
 
-def own_share(global_batch_size: int, dp: int) -> int | None:
+def samples_per_dp_rank(global_batch_size: int, dp: int) -> int | None:
     """Samples of one data-parallel rank a step, or None when the batch does not divide."""
     share, rest = divmod(global_batch_size, dp)
     return None if rest else share
 
 
-def smallest_unit(spec: RunSpec) -> int:
+def batch_gcd(spec: RunSpec) -> int:
     """The most samples that divide the batch of every step: global_batch_size, or what all of a ramp's have in common.
 
     A ramp that cannot be read counts as none; a rule reports it.
@@ -70,7 +70,7 @@ def batch_at(spec: RunSpec, consumed: int) -> int:
     A stage holds from the first step that starts at or after its threshold; raises RampError.
     """
     samples = 0
-    for stage in ramp_of(spec):
+    for stage in get_rampup(spec):
         if samples == 0 or stage.tokens // spec.batch.sequence_length <= consumed:
             samples = stage.samples
     return samples
@@ -82,15 +82,15 @@ def samples_after(spec: RunSpec, steps: int) -> int:
     A ramp that cannot be read counts as none; a rule reports it.
     """
     consumed = 0
-    for stage_steps, samples in _steps_of_stages(spec, steps):
+    for stage_steps, samples in _steps_per_stage(spec, steps):
         consumed += stage_steps * samples
     return consumed
 
 
-def steps_of_stages(spec: RunSpec) -> tuple[int, ...]:
+def steps_per_stage(spec: RunSpec) -> tuple[int, ...]:
     """Steps of the run in each stage of its ramp (0: it is never used); raises RampError."""
-    ramp_of(spec)
-    return tuple(steps for steps, _ in _steps_of_stages(spec, spec.train.steps))
+    get_rampup(spec)
+    return tuple(steps for steps, _ in _steps_per_stage(spec, spec.train.steps))
 
 
 def tokens_per_step(spec: RunSpec) -> int:
@@ -135,12 +135,12 @@ _parsed = lru_cache(maxsize=256)(parse_ramp)
 
 def _stages(spec: RunSpec) -> tuple[RampStage, ...]:
     try:
-        return ramp_of(spec)
+        return get_rampup(spec)
     except RampError:
         return (RampStage(0, spec.batch.global_batch_size),)
 
 
-def _steps_of_stages(spec: RunSpec, steps: int) -> Iterator[tuple[int, int]]:
+def _steps_per_stage(spec: RunSpec, steps: int) -> Iterator[tuple[int, int]]:
     """(steps, samples a step) of each stage, within `steps` steps."""
     stages, consumed, left = _stages(spec), 0, steps
     ends: list[int | None] = [stage.tokens // spec.batch.sequence_length for stage in stages[1:]]

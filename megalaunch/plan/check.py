@@ -10,12 +10,12 @@ from typing import Any, Protocol
 from megalaunch.config.schema import RunSpec, SpecError, with_values
 from megalaunch.config.schema.paths import value_at
 from megalaunch.plan import rules as _all_rules  # noqa: F401  (registers them)
-from megalaunch.plan.findings import Finding, as_word, in_order
+from megalaunch.plan.findings import Finding, as_override, sort_findings
 from megalaunch.plan.resolve import OPEN_VALUES, derive
-from megalaunch.plan.rules.nearby import no_fixes
-from megalaunch.plan.rules.registry import RULES, Broken, Fix, Purpose, Situation
+from megalaunch.plan.rules.registry import RULES, Fix, Purpose, RuleContext, Violation
+from megalaunch.plan.rules.suggestions import suggestions_disabled
+from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
-from megalaunch.platform.facts import CHIPS
 
 MAX_FIXES = 3
 _PROOFS = 12  # candidates tried for one finding
@@ -54,48 +54,48 @@ def check(
     (without it, whatever equals its derived value counts as derived). `purpose` "train" is for a run that is
     about to start; `machine` is the one that has to have room for it (None: not known).
     """
-    at = Situation(spec, purpose, machine)
+    at = RuleContext(spec, purpose, machine)
     broken = _run_rules(at)
     known = {key for key, item in broken if item.severity != "note"}
-    open_spec = _reopened(spec, origins)
+    open_spec = _with_derived_open(spec, origins)
     findings = []
     for (rule_id, path), item in broken:
-        fixes = _proven((rule_id, path), item, replace(at, spec=open_spec), known) if item.fixes else ()
+        fixes = _verified_fixes((rule_id, path), item, replace(at, spec=open_spec), known) if item.fixes else ()
         origin = origins.get(path) if origins else None
         where = origin.where if origin and origin.kind != "default" else ""
         findings.append(Finding(rule_id, item.severity, path, item.message, item.numbers, fixes, where))
-    return in_order(findings)
+    return sort_findings(findings)
 
 
-def _run_rules(at: Situation) -> list[tuple[_Key, Broken]]:
+def _run_rules(at: RuleContext) -> list[tuple[_Key, Violation]]:
     return [((entry.id, item.path), item) for entry in RULES.values() for item in entry.check(at)]
 
 
-def _proven(key: _Key, item: Broken, open_at: Situation, known: set[_Key]) -> tuple[str, ...]:
+def _verified_fixes(key: _Key, item: Violation, open_at: RuleContext, known: set[_Key]) -> tuple[str, ...]:
     """The first candidates that remove the finding and add no error or warning, as override words for a shell."""
     shown: list[Fix] = []
     for candidate in _first(item.fixes, _PROOFS):
         fix = {path: value for path, value in candidate.items() if value_at(open_at.spec, path) != value}
         more_than_needed = any(smaller.items() <= fix.items() for smaller in shown)
-        if fix and not more_than_needed and _works(fix, key, open_at, known):
+        if fix and not more_than_needed and _fix_is_valid(fix, key, open_at, known):
             shown.append(fix)
             if len(shown) == MAX_FIXES:
                 break
-    return tuple(shlex.join(f"{path}={as_word(value)}" for path, value in fix.items()) for fix in shown)
+    return tuple(shlex.join(f"{path}={as_override(value)}" for path, value in fix.items()) for fix in shown)
 
 
 def _first(fixes: Iterable[Fix], count: int) -> list[Fix]:
     return [fix for fix, _ in zip(fixes, range(count), strict=False)]
 
 
-def _works(fix: Fix, key: _Key, open_at: Situation, known: set[_Key]) -> bool:
+def _fix_is_valid(fix: Fix, key: _Key, open_at: RuleContext, known: set[_Key]) -> bool:
     try:
         fixed, _ = derive(with_values(open_at.spec, fix))
     except SpecError:  # a candidate outside the schema's limits
         return False
     at = replace(open_at, spec=fixed)
     rule_id, path = key
-    with no_fixes():
+    with suggestions_disabled():
         if any(item.path == path for item in RULES[rule_id].check(at)):  # most candidates that fail, fail here
             return False
         return all(
@@ -105,7 +105,7 @@ def _works(fix: Fix, key: _Key, open_at: Situation, known: set[_Key]) -> bool:
         )
 
 
-def _reopened(spec: RunSpec, origins: Mapping[str, HasOrigin] | None) -> RunSpec:
+def _with_derived_open(spec: RunSpec, origins: Mapping[str, HasOrigin] | None) -> RunSpec:
     """The spec with its derived values open again, so that a fix moves them too."""
     candidates: dict[str, Any] = dict(OPEN_VALUES)
     chip = CHIPS.get(spec.platform.chip)

@@ -72,7 +72,7 @@ class Finding:
     origin: str = ""
 
 
-def as_word(value: Any) -> str:
+def as_override(value: Any) -> str:
     """A value as a user writes it behind `key=`: `null`, `true`, `[a,b]`."""
     if value is None:
         return "null"
@@ -86,14 +86,14 @@ def as_word(value: Any) -> str:
 def _item(value: Any) -> str:
     """An item of a list; text is quoted where Hydra's grammar would read something else."""
     if not isinstance(value, str):
-        return as_word(value)
+        return as_override(value)
     if _PLAIN_ITEM.fullmatch(value) and value.lower() not in ("null", "true", "false", "nan", "inf"):
         return value
     escaped = _BEFORE_QUOTE.sub(lambda at: at[1] * 2 + ("\\" + at[2] if at[2] else ""), value)
     return f'"{escaped}"'
 
 
-def anchor_of(rule_id: str) -> str:
+def rule_anchor(rule_id: str) -> str:
     """The anchor of a rule on the reference page: `parallel-heads_by_tp`."""
     return rule_id.replace(".", "-")
 
@@ -103,7 +103,7 @@ def has_errors(findings: list[Finding]) -> bool:
     return any(finding.severity == "error" for finding in findings)
 
 
-def in_order(findings: list[Finding]) -> list[Finding]:
+def sort_findings(findings: list[Finding]) -> list[Finding]:
     """Errors first, then warnings and notes; by key within each."""
     return sorted(findings, key=lambda f: (_ORDER[f.severity], f.path, f.rule, f.message))
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.model import GATED, ModelSpec
-from megalaunch.plan.layers import layers_of
+from megalaunch.plan.layers import list_layers
 from megalaunch.plan.parameters import check_resolved
 
 
@@ -33,7 +33,7 @@ def flops_per_token(spec: RunSpec, *, full_attention: bool = False) -> float:
 def sequence_flops(model: ModelSpec, tokens: int, sequence_length: int, *, full_attention: bool = False) -> int:
     """Model FLOPs of `tokens` in sequences of one length; raises ValueError while a shape is open."""
     _, _, vocab = check_resolved(model)
-    layers = layers_of(model)
+    layers = list_layers(model)
     depths = model.mtp.num_layers
     attention = len(layers) * attention_weights(model)
     core = len(layers) * core_widths(model) * sequence_length  # scores and values of the whole square

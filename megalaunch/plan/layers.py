@@ -26,13 +26,13 @@ class Layer:
 
 
 @lru_cache(maxsize=64)
-def layers_of(model: ModelSpec) -> tuple[Layer, ...]:
+def list_layers(model: ModelSpec) -> tuple[Layer, ...]:
     """The decoder's layers in order, then one for each depth of multi-token prediction.
 
     Such a depth is built like the last decoder layer (DeepSeek-V3 report, section 2.2), and follows it in `index`.
     """
     decoder = tuple(
-        Layer(index, has_experts(model, index), _window(model, index), mtp=False, rotated=_rotated(model, index))
+        Layer(index, has_experts(model, index), _window(model, index), mtp=False, rotated=_has_rope(model, index))
         for index in range(model.num_layers)
     )
     last = decoder[-1]
@@ -43,20 +43,20 @@ def layers_of(model: ModelSpec) -> tuple[Layer, ...]:
 def has_experts(model: ModelSpec, index: int) -> bool:
     """Layer `dense_layers` and every n-th after it, as Megatron's moe_layer_freq counts them."""
     moe = model.moe
-    if moe.num_experts is None or index < moe.dense_layers:
+    if moe.num_experts is None or index < moe.first_k_dense_replace:
         return False
-    return (index - moe.dense_layers) % moe.every == 0
+    return (index - moe.first_k_dense_replace) % moe.layer_freq == 0
 
 
-def _rotated(model: ModelSpec, index: int) -> bool:
+def _has_rope(model: ModelSpec, index: int) -> bool:
     """With no_rope_every n the layers n-1, 2n-1, ... are not, as SmolLM3 leaves them out."""
-    every = model.no_rope_every
+    every = model.no_rope_layer_interval
     return model.position_embedding == "rope" and (every is None or (index + 1) % every != 0)
 
 
 def _window(model: ModelSpec, index: int) -> int | None:
     """With full_attention_every n the layers n-1, 2n-1, ... see all tokens, as GPT-OSS alternates them."""
-    every = model.full_attention_every
+    every = model.sliding_window_pattern
     if every is not None and (index + 1) % every == 0:
         return None
     return model.sliding_window

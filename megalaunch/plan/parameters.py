@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from megalaunch.config.schema.model import GATED, ModelSpec
-from megalaunch.plan.layers import Layer, layers_of
+from megalaunch.plan.layers import Layer, list_layers
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def count_parameters(model: ModelSpec) -> ParameterCount:
     """The exact count of a decoder; raises ValueError while a shape is open."""
     _, _, vocab = check_resolved(model)
     table = vocab * model.hidden_size
-    layers = layers_of(model)
+    layers = list_layers(model)
     counts = [layer_parameters(model, layer) for layer in layers]
     decoder = [count for layer, count in zip(layers, counts, strict=True) if not layer.mtp]
     routed = sum(count.routed_experts for count in decoder)
@@ -114,7 +114,7 @@ def count_parameters(model: ModelSpec) -> ParameterCount:
         idle_experts=routed // experts * max(0, experts - model.moe.top_k),
         router=sum(count.router for count in decoder),
         norms=sum(count.norms for count in decoder) + norm_parameters(model, model.hidden_size),
-        head=0 if model.tied_embeddings else table,
+        head=0 if model.tie_word_embeddings else table,
         mtp=sum(count.total for count in counts) - sum(count.total for count in decoder),
     )
 
@@ -131,7 +131,7 @@ def layer_parameters(model: ModelSpec, layer: Layer) -> LayerParameters:
         router = moe.num_experts * (hidden + model.moe.router_bias)
     else:
         dense = mlp_parameters(model, model.ffn_hidden_size)
-    norms = 4 if model.block_norms == "both" else 2
+    norms = 4 if model.norm_placement == "both" else 2
     if layer.mtp:  # norms of the stream, of the next embedding and before the head; both streams to one width
         projection = 2 * hidden * hidden
         norms += 3

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.plan.batch import tokens_per_step
-from megalaunch.plan.cost import CONSTANTS, STATEMENTS, Constant, Statement, StepTime, UnknownCost, step_time
+from megalaunch.plan.cost import CONSTANTS, STATEMENTS, Constant, Statement, StepTime, UnknownChipSpeed, step_time
 from megalaunch.plan.flops import step_flops
-from megalaunch.plan.memory import Accounting, Memory, accounting_of
+from megalaunch.plan.memory import Memory, MemoryProfile, profile_for
+from megalaunch.plan.memory.layer_dims import DtypesAndGroups
+from megalaunch.plan.memory.model_states import GATHERED_UNITS, master_bytes
 from megalaunch.plan.memory.rank import memory_by_rank
-from megalaunch.plan.memory.saved import rows_with_bytes, saved_bytes
-from megalaunch.plan.memory.states import GATHERED_UNITS, master_bytes
-from megalaunch.plan.memory.widths import Formats
-from megalaunch.plan.shares import chunks_by_rank
+from megalaunch.plan.memory.saved_activations import rows_with_bytes, saved_bytes
+from megalaunch.plan.stage_params import chunks_by_rank
 from megalaunch.plan.topology import RankGrid, Topology
-from megalaunch.platform.facts import CHIPS, ChipFacts
+from megalaunch.platform.chips import CHIPS, ChipFacts
 
 DAY = 86400.0
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -65,13 +65,13 @@ def predict(spec: RunSpec, tokens: float | None = None) -> Prediction:
 
     Raises ValueError (StageError among them) where the spec is open or does not divide.
     """
-    topology = Topology.of(spec)
+    topology = Topology.from_spec(spec)
     budget = float(tokens_per_step(spec) * spec.train.steps) if tokens is None else tokens
     time: StepTime | None = None
     why = ""
     try:
         time = step_time(spec)
-    except UnknownCost as error:
+    except UnknownChipSpeed as error:
         why = str(error)
     chip = CHIPS.get(spec.platform.chip)
     return Prediction(
@@ -90,9 +90,9 @@ def predict(spec: RunSpec, tokens: float | None = None) -> Prediction:
 
 def rank_groups(topology: Topology) -> Iterator[Groups]:
     """Every axis of more than one rank, of both grids, in the order in which ranks are numbered."""
-    yield from _grid_groups(topology, topology.dense, ("tp", "cp", "dp", "pp"))
+    yield from _grid_groups(topology, topology.dense_grid, ("tp", "cp", "dp", "pp"))
     if topology.ep * topology.etp > 1:
-        yield from _grid_groups(topology, topology.expert, ("etp", "ep", "edp"))
+        yield from _grid_groups(topology, topology.expert_grid, ("etp", "ep", "edp"))
 
 
 def _grid_groups(topology: Topology, grid: RankGrid, axes: tuple[str, ...]) -> Iterator[Groups]:
@@ -119,38 +119,42 @@ def assumptions(spec: RunSpec) -> Iterator[Constant | Statement]:
     """All that the prediction rests on: the chip's figures, the time model's constants, the memory model's rows."""
     chip = CHIPS.get(spec.platform.chip)
     if chip is not None:
-        yield from _of_chip(spec, chip)
+        yield from _chip_assumptions(spec, chip)
     yield from CONSTANTS
     yield from STATEMENTS
-    accounting = accounting_of(spec)
-    yield from _of_memory(spec, accounting)
+    accounting = profile_for(spec)
+    yield from _memory_assumptions(spec, accounting)
     kinds = {kind for chunks in chunks_by_rank(spec) for chunk in chunks for kind, _ in chunk.kinds}
     for kind in sorted(kinds, key=lambda kind: (kind.mtp, kind.experts, kind.window or 0)):
         name = ("further depth" if kind.mtp else "layer with experts" if kind.experts else "layer") + (
             f" of window {kind.window}" if kind.window else ""
         )
-        for row, size, spared in rows_with_bytes(spec.model, kind, Formats.of(spec), accounting):
-            source = "computed again" if spared else f"plan/memory/saved.py, divided by {row.divided}"
+        for row, size, spared in rows_with_bytes(spec.model, kind, DtypesAndGroups.from_spec(spec), accounting):
+            source = "computed again" if spared else f"plan/memory/saved_activations.py, divided by {row.divided}"
             yield Constant(f"bytes a token that a {name} keeps: {row.name}", size, source)
-        working = saved_bytes(spec.model, kind, Formats.of(spec), accounting).working
-        yield Constant(f"bytes a token of gradients as a {name} runs backwards", working, "plan/memory/saved.py")
+        working = saved_bytes(spec.model, kind, DtypesAndGroups.from_spec(spec), accounting).working
+        yield Constant(
+            f"bytes a token of gradients as a {name} runs backwards", working, "plan/memory/saved_activations.py"
+        )
 
 
-def _of_memory(spec: RunSpec, accounting: Accounting) -> Iterator[Constant]:
+def _memory_assumptions(spec: RunSpec, accounting: MemoryProfile) -> Iterator[Constant]:
     """Constants of the memory model of our engine."""
-    sharding = "engine/parallel/data.py"
+    sharding = "engine/parallel/fsdp.py"
     yield Constant("bytes a master weight, divided as data_sharding says", master_bytes(spec), sharding)
     yield Constant("layers gathered at once by optim_grads_params", GATHERED_UNITS, sharding)
     yield Constant("bytes a logit as the loss runs backwards", accounting.logit_bytes, "engine/train/loss.py")
     waiting = accounting.waiting_logits or 0.0
     yield Constant("bytes a logit that waits in a pipeline, beside itself", waiting, "engine/train/loss.py")
     yield Constant(
-        "copies of its scores that a ring of cp ranks holds", accounting.ring_scores, "engine/parallel/ring.py"
+        "copies of its scores that a ring of cp ranks holds",
+        accounting.ring_scores,
+        "engine/parallel/ring_attention.py",
     )
 
 
-def _of_chip(spec: RunSpec, chip: ChipFacts) -> Iterator[Constant]:
-    source = "data sheet (platform/facts.py)"
+def _chip_assumptions(spec: RunSpec, chip: ChipFacts) -> Iterator[Constant]:
+    source = "data sheet (platform/chips.py)"
     for name, flops in chip.peak_flops.items():
         yield Constant(f"{chip.name}: dense peak in {name}, TFLOP/s", flops / 1e12, source)
     for name, value in (

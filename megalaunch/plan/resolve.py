@@ -10,12 +10,12 @@ from types import MappingProxyType
 from typing import Any
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.paths import replaced
-from megalaunch.plan.batch import own_share, samples_requested, smallest_unit
+from megalaunch.config.schema.paths import with_value
+from megalaunch.plan.batch import batch_gcd, samples_per_dp_rank, samples_requested
 from megalaunch.plan.findings import Finding
 from megalaunch.plan.stages import virtual_stages
+from megalaunch.platform.chips import CHIPS, ChipFacts
 from megalaunch.platform.detect import Machine
-from megalaunch.platform.facts import CHIPS, ChipFacts
 
 OPEN_VALUES: Mapping[str, Any] = MappingProxyType(
     {
@@ -54,11 +54,11 @@ def resolve(spec: RunSpec, machine: Machine, recipe: str | None, stored: RunSpec
     """
     notes: list[Finding] = []
     if stored is not None:
-        spec = _apply(spec, _kept(spec, stored), notes)
+        spec = _apply(spec, _keep_open(spec, stored), notes)
     spec = _apply(spec, _machine_values(spec, machine), notes)
     spec = _apply(spec, _run_names(spec, recipe), notes)
     spec, derived = derive(spec)
-    return Resolution(spec, (*notes, *derived, *_emulated(spec, machine)))
+    return Resolution(spec, (*notes, *derived, *_emulated_dtype(spec, machine)))
 
 
 def derive(spec: RunSpec) -> tuple[RunSpec, list[Finding]]:
@@ -81,27 +81,27 @@ def machine_mismatch(spec: RunSpec, machine: Machine) -> list[Finding]:
     """Errors when this machine cannot be a node of a resolved spec; for the launcher, right before it starts."""
     chip, wanted = spec.platform.chip, spec.cluster.devices_per_node
     if chip != machine.chip.name and chip != "cpu":
-        message = f"the run is made for {chip}, and this machine has {_described(machine)}"
+        message = f"the run is made for {chip}, and this machine has {_describe(machine)}"
         return [Finding("platform.this_machine", "error", "platform.chip", message, fixes=("platform=auto",))]
     if chip != "cpu" and isinstance(wanted, int) and wanted > machine.devices:
         numbers = {"devices_per_node": wanted, "devices": machine.devices}
-        message = f"the run wants {wanted} devices of each machine, and this one has {_described(machine)}"
+        message = f"the run wants {wanted} devices of each machine, and this one has {_describe(machine)}"
         return [Finding("platform.this_machine", "error", "cluster.devices_per_node", message, numbers)]
     return []
 
 
-def _emulated(spec: RunSpec, machine: Machine) -> list[Finding]:
+def _emulated_dtype(spec: RunSpec, machine: Machine) -> list[Finding]:
     """A warning when a format that was asked for is not multiplied natively by the chip."""
     facts = chip_facts(spec, machine)
-    if spec.precision.compute != "bf16" or facts is None or facts.native_bf16:
+    if spec.precision.compute_dtype != "bf16" or facts is None or facts.native_bf16:
         return []
     if facts.device != machine.chip.device:  # no row says what another machine's processor can do
         return []
     message = f"{facts.name} does not multiply bf16 natively here: fp32 is likely faster"
-    return [Finding("precision.native", "warning", "precision.compute", message, fixes=("precision=fp32",))]
+    return [Finding("precision.native", "warning", "precision.compute_dtype", message, fixes=("precision=fp32",))]
 
 
-def _described(machine: Machine) -> str:
+def _describe(machine: Machine) -> str:
     return f"{machine.devices} x {machine.chip.name}" if machine.devices else "no accelerator (cpu)"
 
 
@@ -110,16 +110,16 @@ def _apply(spec: RunSpec, changes: _Changes, notes: list[Finding]) -> RunSpec:
         return spec
     for path, (value, why) in changes.items():
         notes.append(Finding("derived", "note", path, f"{value} ({why})", {"value": value}))
-    return replaced(spec, {path: value for path, (value, _) in changes.items()})
+    return with_value(spec, {path: value for path, (value, _) in changes.items()})
 
 
-def _kept(spec: RunSpec, stored: RunSpec) -> _Changes:
+def _keep_open(spec: RunSpec, stored: RunSpec) -> _Changes:
     """Values of a begun run that hold although the new words leave them open."""
     pairs: Mapping[str, tuple[Any, Any, Any]] = {
         "schedule.decay_steps": (spec.schedule.decay_steps, None, stored.schedule.decay_steps),
         "data.num_samples": (spec.data.num_samples, None, stored.data.num_samples),
         "model.vocab_size": (spec.model.vocab_size, None, stored.model.vocab_size),
-        "precision.compute": (spec.precision.compute, "auto", stored.precision.compute),
+        "precision.compute_dtype": (spec.precision.compute_dtype, "auto", stored.precision.compute_dtype),
     }
     return {
         path: (kept, "as when the run began")
@@ -135,11 +135,11 @@ def _machine_values(spec: RunSpec, machine: Machine) -> _Changes:
         changes["platform.chip"] = (machine.chip.name, "found on this machine")
     if facts is None:
         return changes
-    if spec.precision.compute == "auto":
+    if spec.precision.compute_dtype == "auto":
         if facts.native_bf16:
-            changes["precision.compute"] = ("bf16", f"{facts.name} multiplies it natively: {facts.native_bf16}")
+            changes["precision.compute_dtype"] = ("bf16", f"{facts.name} multiplies it natively: {facts.native_bf16}")
         else:
-            changes["precision.compute"] = ("fp32", f"{facts.name} does not multiply bf16 natively")
+            changes["precision.compute_dtype"] = ("fp32", f"{facts.name} does not multiply bf16 natively")
     found_here = facts.device != "cpu" and facts.name == machine.chip.name and machine.devices > 0
     if spec.cluster.devices_per_node == "auto" and found_here:
         changes["cluster.devices_per_node"] = (machine.devices, "found on this machine")
@@ -205,7 +205,7 @@ def _devices_of_cpu(spec: RunSpec) -> _Changes:
     if spec.cluster.devices_per_node != "auto" or facts is None or facts.device != "cpu":
         return {}
     p = spec.parallel
-    shards = math.lcm(p.tp * p.pp * p.cp * p.replicas, p.pp * p.ep * (p.etp or 1))  # both grids divide
+    shards = math.lcm(p.tp * p.pp * p.cp * p.dp_replicate, p.pp * p.ep * (p.etp or 1))  # both grids divide
     if p.dp is None:
         workers, why = (
             shards * max(1, spec.cluster.cpu_workers // shards),
@@ -227,10 +227,14 @@ def _data_parallel(spec: RunSpec) -> _Changes:
 def _micro_batch(spec: RunSpec) -> _Changes:
     if spec.batch.micro_batch_size is not None or spec.parallel.dp is None:
         return {}
-    share = own_share(smallest_unit(spec), spec.parallel.dp)
+    share = samples_per_dp_rank(batch_gcd(spec), spec.parallel.dp)
     if share is None:
         return {}
-    why = "global_batch_size / dp" if spec.batch.ramp is None else "the largest share of every batch of the ramp"
+    why = (
+        "global_batch_size / dp"
+        if spec.batch.rampup_batch_size is None
+        else "the largest share of every batch of the ramp"
+    )
     if spec.parallel.pp > 1:
         share, why = _for_every_stage(share, spec), f"{why}, in microbatches for every stage"
     return {"batch.micro_batch_size": (share, why)}
@@ -256,7 +260,7 @@ def _horizons(spec: RunSpec) -> _Changes:
     if spec.data.num_samples is None:
         changes["data.num_samples"] = (
             samples_requested(spec),
-            "train.steps x global_batch_size" if spec.batch.ramp is None else "the batches of train.steps",
+            "train.steps x global_batch_size" if spec.batch.rampup_batch_size is None else "the batches of train.steps",
         )
     return changes
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.plan.stage_faults import Division, StageFault, stage_faults
-from megalaunch.plan.stage_layout import LayoutError, expanded
+from megalaunch.plan.pipeline_layout import LayoutError, expand_layout
+from megalaunch.plan.stage_validation import PipelineSplit, StageViolation, find_stage_violations
 
 MAX_LAYERS = 100_000  # no model has as many, and a list of them still fits
 
@@ -30,37 +30,37 @@ class Stage:
 class StageError(ValueError):
     """There are no stages; `faults` lists every reason."""
 
-    def __init__(self, faults: tuple[StageFault, ...]) -> None:
+    def __init__(self, faults: tuple[StageViolation, ...]) -> None:
         self.faults = faults
         super().__init__("; ".join(fault.message for fault in faults))
 
 
-def stages_of(spec: RunSpec) -> tuple[Stage, ...]:
+def build_stages(spec: RunSpec) -> tuple[Stage, ...]:
     """The stages in the order in which a microbatch passes them; raises StageError with every reason.
 
     Stage s lives on pp rank s % pp as chunk s // pp; under zbv and dualpipev the second chunks run backwards.
     """
-    return _stages(Division.of(spec))
+    return _stages(PipelineSplit.from_spec(spec))
 
 
 def virtual_stages(spec: RunSpec) -> int:
     """Stages of one pipeline rank: `parallel.vpp`, or what the layout says; 1 where that cannot be told."""
     p = spec.parallel
-    if p.stage_layout is None:
+    if p.pipeline_layout is None:
         return p.vpp or 1
     try:
-        stages = expanded(p.stage_layout)
+        stages = expand_layout(p.pipeline_layout)
     except LayoutError:
         return p.vpp or 1
     return max(1, len(stages) // p.pp)
 
 
 @lru_cache(maxsize=4096)
-def _stages(division: Division) -> tuple[Stage, ...]:
-    faults = stage_faults(division)
-    if not faults and division.counted > MAX_LAYERS:
-        message = f"{division.counted} layers are more than the {MAX_LAYERS} that can be listed"
-        faults = (StageFault("model.num_layers", "model.num_layers", message, {"num_layers": division.layers}),)
+def _stages(division: PipelineSplit) -> tuple[Stage, ...]:
+    faults = find_stage_violations(division)
+    if not faults and division.num_counted_layers > MAX_LAYERS:
+        message = f"{division.num_counted_layers} layers are more than the {MAX_LAYERS} that can be listed"
+        faults = (StageViolation("model.num_layers", "model.num_layers", message, {"num_layers": division.layers}),)
     if faults:
         raise StageError(faults)
     counts, depths = _shares(division)
@@ -69,7 +69,7 @@ def _stages(division: Division) -> tuple[Stage, ...]:
     for number, (count, depth) in enumerate(zip(counts, depths, strict=True)):
         stages.append(
             Stage(
-                rank=division.rank_of(number, chunks),
+                rank=division.pipeline_rank(number, chunks),
                 chunk=number // division.pp,
                 layers=tuple(range(next_layer, next_layer + count)),
                 mtp=tuple(range(next_depth, next_depth + depth)),
@@ -81,24 +81,24 @@ def _stages(division: Division) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def _shares(division: Division) -> tuple[list[int], list[int]]:
+def _shares(division: PipelineSplit) -> tuple[list[int], list[int]]:
     """Decoder layers and MTP depths of every stage, of a division without faults."""
     if division.layout is not None:
-        stages = expanded(division.layout)
+        stages = expand_layout(division.layout)
         return [stage.count("t") for stage in stages], [stage.count("m") for stage in stages]
     vpp = division.vpp or 1
     number = division.pp * vpp
     if division.first is None and division.last is None:
-        counts = [division.counted // number] * number
+        counts = [division.num_counted_layers // number] * number
         counts[0] -= division.embedding_counts
         counts[-1] -= division.head_counts
     else:
         by_rank = _by_rank(division)
-        counts = [by_rank[division.rank_of(stage, vpp)] // vpp for stage in range(number)]
+        counts = [by_rank[division.pipeline_rank(stage, vpp)] // vpp for stage in range(number)]
     return counts, [0] * (number - 1) + [division.mtp]
 
 
-def _by_rank(division: Division) -> list[int]:
+def _by_rank(division: PipelineSplit) -> list[int]:
     given = (division.first is not None) + (division.last is not None)
     rest = division.layers - (division.first or 0) - (division.last or 0)
     middle = [rest // (division.pp - given)] * (division.pp - given) if division.pp > given else []

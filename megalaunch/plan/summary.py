@@ -8,7 +8,7 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.plan.batch import tokens_per_step, tokens_requested
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.parameters import count_parameters
-from megalaunch.plan.stages import StageError, stages_of, virtual_stages
+from megalaunch.plan.stages import StageError, build_stages, virtual_stages
 from megalaunch.plan.topology import Topology
 
 _FILL_AND_DRAIN = ("auto", "gpipe", "1f1b", "interleaved")
@@ -17,7 +17,7 @@ _FILL_AND_DRAIN = ("auto", "gpipe", "1f1b", "interleaved")
 def derived_values(spec: RunSpec) -> dict[str, Any]:
     """Plain numbers for `--json` and tables; what cannot be derived is left out."""
     cluster, model, p = spec.cluster, spec.model, spec.parallel
-    values: dict[str, Any] = {"chip": spec.platform.chip, "precision": spec.precision.compute}
+    values: dict[str, Any] = {"chip": spec.platform.chip, "precision": spec.precision.compute_dtype}
     if isinstance(cluster.devices_per_node, int):
         values["world"] = cluster.nodes * cluster.devices_per_node
     if None not in (model.head_dim, model.num_query_groups, model.vocab_size):
@@ -29,13 +29,13 @@ def derived_values(spec: RunSpec) -> dict[str, Any]:
     values["tokens_per_step"] = tokens_per_step(spec)
     values["tokens_in_all"] = tokens_requested(spec)
     try:
-        topology = Topology.of(spec)
+        topology = Topology.from_spec(spec)
     except ValueError:
         return values
     values |= {
         "dp": topology.dp,
-        "data_shards": topology.shards,
-        "replicas": topology.replicas,
+        "data_shards": topology.dp_shard,
+        "replicas": topology.dp_replicate,
         "micro_batch_size": topology.micro_batch_size,
         "microbatches": topology.microbatches,
     }
@@ -66,7 +66,7 @@ def bubble(pp: int, chunks: int, microbatches: int) -> float:
 def _stages(spec: RunSpec) -> dict[str, Any]:
     """Layers of each stage in pipeline order: one number where all have as many, else a list."""
     try:
-        counts = [len(stage.layers) for stage in stages_of(spec)]
+        counts = [len(stage.layers) for stage in build_stages(spec)]
     except StageError:
         return {}
     values: dict[str, Any] = {"layers_per_stage": counts[0] if len(set(counts)) == 1 else counts}

@@ -13,8 +13,8 @@ from typing import Any
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.paths import value_at
-from megalaunch.plan.findings import as_word
-from megalaunch.platform.facts import CHIPS
+from megalaunch.plan.findings import as_override
+from megalaunch.platform.chips import CHIPS
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ LIMITS = (
     Limit("model.mtp.num_layers", (0,), "multi-token prediction"),
     Limit("parallel.ep", (1,), "expert parallelism"),
     Limit("parallel.etp", (None, 1), "tensor parallelism inside experts"),
-    Limit("precision.compute", ("auto", "fp32", "bf16"), "fp16 and fp8"),
-    Limit("precision.gradients", ("fp32",), "gradients kept in bf16"),
-    Limit("precision.moments", ("fp32",), "moments in bf16"),
-    Limit("precision.master", ("fp32",), "weights without an fp32 copy"),
+    Limit("precision.compute_dtype", ("auto", "fp32", "bf16"), "fp16 and fp8"),
+    Limit("precision.grad_dtype", ("fp32",), "gradients kept in bf16"),
+    Limit("precision.exp_avg_dtype", ("fp32",), "moments in bf16"),
+    Limit("precision.main_params_dtype", ("fp32",), "weights without an fp32 copy"),
     Limit(
         "recompute.modules",
         ("attention", "norm", "mlp", "activation"),
@@ -62,10 +62,10 @@ LIMITS = (
     ),
     Limit("optimizer.name", ("adamw",), "other optimizers"),
     Limit("optimizer.embedding_lr", (None,), "a rate of its own for embedding and head"),
-    Limit("optimizer.skip_above_norm", (None,), "skipping steps of a large gradient"),
+    Limit("optimizer.skip_step_grad_norm", (None,), "skipping steps of a large gradient"),
     Limit("optimizer.offload_fraction", (0.0,), "optimizer states in host memory"),
     Limit("schedule.warmup_init_lr", (0.0,), "a warm-up that starts above 0"),
-    Limit("batch.ramp", (None,), "batches that grow"),
+    Limit("batch.rampup_batch_size", (None,), "batches that grow"),
 )
 
 
@@ -83,10 +83,10 @@ MEANINGLESS: Mapping[str, str] = MappingProxyType(
         "model.moe.": "model.moe.num_experts",
         "model.mtp.": "model.mtp.num_layers",
         "optimizer.momentum": "optimizer.name",
-        "parallel.expert_dispatch": "parallel.ep",
-        "parallel.overlap_experts": "parallel.ep",
-        "precision.fp8.": "precision.compute",
-        "precision.loss_scale.": "precision.compute",
+        "parallel.moe_token_dispatcher_type": "parallel.ep",
+        "parallel.overlap_moe_expert_parallel_comm": "parallel.ep",
+        "precision.fp8.": "precision.compute_dtype",
+        "precision.loss_scale.": "precision.compute_dtype",
     }
 )
 """Keys, or sections, that mean nothing while the engine refuses every other value of the key beside them."""
@@ -106,7 +106,7 @@ def deciding_limit(path: str) -> Limit | None:
 def not_trained(spec: RunSpec) -> tuple[str, ...]:
     """What the spec asks for that the engine does not run yet, in words, each thing once."""
     return tuple(
-        dict.fromkeys(f"{limit.meaning} ({limit.path}={as_word(value)})" for limit, value in unsupported(spec))
+        dict.fromkeys(f"{limit.meaning} ({limit.path}={as_override(value)})" for limit, value in unsupported(spec))
     )
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.plan.stage_faults import V_SCHEDULES
+from megalaunch.plan.stage_validation import V_SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class RankGrid:
         """The number of ranks."""
         return math.prod(size for _, size in self.axes)
 
-    def place(self, rank: int) -> dict[str, int]:
+    def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of a rank on every axis."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is outside a world of {self.world}")
@@ -33,7 +33,7 @@ class RankGrid:
         """The ranks that differ from `rank` on the named axes only, `rank` itself included, ascending."""
         members = [rank]
         stride = 1
-        place = self.place(rank)
+        place = self.coordinates(rank)
         for name, size in self.axes:
             if name in names:
                 members = [m + (i - place[name]) * stride for m in members for i in range(size)]
@@ -62,8 +62,8 @@ class Topology:
     ep: int
     etp: int
     edp: int
-    replicas: int
-    shards: int
+    dp_replicate: int
+    dp_shard: int
     micro_batch_size: int
     microbatches: int
     devices_per_node: int
@@ -73,13 +73,13 @@ class Topology:
     cp_dynamic: bool = False
 
     @classmethod
-    def of(cls, spec: RunSpec) -> Topology:
+    def from_spec(cls, spec: RunSpec) -> Topology:
         """The topology of a resolved and checked spec; raises ValueError when it does not divide."""
         p, batch = spec.parallel, spec.batch
         if p.dp is None or batch.micro_batch_size is None or not isinstance(spec.cluster.devices_per_node, int):
             raise ValueError("the spec is not resolved: dp, micro_batch_size or devices_per_node is open")
         world, etp = spec.cluster.nodes * spec.cluster.devices_per_node, p.etp or 1
-        replicas = p.dp if p.data_sharding == "no_shard" else p.replicas
+        replicas = p.dp if p.data_sharding == "no_shard" else p.dp_replicate
         if p.dp * p.pp * p.cp * p.tp != world:
             raise ValueError(f"dp {p.dp} x pp {p.pp} x cp {p.cp} x tp {p.tp} is not the world of {world}")
         return cls(
@@ -90,15 +90,15 @@ class Topology:
             ep=p.ep,
             etp=etp,
             edp=_exact(world, p.pp * p.ep * etp, "world by pp x ep x etp"),
-            replicas=replicas,
-            shards=_exact(p.dp, replicas, "dp by replicas"),
+            dp_replicate=replicas,
+            dp_shard=_exact(p.dp, replicas, "dp by replicas"),
             micro_batch_size=batch.micro_batch_size,
             microbatches=_exact(batch.global_batch_size, batch.micro_batch_size * p.dp, "global batch by micro x dp"),
             devices_per_node=spec.cluster.devices_per_node,
             nodes=spec.cluster.nodes,
             last_stage_rank=0 if p.schedule in V_SCHEDULES else p.pp - 1,
-            cp_hierarchy=p.cp_hierarchy if p.cp > 1 else (),
-            cp_dynamic=p.cp_dynamic and p.cp > 1,
+            cp_hierarchy=p.hierarchical_context_parallel_sizes if p.cp > 1 else (),
+            cp_dynamic=p.dynamic_context_parallel and p.cp > 1,
         )
 
     @property
@@ -107,21 +107,21 @@ class Topology:
         return self.dp * self.pp * self.cp * self.tp
 
     @property
-    def dense(self) -> RankGrid:
+    def dense_grid(self) -> RankGrid:
         """The grid of everything but routed experts."""
         return RankGrid((("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp)))
 
     @property
-    def expert(self) -> RankGrid:
+    def expert_grid(self) -> RankGrid:
         """The grid of routed experts, over the same ranks and the same pipeline stages."""
         return RankGrid((("etp", self.etp), ("ep", self.ep), ("edp", self.edp), ("pp", self.pp)))
 
     def coordinates(self, rank: int) -> str:
         """A rank's place in words, axes of size 1 left out: "pp0 dp1 tp3"; "dp0" for a single process."""
-        place = self.dense.place(rank)
+        place = self.dense_grid.coordinates(rank)
         named = [f"{axis}{place[axis]}" for axis in ("pp", "dp", "cp", "tp") if getattr(self, axis) > 1]
         if self.ep > 1:
-            named.append(f"ep{self.expert.place(rank)['ep']}")
+            named.append(f"ep{self.expert_grid.coordinates(rank)['ep']}")
         return " ".join(named) or "dp0"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megalaunch.platform.facts import CHIPS, ChipFacts
+from megalaunch.platform.chips import CHIPS, ChipFacts
 
 TOOL_TIMEOUT = 5.0  # seconds; the tool needs some when no process keeps the driver awake
 
@@ -33,7 +33,7 @@ _OTHER_NODES = (
     (r"kfd", "an AMD GPU driver is loaded; name the chip to use it (platform.chip=mi300x)"),
     (
         r"mthreads\d+|mtgpu\.\d+",
-        "Moore Threads GPUs are present, but there are no facts about them (platform/facts.py)",
+        "Moore Threads GPUs are present, but there are no facts about them (platform/chips.py)",
     ),
 )
 
@@ -76,7 +76,7 @@ def find_accelerators(root: Path, environ: Mapping[str, str]) -> Accelerators:
     kinds = sorted({gpu.name for gpu in usable})
     if len(kinds) > 1:
         notes.append(f"Different GPUs here ({', '.join(kinds)}); planned with the first: {usable[0].name}.")
-    chip = _chip_of(usable[0])
+    chip = _chip_name(usable[0])
     if not chip.peak_flops:
         notes.append(f"No facts about {usable[0].name or 'this GPU'}: MFU stays unknown.")
     return Accelerators(chip, len(usable), tuple(notes))
@@ -140,7 +140,7 @@ def _visible(gpus: Sequence[_Gpu], variable: str | None) -> list[_Gpu]:
     return seen
 
 
-def _chip_of(gpu: _Gpu) -> ChipFacts:
+def _chip_name(gpu: _Gpu) -> ChipFacts:
     for pattern, name in _NVIDIA_NAMES:
         if re.search(pattern, gpu.name):
             return CHIPS[name]

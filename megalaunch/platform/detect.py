@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalaunch.platform.accelerators import find_accelerators
-from megalaunch.platform.facts import CHIPS, ChipFacts
-from megalaunch.platform.limits import free_disk, usable_cores, usable_memory
+from megalaunch.platform.cgroups import free_disk, usable_cores, usable_memory
+from megalaunch.platform.chips import CHIPS, ChipFacts
 
 
 @dataclass(frozen=True)

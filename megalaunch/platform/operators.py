@@ -23,14 +23,14 @@ def implementations(device: str) -> Iterator[Implementation]:
     if device == "cpu":
         yield Implementation(
             "causal attention",
-            f"megalaunch.engine.model.processor_attention; bf16 with a bf16 unit and long fp32 samples: {_SDPA}",
+            f"megalaunch.engine.model.attention.cpu; bf16 with a bf16 unit and long fp32 samples: {_SDPA}",
         )
     else:
         yield Implementation(
             "causal attention", f"{_SDPA}: flash, memory-efficient or cuDNN kernels, as torch finds them fit"
         )
     yield Implementation("attention with a window or documents", f"{_SDPA} with a mask")
-    yield Implementation("attention with sinks, soft cap or dropout", "megalaunch.engine.model.blocks")
+    yield Implementation("attention with sinks, soft cap or dropout", "megalaunch.engine.model.attention.blockwise")
     if device == "cuda" and find_spec("triton") is not None:
         yield Implementation("SwiGLU", "megalaunch.kernels.swiglu_triton")
     else:

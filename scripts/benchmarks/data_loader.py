@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from megalaunch.config.schema import build_run_spec
-from megalaunch.data.source import open_training
-from megalaunch.data.token_writer import TokenWriter, token_type
-from megalaunch.engine.train.batches import BatchShape, TrainBatches
+from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
+from megalaunch.data.samples.build_datasets import build_train_dataset
+from megalaunch.engine.train.dataloader import BatchSampler, PrefetchingDataLoader
 
 SEQUENCE, BATCH, STEPS, TIMES_BAR = 4096, 16, 120, 20.0
 # Nearly ten times what README shows of the quickstart on two busy cores, so that faster machines are covered too.
@@ -34,7 +34,7 @@ def corpus(prefix: Path, tokens: int) -> Path:
     return prefix
 
 
-def batches_of(folder: Path, steps: int, **data: object) -> TrainBatches:
+def batches_of(folder: Path, steps: int, **data: object) -> PrefetchingDataLoader:
     """The loader of a run of `steps` steps on one rank."""
     shape = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1, "vocab_size": 50_000}
     spec = build_run_spec(
@@ -45,27 +45,27 @@ def batches_of(folder: Path, steps: int, **data: object) -> TrainBatches:
             "train": {"steps": steps},
         }
     )
-    return TrainBatches(open_training(spec), BatchShape(BATCH, 4, 0, 1), torch.device("cpu"))
+    return PrefetchingDataLoader(build_train_dataset(spec), BatchSampler(BATCH, 4, 0, 1), torch.device("cpu"))
 
 
-def rate(batches: TrainBatches, steps: int) -> float:
+def rate(batches: PrefetchingDataLoader, steps: int) -> float:
     """Tokens a second that a training thread gets which does nothing else."""
-    batches.of(1, steps)
+    batches.get(1, steps)
     started = time.perf_counter()
     for step in range(2, steps + 1):
-        batches.of(step, steps)
+        batches.get(step, steps)
     taken = time.perf_counter() - started
     batches.close()
     return (steps - 1) * BATCH * SEQUENCE / taken
 
 
-def stall(batches: TrainBatches, steps: int, compute: float) -> float:
+def stall(batches: PrefetchingDataLoader, steps: int, compute: float) -> float:
     """Seconds that a step waits for its tokens (median) when it computes for `compute` seconds elsewhere."""
-    batches.of(1, steps)
+    batches.get(1, steps)
     waited = []
     for step in range(2, steps + 1):
         time.sleep(compute)
-        waited.append(batches.of(step, steps).waited)
+        waited.append(batches.get(step, steps).data_time)
     batches.close()
     return float(np.median(waited))
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megalaunch.data.sample_order import order_shape, sample_order
-from megalaunch.data.sample_starts import sample_starts
+from megalaunch.data.samples.gpt_index import build_index, index_size
+from megalaunch.data.samples.sample_index import build_sample_index
 
 SECONDS_BAR, RATIO_BAR = 10.0, 1.2
 
@@ -75,19 +75,19 @@ def measured(
     lengths = np.random.RandomState(0).randint(1, 2 * mean, int(tokens_wanted / mean)).astype(np.int32)
     tokens, numbers = int(lengths.sum(dtype=np.int64)), range(len(lengths))
     wanted = (epochs * tokens - 1) // sequence_length
-    samples = order_shape(tokens, sequence_length, wanted).samples
+    samples = index_size(tokens, sequence_length, wanted).samples
     documents = np.tile(np.arange(len(lengths), dtype=np.int32), epochs)
     np.random.RandomState(1).shuffle(documents)
     index: tuple[list[Seconds], list[Seconds]] = ([], [])
     whole: tuple[list[Seconds], list[Seconds]] = ([], [])
     for _ in range(runs):
-        index[0].append(seconds(lambda: sample_starts(lengths, documents, samples, sequence_length)))
+        index[0].append(seconds(lambda: build_sample_index(lengths, documents, samples, sequence_length)))
         if theirs is not None:
             build = theirs[1].build_sample_idx
             index[1].append(seconds(lambda b=build: b(lengths, documents, sequence_length, epochs, tokens, True, 1)))
     for _ in range(runs):  # apart, as each leaves the processor's caches in another state to what comes next
         random = np.random.RandomState(1)
-        whole[0].append(seconds(lambda r=random: sample_order(lengths, numbers, sequence_length, wanted, r)))
+        whole[0].append(seconds(lambda r=random: build_index(lengths, numbers, sequence_length, wanted, r)))
         if theirs is not None:
             whole[1].append(seconds(lambda: whole_order_of_theirs(theirs, lengths, sequence_length, epochs, tokens, 1)))
     return {

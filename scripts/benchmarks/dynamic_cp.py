@@ -27,14 +27,14 @@ from engine_variants.ranks import answer_of_ranks
 from engine_variants.shape import GROUPS, HEAD_DIM, HIDDEN, LAYERS, Work
 
 from megalaunch.config.schema import RunSpec, with_values
-from megalaunch.data.row import Row, positions_within
+from megalaunch.data.samples.sample import Sample, positions_within
 from megalaunch.engine.mesh import Axis, make_mesh
-from megalaunch.engine.parallel import dealt_context
-from megalaunch.engine.parallel.context import places_of
-from megalaunch.engine.parallel.deal import Deal, deal
-from megalaunch.engine.train.assemble import sharded_model
-from megalaunch.engine.train.batches import StepBatch, microbatch, share
-from megalaunch.engine.train.passes import passes_of
+from megalaunch.engine.parallel import dynamic_context_parallel
+from megalaunch.engine.parallel.context_parallel import cp_positions
+from megalaunch.engine.parallel.document_partition import DocumentPartition, partition_documents
+from megalaunch.engine.train.build import sharded_model
+from megalaunch.engine.train.dataloader import StepBatch, microbatch, shard_for_context_parallel
+from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.plan.topology import Topology
 
 FIXED = ("p2p", "allgather")
@@ -52,7 +52,7 @@ class Lengths:
     median: float = 80.0
     spread: float = 1.4
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> Sample:
         """The same for the same number."""
         source = np.random.default_rng(number)
         ends = np.zeros(self.tokens, np.bool_)
@@ -60,7 +60,7 @@ class Lengths:
         while (place := place + 1 + int(source.lognormal(np.log(self.median), self.spread))) < self.tokens:
             ends[place] = True
         documents = np.concatenate(([0], np.cumsum(ends[:-1])))
-        return Row(source.integers(0, 4096, self.tokens + 1), None, positions_within(ends), documents)
+        return Sample(source.integers(0, 4096, self.tokens + 1), None, positions_within(ends), documents)
 
 
 @dataclass
@@ -90,22 +90,26 @@ class Counted:
 def spec_of(work: Work, ranks: int, way: str) -> RunSpec:
     """A run under one of the ways."""
     dealt = way not in FIXED
-    words = {"parallel.cp": ranks, "parallel.cp_dynamic": dealt, "parallel.cp_exchange": "p2p" if dealt else way}
-    return with_values(work.spec(), {**words, "cluster.devices_per_node": ranks, "data.reset_attention": True})
+    words = {
+        "parallel.cp": ranks,
+        "parallel.dynamic_context_parallel": dealt,
+        "parallel.cp_comm_type": "p2p" if dealt else way,
+    }
+    return with_values(work.spec(), {**words, "cluster.devices_per_node": ranks, "data.reset_attention_mask": True})
 
 
-def dealing(way: str) -> partial[Deal]:
+def dealing(way: str) -> partial[DocumentPartition]:
     """How documents are dealt out under a way that does."""
-    return partial(deal, groups_by=(None,)) if way == OVER_ALL else partial(deal)
+    return partial(partition_documents, groups_by=(None,)) if way == OVER_ALL else partial(partition_documents)
 
 
-def counted(way: str, row: Row, ranks: int) -> Counted:
+def counted(way: str, row: Sample, ranks: int) -> Counted:
     """By arithmetic on the lengths."""
     tokens, key = len(row.tokens) - 1, 2 * GROUPS * HEAD_DIM * NUMBER
     assert row.positions is not None
     seen = row.positions + 1
     if way in FIXED:
-        works = [int(seen[places_of(tokens, Axis("cp", ranks, rank)).numpy()].sum()) for rank in range(ranks)]
+        works = [int(seen[cp_positions(tokens, Axis("cp", ranks, rank)).numpy()].sum()) for rank in range(ranks)]
         each = (ranks - 1) * tokens * key
         moved = {
             "p2p": 2 * each + ranks * tokens * key,  # keys in both passes, their gradients a full turn
@@ -113,9 +117,9 @@ def counted(way: str, row: Row, ranks: int) -> Counted:
         }
         computed = tokens * tokens
         return Counted(moved[way], max(works) * ranks / sum(works), computed / sum(works))
-    documents = torch.from_numpy(np.asarray(row.documents))[None]
-    dealt = dealing(way)(dealt_context.run_lengths(documents), ranks)
-    works = [dealt.pairs(rank) for rank in range(ranks)]
+    documents = torch.from_numpy(np.asarray(row.document_ids))[None]
+    dealt = dealing(way)(dynamic_context_parallel.document_lengths(documents), ranks)
+    works = [dealt.attention_work(rank) for rank in range(ranks)]
     return Counted(2 * dealt.cost[1] * key, max(works) * ranks / sum(works), 1.0)
 
 
@@ -124,15 +128,15 @@ class Pass:
 
     def __init__(self, work: Work, ranks: int, way: str) -> None:
         spec = spec_of(work, ranks, way)
-        self._way, self._mesh = way, make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+        self._way, self._mesh = way, make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
         self._model = sharded_model(spec, self._mesh)
-        self._passes = passes_of(spec, self._mesh, self._model)
+        self._passes = make_forward_backward(spec, self._mesh, self._model)
 
-    def run(self, row: Row) -> float:
+    def run(self, row: Sample) -> float:
         """The mean loss; reading and dealing out are not left out."""
         if self._way not in FIXED:
-            dealt_context.deal = dealing(self._way)  # type: ignore[assignment]
-        one = share(microbatch([row]), self._mesh.cp, self._mesh.topology.cp_dynamic)
+            dynamic_context_parallel.partition_documents = dealing(self._way)  # type: ignore[assignment]
+        one = shard_for_context_parallel(microbatch([row]), self._mesh.cp, self._mesh.topology.cp_dynamic)
         loss = self._passes.train(StepBatch((range(1),), (one,)), len(row.tokens) - 1).sum()
         dist.all_reduce(loss)
         for parameter in self._model.parameters():
@@ -188,7 +192,7 @@ def main() -> int:
     options = parser.parse_args()
     lengths = Lengths(options.tokens)
     rows = [lengths.row(turn) for turn in range(WARM, WARM + options.steps)]
-    sizes = np.sort(np.concatenate([np.bincount(np.asarray(row.documents)) for row in rows]))
+    sizes = np.sort(np.concatenate([np.bincount(np.asarray(row.document_ids)) for row in rows]))
     print(f"{LAYERS} layers, hidden {HIDDEN}, {len(rows)} rows of {options.tokens} tokens over cp{options.ranks}, fp32")
     print(f"{len(sizes)} documents, of {np.median(sizes):.0f} tokens (median) to {sizes[-1]}; ", end="")
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)

@@ -23,8 +23,8 @@ from engine_variants.shape import FFN, HIDDEN, LAYERS, VOCABULARY, Work
 from engine_variants.timing import Times, side_by_side
 
 from megalaunch.config.schema import with_values
-from megalaunch.engine.deep_plan.plan import deep_plan
-from megalaunch.plan.memory import memory_of
+from megalaunch.engine.simulate.deep_plan import deep_plan
+from megalaunch.plan.memory import predict_memory
 
 INSTALL = {  # litgpt's own pins would move torch
     "transformers": "pip install transformers",
@@ -130,7 +130,7 @@ def compare_memory(work: Work) -> int:
     missed = 0
     for name, chip in product(LAYOUTS, CHIPS):
         spec = with_values(work.spec(**LAYOUTS[name]), {"platform.chip": chip})
-        planned, found = memory_of(spec).total, deep_plan(spec, 0).total
+        planned, found = predict_memory(spec).total, deep_plan(spec, 0).total
         bad = abs(planned / found - 1) > 0.05
         missed += bad
         sizes = f"{planned / 1e6:12.1f}{found / 1e6:12.1f}{planned / found:8.3f}"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megalaunch.engine import api
-from megalaunch.engine.inference.generate import TextModel, Writing, generate_tokens
+from megalaunch.engine.inference.generate import GenerationConfig, TextModel, generate_tokens
 from megalaunch.engine.inference.sampling import Sampling
 
 BAR, PROMPT = 1.3, 24
@@ -27,7 +27,7 @@ BAR, PROMPT = 1.3, 24
 
 def ours(model: TextModel, prompts: torch.Tensor, tokens: int) -> torch.Tensor:
     """The new tokens [B, N]."""
-    writing = Writing(tokens, Sampling(temperature=0))
+    writing = GenerationConfig(tokens, Sampling(temperature=0))
     return torch.stack([drawn.tokens_B for drawn in generate_tokens(model, prompts.tolist(), writing)], dim=1)
 
 
@@ -85,7 +85,7 @@ def main() -> int:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     other = transformers.AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32).eval()
-    model = api.open_model(options.folder).lean
+    model = api.open_model(options.folder).fast_decoder
     sides = {
         "transformers": lambda prompts, tokens: theirs(other, prompts, tokens),
         "ours": lambda prompts, tokens: ours(model, prompts, tokens),

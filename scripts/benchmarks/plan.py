@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from published_runs import BRIDGE, CALIBRATED, DGXC, MEMORY_7B, MEMORY_MOE, MEMORY_SFT, ONE_DEVICE, OTHERS, Published
 
 from megalaunch.plan.cost import step_time
-from megalaunch.plan.memory import MEGATRON, memory_of
-from megalaunch.plan.memory.accounting import Accounting
+from megalaunch.plan.memory import MEGATRON, predict_memory
+from megalaunch.plan.memory.profiles import MemoryProfile
 
 # Settings of the measured runs that are no part of a spec: see tests/unit/plan/test_memory_anchors.py.
 BRIDGE_SFT = replace(MEGATRON, float8_weight_copies=1.0, deferred_heads=22)
@@ -45,14 +45,14 @@ def sizes() -> Iterator[str]:
     """A table of peaks, with Megatron's buffer rules."""
     yield "| run | measured GB | predicted GB | error |"
     yield "| --- | ---: | ---: | ---: |"
-    groups: tuple[tuple[tuple[Published, ...], Accounting], ...] = (
+    groups: tuple[tuple[tuple[Published, ...], MemoryProfile], ...] = (
         (MEMORY_7B, MEGATRON),
         (MEMORY_SFT, BRIDGE_SFT),
         (MEMORY_MOE, UNFUSED),
     )
     for runs, accounting in groups:
         for run in runs:
-            found = memory_of(run.spec, accounting).total / 1e9
+            found = predict_memory(run.spec, accounting).total / 1e9
             error = 100 * (found / (run.gigabytes or 1) - 1)
             yield f"| {run.name} | {run.gigabytes:.1f} | {found:.1f} | {error:+.1f} % |"
 

@@ -8,7 +8,7 @@ from training import tiny_words
 
 _LOSSY = """
 import os, sys
-from megalaunch.cli.closed_output import outlive_readers
+from megalaunch.cli.output.closed_output import outlive_readers
 outlive_readers()
 for number in range(3):
     print("line", number, flush=True)

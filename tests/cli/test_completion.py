@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megalaunch.cli.completion import Line, offers, typed_line
+from megalaunch.cli.completion import Line, completions, typed_line
 
 BIN = Path(sys.executable).parent
 MEGALAUNCH = str(BIN / "megalaunch")
@@ -122,7 +122,7 @@ def test_no_space_follows_an_unfinished_word(bash):
 
 
 def words(line):
-    return [offer.word for offer in offers(line) or []]
+    return [offer.word for offer in completions(line) or []]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_what_is_offered():
     assert words(Line(("train",), "model.mt"))[0] == "model.mtp.num_layers="
     assert words(Line(("train",), "optimizer.lr")) == ["optimizer.lr=", "optimizer.lr=0.0003"]
     assert words(Line(("train",), "train.compile=")) == ["train.compile=true", "train.compile=false"]
-    assert "train.stop_at=null" in words(Line(("train",), "train.stop_at="))
+    assert "train.exit_at_step=null" in words(Line(("train",), "train.exit_at_step="))
     assert words(Line(("train",), "no.such=")) == words(Line(("train",), "nothing")) == []
     assert "parallel=tp4pp2" in words(Line(("train",), "parallel=tp4p"))
     assert "parallel=tp4tp2" not in words(Line(("train",), "parallel=tp4"))
@@ -163,7 +163,7 @@ def test_what_is_offered():
 
 def test_what_is_left_to_typer():
     for line in (Line((), "tr"), Line(("doctor",), ""), Line(("train",), "--"), Line(("generate",), "x")):
-        assert offers(line) is None
+        assert completions(line) is None
 
 
 def test_every_key_can_be_completed():

@@ -13,13 +13,13 @@ from tiny_run import tiny_tokenizer
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
-from megalaunch.engine.checkpoint.paired import parameter_shapes
-from megalaunch.engine.families.weights import weights_of
+from megalaunch.engine.checkpoint.mapped_weights import parameter_shapes
+from megalaunch.engine.families.weights import get_family_weights
 from megalaunch.importers.huggingface.registry import from_hf_config, to_hf_config
 
 from tiny_run import tiny_spec  # isort: skip
 
-SPEC = tiny_spec(family="qwen2", qkv_bias=True, tied_embeddings=True, vocab_size=301)
+SPEC = tiny_spec(family="qwen2", qkv_bias=True, tie_word_embeddings=True, vocab_size=301)
 
 
 def convert(*words: object):
@@ -33,7 +33,7 @@ def folder(tmp_path) -> Path:
     path.mkdir()
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for pair in weights_of(SPEC.model).tensors(SPEC.model):
+    for pair in get_family_weights(SPEC.model).tensors(SPEC.model):
         for name, shape in pair.shapes_of_theirs(parameter_shapes(SPEC.model)).items():
             tensors[name] = torch.randn(shape, generator=generator).mul(0.2).to(torch.bfloat16)
     save_file(tensors, path / "model.safetensors")
@@ -147,14 +147,14 @@ def test_pickles_are_refused(folder, tmp_path):
 
 
 def test_a_wrong_carry_fails_the_proof(folder, tmp_path, monkeypatch):
-    from megalaunch.engine.inference import convert as module
+    from megalaunch.engine.checkpoint import convert as module
 
-    real = module.prove
+    real = module.verify_logits
 
     def wrong(model, path, of_folder, of_checkpoint, coarse=0.0):
         return real(model, path, of_folder, lambda name: of_checkpoint(name) * 1.01, coarse)
 
-    monkeypatch.setattr(module, "prove", wrong)
+    monkeypatch.setattr(module, "verify_logits", wrong)
     result = convert("import", folder, "--output", tmp_path / "ckpt")
     assert result.exit_code == 4
     assert "both sides differ" in result.output
@@ -175,9 +175,9 @@ def test_a_misread_config_fails_the_proof(folder, tmp_path, monkeypatch):
 
 
 def test_without_transformers_nothing_is_proved(folder, tmp_path, monkeypatch):
-    from megalaunch.engine.checkpoint import twin
+    from megalaunch.engine.checkpoint import verify_config
 
-    monkeypatch.setattr(twin, "find_spec", lambda name: None)
+    monkeypatch.setattr(verify_config, "find_spec", lambda name: None)
     result = convert("import", folder, "--output", tmp_path / "ckpt")
     assert result.exit_code == 0, result.output
     assert "not verified: transformers is not installed" in result.output

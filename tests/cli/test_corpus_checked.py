@@ -57,7 +57,7 @@ def test_it_is_refused(command, source, said):
         ("'~nobody_at_all/x'", "~nobody_at_all/x: Could not determine home directory"),
     ],
 )
-@pytest.mark.parametrize("key", ["data.corpus", "data.chat"])
+@pytest.mark.parametrize("key", ["data.corpus", "data.sft_data"])
 def test_whatever_cannot_be_read_is_refused(key, source, said):
     result = invoke(("validate-config",), "data.corpus=null", f"{key}={source}")
     assert (result.exit_code, said in result.output) == (2, True), result.output

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import sentences, small_tokenizer, write_jsonl, write_tokens
 
-from megalaunch.data import block_hashes
 from megalaunch.data.errors import DataError
-from megalaunch.data.indexed import IndexedTokens
-from megalaunch.data.preprocess import preprocess
-from megalaunch.data.preprocess_report import check_report
-from megalaunch.data.preprocess_settings import Settings
-from megalaunch.data.token_merge import merge, split
-from megalaunch.data.token_verify import verify
-from megalaunch.data.tokenizer import load_tokenizer
+from megalaunch.data.indexed_dataset import block_hashes
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens
+from megalaunch.data.indexed_dataset.merge import merge, split
+from megalaunch.data.indexed_dataset.verify import verify
+from megalaunch.data.preprocess.preprocess import preprocess
+from megalaunch.data.preprocess.report import check_report
+from megalaunch.data.preprocess.settings import Settings
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:

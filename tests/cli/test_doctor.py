@@ -15,8 +15,8 @@ import pytest
 from megalaunch.cli.doctor import build_report, report_text
 from megalaunch.plan.supported import CHIP_LIMIT, LIMITS
 from megalaunch.platform import packages as packages_module
+from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
-from megalaunch.platform.facts import CHIPS
 from megalaunch.platform.operators import implementations
 from megalaunch.platform.packages import OPTIONAL, PACKAGES, Package, PackageState, inspect_packages, least_version
 

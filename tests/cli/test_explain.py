@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
-from megalaunch.cli.explain import PAGE, read_rules
+from megalaunch.cli.reference.explain import PAGE, read_rules
 from megalaunch.plan.findings import OUTSIDE_RULES
 from megalaunch.plan.rules.registry import RULES
 

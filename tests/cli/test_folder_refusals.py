@@ -12,10 +12,10 @@ from tiny_run import make_run
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
+from megalaunch.engine.checkpoint.convert import export_huggingface
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.checkpoint.foreign import ForeignWeights
+from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
-from megalaunch.engine.inference.convert import export_huggingface
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_no_value_of_a_config_file_ends_in_a_traceback_or_spins(folder: Path):
         for value in WRONG:
             (folder / "config.json").write_text(json.dumps({**config, key: value}))
             try:
-                ForeignWeights(HuggingFaceFolder(folder))
+                HuggingFaceWeights(HuggingFaceFolder(folder))
             except CheckpointError:
                 refused_keys.add(key)
     assert {"num_hidden_layers", "hidden_size", "vocab_size", "rope_scaling", "model_type"} <= refused_keys

@@ -15,12 +15,12 @@ import torch
 from tiny_run import make_run
 from typer.testing import CliRunner
 
-from megalaunch.cli import generate as module
 from megalaunch.cli.app import app
-from megalaunch.cli.prompts import PromptError, read_prompts
+from megalaunch.cli.text import generate as module
+from megalaunch.cli.text.prompts import PromptError, read_prompts
 from megalaunch.engine import api
-from megalaunch.engine.inference.chat import chat_text
-from megalaunch.engine.inference.load import load_language_model
+from megalaunch.engine.inference.chat_template import chat_text
+from megalaunch.engine.inference.load_model import load_language_model
 from megalaunch.rundir.paths import RunDirectory
 
 
@@ -99,8 +99,8 @@ def test_prompts_are_checked_before_weights_are_loaded(
     def loaded(*words: object, **more: object) -> None:
         raise AssertionError("weights were loaded, or workers started")
 
-    monkeypatch.setattr("megalaunch.engine.inference.load.build_decoder", loaded)
-    monkeypatch.setattr("megalaunch.cli.laid_out.run_workers", loaded)
+    monkeypatch.setattr("megalaunch.engine.inference.load_model.build_decoder", loaded)
+    monkeypatch.setattr("megalaunch.runs.distributed_inference.run_workers", loaded)
     result = call(run.root, *layout, *options)
     assert (result.exit_code, reason in result.stderr) == (2, True), result.output
 
@@ -153,7 +153,7 @@ def test_chat_goes_through_the_template_that_came_with_the_model(run: RunDirecto
     asked(template, talk)
     model = load_language_model(folder, torch.device("cpu"))
     assert model.files["tokenizer_config.json"] == config
-    assert api.tokens_of(model, [talk]) == [model.tokenizer.encode("the user cat maton")]
+    assert api.tokenize_prompts(model, [talk]) == [model.tokenizer.encode("the user cat maton")]
 
 
 def test_prompts_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -5,8 +5,8 @@ from typer.testing import CliRunner
 
 from megalaunch.cli.app import COMMANDS, app
 from megalaunch.cli.unknown_command import next_step
-from megalaunch.config.megatron.arguments import known_flags
-from megalaunch.config.megatron.spelling import translate
+from megalaunch.importers.megatron.arguments import known_flags
+from megalaunch.importers.megatron.spelling import translate
 
 run = CliRunner()
 
@@ -92,7 +92,7 @@ def test_a_key_given_twice_is_told(command):
     assert "is given" not in again
 
 
-@pytest.mark.parametrize("key", ["data.corpus", "tokenizer.path", "checkpoint.initialize_from"])
+@pytest.mark.parametrize("key", ["data.corpus", "tokenizer.path", "checkpoint.load_pretrained"])
 def test_names_on_hubs_are_told_from_paths(key):
     assert "download" in said("validate-config", "recipe=quickstart", f"{key}=nobody/Nothing-7B")[1]
     assert "download" not in said("validate-config", "recipe=quickstart", f"{key}=nothing")[1]

@@ -78,7 +78,7 @@ def test_a_rank_belongs_to_deep():
 
 def test_without_torch_the_extra_is_named(monkeypatch):
     own = importlib.util.find_spec
-    monkeypatch.setattr("megalaunch.cli.plan_deep.find_spec", lambda name: None if name == "torch" else own(name))
+    monkeypatch.setattr("megalaunch.cli.plan.deep.find_spec", lambda name: None if name == "torch" else own(name))
     result = deep(*SMALL)
     assert result.exit_code == 2
     assert "plan --deep needs torch" in result.stderr

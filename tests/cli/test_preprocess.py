@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from token_files import sentences, small_tokenizer, write_jsonl
 
-from megalaunch.data.indexed import IndexedTokens
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from token_files import sentences, small_tokenizer, with_special_tokens, write_jsonl
 
-from megalaunch.cli.megatron_words import rewrite
-from megalaunch.data.indexed import IndexedTokens
-from megalaunch.data.tokenizer import load_tokenizer
+from megalaunch.cli.data.megatron_args import translate_args
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
@@ -67,12 +67,12 @@ def test_the_search_for_workers_is_answered_with_the_other_way(word, tmp_path):
     assert done.stderr.startswith(f"{word.partition('=')[0]} is not known here: leave it out, and --workers too; then")
     assert done.stderr.count("\n") == 1
     with pytest.raises(ValueError, match=r"leave it out, and --workers too"):
-        rewrite([word])
+        translate_args([word])
 
 
 def test_newlines_between_sentences(tmp_path):
     """Megatron looks at --keep-newlines only when it splits sentences."""
-    rewritten = rewrite(["--input", "a", "--keep-newlines", "--append-eod"])
+    rewritten = translate_args(["--input", "a", "--keep-newlines", "--append-eod"])
     assert rewritten.words == ["--append-eod", "a"]
     assert len(rewritten.notes) == 1
     assert rewritten.notes[0].startswith("--keep-newlines changes nothing")
@@ -105,7 +105,7 @@ def test_what_the_newline_error_advises_keeps_newlines(tmp_path):
     ],
 )
 def test_words(words, expected):
-    rewritten = rewrite(words.split())
+    rewritten = translate_args(words.split())
     assert rewritten.words == expected.split()
     assert rewritten.notes == []
 
@@ -146,7 +146,7 @@ def test_bos_is_left_out_where_it_is_said(tmp_path):
     ],
 )
 def test_flags_of_tokenizers_without_effect_are_noted(word, note):
-    rewritten = rewrite(["--input", "a", *word.split(), "--append-eod"])
+    rewritten = translate_args(["--input", "a", *word.split(), "--append-eod"])
     assert rewritten.words == ["--append-eod", "a"]
     assert len(rewritten.notes) == 1
     assert note in rewritten.notes[0]
@@ -154,7 +154,7 @@ def test_flags_of_tokenizers_without_effect_are_noted(word, note):
 
 def test_flags_of_tiktoken_are_ours():
     words = "--tokenizer-type TikTokenizer --tiktoken-pattern v1 --vocab-size=300 --tiktoken-num-special-tokens 50"
-    assert rewrite(words.split()).words == words.replace("=", " ").split()[2:]
+    assert translate_args(words.split()).words == words.replace("=", " ").split()[2:]
 
 
 def test_code_of_a_tokenizer_is_refused_with_the_reason(tmp_path):
@@ -162,7 +162,7 @@ def test_code_of_a_tokenizer_is_refused_with_the_reason(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("--trust-remote-code is refused: nothing that comes with a tokenizer is run here.")
     with pytest.raises(ValueError, match="--special-tokens is not known here: add them to the tokenizer"):
-        rewrite(["--special-tokens", "<a>", "<b>"])
+        translate_args(["--special-tokens", "<a>", "<b>"])
 
 
 def test_a_list_of_tiktoken_ranks_by_megatrons_words(tmp_path):

@@ -6,9 +6,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from megalaunch.cli.recipe_rows import short
-from megalaunch.cli.recipes import app
-from megalaunch.config import options
+from megalaunch.cli.recipes.recipes import app
+from megalaunch.cli.recipes.table import short_number
+from megalaunch.config import groups
 from megalaunch.config.yaml_file import load_yaml
 
 RUNNER = CliRunner()
@@ -53,7 +53,7 @@ def test_names_alone_need_no_composition(folder, monkeypatch):
 
 def test_a_list_reads_each_option_file_once(folder, monkeypatch):
     read = []
-    monkeypatch.setattr(options, "load_yaml", lambda path, shown: read.append(path) or load_yaml(path, shown))
+    monkeypatch.setattr(groups, "load_yaml", lambda path, shown: read.append(path) or load_yaml(path, shown))
     assert run("list").exit_code == 0
     assert len(read) == len(set(read)) > 50
 
@@ -150,7 +150,7 @@ def test_a_recipe_that_is_not_there(folder, words):
     ],
 )
 def test_short_counts(count, text):
-    assert short(count) == text
+    assert short_number(count) == text
 
 
 def test_a_recipe_that_the_engine_does_not_train_is_marked(folder):

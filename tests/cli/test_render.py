@@ -1,6 +1,6 @@
 from made_specs import resolved
 
-from megalaunch.cli.render import findings_text, run_table
+from megalaunch.cli.output.findings import findings_text, run_table
 from megalaunch.plan.findings import Finding
 from megalaunch.plan.topology import Topology
 
@@ -8,7 +8,7 @@ from megalaunch.plan.topology import Topology
 def test_the_table_of_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spec, _ = resolved("recipe=quickstart", "batch.micro_batch_size=2", "batch.sequence_length=256", "train.steps=650")
-    assert run_table(spec, Topology.of(spec), train_tokens=2_662_400).splitlines() == [
+    assert run_table(spec, Topology.from_spec(spec), train_tokens=2_662_400).splitlines() == [
         "  model      quickstart: 5,048,576 parameters, 4 layers, hidden 256, 4 heads in 2 groups, vocabulary 4,096",
         "  layout     1 x 2 cpu: dp 2, data sharding optim",
         "  precision  fp32, gradients summed in fp32",
@@ -21,7 +21,7 @@ def test_the_table_of_a_run(tmp_path, monkeypatch):
 
 def test_the_table_before_the_vocabulary_is_known():
     spec, _ = resolved("recipe=tiny")
-    text = run_table(spec, Topology.of(spec))
+    text = run_table(spec, Topology.from_spec(spec))
     assert "tiny: 2 layers" in text
     assert "vocabulary open until the tokenizer is known" in text
     assert "none named yet" in text

@@ -16,14 +16,14 @@ from launching import events_of, wait_until
 from training import MEGALAUNCH, make_corpus
 from typer.testing import CliRunner
 
-from megalaunch.cli import sweep_run
 from megalaunch.cli.app import app
 from megalaunch.config.compose import compose
 from megalaunch.config.spec_file import read_spec
 from megalaunch.launch.process import descendants, kill_all
-from megalaunch.launch.sweep.board import PlainBoard
-from megalaunch.launch.sweep.folder import SweepFolder
+from megalaunch.launch.sweep.directory import SweepFolder
+from megalaunch.launch.sweep.display import LogSweepDisplay
 from megalaunch.rundir.outcome import read_outcome
+from megalaunch.runs.sweep import run
 
 
 def invoke(*words: str):
@@ -85,10 +85,10 @@ def test_what_is_said_of_a_trials_data_goes_through_the_board(folder, monkeypatc
         heard.append(say)
         raise typer.Exit(3)
 
-    monkeypatch.setattr(sweep_run, "with_data", with_data)
+    monkeypatch.setattr(run, "prepare_data", with_data)
     invoke(*sweep_words(folder, "optimizer.lr=1e-3,2e-3"))
     assert len(heard) == 2
-    assert all(isinstance(say.__self__, PlainBoard) for say in heard)
+    assert all(isinstance(say.__self__, LogSweepDisplay) for say in heard)
 
 
 def test_what_is_wrong_at_every_point_is_said_once(folder):

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
 from megalaunch.config.spec_file import read_spec
-from megalaunch.launch.directory import take_run
+from megalaunch.launch.directory import lock_run
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
@@ -112,7 +112,7 @@ def test_a_directory_that_cannot_be_made(folder):
 
 def test_a_held_directory_names_its_holder_within_a_second(folder):
     directory = RunDirectory(folder / "run")
-    lock = take_run(directory)
+    lock = lock_run(directory)
     try:
         began = time.monotonic()
         result = invoke(*tiny_words(folder))
@@ -184,7 +184,7 @@ def test_a_whole_run_then_its_report_then_its_extension(folder):
     assert "the run began with optimizer.lr=0.01" in err
     assert "the run began with train.seed=1234" in err
 
-    code, out, err = train_tiny(folder, "train.steps=22", "measure.log_interval=2", "parallel.dp=1")
+    code, out, err = train_tiny(folder, "train.steps=22", "logging.log_interval=2", "parallel.dp=1")
     assert (code, err) == (0, ""), err
     assert "schedule.decay_steps=20" in out
     assert "continuing after step 20" in out

@@ -140,7 +140,7 @@ def test_every_command_shows_its_own_options(name):
 
 
 def test_a_command_that_cannot_be_imported_breaks_no_other(monkeypatch):
-    monkeypatch.setitem(sys.modules, "megalaunch.cli.watch", None)
+    monkeypatch.setitem(sys.modules, "megalaunch.cli.train.watch", None)
     assert run.invoke(app, ["--help"]).exit_code == 0
     assert run.invoke(app, ["recipes", "list"]).exit_code == 0
     assert isinstance(run.invoke(app, ["watch", "x"]).exception, ImportError)
@@ -182,7 +182,10 @@ def test_a_recipe_of_a_megabyte_of_noise_ends_soon(tmp_path):
     ("words", "beyond"),
     [
         (("recipe=mixtral_tiny",), "model.moe.num_experts="),
-        (("recipe=tiny", "precision=fp8", "platform=h100", "cluster.devices_per_node=2"), "precision.compute=fp8"),
+        (
+            ("recipe=tiny", "precision=fp8", "platform=h100", "cluster.devices_per_node=2"),
+            "precision.compute_dtype=fp8",
+        ),
         (("recipe=tiny", "optimizer=muon"), "optimizer.name=muon"),
         (("recipe=tiny", "platform=mtt_s5000", "cluster.devices_per_node=2"), "platform.chip=mtt_s5000"),
     ],

@@ -10,7 +10,7 @@ from training import MEGALAUNCH
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
-from megalaunch.launch.directory import take_run
+from megalaunch.launch.directory import lock_run
 
 
 def watch(path):
@@ -65,7 +65,7 @@ def test_a_running_one_is_followed_to_its_end(tmp_path, spec):
 
 
 def test_leaving_does_not_touch_the_run(tmp_path, spec, monkeypatch):
-    import megalaunch.cli.watch
+    import megalaunch.cli.train.watch
 
     run = run_of(tmp_path)
     assert run_fake(tmp_path, spec)[0] == 0
@@ -73,8 +73,8 @@ def test_leaving_does_not_touch_the_run(tmp_path, spec, monkeypatch):
     def interrupted(view, display):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(megalaunch.cli.watch, "_follow", interrupted)
-    lock = take_run(run)
+    monkeypatch.setattr(megalaunch.cli.train.watch, "_tail", interrupted)
+    lock = lock_run(run)
     try:
         result = watch(run.root)
     finally:

@@ -45,7 +45,7 @@ def fill(disk: Path) -> Path:
 def test_metrics_that_find_no_space(tmp_path, small_disk):
     directory = RunDirectory(small_disk / "run")
     words = (f"run.directory={directory.root}", "train.steps=4000", *NOTHING_BETWEEN)
-    assert train_tiny(tmp_path, *words, "train.stop_at=5")[0] == 0
+    assert train_tiny(tmp_path, *words, "train.exit_at_step=5")[0] == 0
     with training(tmp_path, *words) as process:
         wait_until(lambda: len(steps_of(directory)) > 7, 90)
         filler = fill(small_disk)
@@ -58,7 +58,7 @@ def test_metrics_that_find_no_space(tmp_path, small_disk):
 
     filler.unlink()
     last = outcome.step + 3
-    code, _, err = train_tiny(tmp_path, *words, f"train.stop_at={last}")
+    code, _, err = train_tiny(tmp_path, *words, f"train.exit_at_step={last}")
     assert (code, err) == (0, "")
     assert steps_of(directory) == list(range(1, last + 1))
 
@@ -77,5 +77,5 @@ def test_a_run_directory_that_becomes_read_only(tmp_path):
     assert "Traceback" not in err
     assert not events_of(directory, "restart")
     assert directory.rank_log(1).read_text().count("Traceback") == 0  # it ended on purpose, with the others
-    code, _, err = train_tiny(tmp_path, *words, "train.stop_at=8")
+    code, _, err = train_tiny(tmp_path, *words, "train.exit_at_step=8")
     assert (code, err) == (0, "")

@@ -11,7 +11,7 @@ import pytest
 from launching import events_of, running, steps_of, wait_until, worker_pids
 from training import train_tiny, training
 
-from megalaunch.rundir.lines import read_lines
+from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
@@ -19,14 +19,14 @@ from megalaunch.rundir.progress import read_progress
 pytestmark = pytest.mark.serial
 
 TIMEOUT = 12
-WORDS = ("train.steps=400", "train.stop_at=40", "checkpoint.interval=5", f"launcher.timeout={TIMEOUT}")
+WORDS = ("train.steps=400", "train.exit_at_step=40", "checkpoint.interval=5", f"launcher.hang_timeout={TIMEOUT}")
 
 # Python runs a file of this name at its start: that is how a worker comes to do what none does by itself.
 SPOILED = """
 import os, sys, threading, time
 
 def spoil():
-    name = "megalaunch.engine.train.step"
+    name = "megalaunch.engine.train.train_step"
     while not hasattr(sys.modules.get(name), "Step"):
         time.sleep(0.01)
     real = sys.modules[name].Step.run

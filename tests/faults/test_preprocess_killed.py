@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 from token_files import sentences, small_tokenizer
 
-from megalaunch.data import preprocess_output
 from megalaunch.data.errors import DataError
-from megalaunch.data.preprocess import preprocess
-from megalaunch.data.preprocess_settings import OnBadRecord, Settings
+from megalaunch.data.preprocess import work_dir
+from megalaunch.data.preprocess.preprocess import preprocess
+from megalaunch.data.preprocess.settings import OnBadRecord, Settings
 
 pytestmark = pytest.mark.serial
 
 RUN = """
 import sys
 from pathlib import Path
-from megalaunch.data.preprocess import preprocess
-from megalaunch.data.preprocess_settings import OnBadRecord, Settings
+from megalaunch.data.preprocess.preprocess import preprocess
+from megalaunch.data.preprocess.settings import OnBadRecord, Settings
 settings = Settings(Path(sys.argv[2]), workers=int(sys.argv[4]), append_eod=True, on_bad_record=OnBadRecord.QUARANTINE,
                     resume=True, chunk_bytes=20_000, checkpoint_seconds=0.0)
 preprocess([sys.argv[1]], Path(sys.argv[3]), settings, lambda p: print(p.documents, flush=True))
@@ -108,7 +108,7 @@ def test_an_end_while_the_final_names_are_given(corpus, one_pass, tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", replace)
         if step == "assemble":
-            patch.setattr(preprocess_output, "copy_index", full)
+            patch.setattr(work_dir, "copy_index", full)
         with pytest.raises(DataError, match=r"No space left on device\. Free space there, then go on with --resume"):
             preprocess([str(corpus[0])], tmp_path / "out", settings_for(corpus[1]), lambda progress: None)
     assert not (tmp_path / "out_text_document.idx").exists()
@@ -130,7 +130,7 @@ def test_a_full_disk_while_writing(corpus, one_pass, tmp_path, monkeypatch):
         return real(file, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(preprocess_output.os, "write", write)
+        patch.setattr(work_dir.os, "generate", write)
         with pytest.raises(DataError, match="cannot write it: No space left on device"):
             preprocess([str(corpus[0])], tmp_path / "out", settings_for(corpus[1]), lambda progress: None)
     assert not list(tmp_path.glob("out*"))

@@ -15,7 +15,7 @@ from training import train_tiny, training
 
 from megalaunch.engine.checkpoint.store import read_tensors, verify_checkpoint
 from megalaunch.launch.process import descendants
-from megalaunch.rundir.lines import read_lines
+from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
@@ -103,7 +103,7 @@ def test_a_stop_then_the_same_command(tmp_path, shared, undisturbed, number, cod
 
 def test_a_stopped_process_is_a_hang_that_names_it(tmp_path, shared, undisturbed):
     directory = RunDirectory(tmp_path / "run")
-    words = (f"train.steps={STEPS}", "launcher.timeout=6")
+    words = (f"train.steps={STEPS}", "launcher.hang_timeout=6")
     with training(tmp_path, *words, shared=shared) as process:
         wait_until(lambda: 12 in steps_of(directory), 60)
         os.kill(read_progress(directory.progress(1)).pid, signal.SIGSTOP)
@@ -132,7 +132,7 @@ def test_a_stopped_process_is_found_in_15_seconds_without_a_setting(tmp_path, sh
 @pytest.mark.slow
 def test_a_flipped_byte_in_the_newest_checkpoint(tmp_path, shared, undisturbed):
     directory = RunDirectory(tmp_path / "run")
-    assert train_tiny(tmp_path, f"train.steps={STEPS}", "train.stop_at=20", shared=shared)[0] == 0
+    assert train_tiny(tmp_path, f"train.steps={STEPS}", "train.exit_at_step=20", shared=shared)[0] == 0
     shard = next(directory.checkpoint(20).glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-7] ^= 1
@@ -174,8 +174,8 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("beside", ["false", "true"])
 def test_a_full_disk_while_saving(small_disk, shared, undisturbed, beside):
     directory = RunDirectory(small_disk / "run")
-    words = (f"train.steps={STEPS}", f"checkpoint.asynchronous={beside}")
-    assert train_tiny(small_disk, *words, "train.stop_at=10", shared=shared)[0] == 0
+    words = (f"train.steps={STEPS}", f"checkpoint.async_save={beside}")
+    assert train_tiny(small_disk, *words, "train.exit_at_step=10", shared=shared)[0] == 0
     ballast = small_disk / "ballast"
     with ballast.open("wb") as file:
         status = os.statvfs(small_disk)

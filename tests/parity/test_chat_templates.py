@@ -9,11 +9,11 @@ from token_files import prepared_spec, sentences, small_tokenizer
 from tokenizers import decoders, models, normalizers, processors, trainers
 
 from megalaunch.config.schema import with_values
-from megalaunch.data.chat_build import answers_prefix
 from megalaunch.data.errors import DataError
-from megalaunch.data.indexed import IndexedTokens
-from megalaunch.data.prepare import prepare, prepared_values
-from megalaunch.data.tokenizer import load_tokenizer, tokenizer_file
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens
+from megalaunch.data.prepare import data_overrides, prepare
+from megalaunch.data.preprocess.chat.build import loss_mask_prefix
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer, tokenizer_file
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
@@ -94,9 +94,9 @@ def prepared(tmp_path: Path, folder: Path, records: list, name: str, **data: obj
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     given = {"chat": str(path), "cache_directory": str(tmp_path / "cache"), "validation_every": 0, **data}
     spec = prepared_spec(96, tokenizer=tokenizer_file(folder), chat_template=name, **given)
-    spec = with_values(spec, prepared_values(prepare(spec.data, spec.tokenizer, lambda line: None)))
+    spec = with_values(spec, data_overrides(prepare(spec.data, spec.tokenizer, lambda line: None)))
     files = [IndexedTokens(prefix) for prefix in map(Path, (spec.data.train_prefix,))]
-    marks = IndexedTokens(answers_prefix(Path(spec.data.train_prefix)))
+    marks = IndexedTokens(loss_mask_prefix(Path(spec.data.train_prefix)))
     count = files[0].num_sequences
     return [(files[0].tokens(number).tolist(), marks.tokens(number).tolist()) for number in range(count)]
 

@@ -43,7 +43,7 @@ def own_tasks_only(monkeypatch):
     """lm-eval reads thousands of its own tasks before it finds ours, 10 seconds each time."""
     from lm_eval.tasks import TaskManager
 
-    monkeypatch.setattr("megalaunch.engine.harness.TaskManager", partial(TaskManager, include_defaults=False))
+    monkeypatch.setattr("megalaunch.engine.lm_eval_adapter.TaskManager", partial(TaskManager, include_defaults=False))
 
 
 def evaluated(model, tasks, model_args: dict) -> dict:
@@ -58,7 +58,7 @@ def evaluated(model, tasks, model_args: dict) -> dict:
 
 def test_figures_and_every_answer_are_those_of_hf(folder, tasks):
     pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'lm-eval[hf]')")
-    import megalaunch.engine.harness  # noqa: F401  # adds the model
+    import megalaunch.engine.lm_eval_adapter  # noqa: F401  # adds the model
 
     theirs = evaluated("hf", tasks, {"pretrained": str(folder), "dtype": "float32"})
     ours = evaluated("megalaunch", tasks, {"pretrained": str(folder)})
@@ -102,7 +102,7 @@ def test_commands(tasks, tmp_path, own_tasks_only):
 
 def by_lm_eval(tasks, *words: str, output: Path) -> str:
     """What `lm_eval --model megalaunch` writes into its results."""
-    command = [sys.executable, "-m", "megalaunch.engine.harness", "--model", "megalaunch", *words]
+    command = [sys.executable, "-m", "megalaunch.engine.lm_eval_adapter", "--model", "megalaunch", *words]
     command += ["--tasks", ",".join(tasks[1]), "--include_path", str(tasks[0]), "--output_path", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, **OFFLINE})
     assert done.returncode == 0, done.stderr
@@ -133,10 +133,10 @@ def test_refusals(tasks, tmp_path, own_tasks_only):
         ({"batch_size": "auto"}, "batch_size must be a number"),
         ({"max_length": 99}, "from 1 to the 48"),
     ]:
-        from megalaunch.engine.harness import HarnessModel
+        from megalaunch.engine.lm_eval_adapter import LMEvalModel
 
         with pytest.raises(ValueError, match=reason):
-            HarnessModel(tmp_path / "hf", **words)
+            LMEvalModel(tmp_path / "hf", **words)
 
 
 def wish(**values: int) -> dict:

@@ -13,7 +13,7 @@ from megatron_checkpoint import ROWS, TOKENS, save
 
 from megalaunch.cli.app import app
 from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
-from megalaunch.engine.inference.streamed import streamed_logits
+from megalaunch.engine.checkpoint.streaming_forward import streamed_logits
 
 
 def convert(source: Path, output: Path, *words: str):

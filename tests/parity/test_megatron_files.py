@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import sentences, small_tokenizer
 
-from megalaunch.data.indexed import IndexedTokens
-from megalaunch.data.preprocess import preprocess
-from megalaunch.data.preprocess_settings import Settings
-from megalaunch.data.token_merge import merge
-from megalaunch.data.token_writer import TokenWriter, token_type
-from megalaunch.data.tokenizer import load_tokenizer
+from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens
+from megalaunch.data.indexed_dataset.merge import merge
+from megalaunch.data.preprocess.preprocess import preprocess
+from megalaunch.data.preprocess.settings import Settings
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 torch = pytest.importorskip("torch")
 megatron = pytest.importorskip(

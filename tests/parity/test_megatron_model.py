@@ -14,10 +14,10 @@ from oracle import SEQUENCE, RandomSamples, small_spec
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.train.assemble import sharded_model
-from megalaunch.engine.train.batches import TrainBatches, batch_shape
-from megalaunch.engine.train.finalize import finalize
-from megalaunch.engine.train.passes import passes_of
+from megalaunch.engine.train.build import sharded_model
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
+from megalaunch.engine.train.finalize_grads import finalize_grads
+from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.plan.topology import Topology
 
 BATCH = 8
@@ -25,13 +25,13 @@ BATCH = 8
 
 def both(spec: RunSpec) -> dict[str, Any]:
     """Our loss and theirs, and by its name each of its gradients beside ours."""
-    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = sharded_model(spec, mesh)
     weights = {name: _whole(parameter.detach()) for name, parameter in model.named_parameters()}
-    batches = TrainBatches(RandomSamples(), batch_shape(BATCH, mesh), mesh.device)
-    loss = passes_of(spec, mesh, model).train(batches.of(1, 1), BATCH * SEQUENCE).sum().item()
+    batches = PrefetchingDataLoader(RandomSamples(), batch_shape(BATCH, mesh), mesh.device)
+    loss = make_forward_backward(spec, mesh, model).train(batches.get(1, 1), BATCH * SEQUENCE).sum().item()
     batches.close()
-    finalize(model, mesh, spec.parallel.sequence_parallel)
+    finalize_grads(model, mesh, spec.parallel.sequence_parallel)
     ours = {name: _whole(parameter.grad) for name, parameter in model.named_parameters()}
 
     rows = np.stack([RandomSamples()[index].tokens for index in range(BATCH)])

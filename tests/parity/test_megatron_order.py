@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megatron_datasets import EOD, megatron_splits, tokens_of
 from token_files import prepared_spec, small_tokenizer, write_tokens
 
-from megalaunch.data.source import open_training
+from megalaunch.data.samples.build_datasets import build_train_dataset
 
 CORPORA = 240  # of each kind: single files, and blends of two to four
 SEEDS = st.integers(0, 2**31 - 1)
@@ -34,7 +34,7 @@ def test_samples_of_random_corpora(tmp_path_factory, lengths, split, length, wan
     prefix = corpus(tmp_path_factory.mktemp("corpus") / "a", lengths)
     theirs = megatron_splits([wanted, 0, 0], length, seed, ([str(prefix)], None), split)[0]
     spec = prepared_spec(length, seed=seed, train_prefix=str(prefix), split=split, num_samples=wanted)
-    same_samples(open_training(spec), theirs, 200)
+    same_samples(build_train_dataset(spec), theirs, 200)
 
 
 # Of equal weights and of sums that float64 rounds, sources often lag equally far behind.
@@ -56,7 +56,7 @@ def test_blends_of_random_corpora(tmp_path_factory, weights, data, length, wante
     given = [None] * count if weights is None else weights
     entries = [prefix if w is None else f"{w!r} {prefix}" for w, prefix in zip(given, prefixes, strict=True)]
     spec = prepared_spec(length, seed=seed, blend=tuple(entries), num_samples=wanted)
-    same_samples(open_training(spec), theirs, 400)
+    same_samples(build_train_dataset(spec), theirs, 400)
 
 
 def test_a_split_blend(tmp_path):
@@ -68,7 +68,7 @@ def test_a_split_blend(tmp_path):
     theirs = megatron_splits([300, 40, 5], 7, 9, (prefixes, [0.25, 0.75]), "80,15,5")[0]
     entries = (f"0.25 {prefixes[0]}", f"0.75 {prefixes[1]}")
     spec = prepared_spec(7, seed=9, blend=entries, split="80,15,5", num_samples=300)
-    same_samples(open_training(spec), theirs, 400)
+    same_samples(build_train_dataset(spec), theirs, 400)
 
 
 @pytest.mark.parametrize("positions", [False, True])
@@ -87,18 +87,18 @@ def test_masks_at_the_ends_of_documents(tmp_path, positions, attention, loss):
         tokenizer=tokenizer,
         train_prefix=str(prefix),
         num_samples=40,
-        reset_positions=positions,
-        reset_attention=attention,
-        mask_eod_loss=loss,
+        reset_position_ids=positions,
+        reset_attention_mask=attention,
+        eod_mask_loss=loss,
     )
-    rows = open_training(spec)
+    rows = build_train_dataset(spec)
     for index in range(40):
         row, sample = rows[index], theirs[index]
         assert row.tokens.tolist() == tokens_of(sample)
-        counted = np.ones(16, bool) if row.counted is None else row.counted
+        counted = np.ones(16, bool) if row.loss_mask is None else row.loss_mask
         assert counted.tolist() == sample["loss_mask"].bool().tolist()
         place = np.arange(16) if row.positions is None else row.positions
         assert place.tolist() == sample["position_ids"].tolist()
-        document = np.zeros(16) if row.documents is None else row.documents
+        document = np.zeros(16) if row.document_ids is None else row.document_ids
         visible = np.tril(document[:, None] == document[None, :])
         assert visible.tolist() == (~sample["attention_mask"][0]).tolist()

@@ -10,10 +10,10 @@ from token_files import sentences, small_tokenizer, with_special_tokens
 
 from megalaunch.config.schema.data import DataSpec
 from megalaunch.config.schema.tokenizer import TokenizerSpec
-from megalaunch.data.indexed import IndexedTokens
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 from megalaunch.data.prepare import prepare
-from megalaunch.data.preprocess import preprocess
-from megalaunch.data.preprocess_settings import Settings
+from megalaunch.data.preprocess.preprocess import preprocess
+from megalaunch.data.preprocess.settings import Settings
 
 torch = pytest.importorskip("torch")
 indexed_dataset = pytest.importorskip(

@@ -8,7 +8,7 @@ import pytest
 from token_files import sentences
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.tokenizer import load_tokenizer
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 library = pytest.importorskip("sentencepiece", reason="sentencepiece (the extra `parity`) is not installed")
 

@@ -11,7 +11,7 @@ from token_files import small_tokenizer
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
-from megalaunch.data.tokenizer import load_tokenizer
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 punkt = pytest.importorskip("nltk.tokenize.punkt", reason="nltk (the extra `parity`) is not installed")
 megatron = pytest.importorskip(

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from token_files import sentences, small_tokenizer
 
-from megalaunch.data import tokenizer_conversion as conversion
 from megalaunch.data.errors import DataError
-from megalaunch.data.preprocess_settings import TiktokenOptions
-from megalaunch.data.tokenizer import load_tokenizer
+from megalaunch.data.preprocess.settings import TiktokenOptions
+from megalaunch.data.tokenizer import conversion
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 TEXTS = [
     *sentences(30),

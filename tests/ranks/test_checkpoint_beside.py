@@ -17,7 +17,7 @@ from looped_run import Rank, events, metrics, run_loop, ten_steps
 from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.data.errors import DataError
 from megalaunch.engine.checkpoint.store import read_tensors, verify_checkpoint
-from megalaunch.engine.train import saver as saver_module
+from megalaunch.engine.train import checkpointer as saver_module
 from megalaunch.rundir.paths import RunDirectory
 
 SLOW = 0.3  # seconds of a save: several steps of training
@@ -25,7 +25,7 @@ SLOW = 0.3  # seconds of a save: several steps of training
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory) -> RunSpec:
-    beside = {"checkpoint.interval": 3, "checkpoint.asynchronous": True, "checkpoint.keep_last": 0}
+    beside = {"checkpoint.interval": 3, "checkpoint.async_save": True, "checkpoint.keep_last": 0}
     return with_values(ten_steps(tmp_path_factory.mktemp("tokens")), beside)
 
 
@@ -52,7 +52,7 @@ def saved(root: Path) -> dict[int, Path]:
 
 
 def test_the_same_checkpoints_as_saved_at_once(spec, tmp_path, before_writing):
-    run_loop(with_values(spec, {"checkpoint.asynchronous": False}), tmp_path / "at_once")
+    run_loop(with_values(spec, {"checkpoint.async_save": False}), tmp_path / "at_once")
     before_writing(lambda step: time.sleep(SLOW))
     run_loop(spec, tmp_path / "beside")
     assert metrics(tmp_path / "beside") == metrics(tmp_path / "at_once")
@@ -181,7 +181,7 @@ def test_kill_of_a_rank_in_the_middle(spec, tmp_path, before_writing, monkeypatc
     assert left == 1 or (left == 0 and victim == 1)  # the first rank removes it, if it is still there to do so
     assert not (folder / "step_00000006").exists()
     before_writing(lambda step: None)
-    run_loop(with_values(spec, {"train.stop_at": 4}), tmp_path / "parts")
+    run_loop(with_values(spec, {"train.exit_at_step": 4}), tmp_path / "parts")
     assert set(saved(tmp_path / "parts")) == {3, 4}  # what the killed one left is gone before anything is saved
     run_loop(spec, tmp_path / "parts")
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")

@@ -15,8 +15,8 @@ from forked_ranks import RanksFailed, run_ranks
 
 from megalaunch.engine.checkpoint.store import (
     CheckpointError,
+    latest_valid_checkpoint,
     load_checkpoint,
-    newest_valid,
     save_checkpoint,
     verify_checkpoint,
 )
@@ -74,7 +74,7 @@ def test_kill_of_a_rank_in_mid_save(tmp_path: Path, victim: int):
     assert "step_00000002" not in names
 
     def again() -> Path | None:
-        found = newest_valid(tmp_path, lambda path, problems: None)
+        found = latest_valid_checkpoint(tmp_path, lambda path, problems: None)
         assert found == tmp_path / "step_00000001"
         return save_step(tmp_path, 2)
 

@@ -12,8 +12,8 @@ from forked_ranks import run_ranks
 
 from megalaunch.engine.checkpoint.store import (
     CheckpointError,
+    latest_valid_checkpoint,
     load_checkpoint,
-    newest_valid,
     read_document,
     read_tensors,
     save_checkpoint,
@@ -138,7 +138,7 @@ def test_ranks_share_the_check_and_agree(tmp_path: Path):
             (tmp_path / "step_00000002" / "shard_00000.safetensors").unlink()
         dist.barrier()
         refused: list[tuple[str, list[str]]] = []
-        return newest_valid(tmp_path, lambda path, problems: refused.append((path.name, problems))), refused
+        return latest_valid_checkpoint(tmp_path, lambda path, problems: refused.append((path.name, problems))), refused
 
     (first, refused), (second, silent) = run_ranks(2, body)
     assert first == second == tmp_path / "step_00000001"

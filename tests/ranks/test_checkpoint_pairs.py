@@ -19,19 +19,19 @@ from oracle import SEQUENCE, samples_of, whole
 from random_layouts import Layout, name_of, random_layouts, ranks_of, spec_of
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.engine.checkpoint.beside import HostCopies
-from megalaunch.engine.checkpoint.ranks import background_group
+from megalaunch.engine.checkpoint.async_save import PinnedStaging
+from megalaunch.engine.checkpoint.coordination import background_group
 from megalaunch.engine.mesh import Mesh, make_mesh
-from megalaunch.engine.parallel.tied import renew_tied_head
-from megalaunch.engine.train.assemble import give_memory, laid_out, sharded_model
-from megalaunch.engine.train.batches import TrainBatches, batch_shape
-from megalaunch.engine.train.finalize import finalize
+from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
+from megalaunch.engine.train.build import materialize, parallelize_on_meta, sharded_model
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
+from megalaunch.engine.train.finalize_grads import finalize_grads
+from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
 from megalaunch.engine.train.optimizer import NamedAdamW
-from megalaunch.engine.train.passes import Passes, passes_of
-from megalaunch.engine.train.saving import Beside, Position, restore_run, save_run, state_tensors
-from megalaunch.engine.train.step import Step
+from megalaunch.engine.train.train_state import AsyncSaveContext, TrainProgress, restore_run, save_run, state_tensors
+from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
-from megalaunch.rundir.checkpoint.catalogue import read_catalogue
+from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -53,26 +53,28 @@ class Run:
 
     def __init__(self, spec: RunSpec, loads: bool = False) -> None:
         self.spec = spec
-        self.mesh: Mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+        self.mesh: Mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
         if loads:  # uninitialised memory, as in a resume
-            self.model = laid_out(spec, self.mesh)
-            give_memory(self.model, self.mesh)
+            self.model = parallelize_on_meta(spec, self.mesh)
+            materialize(self.model, self.mesh)
         else:
             self.model = sharded_model(spec, self.mesh)
         self.optimizer = NamedAdamW(self.model, spec.optimizer)
-        self.passes: Passes = passes_of(spec, self.mesh, self.model)
+        self.passes: ForwardBackward = make_forward_backward(spec, self.mesh, self.model)
         samples = samples_of(spec)
-        self.batches = TrainBatches(samples, batch_shape(spec.batch.global_batch_size, self.mesh), self.mesh.device)
-        self.step = Step(spec, self.mesh, self.model, self.passes, self.optimizer, samples)
+        self.batches = PrefetchingDataLoader(
+            samples, batch_shape(spec.batch.global_batch_size, self.mesh), self.mesh.device
+        )
+        self.step = TrainStep(spec, self.mesh, self.model, self.passes, self.optimizer, samples)
 
     def steps(self, numbers: range) -> list[float]:
         """Train these steps; their losses."""
-        return [self.step.run(number, self.batches.of(number, numbers[-1]), None).loss for number in numbers]
+        return [self.step.run(number, self.batches.get(number, numbers[-1]), None).loss for number in numbers]
 
     def gradients(self, number: int) -> dict[str, torch.Tensor]:
         """Every whole gradient of a step that is not made."""
-        self.passes.train(self.batches.of(number, number), self.spec.batch.global_batch_size * SEQUENCE)
-        finalize(self.model, self.mesh, self.spec.parallel.sequence_parallel)
+        self.passes.train(self.batches.get(number, number), self.spec.batch.global_batch_size * SEQUENCE)
+        finalize_grads(self.model, self.mesh, self.spec.parallel.sequence_parallel)
         found = {}
         for name, parameter in self.model.named_parameters():
             found[name] = whole(name, parameter.grad, self.spec)
@@ -88,8 +90,8 @@ def saved_and_gone_on(spec: RunSpec, root: Path, beside: bool) -> Numbers:
     """Train, save, and go on as if nothing had been saved."""
     directory, run = prepared_directory(spec, root), Run(spec)
     run.steps(range(1, SAVED + 1))
-    tensors, position = state_tensors(run.model, run.optimizer), Position(SAVED, 0)
-    threads = Beside(HostCopies().take(tensors), background_group()) if beside else None
+    tensors, position = state_tensors(run.model, run.optimizer), TrainProgress(SAVED, 0)
+    threads = AsyncSaveContext(PinnedStaging().stage(tensors), background_group()) if beside else None
     save_run(directory, spec, tensors, position, lambda done, total: None, threads)
     return run.after()
 
@@ -98,7 +100,7 @@ def loaded(spec: RunSpec, checkpoint: Path) -> Numbers:
     """Load into a model that has no weights yet, and go on."""
     run = Run(spec, loads=True)
     assert restore_run(checkpoint, spec.model, run.model, run.optimizer).step == SAVED
-    renew_tied_head(run.model, run.mesh)
+    broadcast_tied_embedding(run.model, run.mesh)
     return run.after()
 
 
@@ -156,7 +158,7 @@ def test_rows_that_pad_the_vocabulary_are_no_part_of_a_checkpoint(tmp_path, besi
     sharded = {"parallel__dp": 2, "parallel__tp": 2, "parallel__data_sharding": "optim_grads_params"}
     expected = joined(4, saved_and_gone_on, spec_of(sharded, **model), tmp_path, beside)
     checkpoint = tmp_path / "checkpoints" / f"step_{SAVED:08d}"
-    rows = {stored.shape[0] for name, stored in read_catalogue(checkpoint).items() if "embedding" in name}
+    rows = {stored.shape[0] for name, stored in read_tensor_index(checkpoint).items() if "embedding" in name}
     assert rows == {301}
     for layout in ({"parallel__tp": 4}, {"parallel__dp": 1}):
         found = joined(ranks_of({**ONE, **layout}), loaded, spec_of({**ONE, **layout}, **model), checkpoint)

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.parallel.data import units
-from megalaunch.engine.parallel.gloo import ExchangeReduceScatter, StayingGradients
-from megalaunch.engine.train.assemble import sharded_model
-from megalaunch.engine.train.batches import TrainBatches, batch_shape
-from megalaunch.engine.train.passes import passes_of
+from megalaunch.engine.parallel.fsdp import fsdp_modules
+from megalaunch.engine.parallel.gloo_reduce_scatter import AllToAllReduceScatter, LocalReduceScatter
+from megalaunch.engine.train.build import sharded_model
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
+from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.plan.topology import Topology
 
 GLOBAL_BATCH, UNITS = 8, 4  # three layers, and the rest
@@ -49,15 +49,15 @@ class Recorded(TorchDispatchMode):
 
 def one_step(spec: RunSpec) -> list[tuple[str, int]]:
     """The events of one step's passes on this rank."""
-    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     with Recorded() as building:
         model = sharded_model(spec, mesh)
     assert not building.events, "every rank draws its own part of the initial weights"
-    batches = TrainBatches(RandomSamples(), batch_shape(GLOBAL_BATCH, mesh), mesh.device)
-    batch = batches.of(1, last=1)
+    batches = PrefetchingDataLoader(RandomSamples(), batch_shape(GLOBAL_BATCH, mesh), mesh.device)
+    batch = batches.get(1, last=1)
     batches.close()
     with Recorded() as recorded:
-        passes_of(spec, mesh, model).train(batch, GLOBAL_BATCH * SEQUENCE)
+        make_forward_backward(spec, mesh, model).train(batch, GLOBAL_BATCH * SEQUENCE)
     return recorded.events
 
 
@@ -162,7 +162,7 @@ def test_gradients_are_reduced_beside_the_backward_pass_or_after_it(strategy):
 
 
 def _copied_by_torch(spec: RunSpec) -> bool:
-    model = sharded_model(spec, make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank()))
+    model = sharded_model(spec, make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank()))
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
@@ -176,7 +176,7 @@ def _own_reduce_scatter(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]
     generator = torch.Generator().manual_seed(dist.get_rank())
     parts = torch.randn(4 * 6, generator=generator).to(dtype)
     mine, reference = torch.empty(6, dtype=dtype), torch.empty(6)
-    ExchangeReduceScatter()(mine, parts, dist.group.WORLD, dist.ReduceOp.SUM)
+    AllToAllReduceScatter()(mine, parts, dist.group.WORLD, dist.ReduceOp.SUM)
     dist.reduce_scatter_tensor(reference, parts.float())
     return mine, reference.to(dtype)  # rounded once, after the sum
 
@@ -188,8 +188,8 @@ def test_the_reduce_scatter_of_processors_equals_that_of_gloo(dtype):
 
 
 def _gradients_of_one_rank(spec: RunSpec, copied: bool) -> list[torch.Tensor]:
-    (model,) = sharded_model(spec, make_mesh(Topology.of(spec), torch.device("cpu"), 0)).parts
-    for unit in units(model) if copied else ():
+    (model,) = sharded_model(spec, make_mesh(Topology.from_spec(spec), torch.device("cpu"), 0)).parts
+    for unit in fsdp_modules(model) if copied else ():
         unit.set_gradient_divide_factor(1.0)
         unit.set_custom_reduce_scatter(DefaultReduceScatter())
     for tokens in torch.arange(2 * 8).view(2, 1, 8):  # the second adds to what the first left
@@ -202,7 +202,7 @@ def test_gradients_of_one_rank_stay_where_they_are():
     ours, copied = (run_ranks(1, _gradients_of_one_rank, spec, copied)[0] for copied in (False, True))
     assert all((mine == other).all() for mine, other in zip(ours, copied, strict=True))
     assert all(gradient.any() for gradient in ours)
-    lone = StayingGradients()
+    lone = LocalReduceScatter()
     given, summed, following = (lone.allocate((6,), dtype=torch.float32, device=torch.device("cpu")) for _ in range(3))
     assert given is summed
     assert following is not given

@@ -9,8 +9,8 @@ from forked_ranks import run_ranks
 from oracle import hold_to_one_process, small_spec
 
 from megalaunch.engine.mesh import Axis, make_mesh
-from megalaunch.engine.model.context import WHOLE_SAMPLE
-from megalaunch.engine.parallel.context import ContextParallel, places_of
+from megalaunch.engine.model.attention.core import NO_CP
+from megalaunch.engine.parallel.context_parallel import ContextParallel, cp_positions
 from megalaunch.plan.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -33,7 +33,7 @@ def _held_to_one_process(dp: int, cp: int, tp: int, exchange: object, **values: 
 
 
 def test_an_early_chunk_goes_with_a_late_one():
-    assert [places_of(8, Axis("cp", 2, rank)).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [cp_positions(8, Axis("cp", 2, rank)).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -74,13 +74,18 @@ def _packed(exchange: str) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(2, n, 16, 4, generator=generator) for n in (4, 2, 2, 4))
     documents = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3, 4, 4, 4, 4]).expand(2, -1)
-    axis = make_mesh(Topology.of(small_spec(parallel__dp=1, parallel__cp=4)), torch.device("cpu"), dist.get_rank()).cp
-    places = places_of(16, axis)
+    axis = make_mesh(
+        Topology.from_spec(small_spec(parallel__dp=1, parallel__cp=4)), torch.device("cpu"), dist.get_rank()
+    ).cp
+    places = cp_positions(16, axis)
     context = ContextParallel(axis, (exchange,))
     results = []
     for parts, attend in (
-        ([x[:, :, places] for x in (q, k, v)], context.attention(4, documents[:, places], [None], documents.device)[0]),
-        ([q, k, v], WHOLE_SAMPLE.attention(16, documents, [None], documents.device)[0]),
+        (
+            [x[:, :, places] for x in (q, k, v)],
+            context.make_attention(4, documents[:, places], [None], documents.device)[0],
+        ),
+        ([q, k, v], NO_CP.make_attention(16, documents, [None], documents.device)[0]),
     ):
         leaves = [part.clone().requires_grad_() for part in parts]
         out = attend(*leaves)

@@ -13,11 +13,11 @@ from forked_ranks import run_ranks
 from oracle import Numbers, assert_same, joined_stages, on_ranks, one_process, small_spec
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.data.row import Row
+from megalaunch.data.samples.sample import Sample
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.model.context import WHOLE_SAMPLE
-from megalaunch.engine.model.scores import PLAIN, Scoring
-from megalaunch.engine.parallel.dealt_context import DealtContext, tokens_of
+from megalaunch.engine.model.attention.core import NO_CP
+from megalaunch.engine.model.attention.score_mod import PLAIN, ScoreMod
+from megalaunch.engine.parallel.dynamic_context_parallel import DynamicContextParallel, local_token_ids
 from megalaunch.plan.topology import Topology
 
 SEQUENCE = oracle.SEQUENCE
@@ -29,11 +29,11 @@ KINDS = (((16,), 0), ((1, 2, 1, 3, 2, 1, 2, 1, 3), 0), ((11, 1, 2, 2), 1), ((8, 
 class Uneven(oracle.RandomSamples):
     """Rows of the kinds above, in turns."""
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Sample:
         lengths, first = KINDS[index % len(KINDS)]
         documents = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.concatenate([np.arange(length) for length in lengths])
-        return Row(super().__getitem__(index).tokens, documents >= first, positions, documents)
+        return Sample(super().__getitem__(index).tokens, documents >= first, positions, documents)
 
 
 def _uneven_on_ranks(spec: RunSpec) -> Numbers | None:
@@ -92,24 +92,24 @@ LENGTHS = (
     ((3, 21), (2, 2, 2, 2, 2, 2, 12)),
     ((7, 5, 3, 9), (1, 23)),
 )
-SCORINGS = (PLAIN, Scoring(0.3, soft_cap=2.0), Scoring(sinks=torch.linspace(-1, 1, 4)))
+SCORINGS = (PLAIN, ScoreMod(0.3, soft_cap=2.0), ScoreMod(sinks=torch.linspace(-1, 1, 4)))
 
 
 def _differences(ranks: int) -> list[float]:
     """The largest difference of outputs and gradients between dealt documents and whole samples, for every case."""
     spec = small_spec(parallel__dp=1, parallel__cp=ranks, parallel__cp_dynamic=True)
-    axis = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank()).cp
+    axis = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank()).cp
     generator, found = torch.Generator().manual_seed(0), []
     for case, lengths in enumerate(LENGTHS):
         documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
-        mine, windows = tokens_of(documents, axis), [None, 4]
+        mine, windows = local_token_ids(documents, axis), [None, 4]
         q, k, v, dout = (torch.randn(2, n, 24, 4, generator=generator) for n in (4, 2, 2, 4))
 
         def dealt(x: torch.Tensor, mine: torch.Tensor = mine) -> torch.Tensor:
             return x.transpose(1, 2).flatten(0, 1)[mine].transpose(1, 2)
 
-        attends = DealtContext(axis).attention(24 // ranks, documents, windows, documents.device)
-        references = WHOLE_SAMPLE.attention(24, documents, windows, documents.device)
+        attends = DynamicContextParallel(axis).make_attention(24 // ranks, documents, windows, documents.device)
+        references = NO_CP.make_attention(24, documents, windows, documents.device)
         scoring = SCORINGS[case % len(SCORINGS)]
         for attend, reference in zip(attends, references, strict=True):
             here = _passed(attend, [dealt(x) for x in (q, k, v)], scoring, dealt(dout))
@@ -118,7 +118,7 @@ def _differences(ranks: int) -> list[float]:
     return found
 
 
-def _passed(attend: Any, inputs: list[torch.Tensor], scoring: Scoring, dout: torch.Tensor) -> list[torch.Tensor]:
+def _passed(attend: Any, inputs: list[torch.Tensor], scoring: ScoreMod, dout: torch.Tensor) -> list[torch.Tensor]:
     """Output and gradients."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = attend(*leaves, scoring)

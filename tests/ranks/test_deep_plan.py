@@ -11,14 +11,14 @@ from forked_ranks import run_ranks
 from oracle import small_spec
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.engine.deep_plan.axes import AxisNames
-from megalaunch.engine.deep_plan.exchanges import ExchangeLedger
-from megalaunch.engine.deep_plan.moment import Moment
-from megalaunch.engine.deep_plan.phases import told_phases
-from megalaunch.engine.deep_plan.plan import deep_plan
-from megalaunch.engine.deep_plan.step import batch_of, watched_step
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.train.assemble import sharded_model
+from megalaunch.engine.simulate.comm_tracker import CommTracker
+from megalaunch.engine.simulate.deep_plan import deep_plan
+from megalaunch.engine.simulate.group_names import GroupNames
+from megalaunch.engine.simulate.phase_hooks import phase_hooks
+from megalaunch.engine.simulate.phase_tracker import PhaseTracker
+from megalaunch.engine.simulate.step import make_batch, run_instrumented_step
+from megalaunch.engine.train.build import sharded_model
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.topology import Topology
 
@@ -27,16 +27,18 @@ Rows = dict[tuple[str, str, str], tuple[int, int]]  # phase, kind, axis -> calls
 
 def _on_gloo(spec: RunSpec) -> Rows:
     """The second step: in the first, a pipeline finds out its shapes."""
-    mesh, moment = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank()), Moment()
-    names, ledger = AxisNames(mesh.topology, mesh.rank), ExchangeLedger(moment)
-    with told_phases(moment):
+    mesh, moment = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank()), PhaseTracker()
+    names, ledger = GroupNames(mesh.topology, mesh.rank), CommTracker(moment)
+    with phase_hooks(moment):
         model = sharded_model(spec, mesh)
-        step = watched_step(spec, mesh, model, NamedAdamW(model, spec.optimizer), moment)
+        step = run_instrumented_step(spec, mesh, model, NamedAdamW(model, spec.optimizer), moment)
         for number in (1, 2):
             ledger.clear()
-            with ledger, moment.of("optimizer"):
-                step.run(number, batch_of(spec, mesh, mesh.topology.microbatches), None)
-    return {(one.call.phase, one.call.kind, names.of(one.call.ranks)): (one.count, one.bytes) for one in ledger.traffic}
+            with ledger, moment.phase_scope("optimizer"):
+                step.run(number, make_batch(spec, mesh, mesh.topology.microbatches), None)
+    return {
+        (one.call.phase, one.call.kind, names.get(one.call.ranks)): (one.count, one.bytes) for one in ledger.traffic
+    }
 
 
 def _planned(spec: RunSpec, rank: int) -> Rows:

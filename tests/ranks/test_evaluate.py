@@ -18,7 +18,7 @@ from token_files import write_letters, write_tokens
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
-from megalaunch.rundir.lines import read_lines
+from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
 
 
@@ -67,7 +67,9 @@ def test_the_loss_is_that_of_transformers(tmp_path):
 
 def test_what_cannot_be_evaluated(tmp_path, monkeypatch):
     here = find_spec
-    monkeypatch.setattr("megalaunch.cli.evaluate.find_spec", lambda name: None if name == "lm_eval" else here(name))
+    monkeypatch.setattr(
+        "megalaunch.cli.text.evaluate.find_spec", lambda name: None if name == "lm_eval" else here(name)
+    )
     make("llama 1", tmp_path / "hf")
     write_letters(tmp_path / "hf" / "tokenizer.json", VOCABULARY)
     for words, code, reason in [

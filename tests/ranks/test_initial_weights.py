@@ -13,12 +13,12 @@ from looped_run import run_loop, ten_steps
 from oracle import small_spec
 
 from megalaunch.config.schema import RunSpec, with_values
+from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model import init
-from megalaunch.engine.model.init import initial_value
-from megalaunch.engine.placement import local_values
-from megalaunch.engine.train import loop
-from megalaunch.engine.train.assemble import sharded_model
+from megalaunch.engine.model.init import init_value
+from megalaunch.engine.train import trainer
+from megalaunch.engine.train.build import sharded_model
 from megalaunch.plan.topology import Topology
 
 SHARED = {"model__num_attention_heads": 8, "model__num_query_groups": 2, "model__head_dim": 3}
@@ -39,21 +39,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def _differing(spec: RunSpec) -> tuple[list[str], int, int]:
     """Parameters that are not those of one process; how many numbers were drawn, and how many this rank holds."""
-    own_draw, drawn = init.draw_normal, [0]
+    own_draw, drawn = init.fill_normal, [0]
 
     def counted(out: torch.Tensor, *args: Any) -> None:
         drawn[0] += out.numel()
         own_draw(out, *args)
 
-    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
-    init.draw_normal = counted
+    mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
+    init.fill_normal = counted
     model = sharded_model(spec, mesh)
-    init.draw_normal = own_draw
+    init.fill_normal = own_draw
     different, held = [], 0
     for name, parameter in model.named_parameters():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        held += local_values(parameter).numel()
-        if not torch.equal(whole, initial_value(name, parameter.shape, model.config, spec.train.seed)):
+        held += to_local_no_grad(parameter).numel()
+        if not torch.equal(whole, init_value(name, parameter.shape, model.config, spec.train.seed)):
             different.append(name)
     return different, drawn[0], held
 
@@ -68,13 +68,13 @@ def test_every_layout_begins_alike_and_each_rank_draws_its_own_part(layout):
 
 def test_nothing_is_drawn_before_a_checkpoint_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     spec = ten_steps(tmp_path)
-    assert "after step 2" in run_loop(with_values(spec, {"train.stop_at": 2}), tmp_path / "run").reason
+    assert "after step 2" in run_loop(with_values(spec, {"train.exit_at_step": 2}), tmp_path / "run").reason
 
     def refused(*args: Any) -> None:
         raise AssertionError("weights are drawn, though a checkpoint has them")
 
-    monkeypatch.setattr(loop, "initialise", refused)
-    monkeypatch.setattr(init, "draw_normal", refused)
-    assert "after step 3" in run_loop(with_values(spec, {"train.stop_at": 3}), tmp_path / "run").reason
-    beside = with_values(spec, {"train.stop_at": 1, "checkpoint.initialize_from": str(tmp_path / "run")})
+    monkeypatch.setattr(trainer, "init_weights", refused)
+    monkeypatch.setattr(init, "fill_normal", refused)
+    assert "after step 3" in run_loop(with_values(spec, {"train.exit_at_step": 3}), tmp_path / "run").reason
+    beside = with_values(spec, {"train.exit_at_step": 1, "checkpoint.load_pretrained": str(tmp_path / "run")})
     assert "after step 1" in run_loop(beside, tmp_path / "beside").reason

@@ -19,24 +19,24 @@ from token_files import write_letters
 from training import MEGALAUNCH
 from typer.testing import CliRunner
 
-from megalaunch.cli import laid_out
 from megalaunch.cli.app import app
 from megalaunch.config.schema import RunSpec
-from megalaunch.engine.ending import Ending
-from megalaunch.engine.inference.write import Piece
+from megalaunch.engine.inference.batch_generation import TextDelta
+from megalaunch.engine.inference.jobs import answers_file, to_record
+from megalaunch.engine.inference_worker import run_job
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.texts.job import answers_file, record_of
-from megalaunch.engine.texts.life import do_job
-from megalaunch.engine.train.record import Record
+from megalaunch.engine.run_end import RunEnd
+from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.launch.directory import create_folders
 from megalaunch.launch.process import descendants, is_alive, kill_all
 from megalaunch.launch.stop import StopSignals
-from megalaunch.launch.supervise import LaunchEnd
+from megalaunch.launch.supervise import LaunchResult
 from megalaunch.plan.topology import Topology
-from megalaunch.rundir.lines import append_line
+from megalaunch.rundir.jsonl import append_line
 from megalaunch.rundir.outcome import Outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter, read_progress
+from megalaunch.runs import distributed_inference
 
 GREEDY = ("--temperature", 0, "--max-new-tokens", 9)
 PROMPTS = ("--prompt", "the cat sat on", "--prompt", "the dog")
@@ -45,21 +45,21 @@ PROMPTS = ("--prompt", "the cat sat on", "--prompt", "the dog")
 def rank_of_job(spec: RunSpec, directory: RunDirectory) -> tuple[int, str]:
     """What one worker does between joining and leaving."""
     rank = dist.get_rank()
-    record = Record(directory, rank, ProgressWriter(directory.progress(rank), rank, 0))
+    record = RunLogger(directory, rank, ProgressWriter(directory.progress(rank), rank, 0))
     try:
-        do_job(spec, make_mesh(Topology.of(spec), torch.device("cpu"), rank), directory, record)
-    except Ending as ending:
+        run_job(spec, make_mesh(Topology.from_spec(spec), torch.device("cpu"), rank), directory, record)
+    except RunEnd as ending:
         return int(ending.exit_code), ending.reason
     return 0, ""
 
 
-def run_forked(spec, directory, words, machine, stop, display) -> LaunchEnd:
+def run_forked(spec, directory, words, machine, stop, display) -> LaunchResult:
     """In place of the agent and its workers: forked ranks."""
     create_folders(directory)
     ends = run_ranks(spec.cluster.devices_per_node, rank_of_job, spec, directory)
     assert len(set(ends)) == 1, "all ranks end alike"
     display.update(None)
-    return LaunchEnd(Outcome(*ends[0], 0))
+    return LaunchResult(Outcome(*ends[0], 0))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(laid_out, "run_workers", run_forked)
+    monkeypatch.setattr(distributed_inference, "run_workers", run_forked)
 
 
 def call(*words: object):
@@ -173,7 +173,7 @@ def test_what_workers_refuse_is_said_as_on_one_process(run: RunDirectory):
     ],
 )
 def test_a_layout_that_cannot_be(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str):
-    monkeypatch.setattr(laid_out, "run_workers", lambda *_: pytest.fail("nothing may be started"))
+    monkeypatch.setattr(distributed_inference, "run_workers", lambda *_: pytest.fail("nothing may be started"))
     result = call("generate", run.root, *words, "--prompt", "x")
     assert (result.exit_code, result.stdout) == (2, "")
     assert said in result.stderr
@@ -186,14 +186,14 @@ def test_a_reader_that_leaves_ends_the_workers(tmp_path: Path):
     directory = RunDirectory(tmp_path)
     with StopSignals() as stop:
         stop.watching = True
-        display = laid_out._AnswersDisplay(directory, closed)
+        display = distributed_inference._InferenceDisplay(directory, closed)
         display.update(None)
         assert (display.error, stop.count) == (None, 0)
-        append_line(answers_file(directory), record_of(Piece(0, "the")))
-        append_line(answers_file(directory), record_of(Piece(0, " cat")))
+        append_line(answers_file(directory), to_record(TextDelta(0, "the")))
+        append_line(answers_file(directory), to_record(TextDelta(0, " cat")))
         display.update(None)
         assert isinstance(display.error, BrokenPipeError)
-        assert (stop.count, stop.forwarded) == (1, signal.SIGTERM)
+        assert (stop.count, stop.signal_for_workers) == (1, signal.SIGTERM)
 
 
 class _Started:

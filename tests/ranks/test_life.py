@@ -14,10 +14,10 @@ from token_files import small_tokenizer
 
 from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.data.errors import DataError
-from megalaunch.engine import life
+from megalaunch.engine import train_worker
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.process import StopRequest
-from megalaunch.engine.train import saving
+from megalaunch.engine.train import train_state
+from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.rundir.outcome import Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
@@ -31,9 +31,14 @@ def spec(tmp_path_factory) -> RunSpec:
 def live_on(ranks: int, spec: RunSpec, root: Path, spoil: Callable[[int], None] = lambda rank: None) -> Outcome:
     def body() -> None:
         directory, rank = prepared_directory(spec, root), dist.get_rank()
-        life.join, life.leave = (lambda spec: (torch.device("cpu"), None)), dist.barrier  # the ranks have met already
+        train_worker.init_process_group, train_worker.destroy_process_group = (
+            (lambda spec: (torch.device("cpu"), None)),
+            dist.barrier,
+        )  # the ranks have met already
         spoil(rank)
-        life.live(spec, directory, rank, ProgressWriter(directory.progress(rank), rank, 0), StopRequest())
+        train_worker.run_training(
+            spec, directory, rank, ProgressWriter(directory.progress(rank), rank, 0), StopSignal()
+        )
 
     run_ranks(ranks, body)
     outcome = read_outcome(RunDirectory(root).outcome)
@@ -56,9 +61,9 @@ def test_token_files_that_one_rank_cannot_open(spec, tmp_path):
             raise DataError("no such file", file="train.idx")
 
         if rank == 1:
-            from megalaunch.engine.train import assemble
+            from megalaunch.engine.train import build
 
-            assemble.open_validation = gone
+            build.build_valid_dataset = gone
 
     outcome = live_on(2, spec, tmp_path, spoil)
     assert (outcome.exit_code, outcome.reason) == (3, "train.idx: no such file.")
@@ -67,14 +72,14 @@ def test_token_files_that_one_rank_cannot_open(spec, tmp_path):
 @pytest.mark.parametrize(("rank", "code"), [(0, 4), (1, 0)])
 def test_only_rank_0_reads_the_position(spec, tmp_path, rank, code):
     """What each rank read for itself could fail on one of them alone."""
-    live_on(2, with_values(spec, {"train.stop_at": 1}), tmp_path)
+    live_on(2, with_values(spec, {"train.exit_at_step": 1}), tmp_path)
 
     def spoil(here: int) -> None:
         def damaged(*_: object) -> None:
             raise CheckpointError("position.json is damaged")
 
         if here == rank:
-            saving.read_document = damaged
+            train_state.read_document = damaged
 
     outcome = live_on(2, spec, tmp_path, spoil)
     assert outcome.exit_code == code
@@ -82,7 +87,7 @@ def test_only_rank_0_reads_the_position(spec, tmp_path, rank, code):
 
 
 def test_a_run_without_a_whole_checkpoint_ends_with_code_4(spec, tmp_path):
-    live_on(2, with_values(spec, {"train.stop_at": 1}), tmp_path)
+    live_on(2, with_values(spec, {"train.exit_at_step": 1}), tmp_path)
     (RunDirectory(tmp_path).checkpoint(1) / "manifest.json").write_text("{}")
     before = RunDirectory(tmp_path).metrics.read_bytes()
     outcome = live_on(2, spec, tmp_path)
@@ -114,7 +119,7 @@ def test_a_tokenizer_that_one_rank_cannot_read_is_a_note(spec, tmp_path):
             raise DataError("no such file", file=path)
 
         if rank == 1:
-            life.load_tokenizer = gone
+            train_worker.load_tokenizer = gone
 
     outcome = live_on(2, sampling(spec, tmp_path), tmp_path / "run", spoil)
     assert_done_without_a_sample(outcome, tmp_path / "run", "tokenizer.json: no such file")
@@ -122,7 +127,7 @@ def test_a_tokenizer_that_one_rank_cannot_read_is_a_note(spec, tmp_path):
 
 def test_a_sample_that_cannot_be_kept_is_a_note(spec, tmp_path):
     def spoil(rank: int) -> None:
-        life.sample_text = lambda *_: "text"
+        train_worker.sample_text = lambda *_: "text"
 
     RunDirectory(tmp_path / "run").sample.mkdir(parents=True)
     outcome = live_on(2, sampling(spec, tmp_path), tmp_path / "run", spoil)

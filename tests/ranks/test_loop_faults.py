@@ -11,8 +11,8 @@ from looped_run import Rank, events, metrics, run_loop, ten_steps
 
 from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.data.errors import DataError
-from megalaunch.engine.train import record as record_module
-from megalaunch.engine.train import saver as saver_module
+from megalaunch.engine.train import checkpointer as saver_module
+from megalaunch.engine.train import run_logger as record_module
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
 
@@ -104,10 +104,10 @@ def test_a_disk_that_is_full_for_metrics_ends_all_ranks_and_loses_no_line(spec, 
 
 
 def test_stopping_at_a_step_that_is_past_changes_nothing(spec, tmp_path):
-    run_loop(with_values(spec, {"train.stop_at": 4}), tmp_path)
+    run_loop(with_values(spec, {"train.exit_at_step": 4}), tmp_path)
     before = metrics(tmp_path)
-    for stop_at, said in ((4, "stopped after step 4 of 10 as asked"), (2, "step 4, past train.stop_at=2")):
-        ending = run_loop(with_values(spec, {"train.stop_at": stop_at}), tmp_path)
+    for stop_at, said in ((4, "stopped after step 4 of 10 as asked"), (2, "step 4, past train.exit_at_step=2")):
+        ending = run_loop(with_values(spec, {"train.exit_at_step": stop_at}), tmp_path)
         assert (int(ending.exit_code), ending.step) == (0, 4)
         assert said in ending.reason
     ending = run_loop(with_values(spec, {"train.steps": 3}), tmp_path)
@@ -160,7 +160,7 @@ def test_a_long_validation_shows_that_it_moves(spec, tmp_path):
 )
 def test_a_validation_cut_short_leaves_the_weights_as_they_are_saved(spec, tmp_path, precision, strategy, row):
     """Before its first forward pass, or after some that gathered parameters and cast them."""
-    layout = {"precision.compute": precision, "parallel.data_sharding": strategy, "batch.micro_batch_size": 1}
+    layout = {"precision.compute_dtype": precision, "parallel.data_sharding": strategy, "batch.micro_batch_size": 1}
     small = with_values(spec, layout | {"train.steps": 4})
 
     def spoil(rank: Rank) -> None:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 
-from megalaunch.engine.checkpoint.ranks import on_every_rank
+from megalaunch.engine.checkpoint.coordination import run_on_all_ranks
 from megalaunch.engine.checkpoint.store import CheckpointError, load_checkpoint, save_checkpoint
-from megalaunch.engine.ending import Problem
-from megalaunch.engine.objects import ForeignObject, refuse_foreign_objects
+from megalaunch.engine.restricted_objects import DisallowedObject, install_restricted_unpickler
+from megalaunch.engine.run_end import RankError
 from megalaunch.rundir.outcome import ExitCode
 
 
@@ -31,9 +31,9 @@ def test_an_object_that_is_code_is_refused(tmp_path):
     marker = tmp_path / "executed"
 
     def gather() -> None:
-        refuse_foreign_objects()
+        install_restricted_unpickler()
         mine = Payload(marker) if dist.get_rank() == 1 else "data"
-        with pytest.raises(ForeignObject, match=r"posix\.mkdir, which no rank of a run sends"):
+        with pytest.raises(DisallowedObject, match=r"posix\.mkdir, which no rank of a run sends"):
             dist.all_gather_object([None, None], mine)
 
     run_ranks(2, gather)
@@ -43,12 +43,12 @@ def test_an_object_that_is_code_is_refused(tmp_path):
 def test_what_ranks_do_send_arrives(tmp_path):
     sent = [
         {"a": (1, 2.0, None, b"x", frozenset({3}))},
-        Problem(ExitCode.DATA, "reason"),
+        RankError(ExitCode.DATA, "reason"),
         [torch.bfloat16, torch.Size([2, 3]), torch.device("cpu"), tmp_path],
     ]
 
     def gather() -> None:
-        refuse_foreign_objects()
+        install_restricted_unpickler()
         everyone = [None, None]
         dist.all_gather_object(everyone, sent)
         assert everyone == [sent, sent]
@@ -58,7 +58,7 @@ def test_what_ranks_do_send_arrives(tmp_path):
 
 def test_checkpoints_and_their_errors_arrive(tmp_path):
     def save() -> None:
-        refuse_foreign_objects()
+        install_restricted_unpickler()
         tensors = {f"t{dist.get_rank()}": torch.full((4, 2), 3.0), "shared": torch.arange(6)}
         save_checkpoint(tmp_path / "saved", tensors, {"position": {"step": 1}}, {})
         loaded = {name: torch.zeros_like(value) for name, value in tensors.items()}
@@ -72,6 +72,6 @@ def test_checkpoints_and_their_errors_arrive(tmp_path):
             raise CheckpointError("one rank cannot")
 
         with pytest.raises(CheckpointError, match="one rank cannot"):
-            on_every_rank(fail)
+            run_on_all_ranks(fail)
 
     run_ranks(2, save)

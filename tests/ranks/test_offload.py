@@ -9,11 +9,11 @@ import torch
 from made_specs import resolved
 from oracle import hold_to_one_process, small_spec
 
-from megalaunch.engine.deep_plan.plan import deep_plan
-from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.model.init import initialise
-from megalaunch.engine.parallel import offload as module
-from megalaunch.engine.parallel.offload import offload
+from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.model.init import init_weights
+from megalaunch.engine.parallel import activation_offload as module
+from megalaunch.engine.parallel.activation_offload import apply_offload
+from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.plan.memory.rank import memory_by_rank
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -49,7 +49,7 @@ class Noted:
     def fetch(self) -> None:
         self._log.append(("fetched", self._number))
 
-    def arrived(self) -> torch.Tensor:
+    def is_ready(self) -> torch.Tensor:
         self._log.append(("read", self._number))
         return self._copy
 
@@ -57,10 +57,10 @@ class Noted:
 def _log_of_a_pass(monkeypatch, count: int) -> tuple[list[tuple[str, int]], int]:
     """What is sent, fetched and read in one pass of a decoder of three layers, and the trips of its first layer."""
     log: list[tuple[str, int]] = []
-    monkeypatch.setattr(module, "send", lambda flat: Noted(flat, log))
+    monkeypatch.setattr(module, "offload_tensor", lambda flat: Noted(flat, log))
     model = build_decoder(small_spec(model__num_layers=3).model)
-    initialise(model, 0)
-    offload(model, count)
+    init_weights(model, 0)
+    apply_offload(model, count)
     of_first: list[int] = []
     model.layers["0"].register_forward_hook(lambda *_: of_first.append(len(log)))
     model(torch.zeros(2, 16, dtype=torch.int64)).sum().backward()
@@ -85,11 +85,11 @@ def test_a_layer_is_fetched_before_the_one_behind_it_reads_its_own(monkeypatch):
 
 def test_parameters_and_what_all_layers_share_stay(monkeypatch):
     sent: list[torch.Tensor] = []
-    plain = module.send
-    monkeypatch.setattr(module, "send", lambda flat: (sent.append(flat), plain(flat))[1])
+    plain = module.offload_tensor
+    monkeypatch.setattr(module, "offload_tensor", lambda flat: (sent.append(flat), plain(flat))[1])
     model = build_decoder(small_spec(model__num_layers=2).model)
-    initialise(model, 0)
-    offload(model, 1)
+    init_weights(model, 0)
+    apply_offload(model, 1)
     output = model(torch.zeros(2, 16, dtype=torch.int64))
     assert output.requires_grad
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
@@ -109,11 +109,11 @@ SIZES = ("model.num_layers=8", "batch.sequence_length=512", "batch.micro_batch_s
 @pytest.mark.parametrize(
     "words",
     [
-        ("parallel=dp2", "recompute.offload_layers=4"),
-        ("parallel=tp2", "recompute.offload_layers=5"),
-        ("parallel=dp2", "recompute.offload_layers=7"),
-        ("parallel=pp2", "recompute.offload_layers=2"),
-        ("parallel=pp2vpp2", "recompute.offload_layers=1"),
+        ("parallel=dp2", "recompute.cpu_offloading_num_layers=4"),
+        ("parallel=tp2", "recompute.cpu_offloading_num_layers=5"),
+        ("parallel=dp2", "recompute.cpu_offloading_num_layers=7"),
+        ("parallel=pp2", "recompute.cpu_offloading_num_layers=2"),
+        ("parallel=pp2vpp2", "recompute.cpu_offloading_num_layers=1"),
     ],
 )
 def test_the_planner_knows_what_is_left(words):

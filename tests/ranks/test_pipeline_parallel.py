@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from oracle import hold_to_one_process, small_spec
 
-from megalaunch.engine.parallel.interleaved import InterleavedGroups
+from megalaunch.engine.parallel.interleaved_1f1b import GroupedInterleaved1F1B
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -39,7 +39,7 @@ def test_groups_of_microbatches(ranks, group, microbatches):
 
 
 def test_a_group_is_run_before_the_next_stage_s():
-    schedule = object.__new__(InterleavedGroups)
+    schedule = object.__new__(GroupedInterleaved1F1B)
     schedule._group, schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = 4, 2, 2, 6
     for rank in (0, 1):
         ran = [action for action in schedule._calculate_single_rank_operations(rank) if action is not None]

@@ -13,13 +13,13 @@ from oracle import SEQUENCE, RandomSamples, small_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.linear import Linear
-from megalaunch.engine.placement import local_values
-from megalaunch.engine.train.assemble import sharded_model
-from megalaunch.engine.train.batches import TrainBatches, batch_shape
+from megalaunch.engine.train.build import sharded_model
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
+from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.optimizer import NamedAdamW
-from megalaunch.engine.train.passes import passes_of
 from megalaunch.plan.topology import Topology
 
 
@@ -37,11 +37,11 @@ class Reduced(TorchDispatchMode):
 
 
 def _formats(spec: RunSpec) -> dict[str, set[str]]:
-    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = sharded_model(spec, mesh)
     optimizer = NamedAdamW(model, spec.optimizer)
-    batches = TrainBatches(RandomSamples(), batch_shape(8, mesh), mesh.device)
-    batch = batches.of(1, last=1)
+    batches = PrefetchingDataLoader(RandomSamples(), batch_shape(8, mesh), mesh.device)
+    batch = batches.get(1, last=1)
     batches.close()
     computed: set[str] = set()
 
@@ -52,14 +52,14 @@ def _formats(spec: RunSpec) -> dict[str, set[str]]:
         if isinstance(module, Linear):
             module.register_forward_hook(note)
     with Reduced() as reduced:
-        loss = passes_of(spec, mesh, model).train(batch, 8 * SEQUENCE)
+        loss = make_forward_backward(spec, mesh, model).train(batch, 8 * SEQUENCE)
     parameters = list(model.parameters())
     return {
         "compute": computed,
         "reduce": reduced.formats,
         "loss": {str(loss.dtype)},
-        "weights": {str(local_values(p).dtype) for p in parameters},
-        "gradients": {str(local_values(p.grad).dtype) for p in parameters if p.grad is not None},
+        "weights": {str(to_local_no_grad(p).dtype) for p in parameters},
+        "gradients": {str(to_local_no_grad(p.grad).dtype) for p in parameters if p.grad is not None},
         "moments": {str(moment.dtype) for moment in optimizer.states().values()},
     }
 
@@ -89,11 +89,11 @@ SUMMED_ONCE = {  # microbatches are added up on the rank, and ranks exchange wha
 
 
 def _gradients(spec: RunSpec) -> dict[str, torch.Tensor]:
-    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = sharded_model(spec, mesh)
     size = spec.batch.global_batch_size
-    batches = TrainBatches(RandomSamples(), batch_shape(size, mesh), mesh.device)
-    passes_of(spec, mesh, model).train(batches.of(1, last=1), size * SEQUENCE)
+    batches = PrefetchingDataLoader(RandomSamples(), batch_shape(size, mesh), mesh.device)
+    make_forward_backward(spec, mesh, model).train(batches.get(1, last=1), size * SEQUENCE)
     batches.close()
     return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
 

@@ -11,9 +11,9 @@ from live_bytes import LiveBytes
 from oracle import hold_to_one_process, small_spec
 
 from megalaunch.config.schema.recompute import RecomputeSpec
-from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.model.init import initialise
-from megalaunch.engine.parallel.recompute import recompute
+from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.model.init import init_weights
+from megalaunch.engine.parallel.activation_checkpoint import apply_recompute
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -57,8 +57,8 @@ def test_other_choices(choice):
 def _kept(**settings: Any) -> int:
     """Bytes that are alive after a small decoder's forward pass."""
     model = build_decoder(small_spec().model)
-    initialise(model, 0)
-    recompute(model, RecomputeSpec(**settings))
+    init_weights(model, 0)
+    apply_recompute(model, RecomputeSpec(**settings))
     with LiveBytes() as live:
         output = model(torch.zeros(2, 16, dtype=torch.int64))
         assert output.requires_grad
@@ -78,8 +78,8 @@ def test_less_is_kept():
 
 def test_nothing_is_remembered_after_the_layer():
     model = build_decoder(small_spec().model)
-    initialise(model, 0)
-    recompute(model, RecomputeSpec(granularity="selective", modules=("norm", "mlp")))
+    init_weights(model, 0)
+    apply_recompute(model, RecomputeSpec(granularity="selective", modules=("norm", "mlp")))
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     with LiveBytes() as live:
         with torch.no_grad():

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from forked_ranks import run_ranks
 from oracle import RandomSamples, joined_stages, labels_of, on_ranks, small_spec
 
-from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.model.boundary import ONE_DEVICE
-from megalaunch.engine.model.init import initialise
-from megalaunch.engine.model.rope import rotation_of
-from megalaunch.engine.train.loss import summed_token_loss
+from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.model.init import init_weights
+from megalaunch.engine.model.rope import rope_cos_sin
+from megalaunch.engine.model.tp_region import NO_TP
+from megalaunch.engine.train.loss import cross_entropy_sum
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2},
@@ -53,7 +53,7 @@ def one_rank() -> Any:
 def _written_out(spec: Any) -> dict[str, torch.Tensor]:
     """Gradients of the first step, sample by sample: weights in bf16, the stream and sums in fp32."""
     masters = build_decoder(spec.model)
-    initialise(masters, spec.train.seed)
+    init_weights(masters, spec.train.seed)
     total = {name: torch.zeros_like(p) for name, p in masters.named_parameters()}
     indices, rows = range(spec.batch.global_batch_size), RandomSamples()
     for index in indices:
@@ -62,14 +62,14 @@ def _written_out(spec: Any) -> dict[str, torch.Tensor]:
         model.to(NARROW)
         tokens = torch.from_numpy(rows[index].tokens)[None]
         x = F.embedding(tokens[:, :-1], model.embedding.weight).float()
-        rotation = rotation_of(torch.arange(x.shape[1]), model.config.layers[0].rope, NARROW)
-        attend = model.context.attention(x.shape[1], None, [None], x.device)[0]
+        rotation = rope_cos_sin(torch.arange(x.shape[1]), model.config.layers[0].rope, NARROW)
+        attend = model.context.make_attention(x.shape[1], None, [None], x.device)[0]
         for layer in model.layers.values():
             x = x + layer.attention(_normed(layer.attention_norm, x), rotation, attend).float()
             x = x + layer.mlp(_normed(layer.mlp_norm, x)).float()
-        (logits,) = ONE_DEVICE.enter(_normed(model.norm, x), model.head)
+        (logits,) = NO_TP.column_parallel_linear(_normed(model.norm, x), model.head)
         # the loss as it is: torch's own differs by an ulp in fp32, which bf16 makes a hundred times as much
-        loss = summed_token_loss(logits, tokens[:, 1:], ONE_DEVICE.vocabulary) / labels_of(rows, indices)
+        loss = cross_entropy_sum(logits, tokens[:, 1:], NO_TP.vocab_axis) / labels_of(rows, indices)
         loss.backward()
         for name, parameter in model.named_parameters():
             total[name] += parameter.grad.float()

@@ -18,9 +18,9 @@ from looped_run import Rank, events, metrics, run_loop, ten_steps
 from oracle import SEQUENCE
 
 from megalaunch.config.schema import RunSpec, with_values
-from megalaunch.engine.checkpoint import publish as publish_module
+from megalaunch.engine.checkpoint import commit as publish_module
 from megalaunch.engine.checkpoint.store import read_tensors, verify_checkpoint
-from megalaunch.rundir.lines import append_line, read_lines
+from megalaunch.rundir.jsonl import append_line, read_lines
 from megalaunch.rundir.paths import RunDirectory
 
 
@@ -51,11 +51,11 @@ def assert_same_run(one: Path, other: Path, step: int = 10) -> None:
     ],
 )
 def test_stop_and_resume_is_exact(spec, tmp_path, precision, strategy):
-    layout = with_values(spec, {"precision.compute": precision, "parallel.data_sharding": strategy})
+    layout = with_values(spec, {"precision.compute_dtype": precision, "parallel.data_sharding": strategy})
     if precision == "bf16":
         layout = with_values(layout, {"model.hidden_dropout": 0.2, "model.attention_dropout": 0.1})
     assert run(layout, tmp_path / "whole") == "finished all 10 steps"
-    assert "after step 4 of 10 as asked" in run(with_values(layout, {"train.stop_at": 4}), tmp_path / "parts")
+    assert "after step 4 of 10 as asked" in run(with_values(layout, {"train.exit_at_step": 4}), tmp_path / "parts")
     run(layout, tmp_path / "parts")
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
     assert [line["step"] for line in metrics(tmp_path / "whole") if "validation_loss" in line] == [3, 6, 9, 10]
@@ -66,7 +66,7 @@ def test_resume_with_a_padded_vocabulary_is_exact(spec, tmp_path):
     """No checkpoint holds the rows that pad 61 tokens over two ranks: they are not what memory happens to hold."""
     tensor = with_values(spec, {"parallel.dp": 1, "parallel.tp": 2})
     assert run(tensor, tmp_path / "whole") == "finished all 10 steps"
-    run(with_values(tensor, {"train.stop_at": 4}), tmp_path / "parts")
+    run(with_values(tensor, {"train.exit_at_step": 4}), tmp_path / "parts")
     assert run(tensor, tmp_path / "parts") == "finished all 10 steps"
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
@@ -91,7 +91,7 @@ def test_a_signal_saves_and_the_run_goes_on_exactly(spec, tmp_path):
 
 def test_lines_past_the_loaded_step_are_cut_and_a_missed_validation_is_made_up(spec, tmp_path):
     run(spec, tmp_path / "whole")
-    run(with_values(spec, {"train.stop_at": 3}), tmp_path / "parts")
+    run(with_values(spec, {"train.exit_at_step": 3}), tmp_path / "parts")
     path = RunDirectory(tmp_path / "parts").metrics
     lines = path.read_text().splitlines()
     assert "validation_loss" in lines.pop()
@@ -108,7 +108,7 @@ def test_lines_past_the_loaded_step_are_cut_and_a_missed_validation_is_made_up(s
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(spec, tmp_path):
     saving = with_values(spec, {"checkpoint.interval": 4})
     run(saving, tmp_path / "whole")
-    run(with_values(saving, {"train.stop_at": 8}), tmp_path / "parts")
+    run(with_values(saving, {"train.exit_at_step": 8}), tmp_path / "parts")
     newest = RunDirectory(tmp_path / "parts").checkpoint(8)
     shard = next(newest.glob("*.safetensors"))
     damaged = bytearray(shard.read_bytes())
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(spec, tmp_path
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_another_layout_goes_on_with_the_same_samples(spec, tmp_path, ranks):
     run(spec, tmp_path / "whole")
-    run(with_values(spec, {"train.stop_at": 5}), tmp_path / "parts")
+    run(with_values(spec, {"train.exit_at_step": 5}), tmp_path / "parts")
     layout = {"parallel.dp": ranks, "cluster.devices_per_node": ranks, "parallel.data_sharding": "optim_grads_params"}
     run(with_values(spec, layout), tmp_path / "parts")
     whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
@@ -160,7 +160,7 @@ def test_a_longer_run_keeps_what_it_had(spec, tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(spec, tmp_path):
-    run(with_values(spec, {"train.stop_at": 2}), tmp_path / "run")
+    run(with_values(spec, {"train.exit_at_step": 2}), tmp_path / "run")
     other = replace(spec, model=replace(spec.model, num_layers=2, ffn_hidden_size=48))
     with pytest.raises(RanksFailed, match=r"layers\.2\.mlp\.up_proj\.weight") as failure:
         run(other, tmp_path / "run")
@@ -180,7 +180,7 @@ def tree(root: Path) -> dict[str, bytes]:
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_ends_and_changes_nothing(spec, tmp_path):
-    saving = with_values(spec, {"checkpoint.interval": 2, "train.stop_at": 4})
+    saving = with_values(spec, {"checkpoint.interval": 2, "train.exit_at_step": 4})
     run(saving, tmp_path)
     for step in (2, 4):
         damage(RunDirectory(tmp_path).checkpoint(step))
@@ -202,21 +202,21 @@ def test_a_run_whose_checkpoints_are_all_damaged_ends_and_changes_nothing(spec, 
 
 def test_a_copy_under_another_steps_name_is_passed_over(spec, tmp_path):
     saving = with_values(spec, {"checkpoint.keep_last": 1})
-    run(with_values(saving, {"train.stop_at": 4}), tmp_path)
+    run(with_values(saving, {"train.exit_at_step": 4}), tmp_path)
     directory = RunDirectory(tmp_path)
     shutil.copytree(directory.checkpoint(4), directory.checkpoint(999))
     assert verify_checkpoint(directory.checkpoint(999)) == ["position.json: is of step 4, and the name says step 999"]
-    run(with_values(saving, {"train.stop_at": 6}), tmp_path)
+    run(with_values(saving, {"train.exit_at_step": 6}), tmp_path)
     assert [event["step"] for event in events(tmp_path, "resumed")] == [4]
     assert verify_checkpoint(directory.checkpoint(6)) == []  # not removed as an older one
 
 
 def test_lines_that_a_power_cut_took_are_told(spec, tmp_path):
-    run(with_values(spec, {"train.stop_at": 5}), tmp_path)
+    run(with_values(spec, {"train.exit_at_step": 5}), tmp_path)
     path = RunDirectory(tmp_path).metrics
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if json.loads(line)["step"] not in (2, 4)))
-    run(with_values(spec, {"train.stop_at": 6}), tmp_path)
+    run(with_values(spec, {"train.exit_at_step": 6}), tmp_path)
     (gap,) = events(tmp_path, "metrics_gap")
     assert {key: gap[key] for key in ("until_step", "missing", "first", "last")} == {
         "until_step": 5,
@@ -228,7 +228,7 @@ def test_lines_that_a_power_cut_took_are_told(spec, tmp_path):
 
 def test_metrics_are_on_disk_before_a_checkpoint_vouches_for_them(spec, tmp_path):
     def spoil(rank: Rank) -> None:
-        real, publish = os.fsync, publish_module.publish
+        real, publish = os.fsync, publish_module.commit
 
         def fsync(descriptor: int) -> None:
             with (tmp_path / "order").open("a") as file:
@@ -241,9 +241,9 @@ def test_metrics_are_on_disk_before_a_checkpoint_vouches_for_them(spec, tmp_path
             publish(unfinished, directory)
 
         if rank.rank == 0:
-            os.fsync, publish_module.publish = fsync, published
+            os.fsync, publish_module.commit = fsync, published
 
-    saving = {"checkpoint.interval": 1, "train.stop_at": 2, "train.validation_interval": 0}
+    saving = {"checkpoint.interval": 1, "train.exit_at_step": 2, "train.validation_interval": 0}
     run(with_values(spec, saving), tmp_path, spoil)
     order = (tmp_path / "order").read_text().splitlines()
     assert [line for line in order if line.startswith(("metrics", "step"))] == [
@@ -260,7 +260,7 @@ def test_rows_beyond_the_vocabulary_that_a_run_began_with_are_padding(spec, tmp_
 
     def begin(root: Path, value: float | None, known: int) -> list[dict]:
         wide = with_values(spec, {"model.vocab_size": 64, "parallel.dp": 1, "parallel.tp": tp})
-        wide = with_values(wide, {"cluster.devices_per_node": tp, "train.stop_at": 2})
+        wide = with_values(wide, {"cluster.devices_per_node": tp, "train.exit_at_step": 2})
         origin = RunDirectory(root).origin
         origin.mkdir(parents=True)
         (origin / "origin.json").write_text(json.dumps({"vocab_size": known, "config": None}))
@@ -272,7 +272,7 @@ def test_rows_beyond_the_vocabulary_that_a_run_began_with_are_padding(spec, tmp_
                     (head.to_local() if hasattr(head, "to_local") else head)[-3:] = value
 
         run(wide, root, spoil)
-        run(with_values(wide, {"train.stop_at": 4}), root)
+        run(with_values(wide, {"train.exit_at_step": 4}), root)
         return metrics(root)
 
     plain, spoiled = begin(tmp_path / "plain", None, 61), begin(tmp_path / "spoiled", 3.0, 61)

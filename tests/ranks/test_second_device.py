@@ -13,7 +13,7 @@ from oracle import small_spec
 from second_device import forward_on, generate_on, register, step_on
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.engine.model.context import WholeSample
+from megalaunch.engine.model.attention.core import NoContextParallel
 
 PACKED = {"data__reset_attention": True, "data__reset_positions": True, "data__mask_eod_loss": True}
 DROPPED = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
@@ -131,6 +131,6 @@ def test_text_is_generated_on_the_device(features):
 
 
 def test_what_is_made_on_the_processor_is_found(monkeypatch):
-    monkeypatch.setattr(WholeSample, "places", lambda context, held, device: torch.arange(held))
+    monkeypatch.setattr(NoContextParallel, "position_ids", lambda context, held, device: torch.arange(held))
     with pytest.raises(RanksFailed, match="FakeTensorDeviceMismatchError"):
         run_ranks(1, _devices, forward_on, _spec(LAYOUTS["one rank, packed"]), 0)

@@ -18,15 +18,15 @@ from oracle import RandomSamples, small_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalaunch.data.errors import DataError
-from megalaunch.engine.ending import Ending
+from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.placement import local_values
-from megalaunch.engine.train.agreement import Verdict, agree, agree_to_stop
-from megalaunch.engine.train.assemble import sharded_model
-from megalaunch.engine.train.batches import TrainBatches, batch_shape
+from megalaunch.engine.run_end import RunEnd
+from megalaunch.engine.train.build import sharded_model
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
+from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.optimizer import NamedAdamW
-from megalaunch.engine.train.passes import passes_of
-from megalaunch.engine.train.step import Step
+from megalaunch.engine.train.rank_sync import StepReduction, reduce_step_stats, sync_stop_signal
+from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
 
 
@@ -41,11 +41,13 @@ class FailingSamples(RandomSamples):
 
 def _two_steps(poison: str, samples: RandomSamples) -> dict[str, object]:
     spec = small_spec(parallel__dp=2, batch__micro_batch_size=2)
-    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = sharded_model(spec, mesh)
-    step = Step(spec, mesh, model, passes_of(spec, mesh, model), NamedAdamW(model, spec.optimizer), samples)
-    batches = TrainBatches(samples, batch_shape(8, mesh), mesh.device)
-    step.run(1, batches.of(1, 2), None)
+    step = TrainStep(
+        spec, mesh, model, make_forward_backward(spec, mesh, model), NamedAdamW(model, spec.optimizer), samples
+    )
+    batches = PrefetchingDataLoader(samples, batch_shape(8, mesh), mesh.device)
+    step.run(1, batches.get(1, 2), None)
     if poison == "loss" and mesh.rank == 1:
         passes = itertools.count()
         model.parts[-1].head.register_forward_hook(
@@ -53,11 +55,11 @@ def _two_steps(poison: str, samples: RandomSamples) -> dict[str, object]:
         )
     if poison == "gradient" and mesh.rank == 1:
         model.parts[-1].norm.register_full_backward_hook(lambda *_: (_[1][0] * torch.inf,))
-    weights = [local_values(p).clone() for p in model.parameters()]
+    weights = [to_local_no_grad(p).clone() for p in model.parameters()]
     try:
-        step.run(2, batches.of(2, 2), None)
-    except Ending as ending:
-        same = all(torch.equal(a, local_values(b)) for a, b in zip(weights, model.parameters(), strict=True))
+        step.run(2, batches.get(2, 2), None)
+    except RunEnd as ending:
+        same = all(torch.equal(a, to_local_no_grad(b)) for a, b in zip(weights, model.parameters(), strict=True))
         return {"code": int(ending.exit_code), "reason": ending.reason, "step": ending.step, "unchanged": same}
     finally:
         batches.close()
@@ -96,14 +98,14 @@ def test_an_unreadable_batch_ends_every_rank_with_its_reason():
 @pytest.mark.parametrize(("loss", "norm"), [(math.inf, 1.0), (1.0, math.inf), (math.nan, math.nan)])
 def test_either_number_alone_stops_the_update(loss, norm):
     """An infinite loss can have a finite gradient: a label whose logit is -inf."""
-    assert not Verdict(loss, norm, None).finite
-    assert Verdict(1.0, 1.0, None).finite
+    assert not StepReduction(loss, norm, None).finite
+    assert StepReduction(1.0, 1.0, None).finite
 
 
 def _votes(first: signal.Signals | None, second: signal.Signals | None) -> list[object]:
     received = (first, second)[dist.get_rank()]
-    verdict = agree(torch.tensor(1.5), torch.tensor(8.0, dtype=torch.float64), received)
-    between_steps = agree_to_stop(received, None, 1, torch.device("cpu"))
+    verdict = reduce_step_stats(torch.tensor(1.5), torch.tensor(8.0, dtype=torch.float64), received)
+    between_steps = sync_stop_signal(received, None, 1, torch.device("cpu"))
     return [verdict.stop, between_steps, verdict.loss, verdict.grad_norm]
 
 
@@ -123,11 +125,13 @@ def test_one_ranks_signal_stops_all(first, second, elected):
 def _step_that_loses_a_rank(exchange: int, heard: Path) -> None:
     """Rank 1 is killed at this exchange of step 2; rank 0 writes what became of its step."""
     spec = small_spec(parallel__tp=2, parallel__sequence_parallel=True)
-    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model, samples = sharded_model(spec, mesh), RandomSamples()
-    step = Step(spec, mesh, model, passes_of(spec, mesh, model), NamedAdamW(model, spec.optimizer), samples)
-    batches = TrainBatches(samples, batch_shape(8, mesh), mesh.device)
-    step.run(1, batches.of(1, 2), None)
+    step = TrainStep(
+        spec, mesh, model, make_forward_backward(spec, mesh, model), NamedAdamW(model, spec.optimizer), samples
+    )
+    batches = PrefetchingDataLoader(samples, batch_shape(8, mesh), mesh.device)
+    step.run(1, batches.get(1, 2), None)
     before = itertools.count()
 
     class Dies(TorchDispatchMode):
@@ -138,7 +142,7 @@ def _step_that_loses_a_rank(exchange: int, heard: Path) -> None:
 
     with Dies() if mesh.rank == 1 else contextlib.nullcontext():
         try:
-            step.run(2, batches.of(2, 2), None)
+            step.run(2, batches.get(2, 2), None)
         except Exception as error:
             heard.write_text(f"{type(error).__name__}: {error}")
             raise

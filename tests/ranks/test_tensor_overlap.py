@@ -12,11 +12,17 @@ from forked_ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalaunch.engine.collectives import start_exchange, start_gather, start_reduce_scatter, start_shift, start_sum
-from megalaunch.engine.layout import COLUMNS, ROWS
+from megalaunch.engine.collectives import (
+    all_gather_async,
+    all_reduce_async,
+    all_to_all_async,
+    ring_shift_async,
+    start_reduce_scatter,
+)
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.linear import Linear
-from megalaunch.engine.parallel.tensor import TensorParallel
+from megalaunch.engine.parallel.tensor_parallel import TensorParallel
+from megalaunch.engine.param_layout import COLUMN_PARALLEL, ROW_PARALLEL
 
 BATCH, SEQUENCE, HIDDEN, FEATURES = 2, 8, 6, 4
 STARTS = {"all_gather_into_tensor_out": "gather", "all_reduce": "sum"}
@@ -65,13 +71,13 @@ def _both_passes(sequence_parallel: bool, overlap: bool, region: str) -> tuple[l
     boundary = TensorParallel(axis, sequence_parallel, overlap)
     pass_through: Callable[[Tensor], tuple[Tensor, ...]]
     if region == "enter":
-        ours = [Linear(HIDDEN, FEATURES, COLUMNS) for _ in range(2)]
-        x = torch.ones(BATCH, boundary.rows(SEQUENCE), HIDDEN, requires_grad=True)
-        pass_through = lambda x: boundary.enter(x, *ours)  # noqa: E731
+        ours = [Linear(HIDDEN, FEATURES, COLUMN_PARALLEL) for _ in range(2)]
+        x = torch.ones(BATCH, boundary.local_seq_len(SEQUENCE), HIDDEN, requires_grad=True)
+        pass_through = lambda x: boundary.column_parallel_linear(x, *ours)  # noqa: E731
     else:
-        out = Linear(FEATURES, HIDDEN, ROWS)
+        out = Linear(FEATURES, HIDDEN, ROW_PARALLEL)
         x = torch.ones(BATCH, SEQUENCE, FEATURES, requires_grad=True)
-        pass_through = lambda x: (boundary.leave(x, out),)  # noqa: E731
+        pass_through = lambda x: (boundary.row_parallel_linear(x, out),)  # noqa: E731
     with Issued() as forward:
         results = pass_through(x)
     with Issued() as backward:
@@ -106,9 +112,9 @@ def test_no_exchange_on_processors_is_one_whose_name_breaks_the_heap():
         axis = Axis("tp", dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name)
         x = torch.ones(4, 3)
         with Names() as names:
-            for start in (start_gather, start_reduce_scatter):
+            for start in (all_gather_async, start_reduce_scatter):
                 start(x, 0, axis).wait()
-            for simple in (start_exchange, start_shift, start_sum):
+            for simple in (all_to_all_async, ring_shift_async, all_reduce_async):
                 simple(x, axis).wait()
         return names.seen
 

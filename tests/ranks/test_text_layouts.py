@@ -11,14 +11,14 @@ from forked_ranks import run_ranks
 from oracle import small_spec
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.inference.generate import TextModel, Writing, generate_tokens
+from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.inference.generate import GenerationConfig, TextModel, generate_tokens
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.model.init import initialise
-from megalaunch.engine.parallel.relay import TextRelay
-from megalaunch.engine.train.assemble import sharded_model
-from megalaunch.engine.train.passes import relay_of
+from megalaunch.engine.model.init import init_weights
+from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
+from megalaunch.engine.train.build import sharded_model
+from megalaunch.engine.train.forward_backward import make_pipeline_forward
 from megalaunch.plan.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -35,14 +35,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def tokens_by(model: TextModel) -> list[list[int]]:
     """Step by step, of both rows."""
-    return [drawn.tokens_B.tolist() for drawn in generate_tokens(model, PROMPTS, Writing(12, Sampling(seed=5)))]
+    return [
+        drawn.tokens_B.tolist() for drawn in generate_tokens(model, PROMPTS, GenerationConfig(12, Sampling(seed=5)))
+    ]
 
 
 def written(spec: RunSpec) -> list[list[int]]:
     """What this rank's model writes."""
-    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = sharded_model(spec, mesh)
-    text_model = TextRelay(model, mesh, relay_of(spec, mesh, model))
+    text_model = DistributedGenerator(model, mesh, make_pipeline_forward(spec, mesh, model))
     return tokens_by(text_model)
 
 
@@ -51,7 +53,7 @@ def test_text_of_a_layout(name):
     values = {f"parallel__{key}": value for key, value in LAYOUTS[name].items()}
     spec = small_spec(**{"parallel__dp": 1, "model__vocab_size": 64, "model__num_layers": 4, **values})
     alone = build_decoder(spec.model)
-    initialise(alone, spec.train.seed)
+    init_weights(alone, spec.train.seed)
     expected = tokens_by(alone)
     assert run_ranks(2, written, spec) == [expected, expected]
     assert len({token for row in expected for token in row}) > 4

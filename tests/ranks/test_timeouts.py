@@ -1,4 +1,4 @@
-"""Every group of a run waits as long as `launcher.timeout` says, and none as long as torch would."""
+"""Every group of a run waits as long as `launcher.hang_timeout` says, and none as long as torch would."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from forked_ranks import run_ranks
 from oracle import small_spec
 
-from megalaunch.engine.checkpoint import ranks
+from megalaunch.engine.checkpoint import coordination
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.plan.topology import Topology
 
@@ -26,9 +26,11 @@ def limits() -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"cp": 4, "cp_exchange": "a2a+p2p", "cp_hierarchy": (2, 2)}])
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2, "pp": 2}, {"cp": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}]
+)
 def test_every_group_of_a_layout_has_it(layout):
-    topology = Topology.of(small_spec(**{f"parallel__{key}": size for key, size in layout.items()}))
+    topology = Topology.from_spec(small_spec(**{f"parallel__{key}": size for key, size in layout.items()}))
 
     def look() -> dict[str, float]:
         dist.distributed_c10d._set_pg_timeout(LIMIT, dist.group.WORLD)
@@ -41,7 +43,7 @@ def test_every_group_of_a_layout_has_it(layout):
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for():
-    topology = Topology.of(small_spec(parallel__tp=2, parallel__pp=2))
+    topology = Topology.from_spec(small_spec(parallel__tp=2, parallel__pp=2))
 
     def wait() -> float:
         dist.distributed_c10d._set_pg_timeout(LIMIT, dist.group.WORLD)
@@ -49,7 +51,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for():
         began = time.monotonic()
         if dist.get_rank() == 0:  # rank 1, of its group, is busy elsewhere
             with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
-                dist.all_reduce(torch.ones(1), group=mesh.grid.get_group("tp"))
+                dist.all_reduce(torch.ones(1), group=mesh.world_mesh.get_group("tp"))
         else:
             time.sleep(LIMIT.total_seconds() + 1.5)
         return time.monotonic() - began
@@ -63,7 +65,7 @@ def test_the_group_of_checkpoints_too(monkeypatch):
     def look() -> float:
         dist.distributed_c10d._set_pg_timeout(LIMIT, dist.group.WORLD)
         monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
-        group = ranks.coordination_group()
+        group = coordination.coordination_group()
         assert group is not dist.group.WORLD
         return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 

@@ -13,12 +13,12 @@ from oracle import SEQUENCE, RandomSamples, hold_to_one_process, small_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.engine.collectives import start_gather
+from megalaunch.engine.collectives import all_gather_async
 from megalaunch.engine.mesh import Axis, make_mesh
-from megalaunch.engine.parallel.tensor_ring import LeaveInRing
-from megalaunch.engine.train.assemble import sharded_model
-from megalaunch.engine.train.batches import TrainBatches, batch_shape
-from megalaunch.engine.train.passes import passes_of
+from megalaunch.engine.parallel.tp_overlap import MatmulReduceScatterRing
+from megalaunch.engine.train.build import sharded_model
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
+from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.plan.topology import Topology
 
 MATMULS = ("mm", "addmm", "bmm")
@@ -42,13 +42,13 @@ class Calls(TorchDispatchMode):
 
 def _work(spec: RunSpec) -> Counter[str]:
     """Of the second step: in the first, a pipeline finds out its shapes."""
-    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
-    passes = passes_of(spec, mesh, sharded_model(spec, mesh))
-    batches = TrainBatches(RandomSamples(), batch_shape(8, mesh), mesh.device)
+    mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
+    passes = make_forward_backward(spec, mesh, sharded_model(spec, mesh))
+    batches = PrefetchingDataLoader(RandomSamples(), batch_shape(8, mesh), mesh.device)
     for step in (1, 2):
         calls = Calls()
         with calls:
-            passes.train(batches.of(step, last=2), 8 * SEQUENCE)
+            passes.train(batches.get(step, last=2), 8 * SEQUENCE)
     batches.close()
     return calls.seen
 
@@ -64,7 +64,7 @@ def _work(spec: RunSpec) -> Counter[str]:
     ids=["tp2", "tp2 sp", "tp2 sp overlapped", "bf16"],
 )
 def test_both_passes_together_do_the_work_of_one(tensor, monkeypatch):
-    monkeypatch.setattr("megalaunch.engine.model.product._unit", lambda: None)  # products in bf16 are our own function
+    monkeypatch.setattr("megalaunch.engine.model.matmul._unit", lambda: None)  # products in bf16 are our own function
     words = {"parallel__pp": 2, "model__num_layers": 2, "model__vocab_size": 62, **tensor}
     at_once, apart = (
         run_ranks(2 * words.get("parallel__tp", 1), _work, small_spec(parallel__schedule=schedule, **words))
@@ -85,13 +85,13 @@ def _weight_pass_after(same: bool) -> tuple[int, float, bool, bool]:
     generator = torch.Generator().manual_seed(axis.rank)
     x = torch.randn(2, 8, 4, generator=generator, requires_grad=True)
     weight = torch.randn(6, 4, generator=generator, requires_grad=True)
-    total = LeaveInRing.apply(x.view_as(x), axis, weight.view_as(weight))
+    total = MatmulReduceScatterRing.apply(x.view_as(x), axis, weight.view_as(weight))
     first, other = (torch.randn(total.shape, generator=generator) for _ in range(2))
     torch.autograd.grad(total, x, first, retain_graph=True)
     kept, second = total.grad_fn.kept is not None, first if same else other
     with Calls() as calls:
         (found,) = torch.autograd.grad(total, weight, second, retain_graph=True)
-    whole = torch.cat(list(start_gather(second, 1, axis).wait()))
+    whole = torch.cat(list(all_gather_async(second, 1, axis).wait()))
     error = (found - whole.T @ x.detach().flatten(0, 1)).abs().max().item()
     return calls.seen["exchange"], error, kept, total.grad_fn.kept is not None
 

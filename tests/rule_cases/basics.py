@@ -18,7 +18,7 @@ CASES = {
     "schedule.min_lr": Case("schedule.min_lr=0.011", "schedule.min_lr=0.01"),
     "schedule.wsd": Case("schedule=wsd schedule.wsd_decay_steps=17", "schedule=wsd schedule.wsd_decay_steps=16"),
     "optimizer.betas": Case("optimizer.beta2=1.0", "optimizer.beta2=0.999"),
-    "train.stop_at": Case("train.stop_at=21", "train.stop_at=20"),
+    "train.exit_at_step": Case("train.exit_at_step=21", "train.exit_at_step=20"),
     "data.source": Case("data.corpus=null", "data.corpus=y", purpose="train"),
     "data.validation_source": Case("data.validation_prefix=PREFIX", "data.validation_prefix=null"),
     "data.tokens_exist": Case(

@@ -7,14 +7,15 @@ TWO_MACHINES = (*ON_H100, "cluster.nodes=2", "batch.global_batch_size=64")
 EXPERTS = (*ON_H100, "model.moe.num_experts=8", "model.moe.ffn_hidden_size=32", "batch.global_batch_size=48")
 TWELVE = (*TINY, "model.num_attention_heads=12", "model.head_dim=2", "model.ffn_hidden_size=60",
           "tokenizer.vocab_size=300")  # fmt: skip
-DYNAMIC = (*TINY, "parallel.cp_dynamic=true", "data.reset_attention=true")
+DYNAMIC = (*TINY, "parallel.dynamic_context_parallel=true", "data.reset_attention_mask=true")
 
 CASES = {
     "parallel.world": Case("parallel=pp2cp2tp4", "parallel=pp2tp4", ON_H100),
     "parallel.dp_assertion": Case("parallel=tp2dp2", "parallel=tp4dp2", ON_H100),
     "parallel.ep_needs_experts": Case("parallel=dp2ep2", "parallel=dp2ep1"),
     "parallel.dispatch_needs_experts": Case(
-        "parallel.expert_dispatch=allgather", "parallel.expert_dispatch=allgather model.moe.num_experts=4"
+        "parallel.moe_token_dispatcher_type=allgather",
+        "parallel.moe_token_dispatcher_type=allgather model.moe.num_experts=4",
     ),
     "parallel.expert_world": Case("parallel=ep3 model.moe.num_experts=6", "parallel=ep4", EXPERTS),
     "parallel.replicas_by_dp": Case("parallel=dp2hsdp4", "parallel=dp4hsdp2"),
@@ -46,34 +47,34 @@ CASES = {
     "parallel.copied_groups": Case("parallel=tp4 model.num_query_groups=2", "parallel=tp2 model.num_query_groups=2"),
     "parallel.sp_needs_tp": Case("parallel=sp", "parallel=tp2sp"),
     "parallel.overlap_tp_needs_sp": Case(
-        "parallel=tp2 parallel.overlap_tp=true", "parallel=tp2sp parallel.overlap_tp=true"
+        "parallel=tp2 parallel.tp_comm_overlap=true", "parallel=tp2sp parallel.tp_comm_overlap=true"
     ),
     "parallel.sequence_by_cp": Case("parallel=cp4 batch.sequence_length=36", "parallel=cp4 batch.sequence_length=40"),
     "parallel.sequence_by_tp": Case(
         "parallel=tp4cp2sp batch.sequence_length=36", "parallel=tp4cp2sp batch.sequence_length=40"
     ),
     "parallel.cp_exchange_by_layer": Case(
-        "parallel=cp2 parallel.cp_exchange=[p2p,a2a,p2p]", "parallel=cp2 parallel.cp_exchange=[p2p,a2a]"
+        "parallel=cp2 parallel.cp_comm_type=[p2p,a2a,p2p]", "parallel=cp2 parallel.cp_comm_type=[p2p,a2a]"
     ),
-    "parallel.cp_exchange_needs_cp": Case("parallel.cp_exchange=a2a", "parallel=cp2 parallel.cp_exchange=a2a"),
+    "parallel.cp_exchange_needs_cp": Case("parallel.cp_comm_type=a2a", "parallel=cp2 parallel.cp_comm_type=a2a"),
     "parallel.cp_hierarchy_missing": Case(
-        "parallel=cp4 parallel.cp_exchange=a2a+p2p",
-        "parallel=cp4 parallel.cp_exchange=a2a+p2p parallel.cp_hierarchy=[2,2]",
+        "parallel=cp4 parallel.cp_comm_type=a2a+p2p",
+        "parallel=cp4 parallel.cp_comm_type=a2a+p2p parallel.hierarchical_context_parallel_sizes=[2,2]",
     ),
     "parallel.cp_hierarchy_by_cp": Case(
-        "parallel=cp4 parallel.cp_exchange=a2a+p2p parallel.cp_hierarchy=[2,4]",
-        "parallel=cp8 parallel.cp_exchange=a2a+p2p parallel.cp_hierarchy=[2,4]",
+        "parallel=cp4 parallel.cp_comm_type=a2a+p2p parallel.hierarchical_context_parallel_sizes=[2,4]",
+        "parallel=cp8 parallel.cp_comm_type=a2a+p2p parallel.hierarchical_context_parallel_sizes=[2,4]",
     ),
     "parallel.cp_hierarchy_unused": Case(
-        "parallel=cp4 parallel.cp_hierarchy=[2,2]",
-        "parallel=cp4 parallel.cp_exchange=a2a+p2p parallel.cp_hierarchy=[2,2]",
+        "parallel=cp4 parallel.hierarchical_context_parallel_sizes=[2,2]",
+        "parallel=cp4 parallel.cp_comm_type=a2a+p2p parallel.hierarchical_context_parallel_sizes=[2,2]",
     ),
     "parallel.heads_by_cp": Case(
-        "parallel=tp2cp4 parallel.cp_exchange=a2a", "parallel=tp2cp2 parallel.cp_exchange=a2a"
+        "parallel=tp2cp4 parallel.cp_comm_type=a2a", "parallel=tp2cp2 parallel.cp_comm_type=a2a"
     ),
     "parallel.groups_by_cp": Case(
-        "parallel=tp2cp2 parallel.cp_exchange=a2a model.num_query_groups=6",
-        "parallel=tp2cp2 parallel.cp_exchange=a2a model.num_query_groups=4",
+        "parallel=tp2cp2 parallel.cp_comm_type=a2a model.num_query_groups=6",
+        "parallel=tp2cp2 parallel.cp_comm_type=a2a model.num_query_groups=4",
         TWELVE,
     ),
     "parallel.dynamic_cp_needs_cp": Case("parallel=dp2", "parallel=cp2", DYNAMIC),
@@ -82,8 +83,8 @@ CASES = {
         "parallel=cp2 model.mla.kv_lora_rank=16 model.num_query_groups=null", "parallel=cp2", DYNAMIC
     ),
     "parallel.dynamic_cp_dropout": Case("parallel=cp2 model.hidden_dropout=0.1", "parallel=cp2", DYNAMIC),
-    "parallel.dynamic_cp_documents": Case("parallel=cp2 data.reset_attention=false", "parallel=cp2", DYNAMIC),
+    "parallel.dynamic_cp_documents": Case("parallel=cp2 data.reset_attention_mask=false", "parallel=cp2", DYNAMIC),
     "parallel.dynamic_cp_exchange": Case(
-        "parallel=cp2 parallel.cp_exchange=allgather", "parallel=cp2 parallel.cp_exchange=p2p", DYNAMIC
+        "parallel=cp2 parallel.cp_comm_type=allgather", "parallel=cp2 parallel.cp_comm_type=p2p", DYNAMIC
     ),
 }

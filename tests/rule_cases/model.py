@@ -4,13 +4,13 @@ from rule_cases.case import H100, TINY, Case
 
 DEEPSEEK = ("recipe=deepseek_tiny", "data.corpus=x")
 MIXTRAL = ("recipe=mixtral_tiny", "data.corpus=x")
-ON_GPUS = (*TINY, *H100, "batch.global_batch_size=16", "precision.compute=bf16")
+ON_GPUS = (*TINY, *H100, "batch.global_batch_size=16", "precision.compute_dtype=bf16")
 
 MODEL = {
     "model.clamp_needs_gate": Case(
-        "model.activation_clamp=7 model.activation=gelu", "model.activation_clamp=7 model.activation=quick_geglu"
+        "model.swiglu_limit=7 model.activation=gelu", "model.swiglu_limit=7 model.activation=quick_geglu"
     ),
-    "model.clamp_positive": Case("model.activation_clamp=0", "model.activation_clamp=0.1"),
+    "model.clamp_positive": Case("model.swiglu_limit=0", "model.swiglu_limit=0.1"),
     "model.dropout": Case("model.hidden_dropout=1", "model.hidden_dropout=0.9"),
     "model.init_std": Case("model.init_std=0", "model.init_std=0.001"),
     "model.norm_epsilon": Case("model.norm_epsilon=0", "model.norm_epsilon=1e-12"),
@@ -20,14 +20,14 @@ MODEL = {
 }
 ATTENTION = {
     "attention.window_idle": Case(
-        "model.full_attention_every=2", "model.full_attention_every=2 model.sliding_window=8"
+        "model.sliding_window_pattern=2", "model.sliding_window_pattern=2 model.sliding_window=8"
     ),
-    "attention.scores_positive": Case("model.logit_soft_cap=0", "model.logit_soft_cap=0.1"),
+    "attention.scores_positive": Case("model.final_logit_softcapping=0", "model.final_logit_softcapping=0.1"),
     "attention.window_everywhere_full": Case(
-        "model.full_attention_every=1 model.sliding_window=8", "model.full_attention_every=2 model.sliding_window=8"
+        "model.sliding_window_pattern=1 model.sliding_window=8", "model.sliding_window_pattern=2 model.sliding_window=8"
     ),
     "attention.window_never_full": Case(
-        "model.full_attention_every=3 model.sliding_window=8", "model.full_attention_every=2 model.sliding_window=8"
+        "model.sliding_window_pattern=3 model.sliding_window=8", "model.sliding_window_pattern=2 model.sliding_window=8"
     ),
     "attention.window_spans_sequence": Case("model.sliding_window=32", "model.sliding_window=31"),
     "mla.groups": Case("model.num_query_groups=2", "model.num_query_groups=4", DEEPSEEK),
@@ -51,7 +51,9 @@ ROPE = {
     "rope.idle": Case(
         "model.position_embedding=none model.rope.theta=5", "model.position_embedding=none model.rope.theta=10000"
     ),
-    "rope.never_idle": Case("model.position_embedding=none model.no_rope_every=2", "model.no_rope_every=2"),
+    "rope.never_idle": Case(
+        "model.position_embedding=none model.no_rope_layer_interval=2", "model.no_rope_layer_interval=2"
+    ),
     "rope.window_idle": Case("model.rope.window_theta=100", "model.rope.window_theta=100 model.sliding_window=8"),
     "rope.factor_idle": Case("model.rope.factor=8", "model.rope.factor=8 model.rope.scaling=linear"),
     "rope.original_idle": Case(
@@ -92,8 +94,8 @@ MTP = {
 EXPERTS = {
     "moe.idle": Case("model.moe.top_k=4", "model.moe.top_k=2"),
     "moe.top_k": Case("model.moe.top_k=5", "model.moe.top_k=4", MIXTRAL),
-    "moe.some_layer": Case("model.moe.dense_layers=2", "model.moe.dense_layers=1", MIXTRAL),
-    "moe.every_reaches": Case("model.moe.every=3", "model.moe.every=2", MIXTRAL),
+    "moe.some_layer": Case("model.moe.first_k_dense_replace=2", "model.moe.first_k_dense_replace=1", MIXTRAL),
+    "moe.every_reaches": Case("model.moe.layer_freq=3", "model.moe.layer_freq=2", MIXTRAL),
     "moe.experts_by_ep": Case(
         "parallel=dp3ep3 batch.global_batch_size=12", "parallel=dp2ep2 batch.global_batch_size=12", MIXTRAL
     ),
@@ -103,17 +105,17 @@ EXPERTS = {
     ),
     "moe.flex_needs_ranks": Case(
         "parallel=ep1", "parallel=ep2",
-        (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.expert_dispatch=flex"),
+        (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.moe_token_dispatcher_type=flex"),
     ),
     "moe.flex_needs_gpu": Case(
-        "parallel.expert_dispatch=flex", "parallel.expert_dispatch=alltoall", (*MIXTRAL, "parallel=dp2ep2")
+        "parallel.moe_token_dispatcher_type=flex", "parallel.moe_token_dispatcher_type=alltoall", (*MIXTRAL, "parallel=dp2ep2")
     ),
     "moe.flex_router": Case(
         "model.moe.router_dtype=fp64", "model.moe.router_dtype=fp32",
-        (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.expert_dispatch=flex", "parallel.ep=2"),
+        (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.moe_token_dispatcher_type=flex", "parallel.ep=2"),
     ),
     "moe.dispatch_alone": Case(
-        "parallel.expert_dispatch=allgather", "parallel.expert_dispatch=allgather parallel.ep=2", MIXTRAL
+        "parallel.moe_token_dispatcher_type=allgather", "parallel.moe_token_dispatcher_type=allgather parallel.ep=2", MIXTRAL
     ),
 }  # fmt: skip
 ROUTER = {
@@ -148,7 +150,7 @@ ROUTER = {
         "model.moe.pad_to_capacity=true", "model.moe.pad_to_capacity=true model.moe.capacity_factor=1", MIXTRAL
     ),
     "router.pad_without_flex": Case(
-        "parallel.expert_dispatch=flex", "parallel.expert_dispatch=alltoall",
+        "parallel.moe_token_dispatcher_type=flex", "parallel.moe_token_dispatcher_type=alltoall",
         (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.ep=2", "model.moe.pad_to_capacity=true",
          "model.moe.capacity_factor=1"),
     ),
@@ -156,11 +158,11 @@ ROUTER = {
         "model.moe.drop_policy=position", "model.moe.drop_policy=position model.moe.capacity_factor=1", MIXTRAL
     ),
 }  # fmt: skip
-HIDDEN = (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.overlap_experts=true")
+HIDDEN = (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.overlap_moe_expert_parallel_comm=true")
 OVERLAP = {
     "overlap_experts.exchange": Case("parallel.ep=1", "parallel.ep=2", HIDDEN),
     "overlap_experts.dispatch": Case(
-        "parallel.expert_dispatch=allgather", "parallel.expert_dispatch=flex", (*HIDDEN, "parallel.ep=2")
+        "parallel.moe_token_dispatcher_type=allgather", "parallel.moe_token_dispatcher_type=flex", (*HIDDEN, "parallel.ep=2")
     ),
     "overlap_experts.stages": Case(
         "parallel=pp2ep2", "parallel=pp2ep2vpp2", (*HIDDEN, "model.num_layers=4")
@@ -168,7 +170,7 @@ OVERLAP = {
     "overlap_experts.recompute": Case(
         "recompute.granularity=full", "recompute.granularity=selective", (*HIDDEN, "parallel.ep=2")
     ),
-    "overlap_experts.precision": Case("precision.compute=fp32", "precision.compute=bf16", (*HIDDEN, "parallel.ep=2")),
+    "overlap_experts.precision": Case("precision.compute_dtype=fp32", "precision.compute_dtype=bf16", (*HIDDEN, "parallel.ep=2")),
     "overlap_experts.mtp": Case(
         "model.mtp.num_layers=2", "model.mtp.num_layers=1", (*HIDDEN, "parallel.ep=2", "model.family=deepseek")
     ),

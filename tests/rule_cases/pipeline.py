@@ -10,7 +10,7 @@ INTERLEAVED = (*SMALL, "parallel=pp2vpp2", "model.num_layers=4")
 
 
 def layout(text: str) -> str:
-    return f"parallel.stage_layout={text}"
+    return f"parallel.pipeline_layout={text}"
 
 
 CASES = {
@@ -18,11 +18,17 @@ CASES = {
     "parallel.vpp_needs_pp": Case("parallel=vpp2", "parallel=vpp1"),
     "parallel.layers_by_vpp": Case("parallel=pp2vpp2 model.num_layers=6", "parallel=pp2vpp3 model.num_layers=6"),
     "parallel.one_division": Case(
-        "parallel.first_stage_layers=1 parallel.head_as_layer=true", "parallel.first_stage_layers=1", FOUR
+        "parallel.num_layers_in_first_pipeline_stage=1 parallel.account_for_loss_in_pipeline_split=true",
+        "parallel.num_layers_in_first_pipeline_stage=1",
+        FOUR,
     ),
-    "parallel.uneven_needs_pp": Case("parallel.first_stage_layers=2", "parallel.first_stage_layers=1 parallel=pp2"),
+    "parallel.uneven_needs_pp": Case(
+        "parallel.num_layers_in_first_pipeline_stage=2", "parallel.num_layers_in_first_pipeline_stage=1 parallel=pp2"
+    ),
     "parallel.uneven_rest": Case(
-        "parallel=pp4 parallel.first_stage_layers=1", "parallel=pp4 parallel.first_stage_layers=2", EIGHT
+        "parallel=pp4 parallel.num_layers_in_first_pipeline_stage=1",
+        "parallel=pp4 parallel.num_layers_in_first_pipeline_stage=2",
+        EIGHT,
     ),
     "parallel.layout_grammar": Case(layout("Ett|ttH"), layout("Ett|ttL"), FOUR),
     "parallel.layout_by_pp": Case(layout("Et|tt|tL"), layout("Et|t|t|tL"), FOUR),
@@ -35,14 +41,15 @@ CASES = {
     "parallel.layout_mtp_place": Case(layout("Ett|tmtL"), layout("Ett|ttmL"), WITH_MTP),
     "parallel.empty_stages": Case(layout("Ett||tt|L"), layout("Ett|t|t|L"), FOUR),
     "parallel.counted_ends_need_pp": Case(
-        "parallel.head_as_layer=true", "parallel=pp3 parallel.head_as_layer=true model.num_layers=5"
+        "parallel.account_for_loss_in_pipeline_split=true",
+        "parallel=pp3 parallel.account_for_loss_in_pipeline_split=true model.num_layers=5",
     ),
     "parallel.balanced_ranks": Case(
-        "parallel=pp2 parallel.first_stage_layers=1 parallel.last_stage_layers=7",
-        "parallel=pp2 parallel.first_stage_layers=3 parallel.last_stage_layers=5",
+        "parallel=pp2 parallel.num_layers_in_first_pipeline_stage=1 parallel.num_layers_in_last_pipeline_stage=7",
+        "parallel=pp2 parallel.num_layers_in_first_pipeline_stage=3 parallel.num_layers_in_last_pipeline_stage=5",
         EIGHT,
     ),
-    "parallel.embedding_copies": Case("model.tied_embeddings=true", "model.tied_embeddings=false", FOUR),
+    "parallel.embedding_copies": Case("model.tie_word_embeddings=true", "model.tie_word_embeddings=false", FOUR),
     "parallel.schedule_needs_pp": Case("parallel.schedule=gpipe", "parallel=pp2 parallel.schedule=gpipe"),
     "parallel.interleaved_needs_vpp": Case(
         "parallel=pp2 parallel.schedule=interleaved", "parallel=pp2vpp2 parallel.schedule=interleaved", EIGHT
@@ -62,22 +69,28 @@ CASES = {
         EIGHT,
     ),
     "parallel.vpp_microbatches": Case("batch.global_batch_size=7", "batch.global_batch_size=8", INTERLEAVED),
-    "parallel.microbatch_group_bounds": Case("parallel.microbatch_group=1", "parallel.microbatch_group=2", INTERLEAVED),
+    "parallel.microbatch_group_bounds": Case(
+        "parallel.microbatch_group_size_per_vp_stage=1", "parallel.microbatch_group_size_per_vp_stage=2", INTERLEAVED
+    ),
     "parallel.microbatch_group_rest": Case(
-        "parallel.microbatch_group=3 batch.global_batch_size=7",
-        "parallel.microbatch_group=3 batch.global_batch_size=8",
+        "parallel.microbatch_group_size_per_vp_stage=3 batch.global_batch_size=7",
+        "parallel.microbatch_group_size_per_vp_stage=3 batch.global_batch_size=8",
         INTERLEAVED,
     ),
     "parallel.microbatch_group_needs_vpp": Case(
-        "parallel.microbatch_group=2", "parallel.microbatch_group=2 parallel.vpp=2", FOUR
+        "parallel.microbatch_group_size_per_vp_stage=2",
+        "parallel.microbatch_group_size_per_vp_stage=2 parallel.vpp=2",
+        FOUR,
     ),
     "parallel.zero_bubble_rounds": Case(
         "parallel.schedule=zero_bubble batch.global_batch_size=7",
         "parallel.schedule=zero_bubble batch.global_batch_size=8",
         FOUR,
     ),
-    "parallel.ramp_by_schedule": Case("batch.ramp=0:1~256:8", "batch.ramp=0:4~256:8", INTERLEAVED),
+    "parallel.ramp_by_schedule": Case(
+        "batch.rampup_batch_size=0:1~256:8", "batch.rampup_batch_size=0:4~256:8", INTERLEAVED
+    ),
     "parallel.overlap_pipeline_needs_vpp": Case(
-        "parallel.overlap_pipeline=true", "parallel.overlap_pipeline=true parallel.vpp=2", FOUR
+        "parallel.overlap_p2p_comm=true", "parallel.overlap_p2p_comm=true parallel.vpp=2", FOUR
     ),
 }

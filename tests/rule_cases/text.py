@@ -30,10 +30,10 @@ CASES = {
         "data.validation_blend=[PREFIX]", "data.validation_blend=[]", (*MOCK, "model.vocab_size=320")
     ),
     "data.template_idle": Case(
-        "data.chat_template=llama3", "data.chat_template=llama3 data.chat=x data.corpus=null"
+        "data.chat_template=llama3", "data.chat_template=llama3 data.sft_data=x data.corpus=null"
     ),
     "data.documents_idle": Case(
-        "data.mask_eod_loss=true data.chat=x data.corpus=null", "data.mask_eod_loss=true"
+        "data.eod_mask_loss=true data.sft_data=x data.corpus=null", "data.eod_mask_loss=true"
     ),
     "data.fim_idle": Case(
         "data.fim_spm_rate=0.1", "data.fim_spm_rate=0.1 data.fim_rate=0.5 tokenizer.path=TOKENIZER"
@@ -43,8 +43,8 @@ CASES = {
     "data.fim_marks": Case(
         "data.fim_tokens=[a,b]", "data.fim_tokens=[a,b,c]", (*TINY, "tokenizer.path=TOKENIZER", "data.fim_rate=0.5")
     ),
-    "data.documents_end": Case("data.mask_eod_loss=true data.append_eod=false", "data.mask_eod_loss=true"),
+    "data.documents_end": Case("data.eod_mask_loss=true data.append_eod=false", "data.eod_mask_loss=true"),
     "data.positions_apart": Case(
-        "data.reset_positions=true", "data.reset_positions=true data.reset_attention=true"
+        "data.reset_position_ids=true", "data.reset_position_ids=true data.reset_attention_mask=true"
     ),
 }  # fmt: skip

@@ -2,22 +2,24 @@
 
 from rule_cases.case import H100, TINY, Case
 
-FP8 = (*H100, "precision.compute=fp8", "batch.global_batch_size=16")
-FP16 = (*H100, "precision.compute=fp16", "batch.global_batch_size=16")
-ANY_GPUS = ("cluster.devices_per_node=8", "precision.compute=fp8", "batch.global_batch_size=16")
+FP8 = (*H100, "precision.compute_dtype=fp8", "batch.global_batch_size=16")
+FP16 = (*H100, "precision.compute_dtype=fp16", "batch.global_batch_size=16")
+ANY_GPUS = ("cluster.devices_per_node=8", "precision.compute_dtype=fp8", "batch.global_batch_size=16")
 WIDE = ("precision.fp8.recipe=mxfp8", "model.num_query_groups=4")
 DEEPSEEK = ("recipe=deepseek_tiny", "data.corpus=x")
 MIXTRAL = ("recipe=mixtral_tiny", "data.corpus=x")
 NO_CORPUS = ("recipe=tiny", "data.corpus=null")
 
 BATCH = {
-    "batch.ramp_form": Case("batch.ramp=8", "batch.ramp=0:4,1K:8"),
-    "batch.ramp_start": Case("batch.ramp=256:4,1K:8", "batch.ramp=0:4,1K:8"),
-    "batch.ramp_thresholds": Case("batch.ramp=0:4,1K:4,1K:8", "batch.ramp=0:4,1K:4,2K:8"),
-    "batch.ramp_sizes": Case("batch.ramp=0:8,1K:4,2K:8", "batch.ramp=0:4,1K:4,2K:8"),
-    "batch.ramp_end": Case("batch.ramp=0:4", "batch.ramp=0:4,1K:8"),
-    "batch.ramp_by_dp": Case("batch.ramp=0:2,1K:8", "batch.ramp=0:2,1K:8 batch.micro_batch_size=1"),
-    "batch.ramp_used": Case("batch.ramp=0:4,1M:8", "batch.ramp=0:4,2K:8"),
+    "batch.ramp_form": Case("batch.rampup_batch_size=8", "batch.rampup_batch_size=0:4,1K:8"),
+    "batch.ramp_start": Case("batch.rampup_batch_size=256:4,1K:8", "batch.rampup_batch_size=0:4,1K:8"),
+    "batch.ramp_thresholds": Case("batch.rampup_batch_size=0:4,1K:4,1K:8", "batch.rampup_batch_size=0:4,1K:4,2K:8"),
+    "batch.ramp_sizes": Case("batch.rampup_batch_size=0:8,1K:4,2K:8", "batch.rampup_batch_size=0:4,1K:4,2K:8"),
+    "batch.ramp_end": Case("batch.rampup_batch_size=0:4", "batch.rampup_batch_size=0:4,1K:8"),
+    "batch.ramp_by_dp": Case(
+        "batch.rampup_batch_size=0:2,1K:8", "batch.rampup_batch_size=0:2,1K:8 batch.micro_batch_size=1"
+    ),
+    "batch.ramp_used": Case("batch.rampup_batch_size=0:4,1M:8", "batch.rampup_batch_size=0:4,2K:8"),
 }
 SCHEDULE = {
     "schedule.warmup_init": Case("schedule.warmup_init_lr=0.02", "schedule.warmup_init_lr=0.01"),
@@ -37,14 +39,16 @@ OPTIMIZER = {
     "optimizer.rate_too_high": Case("optimizer.lr=0.1", "optimizer.lr=0.099"),
     "optimizer.epsilon": Case("optimizer.epsilon=0", "optimizer.epsilon=0 optimizer.name=sgd"),
     "optimizer.decay_by_rate": Case("optimizer.weight_decay=100", "optimizer.weight_decay=99"),
-    "optimizer.skip_all": Case("optimizer.skip_above_norm=0", "optimizer.skip_above_norm=2"),
-    "optimizer.skip_by_clip": Case("optimizer.skip_above_norm=1", "optimizer.skip_above_norm=1.5"),
+    "optimizer.skip_all": Case("optimizer.skip_step_grad_norm=0", "optimizer.skip_step_grad_norm=2"),
+    "optimizer.skip_by_clip": Case("optimizer.skip_step_grad_norm=1", "optimizer.skip_step_grad_norm=1.5"),
     "optimizer.offload_needs_adam": Case(
         "optimizer.offload_fraction=0.5 optimizer.name=lion",
         "optimizer.offload_fraction=0.5",
         (*TINY, "platform=h100", "cluster.devices_per_node=2"),
     ),
-    "optimizer.moments_need_adam": Case("precision.moments=bf16 optimizer.name=lion", "precision.moments=bf16"),
+    "optimizer.moments_need_adam": Case(
+        "precision.exp_avg_dtype=bf16 optimizer.name=lion", "precision.exp_avg_dtype=bf16"
+    ),
     "optimizer.scaled_loss": Case("optimizer.name=lion", "optimizer.name=sgd", (*TINY, *FP16)),
     "optimizer.whole_matrices": Case("optimizer.name=muon parallel=zero3", "optimizer.name=muon parallel=zero2"),
     "optimizer.offload_idle": Case("optimizer.offload_fraction=0.5", "optimizer.offload_fraction=0"),
@@ -58,8 +62,8 @@ OPTIMIZER = {
 }
 PRECISION = {
     "precision.loss_scale_idle": Case("precision.loss_scale.window=10", "precision.loss_scale.window=1000"),
-    "precision.residual_idle": Case("precision.residual=fp32", "precision.residual=fp32 precision.compute=bf16"),
-    "precision.master_narrower": Case("precision.master=bf16", "precision.master=bf16 precision.compute=bf16"),
+    "precision.residual_idle": Case("precision.residual_dtype=fp32", "precision.residual_dtype=fp32 precision.compute_dtype=bf16"),
+    "precision.master_narrower": Case("precision.main_params_dtype=bf16", "precision.main_params_dtype=bf16 precision.compute_dtype=bf16"),
     "precision.scale_limits": Case(
         "precision.loss_scale.initial=2 precision.loss_scale.minimum=4",
         "precision.loss_scale.initial=4 precision.loss_scale.minimum=4",
@@ -71,22 +75,22 @@ PRECISION = {
     "precision.scale_falls": Case(
         "precision.loss_scale.window=2", "precision.loss_scale.window=3", (*TINY, *FP16)
     ),
-    "precision.reduce_narrower": Case("precision.reduce=bf16", "precision.reduce=bf16 precision.compute=bf16"),
-    "precision.gradients_narrower": Case("precision.gradients=bf16", "precision.gradients=bf16 precision.compute=bf16"),
+    "precision.reduce_narrower": Case("precision.grad_reduce_dtype=bf16", "precision.grad_reduce_dtype=bf16 precision.compute_dtype=bf16"),
+    "precision.gradients_narrower": Case("precision.grad_dtype=bf16", "precision.grad_dtype=bf16 precision.compute_dtype=bf16"),
     "precision.gradients_lost": Case(
-        "precision.gradients=bf16 precision.compute=bf16 batch.global_batch_size=260",
-        "precision.gradients=bf16 precision.compute=bf16 batch.global_batch_size=256",
+        "precision.grad_dtype=bf16 precision.compute_dtype=bf16 batch.global_batch_size=260",
+        "precision.grad_dtype=bf16 precision.compute_dtype=bf16 batch.global_batch_size=256",
     ),
     "precision.moments_by_gradients": Case(
-        "precision.moments=bf16 optimizer.beta2=0.999", "precision.moments=bf16 optimizer.beta2=0.99"
+        "precision.exp_avg_dtype=bf16 optimizer.beta2=0.999", "precision.exp_avg_dtype=bf16 optimizer.beta2=0.99"
     ),
     "fp8.idle": Case("precision.fp8.recipe=mxfp8", "precision.fp8.recipe=tensorwise"),
     "fp8.history_idle": Case(
-        "precision.fp8.amax_history=16", "precision.fp8.amax_history=16 precision.fp8.recipe=delayed", (*TINY, *FP8)
+        "precision.fp8.amax_history_len=16", "precision.fp8.amax_history_len=16 precision.fp8.recipe=delayed", (*TINY, *FP8)
     ),
     "fp8.chip": Case(
-        "platform=a100_80gb cluster.devices_per_node=8 precision.compute=fp8 batch.global_batch_size=16",
-        "platform=h200 cluster.devices_per_node=8 precision.compute=fp8 batch.global_batch_size=16",
+        "platform=a100_80gb cluster.devices_per_node=8 precision.compute_dtype=fp8 batch.global_batch_size=16",
+        "platform=h200 cluster.devices_per_node=8 precision.compute_dtype=fp8 batch.global_batch_size=16",
     ),
     "fp8.mxfp8_chip": Case("platform=h200", "platform=b200", (*TINY, *ANY_GPUS, *WIDE)),
     "fp8.library_chip": Case(
@@ -120,7 +124,7 @@ PRECISION = {
         "precision.fp8.format=e4m3", "precision.fp8.format=e4m3 precision.fp8.recipe=rowwise", (*TINY, *FP8)
     ),
     "fp8.history_length": Case(
-        "precision.fp8.amax_history=3", "precision.fp8.amax_history=4", (*TINY, *FP8, "precision.fp8.recipe=delayed")
+        "precision.fp8.amax_history_len=3", "precision.fp8.amax_history_len=4", (*TINY, *FP8, "precision.fp8.recipe=delayed")
     ),
     "fp8.gather_needs_shards": Case(
         "precision.fp8.param_gather=true parallel=zero0", "precision.fp8.param_gather=true", (*TINY, *FP8)
@@ -143,7 +147,7 @@ RECOMPUTE = {
     "recompute.latent": Case("recompute.modules=[mla_up]", "recompute.modules=[attention]", SELECTIVE),
     "recompute.dense_blocks": Case(
         "recompute.modules=[mlp]",
-        "recompute.modules=[mlp] model.moe.dense_layers=1",
+        "recompute.modules=[mlp] model.moe.first_k_dense_replace=1",
         (*MIXTRAL, "recompute.granularity=selective"),
     ),
     "recompute.delayed_scales": Case(
@@ -153,19 +157,19 @@ RECOMPUTE = {
         "recompute.num_layers=3", "recompute.num_layers=2", (*TINY, "recompute.granularity=full")
     ),
     "recompute.offload_room": Case(
-        "recompute.offload_layers=2",
-        "recompute.offload_layers=1",
+        "recompute.cpu_offloading_num_layers=2",
+        "recompute.cpu_offloading_num_layers=1",
         (*TINY, "platform=h100", "cluster.devices_per_node=2"),
     ),
     "recompute.offload_or_full": Case(
-        "recompute.offload_layers=1 recompute.granularity=full",
-        "recompute.offload_layers=1 recompute.granularity=selective",
+        "recompute.cpu_offloading_num_layers=1 recompute.granularity=full",
+        "recompute.cpu_offloading_num_layers=1 recompute.granularity=selective",
         (*TINY, "platform=h100", "cluster.devices_per_node=2"),
     ),
 }
 CHECKPOINT = {
-    "checkpoint.idle": Case("checkpoint.interval=0 checkpoint.asynchronous=true", "checkpoint.asynchronous=true"),
-    "checkpoint.initialize_from": Case("checkpoint.initialize_from=nowhere", "checkpoint.initialize_from=null"),
+    "checkpoint.idle": Case("checkpoint.interval=0 checkpoint.async_save=true", "checkpoint.async_save=true"),
+    "checkpoint.load_pretrained": Case("checkpoint.load_pretrained=nowhere", "checkpoint.load_pretrained=null"),
     "checkpoint.keep_by_interval": Case("checkpoint.keep_every=15", "checkpoint.keep_every=20"),
     "checkpoint.keep_within_run": Case("checkpoint.keep_every=30", "checkpoint.keep_every=20"),
     "checkpoint.within_run": Case(
@@ -192,7 +196,7 @@ COMPILE = {
     "train.compile_offload": Case(
         "train.compile=true",
         "train.compile=false",
-        (*TINY, "platform=h100", "cluster.devices_per_node=2", "recompute.offload_layers=1"),
+        (*TINY, "platform=h100", "cluster.devices_per_node=2", "recompute.cpu_offloading_num_layers=1"),
     ),
 }
 CASES = {**COMPILE, **BATCH, **SCHEDULE, **OPTIMIZER, **PRECISION, **RECOMPUTE, **CHECKPOINT}

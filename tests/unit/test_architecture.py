@@ -143,11 +143,11 @@ NEIGHBOURS = {
         ("plan/x.py", "from megalaunch.config import compose", "plan may not import config.compose"),
         ("plan/x.py", "from megalaunch.launch import local", "plan may not import launch.local"),
         ("plan/x.py", "from ..launch import local", "plan may not import launch.local"),
-        ("plan/x.py", "import megalaunch.cli.train", "plan may not import cli.train"),
+        ("plan/x.py", "import megalaunch.cli.train.train", "plan may not import cli.train"),
         ("plan/x.py", "def f():\n    from megalaunch.rundir import paths", "plan may not import rundir.paths"),
         ("data/x.py", "from megalaunch.plan.check import check", "data may not import plan.check"),
         ("rundir/x.py", "from megalaunch.config.schema import RunSpec", "rundir may not import config.schema"),
-        ("config/x.py", "from megalaunch.platform.facts import CHIPS", "config may not import platform.facts"),
+        ("config/x.py", "from megalaunch.platform.chips import CHIPS", "config may not import platform.facts"),
         ("config/x.py", "from megalaunch.importers.read import read", None),
         ("engine/x.py", "from megalaunch.importers.read import read", None),
         ("importers/x.py", "from megalaunch.config.compose import compose", "importers may not import config.compose"),
@@ -178,9 +178,13 @@ def test_arrows_are_checked(made_up, file, line, fault):
     ("file", "line", "fault"),
     [
         ("engine/train/x.py", "from megalaunch.engine.model.decoder import Decoder", None),
-        ("engine/train/x.py", "from megalaunch.engine.train.loop import train", None),
-        ("engine/layout.py", "from megalaunch.engine.mesh import Mesh", None),
-        ("engine/mesh.py", "from megalaunch.engine.layout import local", "engine.mesh may not import engine.layout"),
+        ("engine/train/x.py", "from megalaunch.engine.train.trainer import train", None),
+        ("engine/param_layout.py", "from megalaunch.engine.mesh import Mesh", None),
+        (
+            "engine/mesh.py",
+            "from megalaunch.engine.param_layout import local",
+            "engine.mesh may not import engine.layout",
+        ),
         (
             "engine/model/x.py",
             "from megalaunch.engine.train import loop",
@@ -237,8 +241,8 @@ def test_circles_are_found(made_up):
 
 
 def test_bare_to_local_is_found(made_up):
-    tree = made_up({"engine/layout.py": "x.to_local()", "engine/x.py": "a = 1\np.to_local(grad_placements=q)"})
-    why = "only engine/layout.py and placement.py open a DTensor"
+    tree = made_up({"engine/param_layout.py": "x.to_local()", "engine/x.py": "a = 1\np.to_local(grad_placements=q)"})
+    why = "only engine/param_layout.py and placement.py open a DTensor"
     assert list(rules.bare_to_local(tree)) == [f"megalaunch/engine/x.py:2: {why}"]
 
 

@@ -9,8 +9,8 @@ import pytest
 from launching import tiny_spec
 
 from megalaunch.config.spec_file import write_spec
-from megalaunch.data.cache import cached_directory
-from megalaunch.rundir import lines, outcome
+from megalaunch.data.cached_directory import cached_directory
+from megalaunch.rundir import jsonl, outcome
 from megalaunch.rundir.atomic_file import atomic_file, sync_tree, write_file_atomically
 from megalaunch.rundir.paths import RunDirectory
 
@@ -42,7 +42,7 @@ def order(monkeypatch) -> list[str]:
         ("spec.yaml", lambda path: write_spec(tiny_spec(), path)),
         ("results.csv", lambda path: write_file_atomically(path, "a,b\n")),
         ("outcome.json", lambda path: outcome.write_outcome(path, outcome.Outcome(0, "done", 1))),
-        ("metrics.jsonl", lambda path: (path.write_text("{}\n{}\n{"), lines.keep_lines(path, lambda line: True))),
+        ("metrics.jsonl", lambda path: (path.write_text("{}\n{}\n{"), jsonl.keep_lines(path, lambda line: True))),
     ],
 )
 def test_the_content_is_on_disk_before_the_name_and_the_name_after(tmp_path, order, name, write):

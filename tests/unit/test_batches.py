@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.row import Row
-from megalaunch.engine.ending import Problem
-from megalaunch.engine.train import batches as batches_module
-from megalaunch.engine.train.batches import BatchShape, TrainBatches
+from megalaunch.data.samples.sample import Sample
+from megalaunch.engine.run_end import RankError
+from megalaunch.engine.train import dataloader as batches_module
+from megalaunch.engine.train.dataloader import BatchSampler, PrefetchingDataLoader
 from megalaunch.rundir.outcome import ExitCode
 
 
@@ -19,7 +19,7 @@ class Counting:
     """Sample i holds the number i everywhere."""
 
     def __getitem__(self, index):
-        return Row(np.full(5, index, dtype=np.int64))
+        return Sample(np.full(5, index, dtype=np.int64))
 
     def describe(self, index):
         return f"row {index}"
@@ -39,19 +39,19 @@ class Broken(Counting):
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)])
 def test_every_sample_of_a_step_is_seen_once(ranks, micro):
-    shapes = [BatchShape(8, micro, rank, ranks) for rank in range(ranks)]
+    shapes = [BatchSampler(8, micro, rank, ranks) for rank in range(ranks)]
     seen = [index for shape in shapes for group in shape.indices(3) for index in group]
     assert sorted(seen) == list(range(16, 24))
 
 
 def test_microbatches_are_dealt_as_megatron_deals_them():
-    assert [list(group) for group in BatchShape(8, 2, 1, 2).indices(1)] == [[2, 3], [6, 7]]
+    assert [list(group) for group in BatchSampler(8, 2, 1, 2).indices(1)] == [[2, 3], [6, 7]]
 
 
 def test_labels_follow_inputs_and_steps_may_be_asked_in_any_order():
-    batches = TrainBatches(Counting(), BatchShape(4, 2, 0, 1), torch.device("cpu"))
+    batches = PrefetchingDataLoader(Counting(), BatchSampler(4, 2, 0, 1), torch.device("cpu"))
     for step in (1, 2, 7, 1):
-        batch = batches.of(step, last=9)
+        batch = batches.get(step, last=9)
         first = (step - 1) * 4
         assert batch.indices == (range(first, first + 2), range(first + 2, first + 4))
         assert batch.microbatches[1].tokens[:, 0].tolist() == [step * 4 - 2, step * 4 - 1]
@@ -65,11 +65,11 @@ def test_labels_follow_inputs_and_steps_may_be_asked_in_any_order():
     [(DataError("token 9 is no id", file="x.bin"), "x.bin: token 9 is no id"), (OSError("gone"), "gone")],
 )
 def test_a_batch_that_cannot_be_read_says_why(error, shown):
-    batches = TrainBatches(Broken(error), BatchShape(4, 4, 0, 1), torch.device("cpu"))
+    batches = PrefetchingDataLoader(Broken(error), BatchSampler(4, 4, 0, 1), torch.device("cpu"))
     reason = f"the training tokens of step 1 cannot be read: {error}"
-    assert batches.of(1, last=2).problem == Problem(ExitCode.DATA, reason)
+    assert batches.get(1, last=2).problem == RankError(ExitCode.DATA, reason)
     assert shown in reason
-    assert batches.of(2, last=2).problem is None
+    assert batches.get(2, last=2).problem is None
     batches.close()
 
 
@@ -87,23 +87,23 @@ def test_a_wait_is_told_and_counted(monkeypatch):
         if len(told) == 3:
             release.set()
 
-    batches = TrainBatches(Slow(), BatchShape(4, 4, 0, 1), torch.device("cpu"), waiting)
-    batch = batches.of(1, last=1)
+    batches = PrefetchingDataLoader(Slow(), BatchSampler(4, 4, 0, 1), torch.device("cpu"), waiting)
+    batch = batches.get(1, last=1)
     assert told[:3] == [1, 1, 1]
-    assert batch.waited > 0.1
+    assert batch.data_time > 0.1
     assert batch.valid_tokens == 16
     batches.close()
 
 
 @pytest.mark.parametrize("error", [ValueError("a fault of the code"), SystemExit(3), TimeoutError("a late disk")])
 def test_the_death_of_the_reader_is_seen_at_once(error):
-    batches = TrainBatches(Broken(error), BatchShape(4, 4, 0, 1), torch.device("cpu"))
+    batches = PrefetchingDataLoader(Broken(error), BatchSampler(4, 4, 0, 1), torch.device("cpu"))
     started = time.monotonic()
     if isinstance(error, OSError):  # what the disk says is told, not raised
-        assert "a late disk" in batches.of(1, last=2).problem.reason
+        assert "a late disk" in batches.get(1, last=2).problem.reason
     else:
         with pytest.raises(type(error)):
-            batches.of(1, last=2)
+            batches.get(1, last=2)
     assert time.monotonic() - started < 5
     batches.close()
 
@@ -116,16 +116,16 @@ def test_reading_is_ahead_and_never_past_the_last_step():
             read.append(index)
             return super().__getitem__(index)
 
-    batches = TrainBatches(Watched(), BatchShape(2, 2, 0, 1), torch.device("cpu"))
-    batches.of(1, last=9)
+    batches = PrefetchingDataLoader(Watched(), BatchSampler(2, 2, 0, 1), torch.device("cpu"))
+    batches.get(1, last=9)
     deadline = time.monotonic() + 10
     while len(read) < 6 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert read == [0, 1, 2, 3, 4, 5]  # two steps ahead
     batches.close()
-    batches = TrainBatches(Watched(), BatchShape(2, 2, 0, 1), torch.device("cpu"))
+    batches = PrefetchingDataLoader(Watched(), BatchSampler(2, 2, 0, 1), torch.device("cpu"))
     read.clear()
     for step in (1, 2):
-        batches.of(step, last=2)
+        batches.get(step, last=2)
     batches.close()
     assert read == [0, 1, 2, 3]

@@ -14,18 +14,18 @@ import pytest
 import torch
 from checkpoint_tensors import reference, require_reference
 
-from megalaunch.engine.checkpoint import publish, storage
+from megalaunch.engine.checkpoint import commit, dcp_storage
 from megalaunch.engine.checkpoint.store import (
     CheckpointError,
+    latest_valid_checkpoint,
     load_checkpoint,
-    newest_valid,
+    prune_checkpoints,
     read_document,
     read_tensors,
-    remove_old,
     save_checkpoint,
     verify_checkpoint,
 )
-from megalaunch.rundir.checkpoint import catalogue
+from megalaunch.rundir.checkpoint import tensor_index
 from megalaunch.rundir.checkpoint.manifest import VERSION, FileRecord, manifest_text
 
 
@@ -134,19 +134,19 @@ def test_unknown_format_versions_and_foreign_paths_are_refused(save: Callable[[i
 )
 def test_nothing_in_the_catalogue_is_believed(save: Callable[[int], Path], change: Callable, reason: str):
     path = save(5) / "tensors.json"
-    catalogue = json.loads(path.read_text())
-    change(catalogue["even"])
-    path.write_text(json.dumps(catalogue))
+    tensor_index = json.loads(path.read_text())
+    change(tensor_index["even"])
+    path.write_text(json.dumps(tensor_index))
     with pytest.raises(CheckpointError, match=reason):
         read_tensors(path.parent)
 
 
 def test_overlapping_parts_of_the_right_volume_are_refused(save: Callable[[int], Path]):
     path = save(5) / "tensors.json"
-    catalogue = json.loads(path.read_text())
+    tensor_index = json.loads(path.read_text())
     half = {"shape": [4, 6], "file": "shard_00000.safetensors"}
-    catalogue["even"]["chunks"] = [{"offsets": [0, 0], **half}, {"offsets": [2, 0], **half}]
-    path.write_text(json.dumps(catalogue))
+    tensor_index["even"]["chunks"] = [{"offsets": [0, 0], **half}, {"offsets": [2, 0], **half}]
+    path.write_text(json.dumps(tensor_index))
     with pytest.raises(CheckpointError, match="fill it exactly once"):
         read_tensors(path.parent)
 
@@ -158,33 +158,33 @@ def test_the_newest_valid_one_is_used(save: Callable[[int], Path]):
     (third.parent / "step_12").mkdir()
     (third.parent / "notes.txt").write_text("not a checkpoint")
     refused: list[tuple[Path, list[str]]] = []
-    assert newest_valid(third.parent, lambda path, problems: refused.append((path, problems))) == first
+    assert latest_valid_checkpoint(third.parent, lambda path, problems: refused.append((path, problems))) == first
     assert refused == [
         (third, ["trainer.json: is missing"]),
         (second, ["manifest.json: is missing, so this is no finished checkpoint"]),
     ]
-    assert newest_valid(third.parent / "nowhere", lambda *_: None) is None
+    assert latest_valid_checkpoint(third.parent / "nowhere", lambda *_: None) is None
 
 
 def test_old_ones_are_removed_but_never_the_newest_valid(save: Callable[[int], Path]):
     first, second, third, fourth = (save(step) for step in (1, 2, 3, 4))
     folder = first.parent
     (folder / ".unfinished-step_00000004-abcd").mkdir()
-    assert remove_old(folder, 0) == []
+    assert prune_checkpoints(folder, 0) == []
     assert names_in(folder) == [path.name for path in (first, second, third, fourth)]
-    assert remove_old(folder, 3, known_valid=fourth) == [first]
+    assert prune_checkpoints(folder, 3, known_valid=fourth) == [first]
     for broken in (third, fourth):
         broken.joinpath("trainer.json").unlink()
     save(1)
-    assert remove_old(folder, 2) == [first]  # the second is all that could be continued from
+    assert prune_checkpoints(folder, 2) == [first]  # the second is all that could be continued from
     assert names_in(folder) == [path.name for path in (second, third, fourth)]
-    assert remove_old(folder, 2) == []
+    assert prune_checkpoints(folder, 2) == []
 
 
 def test_those_of_every_nth_step_stay(save: Callable[[int], Path]):
     saved = [save(step) for step in (2, 3, 4, 5, 6)]
     folder = saved[0].parent
-    assert remove_old(folder, 1, known_valid=saved[-1], keep_every=2) == [saved[3], saved[1]]
+    assert prune_checkpoints(folder, 1, known_valid=saved[-1], keep_every=2) == [saved[3], saved[1]]
     assert names_in(folder) == [path.name for path in (saved[0], saved[2], saved[4])]
 
 
@@ -194,7 +194,7 @@ def test_a_step_may_be_saved_again(save: Callable[[int], Path], monkeypatch: pyt
     (directory.parent / ".unfinished-step_00000005-0123").mkdir()
     save(5)
     assert verify_checkpoint(directory) == []
-    monkeypatch.setattr(publish.ctypes, "CDLL", lambda *_, **__: object())  # a system without renameat2
+    monkeypatch.setattr(commit.ctypes, "CDLL", lambda *_, **__: object())  # a system without renameat2
     (directory / "trainer.json").unlink()
     save(5)
     assert verify_checkpoint(directory) == []
@@ -229,7 +229,7 @@ def fail_write_after(monkeypatch: pytest.MonkeyPatch, limit: int, code: int) -> 
         written += len(data)
         return write(descriptor, data)
 
-    monkeypatch.setattr(os, "write", limited)
+    monkeypatch.setattr(os, "generate", limited)
 
 
 @pytest.mark.parametrize("limit", [0, 500, 1200, 2200])
@@ -249,7 +249,7 @@ def test_a_disk_that_fills_up_leaves_the_old_checkpoint(
 
 
 def test_too_little_space_is_seen_before_writing(save: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(storage, "free_bytes", lambda path: 100)
+    monkeypatch.setattr(dcp_storage, "free_bytes", lambda path: 100)
     with pytest.raises(CheckpointError, match=r"it needs \d+ bytes, 100 bytes are free; free \d+ bytes or more"):
         save(1)
 
@@ -299,11 +299,14 @@ def test_kill_at_every_point_of_a_save(save: Callable[[int], Path], again: bool)
         assert verify_checkpoint(old) == []
         if again:
             assert verify_checkpoint(new) == []
-        assert newest_valid(old.parent, lambda path, problems: pytest.fail(f"{path} {problems}")) in (old, new)
+        assert latest_valid_checkpoint(old.parent, lambda path, problems: pytest.fail(f"{path} {problems}")) in (
+            old,
+            new,
+        )
         point += 1
     assert point > 20
     assert verify_checkpoint(new) == []
-    remove_old(old.parent, 0)
+    prune_checkpoints(old.parent, 0)
     assert names_in(old.parent) == [old.name, new.name]
 
 
@@ -321,7 +324,7 @@ def test_a_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         big = {"x": torch.zeros(200_000)}
         with pytest.raises(CheckpointError, match=r"needs 800\.0 kB, \d+\.\d kB are free; free \d+\.\d kB or more"):
             save_checkpoint(disk / "step_00000002", big, {}, {})
-        monkeypatch.setattr(storage, "free_bytes", lambda path: 10**12)  # as if others filled it meanwhile
+        monkeypatch.setattr(dcp_storage, "free_bytes", lambda path: 10**12)  # as if others filled it meanwhile
         with pytest.raises(CheckpointError, match=r"needs 800\.0 kB, \d+\.\d kB are free; free \d+\.\d kB or more"):
             save_checkpoint(disk / "step_00000002", big, {}, {})
         assert names_in(disk) == ["step_00000001"]
@@ -343,7 +346,7 @@ def test_the_name_of_a_checkpoint_is_held_against_its_position(tmp_path: Path, p
     directory = tmp_path / "step_00000005"
     save_checkpoint(directory, reference(), {"position": position}, {})
     assert verify_checkpoint(directory) == verify_checkpoint(directory, hashes=False) == problem
-    found = newest_valid(tmp_path, lambda path, problems: None)
+    found = latest_valid_checkpoint(tmp_path, lambda path, problems: None)
     assert found == (None if problem else directory)
     copy = directory.rename(tmp_path / "kept_for_later")
     assert verify_checkpoint(copy) == []  # a name of the user's own says nothing
@@ -363,7 +366,7 @@ def test_parts_side_by_side_are_compared_for_a_bounded_time(monkeypatch: pytest.
     rows = [{"offsets": [row, 0], "shape": [1, count], "file": "a"} for row in range(count)]
     columns = [{"offsets": [count, column], "shape": [1, 1], "file": "a"} for column in range(count)]
     entry = {"dtype": "F32", "shape": [count + 1, count], "chunks": rows + columns}
-    assert len(catalogue.stored_tensor("x", entry).chunks) == 2 * count
-    monkeypatch.setattr(catalogue, "_MOST_COMPARED", 10_000)
+    assert len(tensor_index.stored_tensor("x", entry).chunks) == 2 * count
+    monkeypatch.setattr(tensor_index, "_MOST_COMPARED", 10_000)
     with pytest.raises(ValueError, match="more parts side by side than any layout makes"):
-        catalogue.stored_tensor("x", entry)
+        tensor_index.stored_tensor("x", entry)

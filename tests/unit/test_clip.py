@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalaunch.config.schema.optimizer import OptimizerSpec
-from megalaunch.engine.train.clip import clip_divisor, local_squared_norm
+from megalaunch.engine.train.clip import clip_divisor, local_grad_norm_sq
 from megalaunch.engine.train.optimizer import NamedAdamW
 
 
@@ -19,7 +19,7 @@ def test_limits(limit, expected):
     """Moments tell what the update took for the gradient."""
     model = torch.nn.Module()
     model.taking, model.idle = parameter(3, 4), torch.nn.Parameter(torch.zeros(1))
-    assert local_squared_norm(model.parameters()).item() == 25
+    assert local_grad_norm_sq(model.parameters()).item() == 25
     optimizer = NamedAdamW(model, OptimizerSpec(beta1=0.5))
     optimizer.step(1e-3, clip_divisor(5.0, limit))
     assert (2 * optimizer.states()["optimizer.exp_avg.taking"]).tolist() == pytest.approx(expected, rel=1e-6)
@@ -30,8 +30,8 @@ def test_limits(limit, expected):
 
 
 def test_a_norm_beyond_fp32_is_not_finite_but_large_ones_are():
-    assert local_squared_norm([parameter(3e19), parameter(4e19)]).sqrt().item() == pytest.approx(5e19)
-    assert not local_squared_norm([parameter(torch.inf)]).isfinite()
+    assert local_grad_norm_sq([parameter(3e19), parameter(4e19)]).sqrt().item() == pytest.approx(5e19)
+    assert not local_grad_norm_sq([parameter(torch.inf)]).isfinite()
 
 
 def test_the_norm_of_a_large_tensor_is_as_exact_as_that_of_its_parts():
@@ -41,4 +41,4 @@ def test_the_norm_of_a_large_tensor_is_as_exact_as_that_of_its_parts():
         parameters = [torch.nn.Parameter(torch.zeros_like(part)) for part in parts]
         for one, part in zip(parameters, parts, strict=True):
             one.grad = part.clone()
-        assert local_squared_norm(parameters).item() == pytest.approx(expected, rel=1e-9)
+        assert local_grad_norm_sq(parameters).item() == pytest.approx(expected, rel=1e-9)

@@ -9,9 +9,9 @@ from token_files import prepared_spec, sentences, small_tokenizer
 
 from megalaunch.config.schema import with_values
 from megalaunch.data.errors import DataError
-from megalaunch.data.prepare import prepare, prepared_values
-from megalaunch.data.source import open_training, open_validation
-from megalaunch.data.tokenizer import load_tokenizer
+from megalaunch.data.prepare import data_overrides, prepare
+from megalaunch.data.samples.build_datasets import build_train_dataset, build_valid_dataset
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 
 def talk(number):
@@ -36,7 +36,7 @@ def chat(tmp_path):
         path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines), encoding="utf-8")
         data = {"chat": str(path), "chat_template": "plain", "cache_directory": str(tmp_path / "cache")} | data
         spec = prepared_spec(length, tokenizer=tmp_path / "tokenizer.json", **data)
-        return with_values(spec, prepared_values(prepare(spec.data, spec.tokenizer, lambda line: None)))
+        return with_values(spec, data_overrides(prepare(spec.data, spec.tokenizer, lambda line: None)))
 
     return opened
 
@@ -54,38 +54,38 @@ def answers(row, tokenizer):
 
 def test_only_answers_have_a_loss_and_each_comes_once_an_epoch(chat):
     spec = chat([talk(number) for number in range(50)], length=256, validation_every=0)
-    rows, tokenizer = open_training(spec), load_tokenizer(spec.tokenizer.path)
+    rows, tokenizer = build_train_dataset(spec), load_tokenizer(spec.tokenizer.path)
     epoch = [answers(rows[index], tokenizer) for index in range(len(rows))]
     expected = sorted(f"the {kind} {number}" for number in range(50) for kind in ("answer", "end"))
     assert sorted(text for found in epoch for text in found) == expected
     second = [answers(rows[index], tokenizer) for index in range(len(rows), 2 * len(rows) - 2)]
     assert second != epoch[: len(second)]
-    again = open_training(spec)
+    again = build_train_dataset(spec)
     assert answers(again[len(rows) + 1], tokenizer) == second[1]
     assert rows.describe(0).startswith("row 0: conversations ")
 
 
 def test_conversations_do_not_see_each_other(chat):
-    rows = open_training(chat([talk(number) for number in range(50)], length=400, validation_every=0))
+    rows = build_train_dataset(chat([talk(number) for number in range(50)], length=400, validation_every=0))
     row = rows[0]
-    begins = np.flatnonzero(np.diff(row.documents)) + 1
+    begins = np.flatnonzero(np.diff(row.document_ids)) + 1
     assert len(begins) > 2
     assert (row.positions[begins] == 0).all()
-    assert not row.counted[begins - 1].any()  # the first token of a conversation is told from nothing
+    assert not row.loss_mask[begins - 1].any()  # the first token of a conversation is told from nothing
     # The answers end with the token that ends a turn, and a model learns to write it.
-    ends = [i for i in range(len(row.counted) - 1) if row.counted[i] and not row.counted[i + 1]]
+    ends = [i for i in range(len(row.loss_mask) - 1) if row.loss_mask[i] and not row.loss_mask[i + 1]]
     assert {int(row.tokens[1:][i]) for i in ends} == {0}
 
 
 def test_validation_holds_every_conversation_once(chat):
     spec = chat([talk(number) for number in range(200)], length=256, validation_every=5)
     tokenizer, found = load_tokenizer(spec.tokenizer.path), []
-    for side in (open_training(spec), open_validation(spec)):
+    for side in (build_train_dataset(spec), build_valid_dataset(spec)):
         found.append({text for index in range(len(side)) for text in answers(side[index], tokenizer)})
     assert len(found[0] | found[1]) == 400
     assert not found[0] & found[1]
-    less = open_validation(with_values(spec, {"data.validation_tokens": 300}))
-    assert 0 < len(less) < len(open_validation(spec))
+    less = build_valid_dataset(with_values(spec, {"data.validation_tokens": 300}))
+    assert 0 < len(less) < len(build_valid_dataset(spec))
 
 
 def test_other_shapes_of_a_line(chat):
@@ -95,18 +95,18 @@ def test_other_shapes_of_a_line(chat):
         "",
     ]
     spec = chat(lines, validation_every=0)
-    rows, tokenizer = open_training(spec), load_tokenizer(spec.tokenizer.path)
+    rows, tokenizer = build_train_dataset(spec), load_tokenizer(spec.tokenizer.path)
     # A token that begins before an answer, here with a space, is of the answer.
     assert sorted(text.strip() for text in answers(rows[0], tokenizer)) == ["one", "two"]
 
 
 def test_long_conversations_are_cut_and_those_without_an_answer_left_out(chat):
     lines = [talk(1), {"prompt": "word " * 200, "completion": "never reached"}]
-    rows = open_training(chat(lines, length=96, validation_every=0))
+    rows = build_train_dataset(chat(lines, length=96, validation_every=0))
     assert len(rows) == 1
     assert rows.describe(0).startswith("row 0: conversations 0 of")
     with pytest.raises(DataError, match="no conversation has an answer within its first 97 tokens"):
-        open_training(chat(lines[1:], length=96, validation_every=0))
+        build_train_dataset(chat(lines[1:], length=96, validation_every=0))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from megalaunch.data import chat_jinja
-from megalaunch.data.chat_jinja import Rendering, TemplateProcess
+from megalaunch.data.preprocess.chat import jinja_process
+from megalaunch.data.preprocess.chat.jinja_process import Rendering, TemplateProcess
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 HI = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
@@ -18,7 +18,7 @@ def rendered(template: str, given: dict = HI, **options: bool) -> Rendering:
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(chat_jinja, "_SECONDS", 0.3)  # of the parent; the process has its own
+    monkeypatch.setattr(jinja_process, "_SECONDS", 0.3)  # of the parent; the process has its own
 
 
 @pytest.mark.serial  # a template may take ten seconds

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from token_files import write_jsonl
 
-from megalaunch.data.corpus import find_corpus, record_sentences
 from megalaunch.data.errors import DataError
+from megalaunch.data.preprocess.corpus import find_corpus, record_sentences
 
 
 def tree(root: Path, *names: str) -> None:

@@ -9,11 +9,11 @@ from token_files import sentences, small_tokenizer, write_jsonl
 
 from megalaunch.config.schema.data import DataSpec
 from megalaunch.config.schema.tokenizer import TokenizerSpec
-from megalaunch.data.corpus import find_corpus
 from megalaunch.data.errors import DataError
 from megalaunch.data.prepare import prepare
-from megalaunch.data.preprocess import preprocess
-from megalaunch.data.preprocess_settings import Settings
+from megalaunch.data.preprocess.corpus import find_corpus
+from megalaunch.data.preprocess.preprocess import preprocess
+from megalaunch.data.preprocess.settings import Settings
 
 CARD = "---\nlicense: mit\n---\n# A data set\n"
 

@@ -6,18 +6,18 @@ import sys
 import pytest
 from token_files import small_tokenizer
 
-from megalaunch.data.early_tokenizer import EarlyTokenizer
-from megalaunch.data.engine_check import checked_ids
-from megalaunch.data.engine_trial import EngineTrial
 from megalaunch.data.errors import DataError
-from megalaunch.data.preprocess_settings import EngineChoice
-from megalaunch.data.tokenizer import load_tokenizer
+from megalaunch.data.preprocess.backend_check import reference_ids
+from megalaunch.data.preprocess.backend_trial import BackendTrial
+from megalaunch.data.preprocess.settings import EngineChoice
+from megalaunch.data.preprocess.tokenizer_process import TokenizerProcess
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 # Each case in a process of one thread, where the tokenizer is loaded by a fork; it prints what it found.
 THERE = """
 import os, signal, sys
 from pathlib import Path
-from megalaunch.data.early_tokenizer import EarlyTokenizer
+from megalaunch.data.preprocess.tokenizer_process import EarlyTokenizer
 from megalaunch.data.errors import DataError
 with EarlyTokenizer(Path(sys.argv[1]), None) as loading:
     forked = loading._process is not None
@@ -39,11 +39,11 @@ def there(path, case=""):
 def test_another_process_finds_the_same(tmp_path):
     path = small_tokenizer(tmp_path / "tokenizer.json")
     tokenizer = load_tokenizer(path)
-    here = EarlyTokenizer(path, None)
+    here = TokenizerProcess(path, None)
     here.close()
     here._process = None  # whether or not this process could be forked
     checked, known = here.check(["the sea", "a gull"])(), here.known()
-    assert checked == checked_ids(tokenizer, ["the sea", "a gull"])
+    assert checked == reference_ids(tokenizer, ["the sea", "a gull"])
     assert ("the sea", tokenizer.encode("the sea")) in checked
     assert (known.content, known.vocab_size, known.eod_id) == (path.read_text(), 300, tokenizer.eod_id)
     assert there(path) == str([True, checked, known, tokenizer.vocabulary_hash()])
@@ -60,7 +60,7 @@ def test_a_killed_process_is_named(tmp_path):
 
 @pytest.fixture
 def loading(tmp_path):
-    with EarlyTokenizer(small_tokenizer(tmp_path / "tokenizer.json"), None) as made:
+    with TokenizerProcess(small_tokenizer(tmp_path / "tokenizer.json"), None) as made:
         yield made
 
 
@@ -71,8 +71,8 @@ def test_a_trial_takes_gigatoken_only_with_the_content_that_is_known_in_the_end(
         tried.append(content)
         return load_tokenizer(tmp_path / "tokenizer.json").encode
 
-    monkeypatch.setattr("megalaunch.data.encode_engine.encoder_of", encoder_of)
-    trial = EngineTrial(EngineChoice.AUTO, loading, tmp_path / "tokenizer.json", ["the sea"])
+    monkeypatch.setattr("megalaunch.data.preprocess.encoder_backend.encoder_of", encoder_of)
+    trial = BackendTrial(EngineChoice.AUTO, loading, tmp_path / "tokenizer.json", ["the sea"])
     content = (tmp_path / "tokenizer.json").read_text()
     assert trial.gigatoken(content).content == content
     assert tried == [content]  # while it was loaded elsewhere
@@ -82,10 +82,10 @@ def test_a_trial_takes_gigatoken_only_with_the_content_that_is_known_in_the_end(
 
 def test_a_trial_is_not_made_of_an_engine_that_is_not_asked_for(loading, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    trial = EngineTrial(EngineChoice.TOKENIZERS, loading, tmp_path / "tokenizer.json", [])
+    trial = BackendTrial(EngineChoice.TOKENIZERS, loading, tmp_path / "tokenizer.json", [])
     assert trial.gigatoken("x") is None
-    assert trial.engine().name is EngineChoice.TOKENIZERS
-    asked = EngineTrial(EngineChoice.GIGATOKEN, loading, tmp_path / "tokenizer.json", [])
+    assert trial.backend().name is EngineChoice.TOKENIZERS
+    asked = BackendTrial(EngineChoice.GIGATOKEN, loading, tmp_path / "tokenizer.json", [])
     assert asked.gigatoken((tmp_path / "tokenizer.json").read_text()) is None
     with pytest.raises(DataError, match="gigatoken cannot encode this: gigatoken is not installed"):
-        asked.engine()
+        asked.backend()

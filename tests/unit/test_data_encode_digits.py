@@ -7,12 +7,12 @@ import unicodedata
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from megalaunch.data import encode_digits, encode_gigatoken
-from megalaunch.data.encode_digits import DigitTokens, may_hold_newer_digits
-from megalaunch.data.encode_engine import choose_engine
-from megalaunch.data.encode_gigatoken import GigatokenEncoder
-from megalaunch.data.preprocess_settings import EngineChoice
-from megalaunch.data.tokenizer import tokenizer_of_json
+from megalaunch.data.preprocess import encode_digits, gigatoken_encoder
+from megalaunch.data.preprocess.encode_digits import DigitTokens, may_hold_newer_digits
+from megalaunch.data.preprocess.encoder_backend import select_backend
+from megalaunch.data.preprocess.gigatoken_encoder import GigatokenEncoder
+from megalaunch.data.preprocess.settings import EngineChoice
+from megalaunch.data.tokenizer.tokenizer import tokenizer_from_json
 
 gigatoken = pytest.importorskip("gigatoken", reason="the extra `data` is not installed")
 
@@ -70,7 +70,7 @@ def test_ids_are_those_of_the_library(added, every_byte):
     bits += ["\u4e94", "  ", "the", "sea", "'s", " 1", "\u0967", "\U0001d7d8", "a\u0301", "\u3000"]
     texts = ["", MISSING, *("".join(draw.choices(bits, k=draw.randint(1, 14))) for _ in range(1500))]
     texts += [f"{text}{MISSING}{text}" for text in texts[:100]]
-    for text, ids in zip(texts, tokenizer_of_json(content).encode_batch(texts), strict=True):
+    for text, ids in zip(texts, tokenizer_from_json(content).encode_batch(texts), strict=True):
         assert encode(text).tolist() == ids, ascii(text)
 
 
@@ -85,7 +85,7 @@ def test_every_digit_of_unicode_is_isolated():
     numbers = [chr(point) for point in range(0x20000) if unicodedata.category(chr(point))[0] == "N"]
     assert len(numbers) > 1700
     texts = [f"a{number}1 {number}b  {number}" for number in [*numbers, *newer_digits()]]
-    for text, ids in zip(texts, tokenizer_of_json(content).encode_batch(texts), strict=True):
+    for text, ids in zip(texts, tokenizer_from_json(content).encode_batch(texts), strict=True):
         assert encode(text).tolist() == ids, ascii(text)
 
 
@@ -104,38 +104,38 @@ def test_only_text_that_needs_it_is_left_to_the_library(monkeypatch):
 
 
 def test_what_cannot_be_rewritten_is_not():
-    assert DigitTokens.of(in_smollm_style()) is not None
-    assert DigitTokens.of(in_smollm_style(special("sea", single_word=True))) is None
-    assert DigitTokens.of(in_smollm_style(AddedToken("x1", normalized=True))) is None
-    assert DigitTokens.of(in_smollm_style(individual_digits=False)) is None
+    assert DigitTokens.build(in_smollm_style()) is not None
+    assert DigitTokens.build(in_smollm_style(special("sea", single_word=True))) is None
+    assert DigitTokens.build(in_smollm_style(AddedToken("x1", normalized=True))) is None
+    assert DigitTokens.build(in_smollm_style(individual_digits=False)) is None
     inner = Tokenizer.from_str(in_smollm_style())
     inner.normalizer = normalizers.NFKC()
-    assert DigitTokens.of(inner.to_str()) is None
+    assert DigitTokens.build(inner.to_str()) is None
     whole = json.loads(in_smollm_style())
     whole["pre_tokenizer"]["pretokenizers"].reverse()
-    assert DigitTokens.of(json.dumps(whole)) is None
+    assert DigitTokens.build(json.dumps(whole)) is None
     whole["pre_tokenizer"]["pretokenizers"].reverse()
     whole["pre_tokenizer"]["pretokenizers"][1]["add_prefix_space"] = True
-    assert DigitTokens.of(json.dumps(whole)) is None
+    assert DigitTokens.build(json.dumps(whole)) is None
     whole["pre_tokenizer"] = None
     whole["added_tokens"] = [{"content": "Digits"}]
-    assert DigitTokens.of(json.dumps(whole)) is None
+    assert DigitTokens.build(json.dumps(whole)) is None
 
 
 def test_it_is_chosen_once_its_ids_are_found_to_agree(monkeypatch):
-    tokenizer = tokenizer_of_json(in_smollm_style(every_byte=True))
-    chosen = choose_engine(EngineChoice.AUTO, tokenizer, [TEXT])
+    tokenizer = tokenizer_from_json(in_smollm_style(every_byte=True))
+    chosen = select_backend(EngineChoice.AUTO, tokenizer, [TEXT])
     assert (chosen.name, chosen.note) == (EngineChoice.GIGATOKEN, "")
     monkeypatch.setattr(encode_digits, "_digits", lambda: list("0123456789"))
-    chosen = choose_engine(EngineChoice.AUTO, tokenizer, [])
+    chosen = select_backend(EngineChoice.AUTO, tokenizer, [])
     assert chosen.name is EngineChoice.TOKENIZERS
     assert "gigatoken gives other ids for" in chosen.note
 
 
 def test_a_renewed_one_gives_the_same_ids(monkeypatch):
-    monkeypatch.setattr(encode_gigatoken, "_bytes_held", lambda: None)
-    monkeypatch.setattr(encode_gigatoken, "_LOOK_EVERY", 10)
-    monkeypatch.setattr(encode_gigatoken, "_RENEW_EVERY", 10)
+    monkeypatch.setattr(gigatoken_encoder, "_bytes_held", lambda: None)
+    monkeypatch.setattr(gigatoken_encoder, "_LOOK_EVERY", 10)
+    monkeypatch.setattr(gigatoken_encoder, "_RENEW_EVERY", 10)
     encode = GigatokenEncoder(in_smollm_style())
     first, engine = encode(TEXT), encode._encode
     assert first.tolist() == encode(TEXT).tolist()

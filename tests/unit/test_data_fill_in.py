@@ -8,10 +8,10 @@ import tokenizers
 from token_files import sentences, small_tokenizer, write_tokens
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from megalaunch.data.fill_in import FilledSamples, FillMarks, fill_marks
-from megalaunch.data.gpt_samples import GPTSamples
-from megalaunch.data.prefix_space import without_prefix_space
-from megalaunch.data.tokenizer import Tokenizer, load_tokenizer
+from megalaunch.data.samples.fim_dataset import FIMDataset, FIMTokens, find_fim_tokens
+from megalaunch.data.samples.gpt_dataset import GPTDataset
+from megalaunch.data.tokenizer.prefix_space import without_prefix_space
+from megalaunch.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 SPACE = "\u2581"
 SPECIAL = ["<unk>", "</s>", "<s>", "<|tool|>", "<PRE>", "<MID>", "<SUF>"]
@@ -82,13 +82,13 @@ def tokenizer(request, tmp_path) -> Tokenizer:
 def filled(tmp_path: Path, tokenizer: Tokenizer, documents: list[list[int]], spm_rate: float) -> tuple:
     end = tokenizer.token_id("</s>")
     prefix = write_tokens(tmp_path / f"tokens{spm_rate}", [[*document, end] for document in documents])
-    samples = GPTSamples(prefix, LENGTH, 60, 1)
-    marks = fill_marks(tokenizer, ("<PRE>", "<MID>", "<SUF>"), end, tmp_path)
+    samples = GPTDataset(prefix, LENGTH, 60, 1)
+    marks = find_fim_tokens(tokenizer, ("<PRE>", "<MID>", "<SUF>"), end, tmp_path)
     assert len({marks.prefix, marks.middle, marks.suffix, end}) == 4
-    return samples, FilledSamples(samples, tokenizer, marks, 1.0, spm_rate, seed=1), marks
+    return samples, FIMDataset(samples, tokenizer, marks, 1.0, spm_rate, seed=1), marks
 
 
-def put_back(found: list[int], marks: FillMarks, spm: bool) -> list[int]:
+def put_back(found: list[int], marks: FIMTokens, spm: bool) -> list[int]:
     middle, suffix = found.index(marks.middle), found.index(marks.suffix)
     if spm:  # suffix, then prefix and middle without a mark between them
         return [*found[middle + 1 :], *found[2:middle]]

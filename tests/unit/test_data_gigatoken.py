@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from token_files import small_tokenizer
 
-from megalaunch.data import encode_gigatoken
-from megalaunch.data.encode_engine import encoder_of
-from megalaunch.data.encode_gigatoken import GigatokenEncoder, _bytes_held, has_newer_marks
-from megalaunch.data.preprocess_settings import EngineChoice
-from megalaunch.data.tokenizer import load_tokenizer, tokenizer_of_json
+from megalaunch.data.preprocess import gigatoken_encoder
+from megalaunch.data.preprocess.encoder_backend import make_encoder
+from megalaunch.data.preprocess.gigatoken_encoder import GigatokenEncoder, _bytes_held, has_newer_marks
+from megalaunch.data.preprocess.settings import EngineChoice
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer, tokenizer_from_json
 
 pytest.importorskip("gigatoken", reason="the extra `data` is not installed")
 
@@ -49,9 +49,9 @@ def test_memory_is_bounded_on_text_that_never_repeats(content):
 
 
 def test_it_is_renewed_by_length_where_a_process_cannot_be_measured(content, monkeypatch):
-    monkeypatch.setattr(encode_gigatoken, "_bytes_held", lambda: None)
-    monkeypatch.setattr(encode_gigatoken, "_LOOK_EVERY", 10)
-    monkeypatch.setattr(encode_gigatoken, "_RENEW_EVERY", 25)
+    monkeypatch.setattr(gigatoken_encoder, "_bytes_held", lambda: None)
+    monkeypatch.setattr(gigatoken_encoder, "_LOOK_EVERY", 10)
+    monkeypatch.setattr(gigatoken_encoder, "_RENEW_EVERY", 25)
     encode = GigatokenEncoder(content)
     held = []
     for _ in range(6):
@@ -76,8 +76,8 @@ def in_a_text(point: int) -> str:
 
 
 def test_newer_marks_are_encoded_as_tokenizers_does(normalizing):
-    encode, theirs = encoder_of(EngineChoice.GIGATOKEN, normalizing), tokenizer_of_json(normalizing)
-    points = [point for first, last in encode_gigatoken._NEWER for point in range(first, last + 1)]
+    encode, theirs = make_encoder(EngineChoice.GIGATOKEN, normalizing), tokenizer_from_json(normalizing)
+    points = [point for first, last in gigatoken_encoder._NEWER for point in range(first, last + 1)]
     # Dives Akuru, Todhri, Tulu-Tigalari, Gurung Khema, Kirat Rai: two that become one
     pairs = ["\U00011935\U00011930", "\U000105d2\u0307", "\U00011382\U000113c9", "\U0001611e\U0001611e"]
     texts = [*map(in_a_text, points), *pairs, "\U00016d67\U00016d67", "caf\u00e9 cafe\u0301"]
@@ -91,7 +91,7 @@ def test_newer_marks_are_encoded_as_tokenizers_does(normalizing):
 
 def test_no_other_mark_is_newer(normalizing):
     """Every mark that Python knows; where this fails after an upgrade, the table wants the ones named."""
-    encode, theirs = encoder_of(EngineChoice.GIGATOKEN, normalizing), tokenizer_of_json(normalizing)
+    encode, theirs = make_encoder(EngineChoice.GIGATOKEN, normalizing), tokenizer_from_json(normalizing)
     marks = [point for point in range(0x300, 0x1F000) if unicodedata.category(chr(point)).startswith("M")]
     texts = [in_a_text(point) for point in marks]
     wrong = [
@@ -103,6 +103,6 @@ def test_no_other_mark_is_newer(normalizing):
 
 
 def test_without_a_normalizer_nothing_is_looked_for(content, monkeypatch):
-    monkeypatch.setattr(encode_gigatoken, "has_newer_marks", lambda text: pytest.fail("looked"))
-    encode, theirs = encoder_of(EngineChoice.GIGATOKEN, content), tokenizer_of_json(content)
+    monkeypatch.setattr(gigatoken_encoder, "has_newer_marks", lambda text: pytest.fail("looked"))
+    encode, theirs = make_encoder(EngineChoice.GIGATOKEN, content), tokenizer_from_json(content)
     assert encode(in_a_text(0x1E6EE)).tolist() == theirs.encode(in_a_text(0x1E6EE))

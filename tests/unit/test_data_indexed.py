@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from token_files import write_tokens
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.indexed import IndexedTokens
-from megalaunch.data.token_writer import TokenWriter, token_type
+from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 
 LENGTHS_AT, SEQUENCES = 34, 2  # of the golden file below
 OFFSETS_AT = LENGTHS_AT + 4 * SEQUENCES
@@ -214,7 +214,7 @@ def test_two_writers_of_one_prefix(tmp_path):
 KILLED_WRITER = """
 import sys, time
 from pathlib import Path
-from megalaunch.data.token_writer import TokenWriter, token_type
+from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
 with TokenWriter(Path(sys.argv[1]), token_type(300)) as writer:
     for number in range(1000):
         writer.add_sequence([1] * 1000)

@@ -13,9 +13,9 @@ import pytest
 from token_files import sentences, small_tokenizer, write_jsonl
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.indexed import IndexedTokens
-from megalaunch.data.preprocess import Result, preprocess
-from megalaunch.data.preprocess_settings import Format, OnBadRecord, Settings
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens
+from megalaunch.data.preprocess.preprocess import Result, preprocess
+from megalaunch.data.preprocess.settings import Format, OnBadRecord, Settings
 
 TEXTS = sentences(300)
 
@@ -211,11 +211,11 @@ def test_globs_and_folders_keep_a_stable_order(tmp_path, tokenizer):
 
 
 def test_an_id_beyond_the_vocabulary_is_a_bad_record(tmp_path, tokenizer, monkeypatch):
-    from megalaunch.data import encode_workers
+    from megalaunch.data.preprocess import encoder_pool
 
-    real = encode_workers.encoder_of  # not `_loaded`, which keeps what other tests have loaded
+    real = encoder_pool.make_encoder  # not `_loaded`, which keeps what other tests have loaded
     monkeypatch.setattr(
-        encode_workers, "_loaded", lambda *words: lambda text: real(*words)(text) + (300 if "gulls" in text else 0)
+        encoder_pool, "_loaded", lambda *words: lambda text: real(*words)(text) + (300 if "gulls" in text else 0)
     )
     path = write_jsonl(tmp_path / "in.jsonl", ["the sea", "gulls", "the sea"])
     with pytest.raises(DataError, match=r"in\.jsonl, line 2: id \d+ is beyond the vocabulary of 300"):

@@ -9,15 +9,15 @@ import pytest
 from token_files import write_tokens
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.indexed import HEADER, MAGIC, bin_path, idx_path
-from megalaunch.data.token_reader import TokenReader
+from megalaunch.data.indexed_dataset.bin_reader import TokenReader
+from megalaunch.data.indexed_dataset.dataset import HEADER, MAGIC, bin_path, idx_path
 
 GIGABYTE = 2**30
 PROGRAM = """
 import re, resource, sys
 from pathlib import Path
 import numpy as np
-from megalaunch.data.gpt_samples import GPTSamples
+from megalaunch.data.samples.gpt_dataset import GPTSamples
 
 def rss():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -18,12 +18,12 @@ from token_files import sentences, small_tokenizer, write_jsonl, write_tokens
 
 from megalaunch.config.schema.data import DataSpec
 from megalaunch.config.schema.tokenizer import TokenizerSpec
-from megalaunch.data.corpus import find_corpus
-from megalaunch.data.corpus_build import is_validation
 from megalaunch.data.errors import DataError
-from megalaunch.data.indexed import IndexedTokens
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 from megalaunch.data.prepare import PreparedData, prepare
-from megalaunch.data.tokenizer import load_tokenizer, train_tokenizer
+from megalaunch.data.preprocess.build_corpus import is_validation
+from megalaunch.data.preprocess.corpus import find_corpus
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 
 FILES = ["train.bin", "train.idx", "validation.bin", "validation.idx", "tokenizer.json"]
 SMALL = TokenizerSpec(vocab_size=300)

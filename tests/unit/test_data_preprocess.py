@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import sentences, small_tokenizer, write_jsonl
 
-from megalaunch.data import preprocess as module
-from megalaunch.data import preprocess_state
 from megalaunch.data.errors import DataError
-from megalaunch.data.indexed import IndexedTokens
-from megalaunch.data.preprocess import Result, preprocess
-from megalaunch.data.preprocess_settings import Format, OnBadRecord, Settings
-from megalaunch.data.preprocess_state import Progress
-from megalaunch.data.tokenizer import Tokenizer, load_tokenizer
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens
+from megalaunch.data.preprocess import preprocess as module
+from megalaunch.data.preprocess import state
+from megalaunch.data.preprocess.preprocess import Result, preprocess
+from megalaunch.data.preprocess.settings import Format, OnBadRecord, Settings
+from megalaunch.data.preprocess.state import Progress
+from megalaunch.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 BAD = ["{nonsense", "", '{"other": "x"}', '{"text": 7}', '["x"]']
 
@@ -167,7 +167,7 @@ def test_bad_records_are_left_out_and_counted(tmp_path, tokenizer_path):
 
 
 def test_the_report_tells_all(tmp_path, tokenizer_path, monkeypatch):
-    monkeypatch.setattr(preprocess_state, "_BAD_RECORDS_LISTED", 3)
+    monkeypatch.setattr(state, "_BAD_RECORDS_LISTED", 3)
     path = lines_with_bad(tmp_path / "in.jsonl", 50)
     result = run([path], tmp_path / "out", Settings(tokenizer_path, append_eod=True, on_bad_record=OnBadRecord.SKIP))
     assert result.report == tmp_path / "out_text_document.json"
@@ -235,8 +235,8 @@ MANY = """
 import sys
 import threading
 from pathlib import Path
-from megalaunch.data.preprocess import preprocess
-from megalaunch.data.preprocess_settings import Settings
+from megalaunch.data.preprocess.preprocess import preprocess
+from megalaunch.data.preprocess.settings import Settings
 if __name__ == "__main__":
     if sys.argv[4] == "spawned":
         threading.Thread(target=threading.Event().wait, daemon=True).start()  # who is not alone does not fork

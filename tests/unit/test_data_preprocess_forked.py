@@ -8,16 +8,16 @@ import sys
 import numpy as np
 from token_files import sentences, small_tokenizer
 
-from megalaunch.data.encode_records import Encoded, KeyTokens
-from megalaunch.data.encode_slots import Slots
+from megalaunch.data.preprocess.encode_chunk import Encoded, EncodedKey
+from megalaunch.data.preprocess.shared_buffers import SharedBuffers
 
 # Prints how many of the chunks lay in shared memory, and how many did not.
 RUN = """
 import sys
 from pathlib import Path
 from megalaunch.data import encode_slots
-from megalaunch.data.preprocess import preprocess
-from megalaunch.data.preprocess_settings import OnBadRecord, Settings
+from megalaunch.data.preprocess.preprocess import preprocess
+from megalaunch.data.preprocess.settings import OnBadRecord, Settings
 
 found = []
 real = encode_slots.Slots.find
@@ -92,17 +92,17 @@ def test_the_bytes_of_one_process(tmp_path):
 
 
 def test_a_slot_holds_the_tokens_of_all_keys_or_none():
-    slots = Slots(3, 12)
+    slots = SharedBuffers(3, 12)
     some = [np.array([1, 2, 65_535], np.uint32), np.array([], np.uint32), np.array([4], np.uint32)]
     nothing = np.empty(0, np.int32)
-    encoded = Encoded(keys=[KeyTokens(tokens, nothing, nothing) for tokens in some])
-    sizes = slots.leave(1, encoded, np.dtype(np.uint16))
+    encoded = Encoded(keys=[EncodedKey(tokens, nothing, nothing) for tokens in some])
+    sizes = slots.write(1, encoded, np.dtype(np.uint16))
     assert sizes == [3, 0, 1]
     assert [key.tokens.size for key in encoded.keys] == [0, 0, 0]
-    slots.find(1, encoded, sizes)
+    slots.read(1, encoded, sizes)
     assert [key.tokens.tolist() for key in encoded.keys] == [[1, 2, 65_535], [], [4]]
-    large = Encoded(keys=[KeyTokens(np.arange(7, dtype=np.uint16), nothing, nothing)])
-    assert slots.leave(0, large, np.dtype(np.uint16)) is None
+    large = Encoded(keys=[EncodedKey(np.arange(7, dtype=np.uint16), nothing, nothing)])
+    assert slots.write(0, large, np.dtype(np.uint16)) is None
     assert large.keys[0].tokens.size == 7
     taken = {slots.take() for _ in range(3)}
     assert taken == {0, 1, 2}

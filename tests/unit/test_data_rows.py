@@ -6,18 +6,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import prepared_spec, sentences, small_tokenizer, write_tokens
 
-from megalaunch.data import blend as blend_module
-from megalaunch.data import sample_order as order_module
-from megalaunch.data.blend import BlendedSamples, blend_entries, blended, normalised, parse_blend
 from megalaunch.data.errors import DataError
-from megalaunch.data.fill_in import FilledSamples, FillMarks, fill_marks
-from megalaunch.data.gpt_samples import GPTSamples
-from megalaunch.data.mock import MockSamples
-from megalaunch.data.packing import pack
-from megalaunch.data.row import DocumentBorders
-from megalaunch.data.source import open_training, open_validation
-from megalaunch.data.tokenizer import load_tokenizer
-from megalaunch.data.validation_samples import tokens_of_parts
+from megalaunch.data.samples import blended_dataset as blend_module
+from megalaunch.data.samples import gpt_index as order_module
+from megalaunch.data.samples.blended_dataset import (
+    BlendedDataset,
+    blend_entries,
+    build_blended_dataset,
+    normalize_weights,
+    parse_blend,
+)
+from megalaunch.data.samples.build_datasets import build_train_dataset, build_valid_dataset
+from megalaunch.data.samples.fim_dataset import FIMDataset, FIMTokens, find_fim_tokens
+from megalaunch.data.samples.gpt_dataset import GPTDataset
+from megalaunch.data.samples.mock_dataset import MockSamples
+from megalaunch.data.samples.packing import pack
+from megalaunch.data.samples.sample import EodPolicy
+from megalaunch.data.samples.validation_dataset import num_tokens_in_slices
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 
 class Numbered:
@@ -37,24 +43,24 @@ class Numbered:
 
 
 def test_borders_follow_the_end_of_a_document():
-    row = DocumentBorders(0, reset_positions=True, reset_attention=True, mask_eod_loss=True).row(
+    row = EodPolicy(0, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True).make_sample(
         np.array([5, 0, 6, 7, 0, 0, 8, 9])
     )
-    assert row.documents.tolist() == [0, 0, 1, 1, 1, 2, 3]
+    assert row.document_ids.tolist() == [0, 0, 1, 1, 1, 2, 3]
     assert row.positions.tolist() == [0, 1, 0, 1, 2, 0, 0]
-    assert row.counted.tolist() == [True, False, True, True, False, False, True]
-    plain = DocumentBorders(0).row(np.array([5, 0, 6]))
-    assert (plain.documents, plain.positions, plain.counted) == (None, None, None)
+    assert row.loss_mask.tolist() == [True, False, True, True, False, False, True]
+    plain = EodPolicy(0).make_sample(np.array([5, 0, 6]))
+    assert (plain.document_ids, plain.positions, plain.loss_mask) == (None, None, None)
 
 
 @pytest.mark.parametrize(
     ("shares", "sources"), [([0.5, 0.3, 0.2], [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]), ([0.25, 0.75], [1, 0, 1, 1, 0, 1, 1, 1])]
 )
 def test_a_blend_is_megatrons(shares, sources):
-    blend = BlendedSamples([Numbered(i, 99) for i in range(len(shares))], shares, len(sources))
+    blend = BlendedDataset([Numbered(i, 99) for i in range(len(shares))], shares, len(sources))
     assert [blend[i][0] for i in range(len(blend))] == sources
     for source in range(len(shares)):
-        assert [n for s, n in (blend.place(i) for i in range(len(blend))) if s == source] == list(
+        assert [n for s, n in (blend.locate(i) for i in range(len(blend))) if s == source] == list(
             range(sources.count(source))
         )
 
@@ -62,11 +68,11 @@ def test_a_blend_is_megatrons(shares, sources):
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=40), st.integers(1, 300))
 @settings(deadline=None, max_examples=40)
 def test_a_blend_keeps_its_shares_and_goes_on_as_it_began(weights, size):
-    shares = normalised(weights)
+    shares = normalize_weights(weights)
     sources = [Numbered(i, 10**9) for i in range(len(shares))]
-    short, long = BlendedSamples(sources, shares, size), BlendedSamples(sources, shares, size + 500)
-    places = [long.place(i) for i in range(size + 500)]
-    assert [short.place(i) for i in range(size + 500)] == places
+    short, long = BlendedDataset(sources, shares, size), BlendedDataset(sources, shares, size + 500)
+    places = [long.locate(i) for i in range(size + 500)]
+    assert [short.locate(i) for i in range(size + 500)] == places
     counts = np.bincount([source for source, _ in places], minlength=len(shares))
     assert np.abs(counts - np.array(shares) * len(places)).max() <= len(shares)
     for source in range(len(shares)):
@@ -80,12 +86,12 @@ def test_what_a_blend_asks_of_its_sources():
         asked[number] = wanted
         return Numbered(number, 20 * (number + 1) if wanted is None else wanted)
 
-    assert len(blended([1.0, 3.0], 1001, source)) == 251 + 751
+    assert len(build_blended_dataset([1.0, 3.0], 1001, source)) == 251 + 751
     assert asked == {0: 253, 1: 755}  # ceil(251 * 1.005), ceil(751 * 1.005)
-    assert len(blended([None, None], 50, source)) == 50
-    assert len(blended([None, None], 5000, source)) == 60
+    assert len(build_blended_dataset([None, None], 50, source)) == 50
+    assert len(build_blended_dataset([None, None], 5000, source)) == 60
     assert asked == {0: None, 1: None}
-    assert isinstance(blended([None], 7, source), Numbered)
+    assert isinstance(build_blended_dataset([None], 7, source), Numbered)
     assert asked[0] == 7
 
 
@@ -116,7 +122,7 @@ def test_entries_of_a_blend(tmp_path, monkeypatch):
     ],
 )
 def test_tokens_of_a_validation_blend(available, weights, limit, counts):
-    assert tokens_of_parts(available, weights, limit) == counts
+    assert num_tokens_in_slices(available, weights, limit) == counts
 
 
 def test_validation_parts_of_a_spec(tmp_path):
@@ -124,8 +130,8 @@ def test_validation_parts_of_a_spec(tmp_path):
     b = write_tokens(tmp_path / "b", [list(range(100, 110))] * 10)
 
     def tokens(**data):
-        rows = open_validation(prepared_spec(5, blend=(f"1 {a}", f"1 {b}"), **data))
-        return [] if rows is None else [rows[i].tokens[1:][rows[i].counted] for i in range(len(rows))]
+        rows = build_valid_dataset(prepared_spec(5, blend=(f"1 {a}", f"1 {b}"), **data))
+        return [] if rows is None else [rows[i].tokens[1:][rows[i].loss_mask] for i in range(len(rows))]
 
     assert tokens() == []
     both = np.concatenate(tokens(split="8,2,0"))
@@ -143,9 +149,9 @@ def test_made_up_tokens_are_the_same_for_a_seed():
     assert samples[7].tolist() != samples[8].tolist()
     assert {0 in samples[i] for i in range(20)} == {True}
     assert max(samples[2**40 + i].max() for i in range(50)) < 50
-    spec = prepared_spec(8, vocab_size=50, mock=True, reset_attention=True)
-    assert open_training(spec)[3].documents is not None
-    assert len(open_validation(spec)) > 0
+    spec = prepared_spec(8, vocab_size=50, mock=True, reset_attention_mask=True)
+    assert build_train_dataset(spec)[3].document_ids is not None
+    assert len(build_valid_dataset(spec)) > 0
 
 
 @pytest.fixture
@@ -153,11 +159,11 @@ def filling(tmp_path):
     path = small_tokenizer(tmp_path / "tokenizer.json")
     tokenizer = load_tokenizer(path)
     documents = [[*tokenizer.encode(text), 0] for text in sentences(300)]
-    samples = GPTSamples(write_tokens(tmp_path / "a", documents), 64, 200, 1)
-    marks = FillMarks(prefix=1297, middle=1298, suffix=1299, eod=0)
+    samples = GPTDataset(write_tokens(tmp_path / "a", documents), 64, 200, 1)
+    marks = FIMTokens(prefix=1297, middle=1298, suffix=1299, eod=0)
 
     def filled(rate, spm_rate=0.5, seed=1):
-        return FilledSamples(samples, tokenizer, marks, rate, spm_rate, seed)
+        return FIMDataset(samples, tokenizer, marks, rate, spm_rate, seed)
 
     return samples, filled, tokenizer
 
@@ -198,11 +204,11 @@ def test_marks_of_fill_in_the_middle(tmp_path):
     path = small_tokenizer(tmp_path / "tokenizer.json")
     tokenizer = load_tokenizer(path)
     with pytest.raises(DataError, match=r"no tokens for fill-in-the-middle \(looked for <fim_prefix>"):
-        fill_marks(tokenizer, (), 0, path)
+        find_fim_tokens(tokenizer, (), 0, path)
     with pytest.raises(DataError, match=r"looked for a, bc, <none>.*data\.fim_rate=0"):
-        fill_marks(tokenizer, ("a", "bc", "<none>"), 0, path)
-    letters = fill_marks(tokenizer, ("a", "b", "c"), 0, path)
-    assert letters == FillMarks(*(tokenizer.encode(letter)[0] for letter in "abc"), 0)
+        find_fim_tokens(tokenizer, ("a", "bc", "<none>"), 0, path)
+    letters = find_fim_tokens(tokenizer, ("a", "b", "c"), 0, path)
+    assert letters == FIMTokens(*(tokenizer.encode(letter)[0] for letter in "abc"), 0)
 
 
 def test_large_orders_are_kept_and_found(tmp_path, monkeypatch):
@@ -212,8 +218,8 @@ def test_large_orders_are_kept_and_found(tmp_path, monkeypatch):
 
     def tokens(**change):
         given = {"sequence_length": 3, "num_samples": 100, "seed": 5, "sequences": range(30)} | change
-        samples = GPTSamples(prefix, given["sequence_length"], given["num_samples"], given["seed"], given["sequences"])
-        kept = GPTSamples(
+        samples = GPTDataset(prefix, given["sequence_length"], given["num_samples"], given["seed"], given["sequences"])
+        kept = GPTDataset(
             prefix, given["sequence_length"], given["num_samples"], given["seed"], given["sequences"], cache=cache
         )
         for name in ("documents", "starts", "shuffle"):
@@ -251,11 +257,11 @@ def test_packing_keeps_every_conversation_whole(lengths, capacity):
 
 def test_large_blends_are_kept_and_go_on_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(blend_module, "_KEPT_FROM", 10)
-    shares, sources = normalised([1, 2, 4]), [Numbered(i, 10**9) for i in range(3)]
+    shares, sources = normalize_weights([1, 2, 4]), [Numbered(i, 10**9) for i in range(3)]
 
     def places(size, cache):
-        blend = BlendedSamples(sources, shares, size, cache)
-        return [blend.place(i) for i in range(size + 300)]
+        blend = BlendedDataset(sources, shares, size, cache)
+        return [blend.locate(i) for i in range(size + 300)]
 
     plain = places(50, None)
     for _ in range(2):  # made, found

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from token_files import prepared_spec, write_tokens
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.gpt_samples import GPTSamples
-from megalaunch.data.sample_order import sample_order
-from megalaunch.data.sample_starts import sample_starts
-from megalaunch.data.source import open_training, open_validation
-from megalaunch.data.split import split_ranges
-from megalaunch.data.token_writer import TokenWriter, token_type
-from megalaunch.data.validation_samples import ValidationSamples
+from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
+from megalaunch.data.samples.build_datasets import build_train_dataset, build_valid_dataset
+from megalaunch.data.samples.gpt_dataset import GPTDataset
+from megalaunch.data.samples.gpt_index import build_index
+from megalaunch.data.samples.sample_index import build_sample_index
+from megalaunch.data.samples.split import split_ranges
+from megalaunch.data.samples.validation_dataset import ValidationSamples
 
 GOLDEN_LENGTHS = [5, 3, 7, 2, 4, 6]
 
@@ -25,7 +25,7 @@ GOLDEN_LENGTHS = [5, 3, 7, 2, 4, 6]
 def order_of(lengths, sequence_length, num_samples, seed, sequences=None):
     sequences = range(len(lengths)) if sequences is None else sequences
     lengths = np.array(lengths, np.int32)
-    return sample_order(lengths, sequences, sequence_length, num_samples, np.random.RandomState(seed))
+    return build_index(lengths, sequences, sequence_length, num_samples, np.random.RandomState(seed))
 
 
 def numbered(folder: Path, lengths: list[int]) -> Path:
@@ -58,7 +58,7 @@ def test_the_order_is_megatrons(num_samples, documents, shuffle):
 
 
 def test_the_sample_starts_are_megatrons():
-    starts = order_of(GOLDEN_LENGTHS, 4, None, 1234).starts
+    starts = order_of(GOLDEN_LENGTHS, 4, None, 1234).sample_index
     assert starts.tolist() == [[0, 0], [0, 4], [1, 1], [2, 2], [3, 0], [3, 4], [4, 3]]
     assert starts.dtype == np.int32
 
@@ -100,16 +100,16 @@ def test_starts_equal_the_naive_walk(lengths, sequence_length, num_samples, seed
     assert sorted(order.documents.tolist()) == sorted(list(range(len(lengths))) * epochs)
     # As few epochs as it takes.
     assert (epochs - 1) * sum(lengths) < num_samples * sequence_length + 1 <= epochs * sum(lengths)
-    assert order.starts.tolist() == naive_starts(joined, len(order.shuffle), sequence_length)
+    assert order.sample_index.tolist() == naive_starts(joined, len(order.shuffle), sequence_length)
 
 
 @given(st.lists(st.integers(0, 12), min_size=9, max_size=40).filter(any), st.integers(1, 30), st.integers(1, 60))
 @settings(max_examples=40, deadline=None)
 def test_blocks_do_not_show(lengths, sequence_length, num_samples):
     whole = order_of(lengths, sequence_length, num_samples, 7)
-    with mock.patch("megalaunch.data.sample_starts._BLOCK", 4):
+    with mock.patch("megalaunch.data.samples.sample_index._BLOCK", 4):
         cut = order_of(lengths, sequence_length, num_samples, 7)
-    assert cut.starts.tolist() == whole.starts.tolist()
+    assert cut.sample_index.tolist() == whole.sample_index.tolist()
 
 
 def test_more_tokens_in_a_block_than_32_bits_count():
@@ -117,7 +117,7 @@ def test_more_tokens_in_a_block_than_32_bits_count():
     documents = np.arange(len(lengths), dtype=np.int32)
     sequence_length = 2**29 + 3
     samples = (int(lengths.sum(dtype=np.int64)) - 1) // sequence_length
-    starts = sample_starts(lengths, documents, samples, sequence_length)
+    starts = build_sample_index(lengths, documents, samples, sequence_length)
     begins = np.cumsum([0, *lengths.tolist()])
     for number, (document, offset) in enumerate(starts.tolist()):
         assert begins[document] + offset == number * sequence_length
@@ -141,7 +141,7 @@ def test_starts_of_several_whole_blocks(sequence_length):
     lengths = np.random.RandomState(3).randint(0, 1000, 150_001).astype(np.int32)
     lengths[[0, 17, 5000]] = 0, 900_000, 0
     samples = (int(lengths.sum()) - 1) // sequence_length
-    starts = sample_starts(lengths, np.arange(len(lengths), dtype=np.int32), samples, sequence_length)
+    starts = build_sample_index(lengths, np.arange(len(lengths), dtype=np.int32), samples, sequence_length)
     assert starts.tolist() == starts_by_search(lengths, samples, sequence_length)
 
 
@@ -150,15 +150,15 @@ def test_blocks_of_more_tokens_than_32_bits_count_among_others(sequence_length):
     lengths = np.random.RandomState(4).randint(0, 2**27, 61).astype(np.int32)
     lengths[[3, 17, 18, 19, 40]] = 2**31 - 1, 2**31 - 1, 2**31 - 2, 2**31 - 1, 0
     samples = (int(lengths.sum(dtype=np.int64)) - 1) // sequence_length
-    with mock.patch("megalaunch.data.sample_starts._BLOCK", 4):
-        starts = sample_starts(lengths, np.arange(len(lengths), dtype=np.int32), samples, sequence_length)
+    with mock.patch("megalaunch.data.samples.sample_index._BLOCK", 4):
+        starts = build_sample_index(lengths, np.arange(len(lengths), dtype=np.int32), samples, sequence_length)
     assert starts.tolist() == starts_by_search(lengths, samples, sequence_length)
 
 
 @given(corpora, st.integers(1, 9), st.integers(1, 60))
 @settings(deadline=None)  # machines are busy
 def test_samples_are_the_joined_documents_cut(tmp_path_factory, lengths, sequence_length, num_samples):
-    samples = GPTSamples(numbered(tmp_path_factory.mktemp("cut"), lengths), sequence_length, num_samples, 7)
+    samples = GPTDataset(numbered(tmp_path_factory.mktemp("cut"), lengths), sequence_length, num_samples, 7)
     order = samples.order
     stream = np.concatenate([samples.file.tokens(document) for document in order.documents])
     for index in range(len(samples)):
@@ -209,7 +209,7 @@ def test_the_border_of_the_last_epoch_is_megatrons(num_samples):
 
 
 def test_only_the_sequences_of_a_split_are_seen(tmp_path):
-    samples = GPTSamples(numbered(tmp_path, [4] * 10), 3, 50, 1, sequences=range(2, 5))
+    samples = GPTDataset(numbered(tmp_path, [4] * 10), 3, 50, 1, sequences=range(2, 5))
     seen = {token for index in range(len(samples)) for token in samples[index].tolist()}
     assert seen == set(range(8, 20))
 
@@ -217,7 +217,7 @@ def test_only_the_sequences_of_a_split_are_seen(tmp_path):
 @pytest.mark.parametrize(("lengths", "sequence_length"), [(GOLDEN_LENGTHS, 4), ([3], 8), ([1, 0, 1], 5)])
 def test_past_the_request_further_epochs_follow(tmp_path, lengths, sequence_length):
     prefix = numbered(tmp_path, lengths)
-    samples = GPTSamples(prefix, sequence_length, 8, 1234)
+    samples = GPTDataset(prefix, sequence_length, 8, 1234)
     total = sum(lengths)
     epochs = -(-(sequence_length + 1) // total)
     block = (epochs * total - 1) // sequence_length
@@ -232,7 +232,7 @@ def test_past_the_request_further_epochs_follow(tmp_path, lengths, sequence_leng
         assert counts.sum() == block * sequence_length
     if len(lengths) > 3:
         assert len({str(tokens) for tokens in blocks}) == 4
-    again = GPTSamples(prefix, sequence_length, 8, 1234)
+    again = GPTDataset(prefix, sequence_length, 8, 1234)
     far = len(samples) + 3 * block
     assert again[far].tolist() == blocks[3][0]
     assert again[len(samples)].tolist() == blocks[0][0]
@@ -240,7 +240,7 @@ def test_past_the_request_further_epochs_follow(tmp_path, lengths, sequence_leng
 
 def test_the_seed_decides_the_extension_too(tmp_path):
     prefix = numbered(tmp_path, [3] * 40)
-    first, second = (GPTSamples(prefix, 3, 8, seed) for seed in (1, 2))
+    first, second = (GPTDataset(prefix, 3, 8, seed) for seed in (1, 2))
     after = len(first)
     assert [first[i].tolist() for i in range(after, after + 39)] != [
         second[i].tolist() for i in range(after, after + 39)
@@ -248,7 +248,7 @@ def test_the_seed_decides_the_extension_too(tmp_path):
 
 
 def test_describe_names_documents_and_tokens(tmp_path):
-    samples = GPTSamples(numbered(tmp_path, GOLDEN_LENGTHS), 4, None, 1234)
+    samples = GPTDataset(numbered(tmp_path, GOLDEN_LENGTHS), 4, None, 1234)
     # Sample 1 is the fifth in the stream: documents 2 1 5 0 4 3 joined, tokens 16 to 20.
     assert samples.describe(1) == "sample 1 of numbered: documents 0 tokens 0-4"
     assert samples.describe(5) == "sample 5 of numbered: documents 2 tokens 4-6, 1 tokens 0-1"
@@ -256,33 +256,33 @@ def test_describe_names_documents_and_tokens(tmp_path):
 
 
 def test_describe_passes_over_empty_documents(tmp_path):
-    samples = GPTSamples(numbered(tmp_path, [0, 2, 0, 0, 3, 0]), 4, None, 1)
+    samples = GPTDataset(numbered(tmp_path, [0, 2, 0, 0, 3, 0]), 4, None, 1)
     assert samples.describe(0).count(" tokens ") == 2
 
 
 def test_describe_stays_one_line(tmp_path):
-    samples = GPTSamples(numbered(tmp_path, [1] * 40), 19, None, 1)
+    samples = GPTDataset(numbered(tmp_path, [1] * 40), 19, None, 1)
     assert samples.describe(0).count(" tokens ") == 6
     assert samples.describe(0).endswith(" and 14 more")
 
 
 def test_a_negative_index_is_no_sample(tmp_path):
     with pytest.raises(IndexError):
-        GPTSamples(numbered(tmp_path, [9]), 4, None, 1)[-1]
+        GPTDataset(numbered(tmp_path, [9]), 4, None, 1)[-1]
 
 
 def test_errors_of_training_samples(tmp_path):
     prefix = numbered(tmp_path, [5, 0, 4])
     with pytest.raises(DataError, match=r"its 9 tokens do not fill one sample of 11\. Give more text"):
-        GPTSamples(prefix, 10, None, 1)
+        GPTDataset(prefix, 10, None, 1)
     with pytest.raises(DataError, match="it holds no tokens to train on"):
-        GPTSamples(prefix, 2, 4, 1, sequences=range(1, 2))
+        GPTDataset(prefix, 2, 4, 1, sequences=range(1, 2))
 
 
 def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
     prefix = write_tokens(tmp_path / "x", [[1, 2, 3], [4, 5, 300, 6]])
-    assert len(GPTSamples(prefix, 2, 3, 1, vocab_size=301)[0]) == 3
-    samples = GPTSamples(prefix, 2, 3, 1, vocab_size=300)
+    assert len(GPTDataset(prefix, 2, 3, 1, vocab_size=301)[0]) == 3
+    samples = GPTDataset(prefix, 2, 3, 1, vocab_size=300)
     with pytest.raises(DataError, match="token 2 of document 1 is 300, the vocabulary has 300 entries"):
         [samples[index] for index in range(len(samples))]
     rows = ValidationSamples(prefix, 2, vocab_size=300)
@@ -293,7 +293,7 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
 def test_a_negative_token_is_named(tmp_path):
     prefix = write_tokens(tmp_path / "x", [[1, 2, -3, 4]], vocab_size=70_000)
     with pytest.raises(DataError, match="token 2 of document 0 is -3"):
-        GPTSamples(prefix, 3, 1, 1, vocab_size=300)[0]
+        GPTDataset(prefix, 3, 1, 1, vocab_size=300)[0]
 
 
 @given(corpora, st.integers(1, 9))
@@ -302,7 +302,7 @@ def test_validation_predicts_every_token_once(tmp_path_factory, lengths, sequenc
     rows = ValidationSamples(numbered(tmp_path_factory.mktemp("rows"), lengths), sequence_length)
     inputs, labels = [], []
     for index in range(len(rows)):
-        tokens, valid = rows[index].tokens, rows[index].counted
+        tokens, valid = rows[index].tokens, rows[index].loss_mask
         assert tokens.shape == (sequence_length + 1,)
         assert tokens.dtype == np.int64
         assert valid.shape == (sequence_length,)
@@ -338,22 +338,22 @@ def test_split_is_megatrons(split, count, parts):
 def test_the_engine_opens_what_the_spec_names(tmp_path):
     prefix = str(numbered(tmp_path, [4] * 1000))
     shared = prepared_spec(train_prefix=prefix, validation_prefix=prefix)
-    assert open_training(shared).samples.sequences == range(969)
-    validation = open_validation(shared)
+    assert build_train_dataset(shared).samples.sequences == range(969)
+    validation = build_valid_dataset(shared)
     assert validation is not None
     assert validation[0].tokens.tolist() == [3876, 3877, 3878, 3879]
     assert len(validation) == 40  # (30 * 4 - 1) / 3, rounded up
     alone = prepared_spec(train_prefix=prefix)
-    assert open_training(alone).samples.sequences == range(1000)
-    assert open_validation(alone) is None
+    assert build_train_dataset(alone).samples.sequences == range(1000)
+    assert build_valid_dataset(alone) is None
     other = write_tokens(tmp_path / "other", [[1, 2, 3]])
     two = prepared_spec(train_prefix=prefix, validation_prefix=str(other))
-    assert open_training(two).samples.sequences == range(1000)
-    validation = open_validation(two)
+    assert build_train_dataset(two).samples.sequences == range(1000)
+    validation = build_valid_dataset(two)
     assert validation is not None
-    assert validation[0].counted.tolist() == [True, True, False]
+    assert validation[0].loss_mask.tolist() == [True, True, False]
 
 
 def test_unprepared_data_is_refused():
     with pytest.raises(DataError, match="the data is not prepared"):
-        open_training(prepared_spec(corpus="python-stdlib"))
+        build_train_dataset(prepared_spec(corpus="python-stdlib"))

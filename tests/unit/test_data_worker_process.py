@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megalaunch.data.worker_process import WorkerDied, WorkerProcess
+from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess
 
 LIMIT = 60  # seconds
 
@@ -55,7 +55,7 @@ def test_answers_come_in_order_and_errors_are_those_raised(worker):
     assert [future.result(LIMIT) for future in futures] == [2 * number for number in range(100)]
     with pytest.raises(ValueError, match="no such word"):
         failed.result(LIMIT)
-    assert worker.asked == 0
+    assert worker.is_busy == 0
     assert worker.submit(twice, 4).result(LIMIT) == 8
 
 
@@ -90,7 +90,7 @@ def test_closing_does_not_wait_for_work_under_way(worker):
 
 FORKED = """
 import os, signal, sys, time
-from megalaunch.data.worker_process import WorkerDied, WorkerProcess, is_alone
+from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess, is_alone
 assert is_alone()
 here = os.getpid()
 workers = [WorkerProcess(True, int) for _ in range(3)]

@@ -10,9 +10,14 @@ import pytest
 import torch
 
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.parallel.deal import Deal, deal
-from megalaunch.engine.parallel.dealt_context import DealtContext, run_lengths, tokens_of, trade_of
-from megalaunch.engine.train.batches import MicroBatch, share
+from megalaunch.engine.parallel.document_partition import DocumentPartition, partition_documents
+from megalaunch.engine.parallel.dynamic_context_parallel import (
+    DynamicContextParallel,
+    document_lengths,
+    local_token_ids,
+    make_exchange_plan,
+)
+from megalaunch.engine.train.dataloader import MicroBatch, shard_for_context_parallel
 
 
 def long_tailed(tokens: int, seed: int) -> tuple[int, ...]:
@@ -28,78 +33,78 @@ DEALS = [(long_tailed(64 * ranks, seed), ranks) for ranks in (1, 2, 3, 4, 6, 8) 
 
 @pytest.mark.parametrize(("lengths", "ranks"), DEALS)
 def test_every_token_once_and_equally_many_a_rank(lengths, ranks):
-    found = deal(lengths, ranks)
-    own = [found.own(rank) for rank in range(ranks)]
+    found = partition_documents(lengths, ranks)
+    own = [found.local_chunks(rank) for rank in range(ranks)]
     assert {len(tokens) for tokens in own} == {sum(lengths) // ranks}
     assert sorted(np.concatenate(own)) == list(range(sum(lengths)))
 
 
 @pytest.mark.parametrize(("lengths", "ranks"), DEALS)
 def test_a_rank_gets_the_keys_that_its_queries_see_and_no_others(lengths, ranks):
-    found = deal(lengths, ranks)
+    found = partition_documents(lengths, ranks)
     document = np.repeat(np.arange(len(lengths)), lengths)
     for rank in range(ranks):
-        own, wanted = found.own(rank), found.wanted(rank, found.holders())
+        own, wanted = found.local_chunks(rank), found.remote_tokens(rank, found.owner_of_token())
         seen = {key for query in own for key in range(found.first[document[query]], query + 1)}
         assert set(np.concatenate(wanted)) == seen - set(own)
-        assert found.pairs(rank) == sum(int(query - found.first[document[query]] + 1) for query in own)
+        assert found.attention_work(rank) == sum(int(query - found.first[document[query]] + 1) for query in own)
         for other, keys in enumerate(wanted):
-            assert set(keys) <= set(found.own(other))
+            assert set(keys) <= set(found.local_chunks(other))
 
 
 @pytest.mark.parametrize(("lengths", "ranks"), DEALS)
 def test_what_one_rank_sends_is_what_the_other_finds(lengths, ranks):
-    found = deal(lengths, ranks)
-    trades = [trade_of(found, rank) for rank in range(ranks)]
+    found = partition_documents(lengths, ranks)
+    trades = [make_exchange_plan(found, rank) for rank in range(ranks)]
     assert [[t.to[other] for t in trades] for other in range(ranks)] == [list(t.found) for t in trades]
 
 
-def groups_of(found: Deal) -> dict[int, set[int]]:
+def groups_of(found: DocumentPartition) -> dict[int, set[int]]:
     """The ranks that hold each document."""
     held = sorted({(piece.document, rank) for rank, pieces in enumerate(found.ranks) for piece in pieces})
     return {document: {rank for _, rank in pairs} for document, pairs in groupby(held, key=lambda pair: pair[0])}
 
 
 def test_groups_by_length():
-    groups = groups_of(deal((40000, 9000, 9000, 2000, 1000, 1000, 1000, 1000), 4))
+    groups = groups_of(partition_documents((40000, 9000, 9000, 2000, 1000, 1000, 1000, 1000), 4))
     assert [groups[document] for document in (0, 1, 2, 4, 5)] == [{0, 1, 2, 3}, {0, 1}, {2, 3}, {2}, {3}]
 
 
 def test_short_documents_stay_whole():
-    found = deal((7, 3, 2, 4, 6, 2, 5, 3), 2)
-    assert not found.cut
+    found = partition_documents((7, 3, 2, 4, 6, 2, 5, 3), 2)
+    assert not found.split_documents
     assert found.cost[1] == 0
 
 
 def test_one_document_is_cut_over_all():
-    found = deal((4096,), 4)
+    found = partition_documents((4096,), 4)
     assert groups_of(found) == {0: {0, 1, 2, 3}}
-    work = [found.pairs(rank) for rank in range(4)]
+    work = [found.attention_work(rank) for rank in range(4)]
     assert max(work) < 1.001 * min(work)
 
 
 def test_less_travels_than_with_documents_cut_over_all_and_no_rank_waits_long():
     for seed in range(5):
         lengths = long_tailed(16384, seed)
-        found = deal(lengths, 4)
-        work, arriving = [found.pairs(rank) for rank in range(4)], found.cost[1]
+        found = partition_documents(lengths, 4)
+        work, arriving = [found.attention_work(rank) for rank in range(4)], found.cost[1]
         assert max(work) < 1.1 * sum(work) / 4
         assert arriving < 0.5 * 3 * 16384  # of every key on every rank
 
 
 def test_tokens_that_do_not_divide():
     with pytest.raises(ValueError, match="9 tokens do not divide over 2 context-parallel ranks"):
-        deal((4, 5), 2)
+        partition_documents((4, 5), 2)
 
 
 def test_documents_are_runs_of_one_number_and_end_with_their_row():
-    assert run_lengths(torch.tensor([[0, 0, 1, 1, 1, 2], [2, 2, 2, 2, 2, 2]])) == (2, 3, 1, 6)
+    assert document_lengths(torch.tensor([[0, 0, 1, 1, 1, 2], [2, 2, 2, 2, 2, 2]])) == (2, 3, 1, 6)
 
 
 def test_ranks_share_all_that_belongs_to_a_token():
     tokens = torch.arange(16).view(2, 8)
     batch = MicroBatch(tokens, tokens + 100, tokens + 200, torch.tensor([[0] * 3 + [1] * 5, [0] * 8]))
-    parts = [share(batch, Axis("cp", 2, rank), by_length=True) for rank in range(2)]
+    parts = [shard_for_context_parallel(batch, Axis("cp", 2, rank), by_length=True) for rank in range(2)]
     assert [part.tokens.shape for part in parts] == [(2, 4), (2, 4)]
     for part in parts:
         assert part.labels.equal(part.tokens + 100)
@@ -110,15 +115,15 @@ def test_ranks_share_all_that_belongs_to_a_token():
 
 def test_samples_without_documents_are_one_each():
     batch = MicroBatch(torch.arange(16).view(2, 8), torch.arange(16).view(2, 8))
-    part = share(batch, Axis("cp", 2, 1), by_length=True)
-    assert part.tokens.equal(tokens_of(part.documents, Axis("cp", 2, 1)))
+    part = shard_for_context_parallel(batch, Axis("cp", 2, 1), by_length=True)
+    assert part.tokens.equal(local_token_ids(part.documents, Axis("cp", 2, 1)))
     assert part.positions.equal(part.tokens % 8)
     assert part.documents.equal(torch.zeros(2, 8, dtype=torch.int64))
 
 
 def test_what_has_to_come_with_tokens():
-    context = DealtContext(Axis("cp", 2, 0))
+    context = DynamicContextParallel(Axis("cp", 2, 0))
     with pytest.raises(ValueError, match="come with their positions"):
-        context.places(4, torch.device("cpu"))
+        context.position_ids(4, torch.device("cpu"))
     with pytest.raises(ValueError, match="come with their documents"):
-        context.attention(4, None, [None], torch.device("cpu"))
+        context.make_attention(4, None, [None], torch.device("cpu"))

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from oracle import small_spec
 
-from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.model.init import initialise
+from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.model.init import init_weights
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -53,7 +53,7 @@ def logits_by_definition(weights: dict[str, torch.Tensor], config, tokens: torch
 
 def test_decoder_by_definition():
     model = build_decoder(small_spec(model__init_std=0.5, model__norm_epsilon=0.1).model)
-    initialise(model, 5)
+    init_weights(model, 5)
     random = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms begin as ones, which would hide a missing one

@@ -12,9 +12,9 @@ from made_specs import resolved
 from oracle import small_spec
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.engine.deep_plan import plan as deep
-from megalaunch.engine.deep_plan.axes import AxisNames
-from megalaunch.engine.deep_plan.plan import deep_plan
+from megalaunch.engine.simulate import plan as deep
+from megalaunch.engine.simulate.deep_plan import deep_plan
+from megalaunch.engine.simulate.group_names import GroupNames
 from megalaunch.plan.memory.rank import memory_by_rank
 from megalaunch.plan.topology import Topology
 
@@ -97,12 +97,17 @@ AGREED = {
     "zero3 fp32": ("parallel=zero3dp8", "batch.global_batch_size=8", "precision=fp32"),
     "tp4": ("parallel=tp4", "batch.global_batch_size=4"),
     "tp8sp": ("parallel=tp8sp", "batch.global_batch_size=2"),
-    "tp2cp2 a2a": ("parallel=tp2cp2", "parallel.cp_exchange=a2a", "batch.global_batch_size=4"),
-    "cp2 p2p": ("parallel=cp2", "parallel.cp_exchange=p2p", "batch.global_batch_size=4"),
-    "cp2 allgather": ("parallel=cp2", "parallel.cp_exchange=allgather", "batch.global_batch_size=4"),
-    "cp2 dealt": ("parallel=cp2", "parallel.cp_dynamic=true", "data.reset_attention=true", "batch.global_batch_size=4"),
+    "tp2cp2 a2a": ("parallel=tp2cp2", "parallel.cp_comm_type=a2a", "batch.global_batch_size=4"),
+    "cp2 p2p": ("parallel=cp2", "parallel.cp_comm_type=p2p", "batch.global_batch_size=4"),
+    "cp2 allgather": ("parallel=cp2", "parallel.cp_comm_type=allgather", "batch.global_batch_size=4"),
+    "cp2 dealt": (
+        "parallel=cp2",
+        "parallel.dynamic_context_parallel=true",
+        "data.reset_attention_mask=true",
+        "batch.global_batch_size=4",
+    ),
     "cp4 dealt": (
-        *("parallel=cp2", "parallel.cp=4", "parallel.cp_dynamic=true", "data.reset_attention=true"),
+        *("parallel=cp2", "parallel.cp=4", "parallel.dynamic_context_parallel=true", "data.reset_attention_mask=true"),
         *("batch.global_batch_size=4", "recompute=full"),
     ),
     "pp4": ("parallel=pp4", "batch.global_batch_size=16"),
@@ -127,7 +132,7 @@ def _hold_together(spec: RunSpec, rank: int | None = None) -> None:
     pass, which takes from the one what it adds to the other.
     """
     found = deep_plan(spec, rank)
-    planned = memory_by_rank(spec)[Topology.of(spec).dense.place(found.rank)["pp"]]
+    planned = memory_by_rank(spec)[Topology.from_spec(spec).dense_grid.coordinates(found.rank)["pp"]]
     assert planned.parameters == found.parameters
     assert planned.total == pytest.approx(found.total, rel=0.05)
     ours, theirs = dict(planned.kinds), dict(found.kinds)
@@ -154,7 +159,7 @@ def test_the_engine_and_the_planner_agree(layout):
 @pytest.mark.parametrize("stage", range(4))
 def test_the_engine_and_the_planner_agree_on_every_stage(stage):
     spec = resolved(*LLAMA, "parallel=pp4", "batch.micro_batch_size=1", "batch.global_batch_size=16")[0]
-    _hold_together(spec, Topology.of(spec).dense.group(0, "pp")[stage])
+    _hold_together(spec, Topology.from_spec(spec).dense_grid.group(0, "pp")[stage])
 
 
 LARGE = ("recipe=llama3_70b", "parallel=tp4pp4", "cluster.nodes=128", "batch.global_batch_size=256", "data.mock=true")
@@ -164,7 +169,7 @@ LARGE = ("recipe=llama3_70b", "parallel=tp4pp4", "cluster.nodes=128", "batch.glo
 @pytest.mark.parametrize("rank", [0, 1023])
 def test_70b_on_1024_devices(rank):
     spec = resolved(*LARGE)[0]
-    assert Topology.of(spec).world == 1024
+    assert Topology.from_spec(spec).world == 1024
     _hold_together(spec, rank)
 
 
@@ -190,14 +195,14 @@ def test_70b_on_1024_devices_takes_under_30_s_of_a_processor_and_under_2_gb():
 
 def test_names_of_groups():
     spec = small_spec(parallel__tp=2, parallel__cp=2, parallel__dp=4, parallel__pp=2, parallel__replicas=2)
-    topology = Topology.of(spec)
-    names = AxisNames(topology, 5)
+    topology = Topology.from_spec(spec)
+    names = GroupNames(topology, 5)
     for axes in ("tp", "cp", "dp", "pp", "tp+cp", "cp+dp"):
-        assert names.of(tuple(topology.dense.group(5, *axes.split("+")))) == axes
-    assert names.of(tuple(range(32))) == "world"
-    assert names.of((1, 5)) == "dp shard"
-    assert names.of((5, 13)) == "dp replicate"
-    assert names.of((5, 6, 7)) == "3 ranks"
+        assert names.get(tuple(topology.dense_grid.group(5, *axes.split("+")))) == axes
+    assert names.get(tuple(range(32))) == "world"
+    assert names.get((1, 5)) == "dp shard"
+    assert names.get((5, 13)) == "dp replicate"
+    assert names.get((5, 6, 7)) == "3 ranks"
 
 
 def test_what_cannot_be_planned_is_refused():

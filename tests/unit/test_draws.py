@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalaunch.engine.model import draws
-from megalaunch.engine.model.draws import draw_normal
+from megalaunch.engine.model import counter_rng
+from megalaunch.engine.model.counter_rng import fill_normal
 
 N = 1 << 21
 
@@ -17,7 +17,7 @@ N = 1 << 21
 def _drawn(shape: tuple[int, ...], key: str = "7:a", part: list[tuple[int, int]] | None = None) -> Tensor:
     part = [(0, size) for size in shape] if part is None else part
     out = torch.empty([count for _, count in part])
-    draw_normal(out, part, shape, key, 1.0)
+    fill_normal(out, part, shape, key, 1.0)
     return out
 
 
@@ -42,9 +42,9 @@ def test_a_part_alone_is_that_part_of_the_whole(shape):
 
 def test_blocks_and_threads_change_nothing(monkeypatch):
     whole, threads = _drawn((3000, 77)), torch.get_num_threads()
-    monkeypatch.setattr(draws, "_BLOCK", 1013)
+    monkeypatch.setattr(counter_rng, "_BLOCK", 1013)
     assert torch.equal(_drawn((3000, 77)), whole)
-    monkeypatch.setattr(draws, "_BLOCK", 1 << 30)
+    monkeypatch.setattr(counter_rng, "_BLOCK", 1 << 30)
     assert torch.equal(_drawn((3000, 77)), whole)
     assert torch.get_num_threads() == threads
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from tiny_run import tiny_decoder
 
-from megalaunch.engine.model import blocks
-from megalaunch.engine.model.blocks import weigh
-from megalaunch.engine.model.boundary import ONE_DEVICE
-from megalaunch.engine.model.dropout import Drop, combined, drops_of, hashed, kept, streams_of
-from megalaunch.engine.model.scores import Scoring, capped
-from megalaunch.engine.model.sight import Sight, sight_of
+from megalaunch.engine.model.attention import blockwise
+from megalaunch.engine.model.attention.blockwise import attention
+from megalaunch.engine.model.attention.mask import AttentionMask, make_mask
+from megalaunch.engine.model.attention.score_mod import ScoreMod, softcap
+from megalaunch.engine.model.dropout import DropoutMask, hash_ids, keep_mask, make_dropout_masks, mix_seed, sample_seeds
+from megalaunch.engine.model.tp_region import NO_TP
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 300, (3, 24), generator=torch.Generator().manual_seed(3))
@@ -23,8 +23,8 @@ SIZE = 512
 
 def table(rate: float, *path: int) -> torch.Tensor:
     """The mask of one site, [SIZE, SIZE]: sample, then site."""
-    words = combined(streams_of(7, [path[0]], CPU), torch.tensor(path[1]))
-    return kept(combined(words, torch.arange(SIZE)), hashed(torch.arange(SIZE)), rate)
+    words = mix_seed(sample_seeds(7, [path[0]], CPU), torch.tensor(path[1]))
+    return keep_mask(mix_seed(words, torch.arange(SIZE)), hash_ids(torch.arange(SIZE)), rate)
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
@@ -54,16 +54,16 @@ def test_masks_tell_nothing_of_each_other():
 
 
 def test_no_stream_is_anothers():
-    words = torch.cat([streams_of(seed, range(200), CPU) for seed in (0, 1)])
+    words = torch.cat([sample_seeds(seed, range(200), CPU) for seed in (0, 1)])
     assert len(words.unique()) == 400
-    assert streams_of(5, [8, 9], CPU).tolist() == [*streams_of(5, [8], CPU), *streams_of(5, [9], CPU)]
+    assert sample_seeds(5, [8, 9], CPU).tolist() == [*sample_seeds(5, [8], CPU), *sample_seeds(5, [9], CPU)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_rest_is_as_large_as_torch_makes_it(dtype):
     x = torch.randn(2, 64, 96, dtype=dtype, requires_grad=True)
-    rows = combined(streams_of(1, [4, 5], CPU)[:, None], torch.arange(64))
-    out = Drop(rows, hashed(torch.arange(96)), 0.25)(x)
+    rows = mix_seed(sample_seeds(1, [4, 5], CPU)[:, None], torch.arange(64))
+    out = DropoutMask(rows, hash_ids(torch.arange(96)), 0.25)(x)
     mask = out != 0
     assert torch.equal(out, torch.where(mask, x * (1 / 0.75), 0).to(dtype))
     theirs = torch.nn.functional.dropout(x.detach(), 0.25)
@@ -74,16 +74,16 @@ def test_the_rest_is_as_large_as_torch_makes_it(dtype):
     assert torch.equal(x.grad, torch.where(mask, gradient * (1 / 0.75), 0).to(dtype))
 
 
-def naive(q, k, v, sight: Sight, scoring: Scoring) -> torch.Tensor:
+def naive(q, k, v, sight: AttentionMask, scoring: ScoreMod) -> torch.Tensor:
     """Attention written out, all of it kept by autograd."""
     share = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(share, 1).mT * q.shape[-1] ** -0.5
-    scores = scores if scoring.soft_cap is None else capped(scores, scoring.soft_cap)
-    scores = scores.masked_fill(~sight.shown, -torch.inf)
+    scores = scores if scoring.soft_cap is None else softcap(scores, scoring.soft_cap)
+    scores = scores.masked_fill(~sight.allowed, -torch.inf)
     if scoring.sinks is not None:
         scores = torch.cat((scores, scoring.sinks[:, None, None].expand(*scores.shape[:-1], 1)), -1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
-    mask = scoring.kept(sight)
+    mask = scoring.dropout_mask(sight)
     weights = weights if mask is None else weights * mask / (1 - scoring.dropout)
     return weights @ v.repeat_interleave(share, 1)
 
@@ -93,21 +93,21 @@ def naive(q, k, v, sight: Sight, scoring: Scoring) -> torch.Tensor:
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 @pytest.mark.parametrize("seen", ["causal", "window", "documents"])
 def test_attention_by_blocks_is_attention(cap, sinks, rate, seen, monkeypatch):
-    monkeypatch.setattr(blocks, "_QUERIES", 5)
+    monkeypatch.setattr(blockwise, "_QUERIES", 5)
     draw = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(2, n, 13, 8, generator=draw) for n in (4, 2, 2, 4))
     places = torch.arange(13)
     documents = torch.tensor([0] * 6 + [1] * 7).expand(2, -1)
-    sight = Sight(places, places, window=4 if seen == "window" else None)
-    sight = sight_of(places, places, documents, documents) if seen == "documents" else sight
+    sight = AttentionMask(places, places, window=4 if seen == "window" else None)
+    sight = make_mask(places, places, documents, documents) if seen == "documents" else sight
     sink = torch.randn(4, generator=draw) if sinks else None
-    words = streams_of(0, range(8), CPU).view(2, 4) if rate else None
+    words = sample_seeds(0, range(8), CPU).view(2, 4) if rate else None
     if cap is None and sink is None and words is None:
         return  # torch's own
     found = []
-    for attention in (weigh, naive):
+    for attention in (attention, naive):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, *(() if sink is None else (sink,)))]
-        scoring = Scoring(None, cap, leaves[3] if sinks else None, words, rate)
+        scoring = ScoreMod(None, cap, leaves[3] if sinks else None, words, rate)
         out = attention(*leaves[:3], sight, scoring)
         out.backward(dout)
         found.append([out.detach(), *(leaf.grad for leaf in leaves)])
@@ -118,27 +118,27 @@ def test_attention_by_blocks_is_attention(cap, sinks, rate, seen, monkeypatch):
 def test_evaluation_drops_nothing():
     plain, dropping = tiny_decoder(), tiny_decoder(hidden_dropout=0.5, attention_dropout=0.5)
     assert torch.equal(plain(TOKENS), dropping(TOKENS))
-    drawn = dropping(TOKENS, streams_B=streams_of(0, range(3), CPU))
+    drawn = dropping(TOKENS, streams_B=sample_seeds(0, range(3), CPU))
     assert (drawn - plain(TOKENS)).abs().max() > 0.1
-    assert torch.equal(plain(TOKENS, streams_B=streams_of(0, range(3), CPU)), plain(TOKENS))
+    assert torch.equal(plain(TOKENS, streams_B=sample_seeds(0, range(3), CPU)), plain(TOKENS))
 
 
 @pytest.mark.parametrize("only", ["hidden_dropout", "attention_dropout"])
 def test_each_alone(only):
     dropping = tiny_decoder(**{only: 0.3})
-    streams = streams_of(0, range(3), CPU)
+    streams = sample_seeds(0, range(3), CPU)
     first = dropping(TOKENS, streams_B=streams)
     assert torch.equal(first, dropping(TOKENS, streams_B=streams))
     assert (first - dropping(TOKENS)).abs().max() > 0.01
-    other = dropping(TOKENS, streams_B=streams_of(0, [3, 1, 2], CPU))
+    other = dropping(TOKENS, streams_B=sample_seeds(0, [3, 1, 2], CPU))
     assert [torch.equal(a, b) for a, b in zip(first, other, strict=True)] == [False, True, True]
 
 
 def test_masks_are_applied_where_gpt2_applies_them(monkeypatch):
     """GPT-2 of transformers in training, its dropout replaced by ours in the order in which it calls it."""
     transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
-    from megalaunch.engine.families.registry import build_decoder
-    from megalaunch.engine.model.init import initialise
+    from megalaunch.engine.families.build import build_decoder
+    from megalaunch.engine.model.init import init_weights
     from megalaunch.importers.huggingface.gpt import FAMILY
     from megalaunch.importers.huggingface.registry import from_hf_config
 
@@ -154,15 +154,15 @@ def test_masks_are_applied_where_gpt2_applies_them(monkeypatch):
         build_decoder(model),
         transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager").train(),
     )
-    initialise(ours, 0)
+    init_weights(ours, 0)
     _copy(ours, theirs)
-    streams, places = streams_of(0, range(3), CPU), torch.arange(24)
-    drops = drops_of(ours.config, ONE_DEVICE, streams, places, list(ours.layers))
+    streams, places = sample_seeds(0, range(3), CPU), torch.arange(24)
+    drops = make_dropout_masks(ours.config, NO_TP, streams, places, list(ours.layers))
     layers = drops.layers.values()
 
     def weights(words):
-        scoring = Scoring(words=words, dropout=0.2)
-        return lambda x: x * scoring.kept(Sight(places, places)) / 0.8
+        scoring = ScoreMod(dropout_seeds=words, dropout=0.2)
+        return lambda x: x * scoring.dropout_mask(AttentionMask(places, places)) / 0.8
 
     each = [(weights(layer.weights), layer.attended, layer.fed) for layer in layers]
     calls = iter([drops.embedded, *itertools.chain(*each)])

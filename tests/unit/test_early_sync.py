@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from megalaunch.data import early_sync
-from megalaunch.data.early_sync import EarlySync
+from megalaunch.data.preprocess import background_fsync
+from megalaunch.data.preprocess.background_fsync import BackgroundFsync
 
 
 def test_it_syncs_what_was_written_and_tells_of_failures(monkeypatch):
@@ -18,16 +18,16 @@ def test_it_syncs_what_was_written_and_tells_of_failures(monkeypatch):
             raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)
-    monkeypatch.setattr(early_sync, "_SYNCED_AT_ONCE", 100)
-    sync = EarlySync()
-    sync.wrote(7, 99)
+    monkeypatch.setattr(background_fsync, "_SYNCED_AT_ONCE", 100)
+    sync = BackgroundFsync()
+    sync.notify_written(7, 99)
     sync.finish()
     assert synced == []
-    sync.wrote(7, 1)
+    sync.notify_written(7, 1)
     sync.finish()
     assert synced == [7]
     failing.set()
-    sync.wrote(7, 100)
+    sync.notify_written(7, 100)
     with pytest.raises(OSError, match="Input/output error"):
         sync.finish()
     sync.finish()  # it is told once
@@ -42,14 +42,14 @@ def test_one_at_a_time(monkeypatch):
         go.wait(60)
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)
-    monkeypatch.setattr(early_sync, "_SYNCED_AT_ONCE", 10)
-    sync = EarlySync()
+    monkeypatch.setattr(background_fsync, "_SYNCED_AT_ONCE", 10)
+    sync = BackgroundFsync()
     for _ in range(5):
-        sync.wrote(7, 10)
+        sync.notify_written(7, 10)
     go.set()
     sync.finish()
     assert calls == [7]
-    sync.wrote(7, 1)  # with the four that were written meanwhile it is time again
+    sync.notify_written(7, 1)  # with the four that were written meanwhile it is time again
     sync.finish()
     assert calls == [7, 7]
     sync.close()

@@ -16,24 +16,24 @@ from tiny_run import make_run, tiny_decoder, tiny_tokenizer
 from megalaunch.engine import api
 from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 from megalaunch.engine.checkpoint.store import CheckpointError
-from megalaunch.engine.inference.cache import TextCache
-from megalaunch.engine.inference.generate import Writing, generate_tokens, next_logits
-from megalaunch.engine.inference.lean import Joined, LeanDecoder
-from megalaunch.engine.inference.sampling import Sampler, Sampling, distribution
-from megalaunch.engine.inference.text import StopStrings, text_of
-from megalaunch.engine.layout import COLUMNS
+from megalaunch.engine.inference.detokenizer import StopStrings, detokenize_stream
+from megalaunch.engine.inference.fast_decoder import FastDecoder, FusedLinear
+from megalaunch.engine.inference.generate import GenerationConfig, generate_tokens, next_logits
+from megalaunch.engine.inference.kv_cache import KVCache
+from megalaunch.engine.inference.sampling import Sampler, Sampling, sampling_probs
 from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.param_layout import COLUMN_PARALLEL
 
 GREEDY = Sampling(temperature=0)
 
 
 def cache_for(model, capacity: int, starts=()):
-    return TextCache(model.config.num_layers, capacity, starts)
+    return KVCache(model.config.num_layers, capacity, starts)
 
 
 def rows_of(model, prompts, count: int, sampling: Sampling, samples=None, **writing) -> list[list[int]]:
     """What each row writes."""
-    asked = Writing(count, sampling, **writing)
+    asked = GenerationConfig(count, sampling, **writing)
     return torch.stack([drawn.tokens_B for drawn in generate_tokens(model, prompts, asked, samples)], dim=1).tolist()
 
 
@@ -47,7 +47,7 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(cuts: list[int], lean: bool)
     tokens = torch.randint(0, 300, (3, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         whole = model(tokens)
-    writer = LeanDecoder(model) if lean else model
+    writer = FastDecoder(model) if lean else model
     cache, start = cache_for(model, 12), 0
     for size in cuts:
         logits = next_logits(writer, tokens[:, start : start + size], cache)
@@ -61,7 +61,7 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(cuts: list[int], lean: bool)
     [
         {},
         {"sliding_window": 3},
-        {"sliding_window": 3, "attention_soft_cap": 2.0, "qk_norm": "full"},
+        {"sliding_window": 3, "attn_logit_softcapping": 2.0, "qk_norm": "full"},
         {"position_embedding": "learned", "norm": "layernorm", "mlp_bias": True, "qkv_bias": True},
     ],
 )
@@ -72,7 +72,7 @@ def test_prompts_of_different_lengths_are_what_they_are_alone(shape: dict, lean:
     starts = [longest - len(prompt) for prompt in PROMPTS]
     padded = torch.tensor([[0] * start + prompt for start, prompt in zip(starts, PROMPTS, strict=True)])
     more = torch.randint(0, 300, (len(PROMPTS), 4), generator=torch.Generator().manual_seed(2))
-    writer = LeanDecoder(model) if lean else model
+    writer = FastDecoder(model) if lean else model
     cache = cache_for(model, longest + 4, starts)
     found = [next_logits(writer, padded, cache)]
     found += [next_logits(writer, more[:, place : place + 1], cache) for place in range(4)]
@@ -88,23 +88,23 @@ def test_joined_projections_are_each_by_itself_for_any_number_of_rows(features: 
     """One row, few rows by blocks (with features left over and without), and many."""
     torch.manual_seed(rows)
     for bias in (False, True):
-        projections = [Linear(32, size, COLUMNS, bias) for size in features]
+        projections = [Linear(32, size, COLUMN_PARALLEL, bias) for size in features]
         for parameter in (p for projection in projections for p in projection.parameters()):
             parameter.data.normal_()
         x, residual = torch.randn(rows, 32), torch.randn(rows, sum(features))
         with torch.no_grad():
             expected = torch.cat([projection(x) for projection in projections], dim=1)
-            joined = Joined(*projections)
+            joined = FusedLinear(*projections)
             torch.testing.assert_close(joined(x), expected, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(joined.onto(residual, x), residual + expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(joined.add_to(residual, x), residual + expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_lean_decoder_shares_its_parameters():
-    model = tiny_decoder(tied_embeddings=True)
+    model = tiny_decoder(tie_word_embeddings=True)
     tokens = torch.tensor([PROMPTS[3]])
     with torch.no_grad():
         before = model(tokens)
-        lean = LeanDecoder(model)
+        lean = FastDecoder(model)
         torch.testing.assert_close(model(tokens), before, rtol=1e-5, atol=1e-5)
         model.layers["1"].mlp.up_proj.weight.mul_(2)
         model.embedding.weight.mul_(0.5)
@@ -130,7 +130,7 @@ def test_greedy_takes_what_repeated_whole_passes_take():
 
 def test_a_batch_of_eight_is_eight_singles():
     """Greedy and drawn, of any lengths, in any order, whatever sample of its prompt a row is."""
-    model = LeanDecoder(tiny_decoder())
+    model = FastDecoder(tiny_decoder())
     prompts = PROMPTS + [[*prompt[::-1], 9] for prompt in PROMPTS]
     for sampling in (GREEDY, Sampling(temperature=1.0, seed=3, repetition_penalty=1.3)):
         together = rows_of(model, prompts, 15, sampling, samples=[0, 1] * 4)
@@ -164,7 +164,7 @@ def test_it_stops_when_every_row_has_ended():
 
 def test_the_caller_may_end_rows():
     ended = [False, True]
-    for number, _ in enumerate(generate_tokens(tiny_decoder(), PROMPTS[:2], Writing(10, GREEDY), ended=ended)):
+    for number, _ in enumerate(generate_tokens(tiny_decoder(), PROMPTS[:2], GenerationConfig(10, GREEDY), ended=ended)):
         ended[0] = number == 3
     assert number == 3
 
@@ -182,7 +182,7 @@ def test_log_probabilities_are_the_models_own():
     model = tiny_decoder()
     sampling = Sampling(temperature=0.3, top_k=5, repetition_penalty=2.0, seed=4)
     text = list(PROMPTS[0])
-    for drawn in generate_tokens(model, [text[:3]], Writing(8, sampling, likeliest=3)):
+    for drawn in generate_tokens(model, [text[:3]], GenerationConfig(8, sampling, likeliest=3)):
         with torch.no_grad():
             expected = model(torch.tensor([text]))[0, -1].log_softmax(-1)
         token = int(drawn.tokens_B[0])
@@ -208,7 +208,7 @@ def test_a_penalty_and_filters_are_those_of_transformers():
     )
     expected = theirs(torch.tensor(prompts), logits.clone()).softmax(-1)
     sampling = Sampling(temperature=0.7, top_k=12, top_p=0.8, min_p=0.1, repetition_penalty=1.7)
-    found = distribution(Sampler(sampling, prompts, [0, 0, 0]).penalised(logits), sampling)
+    found = sampling_probs(Sampler(sampling, prompts, [0, 0, 0]).apply_repetition_penalty(logits), sampling)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert 3 < (found > 0).sum() < 36
 
@@ -236,19 +236,19 @@ LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]]).log()
 )
 def test_distributions_are_exact(sampling: Sampling, first: list[float], second: list[float]):
     torch.testing.assert_close(
-        distribution(LOGITS, sampling), torch.tensor([first, second], dtype=torch.float32), rtol=1e-5, atol=1e-7
+        sampling_probs(LOGITS, sampling), torch.tensor([first, second], dtype=torch.float32), rtol=1e-5, atol=1e-7
     )
 
 
 def test_top_p_stops_at_the_token_that_reaches_it():
     logits = torch.tensor([[0.0, 0.0, -math.inf, -math.inf]])  # halves, exactly
-    assert distribution(logits, Sampling(temperature=1.0, top_p=0.5)).tolist() == [[1, 0, 0, 0]]
-    assert distribution(logits, Sampling(temperature=1.0, top_p=0.51)).tolist() == [[0.5, 0.5, 0, 0]]
+    assert sampling_probs(logits, Sampling(temperature=1.0, top_p=0.5)).tolist() == [[1, 0, 0, 0]]
+    assert sampling_probs(logits, Sampling(temperature=1.0, top_p=0.51)).tolist() == [[0.5, 0.5, 0, 0]]
 
 
 def test_a_tiny_temperature_is_greedy_and_not_nan():
     logits = torch.tensor([[1e4, 3.0, 1e4 + 8, -1e4]])
-    assert distribution(logits, Sampling(temperature=1e-30)).tolist() == [[0, 0, 1, 0]]
+    assert sampling_probs(logits, Sampling(temperature=1e-30)).tolist() == [[0, 0, 1, 0]]
 
 
 def test_draws_follow_the_distribution():
@@ -290,12 +290,12 @@ def test_characters_are_shown_when_they_are_whole(tmp_path: Path):
     for cut in (0, 1, 5, 8):
         if "\ufffd" in tokenizer.decode(tokens[:cut]):
             continue
-        pieces = list(text_of(tokenizer, tokens[:cut], tokens[cut:]))
+        pieces = list(detokenize_stream(tokenizer, tokens[:cut], tokens[cut:]))
         assert tokenizer.decode(tokens[:cut]) + "".join(pieces) == text
         assert all(len(piece) == 1 or "\ufffd" not in piece or "�!" in piece for piece in pieces)
         assert len(pieces) > 5
     half = tokenizer.encode("🐈")[:-1]
-    assert "".join(text_of(tokenizer, tokenizer.encode("the"), half)).strip("\ufffd") == ""
+    assert "".join(detokenize_stream(tokenizer, tokenizer.encode("the"), half)).strip("\ufffd") == ""
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
@@ -321,10 +321,12 @@ def test_texts_of_many_prompts_end_each_in_its_own_way(tmp_path: Path):
     prompts = ["the cat", "the dog lay by", "näh"]
 
     def written(**ask: object) -> list[api.Written]:
-        events = list(api.answers(model, api.tokens_of(model, prompts), api.Ask(20, GREEDY, **ask)))
-        records = sorted((event for event in events if isinstance(event, api.Written)), key=lambda one: one.row)
+        events = list(
+            api.generate_texts(model, api.tokenize_prompts(model, prompts), api.GenerationRequest(20, GREEDY, **ask))
+        )
+        records = sorted((event for event in events if isinstance(event, api.Completion)), key=lambda one: one.row)
         for record in records:
-            pieces = [event.text for event in events if isinstance(event, api.Piece) and event.row == record.row]
+            pieces = [event.text for event in events if isinstance(event, api.TextDelta) and event.row == record.row]
             assert "".join(pieces) == record.text
         return records
 
@@ -365,20 +367,20 @@ def test_a_checkpoint_needs_nothing_beside_it(tmp_path: Path):
 
 
 def test_tied_embeddings_and_an_end_of_the_document(tmp_path: Path):
-    run = make_run(tmp_path / "run", tied_embeddings=True)
+    run = make_run(tmp_path / "run", tie_word_embeddings=True)
     model = api.open_model(run.root)
     assert model.decoder.head.weight is model.decoder.embedding.weight
-    ((first,),) = rows_of(model.decoder, api.tokens_of(model, ["the cat"]), 1, GREEDY)
+    ((first,),) = rows_of(model.decoder, api.tokenize_prompts(model, ["the cat"]), 1, GREEDY)
     model = replace(model, ends=frozenset({first}))
-    assert list(api.continue_text(model, "the cat", 20, GREEDY)) == []
+    assert list(api.stream_text(model, "the cat", 20, GREEDY)) == []
 
 
 def test_prompts_that_cannot_be_continued(tmp_path: Path):
     model = api.open_model(make_run(tmp_path / "run", max_position_embeddings=20).root)
     with pytest.raises(ValueError, match="the prompt is empty"):
-        api.continue_text(model, "")
+        api.stream_text(model, "")
     with pytest.raises(ValueError, match=r"of \d tokens and 30 new ones are more than the 20"):
-        api.continue_text(model, "the cat", 30)
+        api.stream_text(model, "the cat", 30)
     assert api.length_note(model, [[1, 2]], 10) is None
     assert "trained on 64 at a time" in (api.length_note(model, [[1, 2]], 100) or "")
 
@@ -387,7 +389,7 @@ def test_prompts_that_cannot_be_continued(tmp_path: Path):
 def test_a_checkpoint_without_its_parts(tmp_path: Path, name: str, reason: str):
     run = make_run(tmp_path / "run", steps=(1,))
     (run.checkpoint(1) / name).unlink()
-    from megalaunch.engine.inference.load import load_language_model
+    from megalaunch.engine.inference.load_model import load_language_model
 
     with pytest.raises(CheckpointError, match=f"no text can be generated from .*{reason}"):
         load_language_model(run.checkpoint(1), torch.device("cpu"))
@@ -397,7 +399,7 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path):
     run = make_run(tmp_path / "run", steps=(1,))
     spec = run.checkpoint(1) / "spec.yaml"
     spec.write_text(spec.read_text().replace("ffn_hidden_size: 48", "ffn_hidden_size: 64"))
-    from megalaunch.engine.inference.load import load_language_model
+    from megalaunch.engine.inference.load_model import load_language_model
 
     with pytest.raises(CheckpointError, match=r"gate_proj.weight has the shape \[48, 32\] there; spec.yaml means"):
         load_language_model(run.checkpoint(1), torch.device("cpu"))
@@ -407,7 +409,7 @@ def test_a_small_model_writes_on_one_thread(tmp_path: Path):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        api.fit_threads(api.open_model(make_run(tmp_path / "run", steps=(1,)).root))
+        api.set_num_threads_for(api.open_model(make_run(tmp_path / "run", steps=(1,)).root))
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from oracle import small_spec
 
-from megalaunch.engine import group
-from megalaunch.engine.ending import Problem
-from megalaunch.engine.group import first_problem, local_device
-from megalaunch.platform.facts import CHIPS
+from megalaunch.engine import process_group
+from megalaunch.engine.process_group import broadcast_first_error, local_device
+from megalaunch.engine.run_end import RankError
+from megalaunch.platform.chips import CHIPS
 from megalaunch.rundir.outcome import ExitCode
 
-NO_DEVICE = Problem(ExitCode.CONFIGURATION, "worker 1 of this machine has no device: torch finds 1")
+NO_DEVICE = RankError(ExitCode.CONFIGURATION, "worker 1 of this machine has no device: torch finds 1")
 
 
 @pytest.mark.parametrize("problems", [(None, None, None), (None, NO_DEVICE, None), (NO_DEVICE, None, None)])
@@ -23,7 +23,7 @@ def test_every_rank_hears_of_a_problem(problems):
     store, heard = dist.HashStore(), {}
 
     def be(rank: int) -> None:
-        heard[rank] = first_problem(store, rank, 3, problems[rank])
+        heard[rank] = broadcast_first_error(store, rank, 3, problems[rank])
 
     ranks = [Thread(target=be, args=(rank,)) for rank in (2, 1, 0)]
     for rank in ranks:
@@ -45,7 +45,7 @@ def test_every_rank_hears_of_a_problem(problems):
 def test_a_device_that_is_not_there(monkeypatch, chip, devices, said):
     monkeypatch.setitem(os.environ, "LOCAL_RANK", "1")
     made_up = replace(CHIPS["h100"], name="made_up", device="musa")
-    monkeypatch.setattr(group, "CHIPS", {**CHIPS, "made_up": made_up})
+    monkeypatch.setattr(process_group, "CHIPS", {**CHIPS, "made_up": made_up})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     spec = small_spec()

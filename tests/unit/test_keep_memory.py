@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megalaunch.engine import process
-from megalaunch.engine.process import keep_freed_memory
+from megalaunch.engine import worker_setup
+from megalaunch.engine.worker_setup import tune_malloc
 
 STEPS = """
 import resource, sys
-from megalaunch.engine.process import keep_freed_memory
+from megalaunch.engine.worker_setup import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 for _ in range(3):
@@ -39,7 +39,7 @@ def test_pages_of_freed_memory_are_used_again():
 # Kilobytes of addresses that huge pages are asked for, and of memory that is taken.
 HUGE = r"""
 import re, resource, sys
-from megalaunch.engine.process import keep_freed_memory
+from megalaunch.engine.worker_setup import keep_freed_memory
 if sys.argv[1] == "limited":
     resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))
 keep_freed_memory()
@@ -72,6 +72,6 @@ def test_an_older_glibc_takes_the_most_it_allows(refused_above, taken, monkeypat
             return 1
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library)
-    monkeypatch.setattr(process, "_have_huge_pages", lambda libc: None)
-    keep_freed_memory()
+    monkeypatch.setattr(worker_setup, "_reserve_huge_pages", lambda libc: None)
+    tune_malloc()
     assert set_to == {-3: taken, -1: 2**30}

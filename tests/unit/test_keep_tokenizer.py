@@ -5,9 +5,9 @@ import shutil
 import pytest
 from token_files import prepared_spec, small_tokenizer
 
-from megalaunch.data.tokenizer import load_tokenizer
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.train.saving import keep_tokenizer
+from megalaunch.engine.train.train_state import save_tokenizer
 from megalaunch.rundir.paths import RunDirectory
 
 
@@ -16,18 +16,18 @@ def test_the_tokenizer_outlives_the_cache(tmp_path):
     cache.mkdir()
     spec = prepared_spec(tokenizer=small_tokenizer(cache / "tokenizer.json"))
     directory = RunDirectory(tmp_path)
-    keep_tokenizer(directory, spec)
+    save_tokenizer(directory, spec)
     kept = directory.tokenizer.read_bytes()
     assert load_tokenizer(directory.tokenizer).encode("the old sea") == load_tokenizer(cache).encode("the old sea")
     shutil.rmtree(cache)
-    keep_tokenizer(directory, spec)
+    save_tokenizer(directory, spec)
     assert directory.tokenizer.read_bytes() == kept
     directory.tokenizer.unlink()
     with pytest.raises(CheckpointError, match=r"the tokenizer cannot be kept with the run: .*tokenizer\.json: no such"):
-        keep_tokenizer(directory, spec)
+        save_tokenizer(directory, spec)
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
 def test_made_up_tokens_need_none(tmp_path):
-    keep_tokenizer(RunDirectory(tmp_path), prepared_spec(mock=True))
+    save_tokenizer(RunDirectory(tmp_path), prepared_spec(mock=True))
     assert not list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ from launching import tiny_spec
 
 from megalaunch.config.schema import SpecError
 from megalaunch.config.spec_file import write_spec
-from megalaunch.launch.directory import RunDirectoryError, create_folders, inspect_run, leave_run, take_run
+from megalaunch.launch.directory import RunDirectoryError, create_folders, inspect_run, lock_run, unlock_run
 from megalaunch.launch.resume import decide
 from megalaunch.rundir.outcome import Outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
@@ -29,9 +29,9 @@ def begun(root: Path, spec=None, code=0, step=20) -> RunDirectory:
 def test_a_new_directory(tmp_path):
     directory = RunDirectory(tmp_path / "a" / "b")
     assert inspect_run(directory).kind == "new"
-    lock = take_run(directory)
+    lock = lock_run(directory)
     assert inspect_run(directory).kind == "new"
-    leave_run(directory, lock)
+    unlock_run(directory, lock)
     assert not directory.root.exists()  # nothing was begun, nothing stays
 
 
@@ -79,12 +79,12 @@ def test_a_file_in_the_way(tmp_path):
     with pytest.raises(RunDirectoryError, match="is no directory"):
         inspect_run(RunDirectory(tmp_path / "run"))
     with pytest.raises(RunDirectoryError, match="is not writable"):
-        take_run(RunDirectory(tmp_path / "run" / "below"))
+        lock_run(RunDirectory(tmp_path / "run" / "below"))
 
 
 def test_a_place_that_takes_no_files():
     with pytest.raises(RunDirectoryError, match=r"/proc/nothing is not writable \(No such file or directory\)"):
-        take_run(RunDirectory(Path("/proc/nothing")))
+        lock_run(RunDirectory(Path("/proc/nothing")))
 
 
 def test_stale_positions_and_outcome_go_before_a_launch(tmp_path):

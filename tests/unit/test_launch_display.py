@@ -13,19 +13,19 @@ from launching import tiny_spec
 from rich.console import Console
 
 from megalaunch.launch.directory import create_folders
-from megalaunch.launch.follow import LineFollower
-from megalaunch.launch.live import KEPT_FREE, LiveDisplay, doing_now, panel, sparkline
-from megalaunch.launch.plain import PlainDisplay
-from megalaunch.launch.plot import plot_run, smoothed
+from megalaunch.launch.format import format_duration, format_file_size, format_memory
+from megalaunch.launch.live_display import KEPT_FREE, LiveDisplay, doing_now, panel, sparkline
+from megalaunch.launch.log_display import PlainDisplay
+from megalaunch.launch.plot import plot_run, smooth
+from megalaunch.launch.run_state import RunState, ThroughputBasis
 from megalaunch.launch.summary import run_summary
-from megalaunch.launch.view import RunView, Scale
-from megalaunch.launch.words import bytes_of_files, bytes_of_memory, duration
+from megalaunch.launch.tail import JsonlTail
 from megalaunch.rundir.events import record_event
-from megalaunch.rundir.lines import append_line, keep_lines
+from megalaunch.rundir.jsonl import append_line, keep_lines
 from megalaunch.rundir.outcome import Outcome
 from megalaunch.rundir.paths import RunDirectory
 
-SCALE = Scale(step_flops=10**12, devices=2, peak_flops=2.5e12)
+SCALE = ThroughputBasis(step_flops=10**12, devices=2, peak_flops=2.5e12)
 
 
 def step(number: int, **changes) -> dict:
@@ -55,7 +55,7 @@ def spec(**values):
 
 def test_a_growing_file_gives_each_whole_line_once(tmp_path):
     path = tmp_path / "lines"
-    follower = LineFollower(path)
+    follower = JsonlTail(path)
     assert follower.read_new() == ([], False)
     append_line(path, {"a": 1})
     with path.open("a") as file:
@@ -71,7 +71,7 @@ def test_a_growing_file_gives_each_whole_line_once(tmp_path):
 
 def test_lines_without_a_terminal(directory):
     stream = io.StringIO()
-    view = RunView(spec(), directory, SCALE)
+    view = RunState(spec(), directory, SCALE)
     display = PlainDisplay(stream)
     record_event(directory, "phase", phase="building", elapsed_seconds=3.2)
     for number in range(1, 8):
@@ -94,7 +94,7 @@ def test_lines_without_a_terminal(directory):
 
 def test_steps_that_are_redone_after_a_cut_are_shown_again(directory):
     stream = io.StringIO()
-    view = RunView(spec(), directory, SCALE)
+    view = RunState(spec(), directory, SCALE)
     display = PlainDisplay(stream)
     for number in range(1, 13):
         append_line(directory.metrics, step(number))
@@ -117,7 +117,7 @@ def test_a_resumed_run_shows_only_what_is_new(directory):
         append_line(directory.metrics, step(number))
     record_event(directory, "note", message="old")
     stream = io.StringIO()
-    view = RunView(spec(), directory, SCALE)
+    view = RunState(spec(), directory, SCALE)
     display = PlainDisplay(stream)
     display.update(view)
     for number in range(11, 16):
@@ -129,7 +129,7 @@ def test_a_resumed_run_shows_only_what_is_new(directory):
 
 def test_silence_is_broken_while_nothing_steps(directory, monkeypatch):
     stream = io.StringIO()
-    view = RunView(spec(), directory, SCALE)
+    view = RunState(spec(), directory, SCALE)
     display = PlainDisplay(stream)
     record_event(directory, "phase", phase="loading torch", elapsed_seconds=0.0)
     view.refresh()
@@ -159,7 +159,7 @@ def test_silence_is_broken_while_nothing_steps(directory, monkeypatch):
 
 def test_long_work_on_files_shows_how_far_it_is(directory, monkeypatch):
     stream = io.StringIO()
-    view = RunView(spec(), directory, SCALE)
+    view = RunState(spec(), directory, SCALE)
     display = PlainDisplay(stream)
     append_line(directory.metrics, step(1))
     view.refresh()
@@ -193,7 +193,7 @@ def test_a_closed_pipe_does_not_end_the_run(directory):
 
 
 def test_the_panel_shows_everything(directory, monkeypatch):
-    view = RunView(spec(run__name="quick"), directory, SCALE)
+    view = RunState(spec(run__name="quick"), directory, SCALE)
     for number in range(1, 11):
         append_line(directory.metrics, step(number))
     append_line(directory.metrics, {"step": 10, "validation_loss": 4.25})
@@ -227,7 +227,7 @@ BIG = step(9, tokens=123456789012, tokens_per_second=12345678.0, memory_bytes=76
 
 @pytest.mark.parametrize("width", [50, 60, 80, 100, 120])
 def test_no_figure_is_cut_at_any_width(directory, width):
-    view = RunView(spec(train__steps=1_200_000), directory, SCALE)
+    view = RunState(spec(train__steps=1_200_000), directory, SCALE)
     append_line(directory.metrics, BIG)
     append_line(directory.metrics, {"step": 9, "validation_loss": 4.25})
     view.refresh()
@@ -240,18 +240,18 @@ def test_no_figure_is_cut_at_any_width(directory, width):
 
 
 def test_watch_and_train_show_the_same_clock(directory, monkeypatch):
-    train = RunView(spec(), directory, SCALE)
+    train = RunState(spec(), directory, SCALE)
     record_event(directory, "launch")
     train.refresh()
     later = time.time() + 100
     monkeypatch.setattr(time, "time", lambda: later)
-    watch = RunView(spec(), directory, SCALE, attach=True)
+    watch = RunState(spec(), directory, SCALE, attach=True)
     assert watch.elapsed == train.elapsed
     assert 99 < watch.elapsed < 110
 
 
 def test_a_stop_is_told_once_and_ends_the_estimate(directory):
-    view = RunView(spec(), directory, SCALE)
+    view = RunState(spec(), directory, SCALE)
     for number in range(1, 4):
         append_line(directory.metrics, step(number))
     record_event(directory, "launch")
@@ -266,11 +266,11 @@ def test_a_stop_is_told_once_and_ends_the_estimate(directory):
     assert stream.getvalue().count("SIGINT received") == 1
     assert view.seconds_left is None
     assert doing_now(view) == "stopping"
-    assert RunView(spec(), directory, SCALE, attach=True).ending
+    assert RunState(spec(), directory, SCALE, attach=True).ending
     record_event(directory, "phase", phase="saving")
     view.refresh()
     assert doing_now(view) == "saving"
-    again = RunView(spec(), directory, SCALE)  # the same command goes on
+    again = RunState(spec(), directory, SCALE)  # the same command goes on
     record_event(directory, "launch")
     record_event(directory, "stop_requested", signal="SIGTERM")
     again.refresh()
@@ -278,7 +278,7 @@ def test_a_stop_is_told_once_and_ends_the_estimate(directory):
 
 
 def test_the_estimate_stands_still_while_no_step_comes(directory, monkeypatch):
-    view = RunView(spec(train__steps=1000), directory, SCALE)
+    view = RunState(spec(train__steps=1000), directory, SCALE)
     clock = time.monotonic()
     for number in range(1, 41):
         monkeypatch.setattr(time, "monotonic", lambda now=clock + number: now)
@@ -291,7 +291,7 @@ def test_the_estimate_stands_still_while_no_step_comes(directory, monkeypatch):
 
 
 def test_the_panel_before_the_first_step(directory):
-    view = RunView(spec(), directory, Scale(10**12, 2, None))
+    view = RunState(spec(), directory, ThroughputBasis(10**12, 2, None))
     console = Console(width=100, file=io.StringIO())
     console.print(panel(view, 97))
     text = console.file.getvalue()
@@ -303,7 +303,7 @@ def test_the_panel_before_the_first_step(directory):
 
 def test_the_live_display_draws_and_leaves(directory):
     stream = io.StringIO()
-    view = RunView(spec(), directory, SCALE)
+    view = RunState(spec(), directory, SCALE)
     display = LiveDisplay(Console(width=100, file=stream, force_terminal=True))
     record_event(directory, "restart", attempt=1, reason="rank 1 [dp1] was killed")
     append_line(directory.metrics, step(1))
@@ -323,11 +323,17 @@ def test_the_sparkline():
 
 
 def test_words():
-    assert [bytes_of_files(count) for count in (3, 4.2e3, 72.3e6, 84.2e9, 1.5e12)] == [
+    assert [format_file_size(count) for count in (3, 4.2e3, 72.3e6, 84.2e9, 1.5e12)] == [
         "3 bytes", "4.2 kB", "72.3 MB", "84.2 GB", "1.5 TB",
     ]  # fmt: skip
-    assert [duration(s) for s in (0.4, 59, 65, 7625, float("nan"))] == ["0 s", "59 s", "1 min 05 s", "2 h 07 min", "-"]
-    assert [bytes_of_memory(b) for b in (2**20, 3 * 2**29)] == ["1 MiB", "1.5 GiB"]
+    assert [format_duration(s) for s in (0.4, 59, 65, 7625, float("nan"))] == [
+        "0 s",
+        "59 s",
+        "1 min 05 s",
+        "2 h 07 min",
+        "-",
+    ]
+    assert [format_memory(b) for b in (2**20, 3 * 2**29)] == ["1 MiB", "1.5 GiB"]
 
 
 def test_the_summary(directory):
@@ -365,12 +371,12 @@ def test_the_plot(directory):
 
 
 def test_smoothing_ends_at_each_value():
-    assert smoothed([1.0, 2.0]) == [1.0, 2.0]
-    assert smoothed([0.0] * 99 + [2.0])[-1] == 1.0
+    assert smooth([1.0, 2.0]) == [1.0, 2.0]
+    assert smooth([0.0] * 99 + [2.0])[-1] == 1.0
 
 
 def test_a_metrics_line_with_holes_is_shown(directory):
-    view = RunView(spec(), directory, SCALE)
+    view = RunState(spec(), directory, SCALE)
     append_line(directory.metrics, json.loads('{"step": 5, "loss": NaN, "step_seconds": null}'))
     view.refresh()
     stream = io.StringIO()

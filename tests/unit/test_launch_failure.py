@@ -6,12 +6,12 @@ import pytest
 from launching import tiny_spec
 
 from megalaunch.launch.agent_log import exit_codes
-from megalaunch.launch.failure import Failure, explain_end, first_failure
-from megalaunch.launch.happening import sentence
-from megalaunch.launch.out_of_step import Suspect
-from megalaunch.launch.ranks import Rank
+from megalaunch.launch.collective_mismatch import Culprit
+from megalaunch.launch.event_messages import event_message
+from megalaunch.launch.failure import Failure, describe_exit, first_failure
+from megalaunch.launch.rank_monitor import Rank
 from megalaunch.launch.report import failure_report
-from megalaunch.launch.supervise import LaunchEnd
+from megalaunch.launch.supervise import LaunchResult
 from megalaunch.rundir.outcome import ExitCode, Outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import Progress
@@ -19,7 +19,7 @@ from megalaunch.rundir.progress import Progress
 
 def rank(number: int, code: int | None = None, step: int = 5, held_on: bool = False) -> Rank:
     progress = Progress(number, 100 + number, 0, f"dp{number}", "step", step, 9, 1000.0 + number)
-    return Rank(progress, None, ended=True, return_code=code, held_on=held_on)
+    return Rank(progress, None, ended=True, return_code=code, outlived_peer=held_on)
 
 
 def event(number: int, exception: str, message: str, time: float = 1.0) -> dict[str, object]:
@@ -87,7 +87,7 @@ def test_a_killed_agent_takes_its_workers_with_it():
 def test_an_abort_in_a_collective_is_no_proof_against_a_suspect():
     ranks = {0: rank(0, -6), 1: rank(1, 1)}
     lost = [event(1, "RuntimeError", LOST)]
-    suspect = Suspect(1, "it runs all_reduce of [7]")
+    suspect = Culprit(1, "it runs all_reduce of [7]")
     found = first_failure(0, lost, ranks, {}, 5, suspect, aborted={0})
     assert (found.rank, found.exception, found.message) == (1, "out of step", suspect.message)
     found = first_failure(0, lost, ranks, {}, 5, suspect)  # it was aborted elsewhere
@@ -105,7 +105,7 @@ def test_an_abort_in_a_collective_is_no_proof_against_a_suspect():
 )
 def test_titles_say_who_failed_and_whether_restarts_were_used_up(tmp_path, rank, used, allowed, title):
     failure = Failure(0, rank, "", "step", 7, "SIGKILL", "")
-    end = LaunchEnd(Outcome(5, "", 7, {"restarts_in_a_row": used}), failure)
+    end = LaunchResult(Outcome(5, "", 7, {"restarts_in_a_row": used}), failure)
     lines = failure_report(tiny_spec(launcher__max_restarts=allowed), RunDirectory(tmp_path), end)
     assert lines[0] == f"megalaunch: {title} (exit code 5)"
 
@@ -114,7 +114,7 @@ def test_titles_say_who_failed_and_whether_restarts_were_used_up(tmp_path, rank,
     ("phase", "key"), [("step", "step_timeout"), ("loading torch", "start_timeout"), ("saving", "timeout")]
 )
 def test_a_hang_names_the_limit_that_it_passed(tmp_path, phase, key):
-    end = LaunchEnd(Outcome(6, "", 7), Failure(0, 1, "", phase, 7, "hang", ""))
+    end = LaunchResult(Outcome(6, "", 7), Failure(0, 1, "", phase, 7, "hang", ""))
     assert failure_report(tiny_spec(), RunDirectory(tmp_path), end)[-1].endswith(f"raise launcher.{key}")
 
 
@@ -122,12 +122,12 @@ def test_a_hang_names_the_limit_that_it_passed(tmp_path, phase, key):
     ("code", "name"), [(-9, "SIGKILL"), (-11, "SIGSEGV"), (3, "exit code 3"), (-64, "SIGRTMAX"), (None, "ended")]
 )
 def test_ends_in_words(code, name):
-    assert explain_end(code)[0] == name
+    assert describe_exit(code)[0] == name
 
 
 def test_a_report_of_a_crash(tmp_path):
     failure = Failure(2, 1, "dp1", "step", 7, "ValueError", "too " + "long " * 200)
-    end = LaunchEnd(Outcome(5, "rank 1", 6, {"rank": 1}), failure)
+    end = LaunchResult(Outcome(5, "rank 1", 6, {"rank": 1}), failure)
     lines = failure_report(tiny_spec(), RunDirectory(tmp_path), end)
     assert len(lines) <= 15
     assert max(map(len, lines)) <= 120
@@ -141,7 +141,7 @@ def test_a_report_without_a_culprit_quotes_the_agents_log(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.logs.mkdir()
     (directory.logs / "agent.log").write_text("\n".join(f"line {n}" for n in range(50)) + "\nNo module named torch\n")
-    end = LaunchEnd(Outcome(5, "x", 0), Failure(0, None, "", "starting", 0, "ended", "no worker reported anything"))
+    end = LaunchResult(Outcome(5, "x", 0), Failure(0, None, "", "starting", 0, "ended", "no worker reported anything"))
     lines = failure_report(tiny_spec(), directory, end)
     assert len(lines) <= 15
     assert "  | No module named torch" in lines
@@ -150,7 +150,7 @@ def test_a_report_without_a_culprit_quotes_the_agents_log(tmp_path):
 @pytest.mark.parametrize("code", [2, 3, 4, 7, 75, 130])
 def test_a_report_of_an_end_on_purpose(tmp_path, code):
     details = {"samples": "sample 12: document 3", "rank": 1, "loss": None, "ranks": [{"rank": 0}]}
-    lines = failure_report(tiny_spec(), RunDirectory(tmp_path), LaunchEnd(Outcome(code, "the reason", 7, details)))
+    lines = failure_report(tiny_spec(), RunDirectory(tmp_path), LaunchResult(Outcome(code, "the reason", 7, details)))
     assert f"(exit code {code})" in lines[0]
     assert "the reason" in lines[1]
     assert any("sample 12: document 3" in line for line in lines) == (code < 75)
@@ -159,12 +159,12 @@ def test_a_report_of_an_end_on_purpose(tmp_path, code):
 
 
 def test_a_finished_run_has_no_report(tmp_path):
-    assert failure_report(tiny_spec(), RunDirectory(tmp_path), LaunchEnd(Outcome(ExitCode.DONE, "", 7))) == []
+    assert failure_report(tiny_spec(), RunDirectory(tmp_path), LaunchResult(Outcome(ExitCode.DONE, "", 7))) == []
 
 
 def test_a_report_of_zero_gradients_does_not_speak_of_numbers_that_are_not_finite(tmp_path):
     details = {"loss": 11.5, "grad_norm": 0.0, "zero_gradient_steps": 10}
-    end = LaunchEnd(Outcome(7, "the gradient norm is exactly 0 since step 2", 11, details))
+    end = LaunchResult(Outcome(7, "the gradient norm is exactly 0 since step 2", 11, details))
     lines = failure_report(tiny_spec(), RunDirectory(tmp_path), end)
     assert lines[0] == "megalaunch: the gradient is zero: the model no longer learns (exit code 7)"
     text = " ".join(" ".join(lines).split())
@@ -175,5 +175,5 @@ def test_a_report_of_zero_gradients_does_not_speak_of_numbers_that_are_not_finit
 def test_zero_gradients_show_in_the_display():
     event = {"event": "zero_gradient", "step": 2, "limit": 10}
     said = "warning: the gradient norm of step 2 is exactly 0: nothing is learned"
-    assert sentence(event) == f"{said}; 10 such steps in a row end the run"
-    assert sentence({**event, "limit": 0}) == said
+    assert event_message(event) == f"{said}; 10 such steps in a row end the run"
+    assert event_message({**event, "limit": 0}) == said

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from launching import tiny_spec
 
-from megalaunch.launch import ranks as ranks_module
+from megalaunch.launch import rank_monitor as ranks_module
 from megalaunch.launch.hang_clock import HangClock
 from megalaunch.launch.process import Process
-from megalaunch.launch.ranks import Rank, Ranks
+from megalaunch.launch.rank_monitor import Rank, RankMonitor
 from megalaunch.launch.restarts import RestartBudget
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import Progress
 
 
-def ranks_at(step: int, time: float = 0.0, phase: str = "step", other: str = "") -> Ranks:
+def ranks_at(step: int, time: float = 0.0, phase: str = "step", other: str = "") -> RankMonitor:
     """Two ranks of two; the second may be in another phase."""
-    ranks = Ranks(RunDirectory(Path("nowhere")), 2, 0)
+    ranks = RankMonitor(RunDirectory(Path("nowhere")), 2, 0)
     for number in (0, 1):
         progress = Progress(number, 100 + number, 0, "", (number and other) or phase, step, step, time)
         ranks.known[number] = Rank(progress, Process(100 + number, 5))
@@ -29,21 +29,21 @@ def clock_after(seconds_per_step: float, steps: int = 10, **values) -> HangClock
     """A clock that has seen `steps` steps."""
     clock = HangClock(tiny_spec(**{"launcher__timeout": 600.0, **values}), 0.0)
     for step in range(steps):
-        clock.look(step * 0.2, ranks_at(step, 1e9 + step * seconds_per_step), moved=True)
+        clock.poll(step * 0.2, ranks_at(step, 1e9 + step * seconds_per_step), moved=True)
     return clock
 
 
 @pytest.mark.parametrize(("seconds_per_step", "limit"), [(0.05, 15.0), (1.4, 15.0), (4.0, 40.0), (90.0, 600.0)])
 def test_a_step_has_ten_times_its_median_but_15_seconds(seconds_per_step, limit):
     clock = clock_after(seconds_per_step)
-    clock.look(100.0, ranks_at(20, 1e9 + 5000.0), moved=True)  # one step that took long changes nothing
+    clock.poll(100.0, ranks_at(20, 1e9 + 5000.0), moved=True)  # one step that took long changes nothing
     assert clock.limit(ranks_at(20)) == pytest.approx(limit)
 
 
 def test_steps_that_come_faster_than_looks_are_counted():
     clock = HangClock(tiny_spec(launcher__timeout=600.0), 0.0)
     for look in range(10):
-        clock.look(look * 0.2, ranks_at(look * 100, 1e9 + look * 200.0), moved=True)
+        clock.poll(look * 0.2, ranks_at(look * 100, 1e9 + look * 200.0), moved=True)
     assert clock.limit(ranks_at(1000)) == pytest.approx(20.0)
 
 
@@ -91,16 +91,16 @@ def test_a_stopped_process_has_the_limit_of_a_step_whatever_it_did(monkeypatch):
 def test_time_in_which_the_launcher_did_not_run_is_no_silence():
     clock = clock_after(0.05)
     still = ranks_at(20)
-    clock.look(2.0, still, moved=True)
-    clock.look(3600.0, still, moved=False)  # the whole job was suspended
+    clock.poll(2.0, still, moved=True)
+    clock.poll(3600.0, still, moved=False)  # the whole job was suspended
     assert not clock.is_hung(still)
     for second in range(1, 14):
-        clock.look(3600.0 + second, still, moved=False)
+        clock.poll(3600.0 + second, still, moved=False)
     assert not clock.is_hung(still)
-    clock.look(3614.0, still, moved=False)
+    clock.poll(3614.0, still, moved=False)
     assert clock.silent == pytest.approx(16.0)
     assert clock.is_hung(still)
-    clock.look(3615.0, still, moved=True)
+    clock.poll(3615.0, still, moved=True)
     assert not clock.is_hung(still)
 
 

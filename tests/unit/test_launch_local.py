@@ -107,7 +107,7 @@ def test_faults_of_the_agent_are_named_and_it_is_started_again(tmp_path):
     with launched(tmp_path, spec, **faults) as process:
         wait_until(lambda: 5 in steps_of(directory))
         agent, *_ = [found.pid for found in descendants(process.pid)]
-        os.kill(agent, signal.SIGSTOP)  # it starts nothing again, for longer than launcher.timeout
+        os.kill(agent, signal.SIGSTOP)  # it starts nothing again, for longer than launcher.hang_timeout
         os.kill(read_progress(directory.progress(1)).pid, signal.SIGKILL)
         (crash,) = wait_until(lambda: events_of(directory, "restart"))
         assert "rank 1 (dp1) failed at step " in crash["reason"]

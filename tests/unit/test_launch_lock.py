@@ -17,7 +17,7 @@ import pytest
 from launching import wait_until
 
 import megalaunch.launch.lock
-from megalaunch.launch.file_system import locks_stay_on_this_machine
+from megalaunch.launch.file_system import has_local_locks
 from megalaunch.launch.lock import RunLock, RunLocked, is_held, read_holder
 
 _HOLD = """
@@ -132,13 +132,13 @@ MOUNTS = """22 27 0:21 / / rw,relatime - ext4 /dev/vda rw
 def test_file_systems_whose_locks_other_machines_do_not_see(tmp_path, place, local):
     mounts = tmp_path / "mountinfo"
     mounts.write_text(MOUNTS.replace("\\\\", "\\"))
-    assert locks_stay_on_this_machine(Path(place) / "lock", mounts) == local
+    assert has_local_locks(Path(place) / "lock", mounts) == local
 
 
 def test_where_locks_stay_on_this_machine_the_heartbeat_counts_too(tmp_path, monkeypatch):
     path = tmp_path / "lock"
     path.write_text(ELSEWHERE)
-    monkeypatch.setattr(megalaunch.launch.lock, "locks_stay_on_this_machine", lambda path: True)
+    monkeypatch.setattr(megalaunch.launch.lock, "has_local_locks", lambda path: True)
     assert is_held(path)
     with pytest.raises(RunLocked, match="on elsewhere"):
         RunLock(path)

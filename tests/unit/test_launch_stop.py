@@ -11,8 +11,8 @@ import time
 import pytest
 from launching import wait_until
 
-import megalaunch.launch.patience
-from megalaunch.launch.patience import Patience
+import megalaunch.launch.heartbeat
+from megalaunch.launch.heartbeat import Heartbeat
 from megalaunch.launch.process import Process, find_process, is_alive, is_stopped, kill_all, return_code, send_signal
 from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
 from megalaunch.rundir.outcome import ExitCode
@@ -30,7 +30,7 @@ def test_while_watching_signals_are_counted_and_the_first_decides():
     with StopSignals() as stop:
         stop.watching = True
         os.kill(os.getpid(), signal.SIGINT)
-        assert (stop.count, stop.exit_code, stop.forwarded) == (1, ExitCode.INTERRUPTED, signal.SIGINT)
+        assert (stop.count, stop.exit_code, stop.signal_for_workers) == (1, ExitCode.INTERRUPTED, signal.SIGINT)
         time.sleep(0.15)
         os.kill(os.getpid(), signal.SIGTERM)
         assert (stop.count, stop.exit_code) == (2, ExitCode.INTERRUPTED)
@@ -51,7 +51,7 @@ def test_an_early_warning_asks_the_workers_to_save():
     with StopSignals() as stop:
         stop.watching = True
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert (stop.exit_code, stop.forwarded) == (ExitCode.PREEMPTED, signal.SIGTERM)
+        assert (stop.exit_code, stop.signal_for_workers) == (ExitCode.PREEMPTED, signal.SIGTERM)
 
 
 def test_a_signal_that_our_parent_had_blocked_is_heard():
@@ -95,9 +95,9 @@ def test_a_process_from_start_to_end():
 
 
 def test_patience_repeats_what_goes_on(monkeypatch):
-    monkeypatch.setattr(megalaunch.launch.patience, "SILENCE", 0.3)
+    monkeypatch.setattr(megalaunch.launch.heartbeat, "INTERVAL", 0.3)
     lines: list[str] = []
-    with Patience(lines.append) as patience:
+    with Heartbeat(lines.append) as patience:
         patience.say("training a tokenizer")
         wait_until(lambda: len(lines) > 1)
     assert lines[0] == "training a tokenizer"

@@ -9,8 +9,8 @@ import torch
 from family_variants import VOCABULARY, make
 from tiny_run import tiny_decoder, tiny_tokenizer
 
-from megalaunch.engine.inference.likelihood import Likelihood, likelihoods
-from megalaunch.engine.inference.load import open_model
+from megalaunch.engine.inference.load_model import open_model
+from megalaunch.engine.inference.loglikelihood import LogLikelihood, loglikelihoods
 
 LONGEST = 12
 
@@ -34,7 +34,7 @@ def by_itself(logits_SV: torch.Tensor, after: list[int]) -> tuple[float, bool]:
     return float(chosen), places_CV.argmax(-1).tolist() == after
 
 
-def check(found: dict[int, Likelihood], logits_of, pairs: list[tuple[list[int], list[int]]]) -> None:
+def check(found: dict[int, LogLikelihood], logits_of, pairs: list[tuple[list[int], list[int]]]) -> None:
     assert sorted(found) == list(range(len(pairs)))
     for number, (before, after) in enumerate(pairs):
         row = [*before, *after][-LONGEST - 1 : -1]
@@ -49,15 +49,17 @@ def test_pairs_in_any_company(batch_size):
     with torch.no_grad():
         likeliest = [int(model(torch.tensor([before[-LONGEST:]]))[0, -1].argmax()) for before, _ in pairs]
         pairs += [(before, [token]) for (before, _), token in zip(pairs, likeliest, strict=True)]
-        found = dict(likelihoods(model, pairs, batch_size, LONGEST))
+        found = dict(loglikelihoods(model, pairs, batch_size, LONGEST))
         check(found, model, pairs)
     assert sum(one.greedy for one in found.values()) >= len(likeliest)
 
 
 def test_pairs_that_differ_in_the_last_token_are_read_once(monkeypatch):
     model, read = tiny_decoder(), []
-    monkeypatch.setattr(model, "forward", lambda tokens_BS, logits: read.append(len(tokens_BS)) or _states(tokens_BS))
-    assert len(list(likelihoods(model, [([5, 6], [7, last]) for last in range(9)], 4, LONGEST))) == 9
+    monkeypatch.setattr(
+        model, "forward_signal", lambda tokens_BS, logits: read.append(len(tokens_BS)) or _states(tokens_BS)
+    )
+    assert len(list(loglikelihoods(model, [([5, 6], [7, last]) for last in range(9)], 4, LONGEST))) == 9
     assert read == [1]
 
 
@@ -72,7 +74,7 @@ def test_pairs_that_cannot_be():
         ([1], [1] * 5, 4, "a text of 5 tokens is longer than the 4"),
     ]:
         with pytest.raises(ValueError, match=reason):
-            list(likelihoods(tiny_decoder(), [(before, after)], 1, longest))
+            list(loglikelihoods(tiny_decoder(), [(before, after)], 1, longest))
 
 
 @pytest.mark.parametrize("family", ["llama 3.2", "gemma2"])
@@ -83,7 +85,7 @@ def test_they_are_those_of_transformers(family: str, tmp_path: Path):
     model = open_model(tmp_path / "hf", device=torch.device("cpu")).decoder
     pairs = drawn_pairs(VOCABULARY)
     with torch.no_grad():
-        check(dict(likelihoods(model, pairs, 4, LONGEST)), lambda tokens: theirs(tokens).logits, pairs)
+        check(dict(loglikelihoods(model, pairs, 4, LONGEST)), lambda tokens: theirs(tokens).logits, pairs)
 
 
 def test_a_folder_opens_on_other_devices_than_a_cpu(tmp_path: Path):

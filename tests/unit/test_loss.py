@@ -6,31 +6,31 @@ import torch.nn.functional as F
 from live_bytes import LiveBytes
 from oracle import small_spec
 
-from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.decoder import Decoder
-from megalaunch.engine.train.head_loss import HeadLoss
-from megalaunch.engine.train.loss import IGNORED, summed_token_loss
+from megalaunch.engine.train.linear_cross_entropy import LinearCrossEntropy
+from megalaunch.engine.train.loss import IGNORE_INDEX, cross_entropy_sum
 
 
 def test_half_formats_lose_nothing_in_the_sum():
     logits = torch.randn(2, 300, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
     labels = torch.arange(600).view(2, 300) % 50
-    labels[1, 200:] = IGNORED
-    loss = summed_token_loss(logits, labels, Axis("tp"))
+    labels[1, 200:] = IGNORE_INDEX
+    loss = cross_entropy_sum(logits, labels, Axis("tp"))
     each = -F.log_softmax(logits.double(), dim=-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss.double(), each[labels != IGNORED].sum(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss.double(), each[labels != IGNORE_INDEX].sum(), rtol=1e-6, atol=0)
 
 
 def test_gradients_are_those_of_torch_and_none_where_a_label_does_not_count():
     draw = torch.Generator().manual_seed(0)
     logits = (10 * torch.randn(2, 30, 50, generator=draw)).requires_grad_()
     labels = torch.randint(0, 50, (2, 30), generator=draw)
-    labels[1, 20:] = IGNORED
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    labels[1, 20:] = IGNORE_INDEX
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     pairs = [
-        torch.autograd.grad(loss / 7, logits)[0] for loss in (summed_token_loss(logits, labels, Axis("tp")), expected)
+        torch.autograd.grad(loss / 7, logits)[0] for loss in (cross_entropy_sum(logits, labels, Axis("tp")), expected)
     ]
     torch.testing.assert_close(*pairs, rtol=1e-5, atol=1e-7)
     assert pairs[0][1, 20:].count_nonzero() == 0
@@ -45,8 +45,8 @@ def _head(weight: torch.nn.Parameter) -> Decoder:
 
 
 def _loss(model: Decoder, chunks: int, x_BSH: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    given = HeadLoss(model, chunks)
-    return given(x_BSH @ model.head.weight.T if given.of_logits else x_BSH, labels)
+    given = LinearCrossEntropy(model, chunks)
+    return given(x_BSH @ model.head.weight.T if given.takes_logits else x_BSH, labels)
 
 
 def test_chunks_cost_few_digits_of_half_formats():
@@ -55,7 +55,7 @@ def test_chunks_cost_few_digits_of_half_formats():
     x = torch.randn(2, 128, 64, generator=draw).bfloat16()
     weight = (torch.randn(256, 64, generator=draw) / 8).bfloat16()
     labels = torch.randint(0, 256, (2, 128), generator=draw)
-    labels[0, 5:9] = IGNORED
+    labels[0, 5:9] = IGNORE_INDEX
 
     def errors(chunks: int) -> list[float]:
         found = []

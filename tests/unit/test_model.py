@@ -7,19 +7,19 @@ import pytest
 import torch
 from oracle import small_spec
 
-from megalaunch.engine.families.registry import build_decoder
+from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.model.attention.core import causal_attention
 from megalaunch.engine.model.config import NormConfig, RopeConfig
-from megalaunch.engine.model.context import causal
-from megalaunch.engine.model.init import initial_value, initialise
+from megalaunch.engine.model.init import init_value, init_weights
 from megalaunch.engine.model.norm import Norm
-from megalaunch.engine.model.rope import rotate, rotation_of
+from megalaunch.engine.model.rope import apply_rope, rope_cos_sin
 from megalaunch.plan.parameters import count_parameters
 
 
 @pytest.fixture(scope="module")
 def model():
     decoder = build_decoder(small_spec().model)
-    initialise(decoder, 3)
+    init_weights(decoder, 3)
     return decoder
 
 
@@ -46,7 +46,7 @@ def test_attention_by_definition(queries):
     scores = q @ k.repeat_interleave(3, dim=1).mT / math.sqrt(4)
     future = torch.arange(7)[None, :] > torch.arange(7 - queries, 7)[:, None]
     expected = scores.masked_fill(future, -math.inf).softmax(-1) @ v.repeat_interleave(3, dim=1)
-    torch.testing.assert_close(causal(q, k, v), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(causal_attention(q, k, v), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_rotation_turns_pairs_and_depends_on_distance_only():
@@ -54,15 +54,15 @@ def test_rotation_turns_pairs_and_depends_on_distance_only():
     y = torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(1))
 
     def score(first, second):
-        rope = RopeConfig(theta=100.0, width=8)
-        a = rotate(x, rotation_of(torch.tensor([first]), rope, torch.float32))
-        b = rotate(y, rotation_of(torch.tensor([second]), rope, torch.float32))
+        rope = RopeConfig(theta=100.0, rotary_dim=8)
+        a = apply_rope(x, rope_cos_sin(torch.tensor([first]), rope, torch.float32))
+        b = apply_rope(y, rope_cos_sin(torch.tensor([second]), rope, torch.float32))
         return (a * b).sum().item()
 
     assert score(5, 2) == pytest.approx(score(13, 10), abs=1e-5)
     assert score(5, 2) != pytest.approx(score(5, 4), abs=1e-3)
-    two = RopeConfig(theta=100.0, width=2)
-    pair = rotate(torch.tensor([[1.0, 0.0]]), rotation_of(torch.tensor([1]), two, torch.float32))
+    two = RopeConfig(theta=100.0, rotary_dim=2)
+    pair = apply_rope(torch.tensor([[1.0, 0.0]]), rope_cos_sin(torch.tensor([1]), two, torch.float32))
     assert pair.tolist()[0] == pytest.approx([math.cos(1), math.sin(1)])
 
 
@@ -78,23 +78,23 @@ def test_norm_by_definition(dtype):
 
 def test_initial_weights_depend_on_seed_and_name_only(model):
     config = model.config
-    one = initial_value("layers.0.mlp.up_proj.weight", torch.Size([40, 24]), config, 3)
+    one = init_value("layers.0.mlp.up_proj.weight", torch.Size([40, 24]), config, 3)
     assert torch.equal(one, dict(model.named_parameters())["layers.0.mlp.up_proj.weight"])
-    assert not torch.equal(one, initial_value("layers.1.mlp.up_proj.weight", torch.Size([40, 24]), config, 3))
-    assert not torch.equal(one, initial_value("layers.0.mlp.up_proj.weight", torch.Size([40, 24]), config, 4))
+    assert not torch.equal(one, init_value("layers.1.mlp.up_proj.weight", torch.Size([40, 24]), config, 3))
+    assert not torch.equal(one, init_value("layers.0.mlp.up_proj.weight", torch.Size([40, 24]), config, 4))
 
 
 def test_initial_spread(model):
     config = replace(model.config, layers=model.config.layers[:1] * 8)
     shape = torch.Size([400, 400])
-    plain = initial_value("layers.0.attention.q_proj.weight", shape, config, 0).std().item()
-    writer = initial_value("layers.0.attention.o_proj.weight", shape, config, 0).std().item()
+    plain = init_value("layers.0.attention.q_proj.weight", shape, config, 0).std().item()
+    writer = init_value("layers.0.attention.o_proj.weight", shape, config, 0).std().item()
     assert plain == pytest.approx(config.init_std, rel=0.02)
     assert writer == pytest.approx(config.init_std / 4, rel=0.02)
-    assert initial_value("norm.weight", torch.Size([5]), config, 0).tolist() == [1] * 5
+    assert init_value("norm.weight", torch.Size([5]), config, 0).tolist() == [1] * 5
     table = replace(config, embedding_init_std=3.0)
-    assert initial_value("embedding.weight", shape, table, 0).std().item() == pytest.approx(3.0, rel=0.02)
-    assert initial_value("head.weight", shape, table, 0).std().item() == pytest.approx(config.init_std, rel=0.02)
+    assert init_value("embedding.weight", shape, table, 0).std().item() == pytest.approx(3.0, rel=0.02)
+    assert init_value("head.weight", shape, table, 0).std().item() == pytest.approx(config.init_std, rel=0.02)
 
 
 def test_an_open_vocabulary_is_named():

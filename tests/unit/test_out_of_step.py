@@ -6,22 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from megalaunch.launch.abort import place_of_abort
-from megalaunch.launch.out_of_step import differing, out_of_step
-from megalaunch.rundir.trail import Collective, GroupTrail, Trail, read_trail, write_trail
+from megalaunch.launch.abort import abort_location
+from megalaunch.launch.collective_mismatch import find_desynced_rank, find_mismatched_collective
+from megalaunch.rundir.collective_trace import (
+    Collective,
+    CollectiveTrace,
+    GroupTrace,
+    read_collective_trace,
+    write_collective_trace,
+)
 
 WORLD = (0, 1, 2, 3)
 SEEN = {"all_reduce of [2]": 40, "all_gather of [8]": 40, "barrier": 1}
 
 
-def group(name: str, ranks: tuple[int, ...], *what: str, waiting: bool = False) -> GroupTrail:
+def group(name: str, ranks: tuple[int, ...], *what: str, waiting: bool = False) -> GroupTrace:
     """Collectives 1, 2, ... of a group; the last one may be waited in."""
     last = tuple(Collective(i + 1, one, waiting and i == len(what) - 1) for i, one in enumerate(what))
-    return GroupTrail(name, ranks, last, {one: SEEN.get(one, 1) for one in what})
+    return GroupTrace(name, ranks, last, {one: SEEN.get(one, 1) for one in what})
 
 
-def trail(*groups: GroupTrail, where: str = "engine/train/step.py:1 run", inside: bool = False) -> Trail:
-    return Trail(0, 50.0, where, inside, groups)
+def trail(
+    *groups: GroupTrace, where: str = "engine/train/train_step.py:1 run", inside: bool = False
+) -> CollectiveTrace:
+    return CollectiveTrace(0, 50.0, where, inside, groups)
 
 
 STEP, GATHER = "all_reduce of [2]", "all_gather of [8]"
@@ -30,20 +38,20 @@ STEP, GATHER = "all_reduce of [2]", "all_gather of [8]"
 def test_another_collective_than_the_rest_of_the_group():
     trails = {rank: trail(group("world", WORLD, STEP, STEP, waiting=True)) for rank in (0, 1, 3)}
     trails[2] = trail(group("world", WORLD, STEP, "barrier", waiting=True), where="plugin.py:7 check")
-    for judge in (out_of_step, differing):
+    for judge in (find_desynced_rank, find_mismatched_collective):
         found = judge(trails)
         assert (found.rank, found.message) == (
             2, f"it runs barrier where the other ranks of its world group run {STEP}; it is at plugin.py:7 check, "
-            "they at engine/train/step.py:1 run",
+            "they at engine/train/train_step.py:1 run",
         )  # fmt: skip
 
 
 def test_a_rank_that_has_gone_on_since_is_not_said_to_be_there():
     trails = {rank: trail(group("world", WORLD, STEP, STEP, STEP, waiting=True)) for rank in (0, 1, 3)}
     trails[2] = trail(group("world", WORLD, STEP, "barrier", STEP, waiting=True))
-    assert out_of_step(trails).message.endswith(f"group run {STEP}")
+    assert find_desynced_rank(trails).message.endswith(f"group run {STEP}")
     trails[2] = trail(group("world", WORLD, STEP, "barrier", waiting=True))
-    assert out_of_step(trails).message.endswith(f"group run {STEP}; it is at engine/train/step.py:1 run")
+    assert find_desynced_rank(trails).message.endswith(f"group run {STEP}; it is at engine/train/train_step.py:1 run")
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -52,34 +60,34 @@ def test_of_two_the_other_pairs_decide(odd):
     trails = {rank: trail(group("tp", (2, 3), GATHER)) for rank in (2, 3)}
     trails[odd] = trail(group("tp", (0, 1), STEP, waiting=True))
     trails[1 - odd] = trail(group("tp", (0, 1), GATHER, waiting=True))
-    assert out_of_step(trails).rank == odd
+    assert find_desynced_rank(trails).rank == odd
 
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_of_two_alone_the_one_decides_that_was_never_run_before(odd):
     trails = {odd: trail(group("tp", (0, 1), "all_reduce of [7]", waiting=True))}
     trails[1 - odd] = trail(group("tp", (0, 1), GATHER, waiting=True))
-    assert out_of_step(trails).rank == odd
+    assert find_desynced_rank(trails).rank == odd
 
 
 def test_one_too_many():
     trails = {rank: trail(group("world", WORLD, STEP, STEP, waiting=True)) for rank in (0, 1, 2)}
     trails[3] = trail(group("world", WORLD, STEP), group("tp", (2, 3), "all_reduce of [7]", waiting=True))
-    found = out_of_step(trails)
+    found = find_desynced_rank(trails)
     assert (found.rank, found.message) == (
         3, "it waits in all_reduce of [7], to which no other rank of its tp group comes; it is at "
-        "engine/train/step.py:1 run",
+        "engine/train/train_step.py:1 run",
     )  # fmt: skip
-    assert differing(trails) is None
+    assert find_mismatched_collective(trails) is None
 
 
 def test_one_too_few():
     """Two ranks are in an all-reduce of dp; the third has left it out and waits elsewhere."""
     trails = {rank: trail(group("dp", (0, 1, 2), STEP, STEP, waiting=True)) for rank in (0, 2)}
     trails[1] = trail(group("dp", (0, 1, 2), STEP), group("tp", (1, 3), GATHER, GATHER, waiting=True))
-    found = out_of_step(trails)
+    found = find_desynced_rank(trails)
     assert (found.rank, found.message) == (
-        1, "the other ranks wait in collectives that it does not come to: it is at engine/train/step.py:1 run",
+        1, "the other ranks wait in collectives that it does not come to: it is at engine/train/train_step.py:1 run",
     )  # fmt: skip
 
 
@@ -88,14 +96,14 @@ def test_one_that_waits_for_nobody():
     trails = {rank: trail(group("world", WORLD, STEP, STEP, waiting=True)) for rank in (0, 2)}
     trails[1] = trail(group("world", WORLD, STEP), inside=True)
     trails[3] = trail(group("world", WORLD, STEP), where="engine/train/loss.py:7 loss")
-    found = out_of_step(trails)
+    found = find_desynced_rank(trails)
     assert (found.rank, found.message) == (3, "it is busy in engine/train/loss.py:7 loss while the other ranks wait")
 
 
 def test_nothing_is_said_without_grounds():
-    assert out_of_step({}) is None
-    assert out_of_step({rank: trail() for rank in WORLD}) is None  # all of them compute
-    assert out_of_step({rank: trail(group("tp", (0, 1), STEP, waiting=True)) for rank in (0, 1)}) is None
+    assert find_desynced_rank({}) is None
+    assert find_desynced_rank({rank: trail() for rank in WORLD}) is None  # all of them compute
+    assert find_desynced_rank({rank: trail(group("tp", (0, 1), STEP, waiting=True)) for rank in (0, 1)}) is None
 
 
 DUMP = """terminate called after throwing an instance of 'gloo::EnforceNotMet'
@@ -103,12 +111,12 @@ DUMP = """terminate called after throwing an instance of 'gloo::EnforceNotMet'
 Fatal Python error: Aborted
 
 Thread 0x00007f27919686c0 (most recent call first):
-  File "/src/megalaunch/engine/witness.py", line 56 in _answer
+  File "/src/megalaunch/engine/hang_diagnostics.py", line 56 in _answer
 
 Thread 0x00007f27931efb80 (most recent call first):
   File "/env/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
   File "/home/me/plugin.py", line 13 in run
-  File "/src/megalaunch/engine/train/loop.py", line 165 in _one_step
+  File "/src/megalaunch/engine/train/trainer.py", line 165 in _one_step
   File "/src/megalaunch/engine/worker.py", line 66 in main
   File "<frozen runpy>", line 88 in _run_code
 
@@ -118,14 +126,14 @@ Extension modules: yaml._yaml (total: 1)
 
 def test_an_aborted_worker_was_where_its_main_thread_was(tmp_path):
     log = tmp_path / "rank_1.log"
-    assert place_of_abort(log) == ("", False)
+    assert abort_location(log) == ("", False)
     log.write_text("training\n")
-    assert place_of_abort(log) == ("", False)
+    assert abort_location(log) == ("", False)
     log.write_text("Fatal Python error: Aborted\n\nof an earlier attempt\n" + DUMP)
-    assert place_of_abort(log) == ("plugin.py:13 run", True)
+    assert abort_location(log) == ("plugin.py:13 run", True)
 
 
-HERE = "engine/train/agreement.py:33 total_valid_tokens"
+HERE = "engine/train/rank_sync.py:33 total_valid_tokens"
 
 
 @pytest.mark.parametrize("odd", [1, 2])
@@ -134,7 +142,7 @@ def test_of_ranks_that_an_abort_ended_the_one_elsewhere_is_named(odd):
     trails = {rank: trail(group("world", WORLD, STEP, STEP), where=HERE, inside=True) for rank in (0, 1, 2, 3)}
     trails[3] = trail(group("world", WORLD, STEP, STEP, GATHER), where="engine/x.py:8 gather", inside=True)
     trails[odd] = trail(where="plugin.py:13 run", inside=True)
-    found = differing(trails)
+    found = find_mismatched_collective(trails)
     assert (found.rank, found.message) == (
         odd, f"it was in a collective at plugin.py:13 run, the other ranks at {HERE}",
     )  # fmt: skip
@@ -144,22 +152,22 @@ def test_an_abort_of_the_other_side_does_not_hide_who_ran_what_was_never_run_bef
     """Of two ranks one is aborted and tells nothing; the other tells a collective that it had never run."""
     trails = {0: trail(where=HERE, inside=True)}
     trails[1] = trail(group("world", (0, 1), STEP, "all_reduce of [7]"), where="plugin.py:13 run", inside=True)
-    assert differing(trails).rank == 1
+    assert find_mismatched_collective(trails).rank == 1
 
 
 def test_places_say_nothing_where_nobody_was_aborted_in_a_collective():
     trails = {rank: trail(group("world", WORLD, STEP), where=HERE, inside=True) for rank in (0, 1, 2)}
     trails[3] = trail(group("world", WORLD, STEP), where="engine/x.py:8 gather", inside=True)
-    assert differing(trails) is None
+    assert find_mismatched_collective(trails) is None
 
 
 def test_trails_are_kept_by_attempt(tmp_path: Path):
     written = trail(group("tp", (0, 1), STEP, waiting=True), where="x.py:1 f", inside=True)
     path = tmp_path / "rank_0.collectives.json"
-    assert read_trail(path, 0) is None
-    write_trail(path, written)
-    assert read_trail(path, 0) == written
-    assert read_trail(path, 1) is None
-    assert read_trail(path, 0, since=51.0) is None
+    assert read_collective_trace(path, 0) is None
+    write_collective_trace(path, written)
+    assert read_collective_trace(path, 0) == written
+    assert read_collective_trace(path, 1) is None
+    assert read_collective_trace(path, 0, since=51.0) is None
     path.write_text('{"attempt": 0, "groups": 3}')
-    assert read_trail(path, 0) is None
+    assert read_collective_trace(path, 0) is None

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from oracle import SEQUENCE, RandomSamples
 from tiny_run import tiny_decoder
 
-from megalaunch.data.row import DocumentBorders
-from megalaunch.engine.train.batches import microbatch
-from megalaunch.engine.train.loss import IGNORED
+from megalaunch.data.samples.sample import EodPolicy
+from megalaunch.engine.train.dataloader import microbatch
+from megalaunch.engine.train.loss import IGNORE_INDEX
 
 EOD = 0
 DOCUMENTS = ([5, 6, 7, EOD], [EOD], [9, 8, 7, 6, 5, 4, EOD], [11, 12], [13, 14, 15, EOD])
@@ -18,7 +18,7 @@ DOCUMENTS = ([5, 6, 7, EOD], [EOD], [9, 8, 7, 6, 5, 4, EOD], [11, 12], [13, 14, 
 def packed_row():
     """All documents in one row; the fourth has no end and runs into the fifth."""
     tokens = np.concatenate([*DOCUMENTS, [3]]).astype(np.int64)
-    return DocumentBorders(EOD, reset_positions=True, reset_attention=True).row(tokens)
+    return EodPolicy(EOD, reset_position_ids=True, reset_attention_mask=True).make_sample(tokens)
 
 
 def parts():
@@ -27,7 +27,7 @@ def parts():
 
 
 def loss_of(logits, labels):
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def test_logits_are_those_of_each_document_alone():
@@ -46,7 +46,7 @@ def test_gradients_are_those_of_each_document_alone():
     batch = microbatch([packed_row()])
     ends = torch.tensor(np.cumsum([len(part) for part in parts()])) - 1
     labels = batch.labels.clone()
-    labels[0, ends] = IGNORED
+    labels[0, ends] = IGNORE_INDEX
     loss_of(model(batch.tokens, batch.positions, documents_BS=batch.documents), labels).backward()
     packed = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -61,15 +61,15 @@ def test_gradients_are_those_of_each_document_alone():
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_labels_without_a_loss_leave_the_inputs_alone(rows):
-    row = DocumentBorders(EOD, mask_eod_loss=True).row(np.array([5, EOD, 6, 7]))
+    row = EodPolicy(EOD, eod_mask_loss=True).make_sample(np.array([5, EOD, 6, 7]))
     batch = microbatch([row] * rows)
     assert batch.tokens.tolist() == [[5, EOD, 6]] * rows
-    assert batch.labels.tolist() == [[EOD, IGNORED, 7]] * rows
+    assert batch.labels.tolist() == [[EOD, IGNORE_INDEX, 7]] * rows
     assert (batch.positions, batch.documents) == (None, None)
 
 
 def test_rows_with_and_without_documents_share_a_batch():
-    plain, packed = RandomSamples()[0], DocumentBorders(3, reset_positions=True, reset_attention=True)
-    batch = microbatch([plain, packed.row(plain.tokens)])
+    plain, packed = RandomSamples()[0], EodPolicy(3, reset_position_ids=True, reset_attention_mask=True)
+    batch = microbatch([plain, packed.make_sample(plain.tokens)])
     assert batch.positions[0].tolist() == list(range(SEQUENCE))
     assert batch.documents[0].tolist() == [0] * SEQUENCE

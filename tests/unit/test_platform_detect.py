@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megalaunch.platform import accelerators
+from megalaunch.platform.cgroups import usable_cores, usable_memory
 from megalaunch.platform.detect import cpu_bf16_unit, detect_machine
-from megalaunch.platform.limits import usable_cores, usable_memory
 
 H100 = "NVIDIA H100 80GB HBM3, GPU-{n}aaa, 81559, 9.0"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalaunch.platform.facts import CHIPS
+from megalaunch.platform.chips import CHIPS
 
 GIB = 2**30
 

@@ -4,15 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megalaunch.engine.model import processor_attention, product
-from megalaunch.engine.model.processor_attention import blocks_pay, causal_on_processor
+from megalaunch.engine.model import matmul
+from megalaunch.engine.model.attention import cpu
+from megalaunch.engine.model.attention.cpu import causal_attention_cpu, is_faster
 
 
 @pytest.mark.parametrize("tokens", [2, 32, 33, 100])
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, 512), (torch.float32, 1), (torch.bfloat16, 512)])
 def test_output_and_gradients_are_those_of_torch(tokens, groups, dtype, kept, monkeypatch):
-    monkeypatch.setattr(processor_attention, "_KEPT", kept)
+    monkeypatch.setattr(cpu, "_KEPT", kept)
     torch.manual_seed(0)
     heads = [torch.randn(2, tokens, n, 8).transpose(1, 2).to(dtype) for n in (6, groups, groups)]
     dout = torch.randn(2, 6, tokens, 8).to(dtype)
@@ -20,7 +21,7 @@ def test_output_and_gradients_are_those_of_torch(tokens, groups, dtype, kept, mo
     reference = [x.float().clone().requires_grad_() for x in heads]
     mine = [x.requires_grad_() for x in heads]
     expected = F.scaled_dot_product_attention(*reference, is_causal=True, scale=0.3, enable_gqa=True)
-    found = causal_on_processor(*mine, 0.3)
+    found = causal_attention_cpu(*mine, 0.3)
     assert found.dtype == dtype
     expected.backward(dout.float())
     found.backward(dout)
@@ -42,7 +43,7 @@ def test_weights_are_kept_where_they_are_few(tokens, dtype, expected):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        causal_on_processor(q, k, v, 0.3)
+        causal_attention_cpu(q, k, v, 0.3)
     weights = sum(held) - q.numel() - k.numel() - v.numel()
     block = 128  # queries, at one head a group: half of the square, and half of a block's more
     assert weights == expected * 2 * tokens * (tokens + block) // 2
@@ -50,9 +51,9 @@ def test_weights_are_kept_where_they_are_few(tokens, dtype, expected):
 
 @pytest.mark.parametrize("unit", [None, "AMX"])
 def test_where_torch_is_faster_it_is_left_to_it(unit, monkeypatch):
-    monkeypatch.setattr(product, "_unit", lambda: unit)
+    monkeypatch.setattr(matmul, "_unit", lambda: unit)
     fp32, bf16 = torch.float32, torch.bfloat16
     cases = {(1, fp32): False, (1024, fp32): True, (1025, fp32): False, (1, bf16): False, (4096, bf16): unit is None}
-    found = {case: blocks_pay(torch.empty(1, 64, case[0], 1, dtype=case[1])) for case in cases}
+    found = {case: is_faster(torch.empty(1, 64, case[0], 1, dtype=case[1])) for case in cases}
     assert found == cases
-    assert not blocks_pay(torch.empty(1, 64, 128, 1, device="meta"))
+    assert not is_faster(torch.empty(1, 64, 128, 1, device="meta"))

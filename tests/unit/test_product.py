@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megalaunch.engine.model import product as products
+from megalaunch.engine.model import matmul as products
+from megalaunch.engine.model.matmul import linear, matmul, use_fp32_matmul
 from megalaunch.engine.model.norm import rms_norm
-from megalaunch.engine.model.product import linear, product, widens
-from megalaunch.engine.model.rope import Rotation, rotate
+from megalaunch.engine.model.rope import RopeCache, apply_rope
 
 NARROW = torch.bfloat16
 
@@ -20,11 +20,11 @@ def no_unit(monkeypatch):
 
 def test_what_is_widened(monkeypatch):
     many, few = torch.randn(2, 64, 8), torch.randn(2, 8)
-    assert widens(many.to(NARROW))
-    assert not widens(few.to(NARROW)), "a row of generated text"
-    assert not widens(many)
+    assert use_fp32_matmul(many.to(NARROW))
+    assert not use_fp32_matmul(few.to(NARROW)), "a row of generated text"
+    assert not use_fp32_matmul(many)
     monkeypatch.setattr(products, "_unit", lambda: "AMX")
-    assert not widens(many.to(NARROW))
+    assert not use_fp32_matmul(many.to(NARROW))
 
 
 def test_outputs_and_gradients_are_rounded_once():
@@ -47,8 +47,8 @@ def test_outputs_and_gradients_are_rounded_once():
 def test_a_product_is_added_before_it_is_rounded():
     a, b, onto = torch.randn(2, 64, 16).to(NARROW), torch.randn(16, 24).to(NARROW), torch.randn(2, 64, 24).to(NARROW)
     exact = a.double() @ b.double() + onto.double()
-    assert ((product(a, b, onto) - exact).abs() <= 1.01 * 2**-8 * exact.abs() + 1e-5).all()
-    torch.testing.assert_close(product(a.float(), b.float(), onto.float()).double(), exact, rtol=1e-5, atol=1e-5)
+    assert ((matmul(a, b, onto) - exact).abs() <= 1.01 * 2**-8 * exact.abs() + 1e-5).all()
+    torch.testing.assert_close(matmul(a.float(), b.float(), onto.float()).double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW])
@@ -68,9 +68,9 @@ def test_rms_norm_and_its_gradients_are_those_of_torch(dtype):
 
 def test_a_rotation_is_undone_by_its_backward_pass():
     angles = torch.rand(10, 4).repeat(1, 2)
-    rotation = Rotation(angles.cos(), angles.sin())
+    rotation = RopeCache(angles.cos(), angles.sin())
     x = torch.randn(1, 3, 10, 12, requires_grad=True)  # 8 numbers of each head turn, 4 do not
-    turned = rotate(x, rotation)
+    turned = apply_rope(x, rotation)
     turned.backward(turned.detach())
     torch.testing.assert_close(x.grad, x.detach())
     assert (turned - x).detach()[..., 1:, :8].abs().max() > 0.1

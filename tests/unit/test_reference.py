@@ -8,7 +8,7 @@ from reference_pages import PAGES, ROOT
 
 import megalaunch
 from megalaunch.cli.reference.configuration import configuration_page
-from megalaunch.plan.findings import OUTSIDE_RULES, REFERENCE, anchor_of
+from megalaunch.plan.findings import OUTSIDE_RULES, REFERENCE, rule_anchor
 from megalaunch.plan.rules.registry import RULES
 
 
@@ -22,7 +22,7 @@ def test_every_finding_has_an_anchor():
     text = (ROOT / REFERENCE).read_text(encoding="utf-8")
     anchors = re.findall(r'<a id="([^"]+)"></a>', text)
     assert len(anchors) == len(set(anchors))
-    assert set(anchors) == {anchor_of(rule) for rule in (*RULES, *OUTSIDE_RULES)}
+    assert set(anchors) == {rule_anchor(rule) for rule in (*RULES, *OUTSIDE_RULES)}
     assert set(re.findall(r"\(#([^)]+)\)", text)) == set(anchors)
 
 
@@ -38,7 +38,15 @@ def test_a_key_without_which_nothing_is_trained_does_not_run():
     """`runs: all` stands only where every value is trained: not in sections that go with something refused."""
     rows = [line for line in configuration_page().splitlines() if line.startswith("| `")]
     by_key = {line.split("`")[1]: line for line in rows}
-    for key in ("top_k", "q_lora_rank", "amax_history", "hysteresis", "momentum", "expert_dispatch", "chip"):
+    for key in (
+        "top_k",
+        "q_lora_rank",
+        "amax_history_len",
+        "hysteresis",
+        "momentum",
+        "moe_token_dispatcher_type",
+        "chip",
+    ):
         assert not by_key[key].endswith("| all |"), by_key[key]
     assert by_key["top_k"].endswith("| none: goes with `model.moe.num_experts` (mixture of experts) |")
     assert by_key["num_layers"].endswith("|")

@@ -12,19 +12,19 @@ from launching import tiny_spec
 
 from megalaunch.config.spec_file import write_spec
 from megalaunch.launch.agent import Agent
-from megalaunch.launch.directory import RunDirectoryError, create_folders, take_run
-from megalaunch.launch.local import record_words
+from megalaunch.launch.directory import RunDirectoryError, create_folders, lock_run
+from megalaunch.launch.local import record_overrides
 from megalaunch.launch.lock import RunLock
+from megalaunch.rundir.collective_trace import CollectiveTrace, write_collective_trace
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.files import make_directory
-from megalaunch.rundir.lines import append_line, keep_lines, read_lines
-from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome, write_outcome
+from megalaunch.rundir.jsonl import append_line, keep_lines, read_lines
+from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome_space, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
 from megalaunch.rundir.rendezvous import keep_credentials
-from megalaunch.rundir.trail import Trail, write_trail
 
-OWN_OUTPUT = "from pathlib import Path\nfrom megalaunch.engine.process import own_output\nown_output(Path({!r}))"
+OWN_OUTPUT = "from pathlib import Path\nfrom megalaunch.engine.worker_setup import own_output\nown_output(Path({!r}))"
 
 
 def own_output(log: Path) -> None:
@@ -35,25 +35,28 @@ def own_output(log: Path) -> None:
 
 
 def agent(log: Path) -> None:
-    Agent(["true"], os.environ, log).end()
+    Agent(["true"], os.environ, log).kill_tree()
 
 
 # What writes each file, and whether it replaces what has the name (then a link itself goes) or refuses a link.
 WRITERS = {
     "lock": (lambda run: RunLock(run.lock), "refuses"),
-    "overrides.txt": (lambda run: record_words(run, ["a", "b c"]), "refuses"),
+    "overrides.txt": (lambda run: record_overrides(run, ["a", "b c"]), "refuses"),
     "metrics.jsonl": (lambda run: append_line(run.metrics, {"step": 1}), "refuses"),
     "events.jsonl": (lambda run: record_event(run, "note", message="x"), "refuses"),
     "logs/agent.log": (lambda run: agent(run.agent_log), "refuses"),
     "logs/rank_0.log": (lambda run: own_output(run.rank_log(0)), "refuses"),
     "logs/rank_0.progress.json": (lambda run: ProgressWriter(run.progress(0), 0, 0).report("step", 1), "refuses"),
-    "logs/rank_0.collectives.json": (lambda run: write_trail(run.trail(0), Trail(0, 0.0, "", False, ())), "replaces"),
+    "logs/rank_0.collectives.json": (
+        lambda run: write_collective_trace(run.collective_trace(0), CollectiveTrace(0, 0.0, "", False, ())),
+        "replaces",
+    ),
     "logs/.rank_0.collectives.json.unfinished": (
-        lambda run: write_trail(run.trail(0), Trail(0, 0.0, "", False, ())),
+        lambda run: write_collective_trace(run.collective_trace(0), CollectiveTrace(0, 0.0, "", False, ())),
         "replaces",
     ),
     "outcome.json": (lambda run: write_outcome(run.outcome, Outcome(ExitCode.DONE, "", 1)), "replaces"),
-    ".outcome.json.unfinished": (lambda run: reserve_outcome(run.outcome), "replaces"),
+    ".outcome.json.unfinished": (lambda run: reserve_outcome_space(run.outcome), "replaces"),
     ".outcome.json.unfinished ": (lambda run: write_outcome(run.outcome, Outcome(0, "", 1)), "refuses"),
     "spec.yaml": (lambda run: write_spec(tiny_spec(), run.spec), "replaces"),
     ".spec.yaml.unfinished": (lambda run: write_spec(tiny_spec(), run.spec), "replaces"),
@@ -104,7 +107,7 @@ def test_lines_are_cut_without_following_a_link(run, tmp_path):
 def test_the_refusal_names_the_link(run, tmp_path):
     run.lock.symlink_to(tmp_path / "victim")
     with pytest.raises(RunDirectoryError) as caught:
-        take_run(run)
+        lock_run(run)
     assert str(caught.value) == f"{run.lock} cannot be written (is a symbolic link, which is not followed)"
     assert "remove it" in caught.value.fix
 
@@ -114,7 +117,7 @@ def test_other_users_read_nothing(tmp_path, umask, file_mode, directory_mode):
     directory = RunDirectory(tmp_path / "run")
     before = os.umask(umask)
     try:
-        lock = take_run(directory)
+        lock = lock_run(directory)
         create_folders(directory)
         for name, (write, _) in WRITERS.items():
             if name != "lock":

@@ -6,13 +6,13 @@ import pytest
 import torch
 from made_specs import resolved
 
-from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.model import product
-from megalaunch.engine.model.processor_attention import blocks_pay
-from megalaunch.plan.layers import layers_of
-from megalaunch.plan.memory import PROCESSOR
-from megalaunch.plan.memory.saved import rows_with_bytes
-from megalaunch.plan.memory.widths import Formats
+from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.model import matmul
+from megalaunch.engine.model.attention.cpu import is_faster
+from megalaunch.plan.layers import list_layers
+from megalaunch.plan.memory import CPU_ENGINE
+from megalaunch.plan.memory.layer_dims import DtypesAndGroups
+from megalaunch.plan.memory.saved_activations import rows_with_bytes
 
 TOKENS = 64
 FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -47,7 +47,7 @@ def _kept_by_autograd(spec) -> int:
     ],
 )
 def test_a_layer_keeps_what_the_table_says(shape, precision, unit, monkeypatch):
-    monkeypatch.setattr(product, "_unit", lambda: unit)
+    monkeypatch.setattr(matmul, "_unit", lambda: unit)
     words = (
         "recipe=tiny",
         "data.corpus=x",
@@ -59,6 +59,6 @@ def test_a_layer_keeps_what_the_table_says(shape, precision, unit, monkeypatch):
     one, _ = resolved(*words, "model.num_layers=1")
     two, _ = resolved(*words, "model.num_layers=2")
     measured = (_kept_by_autograd(two) - _kept_by_autograd(one)) / TOKENS
-    rows = rows_with_bytes(one.model, layers_of(one.model)[0], Formats.of(one), PROCESSOR)
-    blocks = blocks_pay(torch.empty(1, 1, TOKENS, 1, dtype=FORMATS[precision]))  # which have no use for it
+    rows = rows_with_bytes(one.model, list_layers(one.model)[0], DtypesAndGroups.from_spec(one), CPU_ENGINE)
+    blocks = is_faster(torch.empty(1, 1, TOKENS, 1, dtype=FORMATS[precision]))  # which have no use for it
     assert sum(size for row, size, _ in rows if not (blocks and row.name.startswith("log-sum"))) == measured

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from megalaunch.cli import share_shown as module
-from megalaunch.cli.share_shown import share_shown
+from megalaunch.cli.output import progress as module
+from megalaunch.cli.output.progress import percent_progress
 
 
 def _on_a_terminal(monkeypatch, every: float = -1.0) -> None:
@@ -15,7 +15,7 @@ def _on_a_terminal(monkeypatch, every: float = -1.0) -> None:
 
 def test_a_terminal_sees_the_share_and_what_comes_after(monkeypatch, capsys):
     _on_a_terminal(monkeypatch)
-    show = share_shown("out", after="out: written, now the proof")
+    show = percent_progress("out", after="out: written, now the proof")
     show(1, 4)
     show(4, 4)
     assert capsys.readouterr() == ("", "\rout:  25%\r\rout: written, now the proof\r")
@@ -23,17 +23,17 @@ def test_a_terminal_sees_the_share_and_what_comes_after(monkeypatch, capsys):
 
 def test_what_comes_after_covers_the_share(monkeypatch, capsys):
     _on_a_terminal(monkeypatch)
-    share_shown("a long name", after="done")(4, 4)
+    percent_progress("a long name", after="done")(4, 4)
     assert capsys.readouterr().err == f"\r{'done':{len('a long name: 100%')}}\r"
 
 
 def test_nothing_is_shown_twice_in_a_moment(monkeypatch, capsys):
     _on_a_terminal(monkeypatch, every=60.0)
-    share_shown("out")(1, 4)
+    percent_progress("out")(1, 4)
     assert capsys.readouterr().err == ""
 
 
 def test_a_file_sees_nothing(monkeypatch, capsys):
     monkeypatch.setattr(module, "_EVERY", -1.0)
-    share_shown("out", after="then")(4, 4)
+    percent_progress("out", after="then")(4, 4)
     assert capsys.readouterr() == ("", "")

@@ -12,11 +12,11 @@ from tiny_run import make_run
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
-from megalaunch.data.indexed import IndexedTokens
-from megalaunch.engine.inference.ask import Ask, tokens_of
-from megalaunch.engine.inference.load import open_source
-from megalaunch.engine.score import _write
-from megalaunch.engine.texts.job import ScoreJob, WriteJob, read_job, write_job
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens
+from megalaunch.engine.inference.jobs import EvaluateJob, GenerateJob, read_job, write_job
+from megalaunch.engine.inference.load_model import open_source
+from megalaunch.engine.inference.request import GenerationRequest, tokenize_prompts
+from megalaunch.engine.perplexity import _write
 from megalaunch.rundir.checkpoint.manifest import FileRecord, manifest_text
 from megalaunch.rundir.paths import RunDirectory
 
@@ -59,15 +59,15 @@ def test_a_prompt_begins_as_transformers_begins_it(run):
     transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
     source = open_source(run.root)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(run.checkpoint(10) / "tokenizer.json"))
-    assert tokens_of(source, [TEXT]) == [theirs(TEXT)["input_ids"]]
-    assert tokens_of(source, [TEXT])[0][0] == 0
-    plain = tokens_of(replace(source, add_special_tokens=False), [TEXT])
+    assert tokenize_prompts(source, [TEXT]) == [theirs(TEXT)["input_ids"]]
+    assert tokenize_prompts(source, [TEXT])[0][0] == 0
+    plain = tokenize_prompts(replace(source, add_special_tokens=False), [TEXT])
     assert plain == [theirs(TEXT, add_special_tokens=False)["input_ids"]] == [source.tokenizer.encode(TEXT)]
 
 
 def test_a_tokenizer_without_one_adds_nothing(tmp_path):
     source = open_source(make_run(tmp_path / "run", (10,)).root)
-    assert tokens_of(source, [TEXT]) == [tiny_tokenizer(tmp_path)[0].encode(TEXT)]
+    assert tokenize_prompts(source, [TEXT]) == [tiny_tokenizer(tmp_path)[0].encode(TEXT)]
 
 
 def test_the_switch_of_the_command(run):
@@ -96,6 +96,9 @@ def test_evaluated_texts_have_it_too(run, tmp_path):
 
 
 def test_workers_are_told(tmp_path):
-    for job in (WriteJob((TEXT,), Ask(), no_bos=True), ScoreJob((TEXT,), 8, 1, "text", no_bos=True)):
+    for job in (
+        GenerateJob((TEXT,), GenerationRequest(), no_bos=True),
+        EvaluateJob((TEXT,), 8, 1, "text", no_bos=True),
+    ):
         write_job(RunDirectory(tmp_path), job)
         assert read_job(RunDirectory(tmp_path)) == job

@@ -12,12 +12,12 @@ import time
 
 import pytest
 
-from megalaunch.engine import process, witness, worker
-from megalaunch.engine.process import StopRequest
-from megalaunch.rundir.lines import read_lines
+from megalaunch.engine import hang_diagnostics, worker, worker_setup
+from megalaunch.engine.worker_setup import StopSignal
+from megalaunch.rundir.collective_trace import frame_location
+from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
-from megalaunch.rundir.trail import place_in
 
 
 def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -89,8 +89,8 @@ def test_a_crash_on_a_full_disk_is_still_that_crash(tmp_path, monkeypatch):
     (tmp_path / "spec.yaml").write_text("")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(worker, "die_with_parent", lambda: None)
-    monkeypatch.setattr(worker, "own_output", lambda log: log.parent.mkdir())
-    monkeypatch.setattr(StopRequest, "install", lambda self: None)
+    monkeypatch.setattr(worker, "redirect_output", lambda log: log.parent.mkdir())
+    monkeypatch.setattr(StopSignal, "install", lambda self: None)
     monkeypatch.setattr(megalaunch.config.spec_file, "read_spec", fail)
     monkeypatch.setattr(worker, "_report_crash", full)
     with pytest.raises(KeyError, match="what really happened"):
@@ -101,12 +101,12 @@ def test_a_crash_on_a_full_disk_is_still_that_crash(tmp_path, monkeypatch):
 def ended(monkeypatch):
     """Exit codes of ends at once."""
     codes: list[int] = []
-    monkeypatch.setattr(process.os, "_exit", codes.append)
+    monkeypatch.setattr(worker_setup.os, "_exit", codes.append)
     return codes
 
 
 def test_a_request_delivered_twice_is_one_request(ended):
-    stop = StopRequest()
+    stop = StopSignal()
     assert stop.signal is None
     for _ in range(2):
         stop._received(signal.SIGTERM, None)
@@ -115,24 +115,24 @@ def test_a_request_delivered_twice_is_one_request(ended):
 
 @pytest.mark.parametrize(("second", "later"), [(signal.SIGTERM, 1.5), (signal.SIGINT, 0.0)])
 def test_a_second_request_ends_at_once(ended, monkeypatch, second, later):
-    stop, now = StopRequest(), time.monotonic()
+    stop, now = StopSignal(), time.monotonic()
     stop._received(signal.SIGTERM, None)
-    monkeypatch.setattr(process.time, "monotonic", lambda: now + later)
+    monkeypatch.setattr(worker_setup.time, "monotonic", lambda: now + later)
     stop._received(second, None)
     assert ended == [128 + second]
 
 
 def test_the_place_of_a_rank_is_who_called_torch():
     files = {
-        "_call": "/src/megalaunch/engine/train/step.py",
+        "_call": "/src/megalaunch/engine/train/train_step.py",
         "check": "/home/me/plugin.py",
         "reduce": "/env/site-packages/torch/distributed/c10d.py",
         "wait": threading.__file__,
     }
     innermost_first = [(file, 7, name) for name, file in files.items()][::-1]
-    assert place_in(innermost_first) == ("plugin.py:7 check", True)
-    assert place_in(innermost_first[:1]) == ("", False)
-    assert place_in(innermost_first[3:]) == ("engine/train/step.py:7 _call", False)
+    assert frame_location(innermost_first) == ("plugin.py:7 check", True)
+    assert frame_location(innermost_first[:1]) == ("", False)
+    assert frame_location(innermost_first[3:]) == ("engine/train/train_step.py:7 _call", False)
     with pytest.raises(ValueError, match="invalid literal") as crash:
         int("x")
-    assert place_in(witness._stack_of(crash.value))[0].startswith("test_worker.py:")
+    assert frame_location(hang_diagnostics._format_stack(crash.value))[0].startswith("test_worker.py:")

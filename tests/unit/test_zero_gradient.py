@@ -6,20 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalaunch.engine.ending import Ending
-from megalaunch.engine.train.step import StepResult
-from megalaunch.engine.train.zero_gradient import ZeroGradients
+from megalaunch.engine.run_end import RunEnd
+from megalaunch.engine.train.train_step import StepResult
+from megalaunch.engine.train.zero_gradient import ZeroGradientGuard
 
 
 def steps_until_the_end(limit: int, *norms: float | None) -> tuple[int | None, list[int]]:
     """(step at which the run ended, steps that were warned of); a norm of None: a step without labels."""
     warned: list[int] = []
     record = SimpleNamespace(event=lambda name, step, limit: warned.append(step))
-    found = ZeroGradients(limit)
+    found = ZeroGradientGuard(limit)
     for step, norm in enumerate(norms, 1):
         try:
-            found.see(step, StepResult(2.0, norm or 0.0, 1e-3, 0 if norm is None else 64, None), record)
-        except Ending as ending:
+            found.update(step, StepResult(2.0, norm or 0.0, 1e-3, 0 if norm is None else 64, None), record)
+        except RunEnd as ending:
             return ending.step, warned
     return None, warned
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING
 from typing import Any
 
+from megalaunch.config.groups import CONF
 from megalaunch.config.keys import GROUPS, SECTIONS, Key, schema_keys
-from megalaunch.config.layouts import GRAMMAR
-from megalaunch.config.options import CONF
+from megalaunch.config.parallel_names import GRAMMAR
 from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.build import annotations_of, describe
-from megalaunch.config.shown import shown_value
+from megalaunch.config.schema.build import describe, resolve_annotations
+from megalaunch.config.shown import to_yaml
 from megalaunch.plan.supported import Limit, deciding_limit
 
 _HEAD = """\
@@ -45,7 +45,7 @@ def _contents() -> Iterator[str]:
 
 def _sections(section: type, prefix: str = "") -> Iterator[tuple[str, type]]:
     """Every section and section inside one, by dotted path."""
-    for name, annotation in annotations_of(section).items():
+    for name, annotation in resolve_annotations(section).items():
         if isinstance(annotation, type) and hasattr(annotation, "__dataclass_fields__"):
             yield f"{prefix}{name}", annotation
             yield from _sections(annotation, f"{prefix}{name}.")
@@ -103,7 +103,7 @@ def _bounds(low: Any, high: Any) -> str:
 
 def _default(key: Key) -> str:
     default = key.field.default
-    return "needed" if default is MISSING else f"`{shown_value(default)}`"
+    return "needed" if default is MISSING else f"`{to_yaml(default)}`"
 
 
 def _runs(key: Key, limit: Limit | None) -> str:
@@ -115,4 +115,4 @@ def _runs(key: Key, limit: Limit | None) -> str:
 
 
 def _values(values: Sequence[Any]) -> str:
-    return ", ".join(f"`{shown_value(value)}`" for value in values)
+    return ", ".join(f"`{to_yaml(value)}`" for value in values)

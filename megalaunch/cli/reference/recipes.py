@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.cli.recipe_rows import RecipeRow, recipe_rows, short
+from megalaunch.cli.recipes.table import RecipeRow, recipe_rows, short_number
 from megalaunch.config.recipes import PACKAGED
+from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
-from megalaunch.platform.facts import CHIPS
 
 _HEAD = """\
 # Recipes
@@ -52,7 +52,7 @@ def _mark(row: RecipeRow) -> str:
 def _size(row: RecipeRow) -> str:
     if row.parameters is None:
         return "by the tokenizer"
-    return short(row.parameters) + (f" ({short(row.active)} a token)" if row.active is not None else "")
+    return short_number(row.parameters) + (f" ({short_number(row.active)} a token)" if row.active is not None else "")
 
 
 def _batch(row: RecipeRow) -> str:

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megalaunch.cli.render import finding_block
-from megalaunch.plan.findings import OUTSIDE_RULES, Finding, anchor_of
+from megalaunch.cli.output.findings import finding_block
+from megalaunch.plan.findings import OUTSIDE_RULES, Finding, rule_anchor
 from megalaunch.plan.rules.registry import RULES, Rule
 
 _HEAD = """\
@@ -23,7 +23,7 @@ words; one is shown only when the whole checker, run again with it, no longer fi
 
 _DOMAINS = {
     "parallel": "Layout: grids, tensor, pipeline and context parallelism",
-    "overlap_experts": "Overlap of expert exchanges",
+    "overlap_moe_expert_parallel_comm": "Overlap of expert exchanges",
     "batch": "Batch",
     "schedule": "Learning rate",
     "optimizer": "Optimizer",
@@ -64,9 +64,9 @@ def rules_page(examples: Mapping[str, Example]) -> str:
     lines = [_HEAD.format(count=len(RULES)), *_contents(), ""]
     for domain in _domains():
         lines += [f"## {_title(domain)}", ""]
-        for entry in _rules_of(domain):
+        for entry in _rules_in_domain(domain):
             lines += _rule(entry, examples.get(entry.id))
-        for rule_id in _others_of(domain):
+        for rule_id in _other_examples(domain):
             sentence, why = OUTSIDE_RULES[rule_id]
             lines += [*_heading(rule_id), f"**{sentence}** {why}", ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -77,11 +77,11 @@ def _domains() -> list[str]:
     return [*(domain for domain in _DOMAINS if domain in used), *sorted(used - set(_DOMAINS))]
 
 
-def _rules_of(domain: str) -> list[Rule]:
+def _rules_in_domain(domain: str) -> list[Rule]:
     return sorted((entry for entry in RULES.values() if entry.domain == domain), key=lambda entry: entry.id)
 
 
-def _others_of(domain: str) -> list[str]:
+def _other_examples(domain: str) -> list[str]:
     return [rule_id for rule_id in sorted(OUTSIDE_RULES) if rule_id.partition(".")[0] == domain]
 
 
@@ -91,13 +91,13 @@ def _title(domain: str) -> str:
 
 def _contents() -> Iterator[str]:
     for domain in _domains():
-        ids = sorted([*(entry.id for entry in _rules_of(domain)), *_others_of(domain)])
-        links = ", ".join(f"[{rule_id.partition('.')[2] or rule_id}](#{anchor_of(rule_id)})" for rule_id in ids)
+        ids = sorted([*(entry.id for entry in _rules_in_domain(domain)), *_other_examples(domain)])
+        links = ", ".join(f"[{rule_id.partition('.')[2] or rule_id}](#{rule_anchor(rule_id)})" for rule_id in ids)
         yield f"- {_title(domain)}: {links}"
 
 
 def _heading(rule_id: str) -> list[str]:
-    return [f'<a id="{anchor_of(rule_id)}"></a>', "", f"### `{rule_id}`", ""]
+    return [f'<a id="{rule_anchor(rule_id)}"></a>', "", f"### `{rule_id}`", ""]
 
 
 def _rule(entry: Rule, example: Example | None) -> list[str]:

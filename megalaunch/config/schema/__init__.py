@@ -10,16 +10,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megalaunch.config.schema.batch import BatchSpec
-from megalaunch.config.schema.build import SpecError, SpecProblem, build_section, checked_leaves
+from megalaunch.config.schema.build import SpecError, SpecProblem, build_section, check_leaves
 from megalaunch.config.schema.checkpoint import CheckpointSpec
 from megalaunch.config.schema.cluster import ClusterSpec
 from megalaunch.config.schema.data import DataSpec
 from megalaunch.config.schema.launcher import LauncherSpec
-from megalaunch.config.schema.measure import MeasureSpec
+from megalaunch.config.schema.logging import LoggingSpec
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.config.schema.optimizer import OptimizerSpec
 from megalaunch.config.schema.parallel import ParallelSpec
-from megalaunch.config.schema.paths import put, replaced
+from megalaunch.config.schema.paths import put, with_value
 from megalaunch.config.schema.platform import PlatformSpec
 from megalaunch.config.schema.precision import PrecisionSpec
 from megalaunch.config.schema.recompute import RecomputeSpec
@@ -49,7 +49,7 @@ class RunSpec:
     train: TrainSpec
     checkpoint: CheckpointSpec
     launcher: LauncherSpec
-    measure: MeasureSpec
+    logging: LoggingSpec
     run: RunSection
 
 
@@ -65,9 +65,9 @@ def spec_to_dict(spec: RunSpec) -> dict[str, Any]:
 
 def with_values(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
     """The spec with some leaves replaced, by dotted path (`{"parallel.dp": 2}`); these are checked again."""
-    typed = checked_leaves(RunSpec, values)
+    typed = check_leaves(RunSpec, values)
     if typed is not None:
-        return replaced(spec, typed)
+        return with_value(spec, typed)
     data = spec_to_dict(spec)
     for path, value in values.items():
         put(data, path, value)

@@ -19,6 +19,6 @@ class BatchSpec:
         minimum=1,
     )
     global_batch_size: int = setting(meaning="Samples of one optimizer step, over all devices.", minimum=1)
-    ramp: str | None = setting(
+    rampup_batch_size: str | None = setting(
         None, "Smaller batches first, as `TOKENS:SAMPLES` from 0 on, the last being global_batch_size: `0:512 2B:1024`."
     )

@@ -37,7 +37,7 @@ class SpecError(ValueError):
 
 
 @cache
-def annotations_of(section: type) -> dict[str, Any]:
+def resolve_annotations(section: type) -> dict[str, Any]:
     """Resolved annotations of a dataclass, by field name."""
     return get_type_hints(section)
 
@@ -45,7 +45,7 @@ def annotations_of(section: type) -> dict[str, Any]:
 def leaves(section: type, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
     """Every leaf of a spec dataclass as (dotted path, annotation, field), in schema order."""
     for entry in fields(section):
-        annotation = annotations_of(section)[entry.name]
+        annotation = resolve_annotations(section)[entry.name]
         path = f"{prefix}{entry.name}"
         if is_dataclass(annotation) and isinstance(annotation, type):
             yield from leaves(annotation, f"{path}.")
@@ -67,7 +67,7 @@ def _leaf_table(section: type) -> dict[str, tuple[Any, Field[Any]]]:
     return {path: (annotation, entry) for path, annotation, entry in leaves(section)}
 
 
-def checked_leaves(section: type, values: Mapping[str, Any]) -> dict[str, Any] | None:
+def check_leaves(section: type, values: Mapping[str, Any]) -> dict[str, Any] | None:
     """The values of known leaves, typed; None when a path is none; raises SpecError with every value that is wrong."""
     table, problems = _leaf_table(section), list[SpecProblem]()
     if any(path not in table or value == "???" for path, value in values.items()):
@@ -87,7 +87,7 @@ def did_you_mean(word: str, known: list[str]) -> str:
 def _section(section: type, data: Any, prefix: str, problems: list[SpecProblem]) -> Any:
     path = prefix.rstrip(".") or "(top)"
     if not isinstance(data, Mapping):
-        problems.append(SpecProblem(path, f"needs a mapping of keys, got {_shown(data)}"))
+        problems.append(SpecProblem(path, f"needs a mapping of keys, got {_format_value(data)}"))
         return None
     known = {entry.name: entry for entry in fields(section)}
     for key in data:
@@ -96,7 +96,7 @@ def _section(section: type, data: Any, prefix: str, problems: list[SpecProblem])
     values = {}
     before = len(problems)
     for name, entry in known.items():
-        annotation = annotations_of(section)[name]
+        annotation = resolve_annotations(section)[name]
         if is_dataclass(annotation) and isinstance(annotation, type):
             values[name] = _section(annotation, data.get(name, {}), f"{prefix}{name}.", problems)
         elif name in data and data[name] != "???":
@@ -110,25 +110,25 @@ def _leaf(annotation: Any, value: Any, entry: Field[Any], path: str, problems: l
     for option in _options(annotation):
         fits, typed = _convert(option, value)
         if fits:
-            problems += [SpecProblem(path, message) for message in _beyond_limits(typed, entry)]
+            problems += [SpecProblem(path, message) for message in _out_of_bounds(typed, entry)]
             return typed
     problems.append(
-        SpecProblem(path, f"needs {describe(annotation)}, got {_shown(value)}{_choice_hint(annotation, value)}")
+        SpecProblem(path, f"needs {describe(annotation)}, got {_format_value(value)}{_choice_hint(annotation, value)}")
     )
     return None
 
 
-def _beyond_limits(typed: Any, entry: Field[Any]) -> Iterator[str]:
+def _out_of_bounds(typed: Any, entry: Field[Any]) -> Iterator[str]:
     """What is too small or too large; every item of a list is held to the limits."""
     minimum = entry.metadata["minimum"]
     for number in typed if isinstance(typed, tuple) else (typed,):
         if not isinstance(number, (int, float)) or isinstance(number, bool):
             continue
         if minimum is not None and number < minimum:
-            yield f"must be at least {minimum}, got {_shown(number)}"
+            yield f"must be at least {minimum}, got {_format_value(number)}"
         maximum = largest(entry, type(number))
         if number > maximum:
-            yield f"must be at most {maximum:,}, got {_shown(number)}"
+            yield f"must be at most {maximum:,}, got {_format_value(number)}"
 
 
 def largest(entry: Field[Any], kind: type) -> float:
@@ -157,7 +157,7 @@ def _convert(option: Any, value: Any) -> tuple[bool, Any]:
     if isinstance(value, bool):
         return False, None
     if option is int:
-        return _whole(value)
+        return _to_integer(value)
     if option is float:
         return _finite(value)
     return isinstance(value, option), value
@@ -170,7 +170,7 @@ def _items(kind: Any, value: Any) -> tuple[bool, tuple[Any, ...] | None]:
     return all(fits for fits, _ in converted), tuple(item for _, item in converted)
 
 
-def _whole(value: Any) -> tuple[bool, Any]:
+def _to_integer(value: Any) -> tuple[bool, Any]:
     """A whole number; 1e3, which YAML and Hydra read as a float, is one too."""
     if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT:
         return True, int(value)
@@ -187,19 +187,19 @@ def _finite(value: Any) -> tuple[bool, float | None]:
 
 def describe(annotation: Any) -> str:
     """An annotation in a user's words: `a whole number or null`."""
-    return " or ".join(_described(option) for option in _options(annotation))
+    return " or ".join(_describe_value(option) for option in _options(annotation))
 
 
-def _described(option: Any) -> str:
+def _describe_value(option: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     if get_origin(option) is Literal:
         return " | ".join(str(choice) for choice in get_args(option))
     if get_origin(option) is tuple:
-        return f"a list of ({_described(get_args(option)[0])})"
+        return f"a list of ({_describe_value(get_args(option)[0])})"
     return words[option]
 
 
-def choices_of(annotation: Any) -> list[str]:
+def literal_choices(annotation: Any) -> list[str]:
     """The values that can be listed: the choices of a Literal, and true and false."""
     choices: list[str] = []
     for option in _options(annotation):
@@ -209,9 +209,9 @@ def choices_of(annotation: Any) -> list[str]:
 
 
 def _choice_hint(annotation: Any, value: Any) -> str:
-    return did_you_mean(str(value), choices_of(annotation)) if isinstance(value, str) else ""
+    return did_you_mean(str(value), literal_choices(annotation)) if isinstance(value, str) else ""
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

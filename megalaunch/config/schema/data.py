@@ -18,7 +18,7 @@ class DataSpec:
     corpus: str | None = setting(
         None, f"File, folder or glob of text or jsonl; `{STANDARD_LIBRARY}`: Python's own sources found here."
     )
-    chat: str | None = setting(
+    sft_data: str | None = setting(
         None, "File, folder or glob of jsonl conversations to tune on, one a line; only answers have a loss."
     )
     chat_template: Literal["chatml", "llama3", "zephyr", "plain", "tokenizer"] = setting(
@@ -45,9 +45,9 @@ class DataSpec:
         "Parts of the training prefixes for training, validation and test, `969,30,1`; null: all of a blend trains.",
     )
     mock: bool = setting(False, "Made-up tokens of a model.vocab_size, for measuring; needs no data.")
-    reset_positions: bool = setting(False, "Positions start again after each document of a sample.")
-    reset_attention: bool = setting(False, "Attention does not cross from document to document.")
-    mask_eod_loss: bool = setting(False, "Predicting from an end-of-document token has no loss.")
+    reset_position_ids: bool = setting(False, "Positions start again after each document of a sample.")
+    reset_attention_mask: bool = setting(False, "Attention does not cross from document to document.")
+    eod_mask_loss: bool = setting(False, "Predicting from an end-of-document token has no loss.")
     fim_rate: float = setting(0.0, "Part of the documents turned to fill-in-the-middle.", minimum=0, maximum=1)
     fim_spm_rate: float = setting(0.5, "Part of those in suffix-prefix-middle order.", minimum=0, maximum=1)
     fim_tokens: tuple[str, ...] = setting(

@@ -22,18 +22,18 @@ class LauncherSpec:
         "seconds",
         minimum=0,
     )
-    timeout: float = setting(600.0, "Longest time without progress, in a collective too.", "seconds", minimum=1)
+    hang_timeout: float = setting(600.0, "Longest time without progress, in a collective too.", "seconds", minimum=1)
     step_timeout: float | None = setting(
         None,
-        "Longest time without progress within a step, at most launcher.timeout; null: 10 x the median step, at least "
-        "15 s, or launcher.timeout while that is not known and with train.compile.",
+        "Longest time without progress within a step, at most launcher.hang_timeout; null: 10 x the median step, at least "
+        "15 s, or launcher.hang_timeout while that is not known and with train.compile.",
         "seconds",
         minimum=1,
     )
     start_timeout: float = setting(
         1800.0,
-        "Longest time without progress from a start to the first step; launcher.timeout if longer.",
+        "Longest time without progress from a start to the first step; launcher.hang_timeout if longer.",
         "seconds",
         minimum=1,
     )
-    grace: float = setting(30.0, "Time from a stop signal to the end of all workers.", "seconds", minimum=1)
+    stop_grace_period: float = setting(30.0, "Time from a stop signal to the end of all workers.", "seconds", minimum=1)

@@ -53,11 +53,11 @@ class ModelSpec:
     activation: Activation = setting(
         "swiglu", "Of the feed-forward block; quick_geglu: gate * sigmoid(1.702 gate) * (up + 1)."
     )
-    activation_clamp: float | None = setting(None, "Gate and up are clamped to this size; null: not.", minimum=0)
+    swiglu_limit: float | None = setting(None, "Gate and up are clamped to this size; null: not.", minimum=0)
     norm: Literal["rmsnorm", "layernorm"] = setting("rmsnorm", "Before each block and before the head.")
     norm_epsilon: float = setting(1e-5, "Added to the mean square (or variance) inside a norm.", minimum=0)
     norm_plus_one: bool = setting(False, "Norms multiply by 1 + weight, and weights start at 0.")
-    block_norms: Literal["pre", "post", "both"] = setting(
+    norm_placement: Literal["pre", "post", "both"] = setting(
         "pre", "Norms of what goes into each block, of what comes out of it, or of both."
     )
     parallel_residual: bool = setting(
@@ -70,27 +70,27 @@ class ModelSpec:
     attention_output_bias: bool = setting(False, "Bias of attention's output projection.")
     mlp_bias: bool = setting(False, "Biases of the feed-forward projections, experts included.")
     sliding_window: int | None = setting(None, "Tokens that a query sees, itself included; null: all.", minimum=1)
-    full_attention_every: int | None = setting(
+    sliding_window_pattern: int | None = setting(
         None, "With a sliding window: every n-th layer sees all tokens; null: none does.", minimum=1
     )
-    no_rope_every: int | None = setting(
+    no_rope_layer_interval: int | None = setting(
         None, "Every n-th layer leaves its queries and keys unrotated; null: none does.", minimum=1
     )
-    attention_scale_dim: float | None = setting(
+    query_pre_attn_scalar: float | None = setting(
         None, "Scores are divided by the square root of this; null: of head_dim.", minimum=0
     )
-    attention_soft_cap: float | None = setting(
+    attn_logit_softcapping: float | None = setting(
         None, "Scores are kept below this size: cap * tanh(score / cap); null: they are not.", minimum=0
     )
-    logit_soft_cap: float | None = setting(None, "The same of the head's logits.", minimum=0)
+    final_logit_softcapping: float | None = setting(None, "The same of the head's logits.", minimum=0)
     attention_sinks: bool = setting(False, "A learned logit a head joins each softmax, and is then dropped.")
     hidden_dropout: float = setting(0.0, "Dropout of the embedding and of each block's output.", minimum=0, maximum=1)
     embedding_dropout: float | None = setting(
         None, "Dropout of the embedding; null: hidden_dropout.", minimum=0, maximum=1
     )
     attention_dropout: float = setting(0.0, "Dropout of the attention weights.", minimum=0, maximum=1)
-    scaled_embedding: bool = setting(False, "Token vectors are multiplied by the square root of hidden_size.")
-    tied_embeddings: bool = setting(False, "The head reuses the embedding matrix.")
+    scale_embeddings: bool = setting(False, "Token vectors are multiplied by the square root of hidden_size.")
+    tie_word_embeddings: bool = setting(False, "The head reuses the embedding matrix.")
     init_std: float = setting(0.02, "Standard deviation of the initial weights.", minimum=0)
     embedding_init_std: float | None = setting(None, "The same of the embedding; null: init_std.", minimum=0)
     rope: RopeSpec = field(default_factory=RopeSpec)

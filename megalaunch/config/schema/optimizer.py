@@ -21,7 +21,7 @@ class OptimizerSpec:
     momentum: float = setting(0.95, "Of sgd and muon.", minimum=0)
     weight_decay: float = setting(0.1, "Decoupled weight decay of matrices.", minimum=0)
     clip_grad: float = setting(1.0, "Largest gradient norm; 0: no clipping.", minimum=0)
-    skip_above_norm: float | None = setting(
+    skip_step_grad_norm: float | None = setting(
         None, "Steps of a larger gradient norm change nothing; null: none.", minimum=0
     )
     offload_fraction: float = setting(0.0, "Part of the states kept and updated in host memory.", minimum=0, maximum=1)

@@ -27,33 +27,43 @@ class ParallelSpec:
     data_sharding: DataSharding = setting(
         "optim", "What data-parallel ranks divide: nothing, optimizer states, + gradients, + parameters (ZeRO 0-3)."
     )
-    replicas: int = setting(1, "Copies of the sharded model (HSDP); dp = replicas * shards.", minimum=1)
+    dp_replicate: int = setting(1, "Copies of the sharded model (HSDP); dp = replicas * shards.", minimum=1)
     schedule: Schedule = setting("auto", "Order of microbatches; auto: interleaved where vpp > 1, else 1f1b.")
-    stage_layout: str | None = setting(
+    pipeline_layout: str | None = setting(
         None,
         "Stages in Megatron's letters, E embedding, t layer, m MTP, L loss, | between stages: `Et*3|(tt|)*28...L`.",
     )
-    first_stage_layers: int | None = setting(None, "Layers of the first stage; null: an even share.", minimum=0)
-    last_stage_layers: int | None = setting(None, "Layers of the last stage; null: an even share.", minimum=0)
-    embedding_as_layer: bool = setting(False, "The embedding counts as a layer when layers are shared out.")
-    head_as_layer: bool = setting(False, "The head and its loss count as a layer when layers are shared out.")
-    microbatch_group: int | None = setting(
+    num_layers_in_first_pipeline_stage: int | None = setting(
+        None, "Layers of the first stage; null: an even share.", minimum=0
+    )
+    num_layers_in_last_pipeline_stage: int | None = setting(
+        None, "Layers of the last stage; null: an even share.", minimum=0
+    )
+    account_for_embedding_in_pipeline_split: bool = setting(
+        False, "The embedding counts as a layer when layers are shared out."
+    )
+    account_for_loss_in_pipeline_split: bool = setting(
+        False, "The head and its loss count as a layer when layers are shared out."
+    )
+    microbatch_group_size_per_vp_stage: int | None = setting(
         None, "Microbatches of one virtual stage before the next (interleaved); null: pp.", minimum=1
     )
-    cp_exchange: ContextExchange | tuple[ContextExchange, ...] = setting(
+    cp_comm_type: ContextExchange | tuple[ContextExchange, ...] = setting(
         "p2p", "How context-parallel ranks see each other's keys; a list: one for each layer."
     )
-    cp_hierarchy: tuple[int, ...] = setting(
+    hierarchical_context_parallel_sizes: tuple[int, ...] = setting(
         (), "Sizes of a2a inside and p2p outside (a2a+p2p); empty: none.", minimum=1
     )
-    cp_dynamic: bool = setting(False, "Packed documents get context-parallel groups by their length, 1 to cp ranks.")
-    expert_dispatch: Literal["alltoall", "allgather", "flex"] = setting(
+    dynamic_context_parallel: bool = setting(
+        False, "Packed documents get context-parallel groups by their length, 1 to cp ranks."
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = setting(
         "alltoall", "How tokens reach their experts; flex: a fused library (DeepEP)."
     )
     overlap_grad_reduce: bool = setting(True, "Gradients are reduced while the backward pass goes on.")
     overlap_param_gather: bool = setting(True, "Parameters are gathered while earlier layers compute.")
-    overlap_tp: bool = setting(False, "Tensor-parallel exchanges run beside their matmuls.")
-    overlap_pipeline: bool = setting(
+    tp_comm_overlap: bool = setting(False, "Tensor-parallel exchanges run beside their matmuls.")
+    overlap_p2p_comm: bool = setting(
         False, "A plan's stages send and receive while they compute (interleaved); a run's always do."
     )
-    overlap_experts: bool = setting(False, "Expert exchanges run beside another microbatch's compute.")
+    overlap_moe_expert_parallel_comm: bool = setting(False, "Expert exchanges run beside another microbatch's compute.")

@@ -29,7 +29,7 @@ def put(data: MutableMapping[str, Any], path: str, value: Any) -> None:
     level[name] = value
 
 
-def replaced(spec: S, values: Mapping[str, Any]) -> S:
+def with_value(spec: S, values: Mapping[str, Any]) -> S:
     """The spec (or section) with some leaves replaced; the values are taken as they are, already checked."""
     direct = {path: value for path, value in values.items() if "." not in path}
     inner: dict[str, dict[str, Any]] = {}
@@ -38,5 +38,5 @@ def replaced(spec: S, values: Mapping[str, Any]) -> S:
             section, _, rest = path.partition(".")
             inner.setdefault(section, {})[rest] = value
     for section, below in inner.items():
-        direct[section] = replaced(getattr(spec, section), below)
+        direct[section] = with_value(getattr(spec, section), below)
     return replace(spec, **direct)  # type: ignore[type-var]

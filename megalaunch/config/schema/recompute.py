@@ -20,4 +20,6 @@ class RecomputeSpec:
     )
     num_layers: int = setting(1, "Layers of a chunk (uniform) or of a stage (block).", minimum=1)
     modules: tuple[RecomputeModule, ...] = setting(("attention",), "selective: what is computed again.")
-    offload_layers: int = setting(0, "First layers of a stage whose activations wait in host memory.", minimum=0)
+    cpu_offloading_num_layers: int = setting(
+        0, "First layers of a stage whose activations wait in host memory.", minimum=0
+    )

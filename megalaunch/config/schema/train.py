@@ -12,7 +12,7 @@ class TrainSpec:
     """Steps are optimizer steps, counted from 1."""
 
     steps: int = setting(meaning="Optimizer steps of the whole run.", unit="steps", minimum=1)
-    stop_at: int | None = setting(None, "Stop resumably after this step; null: at the end.", "steps", minimum=1)
+    exit_at_step: int | None = setting(None, "Stop resumably after this step; null: at the end.", "steps", minimum=1)
     seed: int = setting(1234, "Seed of weights and data order.", minimum=0, maximum=2**63 - 1)
     validation_interval: int = setting(100, "Steps between validations, 0: only at the end.", "steps", minimum=0)
     max_zero_grad_steps: int = setting(

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.spec_file import read_spec
 from megalaunch.engine.agent.interfaces import interface_of
-from megalaunch.engine.agent.member import Endpoint, MachineLost, RendezvousProblem, say
+from megalaunch.engine.agent.member import Endpoint, MachineLost, RendezvousProblem, log
 from megalaunch.engine.agent.rendezvous import LOOPBACK, LoopbackRendezvous, MachinesRendezvous, listen_only_on
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
 from megalaunch.rundir.events import record_event
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     try:
         failed = agent.run()
     except RendezvousProblem as problem:
-        say(str(problem))
+        log(str(problem))
         if not watched:
             _conclude(directory, machine, problem)
         return problem.exit_code
@@ -98,7 +98,7 @@ class _MachineAgent:
             worker,
             DefaultLogsSpecs(),
             exit_barrier_timeout=EXIT_SECONDS,
-            shutdown_timeout=max(1, int(self._spec.launcher.grace)),
+            shutdown_timeout=max(1, int(self._spec.launcher.stop_grace_period)),
         )
         try:
             result = self._agent.run()

@@ -117,7 +117,7 @@ class Member:
                         ExitCode.CRASH,
                     ) from None
                 if not said:
-                    say(f"waiting for the first machine on {self._endpoint} ({reason})")
+                    log(f"waiting for the first machine on {self._endpoint} ({reason})")
                     said = True
             await asyncio.sleep(_RETRY_SECONDS)
 
@@ -185,7 +185,7 @@ class Member:
                         ExitCode.CRASH,
                     )
                 if waited > 2 and missing and not said:
-                    say(f"waiting for machine {missing} of {self._nodes}")
+                    log(f"waiting for machine {missing} of {self._nodes}")
                     said = True
                 self._changed.wait(0.2)
             self.require_all()
@@ -257,6 +257,6 @@ def lost_machine(node: int, host: str) -> str:
     return f"machine {node} ({host}) is gone: its agent or machine has ended, or the network to it is cut"
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """One line for whoever started this agent."""
     print(f"megalaunch: {line}", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from megalaunch.engine.agent.coordinator import Coordinator
 from megalaunch.engine.agent.interfaces import interface_of, is_loopback
-from megalaunch.engine.agent.member import Endpoint, EventLoop, Member, open_coordinator, say
+from megalaunch.engine.agent.member import Endpoint, EventLoop, Member, log, open_coordinator
 from megalaunch.rundir.environment import ROUND_VARIABLE
 from megalaunch.rundir.rendezvous import Credentials
 
@@ -63,7 +63,7 @@ class LoopbackRendezvous(RendezvousHandler):
         again = self._round > 0
         node, nodes, self._round = self._gather()
         if again:
-            say("starting the workers again")
+            log("starting the workers again")
         os.environ[ROUND_VARIABLE] = str(self._round)  # workers inherit it
         store: Store = PrefixStore(f"agents_{self._round}", self._store)
         return RendezvousInfo(store, node, nodes, RendezvousStoreInfo(LOOPBACK, self._port))
@@ -113,7 +113,7 @@ class MachinesRendezvous(LoopbackRendezvous):
             )
         self._loop.call(self._member.come(fingerprint))
         if node == 0 and is_loopback(self._member.address):
-            say(f"{endpoint.host} is an address of the loopback interface, which no other machine reaches")
+            log(f"{endpoint.host} is an address of the loopback interface, which no other machine reaches")
         if node > 0:
             self._port = self._loop.call(self._member.forward_store())
             self._store = TCPStore(LOOPBACK, self._port, None, False, timeout, wait_for_workers=False)

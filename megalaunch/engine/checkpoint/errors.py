@@ -11,14 +11,14 @@ import shutil
 from pathlib import Path
 
 from megalaunch.rundir.checkpoint.errors import CheckpointError
-from megalaunch.rundir.checkpoint.listing import held_bytes
+from megalaunch.rundir.checkpoint.listing import directory_size
 
-__all__ = ["CheckpointError", "free_bytes", "no_space", "shown_bytes", "write_error"]
+__all__ = ["CheckpointError", "free_bytes", "no_space", "format_bytes", "write_error"]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
-def shown_bytes(count: int) -> str:
+def format_bytes(count: int) -> str:
     """`72.3 MB`, decimal units."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
@@ -39,13 +39,13 @@ def write_error(directory: Path, unfinished: Path | None, needed: int, error: OS
     What stands in `unfinished` will be removed, so its bytes count as free.
     """
     if error.errno in _FULL:
-        own = held_bytes(unfinished) if unfinished else 0
+        own = directory_size(unfinished) if unfinished else 0
         return no_space(directory, needed, free_bytes(directory.parent) + own)
     where = error.filename or directory
     if error.errno == errno.EFBIG:
         return CheckpointError(
             f"cannot save the checkpoint {directory}: a file grew past the limit on file sizes "
-            f"(the checkpoint needs {shown_bytes(needed)} in all; raise the limit: `ulimit -f unlimited`)"
+            f"(the checkpoint needs {format_bytes(needed)} in all; raise the limit: `ulimit -f unlimited`)"
         )
     return CheckpointError(f"cannot save the checkpoint {directory}: {where}: {os.strerror(error.errno or 0)}")
 
@@ -53,10 +53,10 @@ def write_error(directory: Path, unfinished: Path | None, needed: int, error: OS
 def no_space(directory: Path, needed: int, free: int) -> CheckpointError:
     """The error for a full disk: needed and free bytes, and what may be removed."""
     missing = max(needed - free, 0)
-    wanted = f"free {shown_bytes(missing)} or more" if missing else "free some space"
+    wanted = f"free {format_bytes(missing)} or more" if missing else "free some space"
     return CheckpointError(
-        f"no space left for the checkpoint {directory}: it needs {shown_bytes(needed)}, "
-        f"{shown_bytes(free)} are free; {wanted} on that disk{_removable(directory)}, then run the same command again"
+        f"no space left for the checkpoint {directory}: it needs {format_bytes(needed)}, "
+        f"{format_bytes(free)} are free; {wanted} on that disk{_removable(directory)}, then run the same command again"
     )
 
 
@@ -66,5 +66,5 @@ def _removable(directory: Path) -> str:
     if len(others) < 2:
         return ""
     oldest = others[0]
-    held = shown_bytes(held_bytes(oldest))
+    held = format_bytes(directory_size(oldest))
     return f" (the oldest checkpoint there, {oldest.name}, holds {held}; checkpoint.keep_last keeps fewer)"

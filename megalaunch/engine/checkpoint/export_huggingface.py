@@ -14,21 +14,21 @@ from torch import Tensor
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.config.spec_file import read_spec
 from megalaunch.data.errors import DataError
-from megalaunch.data.tokenizer import load_tokenizer
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer
+from megalaunch.engine.checkpoint.atomic_directory import Wrote, atomic_directory, count_bytes, require_new
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import COMPANIONS
-from megalaunch.engine.checkpoint.paired import parameter_shapes
-from megalaunch.engine.checkpoint.read import whole_tensor
+from megalaunch.engine.checkpoint.load_tensors import full_tensor
+from megalaunch.engine.checkpoint.mapped_weights import parameter_shapes
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES, TensorSource, write_file
-from megalaunch.engine.checkpoint.whole import Wrote, counted, require_new, written_whole
-from megalaunch.engine.families.pairs import Pair
-from megalaunch.engine.families.weights import weights_of
+from megalaunch.engine.families.weight_mapping import WeightMapping
+from megalaunch.engine.families.weights import get_family_weights
 from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY
 from megalaunch.importers.huggingface.folder import CONFIG, INDEX, WEIGHTS_FILE
 from megalaunch.importers.huggingface.registry import FamilyError, decoder_config, to_hf_config
-from megalaunch.rundir.checkpoint.catalogue import read_catalogue
-from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.checkpoint.documents import read_document
+from megalaunch.rundir.checkpoint.names import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
+from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index
 
 Prove = Callable[["StoredWeights", Path], dict[str, Any]]
 
@@ -38,7 +38,7 @@ class StoredWeights:
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        self._catalogue = read_catalogue(checkpoint)
+        self._catalogue = read_tensor_index(checkpoint)
         self.origin = self._origin()
         spec = read_spec(checkpoint / SPEC_FILE)
         vocabulary = min(self.origin.get("vocab_size") or spec.model.vocab_size or 0, spec.model.vocab_size or 0)
@@ -50,7 +50,7 @@ class StoredWeights:
 
     def read(self, name: str) -> Tensor:
         """One parameter, in the stored format."""
-        whole = whole_tensor(self.checkpoint, WEIGHTS + name, self._catalogue, {})
+        whole = full_tensor(self.checkpoint, WEIGHTS + name, self._catalogue, {})
         return whole[: self.shapes[name][0]] if name in DIVIDED_BY_VOCABULARY else whole
 
     def dtype(self, name: str) -> torch.dtype:
@@ -91,14 +91,14 @@ def export_folder(weights: StoredWeights, asked: Export, prove: Prove, wrote: Wr
     require_new(asked.output)
     try:
         config = to_hf_config(weights.model)
-        pairs = list(weights_of(weights.model).tensors(weights.model))
+        pairs = list(get_family_weights(weights.model).tensors(weights.model))
     except FamilyError as error:
         raise CheckpointError(f"{weights.checkpoint} cannot be exported:\n  " + "\n  ".join(error.problems)) from error
     _require_all_named(weights, pairs)
     sources = {name: source for pair in pairs for name, source in _sources(weights, pair, asked.dtype)}
     total = sum(source.size for source in sources.values())
-    with written_whole(asked.output, total) as unfinished:
-        _write_shards(unfinished, sources, asked.max_shard_bytes, counted(total, wrote))
+    with atomic_directory(asked.output, total) as unfinished:
+        _write_shards(unfinished, sources, asked.max_shard_bytes, count_bytes(total, wrote))
         dtype = next(iter(sources.values())).dtype
         config = {**_token_ids(weights, config), **config, "torch_dtype": str(dtype).removeprefix("torch.")}
         (unfinished / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -107,7 +107,7 @@ def export_folder(weights: StoredWeights, asked: Export, prove: Prove, wrote: Wr
         return prove(weights, unfinished)
 
 
-def _require_all_named(weights: StoredWeights, pairs: list[Pair]) -> None:
+def _require_all_named(weights: StoredWeights, pairs: list[WeightMapping]) -> None:
     named = {name for pair in pairs for name in pair.ours}
     unnamed = [f"{name} has no name there" for name in weights.shapes if name not in named]
     unnamed += [f"the model has no {name}" for name in named if name not in weights.shapes]
@@ -115,7 +115,9 @@ def _require_all_named(weights: StoredWeights, pairs: list[Pair]) -> None:
         raise CheckpointError(f"{weights.checkpoint} cannot be exported:\n  " + "\n  ".join(sorted(unnamed)))
 
 
-def _sources(weights: StoredWeights, pair: Pair, dtype: torch.dtype | None) -> Iterator[tuple[str, TensorSource]]:
+def _sources(
+    weights: StoredWeights, pair: WeightMapping, dtype: torch.dtype | None
+) -> Iterator[tuple[str, TensorSource]]:
     shapes, kind = pair.shapes_of_theirs(weights.shapes), dtype or weights.dtype(pair.ours[0])
     for index, name in enumerate(pair.theirs):
 

@@ -7,23 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.tokenizer import load_tokenizer
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer
+from megalaunch.engine.checkpoint.atomic_directory import Wrote, require_new
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.checkpoint.foreign import ForeignWeights
+from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
-from megalaunch.engine.checkpoint.imported import write_imported
-from megalaunch.engine.checkpoint.whole import Wrote, require_new
+from megalaunch.engine.checkpoint.import_checkpoint import write_imported_checkpoint
 
-Prove = Callable[[ForeignWeights, Path], dict[str, Any]]
+Prove = Callable[[HuggingFaceWeights, Path], dict[str, Any]]
 """Compares the folder with what was written; raises CheckpointError where they differ, else gives the report."""
 
 
-def import_folder(directory: Path, output: Path, prove: Prove, wrote: Wrote) -> ForeignWeights:
+def import_folder(directory: Path, output: Path, prove: Prove, wrote: Wrote) -> HuggingFaceWeights:
     """Write the checkpoint `output` and its proof; raises CheckpointError, and then nothing is left behind."""
     require_new(output)
     folder = HuggingFaceFolder(directory)
-    weights = ForeignWeights(folder)
-    write_imported(weights, tokenizer_text(folder), output, lambda unfinished: prove(weights, unfinished), wrote)
+    weights = HuggingFaceWeights(folder)
+    write_imported_checkpoint(
+        weights, tokenizer_text(folder), output, lambda unfinished: prove(weights, unfinished), wrote
+    )
     return weights
 
 

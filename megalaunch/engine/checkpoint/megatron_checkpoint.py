@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES
-from megalaunch.rundir.checkpoint.catalogue import StoredTensor, stored_tensor
 from megalaunch.rundir.checkpoint.manifest import is_plain_name
+from megalaunch.rundir.checkpoint.tensor_index import StoredTensor, stored_tensor
 
 _READER = Path(__file__).with_name("unpickled.py")
 _PATIENCE_SECONDS = 900
@@ -44,7 +44,7 @@ class MegatronCheckpoint:
 
     def __init__(self, directory: Path) -> None:
         self.directory = _iteration(directory)
-        said = _described(self.directory)
+        said = _describe(self.directory)
         self.arguments: Mapping[str, Any] = said["arguments"]
         self.iteration = said["iteration"]
         self._stored: dict[str, StoredTensor] = {}
@@ -69,10 +69,10 @@ class MegatronCheckpoint:
         """One tensor; raises CheckpointError when its file ends early or cannot be read."""
         layer = _STACKED.fullmatch(name)
         if layer is None or name in self._stored:
-            return self._put_together(name, None)
-        return self._put_together(f"decoder.layers.{layer[2]}", int(layer[1]))
+            return self._concatenate(name, None)
+        return self._concatenate(f"decoder.layers.{layer[2]}", int(layer[1]))
 
-    def _put_together(self, name: str, layer: int | None) -> Tensor:
+    def _concatenate(self, name: str, layer: int | None) -> Tensor:
         stored = self._stored[name]
         first = 0 if layer is None else layer
         wanted = stored.shape if layer is None else (1, *stored.shape[1:])
@@ -116,7 +116,7 @@ def _iteration(directory: Path) -> Path:
     return directory / name
 
 
-def _described(directory: Path) -> dict[str, Any]:
+def _describe(directory: Path) -> dict[str, Any]:
     for name in (".metadata", "common.pt"):
         if not (directory / name).is_file():
             raise CheckpointError(

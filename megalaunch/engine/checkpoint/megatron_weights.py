@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megalaunch.config.schema.model import GATED, Family, ModelSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.mapped_weights import MappedWeights
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
-from megalaunch.engine.checkpoint.paired import PairedWeights
-from megalaunch.engine.families.pairs import Pair, fused, same
-from megalaunch.engine.families.registry import head_dim_of
+from megalaunch.engine.families.build import resolve_head_dim
+from megalaunch.engine.families.weight_mapping import WeightMapping, concat_rows, rename
 from megalaunch.importers.huggingface.registry import FAMILIES, FamilyError, to_hf_config
 
 # Norms that Transformer Engine keeps inside the matrix after them, and what they are called apart from it.
@@ -25,7 +25,7 @@ _INSIDE = {
 }
 
 
-class MegatronWeights(PairedWeights):
+class MegatronWeights(MappedWeights):
     """Raises one CheckpointError with every missing, unexpected or mis-shaped tensor.
 
     `vocabulary` is the true one, without the rows that Megatron filled up; None: all rows are meant.
@@ -59,7 +59,7 @@ class MegatronWeights(PairedWeights):
         """Nothing travels with Megatron's weights."""
         return {}
 
-    def stored(self, name: str) -> str:
+    def tensor_infos(self, name: str) -> str:
         """Norms stand apart in a model of Megatron's local layers."""
         if self._apart:
             for inside, apart in _INSIDE.items():
@@ -79,50 +79,50 @@ def _with_family(model: ModelSpec) -> ModelSpec:
     return model
 
 
-def _pairs(model: ModelSpec) -> Iterator[Pair]:
-    yield same("embedding.word_embeddings.weight", "embedding.weight")
+def _pairs(model: ModelSpec) -> Iterator[WeightMapping]:
+    yield rename("embedding.word_embeddings.weight", "embedding.weight")
     if model.position_embedding == "learned":
-        yield same("embedding.position_embeddings.weight", "embedding.positions")
+        yield rename("embedding.position_embeddings.weight", "embedding.positions")
     parts = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
     for part in parts:
-        yield same(f"decoder.final_layernorm.{part}", f"norm.{part}")
-    if not model.tied_embeddings:
-        yield same("output_layer.weight", "head.weight")
+        yield rename(f"decoder.final_layernorm.{part}", f"norm.{part}")
+    if not model.tie_word_embeddings:
+        yield rename("output_layer.weight", "head.weight")
     for index in range(model.num_layers):
         theirs, ours = f"decoder.layers.{index}.", f"layers.{index}."
         for part in parts:
-            yield same(f"{theirs}self_attention.linear_qkv.layer_norm_{part}", f"{ours}attention_norm.{part}")
-            yield same(f"{theirs}mlp.linear_fc1.layer_norm_{part}", f"{ours}mlp_norm.{part}")
+            yield rename(f"{theirs}self_attention.linear_qkv.layer_norm_{part}", f"{ours}attention_norm.{part}")
+            yield rename(f"{theirs}mlp.linear_fc1.layer_norm_{part}", f"{ours}mlp_norm.{part}")
         yield from _attention(model, f"{theirs}self_attention.", f"{ours}attention.")
         yield from _mlp(model, f"{theirs}mlp.", f"{ours}mlp.")
 
 
-def _attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[Pair]:
+def _attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[WeightMapping]:
     for part in _parts(model.qkv_bias):
-        yield _dealt_by_group(f"{theirs}linear_qkv.{part}", [f"{ours}{name}_proj.{part}" for name in "qkv"], model)
+        yield _interleaved_qkv(f"{theirs}linear_qkv.{part}", [f"{ours}{name}_proj.{part}" for name in "qkv"], model)
     for part in _parts(model.attention_output_bias):
-        yield same(f"{theirs}linear_proj.{part}", f"{ours}o_proj.{part}")
+        yield rename(f"{theirs}linear_proj.{part}", f"{ours}o_proj.{part}")
     if model.qk_norm == "head":
         for name in "qk":
             for part in _parts(model.norm == "layernorm"):
-                yield same(f"{theirs}{name}_layernorm.{part}", f"{ours}{name}_norm.{part}")
+                yield rename(f"{theirs}{name}_layernorm.{part}", f"{ours}{name}_norm.{part}")
 
 
-def _mlp(model: ModelSpec, theirs: str, ours: str) -> Iterator[Pair]:
+def _mlp(model: ModelSpec, theirs: str, ours: str) -> Iterator[WeightMapping]:
     names = ["gate_proj", "up_proj"] if model.activation in GATED else ["up_proj"]
     for part in _parts(model.mlp_bias):
         rows = [model.ffn_hidden_size] * len(names)
-        yield fused(f"{theirs}linear_fc1.{part}", [f"{ours}{name}.{part}" for name in names], rows)
-        yield same(f"{theirs}linear_fc2.{part}", f"{ours}down_proj.{part}")
+        yield concat_rows(f"{theirs}linear_fc1.{part}", [f"{ours}{name}.{part}" for name in names], rows)
+        yield rename(f"{theirs}linear_fc2.{part}", f"{ours}down_proj.{part}")
 
 
 def _parts(bias: bool) -> tuple[str, ...]:
     return ("weight", "bias") if bias else ("weight",)
 
 
-def _dealt_by_group(theirs: str, ours: Sequence[str], model: ModelSpec) -> Pair:
+def _interleaved_qkv(theirs: str, ours: Sequence[str], model: ModelSpec) -> WeightMapping:
     """The queries of the first group, its key, its value, then those of the second group, ..."""
-    groups, width = model.num_query_groups or model.num_attention_heads, head_dim_of(model)
+    groups, width = model.num_query_groups or model.num_attention_heads, resolve_head_dim(model)
     rows = [model.num_attention_heads // groups * width, width, width]
 
     def split(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -134,4 +134,4 @@ def _dealt_by_group(theirs: str, ours: Sequence[str], model: ModelSpec) -> Pair:
         by_group = [part.reshape(groups, -1, *part.shape[1:]) for part in tensors]
         return [torch.cat(by_group, dim=1).flatten(0, 1)]
 
-    return Pair((theirs,), tuple(ours), split, join)
+    return WeightMapping((theirs,), tuple(ours), split, join)

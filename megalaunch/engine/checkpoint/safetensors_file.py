@@ -80,7 +80,7 @@ def write_file(
     with HashedFile(path, wrote) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            file.write(_bytes_of(sources[name].data()))
+            file.write(_as_bytes(sources[name].data()))
     return file.record
 
 
@@ -119,7 +119,7 @@ class HashedFile:
         return FileRecord(self._path.name, self._size, self._hash.hexdigest())
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _as_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 

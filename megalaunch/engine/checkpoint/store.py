@@ -23,26 +23,26 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megalaunch.engine.checkpoint.commit import discard
+from megalaunch.engine.checkpoint.coordination import coordination_group, run_on_all_ranks
+from megalaunch.engine.checkpoint.dcp_storage import CheckpointReader, CheckpointWriter
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.checkpoint.history import newest_valid, remove_old
-from megalaunch.engine.checkpoint.publish import discard
-from megalaunch.engine.checkpoint.ranks import coordination_group, on_every_rank
-from megalaunch.engine.checkpoint.read import read_tensors
+from megalaunch.engine.checkpoint.load_tensors import read_tensors
+from megalaunch.engine.checkpoint.retention import latest_valid_checkpoint, prune_checkpoints
 from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES
-from megalaunch.engine.checkpoint.storage import CheckpointReader, CheckpointWriter
-from megalaunch.engine.placement import local_values, own_part
-from megalaunch.rundir.checkpoint.catalogue import CATALOGUE, Catalogue, read_catalogue
+from megalaunch.engine.dtensor import local_slice, to_local_no_grad
 from megalaunch.rundir.checkpoint.documents import JSON, read_document
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, is_plain_name, verify_checkpoint
+from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE, Catalogue, read_tensor_index
 
 __all__ = [
     "JSON",
     "CheckpointError",
     "load_checkpoint",
-    "newest_valid",
+    "latest_valid_checkpoint",
     "read_document",
     "read_tensors",
-    "remove_old",
+    "prune_checkpoints",
     "save_checkpoint",
     "verify_checkpoint",
 ]
@@ -143,7 +143,7 @@ def load_checkpoint(
     raises one CheckpointError that lists every difference, the same on all ranks. Hashes are not compared
     here: choose the checkpoint with `newest_valid`, or call `verify_checkpoint`.
     """
-    catalogue = on_every_rank(lambda: read_catalogue(directory))[0]
+    catalogue = run_on_all_ranks(lambda: read_tensor_index(directory))[0]
     _require_match(directory, catalogue, tensors, shapes)
     with _dcp_errors(directory, "load"):
         load(
@@ -159,9 +159,9 @@ def load_checkpoint(
 
 def _zero_padding(tensor: torch.Tensor, shape: torch.Size) -> None:
     """Fill this rank's rows beyond `shape` with zeros: their memory may be uninitialised, and 0 x NaN is NaN."""
-    (first, count), *_ = own_part(tensor)
+    (first, count), *_ = local_slice(tensor)
     stored = max(0, min(count, shape[0] - first))
-    local_values(tensor)[stored:].zero_()
+    to_local_no_grad(tensor)[stored:].zero_()
 
 
 def _require_names(tensors: Mapping[str, object], documents: Mapping[str, object], files: Mapping[str, object]) -> None:
@@ -187,7 +187,7 @@ def _require_match(directory: Path, catalogue: Catalogue, tensors: Mapping[str, 
                 found.add(f"{name} is {DTYPES[stored.dtype]} there, {tensor.dtype} here")
         return set(tensors), found
 
-    answers = on_every_rank(differences)
+    answers = run_on_all_ranks(differences)
     asked = set().union(*(names for names, _ in answers))
     problems = set().union(*(found for _, found in answers))
     problems |= {f"unexpected in the checkpoint: {name}" for name in catalogue if name not in asked}

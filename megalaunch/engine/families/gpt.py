@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.families.family import FamilyWeights
-from megalaunch.engine.families.pairs import Pair, fused, same, transposed
+from megalaunch.engine.families.weight_mapping import WeightMapping, concat_rows, rename, transposed
 
 
-def _tensors(model: ModelSpec) -> Iterator[Pair]:
-    yield same("transformer.wte.weight", "embedding.weight")
-    yield same("transformer.wpe.weight", "embedding.positions")
+def _tensors(model: ModelSpec) -> Iterator[WeightMapping]:
+    yield rename("transformer.wte.weight", "embedding.weight")
+    yield rename("transformer.wpe.weight", "embedding.positions")
     yield from both("transformer.ln_f", "norm")
-    if not model.tied_embeddings:
-        yield same("lm_head.weight", "head.weight")
+    if not model.tie_word_embeddings:
+        yield rename("lm_head.weight", "head.weight")
     rows = [model.hidden_size] * 3
     for index in range(model.num_layers):
         theirs, ours = f"transformer.h.{index}.", f"layers.{index}."
@@ -22,20 +22,20 @@ def _tensors(model: ModelSpec) -> Iterator[Pair]:
         yield from both(f"{theirs}ln_2", f"{ours}mlp_norm")
         for part, turned in (("weight", True), ("bias", False)):
             names = [f"{ours}attention.{name}_proj.{part}" for name in "qkv"]
-            yield fused(f"{theirs}attn.c_attn.{part}", names, rows, turned=turned)
+            yield concat_rows(f"{theirs}attn.c_attn.{part}", names, rows, turned=turned)
         for their_name, our_name in (
             ("attn.c_proj", "attention.o_proj"),
             ("mlp.c_fc", "mlp.up_proj"),
             ("mlp.c_proj", "mlp.down_proj"),
         ):
             yield transposed(f"{theirs}{their_name}.weight", f"{ours}{our_name}.weight")
-            yield same(f"{theirs}{their_name}.bias", f"{ours}{our_name}.bias")
+            yield rename(f"{theirs}{their_name}.bias", f"{ours}{our_name}.bias")
 
 
-def both(theirs: str, ours: str) -> Iterator[Pair]:
+def both(theirs: str, ours: str) -> Iterator[WeightMapping]:
     """Weight and bias."""
-    yield same(f"{theirs}.weight", f"{ours}.weight")
-    yield same(f"{theirs}.bias", f"{ours}.bias")
+    yield rename(f"{theirs}.weight", f"{ours}.weight")
+    yield rename(f"{theirs}.bias", f"{ours}.bias")
 
 
 WEIGHTS = FamilyWeights(_tensors, prefix="transformer.", dropped=(".attn.bias", ".attn.masked_bias"))

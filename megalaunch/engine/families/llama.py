@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megalaunch.config.schema.model import GATED, ModelSpec
 from megalaunch.engine.families.family import FamilyWeights
-from megalaunch.engine.families.pairs import Pair, same
+from megalaunch.engine.families.weight_mapping import WeightMapping, rename
 
 # By block_norms: what our norms of a layer are called.
 _NORMS = {
@@ -21,7 +21,7 @@ _NORMS = {
 }
 
 
-def layer_names(model: ModelSpec, index: int) -> Iterator[Pair]:
+def layer_mapping(model: ModelSpec, index: int) -> Iterator[WeightMapping]:
     """Everything of one layer, each tensor by itself."""
     theirs, ours = f"model.layers.{index}.", f"layers.{index}."
     for projection in ("q_proj", "k_proj", "v_proj"):
@@ -29,39 +29,39 @@ def layer_names(model: ModelSpec, index: int) -> Iterator[Pair]:
     yield from linear(f"{theirs}self_attn.o_proj", f"{ours}attention.o_proj", model.attention_output_bias)
     if model.qk_norm != "none":
         for norm in ("q_norm", "k_norm"):
-            yield same(f"{theirs}self_attn.{norm}.weight", f"{ours}attention.{norm}.weight")
+            yield rename(f"{theirs}self_attn.{norm}.weight", f"{ours}attention.{norm}.weight")
     for projection in ("gate_proj", "up_proj", "down_proj"):
         if projection != "gate_proj" or model.activation in GATED:
             yield from linear(f"{theirs}mlp.{projection}", f"{ours}mlp.{projection}", model.mlp_bias)
-    yield from norm_names(model, index)
+    yield from norm_mapping(model, index)
 
 
-def norm_names(model: ModelSpec, index: int) -> Iterator[Pair]:
+def norm_mapping(model: ModelSpec, index: int) -> Iterator[WeightMapping]:
     """The norms around the blocks of a layer."""
-    for ours, theirs in _NORMS[model.block_norms].items():
-        yield same(f"model.layers.{index}.{theirs}.weight", f"layers.{index}.{ours}.weight")
+    for ours, theirs in _NORMS[model.norm_placement].items():
+        yield rename(f"model.layers.{index}.{theirs}.weight", f"layers.{index}.{ours}.weight")
 
 
-def linear(theirs: str, ours: str, bias: bool) -> Iterator[Pair]:
+def linear(theirs: str, ours: str, bias: bool) -> Iterator[WeightMapping]:
     """Weight, and bias where there is one."""
-    yield same(f"{theirs}.weight", f"{ours}.weight")
+    yield rename(f"{theirs}.weight", f"{ours}.weight")
     if bias:
-        yield same(f"{theirs}.bias", f"{ours}.bias")
+        yield rename(f"{theirs}.bias", f"{ours}.bias")
 
 
-def end_names(model: ModelSpec) -> Iterator[Pair]:
+def embedding_and_head_mapping(model: ModelSpec) -> Iterator[WeightMapping]:
     """Embedding, last norm, and the head where it has a matrix of its own."""
-    yield same("model.embed_tokens.weight", "embedding.weight")
-    yield same("model.norm.weight", "norm.weight")
-    if not model.tied_embeddings:
-        yield same("lm_head.weight", "head.weight")
+    yield rename("model.embed_tokens.weight", "embedding.weight")
+    yield rename("model.norm.weight", "norm.weight")
+    if not model.tie_word_embeddings:
+        yield rename("lm_head.weight", "head.weight")
 
 
-def tensors(model: ModelSpec) -> Iterator[Pair]:
+def tensors(model: ModelSpec) -> Iterator[WeightMapping]:
     """The whole model."""
-    yield from end_names(model)
+    yield from embedding_and_head_mapping(model)
     for index in range(model.num_layers):
-        yield from layer_names(model, index)
+        yield from layer_mapping(model, index)
 
 
 WEIGHTS = FamilyWeights(tensors)

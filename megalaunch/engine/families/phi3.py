@@ -6,23 +6,25 @@ from collections.abc import Iterator
 
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.families.family import FamilyWeights
-from megalaunch.engine.families.llama import end_names, norm_names
-from megalaunch.engine.families.pairs import Pair, fused, same
+from megalaunch.engine.families.llama import embedding_and_head_mapping, norm_mapping
+from megalaunch.engine.families.weight_mapping import WeightMapping, concat_rows, rename
 
 
-def _tensors(model: ModelSpec) -> Iterator[Pair]:
-    yield from end_names(model)
+def _tensors(model: ModelSpec) -> Iterator[WeightMapping]:
+    yield from embedding_and_head_mapping(model)
     head, width = model.head_dim or 0, model.ffn_hidden_size
     keys = head * (model.num_query_groups or model.num_attention_heads)
     for index in range(model.num_layers):
         theirs, ours = f"model.layers.{index}.", f"layers.{index}."
         projections = [f"{ours}attention.{name}_proj.weight" for name in "qkv"]
-        yield fused(f"{theirs}self_attn.qkv_proj.weight", projections, (head * model.num_attention_heads, keys, keys))
-        yield same(f"{theirs}self_attn.o_proj.weight", f"{ours}attention.o_proj.weight")
+        yield concat_rows(
+            f"{theirs}self_attn.qkv_proj.weight", projections, (head * model.num_attention_heads, keys, keys)
+        )
+        yield rename(f"{theirs}self_attn.o_proj.weight", f"{ours}attention.o_proj.weight")
         entries = [f"{ours}mlp.{name}_proj.weight" for name in ("gate", "up")]
-        yield fused(f"{theirs}mlp.gate_up_proj.weight", entries, (width, width))
-        yield same(f"{theirs}mlp.down_proj.weight", f"{ours}mlp.down_proj.weight")
-        yield from norm_names(model, index)
+        yield concat_rows(f"{theirs}mlp.gate_up_proj.weight", entries, (width, width))
+        yield rename(f"{theirs}mlp.down_proj.weight", f"{ours}mlp.down_proj.weight")
+        yield from norm_mapping(model, index)
 
 
 WEIGHTS = FamilyWeights(_tensors)

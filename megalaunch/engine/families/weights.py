@@ -20,12 +20,12 @@ _OF: Mapping[Family, FamilyWeights] = {
 }
 
 
-def weights_of(model: ModelSpec) -> FamilyWeights:
+def get_family_weights(model: ModelSpec) -> FamilyWeights:
     """The tensors of a model's family; raises FamilyError where it has no file."""
     return _OF[family_of(model).name]
 
 
-def multimodal_of(config: Mapping[str, Any]) -> Multimodal | None:
+def get_multimodal(config: Mapping[str, Any]) -> Multimodal | None:
     """Names in the model of text and images that a config.json means; None: a language model."""
     family = multimodal_family(config)
     return None if family is None else _OF[family.name].multimodal

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.data.tokenizer import Tokenizer
-from megalaunch.engine.inference.generate import TextModel, Writing, generate_tokens
+from megalaunch.data.tokenizer.tokenizer import Tokenizer
+from megalaunch.engine.inference.detokenizer import detokenize_stream
+from megalaunch.engine.inference.generate import GenerationConfig, TextModel, generate_tokens
 from megalaunch.engine.inference.sampling import Sampling
-from megalaunch.engine.inference.text import text_of
 
 
 def sample_text(spec: RunSpec, model: TextModel, tokenizer: Tokenizer) -> str:
@@ -24,6 +24,6 @@ def sample_text(spec: RunSpec, model: TextModel, tokenizer: Tokenizer) -> str:
         )
     ends = frozenset(() if tokenizer.eod_id is None else (tokenizer.eod_id,))
     most = min(spec.train.sample_tokens, longest - len(tokens))
-    writing = Writing(most, Sampling(seed=spec.train.seed), ends, tokenizer.vocab_size)
+    writing = GenerationConfig(most, Sampling(seed=spec.train.seed), ends, tokenizer.vocab_size)
     written = [int(drawn.tokens_B[0]) for drawn in generate_tokens(model, [tokens], writing)]
-    return prompt + "".join(text_of(tokenizer, tokens, (t for t in written if t not in ends)))
+    return prompt + "".join(detokenize_stream(tokenizer, tokens, (t for t in written if t not in ends)))

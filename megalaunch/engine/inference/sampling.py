@@ -58,30 +58,30 @@ class Sampler:
         self._sampling, self._prompts = sampling, prompts
         # Drawn on the CPU: the same seed then means the same draws on every device.
         self._generators = [
-            torch.Generator().manual_seed(stream_seed(sampling.seed, prompt, sample))
+            torch.Generator().manual_seed(row_seed(sampling.seed, prompt, sample))
             for prompt, sample in zip(prompts, samples, strict=True)
         ]
         self._held_BV: Tensor | None = None
 
     def next_tokens(self, logits_BV: Tensor) -> Tensor:
         """Token ids [B], int64, on the CPU."""
-        wide_BV = self.penalised(logits_BV.float())
-        next_B = self._chosen(wide_BV)
+        wide_BV = self.apply_repetition_penalty(logits_BV.float())
+        next_B = self._sample(wide_BV)
         if self._held_BV is not None:
             self._held_BV.scatter_(1, next_B.to(self._held_BV.device)[:, None], True)
         return next_B
 
-    def _chosen(self, logits_BV: Tensor) -> Tensor:
+    def _sample(self, logits_BV: Tensor) -> Tensor:
         if self._sampling.temperature == 0:
             return logits_BV.argmax(dim=-1).cpu()
-        probabilities = distribution(logits_BV, self._sampling).cpu()
+        probabilities = sampling_probs(logits_BV, self._sampling).cpu()
         drawn = [
             torch.multinomial(row, 1, generator=generator)
             for row, generator in zip(probabilities, self._generators, strict=True)
         ]
         return torch.cat(drawn)
 
-    def penalised(self, logits_BV: Tensor) -> Tensor:
+    def apply_repetition_penalty(self, logits_BV: Tensor) -> Tensor:
         """The logits with the penalty on what each row holds."""
         penalty = self._sampling.repetition_penalty
         if penalty == 1:
@@ -95,35 +95,35 @@ class Sampler:
         return torch.where(self._held_BV, penalised, logits_BV)
 
 
-def stream_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
+def row_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
     """The seed of one row's draws."""
     text = f"{seed} {sample} {' '.join(map(str, prompt))}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 2**63
 
 
-def distribution(logits_BV: Tensor, sampling: Sampling) -> Tensor:
+def sampling_probs(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     """The probabilities [B, V], fp32, that tokens are drawn with (temperature over 0)."""
     # The largest is subtracted first: a tiny temperature must not make inf - inf.
     logits_BV = logits_BV.float()
     scaled = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / sampling.temperature
     whole = torch.softmax(scaled, dim=-1)
-    left = whole if sampling.top_k is None and sampling.top_p == 1 else _likeliest(whole, sampling)
+    left = whole if sampling.top_k is None and sampling.top_p == 1 else _top_k_top_p(whole, sampling)
     if sampling.min_p > 0:  # seen from the likeliest token, which top-k and top-p always leave
-        left = _normalised(left.masked_fill(whole < sampling.min_p * whole.amax(dim=-1, keepdim=True), 0))
+        left = _normalize(left.masked_fill(whole < sampling.min_p * whole.amax(dim=-1, keepdim=True), 0))
     return left
 
 
-def _likeliest(probabilities_BV: Tensor, sampling: Sampling) -> Tensor:
+def _top_k_top_p(probabilities_BV: Tensor, sampling: Sampling) -> Tensor:
     """What top-k and then top-p leave."""
     ranked, order = probabilities_BV.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k is not None:
         ranked[:, sampling.top_k :] = 0
-        ranked = _normalised(ranked)
+        ranked = _normalize(ranked)
     if sampling.top_p < 1:
         before = ranked.cumsum(dim=-1) - ranked  # what the likelier tokens hold already
-        ranked = _normalised(ranked.masked_fill(before >= sampling.top_p, 0))
+        ranked = _normalize(ranked.masked_fill(before >= sampling.top_p, 0))
     return torch.zeros_like(ranked).scatter_(1, order, ranked)
 
 
-def _normalised(weights_BV: Tensor) -> Tensor:
+def _normalize(weights_BV: Tensor) -> Tensor:
     return weights_BV / weights_BV.sum(dim=-1, keepdim=True)

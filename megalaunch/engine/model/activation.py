@@ -36,6 +36,6 @@ GATED: Mapping[Activation, Callable[[Tensor, Tensor], Tensor]] = {
 """Gate and up to what goes down (Shazeer, 2020)."""
 
 
-def gated(word: Activation, gate: Tensor, up: Tensor, *, spend: bool) -> Tensor:
+def is_gated(word: Activation, gate: Tensor, up: Tensor, *, spend: bool) -> Tensor:
     """By its word; `spend`: nobody reads gate and up after the backward pass."""
     return swiglu(gate, up, spend=spend) if word == "swiglu" else GATED[word](gate, up)

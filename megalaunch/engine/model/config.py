@@ -15,7 +15,7 @@ class RopeConfig:
     """
 
     theta: float
-    width: int
+    rotary_dim: int
     scaling: str = "none"
     factor: float = 1.0
     original_positions: int = 1
@@ -37,7 +37,7 @@ class NormConfig:
 
     epsilon: float
     layer: bool = False
-    plus_one: bool = False
+    zero_centered_gamma: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class AttentionConfig:
     num_heads: int
     num_groups: int
     head_dim: int
-    scale_dim: float
+    query_pre_attn_scalar: float
     soft_cap: float | None = None
     sinks: bool = False
     qk_norm: str = "none"
@@ -96,7 +96,7 @@ class DecoderConfig:
     embedding_init_std: float
 
     @property
-    def drops(self) -> bool:
+    def has_dropout(self) -> bool:
         """Whether anything is dropped in training."""
         return max(self.hidden_dropout, self.embedding_dropout, self.attention.dropout) > 0
 

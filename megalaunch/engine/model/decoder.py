@@ -11,62 +11,69 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from megalaunch.engine.layout import COLUMNS
-from megalaunch.engine.model.attention import Attention, KeyValueStore, KeyValueStores
-from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
+from megalaunch.engine.model.attention.attention import Attention, KVCache, KVCaches
+from megalaunch.engine.model.attention.core import NO_CP, AttentionFn, ContextParallelism
+from megalaunch.engine.model.attention.score_mod import softcap
 from megalaunch.engine.model.config import DecoderConfig, RopeConfig
-from megalaunch.engine.model.context import WHOLE_SAMPLE, Attend, Context
-from megalaunch.engine.model.dropout import NOTHING, Drop, Drops, LayerDrops, drops_of, nothing
+from megalaunch.engine.model.dropout import (
+    NOTHING,
+    DropoutMask,
+    DropoutMasks,
+    LayerDropoutMasks,
+    make_dropout_masks,
+    no_dropout,
+)
 from megalaunch.engine.model.embedding import Embedding
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.norm import Norm
-from megalaunch.engine.model.rope import Rotation, rotation_of
-from megalaunch.engine.model.scores import capped
+from megalaunch.engine.model.rope import RopeCache, rope_cos_sin
+from megalaunch.engine.model.tp_region import NO_TP, TPRegion
+from megalaunch.engine.param_layout import COLUMN_PARALLEL
 from megalaunch.plan.parameters import vocabulary_rows
 
 
 class DecoderLayer(nn.Module):
     """Attention, then the feed-forward block, each added to the stream; or both added at once."""
 
-    def __init__(self, config: DecoderConfig, boundary: Boundary) -> None:
+    def __init__(self, config: DecoderConfig, tp_region: TPRegion) -> None:
         super().__init__()
         self.parallel = config.parallel_residual
         before, after = config.block_norms != "post", config.block_norms != "pre"
         self.attention_norm = _norm(config, before)
-        self.attention = Attention(config.hidden_size, config.attention, config.norm, boundary)
+        self.attention = Attention(config.hidden_size, config.attention, config.norm, tp_region)
         self.attention_out_norm = _norm(config, after)
         self.mlp_norm = _norm(config, before)
-        self.mlp = MLP(config.hidden_size, config.mlp, boundary)
+        self.mlp = MLP(config.hidden_size, config.mlp, tp_region)
         self.mlp_out_norm = _norm(config, after)
 
     def forward(
         self,
         x_BSH: Tensor,
-        rotation: Rotation | None,
-        attend: Attend,
-        store: KeyValueStore | None = None,
-        drops: LayerDrops = NOTHING,
+        rotation: RopeCache | None,
+        attend: AttentionFn,
+        store: KVCache | None = None,
+        dropout_masks: LayerDropoutMasks = NOTHING,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
-        attended = self.attention(self.attention_norm(x_BSH), rotation, attend, store, drops.weights)
-        between = x_BSH + _dropped(self.attention_out_norm(attended), drops.attended)
+        attended = self.attention(self.attention_norm(x_BSH), rotation, attend, store, dropout_masks.weights)
+        between = x_BSH + _maybe_dropout(self.attention_out_norm(attended), dropout_masks.attended)
         fed = self.mlp_out_norm(self.mlp(self.mlp_norm(x_BSH if self.parallel else between)))
-        return between + _dropped(fed, drops.fed)
+        return between + _maybe_dropout(fed, dropout_masks.fed)
 
 
 DIVIDED_BY_VOCABULARY = ("embedding.weight", "head.weight")
 """Parameters with a row for each token."""
 
 
-def unpadded(name: str, shape: torch.Size, vocab_size: int) -> torch.Size:
+def strip_vocab_padding(name: str, shape: torch.Size, vocab_size: int) -> torch.Size:
     """The shape of a parameter, or of a moment that is named after it, without rows that pad the vocabulary."""
     if not any(name == own or name.endswith(f".{own}") for own in DIVIDED_BY_VOCABULARY):
         return shape
     return torch.Size((min(shape[0], vocab_size), *shape[1:]))
 
 
-def _dropped(x_BSH: Tensor, drop: Drop | None) -> Tensor:
+def _maybe_dropout(x_BSH: Tensor, drop: DropoutMask | None) -> Tensor:
     return x_BSH if drop is None else drop(x_BSH)
 
 
@@ -85,21 +92,21 @@ class Decoder(nn.Module):
     def __init__(
         self,
         config: DecoderConfig,
-        boundary: Boundary = ONE_DEVICE,
-        context: Context = WHOLE_SAMPLE,
+        tp_region: TPRegion = NO_TP,
+        context: ContextParallelism = NO_CP,
         narrow: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.boundary, self.context, self.narrow = config, boundary, context, narrow
-        self.vocabulary_rows = vocabulary_rows(config.vocab_size, boundary.vocabulary.size)
+        self.config, self.tp_region, self.context, self.block_dtype = config, tp_region, context, narrow
+        self.vocabulary_rows = vocabulary_rows(config.vocab_size, tp_region.vocab_axis.size)
         self.num_tokens = config.vocab_size  # fewer where the weights, and the tokenizer, know fewer
         # A pipeline stage has the first and the last parts only if it is the first or the last.
         self.embedding: Embedding | None = Embedding(
             self.vocabulary_rows, config.hidden_size, config.learned_positions, config.embedding_scale
         )
-        self.layers = nn.ModuleDict({str(index): DecoderLayer(config, boundary) for index in range(config.num_layers)})
+        self.layers = nn.ModuleDict({str(index): DecoderLayer(config, tp_region) for index in range(config.num_layers)})
         self.norm: Norm | None = Norm(config.hidden_size, config.norm)
-        self.head: Linear | None = Linear(config.hidden_size, self.vocabulary_rows, COLUMNS)
+        self.head: Linear | None = Linear(config.hidden_size, self.vocabulary_rows, COLUMN_PARALLEL)
         self.spans: Sequence[Sequence[str]] = ()
         """Names of layers that `through` passes at once; empty: each by itself."""
         self.tie()
@@ -112,7 +119,7 @@ class Decoder(nn.Module):
     @property
     def vocabulary_columns(self) -> int:
         """How many of this rank's logits are those of tokens: the first ones; what follows is padding."""
-        axis = self.boundary.vocabulary
+        axis = self.tp_region.vocab_axis
         width = self.vocabulary_rows // axis.size
         return min(max(self.num_tokens - axis.rank * width, 0), width)
 
@@ -125,7 +132,7 @@ class Decoder(nn.Module):
         self,
         x: Tensor,
         positions: Tensor | None = None,
-        stores: KeyValueStores | None = None,
+        stores: KVCaches | None = None,
         documents_BS: Tensor | None = None,
         logits: bool = True,
         streams_B: Tensor | None = None,
@@ -141,23 +148,25 @@ class Decoder(nn.Module):
         """
         held = x.shape[1] if positions is None else positions.shape[-1]
         if positions is None:
-            positions = self.context.places(held, x.device)
+            positions = self.context.position_ids(held, x.device)
         windows = [layer.window for layer in self.config.layers]
         if stores is None:
-            attends = self.context.attention(held, documents_BS, windows, x.device)
+            attends = self.context.make_attention(held, documents_BS, windows, x.device)
         else:
             attends = stores.attention(held, windows)
-        drops = nothing(self.layers)
+        dropout_masks = no_dropout(self.layers)
         if streams_B is not None:
-            places = self.context.places(held, x.device)
-            drops = drops_of(self.config, self.boundary, streams_B, places, list(self.layers))
+            places = self.context.position_ids(held, x.device)
+            dropout_masks = make_dropout_masks(self.config, self.tp_region, streams_B, places, list(self.layers))
         if self.embedding is not None:
-            x = _dropped(self.embedding.vectors(x, positions, self.boundary), drops.embedded)
-            x = x if self.narrow is None else x.float()
+            x = _maybe_dropout(self.embedding.lookup(x, positions, self.tp_region), dropout_masks.embedded)
+            x = x if self.block_dtype is None else x.float()
         ropes = {layer.rope for layer in self.config.layers}
-        rotations = {rope: rotation_of(positions, rope, self.narrow or x.dtype) if rope else None for rope in ropes}
+        rotations = {
+            rope: rope_cos_sin(positions, rope, self.block_dtype or x.dtype) if rope else None for rope in ropes
+        }
         for names in self.spans or tuple((name,) for name in self.layers):
-            x = self.through(names, x, rotations, attends, stores, drops)
+            x = self.forward_layers(names, x, rotations, attends, stores, dropout_masks)
         if self.norm is None or self.head is None:
             return x
         if stores is not None:
@@ -165,27 +174,27 @@ class Decoder(nn.Module):
         x = self.norm(x)
         if not logits:
             return x
-        (logits_BSV,) = self.boundary.enter(x, self.head)
-        return self.capped_logits(logits_BSV)
+        (logits_BSV,) = self.tp_region.column_parallel_linear(x, self.head)
+        return self.softcap_logits(logits_BSV)
 
-    def capped_logits(self, logits: Tensor) -> Tensor:
+    def softcap_logits(self, logits: Tensor) -> Tensor:
         """What the head gives, kept below the config's soft cap if it has one."""
         cap = self.config.logit_soft_cap
-        return logits if cap is None else capped(logits, cap)
+        return logits if cap is None else softcap(logits, cap)
 
-    def through(
+    def forward_layers(
         self,
         names: Sequence[str],
         x: Tensor,
-        rotations: Mapping[RopeConfig | None, Rotation | None],
-        attends: Sequence[Attend],
-        stores: KeyValueStores | None,
-        drops: Drops,
+        rotations: Mapping[RopeConfig | None, RopeCache | None],
+        attends: Sequence[AttentionFn],
+        stores: KVCaches | None,
+        dropout_masks: DropoutMasks,
     ) -> Tensor:
         """The layers of these names, one after the other."""
         for name in names:
             index = int(name)
             rotation = rotations[self.config.layers[index].rope]
             store = stores[index] if stores is not None else None
-            x = self.layers[name](x, rotation, attends[index], store, drops.layers[name])
+            x = self.layers[name](x, rotation, attends[index], store, dropout_masks.layers[name])
         return x

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalaunch.engine.model.boundary import Boundary
 from megalaunch.engine.model.config import DecoderConfig
+from megalaunch.engine.model.tp_region import TPRegion
 
 _SITES = 3  # of a layer: what attention adds, what the feed-forward block adds, attention's weights
 
 
-def streams_of(seed: int, samples: Sequence[int], device: torch.device) -> Tensor:
+def sample_seeds(seed: int, samples: Sequence[int], device: torch.device) -> Tensor:
     """A random word for each sample of the training order, [B] int32; every mask of its tokens follows from it."""
     digests = (hashlib.sha256(f"{seed}:dropout:{sample}".encode()).digest() for sample in samples)
     words = [int.from_bytes(digest[:4], "little", signed=True) for digest in digests]
@@ -30,7 +30,7 @@ def streams_of(seed: int, samples: Sequence[int], device: torch.device) -> Tenso
 
 
 @dataclass(frozen=True)
-class Drop:
+class DropoutMask:
     """Dropout at one site: a word for each token [B, s] and for each feature [H]."""
 
     rows: Tensor
@@ -44,57 +44,59 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class LayerDrops:
+class LayerDropoutMasks:
     """What one layer drops of the blocks' outputs, and the words [B, n] by which it drops attention's weights."""
 
-    attended: Drop | None = None
-    fed: Drop | None = None
+    attended: DropoutMask | None = None
+    fed: DropoutMask | None = None
     weights: Tensor | None = None
 
 
-NOTHING = LayerDrops()
+NOTHING = LayerDropoutMasks()
 
 
 @dataclass(frozen=True)
-class Drops:
+class DropoutMasks:
     """What a forward pass drops; layers by name."""
 
-    embedded: Drop | None
-    layers: Mapping[str, LayerDrops]
+    embedded: DropoutMask | None
+    layers: Mapping[str, LayerDropoutMasks]
 
 
-def nothing(names: Iterable[str]) -> Drops:
+def no_dropout(names: Iterable[str]) -> DropoutMasks:
     """No dropout at all, as in evaluation."""
-    return Drops(None, dict.fromkeys(names, NOTHING))
+    return DropoutMasks(None, dict.fromkeys(names, NOTHING))
 
 
-def drops_of(
-    config: DecoderConfig, boundary: Boundary, streams_B: Tensor, places: Tensor, names: Sequence[str]
-) -> Drops:
+def make_dropout_masks(
+    config: DecoderConfig, tp_region: TPRegion, streams_B: Tensor, places: Tensor, names: Sequence[str]
+) -> DropoutMasks:
     """Those of the layers of these names, for samples with these streams.
 
     `places` [S] are where the tokens of this rank stand in their sample.
     """
-    if not config.drops:
-        return nothing(names)
+    if not config.has_dropout:
+        return no_dropout(names)
     sites = torch.tensor([0, *(_SITES * int(name) + site for name in names for site in range(1, _SITES + 1))])
-    words = combined(streams_B, sites.to(streams_B.device)[:, None])  # for each site one a sample
+    words = mix_seed(streams_B, sites.to(streams_B.device)[:, None])  # for each site one a sample
     attended, fed, weights = words[1:].view(-1, _SITES, len(streams_B)).unbind(1)  # [L, B] each
-    drops: list[tuple[Drop | None, Drop | None]] = [(None, None)] * len(names)
+    dropout_masks: list[tuple[DropoutMask | None, DropoutMask | None]] = [(None, None)] * len(names)
     embedded = None
     if config.hidden_dropout or config.embedding_dropout:
-        columns = hashed(torch.arange(config.hidden_size, device=places.device))
-        rows = combined(torch.cat((words[:1], attended, fed))[..., None], boundary.own(places))
+        columns = hash_ids(torch.arange(config.hidden_size, device=places.device))
+        rows = mix_seed(torch.cat((words[:1], attended, fed))[..., None], tp_region.scatter_to_sp(places))
         first, *rest = rows.unbind()
-        embedded = Drop(first, columns, config.embedding_dropout) if config.embedding_dropout else None
-        each = [Drop(row, columns, config.hidden_dropout) if config.hidden_dropout else None for row in rest]
-        drops = list(zip(each[: len(names)], each[len(names) :], strict=True))
+        embedded = DropoutMask(first, columns, config.embedding_dropout) if config.embedding_dropout else None
+        each = [DropoutMask(row, columns, config.hidden_dropout) if config.hidden_dropout else None for row in rest]
+        dropout_masks = list(zip(each[: len(names)], each[len(names) :], strict=True))
     heads: Sequence[Tensor | None] = [None] * len(names)
     if config.attention.dropout:
-        mine = boundary.divide(torch.arange(config.attention.num_heads, device=places.device))
-        heads = combined(weights[..., None], mine).unbind()
-    layers = {name: LayerDrops(*pair, head) for name, pair, head in zip(names, drops, heads, strict=True)}
-    return Drops(embedded, layers)
+        mine = tp_region.local_heads(torch.arange(config.attention.num_heads, device=places.device))
+        heads = mix_seed(weights[..., None], mine).unbind()
+    layers = {
+        name: LayerDropoutMasks(*pair, head) for name, pair, head in zip(names, dropout_masks, heads, strict=True)
+    }
+    return DropoutMasks(embedded, layers)
 
 
 class _Drop(torch.autograd.Function):
@@ -104,15 +106,15 @@ class _Drop(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
         ctx.save_for_backward(rows, columns)
         ctx.rate = rate
-        return x.mul(kept(rows, columns, rate)).mul_(1 / (1 - rate))
+        return x.mul(keep_mask(rows, columns, rate)).mul_(1 / (1 - rate))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         rows, columns = ctx.saved_tensors
-        return gradients[0].mul(kept(rows, columns, ctx.rate)).mul_(1 / (1 - ctx.rate)), None, None, None
+        return gradients[0].mul(keep_mask(rows, columns, ctx.rate)).mul_(1 / (1 - ctx.rate)), None, None, None
 
 
-def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+def keep_mask(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     """What stays of a table with these hashed rows [...] and columns [C]: bool [..., C], false at `rate`.
 
     A word is the exclusive or of its row's and column's, mixed by two multiplications (as in MurmurHash3, Appleby).
@@ -125,17 +127,17 @@ def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     return words >= (round(rate * 2**32) - 2**31 or 1)
 
 
-def combined(words: Tensor, numbers: Tensor) -> Tensor:
+def mix_seed(words: Tensor, numbers: Tensor) -> Tensor:
     """A word for each pair of a word and a number, broadcast."""
-    return _mixed(words ^ hashed(numbers))
+    return _mix(words ^ hash_ids(numbers))
 
 
-def hashed(numbers: Tensor) -> Tensor:
+def hash_ids(numbers: Tensor) -> Tensor:
     """A word for each number from 0."""
-    return _mixed(numbers.to(torch.int32) + 0x1E3779B9)
+    return _mix(numbers.to(torch.int32) + 0x1E3779B9)
 
 
-def _mixed(words: Tensor) -> Tensor:
+def _mix(words: Tensor) -> Tensor:
     """MurmurHash3's last step: every bit of the result depends on every bit of the word."""
     words = (words ^ ((words >> 16) & 0xFFFF)) * -2048144789
     words = (words ^ ((words >> 13) & 0x7FFFF)) * -1028477387

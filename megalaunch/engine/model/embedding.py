@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalaunch.engine.layout import COLUMNS, EVERYWHERE, local
-from megalaunch.engine.model.boundary import Boundary
+from megalaunch.engine.model.tp_region import TPRegion
+from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED, local_param
 
 
 class Embedding(nn.Module):
@@ -15,8 +15,8 @@ class Embedding(nn.Module):
     `positions` [P, H] where positions are learned.
     """
 
-    layout = COLUMNS
-    positions_layout = EVERYWHERE
+    layout = COLUMN_PARALLEL
+    positions_layout = REPLICATED
 
     def __init__(self, vocab_size: int, hidden_size: int, positions: int | None = None, scale: float = 1.0) -> None:
         super().__init__()
@@ -24,11 +24,11 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.positions = None if positions is None else nn.Parameter(torch.empty(positions, hidden_size))
 
-    def vectors(self, tokens_BS: Tensor, positions: Tensor, boundary: Boundary) -> Tensor:
+    def lookup(self, tokens_BS: Tensor, positions: Tensor, tp_region: TPRegion) -> Tensor:
         """Tokens [B, S] at `positions`, [S] or [B, S] -> [B, s, H]."""
-        x_BsH = boundary.embed(tokens_BS, self)
+        x_BsH = tp_region.embed(tokens_BS, self)
         if self.scale != 1:
             x_BsH = x_BsH * torch.tensor(self.scale, dtype=x_BsH.dtype)
         if self.positions is None:
             return x_BsH
-        return x_BsH + nn.functional.embedding(boundary.own(positions), local(self.positions))
+        return x_BsH + nn.functional.embedding(tp_region.scatter_to_sp(positions), local_param(self.positions))

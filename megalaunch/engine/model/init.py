@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megalaunch.engine.dtensor import local_slice, to_local_no_grad
 from megalaunch.engine.model.config import DecoderConfig
-from megalaunch.engine.model.decoder import Decoder, unpadded
-from megalaunch.engine.model.draws import Range, draw_normal
-from megalaunch.engine.model.parts import ModelParts
-from megalaunch.engine.placement import local_values, own_part
+from megalaunch.engine.model.counter_rng import Range, fill_normal
+from megalaunch.engine.model.decoder import Decoder, strip_vocab_padding
+from megalaunch.engine.model.model_parts import ModelParts
 
 # Projections that write into the residual stream; their spread shrinks with depth (GPT-2, Megatron).
 _RESIDUAL_WRITERS = ("attention.o_proj.weight", "mlp.down_proj.weight")
@@ -23,32 +23,32 @@ _EMBEDDINGS = ("embedding.weight", "embedding.positions")
 _SINKS = ".sinks"
 
 
-def initial_value(name: str, shape: torch.Size, config: DecoderConfig, seed: int) -> Tensor:
+def init_value(name: str, shape: torch.Size, config: DecoderConfig, seed: int) -> Tensor:
     """The global fp32 tensor of one parameter: zeros for biases, norms that change nothing, else a normal draw."""
     whole = torch.empty(shape)
-    _fill_initial(whole, [(0, size) for size in shape], name, shape, config, seed)
+    _init_parameter(whole, [(0, size) for size in shape], name, shape, config, seed)
     return whole
 
 
 @torch.no_grad()
-def initialise(model: Decoder | ModelParts, seed: int) -> None:
+def init_weights(model: Decoder | ModelParts, seed: int) -> None:
     """Fill every parameter of a model that has memory, sharded or not."""
     for name, parameter in model.named_parameters():
-        shape = unpadded(name, parameter.shape, model.config.vocab_size)
-        own, part = local_values(parameter), own_part(parameter)
+        shape = strip_vocab_padding(name, parameter.shape, model.config.vocab_size)
+        own, part = to_local_no_grad(parameter), local_slice(parameter)
         (first, count), *rest = part
         drawn = max(0, min(count, shape[0] - first))  # rows that pad a vocabulary are zeros
         own[drawn:].zero_()
-        _fill_initial(own[:drawn], [(first, drawn), *rest], name, shape, model.config, seed)
+        _init_parameter(own[:drawn], [(first, drawn), *rest], name, shape, model.config, seed)
 
 
-def _fill_initial(
+def _init_parameter(
     own: Tensor, part: Sequence[Range], name: str, shape: torch.Size, config: DecoderConfig, seed: int
 ) -> None:
     if len(shape) == 1 and not name.endswith(_SINKS):
-        own.fill_(0.0 if name.endswith(".bias") or config.norm.plus_one else 1.0)
+        own.fill_(0.0 if name.endswith(".bias") or config.norm.zero_centered_gamma else 1.0)
         return
     std = config.embedding_init_std if name in _EMBEDDINGS else config.init_std
     if name.endswith(_RESIDUAL_WRITERS):
         std /= math.sqrt(2 * config.num_layers)
-    draw_normal(own, part, shape, f"{seed}:{name}", std)
+    fill_normal(own, part, shape, f"{seed}:{name}", std)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalaunch.engine.layout import EVERYWHERE, ParamLayout, local
-from megalaunch.engine.model.product import linear
+from megalaunch.engine.model.matmul import linear
+from megalaunch.engine.param_layout import REPLICATED, ParamLayout, local_param
 
 
 class Linear(nn.Module):
@@ -20,8 +20,8 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         self.layout = layout
-        self.bias_layout = layout if layout.split == 0 else EVERYWHERE
+        self.bias_layout = layout if layout.shard_dim == 0 else REPLICATED
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], where one device holds all."""
-        return linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+        return linear(x, local_param(self.weight), None if self.bias is None else local_param(self.bias))

@@ -4,32 +4,36 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megalaunch.engine.layout import COLUMNS, ROWS
-from megalaunch.engine.model.activation import GATED, PLAIN, gated
-from megalaunch.engine.model.boundary import ONE_DEVICE, Boundary
+from megalaunch.engine.model.activation import GATED, PLAIN, is_gated
 from megalaunch.engine.model.config import MLPConfig
 from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.model.tp_region import NO_TP, TPRegion
+from megalaunch.engine.param_layout import COLUMN_PARALLEL, ROW_PARALLEL
 
 
 class MLP(nn.Module):
     """down(activation(up(x))), or down(activation(gate(x), up(x)))."""
 
-    makes_again = False  # the activation's output, for a backward pass that comes later than the activation's own
+    recompute_activation = (
+        False  # the activation's output, for a backward pass that comes later than the activation's own
+    )
 
-    def __init__(self, hidden_size: int, config: MLPConfig, boundary: Boundary = ONE_DEVICE) -> None:
+    def __init__(self, hidden_size: int, config: MLPConfig, tp_region: TPRegion = NO_TP) -> None:
         super().__init__()
-        self.config, self.boundary = config, boundary
+        self.config, self.tp_region = config, tp_region
         width, bias = config.width, config.bias
-        self.gate_proj = Linear(hidden_size, width, COLUMNS, bias) if config.activation in GATED else None
-        self.up_proj = Linear(hidden_size, width, COLUMNS, bias)
-        self.down_proj = Linear(width, hidden_size, ROWS, bias)
+        self.gate_proj = Linear(hidden_size, width, COLUMN_PARALLEL, bias) if config.activation in GATED else None
+        self.up_proj = Linear(hidden_size, width, COLUMN_PARALLEL, bias)
+        self.down_proj = Linear(width, hidden_size, ROW_PARALLEL, bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         entries = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
-        return self.boundary.leave(self.activate(*self.boundary.enter(x_BSH, *entries)), self.down_proj)
+        return self.tp_region.row_parallel_linear(
+            self.activation(*self.tp_region.column_parallel_linear(x_BSH, *entries)), self.down_proj
+        )
 
-    def activate(self, *entered: Tensor) -> Tensor:
+    def activation(self, *entered: Tensor) -> Tensor:
         """Of up alone, or of gate and up, which may be clamped (gpt-oss: the gate from above only)."""
         if self.gate_proj is None:
             (up,) = entered
@@ -37,4 +41,4 @@ class MLP(nn.Module):
         gate, up = entered
         if self.config.clamp is not None:
             gate, up = gate.clamp(max=self.config.clamp), up.clamp(-self.config.clamp, self.config.clamp)
-        return gated(self.config.activation, gate, up, spend=not self.makes_again)
+        return is_gated(self.config.activation, gate, up, spend=not self.recompute_activation)

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalaunch.engine.layout import EVERYWHERE, ParamLayout, local
 from megalaunch.engine.model.config import NormConfig
+from megalaunch.engine.param_layout import REPLICATED, ParamLayout, local_param
 
 
 class Norm(nn.Module):
     """x / rms(x) * weight (Zhang and Sennrich, 2019), or LayerNorm with its bias (Ba et al., 2016)."""
 
-    def __init__(self, size: int, config: NormConfig, layout: ParamLayout = EVERYWHERE) -> None:
+    def __init__(self, size: int, config: NormConfig, layout: ParamLayout = REPLICATED) -> None:
         super().__init__()
         self.config, self.layout = config, layout
         self.weight = nn.Parameter(torch.ones(size))
@@ -23,13 +23,13 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size] in the weight's format; statistics are taken in fp32 whatever that of x."""
-        weight, shape, epsilon = local(self.weight), self.weight.shape, self.config.epsilon
-        if self.config.plus_one:  # the sum would lose most of a small weight in a half format
+        weight, shape, epsilon = local_param(self.weight), self.weight.shape, self.config.epsilon
+        if self.config.zero_centered_gamma:  # the sum would lose most of a small weight in a half format
             wide, dtype = 1 + weight.float(), weight.dtype
-            bias = local(self.bias).float() if self.bias is not None else None
+            bias = local_param(self.bias).float() if self.bias is not None else None
             normed = F.layer_norm(x.float(), shape, wide, bias, epsilon) if self.config.layer else None
             return (rms_norm(x.float(), wide, epsilon) if normed is None else normed).to(dtype)
-        bias = None if self.bias is None else local(self.bias).to(x.dtype)
+        bias = None if self.bias is None else local_param(self.bias).to(x.dtype)
         factor = weight.to(x.dtype)  # a residual stream may be wider
         if self.config.layer:
             return F.layer_norm(x, shape, factor, bias, epsilon).to(weight.dtype)

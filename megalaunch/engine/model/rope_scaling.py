@@ -10,7 +10,7 @@ from torch import Tensor
 from megalaunch.engine.model.config import RopeConfig
 
 
-def stretched(frequencies: Tensor, rope: RopeConfig, last: Tensor) -> Tensor:
+def scaled_inv_freq(frequencies: Tensor, rope: RopeConfig, last: Tensor) -> Tensor:
     """Radians a position of each pair, [R / 2] fp32, as the scaling has them; [B, 1, R / 2] where `last` is [B].
 
     `last` is the last position of the text, on which longrope depends.
@@ -39,7 +39,7 @@ def _longrope(rope: RopeConfig, last: Tensor) -> Tensor:
 
     Periods are multiplied and then inverted: another order rounds otherwise, which shows at far positions.
     """
-    exponents = torch.arange(0, rope.width, 2, device=last.device, dtype=torch.float32) / rope.width
+    exponents = torch.arange(0, rope.rotary_dim, 2, device=last.device, dtype=torch.float32) / rope.rotary_dim
     short, long = (
         1.0 / (torch.tensor(factors, device=last.device) * rope.theta**exponents)
         for factors in (rope.short_factors, rope.long_factors)

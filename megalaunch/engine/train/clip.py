@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from megalaunch.engine.placement import local_values, replication
+from megalaunch.engine.dtensor import num_replicas, to_local_no_grad
 
 _ROW = 256  # numbers that a processor sums in fp32
 
 
-def local_squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def local_grad_norm_sq(parameters: Iterable[nn.Parameter]) -> Tensor:
     """This rank's share of the squared gradient norm, a float64 scalar; the sum over all ranks is the whole.
 
     Each value counts 1 / (ranks that hold it), so one all-reduce over the world is exact on any mix of meshes.
@@ -20,7 +20,7 @@ def local_squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     by_replication: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            by_replication.setdefault(replication(parameter.grad), []).append(local_values(parameter.grad))
+            by_replication.setdefault(num_replicas(parameter.grad), []).append(to_local_no_grad(parameter.grad))
     total = torch.zeros((), dtype=torch.float64)
     for copies, gradients in by_replication.items():
         norms = _norms(gradients)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from megalaunch.config.schema.optimizer import OptimizerSpec
-from megalaunch.engine.model.parts import ModelParts
+from megalaunch.engine.model.model_parts import ModelParts
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -54,7 +54,7 @@ class NamedAdamW:
             flat |= {f"optimizer.{moment}.{name}": state[moment] for moment in _MOMENTS}
         return flat
 
-    def set_updates(self, count: int) -> None:
+    def set_step(self, count: int) -> None:
         """Tell AdamW how many updates the moments have seen (its bias correction depends on it)."""
         for parameter in self._parameters.values():
             self._adamw.state[parameter]["step"] = _count(count, parameter)

@@ -24,13 +24,13 @@ def learning_rate(schedule: ScheduleSpec, peak: float, step: int) -> float:
     if schedule.shape == "inverse_square_root":
         return max(floor, peak * math.sqrt(max(warmup, 1)) / math.sqrt(max(step, 1)))
     if schedule.shape == "wsd":
-        return floor + _wsd_share(schedule, horizon, step) * (peak - floor)
+        return floor + _wsd_decay_factor(schedule, horizon, step) * (peak - floor)
     progress = (step - warmup) / (horizon - warmup)
     share = 1 - progress if schedule.shape == "linear" else (math.cos(math.pi * progress) + 1) / 2
     return floor + share * (peak - floor)
 
 
-def _wsd_share(schedule: ScheduleSpec, horizon: int, step: int) -> float:
+def _wsd_decay_factor(schedule: ScheduleSpec, horizon: int, step: int) -> float:
     length = schedule.wsd_decay_steps or 0
     start = horizon - length
     if step <= start:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megalaunch.engine.ending import Ending
-from megalaunch.engine.train.record import Record
-from megalaunch.engine.train.step import StepResult
+from megalaunch.engine.run_end import RunEnd
+from megalaunch.engine.train.run_logger import RunLogger
+from megalaunch.engine.train.train_step import StepResult
 from megalaunch.rundir.outcome import ExitCode
 
 
-class ZeroGradients:
+class ZeroGradientGuard:
     """Counts the steps in a row whose gradient norm is exactly 0; told of every step on all ranks alike.
 
     A step without a label that has a loss has no gradient to begin with: it neither counts nor ends the row.
@@ -18,11 +18,11 @@ class ZeroGradients:
         self._limit, self._row = limit, 0
 
     @property
-    def are_suspected(self) -> bool:
+    def is_exceeded(self) -> bool:
         """Whether the run may end for them soon: what it has learned must not be replaced by what is saved now."""
         return self._limit > 0 and self._row > 0
 
-    def see(self, step: int, result: StepResult, record: Record) -> None:
+    def update(self, step: int, result: StepResult, record: RunLogger) -> None:
         """Warn at the first of a row; raise an Ending, the same on every rank, at the last that is allowed."""
         if result.tokens == 0:
             return
@@ -35,4 +35,4 @@ class ZeroGradients:
                 "the model no longer learns, as after a step that was far too large"
             )
             details = {"loss": result.loss, "grad_norm": 0.0, "zero_gradient_steps": self._row}
-            raise Ending(ExitCode.NON_FINITE, reason, step, details)
+            raise RunEnd(ExitCode.NON_FINITE, reason, step, details)

@@ -23,24 +23,24 @@ def read_gemma(file: ConfigFile, caps: tuple[float | None, float | None], every:
     )
     windows = read_windows(file, file.integer("sliding_window", 4096, null=None), every)
     own = {
-        "block_norms": "both",
+        "norm_placement": "both",
         "norm_plus_one": True,
-        "scaled_embedding": True,
-        "attention_scale_dim": float(file.number("query_pre_attn_scalar", 256) or 256),
-        "attention_soft_cap": file.number("attn_logit_softcapping", caps[0], null=None),
-        "logit_soft_cap": file.number("final_logit_softcapping", caps[1], null=None),
+        "scale_embeddings": True,
+        "query_pre_attn_scalar": float(file.number("query_pre_attn_scalar", 256) or 256),
+        "attn_logit_softcapping": file.number("attn_logit_softcapping", caps[0], null=None),
+        "final_logit_softcapping": file.number("final_logit_softcapping", caps[1], null=None),
     }
     return shape | read_biases(file) | windows | own
 
 
 def write_gemma(model: ModelSpec) -> dict[str, Any]:
     """The same keys back."""
-    scale = model.attention_scale_dim or model.head_dim or 256
+    scale = model.query_pre_attn_scalar or model.head_dim or 256
     own = {
         "attention_bias": model.qkv_bias,
         "query_pre_attn_scalar": int(scale) if float(scale).is_integer() else scale,
-        "attn_logit_softcapping": model.attention_soft_cap,
-        "final_logit_softcapping": model.logit_soft_cap,
+        "attn_logit_softcapping": model.attn_logit_softcapping,
+        "final_logit_softcapping": model.final_logit_softcapping,
     }
     windows = write_windows(model)
     if windows["sliding_window"] is None:  # transformers wants a number, also where no layer has a window

@@ -14,7 +14,7 @@ from megalaunch.importers.huggingface.rope import scaling_values, write_rope
 def _read(file: ConfigFile) -> Values:
     pattern = file.integer("sliding_window_pattern", 6)
     file.ignore("attn_logit_softcapping", "Gemma 3 of transformers does not cap its scores")
-    own = {"attention_soft_cap": None, "qk_norm": "head", "rope": _rope(file)}
+    own = {"attn_logit_softcapping": None, "qk_norm": "head", "rope": _rope(file)}
     return read_gemma(file, caps=(None, None), every=pattern) | own
 
 
@@ -39,8 +39,8 @@ def _rope(file: ConfigFile) -> dict[str, Any]:
 
 def _write(model: ModelSpec) -> dict[str, Any]:
     local = {"rope_local_base_freq": model.rope.window_theta or model.rope.theta}
-    if model.full_attention_every is not None:
-        local["sliding_window_pattern"] = model.full_attention_every
+    if model.sliding_window_pattern is not None:
+        local["sliding_window_pattern"] = model.sliding_window_pattern
     return write_gemma(model) | write_rope(model.rope) | local
 
 

@@ -43,7 +43,7 @@ def _read(file: ConfigFile) -> Values:
         "hidden_dropout": file.rate("resid_pdrop", 0.1),
         "embedding_dropout": file.rate("embd_pdrop", 0.1),
         "attention_dropout": file.rate("attn_pdrop", 0.1),
-        "tied_embeddings": file.flag("tie_word_embeddings", True),
+        "tie_word_embeddings": file.flag("tie_word_embeddings", True),
         "init_std": file.number("initializer_range", 0.02),
     }
 
@@ -61,7 +61,7 @@ def _write(model: ModelSpec) -> dict[str, Any]:
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout if model.embedding_dropout is None else model.embedding_dropout,
         "attn_pdrop": model.attention_dropout,
-        "tie_word_embeddings": model.tied_embeddings,
+        "tie_word_embeddings": model.tie_word_embeddings,
         "initializer_range": model.init_std,
     }
 

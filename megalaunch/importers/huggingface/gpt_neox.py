@@ -33,7 +33,7 @@ def _read(file: ConfigFile) -> Values:
         "mlp_bias": True,
         "hidden_dropout": file.rate("hidden_dropout", 0.0),
         "attention_dropout": file.rate("attention_dropout", 0.0),
-        "tied_embeddings": file.flag("tie_word_embeddings", False),
+        "tie_word_embeddings": file.flag("tie_word_embeddings", False),
         "init_std": file.number("initializer_range", 0.02),
         "rope": read_rope(file, file.number("rotary_emb_base", 10000.0), fraction),
     }
@@ -54,7 +54,7 @@ def _write(model: ModelSpec) -> dict[str, Any]:
         "attention_bias": model.qkv_bias,
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
-        "tie_word_embeddings": model.tied_embeddings,
+        "tie_word_embeddings": model.tie_word_embeddings,
         "initializer_range": model.init_std,
         "rotary_pct": model.rope.fraction,
         "rotary_emb_base": model.rope.theta,

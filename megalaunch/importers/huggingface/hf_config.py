@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalaunch.importers.huggingface.ignored_keys import METADATA, why_ignored
+from megalaunch.importers.huggingface.ignored_keys import METADATA, ignore_reason
 
 _MISSING = object()
 
@@ -98,7 +98,7 @@ class ConfigFile:
                 continue
             if key in self._taken or key in METADATA or value is None:
                 continue
-            why = why_ignored(key, value)
+            why = ignore_reason(key, value)
             if why is None:
                 self.problems.append(f"config.json: {key} ({value!r:.80}) is unknown to this family")
             else:

@@ -166,7 +166,7 @@ _AT: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def why_ignored(key: str, value: Any) -> str | None:
+def ignore_reason(key: str, value: Any) -> str | None:
     """Why a key changes nothing at this value; None: it may change the model."""
     if key in _ANYWHERE:
         return _ANYWHERE[key]

@@ -46,7 +46,7 @@ def read_common(
         "max_position_embeddings": file.integer("max_position_embeddings", 2048),
         "norm_epsilon": file.number("rms_norm_eps", epsilon),
         "activation": file.pop_choice(activation_key, GATES, activation),
-        "tied_embeddings": file.flag("tie_word_embeddings", tied),
+        "tie_word_embeddings": file.flag("tie_word_embeddings", tied),
         "init_std": file.number("initializer_range", 0.02),
         "attention_dropout": file.rate("attention_dropout", 0.0),
     }
@@ -71,7 +71,7 @@ def write_common(model: ModelSpec, activation_key: str = "hidden_act") -> dict[s
         "max_position_embeddings": model.max_position_embeddings,
         "rms_norm_eps": model.norm_epsilon,
         activation_key: invert(GATES).get(model.activation, "silu"),
-        "tie_word_embeddings": model.tied_embeddings,
+        "tie_word_embeddings": model.tie_word_embeddings,
         "initializer_range": model.init_std,
         "attention_dropout": model.attention_dropout,
     }

@@ -12,7 +12,7 @@ from megalaunch.importers.huggingface.rope import read_rope, write_rope
 
 
 def _read(file: ConfigFile) -> Values:
-    own = {"block_norms": "post", "qk_norm": "full", "rope": read_rope(file)}
+    own = {"norm_placement": "post", "qk_norm": "full", "rope": read_rope(file)}
     return read_common(file, epsilon=1e-5) | read_biases(file) | own
 
 

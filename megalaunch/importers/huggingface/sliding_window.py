@@ -7,7 +7,7 @@ from typing import Any
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.importers.huggingface.family import Values
 from megalaunch.importers.huggingface.hf_config import ConfigFile, every_nth
-from megalaunch.plan.layers import layers_of
+from megalaunch.plan.layers import list_layers
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -21,7 +21,7 @@ def read_windows(file: ConfigFile, width: int | None, every: int | None = None) 
     if types is None and every is not None and width is None:
         file.problems.append("config.json: sliding_window is null, and this family has layers with a window")
     if types is None:
-        return {"sliding_window": width, "full_attention_every": every if width else None}
+        return {"sliding_window": width, "sliding_window_pattern": every if width else None}
     if not isinstance(types, list) or not all(kind in (_SLIDING, _FULL) for kind in types):
         file.problems.append(f"config.json: layer_types may only be {_SLIDING} and {_FULL}")
         return {}
@@ -31,11 +31,11 @@ def read_windows(file: ConfigFile, width: int | None, every: int | None = None) 
         file.problems.append("config.json: layer_types has sliding windows, and there is no sliding_window")
     return {
         "sliding_window": width,
-        "full_attention_every": every_nth([kind == _FULL for kind in types], "full attention", file.problems),
+        "sliding_window_pattern": every_nth([kind == _FULL for kind in types], "full attention", file.problems),
     }
 
 
 def write_windows(model: ModelSpec) -> dict[str, Any]:
     """The width, and the list."""
-    types = [_FULL if layer.window is None else _SLIDING for layer in layers_of(model) if not layer.mtp]
+    types = [_FULL if layer.window is None else _SLIDING for layer in list_layers(model) if not layer.mtp]
     return {"sliding_window": model.sliding_window, "layer_types": types}

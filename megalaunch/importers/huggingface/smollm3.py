@@ -10,7 +10,7 @@ from megalaunch.importers.huggingface.hf_config import ConfigFile, every_nth
 from megalaunch.importers.huggingface.llama import read_biases, read_common, write_common
 from megalaunch.importers.huggingface.rope import read_rope, write_rope
 from megalaunch.importers.huggingface.sliding_window import read_windows, write_windows
-from megalaunch.plan.layers import layers_of
+from megalaunch.plan.layers import list_layers
 
 
 def _read(file: ConfigFile) -> Values:
@@ -24,16 +24,16 @@ def _read(file: ConfigFile) -> Values:
         file.problems.append("config.json: windows on the layers without rotation alone have no counterpart here")
     shape = read_common(file, tied=True) | read_biases(file) | read_windows(file, width if windowed else None)
     bias = file.flag("mlp_bias", False)
-    return shape | {"mlp_bias": bias, "no_rope_every": every, "rope": read_rope(file, 2e6)}
+    return shape | {"mlp_bias": bias, "no_rope_layer_interval": every, "rope": read_rope(file, 2e6)}
 
 
 def _write(model: ModelSpec) -> dict[str, Any]:
-    rotated = [int(layer.rotated) for layer in layers_of(model) if not layer.mtp]
+    rotated = [int(layer.rotated) for layer in list_layers(model) if not layer.mtp]
     own = {
         "attention_bias": model.qkv_bias,
         "mlp_bias": model.mlp_bias,
         "no_rope_layers": rotated,
-        "no_rope_layer_interval": model.no_rope_every or model.num_layers + 1,
+        "no_rope_layer_interval": model.no_rope_layer_interval or model.num_layers + 1,
         "use_sliding_window": model.sliding_window is not None,
     }
     return write_common(model) | own | write_windows(model) | write_rope(model.rope)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Literal
 
-from megalaunch.config.axes import Values
-from megalaunch.launch.sweep.folder import LOWER_IS_BETTER, Metric
-from megalaunch.launch.view import number
-from megalaunch.rundir.lines import Record, read_lines
+from megalaunch.config.search_space import Values
+from megalaunch.launch.run_state import number
+from megalaunch.launch.sweep.directory import LOWER_IS_BETTER, Metric
+from megalaunch.rundir.jsonl import Record, read_lines
 from megalaunch.rundir.outcome import ExitCode, read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
@@ -58,7 +58,7 @@ class TrialResult:
         return value if value is not None and math.isfinite(value) else None
 
 
-def result_of(trial: int, values: Values, directory: RunDirectory) -> TrialResult:
+def read_result(trial: int, values: Values, directory: RunDirectory) -> TrialResult:
     """Read a trial's outcome and metrics; "waiting" when it was never launched."""
     outcome = read_outcome(directory.outcome)
     steps = [record for record in read_lines(directory.metrics) if "loss" in record]
@@ -75,13 +75,13 @@ def result_of(trial: int, values: Values, directory: RunDirectory) -> TrialResul
         outcome.reason if outcome and state != "done" else "",
         len(steps),
         math.fsum(number(record, "step_seconds") for record in steps),
-        speed_of(steps),
+        read_speed(steps),
         number(steps[-1], "loss") if steps else None,
         _last_validation(directory),
     )
 
 
-def speed_of(steps: Sequence[Record]) -> Speed | None:
+def read_speed(steps: Sequence[Record]) -> Speed | None:
     """Over the steps after warm-up; None when fewer than two are left."""
     skipped = max(WARM_UP_STEPS, len(steps) // 10)
     rates = [rate for record in steps[skipped:] if math.isfinite(rate := number(record, "tokens_per_second"))]
@@ -97,7 +97,7 @@ def _last_validation(directory: RunDirectory) -> float | None:
     return finite[-1] if finite else None
 
 
-def ranked(results: Sequence[TrialResult], metric: Metric) -> list[TrialResult]:
+def rank_results(results: Sequence[TrialResult], metric: Metric) -> list[TrialResult]:
     """Those that rank, the best first; equal ones in the order of their numbers."""
     scored = [(score, result) for result in results if (score := result.score(metric)) is not None]
     sign = 1 if metric in LOWER_IS_BETTER else -1

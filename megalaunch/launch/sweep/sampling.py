@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 from random import Random
 
-from megalaunch.config.axes import Choices, Interval, Values
+from megalaunch.config.search_space import Categorical, Range, Values
 
-Axes = Mapping[str, Choices | Interval]
+Axes = Mapping[str, Categorical | Range]
 _REPEATS = 1000  # draws in a row that bring nothing new: the space is used up
 
 
@@ -16,7 +16,7 @@ def grid(axes: Axes) -> Iterator[Values]:
     """Every point, the last axis fastest; raises ValueError when an axis is an interval."""
     columns = []
     for key, axis in axes.items():
-        if isinstance(axis, Interval):
+        if isinstance(axis, Range):
             raise ValueError(f"{key} is an interval, of which a grid has no points")
         columns.append(axis.values)
     for row in itertools.product(*columns):

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from megalaunch.config.axes import Values
-from megalaunch.launch.sweep.folder import LOWER_IS_BETTER, Metric, SweepFolder
-from megalaunch.launch.sweep.result import TrialResult, ranked, unranked_reason
+from megalaunch.config.search_space import Values
+from megalaunch.launch.sweep.directory import LOWER_IS_BETTER, Metric, SweepFolder
+from megalaunch.launch.sweep.result import TrialResult, rank_results, unranked_reason
 from megalaunch.rundir.atomic_file import atomic_file, write_file_atomically
 
 _COLUMNS = (
@@ -29,7 +29,7 @@ _COLUMNS = (
 _BARS = 30
 
 
-class LeftOut(Protocol):
+class SkippedPoint(Protocol):
     """A point that cannot run."""
 
     @property
@@ -49,10 +49,10 @@ class LeftOut(Protocol):
 
 
 def write_results(
-    folder: SweepFolder, results: Sequence[TrialResult], left_out: Sequence[LeftOut], metric: Metric
+    folder: SweepFolder, results: Sequence[TrialResult], left_out: Sequence[SkippedPoint], metric: Metric
 ) -> None:
     """Write results.csv by an atomic rename: ranked trials, then the others, then the points left out."""
-    order = ranked(results, metric)
+    order = rank_results(results, metric)
     ranks = {result.number: place for place, result in enumerate(order, 1)}
     others = sorted((result for result in results if result.number not in ranks), key=lambda result: result.number)
     keys = list((results[0] if results else left_out[0]).values) if results or left_out else []
@@ -81,7 +81,7 @@ def _figures(result: TrialResult, folder: SweepFolder, metric: Metric) -> list[o
 
 def draw_results(folder: SweepFolder, results: Sequence[TrialResult], metric: Metric) -> Path | None:
     """Draw the ranked trials as bars; None when there are none. Raises ImportError without matplotlib."""
-    order = ranked(results, metric)[:_BARS]
+    order = rank_results(results, metric)[:_BARS]
     if not order:
         return None
     # The object interface draws without a window system and without global state.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from megalaunch.config.axes import Interval, Values
-from megalaunch.launch.sweep.folder import LOWER_IS_BETTER, Metric
+from megalaunch.config.search_space import Range, Values
+from megalaunch.launch.sweep.directory import LOWER_IS_BETTER, Metric
 from megalaunch.launch.sweep.sampling import Axes
 
 
@@ -44,15 +44,15 @@ class TreeSampler:
 
     def _suggest(self, trial: Any, key: str) -> str:
         axis = self._axes[key]
-        if not isinstance(axis, Interval):
+        if not isinstance(axis, Range):
             return str(trial.suggest_categorical(key, list(axis.values)))
         if axis.whole:
-            return axis.word(trial.suggest_int(key, int(axis.low), int(axis.high), log=axis.log))
-        return axis.word(trial.suggest_float(key, axis.low, axis.high, log=axis.log))
+            return axis.override(trial.suggest_int(key, int(axis.low), int(axis.high), log=axis.log))
+        return axis.override(trial.suggest_float(key, axis.low, axis.high, log=axis.log))
 
     def _distribution(self, key: str) -> Any:
         axis, kinds = self._axes[key], self._optuna.distributions
-        if not isinstance(axis, Interval):
+        if not isinstance(axis, Range):
             return kinds.CategoricalDistribution(list(axis.values))
         if axis.whole:
             return kinds.IntDistribution(int(axis.low), int(axis.high), log=axis.log)
@@ -60,6 +60,6 @@ class TreeSampler:
 
     def _parameter(self, key: str, word: str) -> Any:
         axis = self._axes[key]
-        if not isinstance(axis, Interval):
+        if not isinstance(axis, Range):
             return word
         return int(word) if axis.whole else float(word)

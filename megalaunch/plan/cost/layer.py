@@ -38,7 +38,7 @@ class Shape:
     ep: int
     etp: int
     sequence_parallel: bool
-    again: tuple[RecomputeModule, ...]
+    recomputed_modules: tuple[RecomputeModule, ...]
     full_again: bool
 
 
@@ -49,13 +49,13 @@ class LayerTime:
     matmul: float
     attention: float
     memory: float
-    again: float
+    recompute: float
     forward: float
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.matmul + self.attention + self.memory + self.again
+        return self.matmul + self.attention + self.memory + self.recompute
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,17 @@ def layer_time(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> L
     for product in _matmuls(model, kind, shape):
         seconds = matmul_seconds(product.rows, product.k, product.n, device.matmul_flops) * product.count
         forward += seconds
-        again += seconds if product.part in shape.again else 0.0
+        again += seconds if product.part in shape.recomputed_modules else 0.0
     attention, attention_back = _attention(model, kind, shape, device)
-    memory = _traffic(model, kind, shape, device) / device.memory
-    again += attention if "attention" in shape.again else 0.0
+    memory = _memory_bytes(model, kind, shape, device) / device.memory
+    again += attention if "attention" in shape.recomputed_modules else 0.0
     if shape.full_again:
         again = forward + attention + memory / 3
     return LayerTime(
         matmul=forward * (1 + c.BACKWARD.value),
         attention=attention + attention_back,
         memory=memory,
-        again=again,
+        recompute=again,
         forward=forward + attention + memory / 3,
     )
 
@@ -164,7 +164,7 @@ def _attention(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> t
     return seconds / forward, c.ATTENTION_PRODUCTS.value * seconds / backward
 
 
-def _traffic(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> float:
+def _memory_bytes(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> float:
     """Bytes through memory of norms, residuals, rotations and activations, both passes, in 16 bits.
 
     Values touched a token by two norms and residuals, rotation and the inner block: a roofline that meets one device's

@@ -12,18 +12,18 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.plan.cost import communication as wire
 from megalaunch.plan.cost import constants as c
-from megalaunch.plan.cost.communication import Exchange, Wires
+from megalaunch.plan.cost.communication import CommTime, Interconnect
 from megalaunch.plan.cost.layer import Device, LayerTime, Shape, head_time, layer_time
 from megalaunch.plan.flops import sequence_flops
 from megalaunch.plan.layers import Layer
-from megalaunch.plan.shares import Chunk, chunks_by_rank, held_by_rank
+from megalaunch.plan.stage_params import VirtualStage, chunks_by_rank, params_by_rank
 from megalaunch.plan.topology import Topology
-from megalaunch.platform.facts import CHIPS, ChipFacts
+from megalaunch.platform.chips import CHIPS, ChipFacts
 
 _BUBBLE = {"zero_bubble": c.ZERO_BUBBLE.value, "zbv": 0.0, "dualpipev": 0.0}  # of 1F1B's
 
 
-class UnknownCost(ValueError):
+class UnknownChipSpeed(ValueError):
     """The chip's speed is not known, so there is no time to give."""
 
 
@@ -39,9 +39,9 @@ class StepTime:
     attention: float
     memory: float
     head: float
-    again: float
-    gaps: float
-    exchanges: dict[str, Exchange]
+    recompute: float
+    launch_gaps: float
+    exchanges: dict[str, CommTime]
     bubble: float
     optimizer: float
     tokens: int
@@ -53,7 +53,7 @@ class StepTime:
     @property
     def compute(self) -> float:
         """Seconds in which the device computes."""
-        return self.matmul + self.attention + self.memory + self.head + self.again + self.gaps
+        return self.matmul + self.attention + self.memory + self.head + self.recompute + self.launch_gaps
 
     @property
     def exposed(self) -> float:
@@ -95,9 +95,9 @@ class _RankTime:
     memory: float = 0.0
     head: float = 0.0
     again: float = 0.0
-    tp: Exchange = Exchange()
-    cp: Exchange = Exchange()
-    ep: Exchange = Exchange()
+    tp: CommTime = CommTime()
+    cp: CommTime = CommTime()
+    ep: CommTime = CommTime()
 
     @property
     def compute(self) -> float:
@@ -116,23 +116,23 @@ def step_time(spec: RunSpec) -> StepTime:
     Raises UnknownCost for a chip without figures, ValueError (StageError among them) where the spec does not divide.
     """
     chip = CHIPS.get(spec.platform.chip)
-    device = _device(chip, spec.precision.compute)
+    device = _device(chip, spec.precision.compute_dtype)
     assert chip is not None
-    topology = Topology.of(spec)
-    wires = Wires.of(spec, chip, _domain(chip, topology))
+    topology = Topology.from_spec(spec)
+    wires = Interconnect.from_cluster(spec, chip, _domain(chip, topology))
     ranks = chunks_by_rank(spec)
     kinds = _kind_times(spec, topology, device, wires, ranks)
     times = [_rank_time(chunks, kinds, _head(spec, topology, device, chunks)) for chunks in ranks]
     slowest = max(range(len(times)), key=lambda rank: times[rank].total)
-    return _assembled(spec, topology, device, wires, times, slowest)
+    return _assemble(spec, topology, device, wires, times, slowest)
 
 
-def _assembled(
-    spec: RunSpec, topology: Topology, device: Device, wires: Wires, times: list[_RankTime], slowest: int
+def _assemble(
+    spec: RunSpec, topology: Topology, device: Device, wires: Interconnect, times: list[_RankTime], slowest: int
 ) -> StepTime:
     worst, microbatches = times[slowest], topology.microbatches
     chunks = len(chunks_by_rank(spec)[slowest])
-    held = held_by_rank(spec, topology.tp, topology.ep * topology.etp)[slowest]
+    held = params_by_rank(spec, topology.tp, topology.ep * topology.etp)[slowest]
     tokens = topology.micro_batch_size * spec.batch.sequence_length / topology.cp
     exchanges = {
         "tp": worst.tp.times(microbatches),
@@ -149,8 +149,8 @@ def _assembled(
         attention=worst.attention * microbatches,
         memory=worst.memory * microbatches,
         head=worst.head * microbatches,
-        again=worst.again * microbatches,
-        gaps=worst.compute * microbatches * c.GAPS.value + hidden * c.OVERLAP_SLOWDOWN.value,
+        recompute=worst.again * microbatches,
+        launch_gaps=worst.compute * microbatches * c.GAPS.value + hidden * c.OVERLAP_SLOWDOWN.value,
         exchanges=exchanges,
         bubble=_bubble(spec, times, slowest, chunks),
         optimizer=_optimizer(spec, topology, held.dense, held.experts, device),
@@ -165,13 +165,13 @@ def _assembled(
 def _device(chip: ChipFacts | None, compute: str) -> Device:
     """What a chip does in a second in the run's format."""
     if chip is None or chip.memory_bandwidth is None or not chip.peak_flops:
-        raise UnknownCost(
+        raise UnknownChipSpeed(
             f"the speed of {chip.name if chip else 'this chip'} is not known: no peak FLOP/s in its facts"
         )
     name = {"fp16": "fp16", "fp32": "tf32"}.get(compute, "bf16")
     peak = chip.peak_flops.get(name)
     if peak is None or (compute == "fp8" and "fp8" not in chip.peak_flops):
-        raise UnknownCost(f"{chip.name} has no known peak in {name if peak is None else 'fp8'}")
+        raise UnknownChipSpeed(f"{chip.name} has no known peak in {name if peak is None else 'fp8'}")
     head = peak * c.MATMUL_16.value
     float8 = compute == "fp8"
     return Device(
@@ -189,7 +189,7 @@ def _domain(chip: ChipFacts, topology: Topology) -> int:
 
 
 def _kind_times(
-    spec: RunSpec, topology: Topology, device: Device, wires: Wires, ranks: tuple[tuple[Chunk, ...], ...]
+    spec: RunSpec, topology: Topology, device: Device, wires: Interconnect, ranks: tuple[tuple[VirtualStage, ...], ...]
 ) -> dict[Layer, _RankTime]:
     """One layer of every kind there is, with its exchanges."""
     shape = _shape(spec, topology)
@@ -202,10 +202,10 @@ def _kind_times(
             matmul=time.matmul,
             attention=time.attention,
             memory=time.memory,
-            again=time.again,
+            again=time.recompute,
             tp=wire.tensor_parallel(spec, topology, wires, shape.tokens, kind.experts),
             cp=wire.context_parallel(spec, topology, wires, shape.tokens, widths, time.attention),
-            ep=wire.expert_parallel(spec, topology, wires, shape.tokens) if kind.experts else Exchange(),
+            ep=wire.expert_parallel(spec, topology, wires, shape.tokens) if kind.experts else CommTime(),
         )
     return found
 
@@ -220,12 +220,12 @@ def _shape(spec: RunSpec, topology: Topology) -> Shape:
         ep=topology.ep,
         etp=topology.etp,
         sequence_parallel=spec.parallel.sequence_parallel,
-        again=recompute.modules if recompute.granularity == "selective" else (),
+        recomputed_modules=recompute.modules if recompute.granularity == "selective" else (),
         full_again=recompute.granularity == "full",
     )
 
 
-def _head(spec: RunSpec, topology: Topology, device: Device, chunks: tuple[Chunk, ...]) -> float:
+def _head(spec: RunSpec, topology: Topology, device: Device, chunks: tuple[VirtualStage, ...]) -> float:
     """Seconds of the heads of one rank: the model's and those of further depths."""
     heads = sum(chunk.head + chunk.depths for chunk in chunks)
     return heads * _head_time(spec.model, _shape(spec, topology), device) if heads else 0.0
@@ -234,16 +234,16 @@ def _head(spec: RunSpec, topology: Topology, device: Device, chunks: tuple[Chunk
 _head_time = lru_cache(maxsize=1024)(head_time)
 
 
-def _rank_time(chunks: tuple[Chunk, ...], kinds: dict[Layer, _RankTime], head: float) -> _RankTime:
+def _rank_time(chunks: tuple[VirtualStage, ...], kinds: dict[Layer, _RankTime], head: float) -> _RankTime:
     counts: dict[Layer, int] = {}
     for chunk in chunks:
         for kind, count in chunk.kinds:
             counts[kind] = counts.get(kind, 0) + count
     pairs = [(kinds[kind], count) for kind, count in counts.items()]
 
-    def summed(axis: str) -> Exchange:
+    def summed(axis: str) -> CommTime:
         each = [(getattr(time, axis), count) for time, count in pairs]
-        return Exchange(sum(e.exposed * n for e, n in each), sum(e.hidden * n for e, n in each))
+        return CommTime(sum(e.exposed * n for e, n in each), sum(e.hidden * n for e, n in each))
 
     return _RankTime(
         matmul=sum(time.matmul * count for time, count in pairs),
@@ -272,7 +272,7 @@ def _optimizer(spec: RunSpec, topology: Topology, dense: float, experts: float, 
     if spec.parallel.data_sharding == "no_shard":
         owned = dense + experts
     else:
-        owned = dense / (topology.shards * topology.cp) + experts / max(1, topology.edp // spec.parallel.replicas)
+        owned = dense / (topology.dp_shard * topology.cp) + experts / max(1, topology.edp // spec.parallel.dp_replicate)
     return owned * c.OPTIMIZER_TRAFFIC.value / device.memory
 
 

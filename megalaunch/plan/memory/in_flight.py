@@ -23,7 +23,7 @@ def in_flight(schedule: Schedule, pp: int, chunks: int, rank: int, microbatches:
         return (min(pp - rank, microbatches),)
     total = chunks * microbatches
     passes = min(total, 2 * (pp - rank - 1) + (chunks - 1) * group + 1)
-    return _dealt(passes, chunks, microbatches, group)
+    return _interleaved_warmup(passes, chunks, microbatches, group)
 
 
 def _v_shaped(pp: int, rank: int, microbatches: int, extra: int) -> tuple[int, ...]:
@@ -32,7 +32,7 @@ def _v_shaped(pp: int, rank: int, microbatches: int, extra: int) -> tuple[int, .
     return first, min(microbatches, rank + 1)
 
 
-def _dealt(passes: int, chunks: int, microbatches: int, group: int) -> tuple[int, ...]:
+def _interleaved_warmup(passes: int, chunks: int, microbatches: int, group: int) -> tuple[int, ...]:
     """The first forward passes by chunk: groups of microbatches go through all chunks before the next group."""
     counts = [0] * chunks
     start = 0

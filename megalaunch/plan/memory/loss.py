@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.plan.memory.accounting import Accounting
-from megalaunch.plan.memory.widths import format_bytes
+from megalaunch.plan.memory.layer_dims import dtype_bytes
+from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.topology import Topology
 
@@ -27,14 +27,16 @@ class LossBytes:
     formed_waiting: float = 0.0
 
 
-def loss_bytes(spec: RunSpec, topology: Topology, accounting: Accounting, tokens: float) -> LossBytes:
+def loss_bytes(spec: RunSpec, topology: Topology, accounting: MemoryProfile, tokens: float) -> LossBytes:
     """Those of a microbatch of so many tokens on a rank."""
-    narrow = format_bytes(spec.precision.compute)
+    narrow = dtype_bytes(spec.precision.compute_dtype)
     vocabulary = vocabulary_rows(spec.model.vocab_size or 0, topology.tp) / topology.tp
     hidden = narrow * spec.model.hidden_size
     formed = hidden * (tokens + vocabulary)  # the head's two gradients
     gathered = hidden * tokens if spec.parallel.sequence_parallel else 0.0
-    if spec.train.loss_chunks > 1:  # engine/train/head_loss.py: a chunk's logits stay beside what their loss works on
+    if (
+        spec.train.loss_chunks > 1
+    ):  # engine/train/linear_cross_entropy.py: a chunk's logits stay beside what their loss works on
         chunk = -(-tokens // spec.train.loss_chunks)
         logits = (accounting.logit_bytes + narrow) * vocabulary * chunk
         return LossBytes(logits, beside=formed + gathered, scaled=2 * formed, formed_waiting=formed)
@@ -46,7 +48,7 @@ def loss_bytes(spec: RunSpec, topology: Topology, accounting: Accounting, tokens
     return LossBytes((accounting.logit_bytes + own) * vocabulary * tokens, waits * vocabulary * tokens)
 
 
-def _kept_by_a_stage(topology: Topology, accounting: Accounting, narrow: int) -> tuple[float, float]:
+def _kept_by_a_stage(topology: Topology, accounting: MemoryProfile, narrow: int) -> tuple[float, float]:
     """Bytes a logit that a pipeline keeps of the microbatch whose loss runs backwards, and of each one that waits."""
     if topology.pp == 1 or accounting.waiting_logits is None:
         return 0.0, 0.0

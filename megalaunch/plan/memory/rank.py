@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.plan.layers import Layer
-from megalaunch.plan.memory.accounting import Accounting, accounting_of
 from megalaunch.plan.memory.in_flight import in_flight
+from megalaunch.plan.memory.layer_dims import DtypesAndGroups, dtype_bytes
 from megalaunch.plan.memory.loss import loss_bytes
-from megalaunch.plan.memory.saved import SavedBytes, ends_bytes, saved_bytes
-from megalaunch.plan.memory.states import Phase, states_of
-from megalaunch.plan.memory.widths import Formats, format_bytes
+from megalaunch.plan.memory.model_states import MemoryPhase, model_states
+from megalaunch.plan.memory.profiles import MemoryProfile, profile_for
+from megalaunch.plan.memory.saved_activations import SavedBytes, head_bytes, saved_bytes
 from megalaunch.plan.parameters import vocabulary_rows
-from megalaunch.plan.shares import Chunk, Held, chunks_by_rank, held_by_rank
+from megalaunch.plan.stage_params import DeviceParams, VirtualStage, chunks_by_rank, params_by_rank
 from megalaunch.plan.topology import Topology
 
 LOSS, LAYER, UNIT = "as the loss runs backwards", "as a layer runs backwards", "as a layer's gradients are summed"
@@ -37,7 +37,7 @@ class Memory:
     buffers: float
     rank: int
     parameters: float
-    moment: str = ""
+    phase: str = ""
 
     @property
     def total(self) -> float:
@@ -51,7 +51,7 @@ class Memory:
         return {name: getattr(self, name) for name in names}
 
 
-def memory_of(spec: RunSpec, accounting: Accounting | None = None) -> Memory:
+def predict_memory(spec: RunSpec, accounting: MemoryProfile | None = None) -> Memory:
     """Bytes of the device that needs most, of a resolved spec; as our engine holds them, or as `accounting` says.
 
     Raises ValueError (StageError among them) where the spec is open or does not divide.
@@ -60,27 +60,27 @@ def memory_of(spec: RunSpec, accounting: Accounting | None = None) -> Memory:
     return max(ranks, key=lambda memory: memory.total)
 
 
-def memory_by_rank(spec: RunSpec, accounting: Accounting | None = None) -> list[Memory]:
+def memory_by_rank(spec: RunSpec, accounting: MemoryProfile | None = None) -> list[Memory]:
     """The same for every pipeline rank."""
-    accounting = accounting or accounting_of(spec)
-    topology, formats = Topology.of(spec), Formats.of(spec)
+    accounting = accounting or profile_for(spec)
+    topology, formats = Topology.from_spec(spec), DtypesAndGroups.from_spec(spec)
     ranks = chunks_by_rank(spec)
-    held = held_by_rank(spec, topology.tp, topology.ep * topology.etp)
+    held = params_by_rank(spec, topology.tp, topology.ep * topology.etp)
     kinds = {kind for chunks in ranks for chunk in chunks for kind, _ in chunk.kinds}
     saved = {kind: saved_bytes(spec.model, kind, formats, accounting) for kind in kinds}
-    ends = ends_bytes(spec.model, formats, accounting)
+    ends = head_bytes(spec.model, formats, accounting)
     found = []
     for rank, chunks in enumerate(ranks):
-        kept = _kept(spec, topology, rank, chunks, saved, ends)
+        kept = _saved_activations(spec, topology, rank, chunks, saved, ends)
         if accounting.stage_messages:
-            kept = _with_messages(kept, chunks, next(iter(saved.values())).boundary)
-        moments = _moments(spec, topology, kept, held[rank], rank, chunks, accounting)
+            kept = _add_p2p_buffers(kept, chunks, next(iter(saved.values())).boundary)
+        moments = _peak_candidates(spec, topology, kept, held[rank], rank, chunks, accounting)
         found.append(max(moments, key=lambda memory: memory.total))
     return found
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _SavedActivations:
     """Activations of a rank, bytes for each token of a microbatch.
 
     `all` as its backward passes begin; `layer` those of one layer, `working` what comes on top while one runs
@@ -95,22 +95,22 @@ class _Kept:
     messages: float = 0.0
 
     @property
-    def copies(self) -> int:
+    def num_microbatches(self) -> int:
         """Microbatches in flight, of the chunk that has most."""
         return max(1, *self.alive)
 
 
-def _moments(
+def _peak_candidates(
     spec: RunSpec,
     topology: Topology,
-    kept: _Kept,
-    held: Held,
+    kept: _SavedActivations,
+    held: DeviceParams,
     rank: int,
-    chunks: tuple[Chunk, ...],
-    accounting: Accounting,
+    chunks: tuple[VirtualStage, ...],
+    accounting: MemoryProfile,
 ) -> Iterator[Memory]:
     """The moments at which a rank may hold most."""
-    states = states_of(spec, topology, held, accounting, kept.copies)
+    states = model_states(spec, topology, held, accounting, kept.num_microbatches)
     tokens = topology.micro_batch_size * spec.batch.sequence_length / topology.cp
     losses = sum(chunk.head + chunk.depths for chunk in chunks)
     loss = loss_bytes(spec, topology, accounting, tokens)
@@ -118,7 +118,12 @@ def _moments(
     late = losses * tokens * _deferred(spec, topology, accounting) + waiting * loss.logits_waiting
 
     def at(
-        moment: str, phase: Phase, activations: float, logits: float = 0.0, buffers: float = 0.0, beside: float = 0.0
+        moment: str,
+        phase: MemoryPhase,
+        activations: float,
+        logits: float = 0.0,
+        buffers: float = 0.0,
+        beside: float = 0.0,
     ) -> Memory:
         return Memory(
             weights=phase.weights,
@@ -129,7 +134,7 @@ def _moments(
             buffers=phase.buffers + buffers,
             rank=rank,
             parameters=held.dense + held.experts,
-            moment=moment,
+            phase=moment,
         )
 
     if losses:
@@ -141,26 +146,26 @@ def _moments(
     if states.last is not None:
         yield at(LAST, states.last, kept.layer + kept.working)
     if states.between is not None:
-        yield at(BETWEEN, states.between, kept.all * (1 - 1 / kept.copies))
+        yield at(BETWEEN, states.between, kept.all * (1 - 1 / kept.num_microbatches))
     yield at(END, states.end, 0.0)
 
 
-def _deferred(spec: RunSpec, topology: Topology, accounting: Accounting) -> float:
+def _deferred(spec: RunSpec, topology: Topology, accounting: MemoryProfile) -> float:
     """Bytes a token of what the head's late gradient needs: gradients of logits, and the head's inputs."""
     microbatches = min(accounting.deferred_heads, topology.microbatches)
     part = topology.tp if spec.parallel.sequence_parallel else 1
     width = vocabulary_rows(spec.model.vocab_size or 0, topology.tp) / topology.tp + spec.model.hidden_size / part
-    return microbatches * format_bytes(spec.precision.compute) * width
+    return microbatches * dtype_bytes(spec.precision.compute_dtype) * width
 
 
-def _kept(
+def _saved_activations(
     spec: RunSpec,
     topology: Topology,
     rank: int,
-    chunks: tuple[Chunk, ...],
+    chunks: tuple[VirtualStage, ...],
     saved: dict[Layer, SavedBytes],
     ends: float,
-) -> _Kept:
+) -> _SavedActivations:
     """Every chunk's layers times its microbatches in flight."""
     alive = in_flight(
         spec.parallel.schedule,
@@ -168,21 +173,21 @@ def _kept(
         len(chunks),
         rank,
         topology.microbatches,
-        spec.parallel.microbatch_group or topology.pp,
+        spec.parallel.microbatch_group_size_per_vp_stage or topology.pp,
     )
     full = spec.recompute.granularity == "full"
     total = working = layer = 0.0
     head_copies = 1
     for chunk, copies in zip(chunks, alive, strict=True):
-        offloaded, layers = spec.recompute.offload_layers, sum(count for _, count in chunk.kinds)
-        back = _fetched(layers, offloaded)
+        offloaded, layers = spec.recompute.cpu_offloading_num_layers, sum(count for _, count in chunk.kinds)
+        back = _layers_resident(layers, offloaded)
         left = spec.recompute.num_layers  # of recompute.method=block: the first layers of a stage
         for kind, count in chunk.kinds:
             one = saved[kind]
             on_device = max(0, count - offloaded)
             offloaded = max(0, offloaded - count)
             if full:
-                kept, again, left = _with_recompute(spec, one, on_device, left)
+                kept, again, left = _add_recompute(spec, one, on_device, left)
             else:
                 kept, again = one.kept * on_device, one.again
             total += kept * copies
@@ -191,23 +196,23 @@ def _kept(
         if chunk.head:
             total += ends * copies
             head_copies = max(1, copies)
-    return _Kept(total, layer, working, alive, head_copies)
+    return _SavedActivations(total, layer, working, alive, head_copies)
 
 
-def _fetched(layers: int, offloaded: int) -> int:
+def _layers_resident(layers: int, offloaded: int) -> int:
     """Offloaded layers of a stage that take room while one runs backwards: it and the next, less what has made room."""
     here = max(0, layers - offloaded)
     return max(0, min(2, layers) - here) if offloaded else 0
 
 
-def _with_messages(kept: _Kept, chunks: tuple[Chunk, ...], stream: float) -> _Kept:
+def _add_p2p_buffers(kept: _SavedActivations, chunks: tuple[VirtualStage, ...], stream: float) -> _SavedActivations:
     """With the outputs that stages keep, and the gradients that they get from the next and give to the one before."""
     outputs = sum(copies for chunk, copies in zip(chunks, kept.alive, strict=True) if not chunk.head)
     gradients = any(not chunk.head for chunk in chunks) + any(not chunk.embedding for chunk in chunks)
     return replace(kept, all=kept.all + outputs * stream, messages=gradients * stream)
 
 
-def _with_recompute(spec: RunSpec, saved: SavedBytes, layers: int, left: int) -> tuple[float, float, int]:
+def _add_recompute(spec: RunSpec, saved: SavedBytes, layers: int, left: int) -> tuple[float, float, int]:
     """Whole layers computed again: bytes kept, bytes alive meanwhile beside those, layers still to recompute."""
     whole = saved.kept + saved.again
     if spec.recompute.method == "block":

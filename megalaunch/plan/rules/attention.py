@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.plan.rules.dependent import Dependent, depends
-from megalaunch.plan.rules.registry import Broken, Situation, rule
+from megalaunch.plan.rules.no_effect import InertSetting, register_inert
+from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 
-depends(
-    Dependent(
+register_inert(
+    InertSetting(
         "attention.window_idle",
         "full_attention_every goes with a sliding window.",
         "Without one every layer sees all tokens.",
-        ("model.full_attention_every",),
+        ("model.sliding_window_pattern",),
         "model.sliding_window",
         lambda spec: spec.model.sliding_window is not None,
         "model.sliding_window is null, so that every layer sees all tokens",
@@ -21,11 +21,11 @@ depends(
 
 
 @rule("attention.scores_positive", "Soft caps and the scale of scores are above 0.")
-def scores_positive(at: Situation) -> Iterator[Broken]:
+def scores_positive(at: RuleContext) -> Iterator[Violation]:
     """Scores and logits are divided by them."""
-    for key in ("attention_soft_cap", "logit_soft_cap", "attention_scale_dim"):
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"):
         if getattr(at.spec.model, key) == 0:
-            yield Broken(
+            yield Violation(
                 f"model.{key}",
                 f"{key} 0 would divide by 0",
                 {key: 0.0},
@@ -34,59 +34,59 @@ def scores_positive(at: Situation) -> Iterator[Broken]:
 
 
 @rule("attention.window_everywhere_full", "Some layer has the sliding window.")
-def window_everywhere_full(at: Situation) -> Iterator[Broken]:
+def window_everywhere_full(at: RuleContext) -> Iterator[Violation]:
     """With full_attention_every 1 the window is nowhere."""
     model = at.spec.model
-    if model.sliding_window is not None and model.full_attention_every == 1:
-        yield Broken(
+    if model.sliding_window is not None and model.sliding_window_pattern == 1:
+        yield Violation(
             "model.sliding_window",
             f"sliding_window {model.sliding_window} is used nowhere: every layer sees all tokens "
             "(full_attention_every 1)",
             {"sliding_window": model.sliding_window},
             (
-                {"model.full_attention_every": 2},
-                {"model.full_attention_every": None},
-                {"model.sliding_window": None, "model.full_attention_every": None},
+                {"model.sliding_window_pattern": 2},
+                {"model.sliding_window_pattern": None},
+                {"model.sliding_window": None, "model.sliding_window_pattern": None},
             ),
             severity="warning",
         )
 
 
 @rule("attention.window_never_full", "full_attention_every reaches a layer of the model.")
-def window_never_full(at: Situation) -> Iterator[Broken]:
+def window_never_full(at: RuleContext) -> Iterator[Violation]:
     """The n-th layer is the first that sees all tokens."""
-    model, every = at.spec.model, at.spec.model.full_attention_every
+    model, every = at.spec.model, at.spec.model.sliding_window_pattern
     if model.sliding_window is not None and every is not None and every > model.num_layers:
-        yield Broken(
-            "model.full_attention_every",
+        yield Violation(
+            "model.sliding_window_pattern",
             f"full_attention_every {every} reaches none of {model.num_layers} layers: all have the window",
-            {"full_attention_every": every, "num_layers": model.num_layers},
-            ({"model.full_attention_every": None}, {"model.full_attention_every": min(2, model.num_layers)}),
+            {"sliding_window_pattern": every, "num_layers": model.num_layers},
+            ({"model.sliding_window_pattern": None}, {"model.sliding_window_pattern": min(2, model.num_layers)}),
             severity="warning",
         )
 
 
 @rule("attention.window_spans_sequence", "A window is shorter than the sequence.")
-def window_spans_sequence(at: Situation) -> Iterator[Broken]:
+def window_spans_sequence(at: RuleContext) -> Iterator[Violation]:
     """A window as long as the sequence hides nothing: right for a published model on short samples."""
     window, length = at.spec.model.sliding_window, at.spec.batch.sequence_length
     if window is not None and window >= length:
-        yield Broken(
+        yield Violation(
             "model.sliding_window",
             f"a window of {window} hides nothing of sequences of {length}",
             {"sliding_window": window, "sequence_length": length},
-            ({"model.sliding_window": None, "model.full_attention_every": None},),
+            ({"model.sliding_window": None, "model.sliding_window_pattern": None},),
             severity="note",
         )
 
 
 @rule("mla.groups", "Latent attention has no groups: every query head reads its own keys from the latent.")
-def latent_groups(at: Situation) -> Iterator[Broken]:
+def latent_groups(at: RuleContext) -> Iterator[Violation]:
     """It saves what grouping saves, and more."""
     model = at.spec.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     if model.mla.kv_lora_rank is not None and groups is not None and groups != heads:
-        yield Broken(
+        yield Violation(
             "model.num_query_groups",
             f"latent attention has as many key/value heads as query heads, {heads}, and num_query_groups is {groups}",
             {"num_query_groups": groups, "num_attention_heads": heads},
@@ -95,11 +95,11 @@ def latent_groups(at: Situation) -> Iterator[Broken]:
 
 
 @rule("mla.positions", "Latent attention has rotary positions.")
-def latent_positions(at: Situation) -> Iterator[Broken]:
+def latent_positions(at: RuleContext) -> Iterator[Violation]:
     """mla.qk_rope_head_dim of every head carry them."""
     model = at.spec.model
     if model.mla.kv_lora_rank is not None and model.position_embedding != "rope":
-        yield Broken(
+        yield Violation(
             "model.position_embedding",
             f"latent attention has rotary positions, and position_embedding is {model.position_embedding}",
             fixes=({"model.position_embedding": "rope"},),
@@ -107,12 +107,12 @@ def latent_positions(at: Situation) -> Iterator[Broken]:
 
 
 @rule("mla.rotary_even", "The rotated part of a latent head is even.")
-def latent_rotary_even(at: Situation) -> Iterator[Broken]:
+def latent_rotary_even(at: RuleContext) -> Iterator[Violation]:
     """Rotary positions turn pairs."""
     mla = at.spec.model.mla
     if mla.kv_lora_rank is not None and mla.qk_rope_head_dim % 2:
         width = mla.qk_rope_head_dim
-        yield Broken(
+        yield Violation(
             "model.mla.qk_rope_head_dim",
             f"qk_rope_head_dim {width} is odd, and rotary positions turn pairs",
             {"qk_rope_head_dim": width},
@@ -121,11 +121,11 @@ def latent_rotary_even(at: Situation) -> Iterator[Broken]:
 
 
 @rule("mla.fraction", "The rotated part of a latent head is qk_rope_head_dim, all of it.")
-def latent_fraction(at: Situation) -> Iterator[Broken]:
+def latent_fraction(at: RuleContext) -> Iterator[Violation]:
     """rope.fraction would be a second word for the same."""
     model = at.spec.model
     if model.mla.kv_lora_rank is not None and model.rope.fraction != 1:
-        yield Broken(
+        yield Violation(
             "model.rope.fraction",
             f"latent attention rotates mla.qk_rope_head_dim of each head, and rope.fraction is {model.rope.fraction:g}",
             {"fraction": model.rope.fraction},
@@ -134,12 +134,12 @@ def latent_fraction(at: Situation) -> Iterator[Broken]:
 
 
 @rule("mla.head_dim", "A latent head is as wide as its two parts.")
-def latent_head_dim(at: Situation) -> Iterator[Broken]:
+def latent_head_dim(at: RuleContext) -> Iterator[Violation]:
     """mla.qk_nope_head_dim and mla.qk_rope_head_dim make the head."""
     model, mla = at.spec.model, at.spec.model.mla
     width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     if mla.kv_lora_rank is not None and model.head_dim is not None and model.head_dim != width:
-        yield Broken(
+        yield Violation(
             "model.head_dim",
             f"head_dim {model.head_dim} is not qk_nope_head_dim {mla.qk_nope_head_dim} + "
             f"qk_rope_head_dim {mla.qk_rope_head_dim} of latent attention",
@@ -149,7 +149,7 @@ def latent_head_dim(at: Situation) -> Iterator[Broken]:
 
 
 @rule("mla.plain", "Latent attention comes without biases, windows, sinks and norms of its own.")
-def latent_plain(at: Situation) -> Iterator[Broken]:
+def latent_plain(at: RuleContext) -> Iterator[Violation]:
     """None is defined for it (Megatron refuses them as well); its latents are normed anyway."""
     if at.spec.model.mla.kv_lora_rank is None:
         return
@@ -163,7 +163,7 @@ def latent_plain(at: Situation) -> Iterator[Broken]:
     for key, value in plain.items():
         given = getattr(at.spec.model, key)
         if given != value:
-            yield Broken(
+            yield Violation(
                 f"model.{key}",
                 f"{key}={str(given).lower()} is not defined for latent attention",
                 {key: given},
@@ -172,12 +172,12 @@ def latent_plain(at: Situation) -> Iterator[Broken]:
 
 
 @rule("mla.narrow", "The latent is narrower than the keys and values that are read from it.")
-def latent_narrow(at: Situation) -> Iterator[Broken]:
+def latent_narrow(at: RuleContext) -> Iterator[Violation]:
     """A wider one costs more than ordinary attention, and saves nothing."""
     model, mla = at.spec.model, at.spec.model.mla
     full = model.num_attention_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     if mla.kv_lora_rank is not None and mla.kv_lora_rank >= full:
-        yield Broken(
+        yield Violation(
             "model.mla.kv_lora_rank",
             f"kv_lora_rank {mla.kv_lora_rank} is no narrower than {model.num_attention_heads} heads' keys and values "
             f"together, {full}",
@@ -187,8 +187,8 @@ def latent_narrow(at: Situation) -> Iterator[Broken]:
         )
 
 
-depends(
-    Dependent(
+register_inert(
+    InertSetting(
         "mla.idle",
         "The widths of model.mla go with latent attention.",
         "mla.kv_lora_rank turns it on.",

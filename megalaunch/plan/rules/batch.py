@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.plan.rules.nearby import multiples, nearest
-from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
+from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
+from megalaunch.plan.rules.suggestions import multiples, nearest
 
 
 @rule("batch.global_by_dp", "A step is a whole number of microbatches on every data-parallel rank.")
-def global_by_dp(at: Situation) -> Iterator[Broken]:
+def global_by_dp(at: RuleContext) -> Iterator[Violation]:
     """No sample is dropped, and none is computed twice."""
     batch, dp = at.spec.batch, at.dp
     if dp is None:
@@ -22,7 +22,7 @@ def global_by_dp(at: Situation) -> Iterator[Broken]:
     if micro is not None and whole % dp == 0:
         fixes += nearest("batch.micro_batch_size", micro, lambda n: n < micro and whole // dp % n == 0, 1)
     divided = f"micro_batch_size {micro} x dp {dp} = {step}" if micro is not None else f"dp {dp}"
-    yield Broken(
+    yield Violation(
         "batch.global_batch_size",
         f"global_batch_size {whole} does not divide by {divided}",
         {"global_batch_size": whole, "micro_batch_size": micro, "dp": dp},

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megalaunch.config.schema.remote import is_hub_name
-from megalaunch.plan.rules.dependent import Dependent, depends
-from megalaunch.plan.rules.nearby import multiples
-from megalaunch.plan.rules.registry import Broken, Situation, rule
+from megalaunch.plan.rules.no_effect import InertSetting, register_inert
+from megalaunch.plan.rules.registry import RuleContext, Violation, rule
+from megalaunch.plan.rules.suggestions import multiples
 
 _LONG = 1000  # steps without a checkpoint that are worth a word
 
-depends(
-    Dependent(
+register_inert(
+    InertSetting(
         "checkpoint.idle",
         "Keeping every n-th checkpoint, and saving beside training, go with checkpoints on the way.",
         "checkpoint.interval writes them; the last one is saved when nothing is left to do.",
-        ("checkpoint.keep_every", "checkpoint.asynchronous"),
+        ("checkpoint.keep_every", "checkpoint.async_save"),
         "checkpoint.interval",
         lambda spec: spec.checkpoint.interval > 0,
         "there are no checkpoints before the end (checkpoint.interval is 0)",
@@ -25,27 +25,27 @@ depends(
 )
 
 
-@rule("checkpoint.initialize_from", "The weights to begin with are where their path says.")
-def initialize_from(at: Situation) -> Iterator[Broken]:
+@rule("checkpoint.load_pretrained", "The weights to begin with are where their path says.")
+def initialize_from(at: RuleContext) -> Iterator[Violation]:
     """A Hugging Face folder, a checkpoint or a run directory."""
-    source = at.spec.checkpoint.initialize_from
+    source = at.spec.checkpoint.load_pretrained
     known = ("config.json", "manifest.json", "checkpoints")
     if source is not None and not any((Path(source).expanduser() / name).exists() for name in known):
         hint = "; of a model on a hub download the folder first, and name it" if is_hub_name(source) else ""
-        yield Broken(
-            "checkpoint.initialize_from",
+        yield Violation(
+            "checkpoint.load_pretrained",
             f"{source} is no Hugging Face folder (config.json), checkpoint or run directory on this machine{hint}",
-            fixes=({"checkpoint.initialize_from": None},),
-            severity=at.before_launch,
+            fixes=({"checkpoint.load_pretrained": None},),
+            severity=at.pre_launch_severity,
         )
 
 
 @rule("checkpoint.keep_by_interval", "Checkpoints that are kept for good are some of those that are written.")
-def keep_by_interval(at: Situation) -> Iterator[Broken]:
+def keep_by_interval(at: RuleContext) -> Iterator[Violation]:
     """keep_every is a multiple of interval."""
     interval, every = at.spec.checkpoint.interval, at.spec.checkpoint.keep_every
     if interval > 0 and every % interval:
-        yield Broken(
+        yield Violation(
             "checkpoint.keep_every",
             f"keep_every {every} is no multiple of interval {interval}",
             {"keep_every": every, "interval": interval},
@@ -54,11 +54,11 @@ def keep_by_interval(at: Situation) -> Iterator[Broken]:
 
 
 @rule("checkpoint.keep_within_run", "A checkpoint that is kept for good lies within the run.")
-def keep_within_run(at: Situation) -> Iterator[Broken]:
+def keep_within_run(at: RuleContext) -> Iterator[Violation]:
     """The last step is always saved, and kept as the newest."""
     every, interval, steps = at.spec.checkpoint.keep_every, at.spec.checkpoint.interval, at.spec.train.steps
     if interval > 0 and every > steps:
-        yield Broken(
+        yield Violation(
             "checkpoint.keep_every",
             f"keep_every {every} is more than the {steps} steps of the run: none is kept for good",
             {"keep_every": every, "steps": steps},
@@ -68,11 +68,11 @@ def keep_within_run(at: Situation) -> Iterator[Broken]:
 
 
 @rule("checkpoint.within_run", "A checkpoint on the way lies within the run.")
-def within_run(at: Situation) -> Iterator[Broken]:
+def within_run(at: RuleContext) -> Iterator[Violation]:
     """With an interval longer than the run only the end is saved."""
     interval, steps = at.spec.checkpoint.interval, at.spec.train.steps
     if interval > steps > _LONG:
-        yield Broken(
+        yield Violation(
             "checkpoint.interval",
             f"interval {interval} is more than the {steps} steps of the run: a crash loses all of it",
             {"interval": interval, "steps": steps},
@@ -82,11 +82,11 @@ def within_run(at: Situation) -> Iterator[Broken]:
 
 
 @rule("checkpoint.none", "A long run saves on the way.")
-def none(at: Situation) -> Iterator[Broken]:
+def none(at: RuleContext) -> Iterator[Violation]:
     """A crash loses what was trained since the last checkpoint."""
     steps = at.spec.train.steps
     if at.spec.checkpoint.interval == 0 and steps > _LONG:
-        yield Broken(
+        yield Violation(
             "checkpoint.interval",
             f"nothing is saved before the end of {steps} steps: a crash loses all of them (a signal saves)",
             {"steps": steps},

@@ -8,9 +8,9 @@ from typing import Any
 
 from megalaunch.config.schema.data import DataSpec
 from megalaunch.config.schema.remote import is_hub_name
-from megalaunch.plan.findings import as_word
-from megalaunch.plan.rules.dependent import defaults
-from megalaunch.plan.rules.registry import Broken, Situation, rule
+from megalaunch.plan.findings import as_override
+from megalaunch.plan.rules.no_effect import defaults
+from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 
 _WORDS = {
     "corpus": "data.corpus=FILE|FOLDER|GLOB for text",
@@ -22,7 +22,7 @@ def sources(data: DataSpec) -> tuple[str, ...]:
     """The keys of `data` that name training text, of those that are given."""
     given = {
         "corpus": data.corpus is not None,
-        "chat": data.chat is not None,
+        "chat": data.sft_data is not None,
         "train_prefix": data.train_prefix is not None,
         "blend": bool(data.blend),
         "mock": data.mock,
@@ -38,12 +38,14 @@ def _absent(keys: Iterable[str]) -> dict[str, Any]:
     "data.source",
     "There is one source of training text: a corpus, conversations, prepared tokens, a blend, or made up.",
 )
-def source(at: Situation) -> Iterator[Broken]:
+def source(at: RuleContext) -> Iterator[Violation]:
     """None is a plan that still lacks its data; two are a contradiction."""
     data = at.spec.data
     given = sources(data)
     if not given:
-        yield Broken("data.corpus", f"no data is named: {', or '.join(_WORDS.values())}", severity=at.before_launch)
+        yield Violation(
+            "data.corpus", f"no data is named: {', or '.join(_WORDS.values())}", severity=at.pre_launch_severity
+        )
     elif len(given) > 1:
         # Of each source alone: the others go, with the validation prefix of prepared tokens.
         alone = [[key for key in given if key != kept] for kept in given]
@@ -52,16 +54,16 @@ def source(at: Situation) -> Iterator[Broken]:
             _absent([*others, *(with_prefix if "train_prefix" in others else [])])
             for others in sorted(alone, key=lambda others: "corpus" in others)
         ]
-        shown = " and ".join(f"data.{key}={as_word(getattr(data, key))}" for key in given)
-        yield Broken(f"data.{given[-1]}", f"two sources are given, {shown}", {"sources": list(given)}, tuple(fixes))
+        shown = " and ".join(f"data.{key}={as_override(getattr(data, key))}" for key in given)
+        yield Violation(f"data.{given[-1]}", f"two sources are given, {shown}", {"sources": list(given)}, tuple(fixes))
 
 
 @rule("data.validation_source", "data.validation_prefix goes with data.train_prefix.")
-def validation_source(at: Situation) -> Iterator[Broken]:
+def validation_source(at: RuleContext) -> Iterator[Violation]:
     """A corpus makes its own validation split, and a blend has data.validation_blend or data.split."""
     data = at.spec.data
     if data.validation_prefix is not None and data.train_prefix is None:
-        yield Broken(
+        yield Violation(
             "data.validation_prefix",
             "is given without data.train_prefix; a corpus makes its own split (data.validation_every)",
             fixes=({"data.validation_prefix": None},),
@@ -69,7 +71,7 @@ def validation_source(at: Situation) -> Iterator[Broken]:
 
 
 @rule("data.validation_twice", "There is one source of validation text.")
-def validation_twice(at: Situation) -> Iterator[Broken]:
+def validation_twice(at: RuleContext) -> Iterator[Violation]:
     """A prefix, a blend, or a part of the training prefixes."""
     data = at.spec.data
     one_file = data.train_prefix is not None and data.validation_prefix == data.train_prefix
@@ -80,7 +82,7 @@ def validation_twice(at: Situation) -> Iterator[Broken]:
     }
     named = [key for key, is_given in given.items() if is_given]
     if len(named) > 1:
-        yield Broken(
+        yield Violation(
             f"data.{named[-1]}",
             f"validation text is named more than once: {' and '.join(f'data.{key}' for key in named)}",
             fixes=tuple(_absent([key for key in named if key != kept]) for kept in named),
@@ -88,10 +90,10 @@ def validation_twice(at: Situation) -> Iterator[Broken]:
 
 
 @rule("data.mock_vocab", "Made-up tokens have a vocabulary.")
-def mock_vocab(at: Situation) -> Iterator[Broken]:
+def mock_vocab(at: RuleContext) -> Iterator[Violation]:
     """There is no tokenizer that would say how many tokens there are."""
     if at.spec.data.mock and at.spec.model.vocab_size is None:
-        yield Broken(
+        yield Violation(
             "model.vocab_size",
             "data.mock makes tokens up, and needs model.vocab_size to know how many there are",
             fixes=({"model.vocab_size": 32768},),
@@ -99,23 +101,23 @@ def mock_vocab(at: Situation) -> Iterator[Broken]:
 
 
 @rule("data.tokens_exist", "Prepared tokens are where their prefix says.")
-def tokens_exist(at: Situation) -> Iterator[Broken]:
+def tokens_exist(at: RuleContext) -> Iterator[Violation]:
     """A prefix stands for two files."""
     for key, prefix in dict.fromkeys(_prefixes(at.spec.data)):
         missing = [end for end in (".bin", ".idx") if not _is_file(f"{prefix}{end}")]
         if missing:
             files = " and ".join(f"{prefix}{end}" for end in missing)
-            yield Broken(f"data.{key}", f"there is no {files} on this machine", severity=at.before_launch)
+            yield Violation(f"data.{key}", f"there is no {files} on this machine", severity=at.pre_launch_severity)
 
 
 @rule("data.stored_ids", "Stored tokens are numbers wide enough for the vocabulary.")
-def stored_ids(at: Situation) -> Iterator[Broken]:
+def stored_ids(at: RuleContext) -> Iterator[Violation]:
     """Ids of 16 bits end at 65535: with a larger vocabulary the tokens are another tokenizer's, or were cut."""
     vocab = at.spec.model.vocab_size
     for key, prefix in _prefixes(at.spec.data):
         largest = _LARGEST.get(_stored_type(prefix) or 0)
         if largest is not None and vocab is not None and vocab > largest + 1:
-            yield Broken(
+            yield Violation(
                 f"data.{key}",
                 f"{prefix} stores ids up to {largest}, and the vocabulary has {vocab}: "
                 "were its tokens made by this tokenizer?",
@@ -125,24 +127,24 @@ def stored_ids(at: Situation) -> Iterator[Broken]:
 
 
 @rule("tokenizer.path", "A given tokenizer is where its path says.")
-def tokenizer_path(at: Situation) -> Iterator[Broken]:
+def tokenizer_path(at: RuleContext) -> Iterator[Violation]:
     """A tokenizer.json, or a folder that holds one."""
     path = at.spec.tokenizer.path
     if path is not None and not (_is_file(path) or _is_file(f"{path}/tokenizer.json")):
         message = f"there is no {path} on this machine"
         if is_hub_name(path):
             message += "; of a tokenizer on a hub download its tokenizer.json first, and name that file"
-        yield Broken("tokenizer.path", message, severity=at.before_launch)
+        yield Violation("tokenizer.path", message, severity=at.pre_launch_severity)
 
 
 @rule("tokenizer.of_tokens", "Prepared tokens come with the tokenizer that made them.")
-def of_tokens(at: Situation) -> Iterator[Broken]:
+def of_tokens(at: RuleContext) -> Iterator[Violation]:
     """Its end-of-document token and its vocabulary are needed."""
     data = at.spec.data
     if (data.train_prefix is not None or data.blend) and at.spec.tokenizer.path is None:
         key = "train_prefix" if data.train_prefix is not None else "blend"
         message = f"data.{key} needs the tokenizer.json that made its tokens: tokenizer.path=PATH"
-        yield Broken("tokenizer.path", message, severity=at.before_launch)
+        yield Violation("tokenizer.path", message, severity=at.pre_launch_severity)
 
 
 _LARGEST = {1: 2**8 - 1, 8: 2**16 - 1}

@@ -1,26 +1,26 @@
-"""Rules of hiding expert exchanges behind another microbatch's compute (parallel.overlap_experts)."""
+"""Rules of hiding expert exchanges behind another microbatch's compute (parallel.overlap_moe_expert_parallel_comm)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
+from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 
-_OFF: Fix = {"parallel.overlap_experts": False}
+_OFF: Fix = {"parallel.overlap_moe_expert_parallel_comm": False}
 
 
-def _overlaps(at: Situation) -> bool:
+def _overlaps(at: RuleContext) -> bool:
     """True where the switch is on and there is something to hide."""
-    return at.spec.parallel.overlap_experts and at.has_experts and at.spec.parallel.ep > 1
+    return at.spec.parallel.overlap_moe_expert_parallel_comm and at.has_experts and at.spec.parallel.ep > 1
 
 
 @rule("overlap_experts.exchange", "Expert exchanges are hidden where there are some.")
-def exchange(at: Situation) -> Iterator[Broken]:
+def exchange(at: RuleContext) -> Iterator[Violation]:
     """Tokens travel only with ep above 1."""
-    if at.spec.parallel.overlap_experts and not _overlaps(at):
+    if at.spec.parallel.overlap_moe_expert_parallel_comm and not _overlaps(at):
         why = f"ep is {at.spec.parallel.ep}" if at.has_experts else "the model is dense"
-        yield Broken(
-            "parallel.overlap_experts",
+        yield Violation(
+            "parallel.overlap_moe_expert_parallel_comm",
             f"overlap_experts=true has no effect: {why}",
             {"ep": at.spec.parallel.ep},
             (_OFF, {"parallel.ep": 2}),
@@ -29,22 +29,22 @@ def exchange(at: Situation) -> Iterator[Broken]:
 
 
 @rule("overlap_experts.dispatch", "Exchanges that are hidden are between pairs of ranks.")
-def dispatch(at: Situation) -> Iterator[Broken]:
+def dispatch(at: RuleContext) -> Iterator[Violation]:
     """allgather brings all tokens at once, and has no second half to hide."""
-    if _overlaps(at) and at.spec.parallel.expert_dispatch == "allgather":
-        yield Broken(
-            "parallel.expert_dispatch",
+    if _overlaps(at) and at.spec.parallel.moe_token_dispatcher_type == "allgather":
+        yield Violation(
+            "parallel.moe_token_dispatcher_type",
             "overlap_experts needs expert_dispatch=alltoall or flex, and it is allgather",
-            fixes=({"parallel.expert_dispatch": "alltoall"}, _OFF),
+            fixes=({"parallel.moe_token_dispatcher_type": "alltoall"}, _OFF),
         )
 
 
 @rule("overlap_experts.stages", "In a pipeline the other microbatch is on another virtual stage.")
-def stages(at: Situation) -> Iterator[Broken]:
+def stages(at: RuleContext) -> Iterator[Violation]:
     """1f1b alternates one forward and one backward pass of the same layers; with vpp there are others to pair."""
     p = at.spec.parallel
     if _overlaps(at) and p.pp > 1 and at.chunks == 1:
-        yield Broken(
+        yield Violation(
             "parallel.vpp",
             f"overlap_experts in a pipeline (pp {p.pp}) needs virtual stages",
             {"pp": p.pp},
@@ -53,7 +53,7 @@ def stages(at: Situation) -> Iterator[Broken]:
 
 
 @rule("overlap_experts.recompute", "Layers whose exchanges are hidden are not recomputed whole.")
-def recompute(at: Situation) -> Iterator[Broken]:
+def recompute(at: RuleContext) -> Iterator[Violation]:
     """Recomputing the experts would send their tokens again, unhidden."""
     again = at.spec.recompute
     experts_again = again.granularity == "selective" and "moe" in again.modules
@@ -61,7 +61,7 @@ def recompute(at: Situation) -> Iterator[Broken]:
         what = "whole layers" if again.granularity == "full" else "experts"
         rest = tuple(module for module in again.modules if module != "moe")
         fewer: Fix = {"recompute.granularity": "selective", "recompute.modules": rest or ("attention",)}
-        yield Broken(
+        yield Violation(
             "recompute.granularity" if again.granularity == "full" else "recompute.modules",
             f"overlap_experts does not go with recomputing {what}",
             fixes=({"recompute.granularity": "none"}, fewer, _OFF),
@@ -69,22 +69,22 @@ def recompute(at: Situation) -> Iterator[Broken]:
 
 
 @rule("overlap_experts.precision", "Hidden exchanges carry 16-bit numbers.")
-def precision(at: Situation) -> Iterator[Broken]:
+def precision(at: RuleContext) -> Iterator[Violation]:
     """As in Megatron: in fp32 they take twice as long, and there is nothing as long to hide them behind."""
-    if _overlaps(at) and at.spec.precision.compute == "fp32":
-        yield Broken(
-            "precision.compute",
-            "overlap_experts needs bf16, fp16 or fp8, and precision.compute is fp32",
-            fixes=(_OFF, {"precision.compute": "bf16"}),
+    if _overlaps(at) and at.spec.precision.compute_dtype == "fp32":
+        yield Violation(
+            "precision.compute_dtype",
+            "overlap_experts needs bf16, fp16 or fp8, and precision.compute_dtype is fp32",
+            fixes=(_OFF, {"precision.compute_dtype": "bf16"}),
         )
 
 
 @rule("overlap_experts.mtp", "At most one depth is predicted further ahead while exchanges are hidden.")
-def mtp(at: Situation) -> Iterator[Broken]:
+def mtp(at: RuleContext) -> Iterator[Violation]:
     """The depths follow one another, with nothing between that could hide the second one's exchange."""
     depths = at.spec.model.mtp.num_layers
     if _overlaps(at) and depths > 1:
-        yield Broken(
+        yield Violation(
             "model.mtp.num_layers",
             f"overlap_experts needs at most one depth of multi-token prediction, and there are {depths}",
             {"num_layers": depths},

@@ -5,47 +5,47 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megalaunch.plan.rules.dependent import Dependent, depends
-from megalaunch.plan.rules.nearby import multiples
-from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
-from megalaunch.platform.facts import CHIPS
+from megalaunch.plan.rules.no_effect import InertSetting, register_inert
+from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
+from megalaunch.plan.rules.suggestions import multiples
+from megalaunch.platform.chips import CHIPS
 
 GRAIN = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
 """Numbers that an 8-bit matmul takes at once (16), or that share a scale (DeepSeek-V3: 128, OCP MX: 32)."""
 
 _BLACKWELL = ("b200", "gb200")
 
-depends(
-    Dependent(
+register_inert(
+    InertSetting(
         "fp8.idle",
         "The settings of precision.fp8 go with 8-bit matmuls.",
-        "precision.compute=fp8 turns them on.",
+        "precision.compute_dtype=fp8 turns them on.",
         ("precision.fp8.",),
-        "precision.compute",
-        lambda spec: spec.precision.compute == "fp8",
-        "precision.compute is not fp8",
+        "precision.compute_dtype",
+        lambda spec: spec.precision.compute_dtype == "fp8",
+        "precision.compute_dtype is not fp8",
     )
 )
-depends(
-    Dependent(
+register_inert(
+    InertSetting(
         "fp8.history_idle",
         "A history of largest values gives the delayed scale.",
         "Other recipes scale by the numbers at hand.",
-        ("precision.fp8.amax_history",),
+        ("precision.fp8.amax_history_len",),
         "precision.fp8.recipe",
-        lambda spec: spec.precision.compute != "fp8" or spec.precision.fp8.recipe == "delayed",
+        lambda spec: spec.precision.compute_dtype != "fp8" or spec.precision.fp8.recipe == "delayed",
         "precision.fp8.recipe is not delayed",
     )
 )
 
 
-def _grain(at: Situation) -> int | None:
+def _grain(at: RuleContext) -> int | None:
     """What sizes must divide by, or None without fp8."""
     precision = at.spec.precision
-    return GRAIN[precision.fp8.recipe] if precision.compute == "fp8" else None
+    return GRAIN[precision.fp8.recipe] if precision.compute_dtype == "fp8" else None
 
 
-def _coarse(at: Situation, key: str, width: int | None, parts: int = 1, step: int = 1) -> Iterator[Broken]:
+def _coarse(at: RuleContext, key: str, width: int | None, parts: int = 1, step: int = 1) -> Iterator[Violation]:
     """A width whose part is no multiple of the recipe's grain; fixes are multiples of `step`, too.
 
     A width that does not divide into its parts is another rule's.
@@ -55,38 +55,40 @@ def _coarse(at: Situation, key: str, width: int | None, parts: int = 1, step: in
         return
     split = f" / {parts} = {width // parts}" if parts > 1 else ""
     coarser: list[Fix] = [{"precision.fp8.recipe": "tensorwise"}] if grain > 16 else []
-    yield Broken(
+    yield Violation(
         key,
         f"{key.removeprefix('model.')} {width}{split} is no multiple of {grain}, which fp8 ({recipe}) needs",
         {"width": width, "parts": parts, "grain": grain},
-        (*multiples(key, width, math.lcm(grain * parts, step)), *coarser, {"precision.compute": "bf16"}),
+        (*multiples(key, width, math.lcm(grain * parts, step)), *coarser, {"precision.compute_dtype": "bf16"}),
     )
 
 
 @rule("fp8.chip", "The chip multiplies 8-bit numbers.")
-def chip(at: Situation) -> Iterator[Broken]:
+def chip(at: RuleContext) -> Iterator[Violation]:
     """Hopper and MI300 were the first that do."""
     facts = CHIPS.get(at.spec.platform.chip)
-    if at.spec.precision.compute != "fp8" or facts is None or "fp8" in facts.peak_flops:
+    if at.spec.precision.compute_dtype != "fp8" or facts is None or "fp8" in facts.peak_flops:
         return
     if facts.peak_flops:
-        yield Broken("precision.compute", f"{facts.name} has no unit for fp8", fixes=({"precision.compute": "bf16"},))
+        yield Violation(
+            "precision.compute_dtype", f"{facts.name} has no unit for fp8", fixes=({"precision.compute_dtype": "bf16"},)
+        )
     elif facts.device == "cpu":
-        yield Broken(
-            "precision.compute",
+        yield Violation(
+            "precision.compute_dtype",
             "a processor has no unit for fp8: it only imitates one, slowly",
-            fixes=({"precision.compute": "fp32"}, {"precision.compute": "bf16"}),
+            fixes=({"precision.compute_dtype": "fp32"}, {"precision.compute_dtype": "bf16"}),
             severity="warning",
         )
 
 
 @rule("fp8.mxfp8_chip", "Scales of 32 numbers (mxfp8) are multiplied by Blackwell.")
-def mxfp8_chip(at: Situation) -> Iterator[Broken]:
+def mxfp8_chip(at: RuleContext) -> Iterator[Violation]:
     """Its tensor cores read the scales; others have no such instruction."""
     facts = CHIPS.get(at.spec.platform.chip)
     known = facts is not None and "fp8" in facts.peak_flops
     if _grain(at) == 32 and known and at.spec.platform.chip not in _BLACKWELL:
-        yield Broken(
+        yield Violation(
             "precision.fp8.recipe",
             f"mxfp8 needs Blackwell ({', '.join(_BLACKWELL)}), and the run is made for {at.spec.platform.chip}",
             fixes=({"precision.fp8.recipe": "blockwise"}, {"precision.fp8.recipe": "rowwise"}),
@@ -94,12 +96,12 @@ def mxfp8_chip(at: Situation) -> Iterator[Broken]:
 
 
 @rule("fp8.library_chip", "Transformer Engine runs on NVIDIA GPUs.")
-def library_chip(at: Situation) -> Iterator[Broken]:
+def library_chip(at: RuleContext) -> Iterator[Violation]:
     """Its kernels are CUDA's."""
     facts = CHIPS.get(at.spec.platform.chip)
-    asked = at.spec.precision.compute == "fp8" and at.spec.precision.fp8.implementation == "transformer_engine"
+    asked = at.spec.precision.compute_dtype == "fp8" and at.spec.precision.fp8.implementation == "transformer_engine"
     if asked and facts is not None and facts.visible_devices_variable != "CUDA_VISIBLE_DEVICES":
-        yield Broken(
+        yield Violation(
             "precision.fp8.implementation",
             f"Transformer Engine has no kernels for {facts.name}",
             fixes=({"precision.fp8.implementation": "native"},),
@@ -107,21 +109,21 @@ def library_chip(at: Situation) -> Iterator[Broken]:
 
 
 @rule("fp8.hidden_size", "The width of the residual stream divides by the grain of fp8.")
-def hidden_size(at: Situation) -> Iterator[Broken]:
+def hidden_size(at: RuleContext) -> Iterator[Violation]:
     """It is summed over, or written, by every matmul. Megatron finds out in the first step."""
     model = at.spec.model
     yield from _coarse(at, "model.hidden_size", model.hidden_size, step=model.num_attention_heads)
 
 
 @rule("fp8.ffn", "A rank's part of the feed-forward width divides by the grain of fp8.")
-def ffn(at: Situation) -> Iterator[Broken]:
+def ffn(at: RuleContext) -> Iterator[Violation]:
     """It is split over tp before it is multiplied."""
     if at.has_dense_layers:
         yield from _coarse(at, "model.ffn_hidden_size", at.spec.model.ffn_hidden_size, at.spec.parallel.tp)
 
 
 @rule("fp8.expert_ffn", "A rank's part of an expert's width divides by the grain of fp8.")
-def expert_ffn(at: Situation) -> Iterator[Broken]:
+def expert_ffn(at: RuleContext) -> Iterator[Violation]:
     """It is split over etp before it is multiplied."""
     if at.has_experts:
         yield from _coarse(
@@ -130,7 +132,7 @@ def expert_ffn(at: Situation) -> Iterator[Broken]:
 
 
 @rule("fp8.shared_ffn", "A rank's part of the shared experts' width divides by the grain of fp8.")
-def shared_ffn(at: Situation) -> Iterator[Broken]:
+def shared_ffn(at: RuleContext) -> Iterator[Violation]:
     """It is split over tp before it is multiplied."""
     if at.has_experts:
         key = "model.moe.shared_ffn_hidden_size"
@@ -138,7 +140,7 @@ def shared_ffn(at: Situation) -> Iterator[Broken]:
 
 
 @rule("fp8.heads", "A rank's query and key/value heads together divide by the grain of fp8.")
-def heads(at: Situation) -> Iterator[Broken]:
+def heads(at: RuleContext) -> Iterator[Violation]:
     """heads x head_dim is what attention's projections write and read."""
     grain, model, tp = _grain(at), at.spec.model, at.spec.parallel.tp
     if grain is None or model.head_dim is None or model.mla.kv_lora_rank is not None:
@@ -149,7 +151,7 @@ def heads(at: Situation) -> Iterator[Broken]:
             continue
         width = max(1, count // tp) * model.head_dim
         if width % grain:
-            yield Broken(
+            yield Violation(
                 "model.head_dim",
                 f"a rank's {max(1, count // tp)} heads of {model.head_dim} ({key} {count}) are {width} wide, "
                 f"no multiple of {grain}, which fp8 ({at.spec.precision.fp8.recipe}) needs",
@@ -157,14 +159,14 @@ def heads(at: Situation) -> Iterator[Broken]:
                 (
                     *multiples("model.head_dim", model.head_dim, grain // math.gcd(grain, max(1, count // tp))),
                     {"precision.fp8.recipe": "tensorwise"},
-                    {"precision.compute": "bf16"},
+                    {"precision.compute_dtype": "bf16"},
                 ),
             )
             return
 
 
 @rule("fp8.latent", "The latents of latent attention divide by the grain of fp8.")
-def latent(at: Situation) -> Iterator[Broken]:
+def latent(at: RuleContext) -> Iterator[Violation]:
     """Their up projections sum over them."""
     mla = at.spec.model.mla
     if mla.kv_lora_rank is not None:
@@ -173,30 +175,30 @@ def latent(at: Situation) -> Iterator[Broken]:
 
 
 @rule("fp8.tokens", "The tokens of a microbatch on one rank divide by the grain of fp8.")
-def tokens(at: Situation) -> Iterator[Broken]:
+def tokens(at: RuleContext) -> Iterator[Violation]:
     """A weight's gradient sums over them."""
     grain, batch, cp = _grain(at), at.spec.batch, at.spec.parallel.cp
     if grain is None or batch.micro_batch_size is None or batch.sequence_length % cp:
         return
     count = batch.micro_batch_size * batch.sequence_length // cp
     if count % grain:
-        yield Broken(
+        yield Violation(
             "batch.sequence_length",
             f"{count} tokens of a microbatch on one rank are no multiple of {grain}, which fp8 needs",
             {"tokens": count, "micro_batch_size": batch.micro_batch_size, "cp": cp, "grain": grain},
             (
                 *multiples("batch.sequence_length", batch.sequence_length, 2 * grain * cp),
-                {"precision.compute": "bf16"},
+                {"precision.compute_dtype": "bf16"},
             ),
         )
 
 
 @rule("fp8.layers_delayed", "Layers that stay in bf16 go with scales at hand, not with delayed ones.")
-def layers_delayed(at: Situation) -> Iterator[Broken]:
+def layers_delayed(at: RuleContext) -> Iterator[Violation]:
     """The delayed recipe keeps one history for all layers."""
     fp8 = at.spec.precision.fp8
     if _grain(at) and fp8.recipe == "delayed" and fp8.first_layers_bf16 + fp8.last_layers_bf16 > 0:
-        yield Broken(
+        yield Violation(
             "precision.fp8.recipe",
             "first_layers_bf16 and last_layers_bf16 do not go with the delayed recipe",
             {"first_layers_bf16": fp8.first_layers_bf16, "last_layers_bf16": fp8.last_layers_bf16},
@@ -208,11 +210,11 @@ def layers_delayed(at: Situation) -> Iterator[Broken]:
 
 
 @rule("fp8.layers_left", "Some layer computes in fp8.")
-def layers_left(at: Situation) -> Iterator[Broken]:
+def layers_left(at: RuleContext) -> Iterator[Violation]:
     """The first and the last that stay in bf16 are fewer than all."""
     fp8, layers = at.spec.precision.fp8, at.spec.model.num_layers
     if _grain(at) and fp8.first_layers_bf16 + fp8.last_layers_bf16 >= layers:
-        yield Broken(
+        yield Violation(
             "precision.fp8.first_layers_bf16",
             f"first {fp8.first_layers_bf16} and last {fp8.last_layers_bf16} layers in bf16 "
             f"leave none of {layers} for fp8",
@@ -225,11 +227,11 @@ def layers_left(at: Situation) -> Iterator[Broken]:
 
 
 @rule("fp8.gather_needs_shards", "8-bit parameters are gathered where parameters are sharded.")
-def gather_needs_shards(at: Situation) -> Iterator[Broken]:
+def gather_needs_shards(at: RuleContext) -> Iterator[Violation]:
     """Without sharding each rank updates its own copy, and nothing is gathered."""
     fp8, sharding = at.spec.precision.fp8, at.spec.parallel.data_sharding
     if _grain(at) and fp8.param_gather and sharding == "no_shard":
-        yield Broken(
+        yield Violation(
             "precision.fp8.param_gather",
             "param_gather needs a data_sharding other than no_shard",
             fixes=({"parallel.data_sharding": "optim"}, {"precision.fp8.param_gather": False}),
@@ -237,11 +239,11 @@ def gather_needs_shards(at: Situation) -> Iterator[Broken]:
 
 
 @rule("fp8.gradient_range", "One scale for a whole gradient goes with the wider 8-bit format.")
-def gradient_range(at: Situation) -> Iterator[Broken]:
+def gradient_range(at: RuleContext) -> Iterator[Violation]:
     """e4m3 spans 2^-9 to 448: under a single scale small gradients become 0. Scales by block leave it room."""
     fp8 = at.spec.precision.fp8
     if _grain(at) and fp8.format == "e4m3" and fp8.recipe in ("delayed", "tensorwise"):
-        yield Broken(
+        yield Violation(
             "precision.fp8.format",
             f"gradients in e4m3 under one scale a tensor ({fp8.recipe}) lose their small numbers",
             fixes=({"precision.fp8.format": "hybrid"}, {"precision.fp8.recipe": "blockwise"}),
@@ -250,14 +252,14 @@ def gradient_range(at: Situation) -> Iterator[Broken]:
 
 
 @rule("fp8.history_length", "A delayed scale looks back more than a few steps.")
-def history_length(at: Situation) -> Iterator[Broken]:
+def history_length(at: RuleContext) -> Iterator[Violation]:
     """The next step's largest value is guessed from the last ones: from one or two it is often too small."""
     fp8 = at.spec.precision.fp8
-    if _grain(at) and fp8.recipe == "delayed" and fp8.amax_history < 4:
-        yield Broken(
-            "precision.fp8.amax_history",
-            f"a history of {fp8.amax_history} steps makes delayed scales too small again and again",
-            {"amax_history": fp8.amax_history},
-            ({"precision.fp8.amax_history": 1024}, {"precision.fp8.amax_history": 16}),
+    if _grain(at) and fp8.recipe == "delayed" and fp8.amax_history_len < 4:
+        yield Violation(
+            "precision.fp8.amax_history_len",
+            f"a history of {fp8.amax_history_len} steps makes delayed scales too small again and again",
+            {"amax_history_len": fp8.amax_history_len},
+            ({"precision.fp8.amax_history_len": 1024}, {"precision.fp8.amax_history_len": 16}),
             severity="warning",
         )

@@ -5,21 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from megalaunch.plan.findings import as_word
-from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
+from megalaunch.plan.findings import as_override
+from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.supported import unsupported
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @rule("engine.unsupported", "The engine can run every setting of the run.")
-def engine_unsupported(at: Situation) -> Iterator[Broken]:
+def engine_unsupported(at: RuleContext) -> Iterator[Violation]:
     """What composes and plans may still be ahead of the engine; it is refused by name, never silently."""
     for entry, value in unsupported(at.spec):
-        shown = " or ".join(as_word(value) for value in entry.supported)
-        yield Broken(
+        shown = " or ".join(as_override(value) for value in entry.supported)
+        yield Violation(
             entry.path,
-            f"{entry.path}={as_word(value)}: the engine of this version trains with {shown} only ({entry.meaning})",
+            f"{entry.path}={as_override(value)}: the engine of this version trains with {shown} only ({entry.meaning})",
             {"value": value, "supported": list(entry.supported)},
             tuple({entry.path: legal} for legal in entry.supported),
             severity="error" if at.purpose == "train" else "note",
@@ -27,11 +27,11 @@ def engine_unsupported(at: Situation) -> Iterator[Broken]:
 
 
 @rule("launcher.multi_node", "The launcher can start workers on every machine of the cluster.")
-def multi_node(at: Situation) -> Iterator[Broken]:
+def multi_node(at: RuleContext) -> Iterator[Violation]:
     """The local launcher starts this machine's workers only."""
     nodes = at.spec.cluster.nodes
     if at.spec.launcher.name == "local" and nodes > 1:
-        yield Broken(
+        yield Violation(
             "cluster.nodes",
             f"launcher=local starts workers on one machine, and the run has {nodes}: "
             "start each by hand with the commands that `megalaunch train --dry-run` prints",
@@ -45,23 +45,23 @@ _WORKERS_A_CORE = 4
 
 
 @rule("cluster.cores", "A machine without accelerators has cores for its workers.")
-def cores(at: Situation) -> Iterator[Broken]:
+def cores(at: RuleContext) -> Iterator[Violation]:
     """Workers that share a core take turns, and each holds a process with torch: more of them only slow a run down."""
     workers = at.spec.cluster.devices_per_node
-    if at.here is None or at.here.chip.device != "cpu" or not isinstance(workers, int):
+    if at.local_machine is None or at.local_machine.chip.device != "cpu" or not isinstance(workers, int):
         return
-    if workers > _WORKERS_A_CORE * at.here.cores:
-        yield Broken(
+    if workers > _WORKERS_A_CORE * at.local_machine.cores:
+        yield Violation(
             "cluster.devices_per_node",
-            f"{workers} workers share the {at.here.cores} core{'s' if at.here.cores > 1 else ''} of this machine, "
-            f"{workers / at.here.cores:.0f} a core: each step takes that much longer",
-            {"workers": workers, "cores": at.here.cores},
-            _fewer_workers(at, at.here.cores),
+            f"{workers} workers share the {at.local_machine.cores} core{'s' if at.local_machine.cores > 1 else ''} of this machine, "
+            f"{workers / at.local_machine.cores:.0f} a core: each step takes that much longer",
+            {"workers": workers, "cores": at.local_machine.cores},
+            _fewer_workers(at, at.local_machine.cores),
             severity="warning",
         )
 
 
-def _fewer_workers(at: Situation, cores: int) -> tuple[Fix, ...]:
+def _fewer_workers(at: RuleContext, cores: int) -> tuple[Fix, ...]:
     """As many workers as there are cores, with the layout that is asked for, or without one."""
     one_shard = {f"parallel.{axis}": 1 for axis in ("tp", "pp", "cp", "ep")}
     fixes: list[Fix] = []
@@ -71,12 +71,12 @@ def _fewer_workers(at: Situation, cores: int) -> tuple[Fix, ...]:
 
 
 @rule("run.name", "The name of a run is the name of a folder.")
-def run_name(at: Situation) -> Iterator[Broken]:
+def run_name(at: RuleContext) -> Iterator[Violation]:
     """It becomes runs/<run.name>."""
     name = at.spec.run.name
     if name is not None and not _NAME.fullmatch(name):
         plain = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._-")[:128]
         fixes = ({"run.name": plain},) if plain else ()
-        yield Broken(
+        yield Violation(
             "run.name", f"{name!r} is no name of a folder (letters, digits, dot, dash, underscore)", fixes=fixes
         )

@@ -8,11 +8,11 @@ from typing import Any
 
 from megalaunch.config.schema import RunSpec, SpecError, with_values
 from megalaunch.plan.findings import Severity
-from megalaunch.plan.memory import Memory, memory_of
+from megalaunch.plan.memory import Memory, predict_memory
 from megalaunch.plan.resolve import derive
-from megalaunch.plan.rules.nearby import fixes_wanted
-from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
-from megalaunch.platform.facts import CHIPS
+from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
+from megalaunch.plan.rules.suggestions import suggestions_enabled
+from megalaunch.platform.chips import CHIPS
 
 TIGHT = 0.95
 """Part of a device above which a run may still fail: libraries and fragments take what the model does not count."""
@@ -31,7 +31,7 @@ _LEAST: dict[str, Any] = {
 
 
 @rule("memory.fits", "The fullest device holds weights, gradients, optimizer states, activations and logits.")
-def fits(at: Situation) -> Iterator[Broken]:
+def fits(at: RuleContext) -> Iterator[Violation]:
     """Out of memory is the most frequent end of a new layout; the model counts what our engine keeps."""
     chip = CHIPS.get(at.spec.platform.chip)
     if chip is None or chip.device == "cpu" or chip.memory_bytes is None:
@@ -44,11 +44,11 @@ def fits(at: Situation) -> Iterator[Broken]:
     parts = ", ".join(f"{kind} {size / _GB:.1f}" for kind, size in memory.kinds.items() if size >= 0.05 * _GB)
     where = f"the fullest rank (pp {memory.rank})" if at.spec.parallel.pp > 1 else "a rank"
     tail = "" if severity == "error" else ", which leaves little for libraries and fragmentation"
-    yield Broken(
+    yield Violation(
         "batch.micro_batch_size",
         f"{where} needs {memory.total / _GB:.1f} GB of the {of_size} of {chip.name}{tail}: {parts}",
         {"bytes": round(memory.total), "device_bytes": chip.memory_bytes, "rank": memory.rank, **_rounded(memory)},
-        tuple(islice(smaller(at, TIGHT * chip.memory_bytes), _CANDIDATES)) if fixes_wanted() else (),
+        tuple(islice(smaller(at, TIGHT * chip.memory_bytes), _CANDIDATES)) if suggestions_enabled() else (),
         severity,
     )
 
@@ -57,28 +57,28 @@ def _rounded(memory: Memory) -> dict[str, int]:
     return {kind: round(size) for kind, size in memory.kinds.items()}
 
 
-def fullest(at: Situation) -> Memory | None:
+def fullest(at: RuleContext) -> Memory | None:
     """What the fullest device needs; None where another rule says why that cannot be told."""
     if at.spec.parallel.pp * at.chunks > _MANY_STAGES or at.stage_faults or at.microbatches is None:
         return None
-    return _memory_of(at.spec)
+    return _predict(at.spec)
 
 
-def _memory_of(spec: RunSpec) -> Memory | None:
+def _predict(spec: RunSpec) -> Memory | None:
     try:
-        return memory_of(spec)
+        return predict_memory(spec)
     except (ValueError, OverflowError):  # open or indivisible values, and sizes beyond every float
         return None
 
 
-def smaller(at: Situation, limit: float) -> Iterator[Fix]:
+def smaller(at: RuleContext, limit: float) -> Iterator[Fix]:
     """Candidates that fit by the model, the cheapest in time first."""
     for fix in _candidates(at.spec):
         try:
             changed, _ = derive(with_values(at.spec, {"parallel.dp": None, **fix}))
         except SpecError:
             continue
-        memory = _memory_of(changed)
+        memory = _predict(changed)
         if memory is not None and memory.total <= limit:
             yield fix
 
@@ -95,8 +95,8 @@ def _candidates(spec: RunSpec) -> Iterator[Fix]:
     smaller: list[dict[str, Any]] = [{}]
     if p.data_sharding != "optim_grads_params":
         smaller.append({"parallel.data_sharding": "optim_grads_params"})
-    if spec.precision.compute == "fp32":
-        smaller.append({"precision.compute": "bf16"})
+    if spec.precision.compute_dtype == "fp32":
+        smaller.append({"precision.compute_dtype": "bf16"})
     micro = batch.micro_batch_size or 1
     chunked = _chunked(spec)
     if chunked:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.plan.rules.dependent import Dependent, depends
-from megalaunch.plan.rules.registry import Broken, Situation, rule
+from megalaunch.plan.rules.no_effect import InertSetting, register_inert
+from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 
-depends(
-    Dependent(
+register_inert(
+    InertSetting(
         "mtp.idle",
         "The loss of further predictions has a weight where there are some.",
         "mtp.num_layers turns them on.",
@@ -21,11 +21,11 @@ depends(
 
 
 @rule("mtp.loss", "What is predicted further ahead has a loss.")
-def loss(at: Situation) -> Iterator[Broken]:
+def loss(at: RuleContext) -> Iterator[Violation]:
     """With a weight of 0 its layers cost time and learn nothing."""
     mtp = at.spec.model.mtp
     if mtp.num_layers > 0 and mtp.loss_coeff == 0:
-        yield Broken(
+        yield Violation(
             "model.mtp.loss_coeff",
             f"{mtp.num_layers} further depths are computed, and their loss counts 0",
             {"num_layers": mtp.num_layers},
@@ -35,11 +35,11 @@ def loss(at: Situation) -> Iterator[Broken]:
 
 
 @rule("mtp.positions", "Multi-token prediction works with rotary positions, or none.")
-def positions(at: Situation) -> Iterator[Broken]:
+def positions(at: RuleContext) -> Iterator[Violation]:
     """Each depth shifts the sequence by a token, and a learned position is added before the shift."""
     model = at.spec.model
     if model.mtp.num_layers > 0 and model.position_embedding == "learned":
-        yield Broken(
+        yield Violation(
             "model.position_embedding",
             "multi-token prediction shifts the sequence, which learned positions do not follow",
             {"num_layers": model.mtp.num_layers},
@@ -48,11 +48,11 @@ def positions(at: Situation) -> Iterator[Broken]:
 
 
 @rule("mtp.recompute", "Beside multi-token prediction whole layers are recomputed one by one.")
-def recompute(at: Situation) -> Iterator[Broken]:
+def recompute(at: RuleContext) -> Iterator[Violation]:
     """Its depths come after the last layer, one at a time; chunks of several would not end there."""
     again, depths = at.spec.recompute, at.spec.model.mtp.num_layers
     if depths and again.granularity == "full" and again.method == "uniform" and again.num_layers != 1:
-        yield Broken(
+        yield Violation(
             "recompute.num_layers",
             f"chunks of {again.num_layers} layers are recomputed, and multi-token prediction needs chunks of 1",
             {"num_layers": again.num_layers, "mtp_num_layers": depths},
@@ -61,11 +61,11 @@ def recompute(at: Situation) -> Iterator[Broken]:
 
 
 @rule("mtp.length", "A sequence is longer than what is predicted ahead.")
-def length(at: Situation) -> Iterator[Broken]:
+def length(at: RuleContext) -> Iterator[Violation]:
     """Depth k loses the last k tokens."""
     depths, tokens = at.spec.model.mtp.num_layers, at.spec.batch.sequence_length
     if depths >= tokens > 0 and depths > 0:
-        yield Broken(
+        yield Violation(
             "model.mtp.num_layers",
             f"{depths} depths leave nothing to predict in sequences of {tokens} tokens",
             {"num_layers": depths, "sequence_length": tokens},

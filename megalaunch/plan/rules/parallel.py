@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from itertools import product
 
-from megalaunch.plan.rules.nearby import nearest
-from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
+from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
+from megalaunch.plan.rules.suggestions import nearest
 
 
 @rule("parallel.world", "The world divides into copies of the model: world = dp x pp x cp x tp.")
-def world(at: Situation) -> Iterator[Broken]:
+def world(at: RuleContext) -> Iterator[Violation]:
     """Every device has one place on each axis of the dense grid, so nothing may remain."""
     p, cluster = at.spec.parallel, at.spec.cluster
     if at.world is None or at.world % at.shards == 0:
@@ -19,7 +19,7 @@ def world(at: Situation) -> Iterator[Broken]:
     degrees = {axis: getattr(p, axis) for axis in ("tp", "pp", "cp") if getattr(p, axis) > 1}
     need = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
     lacks = f"needs {at.shards}" if at.world < at.shards else f"needs a multiple of {at.shards}"
-    yield Broken(
+    yield Violation(
         "cluster.nodes",
         f"the world has {at.world} devices ({cluster.nodes} x {cluster.devices_per_node}); the layout {lacks} ({need})",
         {"world": at.world, "need": at.shards, **degrees},
@@ -27,7 +27,7 @@ def world(at: Situation) -> Iterator[Broken]:
     )
 
 
-def _larger_worlds(at: Situation) -> Iterator[Fix]:
+def _larger_worlds(at: RuleContext) -> Iterator[Fix]:
     per_node, nodes = at.spec.cluster.devices_per_node, at.spec.cluster.nodes
     if not isinstance(per_node, int):
         return
@@ -38,7 +38,7 @@ def _larger_worlds(at: Situation) -> Iterator[Fix]:
         yield {"cluster.nodes": nodes // enough * enough}
 
 
-def _smaller_layouts(at: Situation) -> Iterator[Fix]:
+def _smaller_layouts(at: RuleContext) -> Iterator[Fix]:
     world = at.world or 0
     for axis in ("pp", "tp", "cp"):
         degree = getattr(at.spec.parallel, axis)
@@ -50,7 +50,7 @@ def _smaller_layouts(at: Situation) -> Iterator[Fix]:
         yield from nearest(f"parallel.{axis}", min(degree, world // rest + 1), legal, 1)
 
 
-def _other_layouts(at: Situation) -> Iterator[Fix]:
+def _other_layouts(at: RuleContext) -> Iterator[Fix]:
     """Pairs of tp and pp, powers of two near the wrong ones, that divide the world together; some share sequences."""
     p, world = at.spec.parallel, at.world or 0
     powers = [2**n for n in range(8)]
@@ -65,7 +65,7 @@ def _other_layouts(at: Situation) -> Iterator[Fix]:
 
 
 @rule("parallel.dp_assertion", "A given dp is the one that the world leaves.")
-def dp_assertion(at: Situation) -> Iterator[Broken]:
+def dp_assertion(at: RuleContext) -> Iterator[Violation]:
     """dp is derived; a dp that is given asserts the result."""
     asserted = at.spec.parallel.dp
     if at.world is None or asserted is None or at.world % at.shards or asserted * at.shards == at.world:
@@ -76,7 +76,7 @@ def dp_assertion(at: Situation) -> Iterator[Broken]:
         fixes.append({"cluster.nodes": asserted * at.shards // per_node})
     if (asserted * at.shards) % at.spec.cluster.nodes == 0:
         fixes.append({"cluster.devices_per_node": asserted * at.shards // at.spec.cluster.nodes})
-    yield Broken(
+    yield Violation(
         "parallel.dp",
         f"dp {asserted} is asked for, and a world of {at.world} devices leaves dp {actual} "
         f"({at.world} / tp x pp x cp {at.shards})",
@@ -86,12 +86,12 @@ def dp_assertion(at: Situation) -> Iterator[Broken]:
 
 
 @rule("parallel.ep_needs_experts", "Expert parallelism divides experts, so the model has some.")
-def ep_needs_experts(at: Situation) -> Iterator[Broken]:
+def ep_needs_experts(at: RuleContext) -> Iterator[Violation]:
     """In a dense model ep and etp would divide nothing, and their ranks would idle."""
     p = at.spec.parallel
     for axis, degree in (("ep", p.ep), ("etp", p.etp or 1)):
         if degree > 1 and not at.has_experts:
-            yield Broken(
+            yield Violation(
                 f"parallel.{axis}",
                 f"{axis} {degree} divides experts, and {at.spec.model.name} has none",
                 {axis: degree},
@@ -100,27 +100,27 @@ def ep_needs_experts(at: Situation) -> Iterator[Broken]:
 
 
 @rule("parallel.dispatch_needs_experts", "A way of sending tokens to experts is chosen for a model that has experts.")
-def dispatch_needs_experts(at: Situation) -> Iterator[Broken]:
+def dispatch_needs_experts(at: RuleContext) -> Iterator[Violation]:
     """In a dense model the choice has no effect."""
-    dispatch = at.spec.parallel.expert_dispatch
+    dispatch = at.spec.parallel.moe_token_dispatcher_type
     if dispatch != "alltoall" and not at.has_experts:
-        yield Broken(
-            "parallel.expert_dispatch",
+        yield Violation(
+            "parallel.moe_token_dispatcher_type",
             f"expert_dispatch={dispatch} has no effect: {at.spec.model.name} has no experts",
             {},
-            ({"parallel.expert_dispatch": "alltoall"},),
+            ({"parallel.moe_token_dispatcher_type": "alltoall"},),
             "warning",
         )
 
 
 @rule("parallel.expert_world", "The world divides over the expert grid: world = edp x pp x ep x etp.")
-def expert_world(at: Situation) -> Iterator[Broken]:
+def expert_world(at: RuleContext) -> Iterator[Violation]:
     """Routed experts lie over the same ranks as dense layers, in a grid of their own."""
     p = at.spec.parallel
     need = p.pp * p.ep * (p.etp or 1)
     if at.world is None or at.world % need == 0 or (p.ep == 1 and (p.etp or 1) == 1):
         return
-    yield Broken(
+    yield Violation(
         "parallel.ep",
         f"a world of {at.world} devices does not divide over the expert grid "
         f"of pp {p.pp} x ep {p.ep} x etp {p.etp or 1} = {need}",
@@ -133,70 +133,70 @@ def expert_world(at: Situation) -> Iterator[Broken]:
 
 
 @rule("parallel.replicas_by_dp", "Whole copies of the sharded model fit into dp: dp = replicas x shards.")
-def replicas_by_dp(at: Situation) -> Iterator[Broken]:
+def replicas_by_dp(at: RuleContext) -> Iterator[Violation]:
     """HSDP shards within a replica and sums over replicas; context-parallel ranks share their replica."""
-    replicas, dp = at.spec.parallel.replicas, at.dp
+    replicas, dp = at.spec.parallel.dp_replicate, at.dp
     if dp is not None and dp % replicas:
-        yield Broken(
-            "parallel.replicas",
+        yield Violation(
+            "parallel.dp_replicate",
             f"dp {dp} does not divide into {replicas} replicas",
             {"dp": dp, "replicas": replicas},
-            (*nearest("parallel.replicas", replicas, lambda n: dp % n == 0),),
+            (*nearest("parallel.dp_replicate", replicas, lambda n: dp % n == 0),),
         )
 
 
 @rule("parallel.replicas_by_expert_dp", "Whole copies of the experts fit into expert dp, too.")
-def replicas_by_expert_dp(at: Situation) -> Iterator[Broken]:
+def replicas_by_expert_dp(at: RuleContext) -> Iterator[Violation]:
     """The optimizer's shards are made of both grids with the same number of replicas."""
-    replicas, edp = at.spec.parallel.replicas, at.edp
+    replicas, edp = at.spec.parallel.dp_replicate, at.edp
     if at.has_experts and edp is not None and at.dp is not None and at.dp % replicas == 0 and edp % replicas:
-        yield Broken(
-            "parallel.replicas",
+        yield Violation(
+            "parallel.dp_replicate",
             f"expert dp {edp} does not divide into {replicas} replicas",
             {"expert_dp": edp, "replicas": replicas},
             (
-                *nearest("parallel.replicas", replicas, lambda n: edp % n == 0, 2),
+                *nearest("parallel.dp_replicate", replicas, lambda n: edp % n == 0, 2),
                 *nearest("parallel.ep", at.spec.parallel.ep, lambda n: n < at.spec.parallel.ep),
             ),
         )
 
 
 @rule("parallel.replicas_need_sharding", "Replicas are copies of what is sharded, so something is.")
-def replicas_need_sharding(at: Situation) -> Iterator[Broken]:
+def replicas_need_sharding(at: RuleContext) -> Iterator[Violation]:
     """With data_sharding=no_shard every rank is a replica already."""
     p = at.spec.parallel
-    if p.data_sharding == "no_shard" and p.replicas > 1:
-        yield Broken(
-            "parallel.replicas",
-            f"replicas {p.replicas} has no meaning with data_sharding=no_shard: every data-parallel rank is one",
-            {"replicas": p.replicas},
-            ({"parallel.replicas": 1}, {"parallel.data_sharding": "optim"}),
+    if p.data_sharding == "no_shard" and p.dp_replicate > 1:
+        yield Violation(
+            "parallel.dp_replicate",
+            f"replicas {p.dp_replicate} has no meaning with data_sharding=no_shard: every data-parallel rank is one",
+            {"replicas": p.dp_replicate},
+            ({"parallel.dp_replicate": 1}, {"parallel.data_sharding": "optim"}),
         )
 
 
 @rule("parallel.replicas_leave_shards", "A replica has more than one data-parallel rank to shard over.")
-def replicas_leave_shards(at: Situation) -> Iterator[Broken]:
+def replicas_leave_shards(at: RuleContext) -> Iterator[Violation]:
     """With as many replicas as ranks every rank holds a whole copy, and data_sharding saves no memory."""
     p = at.spec.parallel
-    if p.replicas > 1 and p.data_sharding != "no_shard" and p.cp == 1 and at.dp == p.replicas:
-        yield Broken(
-            "parallel.replicas",
-            f"replicas {p.replicas} is all of dp {at.dp}: data_sharding={p.data_sharding} divides nothing",
-            {"replicas": p.replicas, "dp": at.dp},
-            ({"parallel.replicas": 1}, {"parallel.replicas": 1, "parallel.data_sharding": "no_shard"}),
+    if p.dp_replicate > 1 and p.data_sharding != "no_shard" and p.cp == 1 and at.dp == p.dp_replicate:
+        yield Violation(
+            "parallel.dp_replicate",
+            f"replicas {p.dp_replicate} is all of dp {at.dp}: data_sharding={p.data_sharding} divides nothing",
+            {"replicas": p.dp_replicate, "dp": at.dp},
+            ({"parallel.dp_replicate": 1}, {"parallel.dp_replicate": 1, "parallel.data_sharding": "no_shard"}),
             "warning",
         )
 
 
 @rule("parallel.tp_within_machine", "A tensor-parallel group lies within one machine.")
-def tp_within_machine(at: Situation) -> Iterator[Broken]:
+def tp_within_machine(at: RuleContext) -> Iterator[Violation]:
     """Its exchanges stand before and behind every matmul, and between machines they are ten times slower."""
     tp, per_node = at.spec.parallel.tp, at.spec.cluster.devices_per_node
     if not isinstance(per_node, int) or at.spec.cluster.nodes == 1 or tp == 1 or per_node % tp == 0:
         return
     if at.world is not None and at.world % at.shards == 0:
         within = [*nearest("parallel.tp", tp, lambda n: per_node % n == 0)]
-        yield Broken(
+        yield Violation(
             "parallel.tp",
             f"tp {tp} does not divide {per_node} devices of a machine: some groups reach over the network",
             {"tp": tp, "devices_per_node": per_node},
@@ -206,11 +206,11 @@ def tp_within_machine(at: Situation) -> Iterator[Broken]:
 
 
 @rule("parallel.gathers_by_microbatch", "Parameters are not gathered anew for every microbatch of a pipeline.")
-def gathers_by_microbatch(at: Situation) -> Iterator[Broken]:
+def gathers_by_microbatch(at: RuleContext) -> Iterator[Violation]:
     """optim_grads_params frees parameters behind each use, and a pipeline uses them once a microbatch and direction."""
     p = at.spec.parallel
     if p.data_sharding == "optim_grads_params" and p.pp > 1 and (at.dp or 1) * p.cp > 1 and (at.microbatches or 1) > 1:
-        yield Broken(
+        yield Violation(
             "parallel.data_sharding",
             f"optim_grads_params in a pipeline of pp {p.pp} gathers every parameter "
             f"for each of {at.microbatches} microbatches",

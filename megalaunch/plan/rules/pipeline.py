@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.plan.batch import RampError, ramp_of
-from megalaunch.plan.rules.nearby import multiples, nearest
-from megalaunch.plan.rules.registry import Broken, Fix, Situation, rule
-from megalaunch.plan.stage_faults import V_SCHEDULES
+from megalaunch.plan.batch import RampError, get_rampup
+from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
+from megalaunch.plan.rules.suggestions import multiples, nearest
+from megalaunch.plan.stage_validation import V_SCHEDULES
 
 _ONE_CHUNK = ("gpipe", "1f1b")
 
 
 @rule("parallel.schedule_needs_pp", "An order of microbatches is chosen for a pipeline.")
-def schedule_needs_pp(at: Situation) -> Iterator[Broken]:
+def schedule_needs_pp(at: RuleContext) -> Iterator[Violation]:
     """With pp 1 microbatches follow each other, and the choice has no effect."""
     p = at.spec.parallel
     if p.pp == 1 and p.schedule != "auto":
-        yield Broken(
+        yield Violation(
             "parallel.schedule",
             f"schedule={p.schedule} has no effect: pp is 1",
             {"pp": 1},
@@ -27,11 +27,11 @@ def schedule_needs_pp(at: Situation) -> Iterator[Broken]:
 
 
 @rule("parallel.interleaved_needs_vpp", "The interleaved schedule has virtual stages to interleave.")
-def interleaved_needs_vpp(at: Situation) -> Iterator[Broken]:
+def interleaved_needs_vpp(at: RuleContext) -> Iterator[Violation]:
     """With one stage a rank it would be 1f1b."""
     p = at.spec.parallel
     if p.schedule == "interleaved" and p.pp > 1 and at.chunks == 1:
-        yield Broken(
+        yield Violation(
             "parallel.schedule",
             "schedule=interleaved needs more than one stage a rank, and vpp is 1",
             {"vpp": 1},
@@ -40,11 +40,11 @@ def interleaved_needs_vpp(at: Situation) -> Iterator[Broken]:
 
 
 @rule("parallel.one_stage_schedule", "The schedules gpipe and 1f1b have one stage a rank.")
-def one_stage_schedule(at: Situation) -> Iterator[Broken]:
+def one_stage_schedule(at: RuleContext) -> Iterator[Violation]:
     """They pass a microbatch through every rank once."""
     p = at.spec.parallel
     if p.schedule in _ONE_CHUNK and p.pp > 1 and at.chunks > 1:
-        yield Broken(
+        yield Violation(
             "parallel.schedule",
             f"schedule={p.schedule} has one stage a rank, and this division has {at.chunks}",
             {"vpp": at.chunks},
@@ -53,11 +53,11 @@ def one_stage_schedule(at: Situation) -> Iterator[Broken]:
 
 
 @rule("parallel.v_schedule", "The schedules zbv and dualpipev have exactly two stages a rank.")
-def v_schedule(at: Situation) -> Iterator[Broken]:
+def v_schedule(at: RuleContext) -> Iterator[Violation]:
     """A microbatch goes down the ranks through the first stages, and back up through the second."""
     p = at.spec.parallel
     if p.schedule in V_SCHEDULES and p.pp > 1 and at.chunks != 2:
-        yield Broken(
+        yield Violation(
             "parallel.vpp",
             f"schedule={p.schedule} needs exactly two stages a rank, and there "
             f"{'is 1' if at.chunks == 1 else f'are {at.chunks}'}",
@@ -67,12 +67,12 @@ def v_schedule(at: Situation) -> Iterator[Broken]:
 
 
 @rule("parallel.enough_microbatches", "There are at least as many microbatches as stages for 1f1b and dualpipev.")
-def enough_microbatches(at: Situation) -> Iterator[Broken]:
+def enough_microbatches(at: RuleContext) -> Iterator[Violation]:
     """Their warm-up fills every stage once before anything goes back."""
     p, count = at.spec.parallel, at.microbatches
     stages = p.pp * at.chunks
     if p.pp > 1 and count is not None and p.schedule in ("1f1b", "dualpipev") and count < stages:
-        yield Broken(
+        yield Violation(
             "batch.global_batch_size",
             f"{count} microbatches of a rank and step are fewer than {stages} stages, which {p.schedule} needs",
             {"microbatches": count, "stages": stages},
@@ -81,12 +81,12 @@ def enough_microbatches(at: Situation) -> Iterator[Broken]:
 
 
 @rule("parallel.full_pipeline", "A pipeline is full for some of the time: microbatches are no fewer than pp.")
-def full_pipeline(at: Situation) -> Iterator[Broken]:
+def full_pipeline(at: RuleContext) -> Iterator[Violation]:
     """Otherwise some rank idles at every moment."""
     p, count = at.spec.parallel, at.microbatches
     needed = p.schedule in ("1f1b", "dualpipev", "interleaved")  # these refuse it
     if p.pp > 1 and count is not None and count < p.pp and not needed:
-        yield Broken(
+        yield Violation(
             "batch.global_batch_size",
             f"{count} microbatches never fill a pipeline of pp {p.pp}",
             {"microbatches": count, "pp": p.pp},
@@ -95,7 +95,7 @@ def full_pipeline(at: Situation) -> Iterator[Broken]:
         )
 
 
-def _more_microbatches(at: Situation, count: int) -> Iterator[Fix]:
+def _more_microbatches(at: RuleContext, count: int) -> Iterator[Fix]:
     """Smaller microbatches first, then a larger batch."""
     batch, dp = at.spec.batch, at.dp
     micro = batch.micro_batch_size
@@ -110,12 +110,12 @@ def _more_microbatches(at: Situation, count: int) -> Iterator[Fix]:
 
 
 @rule("parallel.vpp_microbatches", "Interleaved stages take microbatches in whole groups of pp.")
-def vpp_microbatches(at: Situation) -> Iterator[Broken]:
+def vpp_microbatches(at: RuleContext) -> Iterator[Violation]:
     """Each rank runs pp microbatches of one chunk before those of the next chunk."""
     p, count = at.spec.parallel, at.microbatches
-    if not _interleaved(at) or p.microbatch_group is not None or count is None or count % p.pp == 0:
+    if not _interleaved(at) or p.microbatch_group_size_per_vp_stage is not None or count is None or count % p.pp == 0:
         return
-    yield Broken(
+    yield Violation(
         "batch.global_batch_size",
         f"{count} microbatches do not divide into groups of pp {p.pp}, which vpp {at.chunks} needs",
         {"microbatches": count, "pp": p.pp, "vpp": at.chunks},
@@ -124,41 +124,41 @@ def vpp_microbatches(at: Situation) -> Iterator[Broken]:
 
 
 @rule("parallel.microbatch_group_bounds", "A group of microbatches is no smaller than pp and no larger than the step.")
-def microbatch_group_bounds(at: Situation) -> Iterator[Broken]:
+def microbatch_group_bounds(at: RuleContext) -> Iterator[Violation]:
     """A smaller group would wait for its own first microbatch; a larger one would never be whole."""
     p, count = at.spec.parallel, at.microbatches
-    group = p.microbatch_group
+    group = p.microbatch_group_size_per_vp_stage
     if group is None or not _interleaved(at) or (group >= p.pp and (count is None or group <= count)):
         return
     upper = f" and at most {count} microbatches" if count is not None else ""
-    yield Broken(
-        "parallel.microbatch_group",
+    yield Violation(
+        "parallel.microbatch_group_size_per_vp_stage",
         f"microbatch_group {group} must be at least pp {p.pp}{upper}",
-        {"microbatch_group": group, "pp": p.pp, "microbatches": count},
+        {"microbatch_group_size_per_vp_stage": group, "pp": p.pp, "microbatches": count},
         (
-            *nearest("parallel.microbatch_group", group, lambda n: p.pp <= n <= (count or n), 2),
-            {"parallel.microbatch_group": None},
-            {"parallel.vpp": None, "parallel.microbatch_group": None},
+            *nearest("parallel.microbatch_group_size_per_vp_stage", group, lambda n: p.pp <= n <= (count or n), 2),
+            {"parallel.microbatch_group_size_per_vp_stage": None},
+            {"parallel.vpp": None, "parallel.microbatch_group_size_per_vp_stage": None},
         ),
     )
 
 
 @rule("parallel.microbatch_group_rest", "The last group of microbatches is whole, or no smaller than pp.")
-def microbatch_group_rest(at: Situation) -> Iterator[Broken]:
+def microbatch_group_rest(at: RuleContext) -> Iterator[Violation]:
     """A ragged last group must still fill the pipeline."""
     p, count = at.spec.parallel, at.microbatches
-    group = p.microbatch_group
+    group = p.microbatch_group_size_per_vp_stage
     if group is None or count is None or not _interleaved(at) or not p.pp <= group <= count:
         return
     rest = count % group
     if 0 < rest < p.pp:
-        yield Broken(
-            "parallel.microbatch_group",
+        yield Violation(
+            "parallel.microbatch_group_size_per_vp_stage",
             f"{count} microbatches in groups of {group} leave a last group of {rest}, smaller than pp {p.pp}",
-            {"microbatches": count, "microbatch_group": group, "rest": rest, "pp": p.pp},
+            {"microbatches": count, "microbatch_group_size_per_vp_stage": group, "rest": rest, "pp": p.pp},
             (
                 *nearest(
-                    "parallel.microbatch_group",
+                    "parallel.microbatch_group_size_per_vp_stage",
                     group,
                     lambda n: p.pp <= n <= count and (count % n == 0 or count % n >= p.pp),
                 ),
@@ -168,28 +168,28 @@ def microbatch_group_rest(at: Situation) -> Iterator[Broken]:
 
 
 @rule("parallel.microbatch_group_needs_vpp", "A group of microbatches is one of an interleaved schedule.")
-def microbatch_group_needs_vpp(at: Situation) -> Iterator[Broken]:
+def microbatch_group_needs_vpp(at: RuleContext) -> Iterator[Violation]:
     """Other schedules have no groups, and the setting has no effect."""
     p = at.spec.parallel
-    if p.microbatch_group is not None and not _interleaved(at):
-        yield Broken(
-            "parallel.microbatch_group",
-            f"microbatch_group {p.microbatch_group} has no effect: the schedule is not interleaved",
-            {"microbatch_group": p.microbatch_group},
-            ({"parallel.microbatch_group": None}, {"parallel.vpp": 2}),
+    if p.microbatch_group_size_per_vp_stage is not None and not _interleaved(at):
+        yield Violation(
+            "parallel.microbatch_group_size_per_vp_stage",
+            f"microbatch_group {p.microbatch_group_size_per_vp_stage} has no effect: the schedule is not interleaved",
+            {"microbatch_group_size_per_vp_stage": p.microbatch_group_size_per_vp_stage},
+            ({"parallel.microbatch_group_size_per_vp_stage": None}, {"parallel.vpp": 2}),
             "warning",
         )
 
 
 @rule("parallel.zero_bubble_rounds", "The zero-bubble schedule runs rounds of equally many microbatches.")
-def zero_bubble_rounds(at: Situation) -> Iterator[Broken]:
+def zero_bubble_rounds(at: RuleContext) -> Iterator[Violation]:
     """There are microbatches // pp rounds, and none may be ragged."""
     p, count = at.spec.parallel, at.microbatches
     if p.schedule != "zero_bubble" or p.pp == 1 or count is None:
         return
     rounds = max(1, count // p.pp)
     if count % rounds:
-        yield Broken(
+        yield Violation(
             "batch.global_batch_size",
             f"{count} microbatches do not divide into {rounds} rounds ({count} // pp {p.pp})",
             {"microbatches": count, "rounds": rounds, "pp": p.pp},
@@ -198,32 +198,32 @@ def zero_bubble_rounds(at: Situation) -> Iterator[Broken]:
 
 
 @rule("parallel.ramp_by_schedule", "Every batch of a ramp has as many microbatches as the pipeline's schedule needs.")
-def ramp_by_schedule(at: Situation) -> Iterator[Broken]:
+def ramp_by_schedule(at: RuleContext) -> Iterator[Violation]:
     """A run would fail at the step at which such a batch begins, or at its first one."""
     p, batch, dp = at.spec.parallel, at.spec.batch, at.dp
-    if batch.ramp is None or p.pp == 1 or dp is None or batch.micro_batch_size is None:
+    if batch.rampup_batch_size is None or p.pp == 1 or dp is None or batch.micro_batch_size is None:
         return
     try:
-        stages = ramp_of(at.spec)
+        stages = get_rampup(at.spec)
     except RampError:  # batch.ramp_form says why
         return
     for stage in stages:
         count, rest = divmod(stage.samples, batch.micro_batch_size * dp)
         reason = _unfit(at, count) if not rest and stage.samples != batch.global_batch_size else ""
         if reason:
-            yield Broken(
-                "batch.ramp",
+            yield Violation(
+                "batch.rampup_batch_size",
                 f"the ramp's batch of {stage.samples} has {count} microbatches: {reason}",
                 {"samples": stage.samples, "microbatches": count, "pp": p.pp, "vpp": at.chunks},
-                ({"batch.ramp": None}, {"parallel.vpp": None}, {"parallel.schedule": "gpipe"}),
+                ({"batch.rampup_batch_size": None}, {"parallel.vpp": None}, {"parallel.schedule": "gpipe"}),
             )
             return
 
 
-def _unfit(at: Situation, count: int) -> str:
+def _unfit(at: RuleContext, count: int) -> str:
     """Why a schedule cannot run a step of that many microbatches; empty when it can."""
     p = at.spec.parallel
-    stages, group = p.pp * at.chunks, p.microbatch_group or p.pp
+    stages, group = p.pp * at.chunks, p.microbatch_group_size_per_vp_stage or p.pp
     if p.schedule in ("1f1b", "dualpipev") and count < stages:
         return f"{p.schedule} needs one for each of {stages} stages"
     if p.schedule == "zero_bubble" and count % max(1, count // p.pp):
@@ -234,25 +234,25 @@ def _unfit(at: Situation, count: int) -> str:
 
 
 @rule("parallel.overlap_pipeline_needs_vpp", "Sending beside computing is a part of the interleaved schedule.")
-def overlap_pipeline_needs_vpp(at: Situation) -> Iterator[Broken]:
+def overlap_pipeline_needs_vpp(at: RuleContext) -> Iterator[Violation]:
     """With one stage a rank there is no other chunk to compute meanwhile."""
     p = at.spec.parallel
-    if p.overlap_pipeline and (p.pp == 1 or at.chunks == 1):
+    if p.overlap_p2p_comm and (p.pp == 1 or at.chunks == 1):
         why = "pp is 1" if p.pp == 1 else "there is one stage a rank"
-        yield Broken(
-            "parallel.overlap_pipeline",
+        yield Violation(
+            "parallel.overlap_p2p_comm",
             f"overlap_pipeline sends a chunk while another one computes, and {why}",
             {"pp": p.pp, "vpp": at.chunks},
-            ({"parallel.overlap_pipeline": False}, {"parallel.vpp": 2}),
+            ({"parallel.overlap_p2p_comm": False}, {"parallel.vpp": 2}),
         )
 
 
-def _interleaved(at: Situation) -> bool:
+def _interleaved(at: RuleContext) -> bool:
     p = at.spec.parallel
     return p.pp > 1 and at.chunks > 1 and p.schedule in ("auto", "interleaved")
 
 
-def _whole_groups(at: Situation, group: int) -> Iterator[Fix]:
+def _whole_groups(at: RuleContext, group: int) -> Iterator[Fix]:
     batch, dp = at.spec.batch, at.dp
     if dp is not None and batch.micro_batch_size is not None:
         yield from multiples("batch.global_batch_size", batch.global_batch_size, batch.micro_batch_size * dp * group)

@@ -4,52 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.plan.rules.dependent import Dependent, depends
-from megalaunch.plan.rules.registry import Broken, Situation, rule
+from megalaunch.plan.rules.no_effect import InertSetting, register_inert
+from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 
-depends(
-    Dependent(
+register_inert(
+    InertSetting(
         "precision.loss_scale_idle",
         "Loss scaling goes with fp16.",
         "Other formats have the range of fp32.",
         ("precision.loss_scale.",),
-        "precision.compute",
-        lambda spec: spec.precision.compute == "fp16",
-        "precision.compute is not fp16",
+        "precision.compute_dtype",
+        lambda spec: spec.precision.compute_dtype == "fp16",
+        "precision.compute_dtype is not fp16",
     )
 )
-depends(
-    Dependent(
+register_inert(
+    InertSetting(
         "precision.residual_idle",
         "A residual stream in fp32 stands beside a narrower format.",
         "Where all is fp32, so is the stream.",
-        ("precision.residual",),
-        "precision.compute",
-        lambda spec: spec.precision.compute != "fp32",
-        "precision.compute is fp32 already",
+        ("precision.residual_dtype",),
+        "precision.compute_dtype",
+        lambda spec: spec.precision.compute_dtype != "fp32",
+        "precision.compute_dtype is fp32 already",
     )
 )
 
 
 @rule("precision.master_narrower", "Weights are kept in no narrower format than they are used in.")
-def master_narrower(at: Situation) -> Iterator[Broken]:
+def master_narrower(at: RuleContext) -> Iterator[Violation]:
     """Copies in fp32 of weights in bf16 have no more digits than these."""
     precision = at.spec.precision
-    if precision.compute == "fp32" and precision.master != "fp32":
-        yield Broken(
-            "precision.master",
-            f"matmuls are in fp32, of weights that are kept in {precision.master}",
-            fixes=({"precision.master": "fp32"}, {"precision.compute": "bf16"}),
+    if precision.compute_dtype == "fp32" and precision.main_params_dtype != "fp32":
+        yield Violation(
+            "precision.main_params_dtype",
+            f"matmuls are in fp32, of weights that are kept in {precision.main_params_dtype}",
+            fixes=({"precision.main_params_dtype": "fp32"}, {"precision.compute_dtype": "bf16"}),
             severity="warning",
         )
 
 
 @rule("precision.scale_limits", "The first loss scale is no smaller than the smallest.")
-def scale_limits(at: Situation) -> Iterator[Broken]:
+def scale_limits(at: RuleContext) -> Iterator[Violation]:
     """It only falls from there when gradients overflow."""
     scale = at.spec.precision.loss_scale
-    if at.spec.precision.compute == "fp16" and scale.initial < scale.minimum:
-        yield Broken(
+    if at.spec.precision.compute_dtype == "fp16" and scale.initial < scale.minimum:
+        yield Violation(
             "precision.loss_scale.initial",
             f"the first scale {scale.initial:g} is smaller than the smallest, {scale.minimum:g}",
             {"initial": scale.initial, "minimum": scale.minimum},
@@ -62,10 +62,10 @@ def scale_limits(at: Situation) -> Iterator[Broken]:
 
 
 @rule("precision.scale_vanishes", "The loss scale cannot fall to 0.")
-def scale_vanishes(at: Situation) -> Iterator[Broken]:
+def scale_vanishes(at: RuleContext) -> Iterator[Violation]:
     """Halved often enough it would: then every gradient is 0, and nothing says so."""
-    if at.spec.precision.compute == "fp16" and at.spec.precision.loss_scale.minimum == 0:
-        yield Broken(
+    if at.spec.precision.compute_dtype == "fp16" and at.spec.precision.loss_scale.minimum == 0:
+        yield Violation(
             "precision.loss_scale.minimum",
             "with a smallest scale of 0 a run of overflows ends in gradients of 0",
             {"minimum": 0.0},
@@ -75,65 +75,65 @@ def scale_vanishes(at: Situation) -> Iterator[Broken]:
 
 
 @rule("precision.reduce_narrower", "Gradients are summed in no narrower format than they are computed in.")
-def reduce_narrower(at: Situation) -> Iterator[Broken]:
+def reduce_narrower(at: RuleContext) -> Iterator[Violation]:
     """Who computes in fp32 wants its digits."""
     precision = at.spec.precision
-    if precision.compute == "fp32" and precision.reduce != "fp32":
-        yield Broken(
-            "precision.reduce",
-            f"gradients are computed in fp32 and summed over ranks in {precision.reduce}",
-            fixes=({"precision.reduce": "fp32"}, {"precision.compute": "bf16"}),
+    if precision.compute_dtype == "fp32" and precision.grad_reduce_dtype != "fp32":
+        yield Violation(
+            "precision.grad_reduce_dtype",
+            f"gradients are computed in fp32 and summed over ranks in {precision.grad_reduce_dtype}",
+            fixes=({"precision.grad_reduce_dtype": "fp32"}, {"precision.compute_dtype": "bf16"}),
             severity="warning",
         )
 
 
 @rule("precision.gradients_narrower", "Gradients are kept in no narrower format than they are computed in.")
-def gradients_narrower(at: Situation) -> Iterator[Broken]:
+def gradients_narrower(at: RuleContext) -> Iterator[Violation]:
     """Added up in bf16, small microbatches' gradients vanish beside the sum."""
     precision = at.spec.precision
-    if precision.compute == "fp32" and precision.gradients != "fp32":
-        yield Broken(
-            "precision.gradients",
-            f"gradients are computed in fp32 and kept in {precision.gradients}",
-            fixes=({"precision.gradients": "fp32"}, {"precision.compute": "bf16"}),
+    if precision.compute_dtype == "fp32" and precision.grad_dtype != "fp32":
+        yield Violation(
+            "precision.grad_dtype",
+            f"gradients are computed in fp32 and kept in {precision.grad_dtype}",
+            fixes=({"precision.grad_dtype": "fp32"}, {"precision.compute_dtype": "bf16"}),
             severity="warning",
         )
 
 
 @rule("precision.gradients_lost", "Many microbatches are added up in fp32.")
-def gradients_lost(at: Situation) -> Iterator[Broken]:
+def gradients_lost(at: RuleContext) -> Iterator[Violation]:
     """bf16 has 8 bits: from about 256 equal terms on, one more changes nothing."""
     precision, count = at.spec.precision, at.microbatches
-    if precision.compute != "fp32" and precision.gradients == "bf16" and count is not None and count > 64:
-        yield Broken(
-            "precision.gradients",
+    if precision.compute_dtype != "fp32" and precision.grad_dtype == "bf16" and count is not None and count > 64:
+        yield Violation(
+            "precision.grad_dtype",
             f"gradients of {count} microbatches are added up in bf16, whose 8 bits lose the last ones",
             {"microbatches": count},
-            ({"precision.gradients": "fp32"},),
+            ({"precision.grad_dtype": "fp32"},),
             severity="warning",
         )
 
 
 @rule("precision.moments_by_gradients", "A second moment in bf16 changes although its decay is close to 1.")
-def moments_by_gradients(at: Situation) -> Iterator[Broken]:
+def moments_by_gradients(at: RuleContext) -> Iterator[Violation]:
     """One step changes it by 1 - beta2 at most: below 2^-8 the change is lost in rounding to bf16."""
-    optimizer, moments = at.spec.optimizer, at.spec.precision.moments
+    optimizer, moments = at.spec.optimizer, at.spec.precision.exp_avg_dtype
     if moments == "bf16" and optimizer.name == "adamw" and 1 > optimizer.beta2 > 1 - 2**-8:
-        yield Broken(
-            "precision.moments",
+        yield Violation(
+            "precision.exp_avg_dtype",
             f"with beta2 {optimizer.beta2:g} one step changes the second moment by less than bf16 can hold",
             {"beta2": optimizer.beta2},
-            ({"precision.moments": "fp32"}, {"optimizer.beta2": 0.95}),
+            ({"precision.exp_avg_dtype": "fp32"}, {"optimizer.beta2": 0.95}),
             severity="warning",
         )
 
 
 @rule("precision.scale_falls", "The loss scale falls at least as readily as it rises.")
-def scale_falls(at: Situation) -> Iterator[Broken]:
+def scale_falls(at: RuleContext) -> Iterator[Violation]:
     """`hysteresis` overflows halve it, `window` steps without one double it."""
     scale = at.spec.precision.loss_scale
-    if at.spec.precision.compute == "fp16" and scale.hysteresis >= scale.window:
-        yield Broken(
+    if at.spec.precision.compute_dtype == "fp16" and scale.hysteresis >= scale.window:
+        yield Violation(
             "precision.loss_scale.hysteresis",
             f"the scale doubles after {scale.window} steps without overflow and halves after {scale.hysteresis} with: "
             "most steps would be skipped",

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.plan.findings import Severity
-from megalaunch.plan.stage_faults import Division, StageFault, stage_faults
+from megalaunch.plan.stage_validation import PipelineSplit, StageViolation, find_stage_violations
 from megalaunch.plan.stages import virtual_stages
 from megalaunch.platform.detect import Machine
 
@@ -23,7 +23,7 @@ Fix = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Situation:
+class RuleContext:
     """A resolved spec, and whether it is only looked at ("validate") or about to run ("train").
 
     `machine` is the one that the command is typed on, None where others may start the run.
@@ -34,7 +34,7 @@ class Situation:
     machine: Machine | None = None
 
     @property
-    def here(self) -> Machine | None:
+    def local_machine(self) -> Machine | None:
         """The machine, where the run is made for devices like its own."""
         made_for_it = self.machine is not None and self.machine.chip.name == self.spec.platform.chip
         return self.machine if made_for_it else None
@@ -81,9 +81,9 @@ class Situation:
         return None if rest else count
 
     @cached_property
-    def stage_faults(self) -> tuple[StageFault, ...]:
+    def stage_faults(self) -> tuple[StageViolation, ...]:
         """All that is wrong with how layers are divided over stages; empty: `stages_of` gives them."""
-        return stage_faults(Division.of(self.spec))
+        return find_stage_violations(PipelineSplit.from_spec(self.spec))
 
     @cached_property
     def has_experts(self) -> bool:
@@ -94,16 +94,16 @@ class Situation:
     def has_dense_layers(self) -> bool:
         """True when some layer has a dense feed-forward block."""
         moe = self.spec.model.moe
-        return moe.num_experts is None or moe.dense_layers > 0 or moe.every > 1
+        return moe.num_experts is None or moe.first_k_dense_replace > 0 or moe.layer_freq > 1
 
     @property
-    def before_launch(self) -> Severity:
+    def pre_launch_severity(self) -> Severity:
         """Severity of what may still change on a laptop, but not when the run is about to start."""
         return "error" if self.purpose == "train" else "warning"
 
 
 @dataclass(frozen=True)
-class Broken:
+class Violation:
     """One violation; `fixes` are candidates, the best first."""
 
     path: str
@@ -113,7 +113,7 @@ class Broken:
     severity: Severity = "error"
 
 
-Check = Callable[[Situation], Iterator[Broken]]
+Check = Callable[[RuleContext], Iterator[Violation]]
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.plan.rules.dependent import Dependent, depends
-from megalaunch.plan.rules.registry import Broken, Situation, rule
+from megalaunch.plan.rules.no_effect import InertSetting, register_inert
+from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 
 
 @rule("schedule.warmup", "The warm-up ends before the decay does.")
-def warmup(at: Situation) -> Iterator[Broken]:
+def warmup(at: RuleContext) -> Iterator[Violation]:
     """Between them the rate falls."""
     first, steps = at.spec.schedule.warmup_steps, at.spec.schedule.decay_steps
     if steps is not None and first is not None and first >= steps:
-        yield Broken(
+        yield Violation(
             "schedule.warmup_steps",
             f"warmup_steps {first} leaves nothing of decay_steps {steps}",
             {"warmup_steps": first, "decay_steps": steps},
@@ -22,13 +22,13 @@ def warmup(at: Situation) -> Iterator[Broken]:
 
 
 @rule("schedule.warmup_twice", "The warm-up is given in steps, or as a part of the run.")
-def warmup_twice(at: Situation) -> Iterator[Broken]:
+def warmup_twice(at: RuleContext) -> Iterator[Violation]:
     """Of both the number of steps holds: it stays where the length of the run changes."""
     s = at.spec.schedule
     if s.warmup_fraction and s.warmup_steps is not None and s.decay_steps is not None:
         part = round(s.warmup_fraction * s.decay_steps)
         if s.warmup_steps != part:
-            yield Broken(
+            yield Violation(
                 "schedule.warmup_fraction",
                 f"warmup_steps={s.warmup_steps} holds, and not the {part} steps of warmup_fraction "
                 f"{s.warmup_fraction:g} (schedule.warmup_steps=null for these)",
@@ -38,11 +38,11 @@ def warmup_twice(at: Situation) -> Iterator[Broken]:
 
 
 @rule("schedule.min_lr", "The rate falls: min_lr is no higher than optimizer.lr.")
-def min_lr(at: Situation) -> Iterator[Broken]:
+def min_lr(at: RuleContext) -> Iterator[Violation]:
     """A floor above the peak is a mistake."""
     lowest, peak = at.spec.schedule.min_lr, at.spec.optimizer.lr
     if lowest > peak:
-        yield Broken(
+        yield Violation(
             "schedule.min_lr",
             f"min_lr {lowest:g} is higher than optimizer.lr {peak:g}",
             {"min_lr": lowest, "lr": peak},
@@ -51,7 +51,7 @@ def min_lr(at: Situation) -> Iterator[Broken]:
 
 
 @rule("schedule.wsd", "The final fall of a wsd schedule has a length, and fits behind the warm-up.")
-def wsd(at: Situation) -> Iterator[Broken]:
+def wsd(at: RuleContext) -> Iterator[Violation]:
     """Warm-up, stable, decay."""
     s = at.spec.schedule
     warmup = s.warmup_steps or 0
@@ -59,7 +59,7 @@ def wsd(at: Situation) -> Iterator[Broken]:
         return
     room, steps = s.decay_steps - warmup, s.wsd_decay_steps or 0
     if not 0 < steps <= room:
-        yield Broken(
+        yield Violation(
             "schedule.wsd_decay_steps",
             f"wsd_decay_steps is {steps}; behind the warm-up there is room for 1 to {room}",
             {"wsd_decay_steps": steps, "room": room},
@@ -68,11 +68,11 @@ def wsd(at: Situation) -> Iterator[Broken]:
 
 
 @rule("schedule.warmup_init", "The warm-up rises: warmup_init_lr is no higher than optimizer.lr.")
-def warmup_init(at: Situation) -> Iterator[Broken]:
+def warmup_init(at: RuleContext) -> Iterator[Violation]:
     """A warm-up that falls is a mistake."""
     first, peak = at.spec.schedule.warmup_init_lr, at.spec.optimizer.lr
     if first > peak:
-        yield Broken(
+        yield Violation(
             "schedule.warmup_init_lr",
             f"warmup_init_lr {first:g} is higher than optimizer.lr {peak:g}",
             {"warmup_init_lr": first, "lr": peak},
@@ -81,11 +81,11 @@ def warmup_init(at: Situation) -> Iterator[Broken]:
 
 
 @rule("schedule.embedding_floor", "The rate of the embedding falls: min_lr is no higher than optimizer.embedding_lr.")
-def embedding_floor(at: Situation) -> Iterator[Broken]:
+def embedding_floor(at: RuleContext) -> Iterator[Violation]:
     """The floor holds for every group of parameters."""
     lowest, peak = at.spec.schedule.min_lr, at.spec.optimizer.embedding_lr
     if peak is not None and lowest > peak:
-        yield Broken(
+        yield Violation(
             "optimizer.embedding_lr",
             f"embedding_lr {peak:g} is lower than min_lr {lowest:g}",
             {"embedding_lr": peak, "min_lr": lowest},
@@ -94,12 +94,12 @@ def embedding_floor(at: Situation) -> Iterator[Broken]:
 
 
 @rule("schedule.rate_zero", "No step of the run has a rate of 0.")
-def rate_zero(at: Situation) -> Iterator[Broken]:
+def rate_zero(at: RuleContext) -> Iterator[Violation]:
     """Steps behind decay_steps run at min_lr: where that is 0 they cost time and learn nothing."""
     s, steps = at.spec.schedule, at.spec.train.steps
     if s.shape == "constant" or s.decay_steps is None or s.min_lr > 0 or steps <= s.decay_steps + 1:
         return
-    yield Broken(
+    yield Violation(
         "schedule.decay_steps",
         f"steps {s.decay_steps + 1} to {steps} have a rate of 0: decay_steps is {s.decay_steps}, and min_lr 0",
         {"decay_steps": s.decay_steps, "steps": steps},
@@ -112,8 +112,8 @@ def rate_zero(at: Situation) -> Iterator[Broken]:
     )
 
 
-depends(
-    Dependent(
+register_inert(
+    InertSetting(
         "schedule.warmup_init_idle",
         "warmup_init_lr goes with a warm-up.",
         "It is the rate of its first step.",
@@ -123,8 +123,8 @@ depends(
         "there is no warm-up (schedule.warmup_steps is 0)",
     )
 )
-depends(
-    Dependent(
+register_inert(
+    InertSetting(
         "schedule.wsd_idle",
         "The final fall is a part of the wsd shape.",
         "Other shapes fall from the warm-up on.",
@@ -135,8 +135,8 @@ depends(
         ({"schedule.shape": "wsd"},),
     )
 )
-depends(
-    Dependent(
+register_inert(
+    InertSetting(
         "schedule.constant_floor",
         "min_lr is where a falling rate ends.",
         "A constant rate never gets there.",

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.plan.rules.dependent import Dependent, depends
-from megalaunch.plan.rules.registry import Broken, Situation, rule
+from megalaunch.plan.rules.no_effect import InertSetting, register_inert
+from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 
 
-@rule("train.stop_at", "A stop lies within the run.")
-def stop_at(at: Situation) -> Iterator[Broken]:
+@rule("train.exit_at_step", "A stop lies within the run.")
+def stop_at(at: RuleContext) -> Iterator[Violation]:
     """stop_at is a pause before train.steps."""
-    stop, steps = at.spec.train.stop_at, at.spec.train.steps
+    stop, steps = at.spec.train.exit_at_step, at.spec.train.steps
     if stop is not None and stop > steps:
-        yield Broken(
-            "train.stop_at",
+        yield Violation(
+            "train.exit_at_step",
             f"stop_at {stop} lies behind the last step, {steps}",
             {"stop_at": stop, "steps": steps},
-            ({"train.stop_at": None}, {"train.steps": stop}),
+            ({"train.exit_at_step": None}, {"train.steps": stop}),
         )
 
 
 @rule("train.loss_chunks", "Head and loss take no more chunks than there are tokens.")
-def loss_chunks(at: Situation) -> Iterator[Broken]:
+def loss_chunks(at: RuleContext) -> Iterator[Violation]:
     """They divide the tokens of one microbatch on one context-parallel rank."""
     chunks, micro = at.spec.train.loss_chunks, at.spec.batch.micro_batch_size
     tokens = max(1, (micro or 1) * at.spec.batch.sequence_length // at.spec.parallel.cp)
     if micro is not None and chunks > tokens:
-        yield Broken(
+        yield Violation(
             "train.loss_chunks",
             f"loss_chunks {chunks} is more than the {tokens} tokens of a microbatch on a rank",
             {"loss_chunks": chunks, "tokens": tokens},
@@ -36,11 +36,11 @@ def loss_chunks(at: Situation) -> Iterator[Broken]:
 
 
 @rule("train.sample_fits", "The sampled text fits into the model's context.")
-def sample_fits(at: Situation) -> Iterator[Broken]:
+def sample_fits(at: RuleContext) -> Iterator[Violation]:
     """Behind max_position_embeddings the text is cut."""
     train, longest = at.spec.train, at.spec.model.max_position_embeddings
     if train.sample_prompt and train.sample_tokens >= longest:
-        yield Broken(
+        yield Violation(
             "train.sample_tokens",
             f"{train.sample_tokens} sampled tokens and their prompt are more than the model's {longest} positions",
             {"sample_tokens": train.sample_tokens, "max_position_embeddings": longest},
@@ -50,11 +50,11 @@ def sample_fits(at: Situation) -> Iterator[Broken]:
 
 
 @rule("train.sample_needs_tokenizer", "A sampled text has a tokenizer to be written with.")
-def sample_needs_tokenizer(at: Situation) -> Iterator[Broken]:
+def sample_needs_tokenizer(at: RuleContext) -> Iterator[Violation]:
     """Made-up tokens come without one."""
     spec = at.spec
     if spec.train.sample_prompt and spec.data.mock and spec.tokenizer.path is None:
-        yield Broken(
+        yield Violation(
             "train.sample_prompt",
             "there is no tokenizer to read the prompt with: the tokens are made up (data.mock)",
             fixes=({"train.sample_prompt": None},),
@@ -62,8 +62,8 @@ def sample_needs_tokenizer(at: Situation) -> Iterator[Broken]:
         )
 
 
-depends(
-    Dependent(
+register_inert(
+    InertSetting(
         "train.sample_idle",
         "sample_tokens is the length of a sampled text.",
         "Without a prompt none is written.",
@@ -81,11 +81,11 @@ _REMADE = ("norm", "mlp", "activation")
 
 
 @rule("train.compile_whole_backward", "Compiled layers go with schedules that run each backward pass whole.")
-def compile_whole_backward(at: Situation) -> Iterator[Broken]:
+def compile_whole_backward(at: RuleContext) -> Iterator[Violation]:
     """A compiled layer has one backward function, and these schedules call the halves apart (pytorch#161904)."""
     p = at.spec.parallel
     if at.spec.train.compile and p.pp > 1 and p.schedule in _SPLIT_BACKWARD:
-        yield Broken(
+        yield Violation(
             "train.compile",
             f"schedule={p.schedule} halves each backward pass, and a compiled layer has only the whole",
             {"schedule": p.schedule},
@@ -94,12 +94,12 @@ def compile_whole_backward(at: Situation) -> Iterator[Broken]:
 
 
 @rule("train.compile_kept_parts", "A compiled layer is recomputed whole, or at the core of its attention.")
-def compile_kept_parts(at: Situation) -> Iterator[Broken]:
+def compile_kept_parts(at: RuleContext) -> Iterator[Violation]:
     """Other parts are made again where they are read, which no graph can hold; the compiler chooses by itself there."""
     again = at.spec.recompute
     remade = [module for module in again.modules if module in _REMADE]
     if at.spec.train.compile and again.granularity == "selective" and remade:
-        yield Broken(
+        yield Violation(
             "train.compile",
             f"compiled layers do not recompute {', '.join(remade)} by themselves",
             {"modules": remade},
@@ -108,12 +108,12 @@ def compile_kept_parts(at: Situation) -> Iterator[Broken]:
 
 
 @rule("train.compile_offload", "Layers whose activations wait in host memory are not compiled.")
-def compile_offload(at: Situation) -> Iterator[Broken]:
+def compile_offload(at: RuleContext) -> Iterator[Violation]:
     """A graph decides by itself what it keeps, and no tensor can leave from within it."""
-    if at.spec.train.compile and at.spec.recompute.offload_layers:
-        yield Broken(
+    if at.spec.train.compile and at.spec.recompute.cpu_offloading_num_layers:
+        yield Violation(
             "train.compile",
-            f"offload_layers={at.spec.recompute.offload_layers} sends away what a compiled layer keeps to itself",
-            {"offload_layers": at.spec.recompute.offload_layers},
-            ({"train.compile": False}, {"recompute.offload_layers": 0}),
+            f"offload_layers={at.spec.recompute.cpu_offloading_num_layers} sends away what a compiled layer keeps to itself",
+            {"cpu_offloading_num_layers": at.spec.recompute.cpu_offloading_num_layers},
+            ({"train.compile": False}, {"recompute.cpu_offloading_num_layers": 0}),
         )

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.plan.cost import StepTime, step_time
-from megalaunch.plan.memory import Memory, memory_of
-from megalaunch.plan.rules.nearby import no_fixes
-from megalaunch.plan.search.sieve import broken_batch, broken_layout
-from megalaunch.plan.search.space import divided, divisions, grids, micro_batches, recomputations, shardings
-from megalaunch.platform.facts import CHIPS
+from megalaunch.plan.memory import Memory, predict_memory
+from megalaunch.plan.rules.suggestions import suggestions_disabled
+from megalaunch.plan.search.filter import broken_batch, first_violated_rule
+from megalaunch.plan.search.space import grids, micro_batches, pipeline_splits, recomputations, shardings, split_layers
+from megalaunch.platform.chips import CHIPS
 
 TOO_BIG = "memory.fits"
 """The rule of what does not fit (plan/rules/memory.py); here the memory model is asked without it, which is faster."""
@@ -59,7 +59,7 @@ class SearchResult:
         return len(self.ranked) + self.leaner
 
     @property
-    def considered(self) -> int:
+    def num_considered(self) -> int:
         """Layouts looked at."""
         return self.valid + self.dropped.total()
 
@@ -85,7 +85,7 @@ def search(spec: RunSpec, devices: int | None = None, report: Callable[[int, int
     dropped: Counter[str] = Counter()
     ranked: list[Found] = []
     leaner = 0
-    with no_fixes():
+    with suggestions_disabled():
         all_grids = list(grids(spec, world, per_node))
         for index, grid in enumerate(all_grids, 1):
             for node in _nodes(grid, dropped):
@@ -134,15 +134,15 @@ def _room(spec: RunSpec) -> float:
 def _nodes(grid: RunSpec, dropped: Counter[str]) -> Iterator[RunSpec]:
     """The grid with its layers divided and its states sharded in every way that breaks no rule."""
     p = grid.parallel
-    choices = divisions(grid.model.num_layers, grid.model.mtp.num_layers, p.pp)
+    choices = pipeline_splits(grid.model.num_layers, grid.model.mtp.num_layers, p.pp)
     if p.dp is None or not choices:
-        dropped[broken_layout(grid) or "parallel.layers_by_pp"] += 1
+        dropped[first_violated_rule(grid) or "parallel.layers_by_pp"] += 1
         return
     for division in choices:
         for sharding in shardings(grid):
-            node = divided(grid, division, sharding)
+            node = split_layers(grid, division, sharding)
             node = replace(node, batch=replace(node.batch, micro_batch_size=1), recompute=recomputations(node)[0])
-            reason = broken_layout(node)
+            reason = first_violated_rule(node)
             if reason is None:
                 yield node
             else:
@@ -178,14 +178,14 @@ def _within(node: RunSpec, room: float, dropped: Counter[str]) -> tuple[list[Fou
 
 def _least_that_fits(steps: list[RunSpec], room: float) -> tuple[int, Memory] | None:
     """The first step of a ladder that fits; the last is tried second, since mostly the first or none fits."""
-    first = memory_of(steps[0])
+    first = predict_memory(steps[0])
     if first.total <= room:
         return 0, first
-    last = memory_of(steps[-1])
+    last = predict_memory(steps[-1])
     if last.total > room:
         return None
     for place, spec in enumerate(steps[1:-1], 1):
-        memory = memory_of(spec)
+        memory = predict_memory(spec)
         if memory.total <= room:
             return place, memory
     return len(steps) - 1, last
@@ -193,10 +193,10 @@ def _least_that_fits(steps: list[RunSpec], room: float) -> tuple[int, Memory] | 
 
 def _own(spec: RunSpec, room: float) -> tuple[Found | None, str]:
     """The layout that the spec came with, or why it cannot run."""
-    broken = broken_layout(spec)
+    broken = first_violated_rule(spec)
     if broken is not None:
         return None, f"it breaks the rule {broken}"
-    memory = memory_of(spec)
+    memory = predict_memory(spec)
     if memory.total > room:
         return None, f"it needs {memory.total / 2**30:.1f} GiB a device of {room / 2**30:.1f}"
     return Found(spec, memory, step_time(spec)), ""

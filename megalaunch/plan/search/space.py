@@ -21,7 +21,7 @@ MOST_VIRTUAL_STAGES = (
 
 
 @dataclass(frozen=True)
-class Division:
+class LayerSplit:
     """How layers are shared out: over virtual stages, with ends that count as layers or hold fewer of them."""
 
     vpp: int | None = None
@@ -61,37 +61,37 @@ def _gridded(spec: RunSpec, world: int, tp: int, pp: int, cp: int, ep: int, etp:
     p = spec.parallel
     dp, rest = divmod(world, tp * pp * cp)
     parallel = replace(
-        _undivided(p),
+        _even_split(p),
         tp=tp,
         pp=pp,
         cp=cp,
         ep=ep,
         etp=etp,
         dp=None if rest or not dp else dp,
-        replicas=1,
+        dp_replicate=1,
         sequence_parallel=tp > 1,
-        overlap_tp=p.overlap_tp and tp > 1,
-        cp_exchange=p.cp_exchange if cp > 1 and p.cp_exchange in ("p2p", "a2a", "allgather") else "p2p",
-        cp_hierarchy=(),
-        microbatch_group=None,
+        tp_comm_overlap=p.tp_comm_overlap and tp > 1,
+        cp_comm_type=p.cp_comm_type if cp > 1 and p.cp_comm_type in ("p2p", "a2a", "allgather") else "p2p",
+        hierarchical_context_parallel_sizes=(),
+        microbatch_group_size_per_vp_stage=None,
     )
     return replace(spec, parallel=parallel)
 
 
-def _undivided(parallel: ParallelSpec) -> ParallelSpec:
+def _even_split(parallel: ParallelSpec) -> ParallelSpec:
     return replace(
         parallel,
         vpp=None,
-        embedding_as_layer=False,
-        head_as_layer=False,
-        first_stage_layers=None,
-        last_stage_layers=None,
-        stage_layout=None,
-        overlap_pipeline=False,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
+        pipeline_layout=None,
+        overlap_p2p_comm=False,
     )
 
 
-def divided(spec: RunSpec, division: Division, sharding: DataSharding) -> RunSpec:
+def split_layers(spec: RunSpec, division: LayerSplit, sharding: DataSharding) -> RunSpec:
     """The spec with its layers shared out so, and its states sharded so."""
     schedule = spec.parallel.schedule
     if schedule in ("auto", "1f1b", "interleaved"):  # what auto comes to
@@ -101,29 +101,29 @@ def divided(spec: RunSpec, division: Division, sharding: DataSharding) -> RunSpe
         schedule=schedule,
         data_sharding=sharding,
         vpp=division.vpp,
-        embedding_as_layer=division.embedding,
-        head_as_layer=division.head,
-        first_stage_layers=division.first,
-        last_stage_layers=division.last,
-        stage_layout=division.layout,
-        overlap_pipeline=division.interleaved,
+        account_for_embedding_in_pipeline_split=division.embedding,
+        account_for_loss_in_pipeline_split=division.head,
+        num_layers_in_first_pipeline_stage=division.first,
+        num_layers_in_last_pipeline_stage=division.last,
+        pipeline_layout=division.layout,
+        overlap_p2p_comm=division.interleaved,
     )
     return replace(spec, parallel=parallel)
 
 
 @cache
-def divisions(layers: int, mtp: int, pp: int) -> tuple[Division, ...]:
+def pipeline_splits(layers: int, mtp: int, pp: int) -> tuple[LayerSplit, ...]:
     """Even shares, with the ends counted as layers or not; where there are none, ends that hold fewer layers.
 
     `mtp` counts depths of multi-token prediction, which stay with the head.
     """
     if pp == 1:
-        return (Division(),)
-    found: list[Division] = []
+        return (LayerSplit(),)
+    found: list[LayerSplit] = []
     for embedding, head in ((False, False), (True, True), (False, True)):
         share, rest = divmod(layers + embedding + head, pp)
         if not rest and share:
-            found += [Division(vpp, embedding, head) for vpp in _virtual(share)]
+            found += [LayerSplit(vpp, embedding, head) for vpp in _virtual(share)]
     return tuple(found) or (*_uneven(layers, pp), *_layouts(layers, mtp, pp))
 
 
@@ -133,22 +133,22 @@ def _virtual(*shares: int) -> Iterator[int | None]:
     yield from (n for n in degrees if all(share % n == 0 for share in shares))
 
 
-def _uneven(layers: int, pp: int) -> Iterator[Division]:
+def _uneven(layers: int, pp: int) -> Iterator[LayerSplit]:
     """Middle ranks of one size, ends of what is left: the last no larger than the first, as it has the head."""
     if pp == 2:
-        yield Division(last=layers // 2)
+        yield LayerSplit(last=layers // 2)
         return
     for middle in range(-(-layers // pp), layers // (pp - 2) + 1):
         left = layers - middle * (pp - 2)
         lasts = [last for last in (left // 2, left // 2 - 1) if last >= 1 and left - last <= middle]
         for last in lasts:  # one fewer makes room for the head
             first = left - last
-            yield from (Division(vpp, first=first, last=last) for vpp in _virtual(first, last, middle))
+            yield from (LayerSplit(vpp, first=first, last=last) for vpp in _virtual(first, last, middle))
         if lasts:
             return
 
 
-def _layouts(layers: int, mtp: int, pp: int) -> Iterator[Division]:
+def _layouts(layers: int, mtp: int, pp: int) -> Iterator[LayerSplit]:
     """Virtual stages written out: embedding, layers, depths and head in parts of one size, the middle's one larger."""
     units = "E" + "t" * layers + "m" * mtp + "L"
     for vpp in (2, 4):
@@ -157,7 +157,7 @@ def _layouts(layers: int, mtp: int, pp: int) -> Iterator[Division]:
             return
         ends = [size + (1 <= stage <= over) for stage in range(pp * vpp)]
         starts = [sum(ends[:stage]) for stage in range(pp * vpp)]
-        yield Division(layout="|".join(units[start : start + n] for start, n in zip(starts, ends, strict=True)))
+        yield LayerSplit(layout="|".join(units[start : start + n] for start, n in zip(starts, ends, strict=True)))
 
 
 def shardings(spec: RunSpec) -> tuple[DataSharding, ...]:
@@ -180,7 +180,7 @@ def micro_batches(spec: RunSpec) -> Iterator[int]:
 def recomputations(spec: RunSpec) -> tuple[RecomputeSpec, ...]:
     """From nothing to whole layers: each keeps less than the one before, and computes more again."""
     heavy: RecomputeModule = "mlp" if spec.model.moe.num_experts is None else "moe"
-    none = replace(spec.recompute, granularity="none", method="uniform", num_layers=1, offload_layers=0)
+    none = replace(spec.recompute, granularity="none", method="uniform", num_layers=1, cpu_offloading_num_layers=0)
     return (
         none,
         replace(none, granularity="selective", modules=("norm", "activation")),

@@ -13,7 +13,7 @@ UNFINISHED = ".unfinished-"  # before the name of a checkpoint while it is writt
 
 
 @dataclass(frozen=True)
-class Listed:
+class CheckpointInfo:
     """One checkpoint: its bytes on disk, when it was finished (seconds since 1970), what is wrong with it."""
 
     path: Path
@@ -31,12 +31,12 @@ def checkpoints_by_step(folder: Path) -> Mapping[int, Path]:
     return dict(sorted(found, reverse=True))
 
 
-def listed(path: Path) -> Listed:
+def checkpoint_info(path: Path) -> CheckpointInfo:
     """What can be told of a checkpoint without reading its tensors. Raises OSError."""
-    return Listed(
+    return CheckpointInfo(
         path,
         checkpoint_step(path) or 0,
-        held_bytes(path),
+        directory_size(path),
         path.stat().st_mtime,
         tuple(verify_checkpoint(path, hashes=False)),
     )
@@ -47,6 +47,6 @@ def leftovers(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{UNFINISHED}*"))
 
 
-def held_bytes(directory: Path) -> int:
+def directory_size(directory: Path) -> int:
     """Size of the files directly inside a directory."""
     return sum(file.stat().st_size for file in directory.iterdir() if file.is_file())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def kept_because(steps: Iterable[int], keep_last: int, keep_every: int) -> dict[int, str]:
+def retention_reasons(steps: Iterable[int], keep_last: int, keep_every: int) -> dict[int, str]:
     """Why each step's checkpoint stays, in words; those that the next save removes have no entry.
 
     The newest `keep_last` stay (0: all), and those of every `keep_every`-th step (0: none of them for that).

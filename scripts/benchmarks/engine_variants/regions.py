@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from engine_variants.shape import Work
-from megalaunch.engine.collectives import Pending, start_gather, start_reduce_scatter
-from megalaunch.engine.layout import COLUMNS, ROWS
+from megalaunch.engine.collectives import AsyncCollective, all_gather_async, start_reduce_scatter
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.linear import Linear
-from megalaunch.engine.parallel import tensor
-from megalaunch.engine.parallel.tensor import TensorParallel
+from megalaunch.engine.parallel import tensor_parallel
+from megalaunch.engine.parallel.tensor_parallel import TensorParallel
+from megalaunch.engine.param_layout import COLUMN_PARALLEL, ROW_PARALLEL
 
 WIDTH = 1024  # of the region's input, and of what it multiplies to on all ranks together
 
@@ -24,33 +24,33 @@ def region(work: Work, *, rings: bool = False, waits: bool = False) -> Callable[
     axis = Axis("tp", dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name)
     boundary = TensorParallel(axis, sequence_parallel=True, overlap=rings)
     torch.manual_seed(axis.rank)
-    first, second = (Linear(WIDTH, WIDTH // axis.size, COLUMNS) for _ in range(2))
-    last = Linear(WIDTH // axis.size, WIDTH, ROWS)
+    first, second = (Linear(WIDTH, WIDTH // axis.size, COLUMN_PARALLEL) for _ in range(2))
+    last = Linear(WIDTH // axis.size, WIDTH, ROW_PARALLEL)
     for projection in (first, second, last):
         torch.nn.init.normal_(projection.weight, std=0.02)
     x = torch.randn(work.samples, work.tokens // axis.size, WIDTH, requires_grad=True)
 
     def one() -> float:
-        left, right = boundary.enter(x, first, second)
-        out = boundary.leave(left + right, last)
+        left, right = boundary.column_parallel_linear(x, first, second)
+        out = boundary.row_parallel_linear(left + right, last)
         (gradient,) = torch.autograd.grad(out, [x], out.detach(), retain_graph=False)
         return gradient.sum().item()
 
     def waiting() -> float:
         with (
-            mock.patch.object(tensor, "start_gather", _at_once(start_gather)),
-            mock.patch.object(tensor, "start_reduce_scatter", _at_once(start_reduce_scatter)),
+            mock.patch.object(tensor_parallel, "all_gather_async", _at_once(all_gather_async)),
+            mock.patch.object(tensor_parallel, "start_reduce_scatter", _at_once(start_reduce_scatter)),
         ):
             return one()
 
     return waiting if waits else one
 
 
-def _at_once(start: Callable[..., Pending]) -> Callable[..., Pending]:
+def _at_once(start: Callable[..., AsyncCollective]) -> Callable[..., AsyncCollective]:
     """The exchange, over before anything else begins."""
 
-    def exchanged(*args: object) -> Pending:
+    def exchanged(*args: object) -> AsyncCollective:
         result = start(*args).wait()
-        return mock.Mock(spec=Pending, wait=lambda: result)
+        return mock.Mock(spec=AsyncCollective, wait=lambda: result)
 
     return exchanged

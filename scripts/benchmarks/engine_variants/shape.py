@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megalaunch.config.schema import RunSpec, build_run_spec
-from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.model.init import initialise
+from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.model.init import init_weights
 
 LAYERS, HIDDEN, FFN, HEADS, GROUPS, VOCABULARY = 4, 512, 1408, 8, 4, 4096
 HEAD_DIM = HIDDEN // HEADS
@@ -81,7 +81,7 @@ class Work:
 def weights() -> Iterator[tuple[str, Tensor]]:
     """Initial weights by our names, the same for every variant."""
     decoder = build_decoder(Work(1, 8, "fp32").spec().model)
-    initialise(decoder, SEED)
+    init_weights(decoder, SEED)
     for name, parameter in decoder.named_parameters():
         yield name, parameter.detach()
 

@@ -29,14 +29,14 @@ from engine_variants.shape import (
     adamw,
     weights,
 )
-from megalaunch.data.row import Row
+from megalaunch.data.samples.sample import Sample
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.process import keep_freed_memory
-from megalaunch.engine.train.assemble import sharded_model
-from megalaunch.engine.train.batches import MicroBatch, StepBatch
+from megalaunch.engine.train.build import sharded_model
+from megalaunch.engine.train.dataloader import MicroBatch, StepBatch
+from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.optimizer import NamedAdamW
-from megalaunch.engine.train.passes import passes_of
-from megalaunch.engine.train.step import Step
+from megalaunch.engine.train.train_step import TrainStep
+from megalaunch.engine.worker_setup import tune_malloc
 from megalaunch.plan.topology import Topology
 
 OneStep = Callable[[], float]
@@ -45,7 +45,7 @@ OneStep = Callable[[], float]
 class _Unread:
     """No one asks where a sample came from while all numbers are finite."""
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Sample:
         raise IndexError(index)
 
     def describe(self, index: int) -> str:
@@ -55,13 +55,13 @@ class _Unread:
 
 def ours(work: Work, **parallel: object) -> OneStep:
     """The engine's own step, with everything that training does in it: counting, agreement, clipping, update."""
-    keep_freed_memory()  # as a worker does
+    tune_malloc()  # as a worker does
     spec = work.spec(**parallel)
-    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = sharded_model(spec, mesh)
     optimizer = NamedAdamW(model, spec.optimizer)
-    step = Step(spec, mesh, model, passes_of(spec, mesh, model), optimizer, _Unread())
-    inputs, labels = work.batch(mesh.data_rank)
+    step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, _Unread())
+    inputs, labels = work.batch(mesh.dp_rank)
     batch = StepBatch((range(work.samples),), (MicroBatch(inputs, labels),), labels.numel())
     done = 0
 

@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from family_variants import VARIANTS, VOCABULARY, load, make
 
 from megalaunch.config.spec_file import spec_to_text
+from megalaunch.engine.checkpoint.convert import export_huggingface, import_huggingface
 from megalaunch.engine.checkpoint.export_huggingface import Export, StoredWeights, export_folder
-from megalaunch.engine.checkpoint.foreign import ForeignWeights
+from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
-from megalaunch.engine.checkpoint.imported import spec_of
+from megalaunch.engine.checkpoint.import_checkpoint import make_spec
 from megalaunch.engine.checkpoint.store import save_checkpoint
-from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.inference.convert import export_huggingface, import_huggingface
-from megalaunch.engine.inference.generate import Writing, generate_tokens
-from megalaunch.engine.inference.lean import LeanDecoder
+from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.inference.fast_decoder import FastDecoder
+from megalaunch.engine.inference.generate import GenerationConfig, generate_tokens
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.importers.huggingface.registry import from_hf_config
-from megalaunch.rundir.checkpoint.contents import WEIGHTS
+from megalaunch.rundir.checkpoint.names import WEIGHTS
 
 pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
 
@@ -85,7 +85,7 @@ def test_an_export_trains_in_transformers_as_here(name, origin, tmp_path):
     generator = torch.Generator().manual_seed(5)
     for parameter in ours.parameters():
         parameter.data.normal_(0.3 if parameter.ndim == 1 else 0.0, 0.3, generator=generator)
-    (tmp_path / "spec.yaml").write_text(spec_to_text(spec_of(model)))
+    (tmp_path / "spec.yaml").write_text(spec_to_text(make_spec(model)))
     given = {"vocab_size": VOCABULARY} | ({"config": {"model_type": config["model_type"], **origin}} if origin else {})
     (tmp_path / "origin.json").write_text(json.dumps(given))
     _save(ours, tmp_path, tmp_path / "trained")
@@ -104,14 +104,14 @@ def test_an_export_trains_in_transformers_as_here(name, origin, tmp_path):
 def test_greedy_text(name, tmp_path):
     """64 tokens of transformers' `generate`, past every window; two prompts at once, by both of our decoders."""
     theirs = make(name, tmp_path / "hf", **MORE_ROOM[name.startswith("gpt2")])
-    weights = ForeignWeights(HuggingFaceFolder(tmp_path / "hf"))
+    weights = HuggingFaceWeights(HuggingFaceFolder(tmp_path / "hf"))
     ours = build_decoder(weights.model)
     for key, parameter in ours.named_parameters():
         parameter.data.copy_(weights.read(key))
     prompts = [TOKENS[0, :6].tolist(), TOKENS[1, :9].tolist()]
     expected = [_their_text(theirs, prompt) for prompt in prompts]
-    for model in (ours.eval(), LeanDecoder(ours)):
-        drawn = generate_tokens(model, prompts, Writing(64, Sampling(temperature=0)))
+    for model in (ours.eval(), FastDecoder(ours)):
+        drawn = generate_tokens(model, prompts, GenerationConfig(64, Sampling(temperature=0)))
         assert torch.stack([step.tokens_B for step in drawn], dim=1).tolist() == expected
 
 
@@ -136,7 +136,7 @@ def _hold_gradients(folder: Path, ours, theirs) -> None:
     zero_by_definition = theirs.config.model_type == "gpt2"
     steepest = max(gradient.abs().max() for gradient in mine.values())
     compared = set()
-    for pair in ForeignWeights(HuggingFaceFolder(folder)).pairs:
+    for pair in HuggingFaceWeights(HuggingFaceFolder(folder)).pairs:
         for key, expected in zip(pair.ours, pair.to_ours([gradients[their] for their in pair.theirs]), strict=True):
             if zero_by_definition and key.endswith("k_proj.bias"):
                 assert max(mine[key].abs().max(), expected.abs().max()) <= 1e-6 * steepest, key

@@ -15,13 +15,13 @@ from looped_run import metrics, run_loop, ten_steps
 from oracle import small_spec
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.data.source import open_training
-from megalaunch.engine.checkpoint.foreign import ForeignWeights
+from megalaunch.data.samples.build_datasets import build_train_dataset
+from megalaunch.engine.checkpoint.convert import export_huggingface
+from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
-from megalaunch.engine.checkpoint.initial import load_initial
-from megalaunch.engine.inference.convert import export_huggingface
+from megalaunch.engine.checkpoint.load_pretrained import load_pretrained
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.train.assemble import sharded_model
+from megalaunch.engine.train.build import sharded_model
 from megalaunch.plan.topology import Topology
 
 transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
@@ -34,9 +34,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def _loaded(spec: RunSpec, folder: Path) -> dict[str, torch.Tensor]:
-    mesh = make_mesh(Topology.of(spec), torch.device("cpu"), dist.get_rank())
+    mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = sharded_model(spec, mesh)
-    load_initial(folder, spec.model, model)
+    load_pretrained(folder, spec.model, model)
     return {
         name: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()
         for name, p in model.named_parameters()
@@ -66,7 +66,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 def test_every_parameter_arrives(layout, folders):
     """Of every variant; the ranks are forked once."""
     chosen = small_spec(**{f"parallel__{key}": value for key, value in {"dp": 1, **LAYOUTS[layout]}.items()})
-    weights = {name: ForeignWeights(HuggingFaceFolder(folder)) for name, folder in folders.items()}
+    weights = {name: HuggingFaceWeights(HuggingFaceFolder(folder)) for name, folder in folders.items()}
     specs = {  # 7 rows to fill up
         name: (replace(chosen, model=replace(weights[name].model, vocab_size=VOCABULARY + 7)), folder)
         for name, folder in folders.items()
@@ -90,12 +90,12 @@ def test_a_run_begins_with_the_weights_and_its_checkpoint_is_exported(tmp_path, 
     """
     make("llama 3.2", tmp_path / "hf", vocab_size=61)
     (tmp_path / "hf" / "generation_config.json").write_text('{"top_k": 3}')
-    model = replace(ForeignWeights(HuggingFaceFolder(tmp_path / "hf")).model, vocab_size=rows)
+    model = replace(HuggingFaceWeights(HuggingFaceFolder(tmp_path / "hf")).model, vocab_size=rows)
     spec = small_spec(parallel__dp=1, parallel__tp=2, checkpoint__initialize_from=str(tmp_path / "hf"))
     spec = replace(spec, model=model, train=replace(spec.train, steps=2))
     spec = replace(spec, data=replace(ten_steps(tmp_path).data, validation_prefix=None))
     run_loop(spec, tmp_path / "run")
-    tokens = torch.stack([torch.from_numpy(open_training(spec)[index].tokens) for index in range(8)])
+    tokens = torch.stack([torch.from_numpy(build_train_dataset(spec)[index].tokens) for index in range(8)])
     with torch.no_grad():
         logits = load(tmp_path / "hf")[0](tokens[:, :-1]).logits
     theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -113,15 +113,15 @@ def test_a_run_begins_with_the_weights_and_its_checkpoint_is_exported(tmp_path, 
 
 def test_a_run_does_not_begin_with_a_misread_model(tmp_path, monkeypatch):
     """What we read wrongly ends the run, and what nobody can verify is said."""
-    from megalaunch.engine.checkpoint import twin
+    from megalaunch.engine.checkpoint import verify_config
     from megalaunch.engine.checkpoint.errors import CheckpointError
     from megalaunch.importers.huggingface import llama
 
     make("llama 1", tmp_path / "hf")
-    monkeypatch.setattr(twin, "find_spec", lambda name: None)
-    assert "is not verified: transformers is not installed" in str(twin.describe_reading(tmp_path / "hf"))
+    monkeypatch.setattr(verify_config, "find_spec", lambda name: None)
+    assert "is not verified: transformers is not installed" in str(verify_config.describe_verification(tmp_path / "hf"))
     monkeypatch.undo()
     read = llama.read_rope
     monkeypatch.setattr(llama, "read_rope", lambda file: {**read(file), "theta": 500.0})
     with pytest.raises(CheckpointError, match="the run does not begin"):
-        twin.describe_reading(tmp_path / "hf")
+        verify_config.describe_verification(tmp_path / "hf")

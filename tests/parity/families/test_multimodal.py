@@ -17,14 +17,14 @@ from tiny_run import tiny_tokenizer
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
+from megalaunch.engine.checkpoint.convert import export_huggingface, import_huggingface
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.checkpoint.foreign import ForeignWeights
+from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
-from megalaunch.engine.checkpoint.twin import describe_reading, verify_config
-from megalaunch.engine.families.registry import build_decoder
-from megalaunch.engine.inference.convert import export_huggingface, import_huggingface
-from megalaunch.engine.inference.generate import Writing, generate_tokens
-from megalaunch.engine.inference.load import open_model
+from megalaunch.engine.checkpoint.verify_config import describe_verification, verify_config
+from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.inference.generate import GenerationConfig, generate_tokens
+from megalaunch.engine.inference.load_model import open_model
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.importers.huggingface import gemma3
 from megalaunch.importers.huggingface.registry import FamilyError, from_hf_config
@@ -46,7 +46,7 @@ def saved(tmp_path_factory) -> tuple[Path, Any]:
     return folder, make_multimodal(folder)
 
 
-def decoder_of(weights: ForeignWeights):
+def decoder_of(weights: HuggingFaceWeights):
     decoder = build_decoder(weights.model)
     for name, parameter in decoder.named_parameters():
         parameter.data.copy_(weights.read(name))
@@ -72,7 +72,7 @@ def newer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def test_logits_and_every_gradient_are_those_of_the_whole_model(saved):
     folder, theirs = saved
-    weights = ForeignWeights(HuggingFaceFolder(folder))
+    weights = HuggingFaceWeights(HuggingFaceFolder(folder))
     ours = decoder_of(weights)
     theirs.zero_grad()
     logits, expected = ours(TOKENS), theirs(TOKENS).logits
@@ -108,8 +108,8 @@ def test_it_is_imported_with_notes_and_exported_as_a_model_of_text(saved, tmp_pa
 
 def test_both_layouts_of_names_hold_the_same_decoder(saved, tmp_path):
     folder, _ = saved
-    old = ForeignWeights(HuggingFaceFolder(folder))
-    new = ForeignWeights(HuggingFaceFolder(renamed(folder, tmp_path / "new", newer)))
+    old = HuggingFaceWeights(HuggingFaceFolder(folder))
+    new = HuggingFaceWeights(HuggingFaceFolder(renamed(folder, tmp_path / "new", newer)))
     assert "language_model.model.norm.weight" in HuggingFaceFolder(folder).tensors
     assert all(torch.equal(old.read(name), new.read(name)) for name in old.shapes)
     assert new.notes == [*old.notes[:-1], old.notes[-1].replace("(multi", "(model.multi")]
@@ -127,9 +127,9 @@ def test_a_tied_head_may_be_there_and_nothing_else(saved, tmp_path, change):
 
         return make
 
-    ForeignWeights(HuggingFaceFolder(renamed(folder, tmp_path / "same", with_head(1))))
+    HuggingFaceWeights(HuggingFaceFolder(renamed(folder, tmp_path / "same", with_head(1))))
     with pytest.raises(CheckpointError, match=f"unexpected: {named}"):
-        ForeignWeights(HuggingFaceFolder(renamed(folder, tmp_path / "other", with_head(2))))
+        HuggingFaceWeights(HuggingFaceFolder(renamed(folder, tmp_path / "other", with_head(2))))
 
 
 def test_missing_and_unexpected_tensors_have_the_names_of_the_folder(saved, tmp_path):
@@ -138,7 +138,7 @@ def test_missing_and_unexpected_tensors_have_the_names_of_the_folder(saved, tmp_
         return tensors
 
     with pytest.raises(CheckpointError) as refused:
-        ForeignWeights(HuggingFaceFolder(renamed(saved[0], tmp_path / "changed", change)))
+        HuggingFaceWeights(HuggingFaceFolder(renamed(saved[0], tmp_path / "changed", change)))
     assert "missing: language_model.model.norm.weight [32]" in str(refused.value)
     assert "unexpected: audio_tower.weight [32]" in str(refused.value)
 
@@ -162,7 +162,7 @@ def config_of(**changes: Any) -> dict[str, Any]:
 )
 def test_the_head_is_tied_where_the_whole_model_says_so(top, inner, tied):
     config = config_of(tie_word_embeddings=top, text_config={**MULTIMODAL["text_config"], "tie_word_embeddings": inner})
-    assert from_hf_config(config, "head").tied_embeddings is tied
+    assert from_hf_config(config, "head").tie_word_embeddings is tied
     assert verify_config(config).agrees
 
 
@@ -239,10 +239,10 @@ def test_what_may_change_the_decoder_is_refused(changes, problem):
 
 
 def test_a_run_says_that_the_text_decoder_is_read_alone(saved, monkeypatch):
-    from megalaunch.engine.checkpoint import twin
+    from megalaunch.engine.checkpoint import verify_config
 
-    monkeypatch.setattr(twin, "find_spec", lambda name: None)
-    assert str(describe_reading(saved[0])).endswith("of which the text decoder is read and nothing of images")
+    monkeypatch.setattr(verify_config, "find_spec", lambda name: None)
+    assert str(describe_verification(saved[0])).endswith("of which the text decoder is read and nothing of images")
 
 
 def test_generate_and_evaluate_read_the_folder_as_it_is(tmp_path):
@@ -252,7 +252,7 @@ def test_generate_and_evaluate_read_the_folder_as_it_is(tmp_path):
     model = open_model(tmp_path / "hf", device=torch.device("cpu"))
     assert {1, 6} <= model.ends, "eos_token_id stands beside text_config"
     prompt = tokenizer.encode("the quick")
-    drawn = generate_tokens(model.lean, [prompt], Writing(24, Sampling(temperature=0)))
+    drawn = generate_tokens(model.fast_decoder, [prompt], GenerationConfig(24, Sampling(temperature=0)))
     theirs.generation_config.eos_token_id = None
     ids = torch.tensor([prompt])
     written = theirs.generate(

@@ -10,8 +10,8 @@ import torch
 from family_variants import VARIANTS
 from published_configs import NO_SHAPE, published_configs
 
-from megalaunch.engine.checkpoint.twin import cut_config, verify_config
-from megalaunch.importers.huggingface.ignored_keys import why_ignored
+from megalaunch.engine.checkpoint.verify_config import shrink_config, verify_config
+from megalaunch.importers.huggingface.ignored_keys import ignore_reason
 from megalaunch.importers.huggingface.registry import FamilyError, from_hf_config, to_hf_config
 
 transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
@@ -61,7 +61,7 @@ def test_a_key_that_changes_nothing_is_noted_and_one_that_might_is_refused():
         "config.json: rope_interleaved (False)",
     ]
     for key, value in (("use_mrope", True), ("rope_interleaved", 1), ("qkv_bias", True), ("embd_pdrop", 0.1)):
-        assert why_ignored(key, value) is None
+        assert ignore_reason(key, value) is None
         with pytest.raises(FamilyError, match=f"{key} .* is unknown"):
             from_hf_config({**PUBLISHED["Qwen/Qwen3-0.6B"], key: value}, "changed")
 
@@ -226,7 +226,7 @@ def test_a_misread_config_is_seen_at_any_size(monkeypatch):
 
 def test_only_sizes_are_cut():
     config = PUBLISHED["google/gemma-2-27b-it"]
-    small = cut_config(config)
+    small = shrink_config(config)
     assert {key for key in config if small[key] != config[key]} == {
         *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
         *("vocab_size", "pad_token_id", "sliding_window"),

@@ -18,11 +18,11 @@ from smollm2 import is_installed, write_folder
 from training import MEGALAUNCH, ROOT
 
 from megalaunch.config.spec_file import read_spec
-from megalaunch.data.indexed import IndexedTokens
-from megalaunch.data.tokenizer import load_tokenizer
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer
+from megalaunch.engine.checkpoint.convert import import_huggingface
 from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
-from megalaunch.engine.inference.convert import import_huggingface
-from megalaunch.engine.inference.streamed import streamed_logits
+from megalaunch.engine.checkpoint.streaming_forward import streamed_logits
 
 pytestmark = [
     pytest.mark.slow,

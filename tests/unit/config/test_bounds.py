@@ -10,7 +10,7 @@ from made_specs import LAPTOP
 from megalaunch.config.compose import compose
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.schema import RunSpec, SpecError
-from megalaunch.config.schema.build import checked_leaves, largest, leaves
+from megalaunch.config.schema.build import check_leaves, largest, leaves
 from megalaunch.plan.check import check
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.summary import derived_values
@@ -39,10 +39,10 @@ def test_every_number_has_bounds(path):
     def given(number):
         return {path: (number,) if is_list else number}
 
-    assert checked_leaves(RunSpec, given(kind(most))) == given(kind(most))
+    assert check_leaves(RunSpec, given(kind(most))) == given(kind(most))
     for wrong, said in ((kind(most * 2), "must be at most"), (kind(1e200), "must be at most"), (least - 1, "at least")):
         with pytest.raises(SpecError, match=rf"{path}: must be .*{said.removeprefix('must be ')}"):
-            checked_leaves(RunSpec, given(wrong))
+            check_leaves(RunSpec, given(wrong))
 
 
 def test_a_number_beyond_its_bound_is_refused_by_name():

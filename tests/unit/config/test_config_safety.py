@@ -75,7 +75,7 @@ def test_an_option_file_is_held_to_the_same(folder, monkeypatch):
     (folder / "conf" / "parallel").mkdir(parents=True)
     for text, message in (
         ("_target_: os.system\n", "names no code"),
-        ("stage_layout: ${oc.env:SECRET_TOKEN}\n", "may not read the environment variable SECRET_TOKEN"),
+        ("pipeline_layout: ${oc.env:SECRET_TOKEN}\n", "may not read the environment variable SECRET_TOKEN"),
         ("model: {num_layers: 3}\n", "unknown key"),
     ):
         (folder / "conf" / "parallel" / "mine.yaml").write_text(text)
@@ -133,7 +133,7 @@ def test_files_of_ones_own_are_found_beside_the_recipe_and_hide_nothing(folder):
     (nest / "conf" / "parallel" / "mine.yaml").write_text("tp: 2\noverlap_tp: true\n")
     (nest / "r.yaml").write_text(WHOLE.replace("model: tiny", "model: tiny\n  - override /parallel: mine"))
     composition = compose(["recipe=nest/r.yaml"])
-    assert (composition.spec.parallel.tp, composition.spec.parallel.overlap_tp) == (2, True)
+    assert (composition.spec.parallel.tp, composition.spec.parallel.tp_comm_overlap) == (2, True)
     assert composition.origins["parallel.tp"].where == "parallel=mine, nest/conf/parallel/mine.yaml:1:1"
     assert "there is no parallel=mine" in problems("recipe=tiny", "parallel=mine")[0].message
     (folder / "conf" / "parallel").mkdir(parents=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import megalaunch
 from megalaunch.config.keys import schema_keys
 from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.build import annotations_of
+from megalaunch.config.schema.build import resolve_annotations
 from megalaunch.plan.supported import LIMITS, MEANINGLESS
 
 PACKAGE = Path(megalaunch.__file__).parent
@@ -20,26 +20,26 @@ ROOMS = ("plan", "data", "launch", "platform", "engine", "rundir")
 
 # Where a run happens. Of the plan's files, those whose results the engine acts on.
 RUN_ROOMS = ("engine", "data", "launch", "platform", "rundir")
-RUN_FILES = ("plan/topology.py", "plan/resolve.py", "plan/stages.py", "plan/stage_faults.py", "plan/layers.py")
+RUN_FILES = ("plan/topology.py", "plan/resolve.py", "plan/stages.py", "plan/stage_validation.py", "plan/layers.py")
 # A limit that leaves a choice is no excuse: its key has to be read. (null, auto and 1 stand for one value.)
 LIMITED = {limit.path for limit in LIMITS if len({None, "auto", 1} | set(limit.supported)) <= 4}
 
 # Keys, or sections, that mean nothing while the engine refuses every other value of the key beside them.
 WITHOUT = {
     **MEANINGLESS,
-    "parallel.cp_hierarchy": "parallel.cp_exchange",
-    "parallel.microbatch_group": "parallel.vpp",
+    "parallel.hierarchical_context_parallel_sizes": "parallel.cp_comm_type",
+    "parallel.microbatch_group_size_per_vp_stage": "parallel.vpp",
     "parallel.schedule": "parallel.pp",
     "recompute.": "recompute.granularity",
 }
 # Keys that are not for a run: they name it, start it or plan it.
-# (parallel.overlap_pipeline: torch's interleaved schedules send without waiting, always; a plan compares both.)
-ELSEWHERE = {"cluster.node_bandwidth", "cluster.cpu_workers", "launcher.name", "parallel.overlap_pipeline"}
+# (parallel.overlap_p2p_comm: torch's interleaved schedules send without waiting, always; a plan compares both.)
+ELSEWHERE = {"cluster.node_bandwidth", "cluster.cpu_workers", "launcher.name", "parallel.overlap_p2p_comm"}
 
 
 def sections_of(kind: type, prefix: str = "") -> Iterator[tuple[str, type]]:
     """`model`, `model.moe`, ... and their dataclasses."""
-    for name, annotation in annotations_of(kind).items():
+    for name, annotation in resolve_annotations(kind).items():
         if is_dataclass(annotation) and isinstance(annotation, type):
             yield f"{prefix}{name}", annotation
             yield from sections_of(annotation, f"{prefix}{name}.")

@@ -10,10 +10,10 @@ from megatron_scripts import LLAMA3_8B, MIXTRAL_8X7B
 
 from megalaunch.config.compose import compose
 from megalaunch.config.keys import schema_keys
-from megalaunch.config.megatron.arguments import keys_of, known_flags, reason_for
-from megalaunch.config.megatron.dropped_flags import DROPPED, LOST
-from megalaunch.config.megatron.imported import ScriptProblem, import_script, report_text
 from megalaunch.config.schema.paths import value_at
+from megalaunch.importers.megatron.arguments import drop_reason, flag_keys, known_flags
+from megalaunch.importers.megatron.importer import ScriptProblem, import_script, report_text
+from megalaunch.importers.megatron.unsupported_flags import DROPPED, LOST
 from megalaunch.plan.resolve import resolve
 from megalaunch.platform.detect import detect_machine
 
@@ -52,14 +52,14 @@ def test_llama3_8b_is_the_model_that_we_ship(tmp_path):
     assert (spec.batch.sequence_length, spec.batch.micro_batch_size, spec.batch.global_batch_size) == (8192, 1, 128)
     assert (spec.train.steps, spec.schedule.warmup_steps, spec.schedule.decay_steps) == (10000, 100, 10000)
     assert (spec.optimizer.lr, spec.schedule.min_lr, spec.schedule.shape) == (3e-4, 3e-5, "cosine")
-    assert (spec.precision.compute, spec.precision.fp8.recipe, spec.precision.fp8.amax_history) == (
+    assert (spec.precision.compute, spec.precision.fp8.recipe, spec.precision.fp8.amax_history_len) == (
         "fp8",
         "delayed",
         1024,
     )
     assert spec.precision.fp8.param_gather
     assert spec.data.mock
-    assert (spec.checkpoint.interval, spec.train.validation_interval, spec.measure.log_interval) == (1000, 100, 1)
+    assert (spec.checkpoint.interval, spec.train.validation_interval, spec.logging.log_interval) == (1000, 100, 1)
 
 
 def test_mixtral_8x7b_is_the_model_that_we_ship(tmp_path):
@@ -72,7 +72,7 @@ def test_mixtral_8x7b_is_the_model_that_we_ship(tmp_path):
         "x",
     ).spec
     assert spec.model == shipped.model
-    assert (spec.parallel.pp, spec.parallel.ep, spec.parallel.vpp, spec.parallel.overlap_pipeline) == (4, 8, 4, True)
+    assert (spec.parallel.pp, spec.parallel.ep, spec.parallel.vpp, spec.parallel.overlap_p2p_comm) == (4, 8, 4, True)
     assert (spec.cluster.nodes, spec.cluster.devices_per_node) == (8, 8)
     assert (spec.train.steps, spec.schedule.decay_steps, spec.data.split) == (500000, 320000, "99990,8,2")
     assert fates(imported)["--data-path"][0] == "open"
@@ -99,7 +99,7 @@ def test_a_model_that_differs_in_little_is_named_and_one_that_differs_in_much_is
 def test_a_schedule_of_batches_that_bash_takes_apart_is_put_together():
     text = f'A=({SMALL} --step-batch-size-schedule "0:4 2.4B:320")\ntorchrun x.py ${{A[@]}} --lr 1'
     values = import_script(text, "x", "x").values
-    assert (values["batch.ramp"], values["batch.global_batch_size"]) == ("0:4 2.4B:320", 320)
+    assert (values["batch.rampup_batch_size"], values["batch.global_batch_size"]) == ("0:4 2.4B:320", 320)
 
 
 def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
@@ -115,60 +115,60 @@ def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
         ("", "model.hidden_dropout", 0.1),
         ("", "model.norm", "layernorm"),
         ("", "model.position_embedding", "learned"),
-        ("", "model.tied_embeddings", True),
+        ("", "model.tie_word_embeddings", True),
         ("", "model.ffn_hidden_size", 256),
         ("", "model.mlp_bias", True),
         ("", "optimizer.beta2", 0.999),
         ("", "optimizer.weight_decay", 0.01),
         ("", "schedule.shape", "linear"),
-        ("", "precision.compute", "fp32"),
+        ("", "precision.compute_dtype", "fp32"),
         ("", "parallel.data_sharding", "no_shard"),
         ("--swiglu", "model.ffn_hidden_size", 128),
         ("--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2", "parallel.vpp", 2),
-        ("--fp8-format hybrid --fp8-amax-compute-algo max --fp8-amax-history-len 16", "precision.fp8.amax_history", 16),
-        ("--fp8-format hybrid --fp8-amax-history-len 16", "precision.fp8.amax_history", 1),  # Megatron's most_recent
-        ("--fp8-format hybrid --fp8-amax-compute-algo most_recent", "precision.fp8.amax_history", 1),
+        ("--fp8-format hybrid --fp8-amax-compute-algo max --fp8-amax-history-len 16", "precision.fp8.amax_history_len", 16),
+        ("--fp8-format hybrid --fp8-amax-history-len 16", "precision.fp8.amax_history_len", 1),  # Megatron's most_recent
+        ("--fp8-format hybrid --fp8-amax-compute-algo most_recent", "precision.fp8.amax_history_len", 1),
         ("--squared-relu", "model.activation", "squared_relu"),
         ("--quick-geglu --glu-linear-offset 1.0", "model.activation", "quick_geglu"),
         ("--disable-bias-linear --add-qkv-bias", "model.qkv_bias", True),
         ("--disable-bias-linear", "model.attention_output_bias", False),
         ("--qk-layernorm", "model.qk_norm", "head"),
         ("--window-size 127,0", "model.sliding_window", 128),
-        ("--window-size '(127,0)' --window-attn-skip-freq 2", "model.full_attention_every", 2),
-        ("--window-size 127,0 --window-attn-skip-freq [1,1,0]*2", "model.full_attention_every", 3),
+        ("--window-size '(127,0)' --window-attn-skip-freq 2", "model.sliding_window_pattern", 2),
+        ("--window-size 127,0 --window-attn-skip-freq [1,1,0]*2", "model.sliding_window_pattern", 3),
         ("--softmax-type learnable", "model.attention_sinks", True),
-        ("--softmax-scale 0.0625", "model.attention_scale_dim", 256.0),
-        ("--position-embedding-type rope --no-rope-freq 4", "model.no_rope_every", 4),
-        ("--position-embedding-type rope --no-rope-freq '([0]*3+[1]*1)'", "model.no_rope_every", 4),
+        ("--softmax-scale 0.0625", "model.query_pre_attn_scalar", 256.0),
+        ("--position-embedding-type rope --no-rope-freq 4", "model.no_rope_layer_interval", 4),
+        ("--position-embedding-type rope --no-rope-freq '([0]*3+[1]*1)'", "model.no_rope_layer_interval", 4),
         ("--position-embedding-type rope --use-rope-scaling", "model.rope.scaling", "llama3"),
         ("--position-embedding-type rope --use-rope-scaling", "model.rope.factor", 8.0),
         ("--position-embedding-type rope --rotary-seq-len-interpolation-factor 4", "model.rope.scaling", "linear"),
         ("--multi-latent-attention --kv-lora-rank 32 --rotary-scaling-factor 40", "model.rope.scaling", "yarn"),
         ("--multi-latent-attention --qk-layernorm", "model.mla.kv_lora_rank", 32),
         ("--multi-latent-attention --qk-layernorm", "model.qk_norm", "none"),
-        ("--num-experts 4 --moe-layer-freq '([0]*1+[1]*3)'", "model.moe.dense_layers", 1),
-        ("--num-experts 4 --moe-layer-freq 2", "model.moe.every", 2),
+        ("--num-experts 4 --moe-layer-freq '([0]*1+[1]*3)'", "model.moe.first_k_dense_replace", 1),
+        ("--num-experts 4 --moe-layer-freq 2", "model.moe.layer_freq", 2),
         ("--num-experts 4 --moe-router-pre-softmax", "model.moe.normalize_top_k", False),
         ("--num-experts 4 --moe-router-score-function sigmoid", "model.moe.normalize_top_k", True),
         ("--num-experts 4 --moe-aux-loss-coeff 1e-3", "model.moe.balance_loss", "batch"),
         ("--num-experts 4", "model.moe.balance_loss", "none"),
         ("--num-experts 4 --tensor-model-parallel-size 2", "parallel.etp", 2),
-        ("--num-experts 4 --moe-token-dispatcher-type flex", "parallel.expert_dispatch", "flex"),
+        ("--num-experts 4 --moe-token-dispatcher-type flex", "parallel.moe_token_dispatcher_type", "flex"),
         ("--moe-router-topk 4", "model.moe.num_experts", None),
         ("--sequence-parallel", "parallel.sequence_parallel", False),
         ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", "parallel.vpp", 2),
-        ("--context-parallel-size 2 --cp-comm-type a2a", "parallel.cp_exchange", "a2a"),
-        ("--cp-comm-type p2p a2a p2p a2a", "parallel.cp_exchange", ("p2p", "a2a", "p2p", "a2a")),
+        ("--context-parallel-size 2 --cp-comm-type a2a", "parallel.cp_comm_type", "a2a"),
+        ("--cp-comm-type p2p a2a p2p a2a", "parallel.cp_comm_type", ("p2p", "a2a", "p2p", "a2a")),
         ("--use-megatron-fsdp", "parallel.data_sharding", "optim_grads_params"),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", "parallel.data_sharding", "optim"),
-        ("--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "parallel.replicas", 2),
+        ("--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "parallel.dp_replicate", 2),
         ("--fp16", "precision.loss_scale.initial", 2.0**32),
-        ("--bf16 --grad-reduce-in-bf16", "precision.reduce", "bf16"),
-        ("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "precision.moments", "bf16"),
+        ("--bf16 --grad-reduce-in-bf16", "precision.grad_reduce_dtype", "bf16"),
+        ("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "precision.exp_avg_dtype", "bf16"),
         ("--recompute-activations", "recompute.modules", ("attention",)),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", "recompute.method", "block"),
         ("--recompute-granularity selective --recompute-modules mlp layernorm", "recompute.modules", ("mlp", "norm")),
-        ("--step-batch-size-schedule '0:4 1K:8'", "batch.ramp", "0:4 1K:8"),
+        ("--step-batch-size-schedule '0:4 1K:8'", "batch.rampup_batch_size", "0:4 1K:8"),
         ("--lr-warmup-fraction 0.2", "schedule.warmup_steps", 2),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 3", "schedule.wsd_decay_shape", "exponential"),
         ("--optimizer muon --muon-momentum 0.8", "optimizer.momentum", 0.8),
@@ -179,7 +179,7 @@ def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
         ("--fim-data", "data.fim_rate", 0.5),
         ("--fim-data --fim-prefix-token '<P>' --fim-middle-token '<M>' --fim-suffix-token '<S>'", "data.fim_tokens",
          ("<P>", "<M>", "<S>")),
-        ("--distributed-timeout-minutes 5", "launcher.timeout", 300.0),
+        ("--distributed-timeout-minutes 5", "launcher.hang_timeout", 300.0),
         ("--global-batch-size=16", "batch.global_batch_size", 16),
         ("--num_layers 6", "model.num_layers", 6),
         ("--seed 7", "train.seed", 7),
@@ -340,11 +340,11 @@ def test_nothing_is_executed_and_no_environment_is_read(tmp_path, monkeypatch):
 
 
 def test_the_tables_agree_with_the_schema_and_each_other():
-    assert [key for name in known_flags() for key in keys_of(name) if key not in schema_keys()] == []
+    assert [key for name in known_flags() for key in flag_keys(name) if key not in schema_keys()] == []
     exact = [word for table in (DROPPED, LOST) for row in table.values() for word in row.split()]
     assert sorted({word for word in exact if exact.count(word) > 1}) == []
     assert [name for name in exact if name in known_flags()] == []
-    assert all(reason_for(word.rstrip("*")) for word in exact)
+    assert all(drop_reason(word.rstrip("*")) for word in exact)
 
 
 def test_the_command_writes_a_recipe_that_composes(tmp_path):
@@ -357,7 +357,7 @@ def test_the_command_writes_a_recipe_that_composes(tmp_path):
         tmp_path / "out/conf/parallel/my_run.yaml"
     ).read_text() == "tp: 2\nsequence_parallel: true\noverlap_tp: true\n"
     spec = compose([f"recipe={tmp_path}/out/my-run.yaml"]).spec
-    assert (spec.parallel.tp, spec.parallel.overlap_tp, spec.platform.chip) == (2, True, "h100")
+    assert (spec.parallel.tp, spec.parallel.tp_comm_overlap, spec.platform.chip) == (2, True, "h100")
     again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert again.returncode == 2
     assert re.search(r"out/my-run\.yaml.* exists; name another file, or add --force", again.stderr)

@@ -4,7 +4,7 @@ import pytest
 
 from megalaunch.config.compose import compose
 from megalaunch.config.errors import ConfigError
-from megalaunch.config.layouts import LayoutError, layout_values
+from megalaunch.config.parallel_names import LayoutError, layout_values
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from published_configs import published_configs
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
-from megalaunch.cli.completion import Line, offers
+from megalaunch.cli.completion import Line, completions
 from megalaunch.config.compose import Composer, compose
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.schema import build_run_spec
@@ -55,7 +55,7 @@ def test_every_published_config_is_the_model_section_that_the_reader_gives(here)
 
 def test_every_value_that_a_file_says_has_its_line(here):
     """What has the file alone as its place is the family's own, the same whatever the file says."""
-    own = {"name", "norm", "position_embedding", "norm_plus_one", "scaled_embedding", "block_norms", "qk_norm"}
+    own = {"name", "norm", "position_embedding", "norm_plus_one", "scale_embeddings", "norm_placement", "qk_norm"}
     own |= {"qkv_bias", "attention_output_bias", "mlp_bias", "parallel_residual", "embedding_dropout"}
     untold: set[str] = set()
     for name, config in PUBLISHED.items():
@@ -77,13 +77,19 @@ def test_every_value_that_a_file_says_has_its_line(here):
     # Where a file leaves a key out the value is transformers' default, or follows from others.
     follows = {"num_query_groups", "head_dim", "ffn_hidden_size", "hidden_dropout", "attention_dropout", "init_std"}
     follows |= {"num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"}
-    follows |= {"norm_epsilon", "activation", "tied_embeddings", "sliding_window", "full_attention_every"}
-    follows |= {"attention_scale_dim", "no_rope_every", "attention_soft_cap", "logit_soft_cap", "family"}
+    follows |= {"norm_epsilon", "activation", "tie_word_embeddings", "sliding_window", "sliding_window_pattern"}
+    follows |= {
+        "query_pre_attn_scalar",
+        "no_rope_layer_interval",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "family",
+    }
     assert untold <= own | follows
 
 
 SHAPE = dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"), 1)
-MEANS_MORE = {"sliding_window", "no_rope_every", "full_attention_every"}  # other keys have a say
+MEANS_MORE = {"sliding_window", "no_rope_layer_interval", "sliding_window_pattern"}  # other keys have a say
 
 
 def test_places_are_those_of_the_keys(here):
@@ -165,8 +171,8 @@ def test_notes_say_what_was_ignored_and_that_weights_are_another_word(here):
     notes = [note.message for note in compose(["recipe=quickstart", "model=./hf"]).notes]
     assert notes[0].startswith("hf/config.json: is_llama_config (True) is ignored: ")
     assert "architecture only" in notes[-1]
-    assert "add checkpoint.initialize_from=./hf" in notes[-1]
-    with_weights = compose(["recipe=quickstart", "model=./hf", "checkpoint.initialize_from=./hf"]).notes
+    assert "add checkpoint.load_pretrained=./hf" in notes[-1]
+    with_weights = compose(["recipe=quickstart", "model=./hf", "checkpoint.load_pretrained=./hf"]).notes
     assert [note.message for note in with_weights] == notes[:-1]
     assert compose(["recipe=quickstart", "model=tiny"]).notes == ()
 
@@ -231,8 +237,8 @@ def test_all_problems_are_said_at_once(here):
         (("hf/weights.bin",), "hf/weights.bin", "is a file; name a Hugging Face folder"),
         ((), "./hf", "there is no such folder; name a Hugging Face folder"),
         ((), "meta-llama/Llama-3.2-1B", "nothing is downloaded; its shape is model=llama32_1b, or download it, "
-         "and write model=FOLDER .* checkpoint.initialize_from=FOLDER"),
-        ((), "nobody/Unheard-Of-3B", "nothing is downloaded.* model=FOLDER .* checkpoint.initialize_from=FOLDER"),
+         "and write model=FOLDER .* checkpoint.load_pretrained=FOLDER"),
+        ((), "nobody/Unheard-Of-3B", "nothing is downloaded.* model=FOLDER .* checkpoint.load_pretrained=FOLDER"),
         ((), "x" * 5000, "there is no model="),
         ((), "x\0y", "there is no model="),
     ],
@@ -268,9 +274,9 @@ def test_the_commands_show_it(here):
     assert "from: model=./hf, hf/config.json:" in shown
     valid = run.invoke(app, ["validate-config", *words])
     assert valid.exit_code == 0
-    assert "add checkpoint.initialize_from=./hf" in valid.output
+    assert "add checkpoint.load_pretrained=./hf" in valid.output
     data = json.loads(run.invoke(app, ["validate-config", "--json", *words]).stdout)
-    assert any("initialize_from=./hf" in finding["message"] for finding in data["findings"])
+    assert any("load_pretrained=./hf" in finding["message"] for finding in data["findings"])
     planned = run.invoke(app, ["plan", *words])
     assert planned.exit_code == 0, planned.output
     assert "note: model=./hf gives the architecture only" in planned.stderr
@@ -287,7 +293,7 @@ def test_completion_offers_folders(here):
     (here / ".hidden").mkdir()
 
     def offered(typed: str) -> list[str]:
-        return [offer.word for offer in offers(Line(("train",), typed)) or []]
+        return [offer.word for offer in completions(Line(("train",), typed)) or []]
 
     assert "model=hf_one" in offered("model=")
     assert "model=deep/" not in offered("model=d")

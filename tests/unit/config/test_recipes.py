@@ -4,8 +4,8 @@ import pytest
 
 from megalaunch.config.compose import Composer, compose
 from megalaunch.config.errors import ConfigError
+from megalaunch.config.groups import CONF, load_option, option_names
 from megalaunch.config.keys import GROUPS
-from megalaunch.config.options import CONF, load_option, option_names
 from megalaunch.config.recipes import find_recipe, read_summary, recipe_files
 
 HEADER = "# @package _global_\n# A test recipe.\n"

@@ -10,21 +10,23 @@ from megalaunch.plan.batch import (
     RampError,
     RampStage,
     batch_at,
+    batch_gcd,
+    format_rampup,
+    get_rampup,
     parse_ramp,
-    ramp_of,
     samples_after,
     samples_requested,
-    smallest_unit,
-    steps_of_stages,
+    steps_per_stage,
     tokens_requested,
-    written_ramp,
 )
 
 SPEC = resolved("recipe=tiny", "data.corpus=x")[0]  # 32 tokens, 8 samples, 20 steps
 
 
 def ramped(ramp, **values):
-    return with_values(SPEC, {"batch.ramp": ramp, **{key.replace("__", "."): v for key, v in values.items()}})
+    return with_values(
+        SPEC, {"batch.rampup_batch_size": ramp, **{key.replace("__", "."): v for key, v in values.items()}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,24 +69,24 @@ def test_what_is_no_ramp_is_named(text, words):
 @settings(max_examples=60)
 @given(st.lists(st.builds(RampStage, st.integers(0, 10**16), st.integers(1, 10**9)), min_size=1, max_size=4))
 def test_what_is_written_is_what_is_read(stages):
-    assert list(parse_ramp(written_ramp(stages))) == stages
-    assert " " not in written_ramp(stages)
+    assert list(parse_ramp(format_rampup(stages))) == stages
+    assert " " not in format_rampup(stages)
 
 
 def test_without_a_ramp_every_step_is_alike():
-    assert ramp_of(SPEC) == (RampStage(0, 8),)
+    assert get_rampup(SPEC) == (RampStage(0, 8),)
     assert samples_requested(SPEC) == 160
     assert tokens_requested(SPEC) == 160 * 32
-    assert steps_of_stages(SPEC) == (20,)
-    assert smallest_unit(SPEC) == 8
+    assert steps_per_stage(SPEC) == (20,)
+    assert batch_gcd(SPEC) == 8
 
 
 def test_a_step_has_the_batch_of_the_last_threshold_that_was_reached():
     spec = ramped("0:2,320:4,1K:8")  # 10 samples; 31 samples (1000 // 32)
     assert [batch_at(spec, consumed) for consumed in (0, 9, 10, 30, 31, 500)] == [2, 2, 4, 4, 8, 8]
-    assert steps_of_stages(spec) == (5, 6, 9)  # 10 samples by 2; to 34 by 4; the rest of 20 steps
+    assert steps_per_stage(spec) == (5, 6, 9)  # 10 samples by 2; to 34 by 4; the rest of 20 steps
     assert samples_requested(spec) == 10 + 24 + 72
-    assert smallest_unit(spec) == 2
+    assert batch_gcd(spec) == 2
 
 
 RAMPS = st.lists(st.tuples(st.integers(1, 4000), st.integers(1, 40)), max_size=4).map(
@@ -96,19 +98,21 @@ RAMPS = st.lists(st.tuples(st.integers(1, 4000), st.integers(1, 40)), max_size=4
 @given(RAMPS, st.integers(1, 60))
 def test_counting_by_stage_is_counting_step_by_step(ramp, steps):
     spec = ramped(ramp, train__steps=steps)
-    consumed, taken = 0, dict.fromkeys(ramp_of(spec), 0)
+    consumed, taken = 0, dict.fromkeys(get_rampup(spec), 0)
     for _ in range(steps):
         size = batch_at(spec, consumed)
-        reached = [stage for stage in ramp_of(spec) if stage.tokens // 32 <= consumed]
+        reached = [stage for stage in get_rampup(spec) if stage.tokens // 32 <= consumed]
         taken[reached[-1]] += 1
         consumed += size
     assert samples_after(spec, steps) == consumed
-    assert steps_of_stages(spec) == tuple(taken.values())
+    assert steps_per_stage(spec) == tuple(taken.values())
 
 
 def test_an_open_micro_batch_fits_every_batch_of_a_ramp():
     words = ("recipe=tiny", "data.corpus=x", "batch.micro_batch_size=null", "parallel.dp=2")
     assert resolved(*words)[0].batch.micro_batch_size == 4
-    assert resolved(*words, "batch.ramp=0:4,1K:8")[0].batch.micro_batch_size == 2
-    assert resolved(*words, "batch.ramp=0:4,640:8")[0].data.num_samples == 5 * 4 + 15 * 8
-    assert resolved(*words, "batch.ramp=nonsense")[0].batch.micro_batch_size == 4  # a rule says what is wrong
+    assert resolved(*words, "batch.rampup_batch_size=0:4,1K:8")[0].batch.micro_batch_size == 2
+    assert resolved(*words, "batch.rampup_batch_size=0:4,640:8")[0].data.num_samples == 5 * 4 + 15 * 8
+    assert (
+        resolved(*words, "batch.rampup_batch_size=nonsense")[0].batch.micro_batch_size == 4
+    )  # a rule says what is wrong

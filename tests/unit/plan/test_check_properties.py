@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from made_specs import H100_NODE, LAPTOP, resolved
 
-from megalaunch.cli.render import findings_text
+from megalaunch.cli.output.findings import findings_text
 from megalaunch.config.compose import Origin, _plain_value, _text_value
 from megalaunch.config.keys import schema_keys
 from megalaunch.config.schema import RunSpec, SpecError, with_values
@@ -17,7 +17,7 @@ from megalaunch.config.schema.paths import value_at
 from megalaunch.plan.check import check
 from megalaunch.plan.findings import has_errors
 from megalaunch.plan.resolve import resolve
-from megalaunch.plan.stages import MAX_LAYERS, stages_of
+from megalaunch.plan.stages import MAX_LAYERS, build_stages
 from megalaunch.plan.summary import derived_values
 from megalaunch.plan.topology import Topology
 
@@ -31,13 +31,13 @@ LIKELY = {
     "parallel.pp": DEGREES,
     "parallel.cp": DEGREES,
     "parallel.dp": st.sampled_from([None, None, 1, 2, 3, 8]),
-    "parallel.stage_layout": st.sampled_from(
+    "parallel.pipeline_layout": st.sampled_from(
         [None, "", "EttL", "Et|tL", "E(t|)*61mL", "(((", "tEL*9", "Et*3|(tt|)*29m|L"]
     ),
-    "parallel.cp_hierarchy": st.sampled_from([(), (2,), (2, 2), (2, 4), (1, 1, 10**6)]),
+    "parallel.hierarchical_context_parallel_sizes": st.sampled_from([(), (2,), (2, 2), (2, 4), (1, 1, 10**6)]),
     "batch.global_batch_size": st.integers(1, 10**9) | st.sampled_from([1, 8, 12, 128]),
     "batch.sequence_length": st.sampled_from([1, 7, 32, 48, 8192, 10**9]),
-    "batch.ramp": st.sampled_from([None, "", "0:4 1K:8", "0:0", "1:1", "0:512 2B:1024"]),
+    "batch.rampup_batch_size": st.sampled_from([None, "", "0:4 1K:8", "0:0", "1:1", "0:512 2B:1024"]),
     "cluster.devices_per_node": st.sampled_from(["auto", 1, 2, 7, 8]),
     "cluster.nodes": st.sampled_from([1, 1, 2, 3, 128]),
     "platform.chip": st.sampled_from(["auto", "cpu", "h100", "h1oo", ""]),
@@ -101,7 +101,7 @@ def value_of(word: str):
 @example(("tiny", {"data.blend": ("", "2 x")}), LAPTOP, "validate")
 @example(("tiny", {"data.blend": ("2 x", "0"), "data.corpus": None}), LAPTOP, "validate")
 @example(("tiny", {"parallel.tp": 10**9, "cluster.nodes": 3, "cluster.devices_per_node": 7}), LAPTOP, "train")
-@example(("tiny", {"parallel.cp_exchange": ()}), LAPTOP, "validate")
+@example(("tiny", {"parallel.cp_comm_type": ()}), LAPTOP, "validate")
 @given(SPECS, MACHINES, st.sampled_from(["validate", "train"]))
 def test_the_checker_never_raises_and_shown_fixes_are_right(drawn, machine, purpose):
     recipe, values = drawn
@@ -118,13 +118,13 @@ def test_the_checker_never_raises_and_shown_fixes_are_right(drawn, machine, purp
             assert (finding.rule, finding.path) not in {(f.rule, f.path) for f in after}, fix
             assert {(f.rule, f.path) for f in after if f.severity != "note"} <= known, fix
     if not has_errors(findings):
-        topology = Topology.of(spec)
-        assert topology.dense.world == topology.expert.world == topology.world
-        assert topology.shards * topology.replicas == topology.dp
+        topology = Topology.from_spec(spec)
+        assert topology.dense_grid.world == topology.expert_grid.world == topology.world
+        assert topology.dp_shard * topology.dp_replicate == topology.dp
         assert topology.micro_batch_size * topology.dp * topology.microbatches == spec.batch.global_batch_size
         assert topology.edp * topology.ep * topology.etp * topology.pp == topology.world
         if spec.model.num_layers <= MAX_LAYERS:
-            stages = stages_of(spec)
+            stages = build_stages(spec)
             assert [layer for stage in stages for layer in stage.layers] == list(range(spec.model.num_layers))
             assert sum(len(stage.mtp) for stage in stages) == spec.model.mtp.num_layers
 

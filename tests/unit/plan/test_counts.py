@@ -3,9 +3,9 @@
 import pytest
 from made_specs import resolved
 
-from megalaunch.plan.batch import own_share, samples_requested, tokens_per_step
+from megalaunch.plan.batch import samples_per_dp_rank, samples_requested, tokens_per_step
 from megalaunch.plan.flops import flops_per_token, step_flops
-from megalaunch.plan.layers import layers_of
+from megalaunch.plan.layers import list_layers
 from megalaunch.plan.parameters import count_parameters, layer_parameters
 
 
@@ -76,9 +76,14 @@ def test_a_plain_feed_forward_block_has_two_matrices():
 
 
 def test_layers_with_experts_and_windows():
-    words = ("model.num_layers=7", "model.moe.num_experts=4", "model.moe.dense_layers=1", "model.moe.every=2")
-    model = spec_of(*words, "model.sliding_window=8", "model.full_attention_every=3", "model.mtp.num_layers=2").model
-    layers = layers_of(model)
+    words = (
+        "model.num_layers=7",
+        "model.moe.num_experts=4",
+        "model.moe.first_k_dense_replace=1",
+        "model.moe.layer_freq=2",
+    )
+    model = spec_of(*words, "model.sliding_window=8", "model.sliding_window_pattern=3", "model.mtp.num_layers=2").model
+    layers = list_layers(model)
     assert [layer.index for layer in layers if layer.experts] == [1, 3, 5]
     assert [layer.index for layer in layers if layer.window is None] == [2, 5]
     assert [layer.mtp for layer in layers] == [False] * 7 + [True] * 2
@@ -86,8 +91,8 @@ def test_layers_with_experts_and_windows():
 
 
 def test_further_depths_are_built_like_the_last_layer():
-    model = spec_of("model.moe.num_experts=4", "model.moe.every=2", "model.mtp.num_layers=1").model
-    assert [layer.experts for layer in layers_of(model)] == [True, False, False]
+    model = spec_of("model.moe.num_experts=4", "model.moe.layer_freq=2", "model.mtp.num_layers=1").model
+    assert [layer.experts for layer in list_layers(model)] == [True, False, False]
 
 
 BASE = ("model=tiny",)  # 2 layers, hidden 32, ffn 64, 4 heads of 8, 2 groups
@@ -124,7 +129,7 @@ def test_each_part_of_a_layer_is_counted(words, more):
 def test_layers_and_what_stands_outside_them_are_the_whole(option):
     model = spec_of(f"model={option}").model
     count = count_parameters(model)
-    layers = sum(layer_parameters(model, layer).total for layer in layers_of(model))
+    layers = sum(layer_parameters(model, layer).total for layer in list_layers(model))
     final_norm = model.hidden_size * (2 if model.norm == "layernorm" else 1)
     assert layers + final_norm + count.embedding + count.positions + count.head == count.total
 
@@ -143,7 +148,7 @@ def test_parameters_of_llama3_8b_are_the_published_ones():
 
 def test_tied_embeddings_are_counted_once():
     untied = count_parameters(spec_of("model=llama3_8b").model)
-    tied = count_parameters(spec_of("model=llama3_8b", "model.tied_embeddings=true").model)
+    tied = count_parameters(spec_of("model=llama3_8b", "model.tie_word_embeddings=true").model)
     assert untied.total - tied.total == untied.head
     assert tied.head == 0
 
@@ -163,6 +168,6 @@ def test_an_open_shape_has_no_count():
 
 def test_batch_math():
     spec = spec_of("train.steps=10")
-    assert (own_share(8, 2), own_share(8, 3)) == (4, None)
+    assert (samples_per_dp_rank(8, 2), samples_per_dp_rank(8, 3)) == (4, None)
     assert tokens_per_step(spec) == 8 * 32
     assert samples_requested(spec) == 80

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from published_runs import MEMORY_7B, MEMORY_MOE, MEMORY_SFT
 
-from megalaunch.plan.memory import MEGATRON, memory_of
+from megalaunch.plan.memory import MEGATRON, predict_memory
 
 # The recipe's own settings: `disable_parameter_transpose_cache`, `wgrad_deferral_limit`.
 BRIDGE_SFT = replace(MEGATRON, float8_weight_copies=1.0, deferred_heads=22)
@@ -16,7 +16,7 @@ UNFUSED = replace(MEGATRON, unfused_attention=True)
 
 
 def _error(run, accounting):
-    return memory_of(run.spec, accounting).total / 1e9 / run.gigabytes - 1
+    return predict_memory(run.spec, accounting).total / 1e9 / run.gigabytes - 1
 
 
 @pytest.mark.parametrize("run", MEMORY_7B, ids=lambda run: run.name)
@@ -35,6 +35,6 @@ def test_the_h100_row_of_latent_attention_and_experts_within_ten_percent(run):
 
 
 def test_the_last_stage_of_the_7b_run_is_the_fullest_because_of_its_logits():
-    memory = memory_of(MEMORY_7B[0].spec, MEGATRON)
+    memory = predict_memory(MEMORY_7B[0].spec, MEGATRON)
     assert memory.rank == 3
     assert memory.logits == pytest.approx(8192 * 131200 * 6)

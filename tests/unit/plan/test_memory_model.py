@@ -9,12 +9,12 @@ from made_specs import resolved
 from published_runs import BRIDGE, DGXC, MEMORY_7B, ONE_DEVICE, OTHERS
 
 from megalaunch.config.schema import with_values
-from megalaunch.plan.memory import ENGINE, MEGATRON, memory_of
+from megalaunch.plan.memory import ENGINE, MEGATRON, predict_memory
 from megalaunch.plan.memory.in_flight import in_flight
 from megalaunch.plan.memory.rank import END, LAYER, LOSS, memory_by_rank
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.resolve import derive
-from megalaunch.plan.shares import chunks_by_rank, held_by_rank
+from megalaunch.plan.stage_params import chunks_by_rank, params_by_rank
 from megalaunch.plan.topology import Topology
 
 LLAMA = 8_030_261_248
@@ -57,7 +57,7 @@ def test_microbatches_in_flight(schedule, pp, chunks, rank, microbatches, expect
     ],
 )
 def test_states_by_strategy(llama, sharding, weights, gradients, optimizer):
-    memory = memory_of(_with(llama, parallel__data_sharding=sharding))
+    memory = predict_memory(_with(llama, parallel__data_sharding=sharding))
     assert memory.parameters == LLAMA
     for kind, expected in (("weights", weights), ("gradients", gradients), ("optimizer", optimizer)):
         assert getattr(memory, kind) == pytest.approx(expected * LLAMA), kind
@@ -67,47 +67,47 @@ def test_whole_sharding_gathers_the_ends_and_two_layers(llama):
     """As the loss runs backwards no layer is gathered; as layers do, one computes and one is gathered ahead."""
     zero3 = _with(llama, parallel__data_sharding="optim_grads_params")
     ends, layer = 2 * 128256 * 4096 + 4096, 218_112_000
-    assert memory_of(zero3).moment == LOSS
-    assert memory_of(zero3).weights == pytest.approx(4 / 8 * LLAMA + 2 * ends)
+    assert predict_memory(zero3).phase == LOSS
+    assert predict_memory(zero3).weights == pytest.approx(4 / 8 * LLAMA + 2 * ends)
     few_words = _with(zero3, model__vocab_size=1024, recompute__granularity="full")
     ends = 2 * 1024 * 4096 + 4096
-    memory = memory_of(few_words)
-    assert memory.moment == LAYER
+    memory = predict_memory(few_words)
+    assert memory.phase == LAYER
     assert memory.weights == pytest.approx(4 / 8 * memory.parameters + 2 * (ends + 2 * layer))
 
 
 def test_one_microbatch_has_no_gradients_when_its_backward_pass_begins(llama):
-    one = memory_of(_with(llama, batch__global_batch_size=8, batch__micro_batch_size=1))
-    assert (one.moment, one.gradients) == (LOSS, 0.0)
+    one = predict_memory(_with(llama, batch__global_batch_size=8, batch__micro_batch_size=1))
+    assert (one.phase, one.gradients) == (LOSS, 0.0)
 
 
 def test_a_pipeline_keeps_gradients_and_copies_whole(llama):
-    """torch's stages reduce once, at their end, whatever is sharded (engine/parallel/data.py)."""
+    """torch's stages reduce once, at their end, whatever is sharded (engine/parallel/fsdp.py)."""
     words = {"parallel__pp": 2, "batch__global_batch_size": 64}
     zero1 = _with(llama, **words, parallel__data_sharding="optim")
     zero3 = _with(llama, **words, parallel__data_sharding="optim_grads_params")
-    assert memory_of(zero1).kinds == memory_of(zero3).kinds
+    assert predict_memory(zero1).kinds == predict_memory(zero3).kinds
 
 
 def test_few_tokens_and_many_parameters_peak_as_embedding_and_head_are_summed(llama):
-    memory = memory_of(
+    memory = predict_memory(
         _with(
             llama, batch__sequence_length=128, batch__global_batch_size=8, parallel__data_sharding="optim_grads_params"
         )
     )
     ends = 2 * 128256 * 4096 + 4096
-    assert memory.moment == END
+    assert memory.phase == END
     assert memory.buffers == pytest.approx((2 + 4 - 4 / 8) * ends)  # bf16 gradients, fp32 ones; the divided sum is new
     assert memory.activations == memory.logits == 0
 
 
 def test_megatron_s_bytes_a_parameter(llama):
-    memory = memory_of(llama, MEGATRON)
+    memory = predict_memory(llama, MEGATRON)
     assert memory.weights + memory.gradients + memory.optimizer == pytest.approx((6 + 12 / 8) * LLAMA)
 
 
 def test_logits_and_one_microbatch_of_a_whole_model(llama):
-    memory = memory_of(llama)
+    memory = predict_memory(llama)
     assert memory.logits == 8192 * 128256 * 12
     h, kv, f = 4096, 1024, 14336
     layer = 2 * (4 * h + 2 * h + 2 * kv + 3 * f) + 4 * 32 + 2 * 4  # widths; softmax sums; statistics of two norms
@@ -116,7 +116,7 @@ def test_logits_and_one_microbatch_of_a_whole_model(llama):
 
 def test_more_recomputation_keeps_less(llama):
     sizes = [
-        memory_of(_with(llama, recompute__granularity=granularity, recompute__modules=modules)).activations
+        predict_memory(_with(llama, recompute__granularity=granularity, recompute__modules=modules)).activations
         for granularity, modules in (
             ("none", ("attention",)),
             ("selective", ("norm", "activation")),
@@ -131,43 +131,43 @@ def test_more_recomputation_keeps_less(llama):
 
 def test_sequence_parallelism_divides_what_tensor_parallelism_leaves(llama):
     tp4, sp = _with(llama, parallel__tp=4), _with(llama, parallel__tp=4, parallel__sequence_parallel=True)
-    one, four = memory_of(llama).activations, memory_of(sp).activations
+    one, four = predict_memory(llama).activations, predict_memory(sp).activations
     assert four == pytest.approx(one / 4)
-    assert four < memory_of(tp4).activations < one
+    assert four < predict_memory(tp4).activations < one
 
 
 @pytest.mark.parametrize("run", [*DGXC, *BRIDGE, *OTHERS, *ONE_DEVICE, *MEMORY_7B], ids=lambda run: run.name)
 def test_ranks_hold_every_parameter_once(run):
     """Over tensor, expert and pipeline ranks the divided parameters add up to the model's."""
     spec = run.spec
-    topology = Topology.of(spec)
-    held = held_by_rank(spec, 1, 1)
+    topology = Topology.from_spec(spec)
+    held = params_by_rank(spec, 1, 1)
     count = count_parameters(spec.model)
     last = chunks_by_rank(spec)[-1]
     copies = count.embedding if spec.parallel.pp > 1 and any(chunk.depths for chunk in last) else 0
-    if spec.parallel.pp > 1 and spec.model.tied_embeddings:
+    if spec.parallel.pp > 1 and spec.model.tie_word_embeddings:
         copies += count.embedding
     assert sum(rank.dense + rank.experts for rank in held) == count.total + copies
-    divided = held_by_rank(spec, topology.tp, topology.ep * topology.etp)
+    divided = params_by_rank(spec, topology.tp, topology.ep * topology.etp)
     assert sum(r.experts for r in divided) * topology.ep * topology.etp == pytest.approx(sum(r.experts for r in held))
 
 
 def test_uneven_stages_are_counted_as_they_are():
     spec, _ = resolved(
-        "model=llama3_8b", "parallel=pp4", "parallel.first_stage_layers=5", "parallel.last_stage_layers=7",
+        "model=llama3_8b", "parallel=pp4", "parallel.num_layers_in_first_pipeline_stage=5", "parallel.num_layers_in_last_pipeline_stage=7",
         "platform=h100", "cluster.devices_per_node=4", "batch.sequence_length=1024", "batch.global_batch_size=8",
         "train.steps=1", "precision=bf16",
     )  # fmt: skip
     layers = [sum(n for chunk in chunks for _, n in chunk.kinds) for chunks in chunks_by_rank(spec)]
     assert layers == [5, 10, 10, 7]
-    assert memory_of(spec).total == max(memory.total for memory in memory_by_rank(spec))
+    assert predict_memory(spec).total == max(memory.total for memory in memory_by_rank(spec))
 
 
 def test_a_model_fits_a_search(llama):
     """Tens of thousands of calls: a third of a millisecond each, with room for a busy machine."""
     spec = DGXC[2].spec
-    memory_of(spec)
+    predict_memory(spec)
     start = time.process_time()
     for _ in range(100):
-        memory_of(spec, ENGINE)
+        predict_memory(spec, ENGINE)
     assert (time.process_time() - start) / 100 < 1e-3

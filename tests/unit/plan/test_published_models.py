@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from made_specs import resolved
 
-from megalaunch.config.options import option_names
+from megalaunch.config.groups import option_names
 from megalaunch.plan.parameters import count_parameters
 
 EXACT = {

@@ -9,7 +9,7 @@ from megalaunch.config.compose import compose
 from megalaunch.config.schema import with_values
 from megalaunch.plan.check import check
 from megalaunch.plan.resolve import derive, machine_mismatch, resolve
-from megalaunch.platform.facts import CHIPS
+from megalaunch.platform.chips import CHIPS
 
 
 def notes(*words, machine=LAPTOP, stored=None):
@@ -41,7 +41,7 @@ def test_the_quickstart_fits_one_to_eight_workers(dp, micro):
     node = replace(H100_NODE, devices=dp)
     spec, _ = resolved("recipe=quickstart", machine=node)
     assert (spec.platform.chip, spec.parallel.dp, spec.batch.micro_batch_size) == ("h100", dp, micro)
-    assert spec.precision.compute == "bf16"
+    assert spec.precision.compute_dtype == "bf16"
 
 
 def test_a_huge_batch_of_a_pipeline_is_divided_at_once():
@@ -104,7 +104,7 @@ def test_the_schedule_follows_the_stages():
     assert resolved("recipe=tiny", "parallel=pp2")[0].parallel.schedule == "1f1b"
     words = ("recipe=tiny", "model.num_layers=4")
     assert resolved(*words, "parallel=pp2vpp2")[0].parallel.schedule == "interleaved"
-    assert resolved(*words, "parallel=pp2", "parallel.stage_layout=Et|t|t|tL")[0].parallel.schedule == "interleaved"
+    assert resolved(*words, "parallel=pp2", "parallel.pipeline_layout=Et|t|t|tL")[0].parallel.schedule == "interleaved"
     assert resolved(*words, "parallel=pp2", "parallel.schedule=gpipe")[0].parallel.schedule == "gpipe"
 
 
@@ -114,17 +114,17 @@ def test_the_embedding_starts_as_wide_as_the_rest():
 
 
 def test_precision_follows_the_chip():
-    assert resolved("recipe=tiny")[0].precision.compute == "fp32"
-    assert resolved("recipe=tiny", machine=AMX_SERVER)[0].precision.compute == "bf16"
-    assert resolved("recipe=tiny", "platform=h200")[0].precision.compute == "bf16"
-    assert "AMX" in notes("recipe=tiny", machine=AMX_SERVER)["precision.compute"].message
+    assert resolved("recipe=tiny")[0].precision.compute_dtype == "fp32"
+    assert resolved("recipe=tiny", machine=AMX_SERVER)[0].precision.compute_dtype == "bf16"
+    assert resolved("recipe=tiny", "platform=h200")[0].precision.compute_dtype == "bf16"
+    assert "AMX" in notes("recipe=tiny", machine=AMX_SERVER)["precision.compute_dtype"].message
 
 
 def test_bf16_on_a_processor_without_it_is_a_warning():
-    warning = notes("recipe=tiny", "precision=bf16")["precision.compute"]
+    warning = notes("recipe=tiny", "precision=bf16")["precision.compute_dtype"]
     assert (warning.rule, warning.severity) == ("precision.native", "warning")
-    assert "precision.compute" not in notes("recipe=tiny", "precision=bf16", machine=AMX_SERVER)
-    assert "precision.compute" not in notes("recipe=tiny", "precision=bf16", "platform=h100")
+    assert "precision.compute_dtype" not in notes("recipe=tiny", "precision=bf16", machine=AMX_SERVER)
+    assert "precision.compute_dtype" not in notes("recipe=tiny", "precision=bf16", "platform=h100")
 
 
 def test_a_gpu_recipe_on_a_laptop_keeps_its_world_and_an_unsaid_one_stays_open():
@@ -159,7 +159,7 @@ def test_horizons_follow_the_steps_and_stay_as_they_began():
     asked, _ = resolved("recipe=tiny", "schedule.decay_steps=40", stored=prepared)
     assert asked.schedule.decay_steps == 40
     elsewhere, _ = resolved("recipe=tiny", stored=first, machine=AMX_SERVER)
-    assert elsewhere.precision.compute == "fp32"
+    assert elsewhere.precision.compute_dtype == "fp32"
 
 
 def test_resolving_twice_changes_nothing():

@@ -3,7 +3,7 @@
 import pytest
 from rule_cases import CASES, findings_of
 
-from megalaunch.data.indexed import HEADER
+from megalaunch.data.indexed_dataset.dataset import HEADER
 from megalaunch.plan.rules.registry import RULES
 
 

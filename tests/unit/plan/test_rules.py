@@ -10,8 +10,8 @@ from rule_cases import H100, TINY
 from megalaunch.config.compose import _plain_value
 from megalaunch.config.schema import with_values
 from megalaunch.plan.check import check
-from megalaunch.plan.findings import Finding, as_json, as_word, has_errors, in_order
-from megalaunch.plan.rules.registry import RULES, Broken, Rule, rule
+from megalaunch.plan.findings import Finding, as_json, as_override, has_errors, sort_findings
+from megalaunch.plan.rules.registry import RULES, Rule, Violation, rule
 
 
 def findings(*words, base=TINY, purpose="validate"):
@@ -32,8 +32,8 @@ def test_addresses_and_names_on_hubs_are_no_paths():
     (finding,) = findings("data.corpus=https://a.example/texts/b.jsonl?download=1")
     assert (finding.rule, finding.severity, finding.path) == ("run.local_paths", "error", "data.corpus")
     assert finding.message.endswith("nothing is downloaded: fetch it first, then name the file, data.corpus=b.jsonl")
-    (finding,) = [f for f in findings("checkpoint.initialize_from=hf://a/b") if f.rule == "run.local_paths"]
-    assert finding.message.endswith("checkpoint.initialize_from=b")
+    (finding,) = [f for f in findings("checkpoint.load_pretrained=hf://a/b") if f.rule == "run.local_paths"]
+    assert finding.message.endswith("checkpoint.load_pretrained=b")
     (finding,) = findings("tokenizer.path=meta-llama/Llama-3.1-8B")
     assert "download its tokenizer.json first" in finding.message
 
@@ -74,7 +74,7 @@ def test_the_world_of_llama3_8b_under_tp4pp4():
 
 
 def test_all_that_is_wrong_comes_at_once():
-    words = ("parallel=tp3pp7", "batch.sequence_length=9000", "optimizer.beta1=1", "train.stop_at=99999")
+    words = ("parallel=tp3pp7", "batch.sequence_length=9000", "optimizer.beta1=1", "train.exit_at_step=99999")
     spec, composition = resolved("recipe=llama3_8b", *words)
     errors = [f.rule for f in check(spec, composition.origins) if f.severity == "error"]
     assert errors == [
@@ -85,7 +85,7 @@ def test_all_that_is_wrong_comes_at_once():
         "parallel.ffn_by_tp",
         "parallel.groups_by_tp",
         "parallel.heads_by_tp",
-        "train.stop_at",
+        "train.exit_at_step",
     ]
 
 
@@ -105,7 +105,7 @@ def test_a_given_dp_is_kept_when_a_fix_is_proven():
 
 def test_findings_are_sorted():
     made = [Finding("a", severity, path, "m") for severity in ("note", "error", "warning") for path in ("b", "a")]
-    assert [(f.severity, f.path) for f in in_order(made)] == [
+    assert [(f.severity, f.path) for f in sort_findings(made)] == [
         (severity, path) for severity in ("error", "warning", "note") for path in ("a", "b")
     ]
 
@@ -129,10 +129,10 @@ def test_only_fixes_that_help_and_harm_nothing_are_shown(monkeypatch):
     def steps(at):
         """Made up."""
         if at.spec.train.steps < 30:
-            yield Broken("train.steps", "too few", {}, (
+            yield Violation("train.steps", "too few", {}, (
                 {"train.steps": 20},
                 {"train.steps": 21},
-                {"train.steps": 30, "train.stop_at": 31},
+                {"train.steps": 30, "train.exit_at_step": 31},
                 {"train.steps": 30, "parallel.schedule": "gpipe"},
                 {"train.steps": 30},
             ))  # fmt: skip
@@ -145,9 +145,9 @@ def test_only_fixes_that_help_and_harm_nothing_are_shown(monkeypatch):
 def test_many_findings_are_proven_fast():
     """A fix is tried against every rule, so time grows with findings x fixes x rules."""
     words = "parallel=tp3pp7cp6ep5etp2vpp2hsdp3sp batch.sequence_length=9001 optimizer.beta1=1 optimizer.beta2=1 "
-    words += "train.stop_at=99999999 schedule.warmup_steps=99999999 schedule.min_lr=1 model.num_query_groups=5 "
-    words += "model.head_dim=127 model.hidden_dropout=1 model.norm_epsilon=0 parallel.cp_exchange=a2a+p2p "
-    words += "parallel.cp_dynamic=true run.name=a/b platform.chip=h1000 model.moe.top_k=9 parallel.first_stage_layers=1"
+    words += "train.exit_at_step=99999999 schedule.warmup_steps=99999999 schedule.min_lr=1 model.num_query_groups=5 "
+    words += "model.head_dim=127 model.hidden_dropout=1 model.norm_epsilon=0 parallel.cp_comm_type=a2a+p2p "
+    words += "parallel.dynamic_context_parallel=true run.name=a/b platform.chip=h1000 model.moe.top_k=9 parallel.num_layers_in_first_pipeline_stage=1"
     spec, composition = resolved("recipe=mixtral_8x22b", *words.split())
     check(spec, composition.origins)
     began = time.process_time()
@@ -163,7 +163,7 @@ def test_many_findings_are_proven_fast():
      ("it's", "é", ""), ("0.5 /a", "p:q@r"), (2, 4), ("a2a+p2p",), ("[a]", "{b}", "c=d", "$x")],
 )  # fmt: skip
 def test_a_list_in_a_fix_is_what_the_command_line_reads(items):
-    value, problem = _plain_value("data.blend", as_word(items))
+    value, problem = _plain_value("data.blend", as_override(items))
     assert (value, problem) == (list(items), None)
 
 
@@ -171,7 +171,7 @@ def test_a_list_in_a_fix_is_what_the_command_line_reads(items):
     ("words", "rule_id", "fix"),
     [
         ("recipe=llama31_405b parallel=tp8pp8cp2vpp7sp", "parallel.layers_by_pp",
-         "parallel.embedding_as_layer=true parallel.head_as_layer=true parallel.vpp=8"),
+         "parallel.account_for_embedding_in_pipeline_split=true parallel.account_for_loss_in_pipeline_split=true parallel.vpp=8"),
         ("recipe=llama3_8b parallel=tp8sp model.ffn_hidden_size=14337", "parallel.ffn_by_tp",
          "model.ffn_hidden_size=14336"),
         ("recipe=llama3_70b parallel=tp16pp4", "parallel.tp_within_machine",

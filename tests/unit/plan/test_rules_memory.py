@@ -10,8 +10,8 @@ from made_specs import resolved
 from published_runs import BRIDGE, DGXC, MEMORY_7B, MEMORY_MOE, MEMORY_SFT, ONE_DEVICE, OTHERS
 
 from megalaunch.plan.check import check
-from megalaunch.plan.memory import memory_of
-from megalaunch.platform.facts import CHIPS
+from megalaunch.plan.memory import predict_memory
+from megalaunch.platform.chips import CHIPS
 
 BIG = ("recipe=llama3_8b", "parallel=tp1", "batch.micro_batch_size=4")
 
@@ -24,7 +24,7 @@ def test_too_big_is_an_error_with_the_parts_and_fixes_that_fit():
     spec, composition = resolved(*BIG)
     (finding,) = _found(spec, composition.origins)
     assert finding.severity == "error"
-    memory = memory_of(spec)
+    memory = predict_memory(spec)
     assert finding.numbers["bytes"] == round(memory.total) > finding.numbers["device_bytes"] == 81559 * 2**20
     assert f"needs {memory.total / 1e9:.1f} GB of the 85.5 GB of h100: weights 20.1" in finding.message
     assert len(finding.fixes) == 3
@@ -48,13 +48,14 @@ def test_the_shipped_recipe_fits_and_says_nothing():
 
 def test_almost_full_is_a_warning(monkeypatch):
     spec, composition = resolved("recipe=llama3_8b")
-    snug = replace(CHIPS["h100"], memory_bytes=int(memory_of(spec).total / 0.97))
+    snug = replace(CHIPS["h100"], memory_bytes=int(predict_memory(spec).total / 0.97))
     monkeypatch.setattr("megalaunch.plan.rules.memory.CHIPS", {"h100": snug})
     (finding,) = _found(spec, composition.origins)
     assert finding.severity == "warning"
     assert "leaves little for libraries" in finding.message
     monkeypatch.setattr(
-        "megalaunch.plan.rules.memory.CHIPS", {"h100": replace(snug, memory_bytes=int(memory_of(spec).total / 0.94))}
+        "megalaunch.plan.rules.memory.CHIPS",
+        {"h100": replace(snug, memory_bytes=int(predict_memory(spec).total / 0.94))},
     )
     assert not _found(spec, composition.origins)
 

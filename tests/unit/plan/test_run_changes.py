@@ -4,7 +4,7 @@ from made_specs import LAPTOP, resolved
 from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.config.schema.build import leaves
 from megalaunch.plan.resolve import resolve
-from megalaunch.plan.run_changes import CHANGEABLE, allowed_changes, refused_changes
+from megalaunch.plan.resume_compatibility import CHANGEABLE, compatible_changes, incompatible_changes
 
 WORDS = ("recipe=tiny", "data.corpus=x")
 CACHE = "/cache/corpora/0123/"
@@ -26,22 +26,22 @@ def rerun(*words, values=None):
 
 
 def refused(*words, values=None):
-    return [finding.path for finding in refused_changes(rerun(*words, values=values), stored())]
+    return [finding.path for finding in incompatible_changes(rerun(*words, values=values), stored())]
 
 
 def test_the_same_words_are_the_same_run_before_and_after_preparation():
     assert refused() == []
     assert refused(values=PREPARED) == []
-    assert allowed_changes(rerun(values=PREPARED), stored()) == []
+    assert compatible_changes(rerun(values=PREPARED), stored()) == []
 
 
 @pytest.mark.parametrize(
     "word",
     [
         "train.steps=40",
-        "train.stop_at=3",
+        "train.exit_at_step=3",
         "train.validation_interval=1",
-        "measure.log_interval=5",
+        "logging.log_interval=5",
         "parallel=dp4",
         "parallel=zero3dp1",
         "cluster.cpu_workers=1",
@@ -51,11 +51,11 @@ def test_the_same_words_are_the_same_run_before_and_after_preparation():
         "run.name=other",
         "run.resume=required",
         "data.cache_directory=/elsewhere",
-        "parallel.overlap_experts=true",
-        "parallel.stage_layout=Et|tL",
+        "parallel.overlap_moe_expert_parallel_comm=true",
+        "parallel.pipeline_layout=Et|tL",
         "recompute.granularity=full",
         "optimizer.offload_fraction=0.5",
-        "checkpoint.asynchronous=true",
+        "checkpoint.async_save=true",
         "model.name=other",
     ],
 )
@@ -77,22 +77,22 @@ def test_what_may_change(word):
         ("tokenizer.vocab_size=512", ["tokenizer.vocab_size"]),
         ("data.num_samples=7", ["data.num_samples"]),
         ("data.append_eod=false", ["data.append_eod"]),
-        ("precision=bf16", ["precision.compute"]),
-        ("precision.moments=bf16", ["precision.moments"]),
+        ("precision=bf16", ["precision.compute_dtype"]),
+        ("precision.exp_avg_dtype=bf16", ["precision.exp_avg_dtype"]),
         ("precision.fp8.recipe=mxfp8", ["precision.fp8.recipe"]),
         ("model.moe.top_k=3", ["model.moe.top_k"]),
         ("model.mtp.loss_coeff=0.3", ["model.mtp.loss_coeff"]),
         ("model.init_std=0.01", ["model.init_std", "model.embedding_init_std"]),
         ("data.fim_rate=0.5", ["data.fim_rate"]),
-        ("data.reset_attention=true", ["data.reset_attention"]),
+        ("data.reset_attention_mask=true", ["data.reset_attention_mask"]),
         ("optimizer.momentum=0.5", ["optimizer.momentum"]),
-        ("batch.ramp=0:4,1K:8", ["batch.ramp"]),
+        ("batch.rampup_batch_size=0:4,1K:8", ["batch.rampup_batch_size"]),
         ("data.corpus=y", ["data.corpus", "data.train_prefix", "data.validation_prefix", "tokenizer.path"]),
     ],
 )
 def test_what_makes_another_run(word, paths):
     assert refused(word) == paths
-    first = refused_changes(rerun(word), stored())[0]
+    first = incompatible_changes(rerun(word), stored())[0]
     assert "give the old value, or another run.directory" in first.message
     assert first.severity == "error"
 
@@ -105,16 +105,16 @@ def test_a_corpus_that_changed_under_its_name_is_another_run():
 
 
 def test_conversations_are_compared_by_content_as_a_corpus_is():
-    words = ("recipe=tiny", "data.chat=talks.jsonl")
+    words = ("recipe=tiny", "data.sft_data=talks.jsonl")
     began = with_values(resolved(*words)[0], {**PREPARED, "model.vocab_size": 320})
     again = resolved(*words, stored=began)[0]
-    assert refused_changes(again, began) == []
+    assert incompatible_changes(again, began) == []
     other = with_values(again, {"data.train_prefix": "/cache/corpora/9999/train"})
-    assert [finding.path for finding in refused_changes(other, began)] == ["data.train_prefix"]
+    assert [finding.path for finding in incompatible_changes(other, began)] == ["data.train_prefix"]
 
 
 def test_an_allowed_change_is_said():
-    (note,) = allowed_changes(rerun("train.steps=40"), stored())
+    (note,) = compatible_changes(rerun("train.steps=40"), stored())
     assert note.message == "train.steps: 20 -> 40"
     assert note.severity == "note"
 
@@ -141,18 +141,18 @@ def test_stored_horizons_come_back():
     ],
 )
 def test_the_weights_that_a_run_began_with_stay(before, now, same):
-    key = "checkpoint.initialize_from"
+    key = "checkpoint.load_pretrained"
     then = with_values(stored(), {key: before})
     again = with_values(stored(), {key: now})
-    found = refused_changes(again, then)
+    found = incompatible_changes(again, then)
     assert [finding.path for finding in found] == ([] if same else [key])
     assert same or "or another run.directory" in found[0].message
-    assert allowed_changes(again, then) == []
+    assert compatible_changes(again, then) == []
 
 
 def test_a_warmup_in_steps_is_the_same_run_as_its_fraction():
     words = ("recipe=quickstart", "data.corpus=x")
     begun = resolved(*words, "schedule.warmup_steps=30", "schedule.warmup_fraction=0")[0]
-    assert refused_changes(resolved(*words)[0], begun) == []
+    assert incompatible_changes(resolved(*words)[0], begun) == []
     shorter = resolved(*words, "schedule.warmup_fraction=0.05")[0]
-    assert [finding.path for finding in refused_changes(shorter, begun)] == ["schedule.warmup_steps"]
+    assert [finding.path for finding in incompatible_changes(shorter, begun)] == ["schedule.warmup_steps"]

@@ -6,13 +6,13 @@ import pytest
 from made_specs import H100_NODE, LAPTOP
 
 from megalaunch.config.compose import Composer, compose
-from megalaunch.config.options import option_names
+from megalaunch.config.groups import option_names
 from megalaunch.config.recipes import PACKAGED, read_summary
 from megalaunch.config.schema.model import Family
 from megalaunch.plan.check import check
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.resolve import resolve
-from megalaunch.plan.stages import stages_of
+from megalaunch.plan.stages import build_stages
 from megalaunch.plan.topology import Topology
 
 RECIPES = sorted(path.relative_to(PACKAGED).with_suffix("").as_posix() for path in PACKAGED.rglob("*.yaml"))
@@ -64,9 +64,9 @@ def test_a_layout_that_does_not_fit_llama3_70b_says_all_at_once():
 
 
 def test_stages_of_the_recipes_that_do_not_divide_evenly():
-    large = stages_of(spec_on(LAPTOP, "recipe=llama31_405b")[0])
+    large = build_stages(spec_on(LAPTOP, "recipe=llama31_405b")[0])
     assert [len(stage.layers) for stage in large] == [1, *[2] * 62, 1]
-    deep = stages_of(spec_on(LAPTOP, "recipe=deepseek_v3")[0])
+    deep = build_stages(spec_on(LAPTOP, "recipe=deepseek_v3")[0])
     assert [len(stage.layers) for stage in deep] == [*[4] * 15, 1]
     assert (deep[-1].mtp, deep[-1].head, deep[0].embedding) == ((0,), True, True)
 
@@ -87,7 +87,7 @@ def words_of(name, machine):
 def test_a_recipe_is_valid_where_it_may_run(name, machine):
     words = words_of(name, machine)
     assert errors(machine, *words) == []
-    assert Topology.of(spec_on(machine, *words)[0]).microbatches >= 1
+    assert Topology.from_spec(spec_on(machine, *words)[0]).microbatches >= 1
 
 
 @pytest.mark.parametrize("name", RECIPES)

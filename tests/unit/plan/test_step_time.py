@@ -11,13 +11,13 @@ from made_specs import resolved
 from published_runs import DGXC
 
 from megalaunch.config.schema import with_values
-from megalaunch.plan.cost import UnknownCost, step_time
-from megalaunch.plan.cost.communication import Wires
+from megalaunch.plan.cost import UnknownChipSpeed, step_time
+from megalaunch.plan.cost.communication import Interconnect
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.prediction import predict
 from megalaunch.plan.resolve import derive
 
-WIRES = Wires(link=400.0, network=50.0, node=8)
+WIRES = Interconnect(link=400.0, network=50.0, node=8)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_keys_of_dealt_documents_travel_once_each_way(seventy):
     spec = _with(seventy, parallel__cp=2, data__reset_attention=True)
     gathered, dealt = (
         step_time(_with(spec, **{f"parallel__{key}": value})).exchanges["cp"]
-        for key, value in (("cp_exchange", "allgather"), ("cp_dynamic", True))
+        for key, value in (("cp_comm_type", "allgather"), ("dynamic_context_parallel", True))
     )
     assert dealt.exposed == pytest.approx(gathered.exposed * 2 / 3)
     assert dealt.hidden == 0
@@ -108,10 +108,10 @@ def test_a_node_of_four_ends_at_four_and_a_rack_does_not():
 
 def test_a_chip_without_figures_has_no_time():
     spec, _ = resolved("recipe=tiny", "data.corpus=x")
-    with pytest.raises(UnknownCost, match="the speed of cpu is not known"):
+    with pytest.raises(UnknownChipSpeed, match="the speed of cpu is not known"):
         step_time(spec)
-    spec, _ = resolved("recipe=llama3_8b", "platform=a100_80gb", "precision.compute=fp8")
-    with pytest.raises(UnknownCost, match="no known peak in fp8"):
+    spec, _ = resolved("recipe=llama3_8b", "platform=a100_80gb", "precision.compute_dtype=fp8")
+    with pytest.raises(UnknownChipSpeed, match="no known peak in fp8"):
         step_time(spec)
 
 
@@ -129,9 +129,9 @@ LAYOUTS = st.fixed_dictionaries(
     {
         **{f"parallel.{axis}": DEGREE for axis in ("tp", "pp", "cp", "ep")},
         "parallel.vpp": st.sampled_from([None, 2, 4]),
-        "parallel.replicas": st.sampled_from([1, 2]),
+        "parallel.dp_replicate": st.sampled_from([1, 2]),
         "parallel.sequence_parallel": st.booleans(),
-        "parallel.cp_exchange": st.sampled_from(["p2p", "a2a", "allgather", "a2a+p2p"]),
+        "parallel.cp_comm_type": st.sampled_from(["p2p", "a2a", "allgather", "a2a+p2p"]),
         "parallel.data_sharding": st.sampled_from(["no_shard", "optim", "optim_grads", "optim_grads_params"]),
         "cluster.nodes": st.sampled_from([1, 2, 16]),
         "batch.sequence_length": st.sampled_from([1, 64, 4096]),

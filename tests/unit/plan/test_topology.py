@@ -29,7 +29,7 @@ def test_megatrons_dense_order_of_16_ranks():
 
 def test_megatrons_expert_order():
     """Golden: etp1 ep4 pp2 over 16 ranks."""
-    grid = topology(dp=8, pp=2, ep=4, edp=2).expert
+    grid = topology(dp=8, pp=2, ep=4, edp=2).expert_grid
     assert grid.group(0, "ep") == [0, 1, 2, 3]
     assert grid.group(0, "edp") == [0, 4]
     assert grid.group(0, "pp") == [0, 8]
@@ -69,13 +69,13 @@ def test_coordinates_name_the_axes_above_one():
 )
 def test_what_data_parallel_ranks_share(words, replicas, shards):
     spec, _ = resolved("recipe=tiny", *words)
-    t = Topology.of(spec)
-    assert (t.replicas, t.shards, t.dp) == (replicas, shards, replicas * shards)
+    t = Topology.from_spec(spec)
+    assert (t.dp_replicate, t.dp_shard, t.dp) == (replicas, shards, replicas * shards)
 
 
 def test_of_a_resolved_spec():
     spec, _ = resolved("recipe=llama3_8b", "cluster.nodes=2")
-    t = Topology.of(spec)
+    t = Topology.from_spec(spec)
     assert (t.world, t.dp, t.cp, t.microbatches, t.nodes, t.devices_per_node) == (16, 8, 2, 16, 2, 8)
 
 
@@ -84,7 +84,7 @@ def test_of_a_resolved_spec():
     [
         {"parallel.dp": 3},
         {"parallel.dp": None},
-        {"parallel.replicas": 3},
+        {"parallel.dp_replicate": 3},
         {"batch.micro_batch_size": 3},
         {"batch.micro_batch_size": None},
         {"cluster.devices_per_node": "auto"},
@@ -94,4 +94,4 @@ def test_of_a_resolved_spec():
 def test_what_does_not_divide_has_no_topology(values):
     spec, _ = resolved("recipe=llama3_8b")
     with pytest.raises(ValueError, match=r"not the world|does not divide|is not resolved"):
-        Topology.of(with_values(spec, values))
+        Topology.from_spec(with_values(spec, values))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from megalaunch.launch.sweep.board import LiveBoard, PlainBoard, open_board, short_label
+from megalaunch.launch.sweep.display import LiveSweepDisplay, LogSweepDisplay, open_board, short_label
 from megalaunch.launch.sweep.result import Speed, TrialResult
 from megalaunch.launch.sweep.trial_table import TrialRow, trial_table
 
@@ -28,7 +28,7 @@ def view(step, **changes):
 def test_lines_tell_of_every_start_and_end():
     stream = io.StringIO()
     board = open_board("tokens_per_second", False, stream)
-    assert isinstance(board, PlainBoard)
+    assert isinstance(board, LogSweepDisplay)
     board.begin([DONE, NEXT], NEXT)
     board.update(view(0))
     event = {"event": "worker_failed", "rank": 1, "step": 3, "exception": "OSError", "message": "no"}
@@ -45,16 +45,16 @@ def test_lines_tell_of_every_start_and_end():
 def test_a_reader_that_is_gone_stops_no_sweep():
     stream = io.StringIO()
     stream.close()
-    PlainBoard("tokens_per_second", stream).begin([NEXT], NEXT)
+    LogSweepDisplay("tokens_per_second", stream).begin([NEXT], NEXT)
 
 
 @pytest.fixture
 def live(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr("rich.console.Console", lambda: Console(file=stream, force_terminal=True, width=130, height=20))
-    board = LiveBoard("tokens_per_second")
+    board = LiveSweepDisplay("tokens_per_second")
     yield board, stream
-    board.leave()
+    board.skip()
 
 
 def rows(stream):

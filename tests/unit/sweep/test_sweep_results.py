@@ -8,23 +8,23 @@ from dataclasses import replace
 import pytest
 from made_specs import LAPTOP
 
-from megalaunch.cli.sweep_judge import Judge
 from megalaunch.config.compose import compose
-from megalaunch.config.recipe_text import recipe_text
-from megalaunch.config.sweep_words import read_sweep
-from megalaunch.launch.sweep.folder import (
+from megalaunch.config.sweep_overrides import parse_sweep
+from megalaunch.config.write_recipe import recipe_text
+from megalaunch.launch.sweep.directory import (
     Definition,
     SweepFolder,
     SweepFolderError,
-    begun_trials,
-    note_begun,
     open_folder,
+    record_started,
+    started_trials,
 )
-from megalaunch.launch.sweep.result import ranked, result_of, speed_of, unranked_reason
+from megalaunch.launch.sweep.result import rank_results, read_result, read_speed, unranked_reason
 from megalaunch.launch.sweep.sampling import grid
 from megalaunch.launch.sweep.table import draw_results, write_results
-from megalaunch.rundir.lines import append_line
+from megalaunch.rundir.jsonl import append_line
 from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
+from megalaunch.runs.sweep.validation import PointValidator
 
 
 def made_trial(folder, number, rate, code=ExitCode.DONE, validation=None, steps=12):
@@ -39,14 +39,14 @@ def made_trial(folder, number, rate, code=ExitCode.DONE, validation=None, steps=
         append_line(directory.metrics, {"step": steps, "validation_loss": validation})
     if code is not None:
         write_outcome(directory.outcome, Outcome(int(code), "it was so", steps))
-    return result_of(number, {"optimizer.lr": str(number)}, directory)
+    return read_result(number, {"optimizer.lr": str(number)}, directory)
 
 
 def test_the_first_steps_do_not_count_and_the_spread_is_the_middle_half():
     steps = [{"tokens_per_second": rate} for rate in (1, 1, 10, 20, 30, 40, 50)]
-    speed = speed_of(steps)
+    speed = read_speed(steps)
     assert (speed.median, speed.low, speed.high, speed.steps) == (30, 20, 40, 5)
-    assert speed_of(steps[:3]) is None
+    assert read_speed(steps[:3]) is None
 
 
 def test_a_failed_or_unfinished_trial_never_ranks(tmp_path):
@@ -58,11 +58,11 @@ def test_a_failed_or_unfinished_trial_never_ranks(tmp_path):
     killed = made_trial(folder, 5, 700.0, None)
     short = made_trial(folder, 6, 600.0, steps=3)
     results = [slow, fast, crashed, stopped, killed, short]
-    assert [result.number for result in ranked(results, "tokens_per_second")] == [2, 1]
+    assert [result.number for result in rank_results(results, "tokens_per_second")] == [2, 1]
     assert [result.state for result in results] == ["done", "done", "failed", "unfinished", "unfinished", "done"]
     assert unranked_reason(crashed, "tokens_per_second") == "it was so"
     assert "too few" in unranked_reason(short, "tokens_per_second")
-    assert result_of(7, {}, folder.trial(7)).state == "waiting"
+    assert read_result(7, {}, folder.trial(7)).state == "waiting"
 
 
 def test_the_lowest_validation_loss_wins_and_nan_never_ranks(tmp_path):
@@ -74,7 +74,7 @@ def test_the_lowest_validation_loss_wins_and_nan_never_ranks(tmp_path):
         made_trial(folder, 4, 300.0, validation=float("inf")),
         made_trial(folder, 5, 300.0),
     ]
-    assert [result.number for result in ranked(results, "validation_loss")] == [2, 1]
+    assert [result.number for result in rank_results(results, "validation_loss")] == [2, 1]
     assert "--metric loss ranks by the training loss" in unranked_reason(results[4], "validation_loss")
 
 
@@ -82,15 +82,15 @@ def test_the_training_loss_ranks_where_it_is_asked_for(tmp_path):
     folder = SweepFolder(tmp_path / "s")
     results = [made_trial(folder, number, 100.0) for number in (1, 2)]
     results = [replace(results[0], loss=3.0), replace(results[1], loss=2.0), replace(results[1], loss=float("nan"))]
-    assert [result.loss for result in ranked(results, "loss")] == [2.0, 3.0]
+    assert [result.loss for result in rank_results(results, "loss")] == [2.0, 3.0]
     assert unranked_reason(results[2], "loss") == "the last training loss is not finite"
 
 
 def test_the_table_holds_every_point_the_best_first(tmp_path):
     folder = SweepFolder(tmp_path / "s")
-    words = read_sweep(["recipe=tiny", "optimizer.lr=1,2", "batch.global_batch_size=7"])
-    judge = Judge(words, folder, LAPTOP, False)
-    left_out = [judge.judge(number, values) for number, values in enumerate(grid(words.axes), 8)]
+    words = parse_sweep(["recipe=tiny", "optimizer.lr=1,2", "batch.global_batch_size=7"])
+    judge = PointValidator(words, folder, LAPTOP, False)
+    left_out = [judge.validate(number, values) for number, values in enumerate(grid(words.axes), 8)]
     results = [made_trial(folder, 1, 100.0), made_trial(folder, 2, 200.0), made_trial(folder, 3, 9.0, ExitCode.HANG)]
     write_results(folder, results, left_out, "tokens_per_second")
     with folder.results.open(newline="") as file:
@@ -129,16 +129,16 @@ def test_a_sweep_is_continued_only_as_itself(tmp_path):
 def test_what_was_begun_is_remembered_once(tmp_path):
     folder = SweepFolder(tmp_path)
     for _ in range(2):
-        note_begun(folder, 4, {"parallel": "tp2"})
-    assert begun_trials(folder) == {4: {"parallel": "tp2"}}
-    assert len(folder.begun.read_text().splitlines()) == 1
+        record_started(folder, 4, {"parallel": "tp2"})
+    assert started_trials(folder) == {4: {"parallel": "tp2"}}
+    assert len(folder.started.read_text().splitlines()) == 1
 
 
 def test_points_that_come_to_the_same_run_run_once(tmp_path):
-    words = read_sweep(["recipe=tiny", "platform=cpu", "data.corpus=python-stdlib", "parallel=dp1,dp2,tp1"])
-    judge = Judge(words, SweepFolder(tmp_path / "s"), LAPTOP, False)
-    judged = [judge.judge(number, values) for number, values in enumerate(grid(words.axes), 1)]
-    assert [point.runs for point in judged] == [True, True, False]  # two workers where the layout leaves it open
+    words = parse_sweep(["recipe=tiny", "platform=cpu", "data.corpus=python-stdlib", "parallel=dp1,dp2,tp1"])
+    judge = PointValidator(words, SweepFolder(tmp_path / "s"), LAPTOP, False)
+    judged = [judge.validate(number, values) for number, values in enumerate(grid(words.axes), 1)]
+    assert [point.is_valid for point in judged] == [True, True, False]  # two workers where the layout leaves it open
     assert "the same run as point 2" in judged[2].reasons[0].message
 
 
@@ -146,7 +146,7 @@ def test_points_that_come_to_the_same_run_run_once(tmp_path):
     "words",
     [
         ["recipe=tiny", "parallel=tp2", "optimizer.lr=3e-3"],
-        ["recipe=llama3_8b", "parallel.tp=4", "precision.compute=fp32", "parallel.sequence_parallel=true"],
+        ["recipe=llama3_8b", "parallel.tp=4", "precision.compute_dtype=fp32", "parallel.sequence_parallel=true"],
         ["recipe=llama3_8b", "recompute=selective", "recompute.modules=[mlp,norm]", "batch.micro_batch_size=null"],
         ["recipe=quickstart", "parallel.schedule=gpipe", "train.sample_prompt='a: b'"],
     ],

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from megalaunch.config.sweep_words import read_sweep
+from megalaunch.config.sweep_overrides import parse_sweep
 
 pytest.importorskip("optuna")
 from megalaunch.launch.sweep.tpe import TreeSampler
 
-AXES = read_sweep(
+AXES = parse_sweep(
     ["optimizer.lr=tag(log,interval(1e-5,1e-1))", "schedule=cosine,linear", "train.seed=int(interval(1,9))"]
 ).axes
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from megalaunch.config.axes import Choices, Interval
 from megalaunch.config.compose import Composer, compose, read_axis
 from megalaunch.config.errors import ConfigError
-from megalaunch.config.sweep_words import read_sweep
+from megalaunch.config.search_space import Categorical, Range
+from megalaunch.config.sweep_overrides import parse_sweep
 from megalaunch.launch.sweep.sampling import grid, random_points
 
 
 @pytest.mark.parametrize(
     ("raw", "axis"),
     [
-        ("1e-4,3e-4", Choices(("0.0001", "0.0003"))),
-        ("choice(1e-4,3e-4,1e-4)", Choices(("0.0001", "0.0003"))),
-        ("range(1,8,step=3)", Choices(("1", "4", "7"))),
-        ("interval(1e-5,1e-3)", Interval(1e-5, 1e-3)),
-        ("tag(log,interval(1e-5,1e-3))", Interval(1e-5, 1e-3, log=True)),
-        ("int(interval(1,5))", Interval(1, 5, whole=True)),
+        ("1e-4,3e-4", Categorical(("0.0001", "0.0003"))),
+        ("choice(1e-4,3e-4,1e-4)", Categorical(("0.0001", "0.0003"))),
+        ("range(1,8,step=3)", Categorical(("1", "4", "7"))),
+        ("interval(1e-5,1e-3)", Range(1e-5, 1e-3)),
+        ("tag(log,interval(1e-5,1e-3))", Range(1e-5, 1e-3, log=True)),
+        ("int(interval(1,5))", Range(1, 5, whole=True)),
         ("3e-4", None),
     ],
 )
@@ -28,8 +28,8 @@ def test_an_axis_is_read_as_hydra_reads_it(raw, axis):
 
 
 def test_options_are_named_by_list_and_by_pattern():
-    assert read_axis("parallel", "tp1,tp2pp2") == Choices(("tp1", "tp2pp2"))
-    assert read_axis("schedule", "glob(c*)") == Choices(("constant", "cosine"))
+    assert read_axis("parallel", "tp1,tp2pp2") == Categorical(("tp1", "tp2pp2"))
+    assert read_axis("schedule", "glob(c*)") == Categorical(("constant", "cosine"))
     assert read_axis("data.corpus", "texts[1") is None  # text with a bracket is one value
 
 
@@ -50,12 +50,12 @@ def test_options_are_named_by_list_and_by_pattern():
 )
 def test_what_is_no_sweep_is_refused(words, said):
     with pytest.raises(ConfigError) as refused:
-        read_sweep(words)
+        parse_sweep(words)
     assert said in str(refused.value)
 
 
 def test_a_point_keeps_the_words_in_their_places():
-    swept = read_sweep(["recipe=tiny", "parallel=tp1,tp2", "train.steps=9", "optimizer.lr=choice(1,2)"])
+    swept = parse_sweep(["recipe=tiny", "parallel=tp1,tp2", "train.steps=9", "optimizer.lr=choice(1,2)"])
     assert swept.size == 4
     points = [swept.point(values) for values in grid(swept.axes)]
     assert points[1] == ("recipe=tiny", "parallel=tp1", "train.steps=9", "optimizer.lr=2")
@@ -63,7 +63,7 @@ def test_a_point_keeps_the_words_in_their_places():
 
 
 def test_random_points_are_the_same_for_the_same_seed_and_never_twice():
-    axes = read_sweep(["optimizer.lr=tag(log,interval(1e-5,1e-2))", "train.steps=int(interval(1,3))"]).axes
+    axes = parse_sweep(["optimizer.lr=tag(log,interval(1e-5,1e-2))", "train.steps=int(interval(1,3))"]).axes
     first = [values for values, _ in zip(random_points(axes, 7), range(50), strict=False)]
     again = [values for values, _ in zip(random_points(axes, 7), range(50), strict=False)]
     assert first == again
@@ -75,7 +75,7 @@ def test_random_points_are_the_same_for_the_same_seed_and_never_twice():
 
 
 def test_a_finite_space_is_used_up():
-    axes = read_sweep(["parallel=tp1,tp2", "optimizer.lr=1,2"]).axes
+    axes = parse_sweep(["parallel=tp1,tp2", "optimizer.lr=1,2"]).axes
     assert len(list(random_points(axes, 0))) == 4
 
 

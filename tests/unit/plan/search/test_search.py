@@ -11,29 +11,29 @@ import pytest
 from made_specs import LAPTOP, resolved
 from published_runs import DGXC
 
-from megalaunch.cli.plan_search import layout_words, search_json, search_text, sound
+from megalaunch.cli.plan.search import layout_text, search_json, search_text, validated
 from megalaunch.config.compose import Composition, compose
 from megalaunch.plan.check import check
 from megalaunch.plan.cost import step_time
-from megalaunch.plan.memory import memory_of
+from megalaunch.plan.memory import predict_memory
 from megalaunch.plan.resolve import resolve
-from megalaunch.plan.rules.nearby import no_fixes
+from megalaunch.plan.rules.suggestions import suggestions_disabled
 from megalaunch.plan.search import SearchError, SearchResult, differences, search
+from megalaunch.plan.search.filter import broken_batch, first_violated_rule
 from megalaunch.plan.search.search import TOO_BIG, _least_that_fits
-from megalaunch.plan.search.sieve import broken_batch, broken_layout
-from megalaunch.plan.search.space import divided, divisions, grids, micro_batches, recomputations, shardings
-from megalaunch.platform.facts import CHIPS
+from megalaunch.plan.search.space import grids, micro_batches, pipeline_splits, recomputations, shardings, split_layers
+from megalaunch.platform.chips import CHIPS
 
 # facts 1a: NVIDIA's best published bf16 layouts; gradients were summed in bf16.
-BF16 = ("precision.reduce=bf16", "precision.gradients=bf16")
+BF16 = ("precision.grad_reduce_dtype=bf16", "precision.grad_dtype=bf16")
 MEASURED = {
     "8b": ("recipe=llama3_8b", "parallel=cp2", "batch.global_batch_size=128", *BF16),
     "70b": ("recipe=llama3_70b", "parallel=tp4pp4cp2vpp5sp", "batch.global_batch_size=128", *BF16),
     "405b": (
         "recipe=llama31_405b",
         "parallel=tp8pp8cp2vpp8sp",
-        "parallel.embedding_as_layer=true",
-        "parallel.head_as_layer=true",
+        "parallel.account_for_embedding_in_pipeline_split=true",
+        "parallel.account_for_loss_in_pipeline_split=true",
         "cluster.nodes=64",
         "batch.global_batch_size=256",
         *BF16,
@@ -81,7 +81,7 @@ def test_the_largest_search_takes_seconds():
     result = search(spec)
     assert time.process_time() - started < 10
     assert result.valid > 1000
-    assert result.considered == result.valid + result.dropped.total()
+    assert result.num_considered == result.valid + result.dropped.total()
     assert {"memory.fits", "parallel.world", "batch.global_by_dp"} <= set(result.dropped)
 
 
@@ -91,9 +91,9 @@ def _layouts(spec, count):
     world = spec.cluster.nodes * spec.cluster.devices_per_node
     every = list(grids(spec, world, spec.cluster.devices_per_node))
     for grid in source.sample(every, min(count, len(every))):
-        options = divisions(spec.model.num_layers, spec.model.mtp.num_layers, grid.parallel.pp)
+        options = pipeline_splits(spec.model.num_layers, spec.model.mtp.num_layers, grid.parallel.pp)
         if options and grid.parallel.dp:
-            node = divided(grid, source.choice(options), source.choice(shardings(grid)))
+            node = split_layers(grid, source.choice(options), source.choice(shardings(grid)))
             size = source.choice([*micro_batches(node), 3])
             recompute = source.choice(recomputations(node))
             yield replace(node, batch=replace(node.batch, micro_batch_size=size), recompute=recompute)
@@ -108,11 +108,11 @@ def test_the_sieve_agrees_with_the_whole_checker(recipe):
     before = {finding.rule for finding in check(spec) if finding.severity == "error"} | {TOO_BIG}
     agreed = {True: 0, False: 0}
     for layout in _layouts(spec, 60):
-        with no_fixes():
+        with suggestions_disabled():
             errors = {f.rule for f in check(layout) if f.severity == "error"} - before
-        assert (broken_layout(layout) is not None) == bool(errors), (layout.parallel, errors)
+        assert (first_violated_rule(layout) is not None) == bool(errors), (layout.parallel, errors)
         one = replace(layout, batch=replace(layout.batch, micro_batch_size=1), recompute=recomputations(layout)[0])
-        if broken_layout(one) is None:  # then the rules of batch and recomputation decide alone
+        if first_violated_rule(one) is None:  # then the rules of batch and recomputation decide alone
             assert (broken_batch(layout) is None) == (not errors), (layout.parallel, errors)
         agreed[bool(errors)] += 1
     assert min(agreed.values()) > 5
@@ -121,13 +121,13 @@ def test_the_sieve_agrees_with_the_whole_checker(recipe):
 @pytest.mark.parametrize("recipe", TABLE)
 def test_what_is_found_is_valid_and_its_words_give_it(recipe):
     result, composition = found_for(recipe)
-    best = sound(result, composition.origins, 5)
+    best = validated(result, composition.origins, 5)
     assert len(best) == 5
     chip = CHIPS[best[0].spec.platform.chip]
     for found in best:
         assert not [f for f in check(found.spec) if f.severity == "error"]
-        assert memory_of(found.spec).total <= chip.memory_bytes
-        again, _ = resolved(f"recipe={recipe}", *layout_words(found.spec))
+        assert predict_memory(found.spec).total <= chip.memory_bytes
+        again, _ = resolved(f"recipe={recipe}", *layout_text(found.spec))
         assert again == found.spec
     speeds = [found.speed for found in result.ranked]
     assert speeds == sorted(speeds, reverse=True)
@@ -137,7 +137,7 @@ def test_the_least_recomputation_that_fits_is_the_fastest_of_its_ladder():
     spec, _ = resolved("recipe=llama3_70b")
     grid = replace(spec, parallel=replace(spec.parallel, tp=4, pp=4, cp=1, dp=4))
     steps = [replace(grid, recompute=recompute) for recompute in recomputations(grid)]
-    sizes = [memory_of(step).total for step in steps]
+    sizes = [predict_memory(step).total for step in steps]
     assert sizes == sorted(sizes, reverse=True)
     for place, size in enumerate(sizes):
         assert _least_that_fits(steps, size)[0] == place
@@ -149,7 +149,7 @@ def test_the_least_recomputation_that_fits_is_the_fastest_of_its_ladder():
 @pytest.mark.parametrize(("layers", "mtp"), [(80, 0), (126, 0), (61, 1), (61, 0), (35, 2), (3, 0)])
 def test_every_division_holds_every_layer_once(layers, mtp):
     for pp in (n for n in (2, 3, 4, 8, 16) if n <= layers):
-        for division in divisions(layers, mtp, pp):
+        for division in pipeline_splits(layers, mtp, pp):
             if division.layout is not None:
                 assert division.layout.count("t") == layers
                 stages = division.layout.split("|")
@@ -186,7 +186,7 @@ def test_the_reasons_add_up():
 
 def test_what_is_printed_names_the_place_of_the_runs_own_layout():
     result, composition = found_for("llama3_70b")
-    best = sound(result, composition.origins, 3)
+    best = validated(result, composition.origins, 3)
     text = search_text(result, best)
     assert f"this run's own layout is number {result.place(result.own)} of {result.valid:,}" in text
     assert "number 1 is" in text

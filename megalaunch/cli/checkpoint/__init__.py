@@ -1,0 +1,1 @@
+"""`megalaunch checkpoint` and `convert`."""

@@ -1,0 +1,135 @@
+"""`megalaunch checkpoint`: what a run has saved, what one checkpoint holds, and whether every byte is still right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megalaunch.config.schema import RunSpec
+    from megalaunch.rundir.paths import RunDirectory
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="List, inspect and verify checkpoints.",
+)
+
+Source = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run directory.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("list")
+def list_checkpoints(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")], as_json: AsJson = False
+) -> None:
+    """Every checkpoint of a run: step, size, whether it is complete, and why it is kept."""
+    from megalaunch.cli.checkpoint.output import list_lines, list_rows
+    from megalaunch.rundir.checkpoint.listing import checkpoint_info, checkpoints_by_step, directory_size, leftovers
+
+    run = _find_run(run_dir)
+    found = [checkpoint_info(path) for path in sorted(checkpoints_by_step(run.checkpoints).values())]
+    unfinished = {path.name: directory_size(path) for path in leftovers(run.checkpoints)}
+    rows = list_rows(found, _read_spec(run.spec))
+    if as_json:
+        typer.echo(json.dumps({"checkpoints": rows, "unfinished": unfinished}, indent=2))
+        return
+    from megalaunch.launch.directory import run_is_held
+
+    for line in list_lines(run.checkpoints, rows, unfinished, run_is_held(run)):
+        typer.echo(line)
+
+
+@app.command()
+def inspect(
+    path: Source,
+    every: Annotated[bool, typer.Option("--all", help="A row for each tensor; else layers alike share one.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What a checkpoint holds: step, layout, tensors, totals. Of a run: what its newest complete one holds."""
+    from megalaunch.cli.checkpoint.output import inspect_lines
+    from megalaunch.cli.checkpoint.summary import summarize_checkpoint
+    from megalaunch.cli.errors import fail
+    from megalaunch.rundir.checkpoint.errors import CheckpointError
+    from megalaunch.rundir.checkpoint.names import SPEC_FILE
+    from megalaunch.rundir.outcome import ExitCode
+
+    checkpoint = _find_checkpoints(path)[0]
+    try:
+        summary = summarize_checkpoint(checkpoint, _read_spec(checkpoint / SPEC_FILE))
+    except CheckpointError as error:
+        fail(str(error), ExitCode.CHECKPOINT)
+    for line in [json.dumps(summary, indent=2)] if as_json else inspect_lines(checkpoint, summary, every):
+        typer.echo(line)
+
+
+@app.command()
+def verify(path: Source) -> None:
+    """Read every byte and compare it with its checksum; names the files that differ. Of a run: all its checkpoints.
+
+    The exit code is 4 when any is damaged.
+    """
+    from megalaunch.cli.checkpoint.output import verification_lines
+    from megalaunch.cli.output.progress import percent_progress
+    from megalaunch.rundir.checkpoint.manifest import read_manifest, verify_checkpoint
+    from megalaunch.rundir.outcome import ExitCode
+
+    damaged = 0
+    for checkpoint in _find_checkpoints(path, only_complete=False):
+        problems = verify_checkpoint(checkpoint, read=percent_progress(checkpoint.name))
+        damaged += bool(problems)
+        sizes = [] if problems else [record.size for record in read_manifest(checkpoint)]
+        for line in verification_lines(checkpoint, sizes, problems):
+            typer.echo(line, err=bool(problems))
+    if damaged:
+        raise typer.Exit(int(ExitCode.CHECKPOINT))
+
+
+def _find_run(path: Path) -> RunDirectory:
+    from megalaunch.cli.errors import fail
+    from megalaunch.rundir.paths import RunDirectory
+
+    run = RunDirectory(path)
+    if not run.checkpoints.is_dir() and not run.spec.is_file():
+        what = "has neither a checkpoint nor a run in it" if path.is_dir() else "is no directory"
+        fail(f"{path} {what}; give a run directory such as runs/quickstart")
+    return run
+
+
+def _find_checkpoints(path: Path, only_complete: bool = True) -> list[Path]:
+    """A checkpoint itself; of a run directory all of them, or the complete ones; the newest first, at least one."""
+    from megalaunch.cli.errors import fail
+    from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
+    from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
+    from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE
+    from megalaunch.rundir.outcome import ExitCode
+    from megalaunch.rundir.paths import checkpoint_step
+
+    if path.is_dir() and (
+        (path / MANIFEST).exists() or (path / CATALOGUE).exists() or checkpoint_step(path) is not None
+    ):
+        return [path]
+    run = _find_run(path)
+    found = list(checkpoints_by_step(run.checkpoints).values())
+    if only_complete:
+        found = [checkpoint for checkpoint in found if not verify_checkpoint(checkpoint, hashes=False)]
+    if not found:
+        what = "complete checkpoint" if only_complete else "checkpoint"
+        fail(f"{run.checkpoints} holds no {what}", ExitCode.CHECKPOINT)
+    return found
+
+
+def _read_spec(path: Path) -> RunSpec | None:
+    """The spec that lies there; None where there is none that can be read, which is another command's business."""
+    from megalaunch.config.schema import SpecError
+    from megalaunch.config.spec_file import read_spec
+
+    try:
+        return read_spec(path)
+    except (SpecError, OSError):
+        return None

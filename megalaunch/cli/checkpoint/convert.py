@@ -1,0 +1,178 @@
+"""`megalaunch convert`: weights from a Hugging Face folder or from Megatron, and weights into a folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megalaunch.cli.missing_parameters import CompleteCommand
+from megalaunch.rundir.checkpoint.names import TOKENIZER_FILE
+from megalaunch.rundir.outcome import ExitCode
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Carry weights from and to Hugging Face folders, and from Megatron, each time with a proof.",
+)
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@app.command("import", cls=CompleteCommand)
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A folder with config.json and safetensors.")],
+    output: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The checkpoint to write.")],
+) -> None:
+    """Turn a Hugging Face folder into a checkpoint, and prove that both compute the same.
+
+    Tensors are carried one at a time and keep their format. Everything that cannot be carried over exactly is listed,
+    and then nothing is written.
+    """
+    _require(folder, "a Hugging Face folder, with config.json and safetensors", "config.json")
+    with _convert_errors():
+        from megalaunch.engine import api
+
+        report = api.import_huggingface(folder.expanduser(), output.expanduser(), _progress(output))
+        typer.echo(_verification_line(report))
+        typer.echo(f"wrote {output}")
+        if (output.expanduser() / TOKENIZER_FILE).is_file():
+            typer.echo(f'next: megalaunch generate {output} --prompt "..."')
+        else:
+            typer.echo(f"{folder} has no tokenizer: {output} can begin a run, but write no text")
+
+
+@app.command("export", cls=CompleteCommand)
+def export(
+    source: Annotated[Path, typer.Argument(metavar="CHECKPOINT|RUN_DIR", help="A checkpoint, or a run: its newest.")],
+    output: Annotated[Path, typer.Option(metavar="HF_DIR", help="The folder to write.")],
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it: as they are stored.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Size of a file at most.")] = "5GB",
+) -> None:
+    """Turn a checkpoint into a Hugging Face folder, and prove that both compute the same."""
+    from megalaunch.cli.errors import fail
+
+    if dtype not in (None, "fp32", "bf16", "fp16"):
+        fail(f"--dtype {dtype}: fp32, bf16 or fp16")
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)", max_shard_size.upper())
+    if size is None or float(size[1]) == 0:
+        fail(f"--max-shard-size {max_shard_size}: a number above 0 and KB, MB, GB or TB")
+    assert size is not None
+    if not source.expanduser().is_dir():
+        fail(f"{source} is no directory; give a run directory or one of its checkpoints/step_<number>")
+    with _convert_errors():
+        from megalaunch.engine import api
+
+        report = api.export_huggingface(
+            source.expanduser(),
+            output.expanduser(),
+            api.dtype_from_name(dtype) if dtype else None,
+            max(1, int(float(size[1]) * _UNITS[size[2]])),
+            report=lambda message: typer.echo(message, err=True),
+            wrote=_progress(output),
+        )
+        typer.echo(_verification_line(report))
+        typer.echo(f"wrote {output}")
+
+
+@app.command("import-megatron", cls=CompleteCommand)
+def import_megatron(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A torch_dist checkpoint, or its run.")],
+    output: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The checkpoint to write.")],
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read the pickles in it, see below.")] = False,
+    vocab_size: Annotated[int | None, typer.Option(help="True vocabulary, without Megatron's padding.")] = None,
+) -> None:
+    """Turn a GPT checkpoint of Megatron-LM (torch_dist) into a checkpoint of ours.
+
+    Megatron describes its checkpoints in pickles, which run whatever code is in them when they are opened in the usual
+    way. --allow-pickle reads them in a process of its own that knows tensors, plain containers and Megatron's own
+    records by name and refuses every other name; nothing in them is run.
+    """
+    from megalaunch.cli.errors import fail
+
+    if not allow_pickle:
+        fail(
+            f"{directory} describes itself in pickles, which can hold code. megalaunch reads them in a process "
+            "of its own that runs none of it and refuses every name but those of tensors, plain containers and "
+            "Megatron's records.\n  fix:  if you trust whoever made it, add --allow-pickle"
+        )
+    _require(directory, "a torch_dist checkpoint, or its run")
+    with _convert_errors():
+        from megalaunch.engine import api
+        from megalaunch.importers.megatron.saved_arguments import ArgumentsError, model_from_saved
+
+        source = api.MegatronCheckpoint(directory.expanduser())
+        try:
+            model = model_from_saved(source.arguments, output.name)
+        except ArgumentsError as error:
+            problems = "\n  ".join(error.problems)
+            fail(f"{directory} cannot be carried over exactly:\n  {problems}", ExitCode.CHECKPOINT)
+        report = api.import_megatron(source, model, output.expanduser(), vocab_size, _progress(output))
+        typer.echo(f"read {directory}, iteration {source.iteration}")
+        typer.echo(_verification_line(report))
+        typer.echo(f"wrote {output}")
+
+
+def _require(folder: Path, kind: str, file: str = "") -> None:
+    """Refuse a folder that is not there before torch is imported, which takes seconds."""
+    from megalaunch.cli.errors import fail
+
+    where = folder.expanduser()
+    if folder.suffix == ".gguf":
+        text = (
+            f"{folder} is GGUF, quantised for llama.cpp, and is not read; take the Hugging Face folder it was made from"
+        )
+        fail(text, ExitCode.CHECKPOINT)
+    if not where.is_dir():
+        fail(f"{folder} is no directory: give {kind}", ExitCode.CHECKPOINT)
+    if (where / "adapter_config.json").is_file() or any(where.glob("*.gguf")):
+        return  # refused by name where folders are read
+    if file and not (where / file).is_file():
+        fail(f"{folder} has no {file}: give {kind}", ExitCode.CHECKPOINT)
+
+
+@contextmanager
+def _convert_errors() -> Iterator[None]:
+    """What goes wrong, in a sentence and with its exit code."""
+    from megalaunch.cli.errors import fail, refuse
+
+    if find_spec("torch") is None:
+        fail("convert needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
+    from megalaunch.engine import api
+
+    try:
+        yield
+    except api.CheckpointError as error:
+        fail(str(error), ExitCode.CHECKPOINT)
+    except (NotADirectoryError, ValueError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        refuse("", ExitCode.INTERRUPTED)
+
+
+def _progress(output: Path) -> Callable[[int, int], None]:
+    from megalaunch.cli.output.progress import percent_progress
+
+    return percent_progress(output.name, after=f"{output.name}: written, now the proof")
+
+
+def _verification_line(report: dict[str, Any]) -> str:
+    """What was proved, by which program; without another program than ours nothing is."""
+    weights = (
+        f"{report['compared']}, differ by {report['largest_difference']:.2g} at most "
+        f"({report['tolerance']:.2g} is allowed; the folder read by {report['reader_of_the_folder']})"
+    )
+    config, notes = report["config"], [f"note: {note}" for note in report.get("notes", ())]
+    if not report["verified"]:
+        return "\n".join([*notes, f"not verified: {config['reason']}", f"compared: {weights}"])
+    read = (
+        f"config.json as {config['reader']} reads it: logits of {config['layers']} layers with its keys and positions "
+        f"to {config['last_position']:,} differ by {config['difference']:.2g} at most "
+        f"({config['tolerance']:.2g} is allowed)"
+    )
+    return "\n".join([*notes, f"proved: {read}", f"proved: {weights}"])

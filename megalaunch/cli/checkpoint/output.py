@@ -1,0 +1,136 @@
+"""Checkpoints as lines for people: the list of a run, what one holds, what is wrong with it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megalaunch.cli.checkpoint.summary import tensor_group
+from megalaunch.config.schema import RunSpec
+from megalaunch.launch.format import format_file_size
+from megalaunch.rundir.checkpoint.listing import CheckpointInfo
+from megalaunch.rundir.checkpoint.retention import retention_reasons
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def list_rows(found: Sequence[CheckpointInfo], spec: RunSpec | None) -> list[dict[str, Any]]:
+    """A row for each checkpoint; `kept` says why it stays, None: the next save removes it (or nobody knows)."""
+    reasons: Mapping[int, str] = {}
+    if spec is not None:
+        steps = [one.step for one in found]
+        reasons = retention_reasons(steps, spec.checkpoint.keep_last, spec.checkpoint.keep_every)
+    return [
+        {
+            "step": one.step,
+            "path": str(one.path),
+            "bytes": one.size,
+            "saved": one.saved,
+            "complete": not one.problems,
+            "problems": list(one.problems),
+            "kept": reasons.get(one.step),
+        }
+        for one in found
+    ]
+
+
+def list_lines(
+    folder: Path, rows: Sequence[Mapping[str, Any]], unfinished: Mapping[str, int], held: bool
+) -> Iterator[str]:
+    """The list of a run."""
+    total = sum(row["bytes"] for row in rows)
+    yield f"{folder}: {len(rows)} checkpoint{'s' if len(rows) != 1 else ''}, {format_file_size(total)}"
+    if rows:
+        table = [("step", "saved", "size", "state", "kept")]
+        for row in rows:
+            state = "complete" if row["complete"] else row["problems"][0]
+            kept = row["kept"] or "until the next save"
+            table.append((str(row["step"]), _date(row["saved"]), format_file_size(row["bytes"]), state, kept))
+        yield from _table(table, right=(0, 2))
+    for name, size in unfinished.items():
+        what = "a save under way" if held else "a save that was cut off; the next start of the run removes it"
+        yield f"  {name}, {format_file_size(size)}: {what}"
+
+
+def inspect_lines(checkpoint: Path, summary: Mapping[str, Any], every: bool) -> Iterator[str]:
+    """What one checkpoint holds."""
+    problems, files = summary["problems"], summary["files"]
+    yield f"{checkpoint}: {problems[0] if problems else 'complete'}, saved {_date(summary['saved'])}"
+    tokens = summary["tokens"]
+    yield f"  step     {summary['step']}" + (f", {tokens:,} tokens seen" if isinstance(tokens, int) else "")
+    if summary["model"] is not None:
+        yield f"  model    {summary['model']['name']} ({summary['model']['family']})"
+    yield f"  layout   {_layout_text(summary['layout'])}; any other loads it"
+    shards = [entry["bytes"] for name, entry in files.items() if name.endswith(".safetensors")]
+    others = len(files) - len(shards)
+    yield f"  files    {len(shards)} with tensors, {others} others, {format_file_size(summary['bytes'])} in all"
+    yield ""
+    alike = [] if every else _is_model_shape(summary["tensors"])
+    tensors = {name: tensor for name, tensor in summary["tensors"].items() if tensor_group(name) not in alike}
+    yield from _table([("tensor", "dtype", "shape", "size", ""), *_tensor_rows(tensors, every)], right=(3,))
+    if alike:
+        yield f"  {' and '.join(alike)}: a tensor for each of the model's, of its shape"
+    yield ""
+    totals = [
+        (name, f"{total['tensors']} tensors", f"{total['values']:,} values", format_file_size(total["bytes"]))
+        for name, total in summary["totals"].items()
+    ]
+    yield from _table(totals, right=(1, 2, 3))
+
+
+def verification_lines(checkpoint: Path, sizes: Sequence[int], problems: Sequence[str]) -> Iterator[str]:
+    """What came of reading every byte."""
+    if not problems:
+        yield f"{checkpoint}: good. {len(sizes)} files, {format_file_size(sum(sizes))}, every byte is as it was written"
+        return
+    yield f"{checkpoint}: damaged"
+    for problem in problems:
+        yield f"  {problem}"
+
+
+def _is_model_shape(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Groups (moments) with a tensor of the same kind for each of the model's."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        group = tensor_group(name)
+        kinds.setdefault(group, {})[name.removeprefix(group)] = (tensor["dtype"], tensor["shape"])
+    return [group for group in kinds if group != "model" and kinds[group] == kinds.get("model")]
+
+
+def _tensor_rows(tensors: Mapping[str, Mapping[str, Any]], every: bool) -> Iterator[tuple[str, ...]]:
+    """Tensors that differ only in the numbers in their names share a row, unless `every` one shall have its own."""
+
+    def kind(name: str) -> tuple[str, ...]:
+        alike = name if every else _NUMBER.sub("*", name)
+        return (tensor_group(name), alike, tensors[name]["dtype"], str(tensors[name]["shape"]))
+
+    for (_, name, dtype, shape), names in itertools.groupby(sorted(tensors, key=kind), kind):
+        members = list(names)
+        size = sum(tensors[member]["bytes"] for member in members)
+        yield name, dtype, shape, format_file_size(size), f"x {len(members)}" if len(members) > 1 else ""
+
+
+def _layout_text(layout: Mapping[str, Any] | None) -> str:
+    if layout is None:
+        return "not known (its spec.yaml does not say)"
+    axes = " x ".join(f"{axis} {size}" for axis, size in layout.items() if axis not in ("ranks", "data_sharding"))
+    ranks = "one rank" if layout["ranks"] == 1 else f"{layout['ranks']} ranks"
+    return f"{ranks}{f': {axes}' if axes else ''}, data sharding {layout['data_sharding']}"
+
+
+def _table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield f"  {'  '.join(cells)}".rstrip()
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,78 @@
+"""What a checkpoint holds as plain data: step, layout, files, tensors, totals; printed as JSON or as lines."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.plan.topology import Topology
+from megalaunch.rundir.checkpoint.documents import read_document
+from megalaunch.rundir.checkpoint.errors import CheckpointError
+from megalaunch.rundir.checkpoint.manifest import read_manifest, verify_checkpoint
+from megalaunch.rundir.checkpoint.names import POSITION
+from megalaunch.rundir.checkpoint.tensor_index import Catalogue, read_tensor_index
+
+
+def summarize_checkpoint(checkpoint: Path, spec: RunSpec | None) -> dict[str, Any]:
+    """Everything that can be told without reading tensors. Raises CheckpointError when it cannot be read at all.
+
+    `spec` is the run's, as the checkpoint has it.
+    """
+    try:
+        records = read_manifest(checkpoint)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint}: {error}") from error
+    catalogue, position = read_tensor_index(checkpoint), read_document(checkpoint, POSITION)
+    if not isinstance(position, dict):
+        raise CheckpointError(f"{checkpoint / POSITION}.json holds no step")
+    return {
+        "path": str(checkpoint),
+        "step": position.get("step"),
+        "tokens": position.get("tokens"),
+        "saved": checkpoint.stat().st_mtime,
+        "problems": verify_checkpoint(checkpoint, hashes=False),
+        "model": None if spec is None else {"name": spec.model.name, "family": spec.model.family},
+        "layout": None if spec is None else _layout(spec),
+        "files": {record.name: {"bytes": record.size, "sha256": record.sha256} for record in records},
+        "tensors": {
+            name: {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "bytes": tensor.size,
+                "parts": [
+                    {"offsets": list(chunk.offsets), "shape": list(chunk.shape), "file": chunk.file}
+                    for chunk in tensor.chunks
+                ],
+            }
+            for name, tensor in sorted(catalogue.items())
+        },
+        "totals": _totals(catalogue),
+        "bytes": sum(record.size for record in records),
+    }
+
+
+def tensor_group(name: str) -> str:
+    """`model`, or `optimizer.<moment>`: what a tensor is part of."""
+    first, _, rest = name.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "optimizer" else first
+
+
+def _totals(catalogue: Catalogue) -> dict[str, dict[str, int]]:
+    totals: dict[str, dict[str, int]] = {}
+    for name, tensor in sorted(catalogue.items()):
+        total = totals.setdefault(tensor_group(name), {"tensors": 0, "values": 0, "bytes": 0})
+        total["tensors"] += 1
+        total["values"] += math.prod(tensor.shape)
+        total["bytes"] += tensor.size
+    return totals
+
+
+def _layout(spec: RunSpec) -> dict[str, Any] | None:
+    try:
+        topology = Topology.from_spec(spec)
+    except ValueError:  # no spec that a launch has resolved
+        return None
+    axes = {axis: getattr(topology, axis) for axis in ("dp", "pp", "cp", "tp", "ep") if getattr(topology, axis) > 1}
+    return {"ranks": topology.world, **axes, "data_sharding": spec.parallel.data_sharding}

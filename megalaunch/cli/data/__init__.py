@@ -1,0 +1,1 @@
+"""`megalaunch data`, `preprocess` and `tokenizer`."""

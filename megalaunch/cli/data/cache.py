@@ -1,0 +1,50 @@
+"""`megalaunch data cache`: make everything that a run reads before it starts, on a machine without accelerators."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def cache(
+    words: Annotated[
+        list[str] | None, typer.Argument(help="The GROUP=OPTION and SECTION.KEY=VALUE words of train.")
+    ] = None,
+) -> None:
+    """Prepare the data of a run ahead: encode its corpus, build and keep the order of its samples.
+
+    Takes the words of `megalaunch train`; a run with the same words and data.cache_directory then finds it all.
+    """
+    import time
+
+    from megalaunch.cli.errors import fail, refuse
+    from megalaunch.cli.output.findings import problems_text
+    from megalaunch.config.compose import compose
+    from megalaunch.config.errors import ConfigError
+    from megalaunch.config.schema import with_values
+    from megalaunch.data.errors import DataError
+    from megalaunch.data.prepare import data_overrides, prepare
+    from megalaunch.data.samples.build_datasets import build_train_dataset, build_valid_dataset
+    from megalaunch.plan.resolve import resolve
+    from megalaunch.platform.detect import detect_machine
+    from megalaunch.rundir.outcome import ExitCode
+    from megalaunch.runs.epoch_check import check_epochs
+
+    try:
+        composition = compose(words or [])
+    except ConfigError as error:
+        refuse(problems_text(error.problems))
+    spec = resolve(composition.spec, detect_machine(), composition.choices.get("recipe")).spec
+    started = time.monotonic()
+    try:
+        prepared = prepare(spec.data, spec.tokenizer, typer.echo)
+        spec = with_values(spec, data_overrides(prepared))
+        training, validation = build_train_dataset(spec), build_valid_dataset(spec)
+    except DataError as error:
+        fail(str(error), ExitCode.DATA)
+    typer.echo(f"training: {len(training):,} samples of {spec.batch.sequence_length:,} tokens")
+    typer.echo(f"validation: {0 if validation is None else len(validation):,} rows")
+    for finding in check_epochs(spec):
+        typer.echo(f"{finding.severity}: {finding.message}")
+    typer.echo(f"ready in {spec.data.cache_directory} after {time.monotonic() - started:.1f} s")

@@ -1,0 +1,201 @@
+"""`megalaunch data`: look into token files, check them, join and cut them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from megalaunch.cli.data.cache import cache
+from megalaunch.cli.missing_parameters import CompleteCommand
+
+if TYPE_CHECKING:
+    from megalaunch.data.indexed_dataset.dataset import IndexedTokens
+    from megalaunch.data.tokenizer.tokenizer import Tokenizer
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Inspect, verify, merge and split token files.",
+)
+
+Prefix = Annotated[Path, typer.Argument(help="Path of the files without .bin and .idx.")]
+TokenizerPath = Annotated[Path | None, typer.Option(help="The tokenizer; by default the one their report names.")]
+_SHOWN_CHARACTERS, _SHOWN_IDS = 400, 12
+_PROGRESS_AFTER = 2.0  # seconds
+
+
+@app.command()
+def inspect(
+    prefix: Prefix,
+    tokenizer: TokenizerPath = None,
+    documents: Annotated[int, typer.Option(min=0, help="First documents to show.")] = 3,
+    png: Annotated[Path | None, typer.Option(help="Draw the lengths into this file too.")] = None,
+) -> None:
+    """Show counts, the lengths of the documents, and the first of them as text."""
+    with _data_errors():
+        from megalaunch.data.indexed_dataset.dataset import IndexedTokens
+        from megalaunch.data.indexed_dataset.statistics import draw_histogram, histogram_lines, statistics
+
+        tokens = IndexedTokens(prefix)
+        found = statistics(tokens)
+        typer.echo(
+            f"{found.documents:,} documents, {found.sequences:,} sequences, {found.tokens:,} tokens "
+            f"of {tokens.dtype.name} ({found.tokens * tokens.dtype.itemsize / 1e6:,.1f} MB)"
+        )
+        typer.echo(f"a document: {found.shortest:,} to {found.longest:,} tokens, {found.mean:,.1f} on average")
+        for line in histogram_lines(found):
+            typer.echo(line)
+        if png is not None:
+            try:
+                draw_histogram(found, png)
+            except ImportError:
+                _refuse("drawing needs the package matplotlib: pip install 'megalaunch[train]' brings it.")
+            except OSError as error:
+                _refuse(f"{png}: cannot write it: {error.strerror}.")
+        _show_documents(tokens, _load_tokenizer(prefix, tokenizer), documents)
+
+
+@app.command()
+def verify(
+    prefix: Prefix,
+    tokenizer: TokenizerPath = None,
+    vocab_size: Annotated[int | None, typer.Option(min=1, help="Ids must be below this.")] = None,
+) -> None:
+    """Check every invariant, every id and, where a report vouches for them, every byte."""
+    with _data_errors():
+        from megalaunch.data.indexed_dataset.verify import verify as check
+
+        loaded = None if tokenizer is None else _load_tokenizer(prefix, tokenizer)
+        size = vocab_size if loaded is None else loaded.vocab_size
+        started = time.monotonic()
+
+        def show(done: int, total: int) -> None:
+            if sys.stderr.isatty() and time.monotonic() - started > _PROGRESS_AFTER:
+                typer.echo(f"\r{done / total:4.0%}", err=True, nl=done == total)
+
+        found = check(prefix, size, show)
+        known = found.vocab_size is not None
+        unknown = [] if known else ["ids (no vocabulary is known: give --tokenizer or --vocab-size)"]
+        unknown += [] if found.hashed else ["bytes (no report beside the files)"]
+        said = "good" if known else "no fault found"
+        typer.echo(
+            f"{prefix}: {said}. {found.documents:,} documents, {found.sequences:,} sequences, {found.tokens:,} tokens, "
+            f"largest id {found.largest:,}"
+            + ("; every byte is as it was written" if found.hashed else "")
+            + (f"; not compared: {', '.join(unknown)}" if unknown else "")
+        )
+
+
+@app.command(cls=CompleteCommand)
+def merge(
+    prefixes: Annotated[list[Path], typer.Argument(help="Prefixes in order, or folders (sorted by name).")],
+    output_prefix: Annotated[Path, typer.Option(help="Path of the files to make, without .bin and .idx.")],
+) -> None:
+    """Join token files into one, as one pass over all their texts would have made it."""
+    with _data_errors():
+        from megalaunch.data.indexed_dataset.merge import merge as join
+
+        made = join([path.expanduser() for path in prefixes], output_prefix.expanduser())
+        typer.echo(f"{made.prefix}: {made.num_documents:,} documents, {made.num_tokens:,} tokens")
+
+
+@app.command(cls=CompleteCommand)
+def split(
+    prefix: Prefix,
+    output_prefix: Annotated[Path, typer.Option(help="The parts are OUTPUT_PREFIX_0, OUTPUT_PREFIX_1...")],
+    shares: Annotated[str | None, typer.Option(help="Shares of the parts, such as 99,1.")] = None,
+    parts: Annotated[int | None, typer.Option(min=1, help="Number of equal parts.")] = None,
+) -> None:
+    """Cut token files into consecutive parts by documents; merging them gives the whole again."""
+    if (shares is None) == (parts is None):
+        _refuse("give --shares or --parts, one of them.", usage=True)
+    with _data_errors():
+        from megalaunch.data.indexed_dataset.dataset import IndexedTokens
+        from megalaunch.data.indexed_dataset.merge import split as cut
+
+        for part in cut(prefix.expanduser(), output_prefix.expanduser(), _shares(shares, parts)):
+            made = IndexedTokens(part)
+            typer.echo(f"{part}: {made.num_documents:,} documents, {made.num_tokens:,} tokens")
+
+
+def _shares(shares: str | None, parts: int | None) -> list[float]:
+    if shares is None:
+        return [1.0] * (parts or 1)
+    try:
+        numbers = [float(share) for share in shares.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 0 or not 0 < sum(numbers) < float("inf"):
+        _refuse(f"--shares {shares}: these are no numbers of which some are above 0; give them such as 99,1.", True)
+    return numbers
+
+
+def _load_tokenizer(prefix: Path, given: Path | None) -> Tokenizer | None:
+    """The tokenizer that was given, else the one of the report if it is still there."""
+    from megalaunch.data.preprocess.report import read_report
+    from megalaunch.data.tokenizer.tokenizer import load_tokenizer
+
+    if given is not None:
+        return load_tokenizer(given)
+    report = read_report(prefix)
+    named = None if report is None else report.get("settings", {}).get("tokenizer")
+    if report is None or not isinstance(named, str) or not Path(named).is_file():
+        return None
+    merges = report["settings"].get("merges")
+    loaded = load_tokenizer(named, merges if isinstance(merges, str) else None)
+    return loaded if loaded.vocabulary_hash() == report["tokenizer"].get("vocabulary_sha256") else None
+
+
+def _show_documents(tokens: IndexedTokens, tokenizer: Tokenizer | None, count: int) -> None:
+    if count and tokenizer is None:
+        typer.echo("no tokenizer is known (give --tokenizer), so ids are shown")
+    for document in range(min(count, tokens.num_documents)):
+        first, last = int(tokens.documents[document]), int(tokens.documents[document + 1])
+        ids = [number for sequence in range(first, last) for number in tokens.tokens(sequence, 0, None).tolist()[:2000]]
+        size = tokens.tokens_in(range(first, last))
+        typer.echo(f"--- document {document}: {size:,} tokens in {last - first} sequences: {_start(ids)}")
+        if tokenizer is not None and ids:
+            text = tokenizer.decode(ids[:_SHOWN_CHARACTERS], special=True)
+            typer.echo(_printable(text[:_SHOWN_CHARACTERS]) + (" ..." if len(text) > _SHOWN_CHARACTERS else ""))
+
+
+app.command()(cache)
+
+
+def _printable(text: str) -> str:
+    """The text without what a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\t\n" else "\N{MIDDLE DOT}" for c in text)
+
+
+def _start(ids: list[int]) -> str:
+    return " ".join(map(str, ids[:_SHOWN_IDS])) + (" ..." if len(ids) > _SHOWN_IDS else "")
+
+
+@contextmanager
+def _data_errors() -> Iterator[None]:
+    """A DataError ends the command with its text and exit code 3."""
+    from megalaunch.cli.errors import refuse
+    from megalaunch.data.errors import DataError
+    from megalaunch.rundir.outcome import ExitCode
+
+    try:
+        yield
+    except DataError as error:
+        refuse(str(error), ExitCode.DATA)
+    except KeyboardInterrupt:
+        refuse("interrupted", ExitCode.INTERRUPTED)
+
+
+def _refuse(text: str, usage: bool = False) -> NoReturn:
+    from megalaunch.cli.errors import refuse
+    from megalaunch.rundir.outcome import ExitCode
+
+    refuse(text, ExitCode.CONFIGURATION if usage else ExitCode.DATA)

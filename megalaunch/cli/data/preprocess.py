@@ -1,0 +1,214 @@
+"""`megalaunch preprocess`: text, jsonl, parquet and arrow to token files in Megatron's layout."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megalaunch.cli.missing_parameters import CompleteCommand
+from megalaunch.data.preprocess.settings import EngineChoice, Format, MaxBad, OnBadRecord, Settings, TiktokenOptions
+
+if TYPE_CHECKING:
+    from megalaunch.data.preprocess.preprocess import Result
+    from megalaunch.data.preprocess.state import Progress
+
+_TERMINAL_INTERVAL, _PLAIN_INTERVAL = 0.2, 10.0  # seconds between two progress lines
+_BAR = 24  # characters
+
+
+class MegatronCommand(CompleteCommand):
+    """Takes Megatron-LM's spelling of the options as well as ours."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Rewrite the words, then parse them."""
+        from megalaunch.cli.data.megatron_args import translate_args
+        from megalaunch.cli.errors import refuse
+        from megalaunch.rundir.outcome import ExitCode
+
+        try:
+            rewritten = translate_args(args)
+        except ValueError as error:
+            refuse(str(error), ExitCode.CONFIGURATION)
+        for text in rewritten.notes:
+            _note(text)
+        return super().parse_args(ctx, rewritten.words)
+
+
+preprocess = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@preprocess.command(cls=MegatronCommand)
+def run(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(metavar="INPUTS", help="Files, folders or globs of jsonl, parquet, arrow or text; - is stdin."),
+    ],
+    output_prefix: Annotated[Path, typer.Option(help="The files are OUTPUT_PREFIX_<key>_document.bin and .idx.")],
+    tokenizer: Annotated[
+        Path, typer.Option(help="tokenizer.json, GPT-2 vocabulary, SentencePiece model, tiktoken or tekken ranks.")
+    ],
+    merges: Annotated[Path | None, typer.Option(help="Merges of a GPT-2 vocabulary; default: beside it.")] = None,
+    tiktoken_pattern: Annotated[str, typer.Option(help="Of Megatron's JSON list of tiktoken ranks: v1 or v2.")] = "v2",
+    vocab_size: Annotated[int, typer.Option(help="Of such a list, special tokens included.")] = 1 << 17,
+    tiktoken_num_special_tokens: Annotated[int, typer.Option(help="Of such a list.")] = 1000,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one a core.")] = None,
+    append_eod: Annotated[bool, typer.Option("--append-eod", help="End every document with the end token.")] = False,
+    no_bos: Annotated[
+        bool, typer.Option("--no-bos", help="Leave out the special tokens (BOS) that the tokenizer puts around a text.")
+    ] = False,
+    json_key: Annotated[
+        list[str] | None, typer.Option(help="Key (column) of the text; repeat it for several.", show_default="text")
+    ] = None,
+    format: Annotated[Format, typer.Option(help="What the inputs are; auto goes by the suffix.")] = Format.AUTO,
+    on_bad_record: Annotated[
+        OnBadRecord, typer.Option(help="What to do with a record that cannot be read.")
+    ] = OnBadRecord.STOP,
+    max_bad: Annotated[
+        str | None,
+        typer.Option(metavar="N|N%", help="Bad records to leave out at most, or their share; more is a failure."),
+    ] = None,
+    max_record_mb: Annotated[float, typer.Option(min=0.001, help="A larger record is a bad one.")] = 64.0,
+    engine: Annotated[
+        EngineChoice, typer.Option(help="What encodes; auto: gigatoken where its ids prove the same.")
+    ] = EngineChoice.AUTO,
+    split_sentences: Annotated[
+        bool, typer.Option("--split-sentences", help="A sequence a sentence; the files end in _sentence.")
+    ] = False,
+    language: Annotated[str, typer.Option(help="Language of the sentences.")] = "english",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that did not end.")] = False,
+    checkpoint_every: Annotated[float, typer.Option(min=0, help="Seconds of work that a kill may cost.")] = 10.0,
+    log_interval: Annotated[int | None, typer.Option(min=1, help="Documents between two progress lines.")] = None,
+) -> None:
+    """Turn text into token files (.bin and .idx in Megatron's layout) to train on; Megatron's options work too."""
+    settings = Settings(
+        tokenizer=tokenizer.expanduser(),
+        merges=merges,
+        tiktoken=TiktokenOptions(tiktoken_pattern, vocab_size, tiktoken_num_special_tokens),
+        workers=workers or len(os.sched_getaffinity(0)),
+        append_eod=append_eod,
+        add_special_tokens=not no_bos,
+        json_keys=tuple(dict.fromkeys(json_key or ["text"])),
+        format=format,
+        on_bad_record=on_bad_record,
+        max_bad=_max_bad(max_bad, on_bad_record),
+        engine=engine,
+        language=language if split_sentences else None,
+        resume=resume,
+        record_bytes=int(max_record_mb * 1e6),
+        checkpoint_seconds=checkpoint_every,
+    )
+    _preprocess(inputs, output_prefix.expanduser(), settings, _progress_line(log_interval))
+
+
+def _max_bad(text: str | None, on_bad_record: OnBadRecord) -> MaxBad:
+    if text is None:
+        return MaxBad()
+    from megalaunch.cli.errors import refuse
+    from megalaunch.rundir.outcome import ExitCode
+
+    if on_bad_record is OnBadRecord.STOP:
+        fix = "the first bad record ends the run. Give --on-bad-record skip or quarantine with it."
+        refuse(f"--max-bad {text}: {fix}", ExitCode.CONFIGURATION)
+    try:
+        return MaxBad.parse(text)
+    except ValueError:
+        fix = "give a number of records, such as 100, or a share of them, such as 1%."
+        refuse(f"--max-bad {text}: {fix}", ExitCode.CONFIGURATION)
+
+
+def _preprocess(inputs: list[str], prefix: Path, settings: Settings, show: Callable[[Progress], None]) -> None:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy then has no threads, and the workers can be forked
+    from megalaunch.cli.errors import refuse
+    from megalaunch.data.errors import DataError
+    from megalaunch.data.preprocess.tokenizer_process import TokenizerProcess
+    from megalaunch.rundir.outcome import ExitCode
+
+    try:
+        with TokenizerProcess(settings.tokenizer, settings.merges, settings.tiktoken) as early:
+            from megalaunch.data.preprocess import preprocess as work
+
+            gc.freeze()  # what was imported stays to the end, which is quicker when it is not looked through again
+            result = work.preprocess(inputs, prefix, settings, show, _note, early)
+    except DataError as error:
+        _end_line()
+        refuse(str(error), ExitCode.DATA)
+    except KeyboardInterrupt:
+        _end_line()
+        refuse("interrupted; nothing stands under the final names, --resume goes on", ExitCode.INTERRUPTED)
+    _end_line()
+    typer.echo(_summary(result))
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"note: {text}\n")
+
+
+def _progress_line(documents: int | None) -> Callable[[Progress], None]:
+    """Shows progress on stderr: one line drawn over on a terminal, else a line now and then."""
+    terminal = sys.stderr.isatty()
+    interval = _TERMINAL_INTERVAL if terminal else _PLAIN_INTERVAL
+    shown, counted = time.monotonic(), 0
+
+    def show(progress: Progress) -> None:
+        nonlocal shown, counted
+        due = documents is not None and progress.documents // documents > counted // documents
+        counted = progress.documents
+        if time.monotonic() - shown < interval and not due:
+            return
+        shown = time.monotonic()
+        line = _line(progress)
+        sys.stderr.write(f"\r\033[K{line}" if terminal else f"{line}\n")
+        sys.stderr.flush()
+
+    return show
+
+
+def _end_line() -> None:
+    """Clear the line that is drawn over, where there is one."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\033[K")
+        sys.stderr.flush()
+
+
+def _line(progress: Progress) -> str:
+    seconds = max(progress.seconds, 1e-9)
+    speed = progress.bytes_read / seconds
+    rates = f"{progress.documents:,} documents  {speed / 1e6:.1f} MB/s  {progress.tokens / seconds:,.0f} tokens/s"
+    if not progress.bytes_total:  # of standard input nobody knows the end
+        return f"{progress.bytes_read / 1e6:,.1f} MB  {rates}"
+    share = min(progress.bytes_read / progress.bytes_total, 1.0)
+    bar = "#" * round(share * _BAR)
+    left = max(progress.bytes_total - progress.bytes_read, 0) / max(speed, 1e-9)
+    return f"[{bar:.<{_BAR}}] {share:4.0%}  {rates}  {_duration(left)} left"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, hours = int(seconds // 60 % 60), int(seconds // 3600)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds % 60:02.0f} s"
+
+
+def _summary(result: Result) -> str:
+    counts = result.counts
+    lines = [
+        f"{counts.written:,} documents, {counts.tokens:,} tokens, {counts.bytes_read / 1e6:,.1f} MB "
+        f"in {counts.seconds:.1f} s ({result.engine.name})"
+    ]
+    left_out = counts.skipped + counts.quarantined
+    if left_out:
+        first = result.bad_records[0]
+        place = first["file"] + ("" if first["line"] is None else f", line {first['line']}")
+        lines.append(f"{left_out:,} of {counts.documents:,} records left out, the first: {place}: {first['cause']}")
+    if result.quarantine is not None:
+        lines.append(f"they are in {result.quarantine}")
+    lines += [f"{prefix}.bin, .idx" for prefix in result.prefixes]
+    lines[-1] += f"; report: {result.report.name}"
+    return "\n".join(lines)

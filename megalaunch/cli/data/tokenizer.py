@@ -1,0 +1,78 @@
+"""`megalaunch tokenizer`: train a byte-level BPE, or look into a tokenizer of any known kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megalaunch.cli.missing_parameters import CompleteCommand
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Train a tokenizer, or look into one.",
+)
+
+
+@app.command(cls=CompleteCommand)
+def train(
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUTS", help="As for preprocess: files, folders, globs.")],
+    output: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],
+    vocab_size: Annotated[int, typer.Option(min=257, help="Tokens of the vocabulary.")] = 32_000,
+    json_key: Annotated[list[str] | None, typer.Option(help="Key of the text; repeat it.", show_default="text")] = None,
+    max_mb: Annotated[float, typer.Option(min=0.001, help="Text to learn from; memory grows with it.")] = 500.0,
+) -> None:
+    """Train a byte-level BPE with <|endoftext|> on the text of files; the same files give the same bytes."""
+    from megalaunch.cli.errors import refuse
+    from megalaunch.data.errors import DataError
+    from megalaunch.data.tokenizer.train import train_tokenizer_on
+    from megalaunch.rundir.outcome import ExitCode
+
+    try:
+        trained, characters = train_tokenizer_on(
+            inputs, tuple(json_key or ["text"]), vocab_size, output.expanduser(), max_mb
+        )
+    except DataError as error:
+        refuse(str(error), ExitCode.DATA)
+    except KeyboardInterrupt:
+        refuse("interrupted; nothing was written", ExitCode.INTERRUPTED)
+    typer.echo(f"{output}: {trained.vocab_size:,} tokens, learned from {characters / 1e6:,.1f} million characters")
+    if trained.vocab_size < vocab_size:
+        typer.echo(f"note: the text is too small for {vocab_size:,} tokens")
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A tokenizer file of any known kind, or its folder.")],
+    merges: Annotated[Path | None, typer.Option(help="Merges of a GPT-2 vocabulary; default: beside it.")] = None,
+    text: Annotated[str | None, typer.Option(help="Show how this text is cut.")] = None,
+) -> None:
+    """Show size, end token and special tokens; how a text is cut; and which engine preprocess would take."""
+    from megalaunch.cli.errors import refuse
+    from megalaunch.data.errors import DataError
+    from megalaunch.data.indexed_dataset.builder import token_type
+    from megalaunch.data.preprocess.encoder_backend import select_backend
+    from megalaunch.data.preprocess.settings import EngineChoice
+    from megalaunch.data.tokenizer.tokenizer import load_tokenizer, tokenizer_file
+    from megalaunch.rundir.outcome import ExitCode
+
+    try:
+        loaded = load_tokenizer(path, merges)
+    except DataError as error:
+        refuse(str(error), ExitCode.DATA)
+    engine = select_backend(EngineChoice.AUTO, loaded, [])
+    stored = token_type(loaded.vocab_size).name
+    typer.echo(f"{tokenizer_file(path)}: {loaded.kind()}, {loaded.vocab_size:,} tokens, stored as {stored}")
+    end = loaded.eod_id
+    typer.echo("end of document: " + ("none" if end is None else f"{loaded.token(end)} ({end})"))
+    special = loaded.special_tokens()
+    typer.echo(f"special tokens: {len(special)}" + (f": {' '.join(special[:20])}" if special else ""))
+    typer.echo(f"vocabulary sha256: {loaded.vocabulary_hash()}")
+    typer.echo(f"preprocess encodes with {engine.name}" + (f" ({engine.note})" if engine.note else ""))
+    if text is not None:
+        ids = loaded.encode(text)
+        typer.echo(f"{len(ids)} tokens: " + " ".join(f"{number}:{loaded.token(number)!r}" for number in ids))

@@ -1,0 +1,1 @@
+"""What the commands print: findings, tables, progress."""

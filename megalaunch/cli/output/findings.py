@@ -1,0 +1,132 @@
+"""Findings and plans as text for people and as JSON for programs. Plain text: no terminal is needed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megalaunch.config.schema import RunSpec, SpecProblem
+from megalaunch.plan.batch import tokens_per_step
+from megalaunch.plan.findings import Finding, Severity, as_json, as_override, has_errors
+from megalaunch.plan.parameters import count_parameters
+from megalaunch.plan.topology import Topology
+
+_WIDTH = 116
+_UNSUPPORTED = "engine.unsupported"  # the rule of what plans and does not train
+
+
+def problems_as_findings(problems: Sequence[SpecProblem], severity: Severity = "error") -> list[Finding]:
+    """What composition refuses (or, as warnings, doubts), in the form of what the checker finds."""
+    return [Finding("config.schema", severity, p.path, p.message, origin=p.where) for p in problems]
+
+
+def problems_text(problems: Sequence[SpecProblem]) -> str:
+    """What composition refuses, as text."""
+    return findings_text(problems_as_findings(problems))
+
+
+def findings_text(findings: Sequence[Finding], derived: Mapping[str, Any] | None = None) -> str:
+    """Errors and warnings with their fixes, then the derived values, then one line that says the result."""
+    blocks = [finding_block(finding) for finding in findings if finding.severity != "note"]
+    notes = [f"  {f.path} = {f.message}" for f in findings if f.rule == "derived"]
+    notes += [f"  {f.message}" for f in findings if f.severity == "note" and f.rule != "derived"]
+    if notes:
+        blocks.append("\n".join(["notes", *notes]))
+    if derived:
+        blocks.append("\n".join(["derived", *_columns([(k, _number(v)) for k, v in derived.items()])]))
+    return "\n\n".join([*blocks, _summary_line(findings)])
+
+
+def findings_json(findings: Sequence[Finding], derived: Mapping[str, Any]) -> str:
+    """One object: valid, trains (the engine of this version runs it), findings, derived."""
+    valid = not has_errors(list(findings))
+    said = {"valid": valid, "trains": valid and not any(f.rule == _UNSUPPORTED for f in findings)}
+    return json.dumps(
+        {**said, "findings": [as_json(f) for f in findings], "derived": dict(derived)}, indent=2, default=str
+    )
+
+
+def run_table(spec: RunSpec, topology: Topology, train_tokens: int | None = None) -> str:
+    """What is about to run, of a resolved spec: model, layout, batch, data, length, place.
+
+    `train_tokens` is the size of the prepared training data, where it is known.
+    """
+    rows = [
+        ("model", _model(spec)),
+        ("layout", _layout(spec, topology)),
+        ("precision", f"{spec.precision.compute_dtype}, gradients summed in {spec.precision.grad_reduce_dtype}"),
+        ("batch", _batch(spec, topology)),
+        ("length", _length(spec, train_tokens)),
+        ("data", str(spec.data.corpus or spec.data.train_prefix or "none named yet")),
+        ("run", str(spec.run.directory)),
+    ]
+    return "\n".join(_columns(rows))
+
+
+def _model(spec: RunSpec) -> str:
+    model = spec.model
+    size = f"{count_parameters(model).total:,} parameters, " if model.vocab_size is not None else ""
+    heads = f"{model.num_attention_heads} heads in {model.num_query_groups} groups"
+    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}"
+    vocabulary = "open until the tokenizer is known" if model.vocab_size is None else _number(model.vocab_size)
+    return f"{model.name}: {size}{shape}, vocabulary {vocabulary}"
+
+
+def _batch(spec: RunSpec, topology: Topology) -> str:
+    division = f"micro {topology.micro_batch_size} x dp {topology.dp} x {topology.microbatches} microbatches"
+    sizes = f"sequence {spec.batch.sequence_length}; {tokens_per_step(spec):,} tokens a step"
+    return f"{spec.batch.global_batch_size} = {division}; {sizes}"
+
+
+def _length(spec: RunSpec, train_tokens: int | None) -> str:
+    tokens = tokens_per_step(spec) * spec.train.steps
+    epochs = f" ({tokens / train_tokens:.2f} epochs of {train_tokens:,})" if train_tokens else ""
+    return f"{spec.train.steps:,} steps, {tokens:,} tokens{epochs}"
+
+
+def _layout(spec: RunSpec, topology: Topology) -> str:
+    axes = " x ".join(
+        f"{axis} {getattr(topology, axis)}" for axis in ("dp", "pp", "cp", "tp") if getattr(topology, axis) > 1
+    )
+    where = f"{topology.nodes} x {topology.devices_per_node} {spec.platform.chip}"
+    return f"{where}: {axes or 'one worker'}, data sharding {spec.parallel.data_sharding}"
+
+
+def finding_block(finding: Finding) -> str:
+    """One error or warning: key and rule, message, origin, fixes, and what explains the rule."""
+    lines = [f"{finding.severity}: {finding.path}  [{finding.rule}]"]
+    lines += textwrap.wrap(finding.message, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    if finding.origin:
+        lines.append(f"  from: {finding.origin}")
+    if finding.fixes:
+        lines.append("  fix:  " + "   or   ".join(finding.fixes))
+    if finding.rule != "config.schema":  # its message says all there is to say
+        lines.append(f"  why:  megalaunch explain {finding.rule}")
+    return "\n".join(lines)
+
+
+def _columns(rows: Sequence[tuple[str, str]]) -> list[str]:
+    width = max(len(name) for name, _ in rows)
+    return [f"  {name:<{width}}  {value}" for name, value in rows]
+
+
+def _number(value: Any) -> str:
+    """Thousands apart; a list with repeats counted (`15, 6 x 16, 15`)."""
+    if isinstance(value, list):
+        runs = [(item, len(list(same))) for item, same in itertools.groupby(value)]
+        shown = [f"{count} x {_number(item)}" if count > 1 else _number(item) for item, count in runs]
+        return ", ".join(shown if len(shown) <= 12 else [*shown[:11], "..."])
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _summary_line(findings: Sequence[Finding]) -> str:
+    counts = [(sum(f.severity == kind for f in findings), kind) for kind in ("error", "warning")]
+    said = [f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in counts if count]
+    if counts[0][0]:
+        return ", ".join(said)
+    beyond = ", ".join(f"{f.path}={as_override(f.numbers['value'])}" for f in findings if f.rule == _UNSUPPORTED)
+    plans_only = f"; a plan only: the engine of this version does not train with {beyond}" if beyond else ""
+    return "valid" + (f", {said[0]}" if said else "") + plans_only

@@ -1,0 +1,1 @@
+"""`megalaunch plan` and its output."""

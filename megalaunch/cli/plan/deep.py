@@ -1,0 +1,134 @@
+"""`megalaunch plan --deep`: what one rank's step of the engine itself holds and sends, beside the planner's figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from megalaunch.config.schema import RunSpec
+    from megalaunch.engine.api import DeepPlan
+    from megalaunch.plan.check import HasOrigin
+    from megalaunch.plan.memory import Memory
+
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def show_deep(spec: RunSpec, origins: Mapping[str, HasOrigin], rank: int | None, as_json: bool) -> None:
+    """Run one step on fake tensors and print it; refuses what cannot be run."""
+    from megalaunch.cli.errors import fail
+
+    if find_spec("torch") is None:
+        fail("plan --deep needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
+    _require_valid(spec, origins)
+    from megalaunch.plan.memory.rank import memory_by_rank
+    from megalaunch.plan.topology import Topology
+
+    topology = Topology.from_spec(spec)
+    if rank is not None and rank >= topology.world:
+        fail(f"--rank {rank} is outside the world of {topology.world}\nfix:  --rank 0 to {topology.world - 1}")
+    from megalaunch.engine import api
+
+    found = api.deep_plan(spec, rank)
+    planned = memory_by_rank(spec)[topology.dense_grid.coordinates(found.rank)["pp"]]
+    typer.echo(_as_json(spec, found, planned) if as_json else _as_text(spec, found, planned))
+
+
+def _require_valid(spec: RunSpec, origins: Mapping[str, HasOrigin]) -> None:
+    """End the command where the run is not valid, or beyond the engine; a device that is too small may be looked at."""
+    from megalaunch.cli.errors import fail, refuse
+    from megalaunch.cli.output.findings import finding_block
+    from megalaunch.plan.check import check
+    from megalaunch.plan.supported import unsupported
+
+    errors = [f for f in check(spec, origins) if f.severity == "error" and f.rule != "memory.fits"]
+    if errors:
+        refuse("\n\n".join(finding_block(finding) for finding in errors))
+    if spec.model.vocab_size is None:
+        fail("the vocabulary is open; name it (model.vocab_size=N) or the data")
+    beyond = [f"  {limit.path}={value}  ({limit.meaning})" for limit, value in unsupported(spec)]
+    if beyond:
+        fail("\n".join(["the engine does not run this yet, so there is no step of it to look at:", *beyond]))
+
+
+def _as_text(spec: RunSpec, found: DeepPlan, planned: Memory) -> str:
+    from megalaunch.cli.output.findings import run_table
+    from megalaunch.plan.topology import Topology
+
+    return "\n\n".join(
+        [
+            run_table(spec, Topology.from_spec(spec)),
+            "\n".join(_memory_lines(found, planned)),
+            "\n".join(_communication_lines(found)),
+        ]
+    )
+
+
+def _memory_lines(found: DeepPlan, planned: Memory) -> Iterator[str]:
+    devices = "a GPU's operators" if found.on_gpu else "a processor's operators"
+    yield (
+        f"rank {found.rank} of {found.world} ({found.coordinates}): {found.parameters:,} parameters, "
+        f"peak in the {found.phase} pass, {devices}"
+    )
+    rows = [("", "engine", "planner", "")]
+    for kind, size in found.kinds.items():
+        other = planned.kinds.get(kind)
+        rows.append((kind, _size(size), "" if other is None else _size(other), ""))
+    difference = f"{planned.total / found.total - 1:+.1%}"
+    rows.append(("total", _size(found.total), _size(planned.total), difference))
+    yield from _columns(rows, right=(1, 2))
+
+
+def _communication_lines(found: DeepPlan) -> Iterator[str]:
+    part = "" if found.computed == found.microbatches else f", {found.computed} of them computed"
+    yield f"collectives of a step of {found.microbatches} microbatches{part}"
+    rows = [("phase", "kind", "axis", "ranks", "calls", "bytes")]
+    for one in found.exchanges:
+        rows.append((one.phase, one.kind, one.axis, f"{one.ranks}", f"{one.count:,}", _size(one.bytes)))
+    yield from _columns(rows if found.exchanges else [("none: one rank holds all",)], right=(3, 4, 5))
+
+
+def _size(count: float) -> str:
+    for unit, size in _UNITS:
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def _columns(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield ("  " + "  ".join(cells)).rstrip()
+
+
+def _as_json(spec: RunSpec, found: DeepPlan, planned: Memory) -> str:
+    from megalaunch.platform.chips import CHIPS
+
+    data: dict[str, Any] = {
+        "rank": found.rank,
+        "world": found.world,
+        "coordinates": found.coordinates,
+        "parameters": found.parameters,
+        "microbatches": found.microbatches,
+        "computed_microbatches": found.computed,
+        "operators": "gpu" if found.on_gpu else "cpu",
+        "memory": {
+            "bytes": found.kinds,
+            "total": found.total,
+            "phase": found.phase,
+            "planned": planned.kinds,
+            "planned_total": planned.total,
+            "device_bytes": CHIPS[spec.platform.chip].memory_bytes,
+        },
+        "collectives": [vars(one) for one in found.exchanges],
+        "seconds": found.seconds,
+    }
+    return json.dumps(data, indent=2)

@@ -1,0 +1,217 @@
+"""What `megalaunch plan` prints: findings, then the prediction as tables for people or one JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from megalaunch.config.schema import RunSpec
+    from megalaunch.plan.check import HasOrigin
+    from megalaunch.plan.cost import StepTime
+    from megalaunch.plan.findings import Finding
+    from megalaunch.plan.prediction import Groups, Prediction
+
+_GB = 1e9
+_COMPUTE = {
+    "matmul": "matmuls",
+    "attention": "attention",
+    "memory": "norms, activations",
+    "head": "head and loss",
+    "again": "recomputation",
+    "gaps": "gaps, slowed by exchanges",
+}
+_EXCHANGES = {
+    "tp": "tp gather, scatter",
+    "cp": "cp keys and values",
+    "ep": "ep all-to-all",
+    "pp": "pp send, receive",
+    "dp": "dp reduce, gather",
+}
+
+
+def show_plan(
+    spec: RunSpec, origins: Mapping[str, HasOrigin], tokens: float | None, as_json: bool, with_assumptions: bool
+) -> bool:
+    """Print the plan of a resolved spec; False when the run is not valid."""
+    from megalaunch.plan.check import check
+    from megalaunch.plan.findings import has_errors
+    from megalaunch.plan.prediction import predict
+
+    findings = check(spec, origins)
+    try:
+        prediction: Prediction | None = predict(spec, tokens)
+        problem = ""
+    except ValueError as error:
+        prediction, problem = None, str(error)
+    if as_json:
+        typer.echo(json.dumps(_as_json(spec, findings, prediction, with_assumptions), indent=2, default=str))
+    else:
+        typer.echo(_as_text(spec, findings, prediction, problem, with_assumptions))
+    return not has_errors(findings) and prediction is not None
+
+
+def _as_text(
+    spec: RunSpec, findings: Sequence[Finding], prediction: Prediction | None, problem: str, with_assumptions: bool
+) -> str:
+    from megalaunch.cli.output.findings import finding_block, run_table
+    from megalaunch.plan.supported import not_trained
+
+    # What is missing for a start, such as data, does not matter to a plan that can be made.
+    shown = [f for f in findings if f.severity == "error" or f.rule == "memory.fits"]
+    if prediction is None:
+        hint = "; name the vocabulary (model.vocab_size=N) or the data" if spec.model.vocab_size is None else ""
+        shown = shown or [f for f in findings if f.severity == "warning"]
+        return "\n\n".join([*(finding_block(f) for f in shown), f"no plan: {problem}{hint}"])
+    blocks = [finding_block(f) for f in shown]
+    blocks.append(run_table(spec, prediction.topology))
+    if beyond := not_trained(spec):
+        blocks.append(f"a plan only: the engine of this version does not train {', '.join(beyond)}")
+    blocks.append("\n".join(["ranks", *_table(_group_row(groups) for groups in prediction.groups)]))
+    blocks.append(_memory_text(prediction))
+    blocks.append(_time_text(prediction) if prediction.time else f"time\n  not predicted: {prediction.why_no_time}")
+    if with_assumptions:
+        blocks.append(_assumptions_text(spec))
+    return "\n\n".join(blocks)
+
+
+def _group_row(groups: Groups) -> tuple[str, ...]:
+    shown = ", ".join(str(rank) for rank in groups.first[:8]) + (", ..." if groups.size > 8 else "")
+    place = "inside a node" if groups.inside_node else "between nodes"
+    return f"{groups.axis} {groups.size}", f"{groups.count} groups", place, f"the first: {shown}"
+
+
+def _memory_text(prediction: Prediction) -> str:
+    memory = prediction.memory
+    head = f"memory of the fullest rank: {memory.parameters / 1e9:.2f} B parameters"
+    if prediction.topology.pp > 1:
+        head += f", pipeline rank {memory.rank}"
+    head += f", {memory.phase}"
+    rows = [(kind, f"{size / _GB:.2f} GB") for kind, size in memory.kinds.items()]
+    rows.append(("total", f"{memory.total / _GB:.2f} GB"))
+    lines = [head, *_table(rows, right=(1,))]
+    if prediction.device_bytes is not None:
+        part = memory.total / prediction.device_bytes
+        lines.append(f"  {part:.0%} of {prediction.device_bytes / _GB:.1f} GB")
+    if prediction.topology.pp > 1:
+        each = ", ".join(f"{rank.total / _GB:.1f}" for rank in prediction.by_rank[:16])
+        lines.append(f"  by pipeline rank: {each}{', ...' if len(prediction.by_rank) > 16 else ''} GB")
+    return "\n".join(lines)
+
+
+def _time_text(prediction: Prediction) -> str:
+    time = prediction.time
+    assert time is not None
+    rows = [(name, f"{seconds:.3f} s", f"{seconds / time.total:.1%}", note) for name, seconds, note in _seconds(time)]
+    lines = [f"time of a step: {time.total:.3f} s", *_table(rows, right=(1, 2))]
+    budget, days = prediction.budget, prediction.days or 0.0
+    speed = [
+        (
+            "model FLOPs a step",
+            f"{prediction.flops:.4g} (with the whole square of attention {prediction.full_flops:.4g})",
+        ),
+        ("tokens/s", f"{time.tokens_per_second_per_device:,.0f} a device, {time.tokens / time.total:,.0f} in all"),
+        ("TFLOP/s a device", f"{time.flops_per_device / 1e12:,.0f}"),
+        ("MFU", f"{time.mfu_causal:.1%} causal, {time.mfu_full:.1%} full, of {time.peak / 1e12:,.0f} TFLOP/s"),
+        (f"{_tokens(budget)} tokens", f"{days:,.2f} days ({days * time.world * 24:,.0f} device hours)"),
+    ]
+    return "\n".join([*lines, "", "speed", *_table(speed)])
+
+
+def _seconds(time: StepTime) -> Iterator[tuple[str, float, str]]:
+    """Rows of the time table: name, seconds waited for, what hides."""
+    for name, label in _COMPUTE.items():
+        if getattr(time, name):
+            yield label, getattr(time, name), ""
+    for axis, exchange in time.exchanges.items():
+        if exchange.exposed + exchange.hidden:
+            yield _EXCHANGES[axis], exchange.exposed, f"and {exchange.hidden:.3f} s behind compute"
+    if time.bubble:
+        yield "pipeline bubble", time.bubble, ""
+    yield "optimizer", time.optimizer, ""
+
+
+def _assumptions_text(spec: RunSpec) -> str:
+    from megalaunch.plan.prediction import assumptions
+
+    rows = [
+        (entry.name, entry.value if isinstance(entry.value, str) else f"{entry.value:,.6g}", entry.source)
+        for entry in assumptions(spec)
+    ]
+    return "\n".join(["assumptions", *_table(rows, right=(1,))])
+
+
+def _table(rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
+    """Rows in columns; those numbered in `right` end together."""
+    cells = list(rows)
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))] if cells else []
+    return [
+        "  "
+        + "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def _tokens(count: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:,.4g}{unit}"
+    return f"{count:,.0f}"
+
+
+def _as_json(
+    spec: RunSpec, findings: Sequence[Finding], prediction: Prediction | None, with_assumptions: bool
+) -> dict[str, Any]:
+    from megalaunch.plan.findings import as_json, has_errors
+    from megalaunch.plan.prediction import assumptions
+    from megalaunch.plan.summary import derived_values
+    from megalaunch.plan.supported import not_trained
+
+    data: dict[str, Any] = {
+        "valid": not has_errors(list(findings)),
+        "not_trained": list(not_trained(spec)),
+        "findings": [as_json(f) for f in findings],
+        "derived": derived_values(spec),
+    }
+    if prediction is None:
+        return data
+    memory, time = prediction.memory, prediction.time
+    data["ranks"] = [{**vars(groups), "first": groups.first} for groups in prediction.groups]
+    data["memory"] = {
+        "bytes": memory.kinds,
+        "total": memory.total,
+        "device_bytes": prediction.device_bytes,
+        "pipeline_rank": memory.rank,
+        "moment": memory.phase,
+        "parameters": memory.parameters,
+        "total_by_pipeline_rank": [rank.total for rank in prediction.by_rank],
+    }
+    data["flops"] = {"step": prediction.flops, "step_full_attention": prediction.full_flops}
+    data["time"] = _time_json(prediction, time) if time else None
+    if time is None:
+        data["why_no_time"] = prediction.why_no_time
+    if with_assumptions:
+        data["assumptions"] = [vars(entry) for entry in assumptions(spec)]
+    return data
+
+
+def _time_json(prediction: Prediction, time: StepTime) -> dict[str, Any]:
+    return {
+        "step_seconds": time.total,
+        "compute": {name: getattr(time, name) for name in _COMPUTE},
+        "communication": {axis: vars(exchange) for axis, exchange in time.exchanges.items()},
+        "bubble": time.bubble,
+        "optimizer": time.optimizer,
+        "tokens_per_second_per_device": time.tokens_per_second_per_device,
+        "flops_per_device": time.flops_per_device,
+        "mfu_causal": time.mfu_causal,
+        "mfu_full": time.mfu_full,
+        "budget_tokens": prediction.budget,
+        "days": prediction.days,
+    }

@@ -1,0 +1,82 @@
+"""`megalaunch plan`: memory, speed and rank grid of a run, predicted without the machine; or the best layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megalaunch.config.compose import Composition
+    from megalaunch.config.schema import RunSpec
+
+
+def plan(
+    words: Annotated[list[str] | None, typer.Argument(help="GROUP=OPTION and SECTION.KEY=VALUE words.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    show_assumptions: Annotated[
+        bool, typer.Option("--assumptions", help="Also print every constant: name, value, source.")
+    ] = False,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="N", help="Budget for the days of training (15T, 300B); else train.steps.")
+    ] = None,
+    search: Annotated[bool, typer.Option("--search", help="Rank every layout of the model on these devices.")] = False,
+    devices: Annotated[int | None, typer.Option(min=1, help="With --search: how many devices there are.")] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Run the engine's own step as one rank, on tensors without memory.")
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="With --deep: which rank; else the first of the fullest stage.")
+    ] = None,
+) -> None:
+    """Predict memory, speed and rank groups of a run, search for its best layout, or count one rank's step.
+
+    Exit code 0 when the run is valid, 2 when it is not.
+    """
+    from megalaunch.cli.errors import fail
+    from megalaunch.cli.plan.output import show_plan
+    from megalaunch.plan.prediction import parse_tokens
+
+    if devices is not None and not search:
+        fail("--devices belongs to --search; a plan is of the cluster in the run (cluster.nodes=N)")
+    try:
+        budget = parse_tokens(tokens) if tokens is not None else None
+    except ValueError as error:
+        fail(f"--tokens: {error}")
+    if rank is not None and not deep:
+        fail("--rank belongs to --deep; a plan is of the fullest rank")
+    if deep and (search or budget is not None or show_assumptions):
+        fail("--deep counts what one rank holds and sends; it knows no --search, --tokens or --assumptions")
+    composition, spec = _resolved(words or [])
+    if deep:
+        from megalaunch.cli.plan.deep import show_deep
+
+        show_deep(spec, composition.origins, rank, as_json)
+        return
+    if search:
+        from megalaunch.cli.plan.search import show_search
+
+        show_search(spec, composition.origins, devices, as_json)
+        return
+    if not show_plan(spec, composition.origins, budget, as_json, show_assumptions):
+        raise typer.Exit(2)
+
+
+def _resolved(words: list[str]) -> tuple[Composition, RunSpec]:
+    """The composition of the words and its resolved spec; refuses what does not compose."""
+    from megalaunch.cli.errors import refuse
+    from megalaunch.cli.output.findings import finding_block, problems_as_findings, problems_text
+    from megalaunch.config.compose import compose
+    from megalaunch.config.errors import ConfigError
+    from megalaunch.plan.resolve import resolve
+    from megalaunch.platform.detect import detect_machine
+
+    try:
+        composition = compose(words)
+    except ConfigError as error:
+        refuse(problems_text(error.problems))
+    for finding in problems_as_findings(composition.repeated, "warning"):
+        typer.echo(finding_block(finding), err=True)
+    for note in composition.notes:
+        typer.echo(f"note: {note.message}", err=True)
+    return composition, resolve(composition.spec, detect_machine(), composition.choices.get("recipe")).spec

@@ -1,0 +1,212 @@
+"""`megalaunch plan --search`: the fastest layouts of a run, what was dropped and why, and where its own one stands."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from megalaunch.config.schema import RunSpec
+    from megalaunch.plan.check import HasOrigin
+    from megalaunch.plan.search import Difference, Found, SearchResult
+
+SHOWN = 10
+_GIB = 2**30
+_REASONS = 3
+
+
+def show_search(
+    spec: RunSpec, origins: Mapping[str, HasOrigin], devices: int | None, as_json: bool, shown: int = SHOWN
+) -> None:
+    """Search the layouts of a resolved spec and print the best; exit code 2 when none can run."""
+    from megalaunch.cli.errors import fail
+    from megalaunch.cli.output.progress import percent_progress
+    from megalaunch.plan.search import SearchError, search
+
+    try:
+        result = search(spec, devices, percent_progress("searching layouts", after=" "))
+    except SearchError as error:
+        fail(str(error))
+    best = validated(result, origins, shown)
+    typer.echo(search_json(result, best) if as_json else search_text(result, best))
+    if not best:
+        raise typer.Exit(2)
+
+
+def validated(result: SearchResult, origins: Mapping[str, HasOrigin], count: int) -> list[Found]:
+    """The first `count` that the whole checker passes; what the run itself breaks, whatever its layout, is no fault."""
+    from megalaunch.plan.check import check
+    from megalaunch.plan.rules.registry import RULES
+    from megalaunch.plan.rules.suggestions import suggestions_disabled
+    from megalaunch.plan.search.filter import LAYOUT_ROOMS
+
+    rooms = {rule.id: rule.check.__module__.rpartition(".")[2] for rule in RULES.values()}
+    passed: list[Found] = []
+    for found in result.ranked:
+        with suggestions_disabled():
+            findings = check(found.spec, origins)
+        if not any(f.severity == "error" and rooms[f.rule] in (*LAYOUT_ROOMS, "memory") for f in findings):
+            passed.append(found)
+        if len(passed) == count:
+            break
+    return passed
+
+
+def layout_text(spec: RunSpec) -> list[str]:
+    """The words that give a run this layout: a name for parallel where there is one, and what the name cannot say."""
+    from dataclasses import fields
+
+    from megalaunch.config.keys import schema_defaults
+    from megalaunch.config.parallel_names import layout_name
+    from megalaunch.plan.findings import as_override
+
+    defaults = schema_defaults()
+    named: dict[str, Any] = {}
+    words: list[str] = []
+    for entry in fields(spec.parallel):
+        value = getattr(spec.parallel, entry.name)
+        derived = entry.name == "dp" or (entry.name == "schedule" and value in ("1f1b", "interleaved"))
+        if derived or value == defaults["parallel"][entry.name]:
+            continue
+        if layout_name({entry.name: value}):
+            named[entry.name] = value
+        else:
+            words.append(f"parallel.{entry.name}={as_override(value)}")
+    words = [f"parallel={layout_name(named) or 'dp'}", *words]
+    words.append(f"batch.micro_batch_size={as_override(spec.batch.micro_batch_size)}")
+    recompute = spec.recompute
+    words.append(f"recompute={recompute.granularity}")
+    if recompute.granularity == "selective":
+        words.append(f"recompute.modules={as_override(recompute.modules)}")
+    if recompute.granularity == "full":
+        words += [f"recompute.method={recompute.method}", f"recompute.num_layers={recompute.num_layers}"]
+    if recompute.cpu_offloading_num_layers:
+        words.append(f"recompute.cpu_offloading_num_layers={recompute.cpu_offloading_num_layers}")
+    return words
+
+
+def search_text(result: SearchResult, best: Sequence[Found]) -> str:
+    """A table of the best, the words of the first, what was dropped, and why the best beat the run's own layout."""
+    lines = _table(result, best)
+    if best:
+        lines += ["", f"the fastest:  {shlex.join(layout_text(best[0].spec))}"]
+        roomy = next((found for found in best if not _near_memory_limit(result, found)), None)
+        if roomy is not None and roomy is not best[0]:
+            lines.append(f"with room:    {shlex.join(layout_text(roomy.spec))}")
+    own = _own_lines(result, best)
+    return "\n".join([*lines, *own, "", *_counts(result)])
+
+
+def _table(result: SearchResult, best: Sequence[Found]) -> list[str]:
+    rows = [("", "tokens/s/device", "MFU", "GiB free", "layout")]
+    own_too = [result.own] if result.own is not None and all(f.spec != result.own.spec for f in best) else []
+    for found in [*best, *own_too]:
+        free = (result.device_bytes - found.memory.total) / _GIB
+        marks = ["tight"] if _near_memory_limit(result, found) else []
+        marks += ["this run's"] if result.own is not None and found.spec == result.own.spec else []
+        own = f" ({', '.join(marks)})" if marks else ""
+        shown = (f"{result.place(found)}", f"{found.speed:,.1f}", f"{found.time.mfu_causal:.1%}", f"{free:.1f}")
+        rows.append((*shown, _short_layout(found.spec) + own))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        "  ".join([*(cell.rjust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]) for row in rows
+    ]
+
+
+def _near_memory_limit(result: SearchResult, found: Found) -> bool:
+    """So full that libraries and fragmentation may not find room; the checker warns of it too."""
+    from megalaunch.plan.rules.memory import TIGHT
+
+    return found.memory.total > TIGHT * result.device_bytes
+
+
+def _short_layout(spec: RunSpec) -> str:
+    """A layout for a table: `tp8pp8cp2vpp8sp dp8 micro 1 embedding and head as layers`."""
+    p, recompute = spec.parallel, spec.recompute
+    axes = "".join(f"{axis}{getattr(p, axis)}" for axis in ("tp", "pp", "cp", "ep") if getattr(p, axis) > 1)
+    axes += f"etp{p.etp}" if p.etp and p.etp > 1 else ""
+    axes += f"vpp{p.vpp}" if p.vpp else ""
+    sharding = {"no_shard": "zero0", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
+    parts = [axes, f"dp{p.dp}", sharding[p.data_sharding], f"micro {spec.batch.micro_batch_size}"]
+    if p.pipeline_layout is not None:
+        parts.append(f"layout of {p.pipeline_layout.count('|') + 1} stages")
+    if p.num_layers_in_first_pipeline_stage is not None or p.num_layers_in_last_pipeline_stage is not None:
+        parts.append(
+            f"ends of {p.num_layers_in_first_pipeline_stage or 'an even share'} and {p.num_layers_in_last_pipeline_stage} layers"
+        )
+    if p.account_for_embedding_in_pipeline_split or p.account_for_loss_in_pipeline_split:
+        parts.append("embedding and head as layers" if p.account_for_embedding_in_pipeline_split else "head as a layer")
+    if recompute.granularity != "none":
+        modules = f" of {', '.join(recompute.modules)}" if recompute.granularity == "selective" else ""
+        parts.append(f"recompute {recompute.granularity}{modules}")
+    return " ".join(part for part in parts if part)
+
+
+def _own_lines(result: SearchResult, best: Sequence[Found]) -> list[str]:
+    from megalaunch.plan.search import differences
+
+    own = result.own
+    if own is None:
+        return ["", f"this run's own layout is not among them: {result.own_fault}"]
+    place = result.place(own)
+    share = place / result.valid
+    head = (
+        f"this run's own layout is number {place} of {result.valid:,} ({share:.1%}): {own.speed:,.1f} tokens/s/device"
+    )
+    lines = ["", head]
+    for found in [f for f in best if f.speed > own.speed][:_REASONS]:
+        gain = found.speed / own.speed - 1
+        lines.append(
+            f"  number {result.place(found)} is {gain:.1%} faster: {_reasons(differences(found.time, own.time))}"
+        )
+    return lines + ["  (seconds of a step, of the slowest rank)"] * (len(lines) > 2)
+
+
+def _reasons(found: Sequence[Difference]) -> str:
+    """What the faster spends less on, then what it pays for that."""
+    seen = [difference for difference in found if abs(difference.seconds) >= 0.005]
+    gains = [d.meaning for d in seen if d.seconds < 0][:_REASONS]
+    price = [d.meaning for d in seen if d.seconds > 0][: _REASONS - 1]
+    text = "; ".join(gains) or "every part by a little"
+    return f"{text}; though {'; '.join(price)}" if price else text
+
+
+def _counts(result: SearchResult) -> list[str]:
+    head = f"{result.num_considered:,} layouts looked at: {result.valid:,} are valid and fit"
+    lines = [f"{head}, {result.leaner:,} of them not timed, since they recompute more than they need to fit"]
+    lines += [f"  {count:>8,}  dropped: {rule}" for rule, count in result.dropped.most_common()]
+    return lines
+
+
+def search_json(result: SearchResult, best: Sequence[Found]) -> str:
+    """One object: the best layouts with their words, the run's own, counts by reason."""
+    data = {
+        "devices": best[0].time.world if best else None,
+        "considered": result.num_considered,
+        "valid": result.valid,
+        "not_timed": result.leaner,
+        "dropped": dict(result.dropped.most_common()),
+        "device_bytes": result.device_bytes,
+        "layouts": [_as_json(result, found) for found in best],
+        "own": _as_json(result, result.own) if result.own else None,
+        "own_fault": result.own_fault,
+    }
+    return json.dumps(data, indent=2)
+
+
+def _as_json(result: SearchResult, found: Found) -> dict[str, Any]:
+    return {
+        "place": result.place(found),
+        "words": layout_text(found.spec),
+        "tokens_per_second_per_device": found.speed,
+        "mfu_causal": found.time.mfu_causal,
+        "step_seconds": found.time.total,
+        "bytes": found.memory.total,
+        "bytes_by_kind": found.memory.kinds,
+        "headroom_bytes": result.device_bytes - found.memory.total,
+        "tight": _near_memory_limit(result, found),
+    }

@@ -1,0 +1,1 @@
+"""`megalaunch recipes` and `import-megatron`."""

@@ -1,0 +1,133 @@
+"""`megalaunch import-megatron`: a Megatron-LM launch script becomes a recipe; the script is read, never run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megalaunch.importers.megatron.importer import Imported
+
+
+def import_megatron(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="A launch script or argument list; - reads standard input.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(metavar="RECIPE.yaml", help="Write the recipe here, and its option files beside it.")
+    ] = None,
+    variables: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="A variable the script expects; 1=VALUE is its first argument."
+        ),
+    ] = None,
+    platform: Annotated[str | None, typer.Option(metavar="NAME", help="The chip it is made for, e.g. h100.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Turn a Megatron-LM launch script into a recipe, and tell what became of every flag.
+
+    Nothing is executed: variables, defaults, arrays and arithmetic are read as data.
+    """
+    from megalaunch.cli.errors import fail
+    from megalaunch.importers.megatron.bash_lexer import ScriptProblem
+    from megalaunch.importers.megatron.importer import import_script, report_text
+
+    text = _read(file)
+    shown = "standard input" if file == "-" else file
+    try:
+        imported = import_script(text, _name(file, output), Path(shown).name, _variables(variables or []), platform)
+    except ScriptProblem as problem:
+        place = f"{shown}:{problem.line}" if problem.line else shown
+        fail(f"{place}: {problem.message}")
+    if output is not None:
+        _write(imported, output, force)
+    if as_json:
+        typer.echo(_json(imported))
+    elif output is None:
+        typer.echo(_files_text(imported), nl=False)
+        typer.echo(report_text(imported), err=True)
+    else:
+        typer.echo(report_text(imported))
+        typer.echo(f"\nwrote {', '.join(map(str, _paths(imported, output)))}")
+        typer.echo(f"next: megalaunch validate-config recipe={output}")
+
+
+def _read(file: str) -> str:
+    import sys
+
+    from megalaunch.cli.errors import fail
+    from megalaunch.importers.megatron.bash_lexer import MAX_BYTES
+
+    try:
+        stream = sys.stdin.buffer if file == "-" else Path(file).expanduser().open("rb")
+        with stream:
+            return stream.read(MAX_BYTES + 1).decode("utf-8", errors="replace")
+    except OSError as error:
+        fail(f"{file} cannot be read: {error.strerror}")
+
+
+def _name(file: str, output: Path | None) -> str:
+    stem = output.stem if output is not None else Path(file).stem if file != "-" else "imported"
+    return re.sub(r"[^a-z0-9_]+", "_", stem.lower()).strip("_") or "imported"
+
+
+def _variables(words: list[str]) -> dict[str, str]:
+    from megalaunch.cli.errors import fail
+
+    for word in words:
+        if "=" not in word or not re.fullmatch(r"\w+", word.partition("=")[0]):
+            fail(f"--set {word}: write NAME=VALUE")
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
+
+
+def _paths(imported: Imported, output: Path) -> list[Path]:
+    return [output, *(output.parent / name for name in imported.recipe.option_files)]
+
+
+def _write(imported: Imported, output: Path, force: bool) -> None:
+    from megalaunch.cli.errors import fail
+
+    if output.suffix not in (".yaml", ".yml"):
+        fail(f"{output}: a recipe's file ends in .yaml")
+    taken = [path for path in _paths(imported, output) if path.exists()]
+    if taken and not force:
+        fail(f"{', '.join(map(str, taken))} exists; name another file, or add --force")
+    texts = [imported.recipe.text, *imported.recipe.option_files.values()]
+    try:
+        for path, text in zip(_paths(imported, output), texts, strict=True):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fail(f"{error.filename} cannot be written: {error.strerror}")
+
+
+def _files_text(imported: Imported) -> str:
+    parts = [imported.recipe.text]
+    parts += [f"\n# --- {path} (beside the recipe)\n{text}" for path, text in imported.recipe.option_files.items()]
+    return "".join(parts)
+
+
+def _json(imported: Imported) -> str:
+    import json
+
+    return json.dumps(
+        {
+            "recipe": imported.recipe.text,
+            "option_files": dict(imported.recipe.option_files),
+            "options": dict(imported.recipe.picked),
+            "values": dict(imported.values),
+            "flags": [
+                {"flag": entry.flag, "words": list(entry.words), "fate": entry.fate, "text": entry.text}
+                for entry in imported.flags
+            ],
+            "defaults": dict(imported.defaults),
+            "missing": list(imported.missing),
+            "notes": list(imported.notes),
+        },
+        indent=2,
+    )

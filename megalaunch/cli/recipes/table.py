@@ -1,0 +1,160 @@
+"""What a recipe comes to, in one row: its model, size, devices, layout and sequence.
+
+Also the table of what differs between two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalaunch.config.compose import Composer
+from megalaunch.config.errors import ConfigError
+from megalaunch.config.recipes import read_summary
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.parallel import ParallelSpec
+from megalaunch.plan.parameters import count_parameters
+from megalaunch.plan.resolve import resolve
+from megalaunch.plan.resume_compatibility import differences
+from megalaunch.plan.supported import unsupported
+from megalaunch.platform.detect import Machine
+
+_NAMES = ("run.name", "run.directory", "model.name")
+"""Keys that only say what a thing is called."""
+
+
+@dataclass(frozen=True)
+class RecipeRow:
+    """One recipe; what is open until data or a machine is there is None, and so is all else when `problem` is set.
+
+    `parameters` are those of the decoder, after which models are named, `active` those that a token meets, `layout`
+    is words like "tp4 pp8 sp"; "" is data parallelism alone. `not_trained` names what the engine does not run yet.
+    """
+
+    name: str
+    summary: str
+    model: str | None = None
+    parameters: int | None = None
+    active: int | None = None
+    devices: int | None = None
+    chip: str | None = None
+    layout: str | None = None
+    sequence_length: int | None = None
+    micro_batch_size: int | None = None
+    global_batch_size: int | None = None
+    not_trained: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def recipe_rows(files: Mapping[str, Path], machine: Machine) -> list[RecipeRow]:
+    """The row of each recipe as `machine` would run it; a recipe that does not compose says so in `problem`."""
+    composer = Composer()
+    return [_row(name, read_summary(path), machine, composer) for name, path in files.items()]
+
+
+def _row(name: str, summary: str, machine: Machine, composer: Composer) -> RecipeRow:
+    try:
+        composition = composer.compose([f"recipe={name}"])
+    except ConfigError as error:
+        return RecipeRow(name, summary, problem=error.problems[0].message)
+    written, spec = composition.spec, resolve(composition.spec, machine, name).spec
+    count = count_parameters(spec.model) if spec.model.vocab_size is not None else None
+    per_node = written.cluster.devices_per_node  # auto stays open: the recipe runs on what there is
+    return RecipeRow(
+        name,
+        summary,
+        model=spec.model.name,
+        parameters=count.decoder if count else None,
+        active=count.active if count and spec.model.moe.num_experts is not None else None,
+        devices=written.cluster.nodes * per_node if isinstance(per_node, int) else None,
+        chip=None if written.platform.chip == "auto" else written.platform.chip,
+        layout=" ".join(layout_text(written.parallel)),
+        sequence_length=spec.batch.sequence_length,
+        micro_batch_size=written.batch.micro_batch_size,
+        global_batch_size=spec.batch.global_batch_size,
+        not_trained=tuple(dict.fromkeys(limit.meaning for limit, _ in unsupported(spec))),
+    )
+
+
+def layout_text(parallel: ParallelSpec) -> Iterator[str]:
+    """What a layout says beyond data parallelism, in words like those of a layout's name."""
+    for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"):
+        degree = getattr(parallel, axis)
+        if degree is not None and degree > 1:
+            yield f"{axis}{degree}"
+    if parallel.sequence_parallel:
+        yield "sp"
+    if parallel.data_sharding == "optim_grads_params":
+        yield "zero3"
+    if (
+        parallel.pipeline_layout
+        or parallel.account_for_embedding_in_pipeline_split
+        or parallel.account_for_loss_in_pipeline_split
+        or _uneven(parallel)
+    ):
+        yield "uneven stages"
+
+
+def _uneven(parallel: ParallelSpec) -> bool:
+    return (
+        parallel.num_layers_in_first_pipeline_stage is not None
+        or parallel.num_layers_in_last_pipeline_stage is not None
+    )
+
+
+def rows_text(rows: Sequence[RecipeRow]) -> str:
+    """The rows as a table for people; what is open is left empty."""
+    table = [("recipe", "parameters", "devices", "layout", "sequence", "what it is")]
+    for row in rows:
+        devices = f"{row.devices} {row.chip or ''}".strip() if row.devices else (row.chip or "any")
+        size = _size(row)
+        sequence = "" if row.sequence_length is None else str(row.sequence_length)
+        said = f"does not compose: {row.problem}" if row.problem else row.summary + _mark(row)
+        table.append((row.name, size, "" if row.problem else devices, row.layout or "", sequence, said))
+    return _table(table)
+
+
+def _mark(row: RecipeRow) -> str:
+    return f" [plans only: {', '.join(row.not_trained)}]" if row.not_trained else ""
+
+
+def _size(row: RecipeRow) -> str:
+    if row.parameters is None:
+        return ""
+    return short_number(row.parameters) + (f", {short_number(row.active)} a token" if row.active is not None else "")
+
+
+def short_number(count: int) -> str:
+    """A count in three digits: 8.03B, 124M.
+
+    >>> short(8_030_261_248), short(671_026_404_352), short(999_999)
+    ('8.03B', '671B', '1.00M')
+    """
+    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= 0.9995 * unit:
+            value = count / unit
+            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}{letter}"
+    return str(count)
+
+
+def spec_differences(left: RunSpec, right: RunSpec) -> list[tuple[str, Any, Any]]:
+    """(key, left, right) of every setting that differs, names left out, in the order of the schema."""
+    return [entry for entry in differences(left, right) if entry[0] not in _NAMES]
+
+
+def differences_text(names: tuple[str, str], found: Sequence[tuple[str, Any, Any]]) -> str:
+    """The table of what differs, or that nothing does."""
+    from megalaunch.plan.findings import as_override
+
+    if not found:
+        return f"{names[0]} and {names[1]} come to the same run"
+    return _table([("key", *names), *((key, as_override(left), as_override(right)) for key, left, right in found)])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

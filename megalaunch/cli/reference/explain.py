@@ -1,0 +1,58 @@
+"""`megalaunch explain`: a rule's page of the reference, or a key's meaning, without a network or a run."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import textwrap
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+PAGE = Path(__file__).resolve().parent.parent / "reference" / "rules.md"
+_WIDTH = 116
+_HEADING = re.compile(r"^### `(.+)`$", re.MULTILINE)
+_BEHIND = re.compile(r'^(<a id=".*"></a>|## .*)$', re.MULTILINE)
+
+
+def explain(
+    name: Annotated[
+        str | None, typer.Argument(metavar="RULE|KEY|SECTION", help="parallel.heads_by_tp, optimizer.lr, train.")
+    ] = None,
+) -> None:
+    """Print a rule's page: what holds, why, and an example with its fix. Or what a key, or each of a section, means.
+
+    Without a name: the rules there are.
+    """
+    from megalaunch.config.explain import describe_keys
+
+    rules = read_rules(PAGE.read_text(encoding="utf-8"))
+    if name is None:
+        typer.echo("\n".join(rules))
+        return
+    wanted = [rule for rule in rules if name in (rule, rule.replace(".", "-"), rule.partition(".")[2])]
+    if wanted:
+        typer.echo("\n\n".join(f"{rule}\n\n{rules[rule]}" for rule in wanted))
+    elif keys := describe_keys(name):
+        typer.echo("\n".join(keys))
+    else:
+        from megalaunch.cli.errors import fail
+        from megalaunch.config.keys import SECTIONS, schema_keys
+
+        near = difflib.get_close_matches(name, [*rules, *schema_keys(), *SECTIONS], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "`megalaunch explain` lists the rules"
+        fail(f"there is no rule, key or section {name!r}; {hint}")
+
+
+def read_rules(page: str) -> dict[str, str]:
+    """Each rule's part of the reference page, by its id, without the marks of Markdown."""
+    _, *parts = _HEADING.split(page)
+    texts = (_BEHIND.split(text)[0].strip() for text in parts[1::2])
+    return {rule: _plain(text) for rule, text in zip(parts[::2], texts, strict=True)}
+
+
+def _plain(text: str) -> str:
+    said, _, example = text.partition("\n\n```text\n")
+    paragraph = textwrap.fill(said.replace("**", ""), _WIDTH)
+    return f"{paragraph}\n\n{example.removesuffix('```').rstrip()}" if example else paragraph

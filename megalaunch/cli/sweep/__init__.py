@@ -1,0 +1,1 @@
+"""`megalaunch sweep` and its output."""

@@ -1,0 +1,138 @@
+"""A sweep's points as text and JSON, before it starts and when it is over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megalaunch.launch.sweep.display import figures, label
+from megalaunch.launch.sweep.result import TrialResult, rank_results, unranked_reason
+from megalaunch.plan.findings import Finding, as_json
+from megalaunch.runs.sweep.plan import PlannedSweep
+from megalaunch.runs.sweep.validation import ValidatedPoint
+
+_WIDTH = 116
+_BEST_SHOWN = 10
+
+
+def dry_run_text(planned: PlannedSweep) -> str:
+    """A line a point, then the counts."""
+    width = max((len(point.label) for point in planned.judged), default=0)
+    running = {point.number for point in planned.runnable}
+    shared = planned.shared
+    lines = []
+    for point in planned.judged:
+        said = "runs" if point.number in running else "not among the trials"
+        lines.append(
+            _cut(
+                f"  {point.number:>4}  {point.label:<{width}}  {said if point.is_valid else _skipped_lines(point, shared)}"
+            )
+        )
+    return "\n".join([*lines, "", *counts(planned)])
+
+
+def _skipped_lines(point: ValidatedPoint, shared: Sequence[Finding]) -> str:
+    """The first reason of this point's own."""
+    known = {(finding.rule, finding.message) for finding in shared}
+    own = [finding for finding in point.reasons if (finding.rule, finding.message) not in known]
+    if not own:
+        return "would run, but for what is wrong at every point"
+    more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
+    return f"left out{more}: {own[0].rule}: {own[0].message}"
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _WIDTH + 40 else line[: _WIDTH + 37] + "..."
+
+
+def counts(planned: PlannedSweep) -> list[str]:
+    """How many run, and how many each rule leaves out."""
+    request = planned.request
+    ranking = f"each in a run directory below {request.folder.root}, ranked by {request.metric}"
+    if request.sampler == "tpe" and not planned.judged:
+        return [f"tpe proposes {request.trials} points while it goes", ranking]
+    total = len(planned.judged)
+    points = f"{total} point{'s' if total != 1 else ''}"
+    lines = [f"{points}: {len(planned.runnable)} to run, {len(planned.skipped)} left out"]
+    lines += [f"  at every point: {finding.rule}: {finding.message}" for finding in planned.shared]
+    if planned.reasons:
+        lines += [f"  {count:>4}  {rule}" for rule, count in planned.reasons.most_common()]
+    if request.sampler == "tpe":
+        lines.append(f"tpe proposes {request.trials} points while it goes; those above are a sample by chance")
+    return [*lines, ranking]
+
+
+def dry_run_json(planned: PlannedSweep) -> str:
+    """One object: points with their reasons, and counts."""
+    running = {point.number for point in planned.runnable}
+    points = [
+        {
+            "number": point.number,
+            "words": dict(point.values),
+            "runs": point.number in running,
+            "valid": point.is_valid,
+            "reasons": [as_json(finding) for finding in point.reasons],
+        }
+        for point in planned.judged
+    ]
+    summary = {**_head(planned), "reasons": dict(planned.reasons), "points": points}
+    return json.dumps(summary, indent=2, default=str)
+
+
+def _head(planned: PlannedSweep) -> dict[str, Any]:
+    request = planned.request
+    return {
+        "name": request.name,
+        "directory": str(request.folder.root),
+        "sampler": request.sampler,
+        "metric": request.metric,
+        "to_run": len(planned.runnable),
+        "left_out": len(planned.skipped),
+    }
+
+
+def results_text(planned: PlannedSweep, results: Sequence[TrialResult], files: Mapping[str, str]) -> str:
+    """The best trials, the ones that did not rank with their reasons, and where the files are."""
+    metric = planned.request.metric
+    order = rank_results(results, metric)
+    lines = [f"{len(order)} of {len(results)} trials ranked by {metric}"]
+    for place, result in enumerate(order[:_BEST_SHOWN], 1):
+        lines.append(f"  {place:>3}. trial {result.number}: {label(result)}: {figures(result)}")
+    if len(order) > _BEST_SHOWN:
+        lines.append(f"       and {len(order) - _BEST_SHOWN} more")
+    for result in results:
+        if reason := unranked_reason(result, metric):
+            lines.append(_cut(f"    -  trial {result.number}: {label(result)}: {result.state}: {reason}"))
+    if planned.skipped:
+        lines.append(f"  {len(planned.skipped)} points were left out: they cannot run")
+    return "\n".join([*lines, *(f"  {name:<8} {path}" for name, path in files.items())])
+
+
+def results_json(planned: PlannedSweep, results: Sequence[TrialResult], files: Mapping[str, str]) -> str:
+    """One object: ranked trials first, then the others, then the points left out."""
+    metric = planned.request.metric
+    order = rank_results(results, metric)
+    places = {result.number: place for place, result in enumerate(order, 1)}
+    others = [result for result in results if result.number not in places]
+    trials = [
+        {
+            "rank": places.get(result.number),
+            "number": result.number,
+            "words": dict(result.values),
+            "state": result.state,
+            "exit_code": result.exit_code,
+            "reason": unranked_reason(result, metric),
+            "tokens_per_second": vars(result.speed) if result.speed else None,
+            "loss": result.loss,
+            "validation_loss": result.validation_loss,
+            "steps": result.steps,
+            "directory": str(planned.request.folder.trial(result.number).root),
+        }
+        for result in [*order, *others]
+    ]
+    left_out = [
+        {"number": p.number, "words": dict(p.values), "reasons": [as_json(f) for f in p.reasons]}
+        for p in planned.skipped
+    ]
+    return json.dumps({**_head(planned), "files": dict(files), "trials": trials, "points_left_out": left_out}, indent=2)

@@ -1,0 +1,120 @@
+"""`megalaunch sweep`: many runs that differ in a few words; what cannot run is left out before anything starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megalaunch.config.sweep_overrides import SweepOverrides
+    from megalaunch.launch.sweep.directory import Metric, Sampler
+
+
+_SPEED_ONLY = (
+    "parallel", "recompute", "precision", "platform", "cluster", "launcher", "measure", "checkpoint",
+    "batch.micro_batch_size", "train.compile", "train.loss_chunks",
+)  # fmt: skip
+"""Groups and keys that change how fast a run learns, not what: a sweep over others is ranked by the loss."""
+
+
+def sweep(
+    words: Annotated[list[str] | None, typer.Argument(help="Words of train; some name several values.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which points would run, and why not.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; all else goes to stderr.")] = False,
+    trials: Annotated[int | None, typer.Option(min=1, help="At most so many runs (default: all of the grid).")] = None,
+    sampler: Annotated[
+        str | None, typer.Option(metavar="grid|random|tpe", help="Which points; tpe learns from earlier ones.")
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tokens_per_second|validation_loss|loss",
+            help="What the trials are ranked by (default: the speed where only layouts are swept, else validation).",
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The folder below sweeps/ (default: the recipe's name).")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random and tpe samplers.")] = 1234,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Launch failed trials again.")] = False,
+) -> None:
+    """Try the points of a grid, one run after the other, and rank them.
+
+    A word names several values as a list (parallel=tp1,tp2), choice(...), range(...), glob(...) or, for the random
+    and tpe samplers, interval(low,high) and tag(log,interval(low,high)). The same command again goes on where the
+    sweep was interrupted.
+    """
+    from megalaunch.cli.errors import refuse
+    from megalaunch.cli.output.findings import problems_text
+    from megalaunch.config.errors import ConfigError
+    from megalaunch.config.sweep_overrides import parse_sweep
+    from megalaunch.runs.sweep.plan import Request, plan_sweep
+
+    try:
+        swept = parse_sweep(words or [])
+    except ConfigError as error:
+        refuse(problems_text(error.problems))
+    request = Request(
+        swept,
+        _folder_name(swept, name),
+        _sampler(sampler, swept, trials),
+        _metric(metric, swept),
+        trials,
+        seed,
+        retry_failed,
+    )
+    if dry_run:
+        from megalaunch.cli.sweep.output import dry_run_json, dry_run_text
+
+        planned = plan_sweep(request, starts=False)
+        typer.echo(dry_run_json(planned) if as_json else dry_run_text(planned))
+        if not planned.runnable:
+            raise typer.Exit(2)
+        return
+    from megalaunch.cli.train.train import require_training_packages
+    from megalaunch.runs.sweep.run import run_sweep
+
+    require_training_packages()
+    raise typer.Exit(int(run_sweep(plan_sweep(request, starts=True), as_json)))
+
+
+def _metric(word: str | None, swept: SweepOverrides) -> Metric:
+    from megalaunch.cli.errors import fail
+
+    match word:
+        case None:
+            layouts_only = all(key.partition(".")[0] in _SPEED_ONLY or key in _SPEED_ONLY for key in swept.axes)
+            return "tokens_per_second" if layouts_only else "validation_loss"
+        case "tokens_per_second" | "validation_loss" | "loss":
+            return word
+        case _:
+            fail(f"there is no metric {word!r}\nfix:  --metric tokens_per_second, validation_loss or loss")
+
+
+def _sampler(word: str | None, swept: SweepOverrides, trials: int | None) -> Sampler:
+    from megalaunch.cli.errors import fail
+
+    if word is None:
+        word = "grid" if swept.size is not None else "random"
+    if word == "grid" and swept.size is None:
+        fail("an interval has no grid\nfix:  --sampler random --trials N, or a list of values")
+    if trials is None and (word == "tpe" or (word == "random" and swept.size is None)):
+        fail(f"the sampler {word} needs to know how many runs to make\nfix:  --trials N")
+    match word:
+        case "grid" | "random" | "tpe":
+            return word
+        case _:
+            fail(f"there is no sampler {word!r}\nfix:  --sampler grid, random or tpe")
+
+
+def _folder_name(swept: SweepOverrides, name: str | None) -> str:
+    import re
+    from pathlib import Path
+
+    from megalaunch.cli.errors import fail
+
+    if name is None:
+        recipe = next((word.partition("=")[2] for word in swept.typed if word.startswith("recipe=")), "sweep")
+        name = "sweep" if "recipe" in swept.axes else Path(recipe).stem.replace("/", "_")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        fail(f"--name {name!r} is no name of a folder\nfix:  use letters, digits, - _ and .")
+    return name

@@ -1,0 +1,1 @@
+"""`megalaunch generate` and `evaluate`."""

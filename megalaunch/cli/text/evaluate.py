@@ -1,0 +1,176 @@
+"""`megalaunch evaluate`: how well a trained model predicts texts, and what it reaches in tasks of lm-eval."""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megalaunch.data.errors import DataError
+from megalaunch.rundir.outcome import ExitCode
+
+if TYPE_CHECKING:
+    from megalaunch.engine.api import Score, TaskScore
+
+NoBos = Annotated[
+    bool, typer.Option("--no-bos", help="Leave out the special tokens (BOS) that the tokenizer puts around a text.")
+]
+
+
+def evaluate(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT|HF_DIR", help="A run, a checkpoint, or a Hugging Face folder.")
+    ],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PREFIX|TEXTS", help="Token files, or a file, folder or glob of texts; may be repeated."),
+    ] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[LAYOUT]...", help="parallel=tp2pp2 and the like: over local workers."),
+    ] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A task or group of lm-eval; may be repeated.")
+    ] = None,
+    include_path: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Tasks of your own. lm-eval runs Python that they name: trust them."),
+    ] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples before each question of a task.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many questions of each task.")] = None,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens a row (default: the run's; in tasks all that the model is made for)."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 4,
+    json_key: Annotated[str, typer.Option(help="The key of the text in jsonl and parquet.")] = "text",
+    no_bos: NoBos = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a data set or figure, a line each.")] = False,
+) -> None:
+    """How well a model predicts data sets (loss, perplexity, bits per byte), and what it reaches in tasks of lm-eval.
+
+    The loss is computed as the validation loss of a run is. `parallel=` words as those of `train` lay the model over
+    workers on this machine.
+    """
+    source = source.expanduser()
+    _check(source, data, layout, task, include_path)
+    show = _Table(json)
+    with _fail_on_errors():
+        _warn_omitted(data or ())
+        from megalaunch.engine import api
+
+        if layout:
+            from megalaunch.runs.distributed_inference import run_distributed
+
+            run_distributed(
+                source, layout, api.EvaluateJob(tuple(data or ()), sequence_length, batch_size, json_key, no_bos), show
+            )
+            return
+        model = api.open_model(source, lambda message: typer.echo(message, err=True))
+        api.set_num_threads_for(model)
+        model = replace(model, add_special_tokens=model.add_special_tokens and not no_bos)
+        for score in api.evaluate(model, data, sequence_length, batch_size, json_key) if data else ():
+            show(score)
+        if task:
+            scores = api.task_scores(model, task, include_path, num_fewshot, limit, batch_size, sequence_length)
+            _show_tasks(scores, json)
+
+
+def _warn_omitted(data: Sequence[str]) -> None:
+    """Notes on files of a folder that are no data. DataError for a folder of several splits."""
+    from megalaunch.data.preprocess.corpus import find_corpus
+
+    for name in data:
+        if Path(name).expanduser().is_dir():
+            for text in find_corpus(name, "text", split=None).notes:
+                typer.echo(f"note: {text}", err=True)
+
+
+class _Table:
+    """Shows scores one by one, a header before the first."""
+
+    def __init__(self, json: bool) -> None:
+        self._json, self._headed = json, json
+
+    def __call__(self, score: Score) -> None:
+        if not self._headed:
+            typer.echo(f"{'tokens':>12}{'loss':>10}{'perplexity':>14}{'bits a byte':>13}  data")
+        self._headed = True
+        typer.echo(json_text.dumps(_record(score)) if self._json else _row(score))
+
+
+@contextmanager
+def _fail_on_errors() -> Iterator[None]:
+    from megalaunch.cli.errors import fail, refuse
+    from megalaunch.engine.api import CheckpointError
+
+    try:
+        yield
+    except DataError as error:
+        fail(str(error), ExitCode.DATA)
+    except CheckpointError as error:
+        fail(str(error), ExitCode.CHECKPOINT)
+    except (NotADirectoryError, ValueError) as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"something is not there, or cannot be read: {error}", ExitCode.DATA)
+    except KeyboardInterrupt:
+        refuse("", ExitCode.INTERRUPTED)
+
+
+def _check(
+    source: Path, data: list[str] | None, layout: list[str] | None, task: list[str] | None, include_path: Path | None
+) -> None:
+    """Refuse what cannot be, before anything heavy is imported."""
+    from megalaunch.cli.errors import fail
+
+    if not data and not task:
+        fail("name what to evaluate on: texts or token files with --data, or a task of lm-eval with --task")
+    if layout and task:
+        fail(f"tasks of lm-eval run in one process: leave out {' '.join(layout)}, or --task")
+    if source.suffix == ".gguf" and source.is_file():
+        fail(
+            f"{source} is GGUF, quantised for llama.cpp, and is not read; take the Hugging Face folder it was made from"
+        )
+    if not source.is_dir():
+        fail(f"{source} is no directory; give a run, one of its checkpoints/step_<number> or a Hugging Face folder")
+    if include_path is not None and not include_path.is_dir():
+        fail(f"--include-path {include_path} is no directory; name the folder that holds the YAML files of your tasks")
+    if find_spec("torch") is None:
+        fail("evaluate needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
+    if task and find_spec("lm_eval") is None:
+        fail("--task needs lm-eval, which is not installed; add it with: pip install 'megalaunch[lm-eval]'")
+
+
+def _show_tasks(scores: Sequence[TaskScore], json: bool) -> None:
+    if json:
+        for score in scores:
+            typer.echo(json_text.dumps(asdict(score)))
+        return
+    typer.echo(f"{'samples':>12}{'value':>10}{'stderr':>10}  {'metric':<24}task")
+    for score in scores:
+        stderr = "-" if score.stderr is None else f"{score.stderr:.4f}"
+        metric = score.metric if score.filter == "none" else f"{score.metric} ({score.filter})"
+        typer.echo(f"{score.samples:>12,}{score.value:>10.4f}{stderr:>10}  {metric:<24}{score.task}")
+
+
+def _row(score: Score) -> str:
+    bits = "-" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
+    return f"{score.tokens:>12,}{score.loss:>10.4f}{score.perplexity:>14,.2f}{bits:>13}  {score.data}"
+
+
+def _record(score: Score) -> dict[str, object]:
+    return {
+        "data": score.data,
+        "tokens": score.tokens,
+        "bytes": score.num_bytes,
+        "loss": score.loss,
+        "perplexity": score.perplexity if score.perplexity < float("inf") else None,
+        "bits_per_byte": score.bits_per_byte,
+    }

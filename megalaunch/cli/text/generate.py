@@ -1,0 +1,149 @@
+"""`megalaunch generate`: a trained model continues texts, or answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megalaunch.cli.text.prompts import PromptError, read_prompts
+from megalaunch.rundir.outcome import ExitCode
+
+if TYPE_CHECKING:
+    from megalaunch.cli.text.output import GenerationOutput
+    from megalaunch.engine.api import GenerateJob, GenerationRequest, ModelSource
+
+Source = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT|HF_DIR", help="A run, a checkpoint, or a Hugging Face folder.")
+]
+Words = Annotated[
+    list[str] | None, typer.Argument(metavar="[LAYOUT]...", help="parallel=tp2pp2 and the like: over local workers.")
+]
+Texts = Annotated[list[str] | None, typer.Option(help="A text to continue; may be given again.")]
+File = Annotated[
+    str | None,
+    typer.Option(metavar="FILE|-", help="A prompt a line, of a text file, a .jsonl file or (-) standard input."),
+]
+Chat = Annotated[bool, typer.Option("--chat", help="Ask through the model's own chat template.")]
+System = Annotated[str | None, typer.Option(help="With --chat: the system message.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to write at most.")]
+Samples = Annotated[int, typer.Option(min=1, help="Texts of each prompt.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token; 1: as learnt.")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Draw from the k likeliest tokens only.")]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that hold this probability.")
+]
+MinP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Leave out tokens less likely than this part of the likeliest one.")
+]
+Penalty = Annotated[float, typer.Option(min=0.0, help="Over 1: tokens that the text holds already become less likely.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End a text before this string; may be given again.")]
+Logprobs = Annotated[
+    int | None, typer.Option(min=0, help="With --json: log-probabilities, with those of the N likeliest tokens.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="The same seed writes the same texts.")]
+NoBos = Annotated[
+    bool, typer.Option("--no-bos", help="Leave out the special tokens (BOS) that the tokenizer puts around a text.")
+]
+BatchSize = Annotated[int, typer.Option(min=1, help="Texts that are written at once.")]
+Stream = Annotated[
+    bool | None, typer.Option("--stream/--no-stream", help="Show text as it is written (default, but with --json).")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a text, a line each.")]
+
+
+def generate(
+    source: Source,
+    layout: Words = None,
+    prompt: Texts = None,
+    prompts: File = None,
+    chat: Chat = False,
+    system: System = None,
+    max_new_tokens: NewTokens = 200,
+    num_samples: Samples = 1,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    stop: Stop = None,
+    logprobs: Logprobs = None,
+    seed: Seed = 1234,
+    batch_size: BatchSize = 8,
+    no_bos: NoBos = False,
+    stream: Stream = None,
+    json: Json = False,
+) -> None:
+    """Let a trained model continue texts: the prompts and what follows go to standard output as they are written.
+
+    Each text ends with the document that the model writes, before a stop string, or after the given number of tokens.
+    `parallel=` words as those of `train` lay the model over workers on this machine.
+    """
+    from megalaunch.cli.errors import fail
+    from megalaunch.cli.text.output import JsonlOutput, TextOutput
+
+    source = source.expanduser()
+    if source.suffix == ".gguf" and source.is_file():
+        fail(
+            f"{source} is GGUF, quantised for llama.cpp, and is not read; take the Hugging Face folder it was made from"
+        )
+    if not source.is_dir():
+        fail(f"{source} is no directory; give a run, one of its checkpoints/step_<number> or a Hugging Face folder")
+    if logprobs is not None and not json:
+        fail("--logprobs goes with --json: plain text has no place for them")
+    if system is not None and not chat:
+        fail("--system goes with --chat")
+    try:
+        asked = read_prompts(prompt or [], prompts, chat, system)
+    except PromptError as error:
+        fail(str(error))
+    if find_spec("torch") is None:
+        fail("generate needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
+    from megalaunch.engine import api
+
+    try:
+        sampling = api.Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty)
+        ask = api.GenerationRequest(max_new_tokens, sampling, tuple(stop or ()), num_samples, batch_size, logprobs)
+    except ValueError as error:
+        fail(str(error))
+    streams = not json if stream is None else stream
+    job = api.GenerateJob(tuple(asked), ask, no_bos)
+    _write(source, layout or [], job, (JsonlOutput if json else TextOutput)(asked, num_samples, streams))
+
+
+def _write(source: Path, layout: list[str], job: GenerateJob, shown: GenerationOutput) -> None:
+    from megalaunch.cli.errors import fail, refuse
+    from megalaunch.engine import api
+
+    try:
+        if layout:
+            from megalaunch.runs.distributed_inference import run_distributed
+
+            run_distributed(source, layout, job, shown.add)
+        else:
+            opened = api.open_source(source, lambda message: typer.echo(message, err=True))
+            if job.no_bos:
+                opened = replace(opened, add_special_tokens=False)
+            _write_alone(opened, api.validate_prompts(opened, job.prompts, job.ask), job.ask, shown)
+    except api.CheckpointError as error:
+        fail(str(error), ExitCode.CHECKPOINT)
+    except (NotADirectoryError, ValueError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        refuse("", ExitCode.INTERRUPTED)
+
+
+def _write_alone(source: ModelSource, tokens: list[list[int]], ask: GenerationRequest, shown: GenerationOutput) -> None:
+    from megalaunch.engine import api
+
+    model = api.load_weights(source)
+    api.set_num_threads_for(model)
+    texts = api.generate_texts(model, tokens, ask)
+    note = api.length_note(model, tokens, ask.max_new_tokens)
+    if note:
+        typer.echo(note, err=True)
+    for event in texts:
+        shown.add(event)

@@ -1,0 +1,107 @@
+"""Texts as they are written, on standard output: plain, in the order of the prompts, or as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megalaunch.cli.text.prompts import Prompt
+
+if TYPE_CHECKING:
+    from megalaunch.engine.api import Completion, TextDelta
+
+
+class GenerationOutput(Protocol):
+    """Takes texts as they grow."""
+
+    def add(self, event: TextDelta | Completion) -> None:
+        """The next piece, or the record of a finished text."""
+
+
+class TextOutput:
+    """Each prompt with its continuation (an answer alone, without the conversation), under a line that counts them."""
+
+    def __init__(self, prompts: Sequence[Prompt], samples: int, stream: bool) -> None:
+        self._prompts, self._samples, self._stream = prompts, samples, stream
+        self._turns, self._begun = _InOrder(), -1
+
+    def add(self, event: TextDelta | Completion) -> None:
+        """Print what it is the turn of."""
+        for ready in self._turns.after(event):
+            if self._stream or not _is_delta(ready):
+                self._print(ready)
+
+    def _print(self, event: Any) -> None:
+        samples, prompt = self._samples, self._prompts[event.row // self._samples]
+        if event.row != self._begun:
+            self._begun = event.row
+            sample = f", sample {event.row % samples + 1}" if samples > 1 else ""
+            many = len(self._prompts) * samples > 1
+            _show(f"--- prompt {event.row // samples + 1}{sample}\n" if many else "")
+            _show(prompt if isinstance(prompt, str) else "")
+        if _is_delta(event):
+            _show(event.text)
+        else:
+            _show("\n" if self._stream else event.text + "\n")
+
+
+class JsonlOutput:
+    """A line for each text; with `stream` one for each piece before it."""
+
+    def __init__(self, prompts: Sequence[Prompt], samples: int, stream: bool) -> None:
+        self._prompts, self._samples, self._stream = prompts, samples, stream
+        self._turns = _InOrder()
+
+    def add(self, event: TextDelta | Completion) -> None:
+        """Print its line, in turn where texts are not streamed."""
+        for ready in (event,) if self._stream else self._turns.after(event):
+            self._print(ready)
+
+    def _print(self, event: Any) -> None:
+        place = {"index": event.row // self._samples, "sample": event.row % self._samples}
+        if not _is_delta(event):
+            _show(json.dumps({**place, "prompt": self._prompts[event.row // self._samples], **_record(event)}) + "\n")
+        elif self._stream:
+            _show(json.dumps({**place, "piece": event.text}) + "\n")
+
+
+def _record(written: Any) -> dict[str, Any]:
+    record: dict[str, Any] = {"text": written.text, "tokens": list(written.tokens), "finish": written.finish}
+    if written.stop is not None:
+        record["stop"] = written.stop
+    if written.places is not None:
+        record["logprobs"] = [
+            {**asdict(place.chosen), "best": [asdict(one) for one in place.best]} for place in written.places
+        ]
+    return record
+
+
+def _is_delta(event: TextDelta | Completion) -> bool:
+    return not hasattr(event, "finish")
+
+
+class _InOrder:
+    """Rows one after the other: of each the events as they come, once those before it are finished."""
+
+    def __init__(self) -> None:
+        self._turn, self._waiting = 0, dict[int, list[Any]]()
+
+    def after(self, event: TextDelta | Completion) -> Iterator[Any]:
+        """What may be shown now that this has come, too."""
+        self._waiting.setdefault(event.row, []).append(event)
+        while self._waiting.get(self._turn):
+            ready = self._waiting.pop(self._turn)
+            yield from ready
+            if _is_delta(ready[-1]):
+                break
+            self._turn += 1
+
+
+def _show(text: str) -> None:
+    """Write at once; a character that the terminal's encoding lacks becomes a question mark."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
+    sys.stdout.flush()

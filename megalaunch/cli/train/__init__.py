@@ -1,0 +1,1 @@
+"""`megalaunch train`, `validate-config` and `watch`."""

@@ -1,0 +1,58 @@
+"""`megalaunch validate-config`: all that is wrong with a run, before anything starts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def validate_config(
+    words: Annotated[list[str] | None, typer.Argument(help="GROUP=OPTION and SECTION.KEY=VALUE words.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    explain: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Show a key or section: value, meaning, where it comes from.")
+    ] = None,
+) -> None:
+    """Compose a run and report everything that is wrong with it, each with the numbers and a fix.
+
+    Exit code 0 when it is valid, 2 when it is not.
+    """
+    from megalaunch.cli.errors import refuse
+    from megalaunch.cli.output.findings import findings_json, findings_text, problems_as_findings, problems_text
+    from megalaunch.config.compose import compose
+    from megalaunch.config.errors import ConfigError
+    from megalaunch.plan.check import check
+    from megalaunch.plan.findings import has_errors, sort_findings
+    from megalaunch.plan.resolve import resolve
+    from megalaunch.plan.summary import derived_values
+    from megalaunch.platform.detect import detect_machine
+    from megalaunch.rundir.outcome import ExitCode
+    from megalaunch.runs.corpus_check import check_corpus
+    from megalaunch.runs.epoch_check import check_epochs
+
+    try:
+        composition = compose(words or [])
+    except ConfigError as error:
+        findings, derived = problems_as_findings(error.problems), {}
+    else:
+        machine = detect_machine()
+        resolution = resolve(composition.spec, machine, composition.choices.get("recipe"))
+        if explain is not None:
+            from megalaunch.config.explain import explain_key
+
+            try:
+                typer.echo(explain_key(explain, composition, resolution.spec))
+            except ConfigError as error:
+                refuse(problems_text(error.problems))
+            return
+        found = check(resolution.spec, composition.origins, machine=machine) + check_epochs(resolution.spec)
+        found += check_corpus(resolution.spec, composition.origins)
+        repeated = problems_as_findings(composition.repeated, "warning")
+        repeated += problems_as_findings(composition.notes, "note")
+        findings = sort_findings([*repeated, *found, *resolution.notes])
+        derived = derived_values(resolution.spec)
+    valid = not has_errors(findings)
+    typer.echo(findings_json(findings, derived) if as_json else findings_text(findings, derived))
+    if not valid:
+        raise typer.Exit(int(ExitCode.CONFIGURATION))

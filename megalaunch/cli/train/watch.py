@@ -1,0 +1,83 @@
+"""`megalaunch watch`: the display of a run that another process launched, drawn from its run directory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megalaunch.config.schema import RunSpec
+    from megalaunch.launch.run_state import RunState
+    from megalaunch.launch.supervise import Display
+    from megalaunch.rundir.outcome import Outcome
+    from megalaunch.rundir.paths import RunDirectory
+
+_POLL_SECONDS = 0.5
+
+
+def watch(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory, for example runs/quickstart.")],
+) -> None:
+    """Show a run that goes on elsewhere until it ends; Ctrl-C leaves it running.
+
+    The exit code is that of the run.
+    """
+    from megalaunch.cli.errors import fail
+    from megalaunch.config.schema import SpecError
+    from megalaunch.config.spec_file import read_spec
+    from megalaunch.launch.directory import run_is_held
+    from megalaunch.launch.open_display import open_display
+    from megalaunch.launch.run_state import RunState, throughput_basis
+    from megalaunch.rundir.paths import RunDirectory
+
+    directory = RunDirectory(run_dir.absolute())
+    try:
+        spec = read_spec(directory.spec)
+    except FileNotFoundError:
+        fail(f"{run_dir} is no run directory: it holds no spec.yaml")
+    except (SpecError, OSError) as error:
+        fail(str(error))
+    view = RunState(spec, directory, throughput_basis(spec), attach=True)
+    if run_is_held(directory):
+        display = open_display(view)
+        try:
+            _tail(view, display)
+        except KeyboardInterrupt:
+            display.close()
+            typer.echo("the run goes on")
+            return
+        display.close()
+    raise typer.Exit(_conclude(spec, directory))
+
+
+def _tail(view: RunState, display: Display) -> None:
+    from megalaunch.launch.directory import run_is_held
+
+    while True:
+        held = run_is_held(view.directory)  # before looking, so that the last look sees all
+        view.refresh()
+        display.update(view)
+        if not held:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _conclude(spec: RunSpec, directory: RunDirectory) -> int:
+    from megalaunch.launch.report import failure_report
+    from megalaunch.launch.summary import run_summary
+    from megalaunch.launch.supervise import LaunchResult
+    from megalaunch.rundir.outcome import ExitCode, read_outcome
+
+    outcome: Outcome | None = read_outcome(directory.outcome)
+    if outcome is None:
+        typer.echo(f"nobody runs {directory.root}, and its last launch left no outcome: it was killed", err=True)
+        typer.echo("next: the same train command continues it from its newest checkpoint", err=True)
+        return int(ExitCode.CRASH)
+    for line in run_summary(spec, directory, outcome):
+        typer.echo(line)
+    for line in failure_report(spec, directory, LaunchResult(outcome)):
+        typer.echo(line, err=True)
+    return outcome.exit_code

@@ -1,0 +1,149 @@
+"""Option files: `conf/<group>/<name>.yaml` holds values of one section of the run spec."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megalaunch.config.interpolation import interpolate
+from megalaunch.config.keys import GROUPS, is_section, schema_keys
+from megalaunch.config.parallel_names import LayoutError, is_layout_name, layout_values
+from megalaunch.config.schema import SpecProblem
+from megalaunch.config.unknown_names import unknown_key, unknown_option
+from megalaunch.config.yaml_file import YamlFile, YamlProblem, load_yaml
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+_MAX_SUGGESTIONS = 20  # each looks through all keys
+OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")  # no longer than a file may be called
+
+
+@dataclass(frozen=True)
+class ConfigValues:
+    """The leaves that a file sets, by dotted path, where each stands, and notes on what was ignored."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def display_path(path: Path) -> str:
+    """A path as a person would type it: relative when it is below the current folder."""
+    for base in (path.resolve(), path):
+        try:
+            return str(base.relative_to(Path.cwd()))
+        except ValueError:
+            continue
+    return str(path.resolve())
+
+
+def option_folders(beside: Path | None = None) -> list[Path]:
+    """Where option files are looked up: those of this package, `./conf`, and `conf` beside a recipe given by path."""
+    folders = [CONF, Path("conf"), *([beside / "conf"] if beside else [])]
+    return list({folder.resolve(): folder for folder in reversed(folders)}.values())[::-1]
+
+
+def option_names(group: str, beside: Path | None = None) -> list[str]:
+    """The options of a group that have a file, sorted."""
+    found = {path.stem for folder in option_folders(beside) for path in (folder / group).glob("*.yaml")}
+    return sorted(found)
+
+
+def option_files(group: str, name: str, beside: Path | None = None) -> list[Path]:
+    """The files of one option: one, or none where the name is none."""
+    if not OPTION_NAME.fullmatch(name):
+        return []
+    return [path for folder in option_folders(beside) if (path := folder / group / f"{name}.yaml").is_file()]
+
+
+def load_option(
+    group: str, name: str, where: str, problems: list[SpecProblem], beside: Path | None = None
+) -> ConfigValues | None:
+    """The values of one option; None and a problem when there is no such option. `where` names who asked for it.
+
+    A file of one's own may not have the name of one that comes with megalaunch, nor of a layout: neither would be what
+    is meant.
+    """
+    paths = option_files(group, name, beside)
+    if len(paths) > 1:
+        named = " and ".join(display_path(path) for path in paths)
+        problems.append(SpecProblem(group, f"there are two {group}={name} ({named}); rename your own", where))
+        return None
+    if paths and group == "parallel" and is_layout_name(name):
+        said = f"{display_path(paths[0])} has the name of a layout: parallel={name} means that layout; rename your own"
+        problems.append(SpecProblem(group, said, where))
+        return None
+    if paths:
+        try:
+            file = load_yaml(paths[0], display_path(paths[0]))
+        except YamlProblem as problem:
+            problems.append(SpecProblem(group, problem.message, problem.where))
+            return None
+        return file_values(file, f"{group}.", problems)
+    if group == "parallel":
+        try:
+            layout = layout_values(name)
+        except LayoutError as error:
+            problems.append(SpecProblem(group, str(error), where))
+            return None
+        if layout is not None:
+            return ConfigValues({f"parallel.{key}": value for key, value in layout.items()})
+    problems.append(SpecProblem(group, unknown_option(group, name, option_names(group, beside)), where))
+    return None
+
+
+def file_values(file: YamlFile, prefix: str, problems: list[SpecProblem]) -> ConfigValues:
+    """The known leaves of a file; unknown keys and values that are no scalars become problems.
+
+    `prefix` is "" for a recipe (all sections) and `model.` for an option file of that group.
+    """
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    unknown: list[str] = []
+
+    def visit(data: Mapping[str, Any], path: str) -> None:
+        for name, value in data.items():
+            key, local = f"{prefix}{path}{name}", f"{path}{name}"
+            place = file.place(local)
+            if key in schema_keys():
+                _leaf(key, value, place)
+            elif is_section(key) and isinstance(value, Mapping):
+                visit(value, f"{local}.")
+            elif is_section(key):
+                problems.append(SpecProblem(key, _not_a_section(key, value), place))
+            else:
+                unknown.append(key)
+                typed = str(value) if isinstance(value, str | int | float) else ""
+                said = unknown_key(key, typed) if len(unknown) <= _MAX_SUGGESTIONS else "unknown key"
+                problems.append(SpecProblem(key, said, place))
+
+    def _leaf(key: str, value: Any, place: str) -> None:
+        if isinstance(value, Mapping) or (isinstance(value, list) and not schema_keys()[key].takes_list):
+            problems.append(SpecProblem(key, "needs one value, not a list or further keys", place))
+            return
+        filled, problem = _interpolate(value)
+        if problem:
+            problems.append(SpecProblem(key, problem, place))
+            return
+        values[key], places[key] = filled, place
+
+    visit(file.data, "")
+    return ConfigValues(values, places)
+
+
+def _interpolate(value: Any) -> tuple[Any, str | None]:
+    """A value with its text filled in, that of a list's items too."""
+    if isinstance(value, str):
+        return interpolate(value)
+    if isinstance(value, list):
+        filled = [_interpolate(item) for item in value]
+        return [item for item, _ in filled], next((problem for _, problem in filled if problem), None)
+    return value, None
+
+
+def _not_a_section(section: str, value: Any) -> str:
+    if section in GROUPS and isinstance(value, str):
+        return f"is a section of keys; a recipe picks an option in its defaults: `- override /{section}: {value}`"
+    return "is a section: its keys stand below it, indented"

@@ -1,0 +1,122 @@
+"""Command-line words: `group=option` and `section.key=value`, taken apart and checked against the schema."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megalaunch.config.groups import option_names
+from megalaunch.config.keys import GROUPS, is_section, schema_keys
+from megalaunch.config.model_folder import exists
+from megalaunch.config.parallel_names import merge_layout_names
+from megalaunch.config.recipes import is_path, recipe_files
+from megalaunch.config.schema import SpecProblem
+from megalaunch.config.unknown_names import unknown_key
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the words ask for: an option by group (`recipe` among them), and (key, raw value) in the order typed."""
+
+    choices: dict[str, str] = field(default_factory=dict)
+    values: list[tuple[str, str]] = field(default_factory=list)
+
+    def duplicates(self) -> list[SpecProblem]:
+        """Keys that were given several values; the last one holds, as in Hydra."""
+        given: dict[str, list[str]] = {}
+        for key, value in self.values:
+            given.setdefault(key, []).append(value)
+        return [
+            SpecProblem(key, f"is given {len(values)} times ({', '.join(values)}); {key}={values[-1]}, the last, holds",
+                        COMMAND_LINE)
+            for key, values in given.items() if len(dict.fromkeys(values)) > 1
+        ]  # fmt: skip
+
+
+def parse_overrides(words: Sequence[str], problems: list[SpecProblem]) -> Overrides:
+    """Sort the words; unknown, unfinished and refused ones become problems."""
+    result = Overrides()
+    for word in words:
+        key, equals, value = word.partition("=")
+        problem = _reject(word, key, equals, value)
+        if problem:
+            problems.append(SpecProblem(key.lstrip("+~") or word, problem, COMMAND_LINE))
+        elif key in schema_keys():
+            result.values.append((key, value))
+        elif key in result.choices:
+            message = f"is chosen twice, {key}={result.choices[key]} and {word}; keep one"
+            problems.append(SpecProblem(key, message, COMMAND_LINE))
+        else:
+            result.choices[key] = value
+    return result
+
+
+def _reject(word: str, key: str, equals: str, value: str) -> str:
+    if word.startswith("+"):
+        return _plus(word.lstrip("+"))
+    if word.startswith("~"):
+        return f"~ takes keys away, and a run spec keeps all of them; {_instead_of_removing(key.lstrip('~'))}"
+    if not equals:
+        return f"is no KEY=VALUE word{_word_hint(word)}"
+    if key in schema_keys():
+        return ""
+    if key in (*GROUPS, "recipe"):
+        return _bad_choice(key, value)
+    if is_section(key):
+        first = next(path for path in schema_keys() if path.startswith(f"{key}."))
+        example = f"{key}.path={value}" if key == "tokenizer" and value else f"{first}=..."
+        return f"is a section; set one of its keys, e.g. {example}"
+    if "/" in key or "@" in key:
+        plain = key.split("@")[0].lstrip("/").replace("/", ".")
+        return f"{unknown_key(plain)}; groups and keys are written GROUP=OPTION and SECTION.KEY=VALUE"
+    return unknown_key(key, value)
+
+
+def _bad_choice(group: str, value: str) -> str:
+    if "," in value and not (group == "model" and exists(value)):
+        joined = merge_layout_names(value) if group == "parallel" else None
+        if joined is not None:
+            return f"names several options; one layout is written together: parallel={joined}"
+        first = value.split(",")[0].strip()
+        return f"names several options; one run has one, e.g. {group}={first}; `megalaunch sweep` runs several"
+    if not value or value == "null":
+        names = "a recipe" if group == "recipe" else ", ".join(option_names(group))
+        return f"needs the name of an option ({names})"
+    return ""
+
+
+def _plus(plain: str) -> str:
+    key = plain.partition("=")[0]
+    if key in schema_keys() or key in (*GROUPS, "recipe"):
+        return f"is no new key, so it needs no +; write {plain}"
+    return f"{unknown_key(key, plain.partition('=')[2])} (+ would add it, and a run spec has the schema's keys only)"
+
+
+def _instead_of_removing(key: str) -> str:
+    known = schema_keys().get(key.partition("=")[0])
+    if known is not None and known.takes_null:
+        return f"write {known.path}=null"
+    if key.partition("=")[0] in GROUPS:
+        return f"pick another option, e.g. {key}={option_names(key)[0]}"
+    return "leave the word out"
+
+
+def _word_hint(word: str) -> str:
+    """What a word without = most likely stands for: a recipe before a model, since a run starts from one."""
+    if word in schema_keys() or word in (*GROUPS, "recipe"):
+        return f"; write {word}=VALUE"
+    if word in ("help", "-h"):
+        return "; write --help"
+    recipes = list(recipe_files())
+    if word in recipes or is_path(word):
+        return f"; did you mean recipe={word}?"
+    for group in GROUPS:
+        if word in option_names(group):
+            return f"; did you mean {group}={word}?"
+    if merge_layout_names(word):
+        return f"; did you mean parallel={merge_layout_names(word)}?"
+    near = difflib.get_close_matches(word, recipes, n=1)
+    return f"; did you mean recipe={near[0]}?" if near else ", e.g. recipe=quickstart or train.steps=100"

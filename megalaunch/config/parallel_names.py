@@ -1,0 +1,91 @@
+"""Layout names: `tp4pp4`, `zero3dp2sp` and the like are options of the group `parallel` without a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_SHARDINGS = {"zero0": "no_shard", "zero1": "optim", "zero2": "optim_grads", "zero3": "optim_grads_params"}
+_PART = re.compile(r"(etp|vpp|hsdp|tp|pp|cp|ep|dp)([1-9]\d{0,6})|(zero[0-3])|(sp)")
+GRAMMAR = "any of tp<N> pp<N> cp<N> ep<N> etp<N> vpp<N> dp<N> hsdp<N>, sp, zero0 to zero3, written together"
+
+
+class LayoutError(ValueError):
+    """The name is written like a layout, and says something twice."""
+
+
+def layout_values(name: str) -> dict[str, Any] | None:
+    """The `parallel` keys that a layout name means, or None when it is no layout name.
+
+    >>> layout_values("tp4pp4")
+    {'tp': 4, 'pp': 4}
+
+    Raises LayoutError when a part is given twice (`tp2tp4`).
+    """
+    values: dict[str, Any] = {}
+    position = 0
+    while position < len(name):
+        match = _PART.match(name, position)
+        if match is None:
+            return None
+        key, value = _meaning(match)
+        if key in values:
+            raise LayoutError(f"{name!r} gives {key} twice")
+        values[key] = value
+        position = match.end()
+    return values or None
+
+
+def is_layout_name(name: str) -> bool:
+    """True for a name that is written like a layout, also for one that says something twice."""
+    try:
+        return layout_values(name) is not None
+    except LayoutError:
+        return True
+
+
+def merge_layout_names(text: str) -> str | None:
+    """The layout name that was meant by one with separators or capitals, or None.
+
+    >>> one_layout("TP4, pp=2")
+    'tp4pp2'
+    """
+    name = re.sub(r"[^a-z0-9]", "", text.lower())
+    try:
+        return name if layout_values(name) else None
+    except LayoutError:
+        return None
+
+
+def _meaning(match: re.Match[str]) -> tuple[str, Any]:
+    axis, degree, sharding, _ = match.groups()
+    if sharding:
+        return "data_sharding", _SHARDINGS[sharding]
+    if axis == "hsdp":
+        return "replicas", int(degree)
+    if axis:
+        return axis, int(degree)
+    return "sequence_parallel", True
+
+
+def layout_name(values: Mapping[str, Any]) -> str | None:
+    """The name that means these `parallel` keys, or None when there is none; the inverse of `layout_values`.
+
+    >>> layout_name({"tp": 4, "data_sharding": "optim_grads_params"})
+    'tp4zero3'
+    """
+    words = {sharding: name for name, sharding in _SHARDINGS.items()}
+    parts = []
+    for key, value in values.items():
+        if key in ("tp", "pp", "cp", "ep", "etp", "vpp", "dp") and isinstance(value, int):
+            parts.append(f"{key}{value}")
+        elif key == "replicas":
+            parts.append(f"hsdp{value}")
+        elif key == "data_sharding" and value in words:
+            parts.append(words[value])
+        elif key == "sequence_parallel" and value is True:
+            parts.append("sp")
+        else:
+            return None
+    return "".join(parts) or None

@@ -1,0 +1,37 @@
+"""Masking: a recipe's own values are merged after the options, so they could hide what the user typed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megalaunch.config.groups import ConfigValues
+from megalaunch.config.overrides import Overrides
+from megalaunch.config.recipes import Recipe
+from megalaunch.config.schema import SpecProblem
+from megalaunch.config.schema.paths import entry_at
+
+
+def shadowed_overrides(
+    words: Overrides,
+    options: Mapping[tuple[str, str], ConfigValues],
+    chain: Sequence[Recipe],
+    data: Mapping[str, Mapping[str, Any]],
+    typed: Mapping[str, Any],
+) -> list[SpecProblem]:
+    """A problem for each value of a typed option that a recipe replaced, unless the key itself was typed too."""
+    problems = []
+    for group, option in words.choices.items():
+        if group == "recipe":
+            continue
+        for path, wanted in options[group, option].values.items():
+            value = entry_at(data, path)
+            if path in typed or value == wanted:
+                continue
+            recipe = next(r for r in reversed(chain) if path in r.body.values)
+            message = (
+                f"the recipe {recipe.name} sets it to {value} over the {wanted} of {group}={option} that you typed; "
+                f"add {path}={wanted} to have the option's value, or {path}={value} to keep the recipe's"
+            )
+            problems.append(SpecProblem(path, message, recipe.body.places[path]))
+    return problems

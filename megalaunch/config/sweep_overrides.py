@@ -1,0 +1,85 @@
+"""The words of a sweep: those that name several values become axes, the others hold for every point."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megalaunch.config.compose import read_axis
+from megalaunch.config.errors import ConfigError
+from megalaunch.config.keys import GROUPS, schema_keys
+from megalaunch.config.overrides import COMMAND_LINE
+from megalaunch.config.schema import SpecProblem
+from megalaunch.config.search_space import Categorical, Range, Values
+
+_GIVEN_BY_SWEEP = ("run.directory", "run.name")
+
+
+@dataclass(frozen=True)
+class SweepOverrides:
+    """The words as typed, and the axes among them by key, in the order typed."""
+
+    typed: tuple[str, ...]
+    axes: Mapping[str, Categorical | Range]
+
+    def point(self, values: Values) -> tuple[str, ...]:
+        """The words of one run: each axis has its value, in its place."""
+        keys = [word.partition("=")[0] for word in self.typed]
+        return tuple(
+            f"{key}={values[key]}" if key in values else word for key, word in zip(keys, self.typed, strict=True)
+        )
+
+    @property
+    def size(self) -> int | None:
+        """Points of the whole grid; None when an axis is an interval."""
+        size = 1
+        for axis in self.axes.values():
+            if isinstance(axis, Range):
+                return None
+            size *= len(axis.values)
+        return size
+
+
+def parse_sweep(words: Sequence[str]) -> SweepOverrides:
+    """Find the axes; raises ConfigError with every sweep that cannot be read, or when there is none."""
+    problems: list[SpecProblem] = []
+    axes: dict[str, Categorical | Range] = {}
+    keys = [word.partition("=")[0] for word in words]
+    for word, key in zip(words, keys, strict=True):
+        _, equals, raw = word.partition("=")
+        if key in _GIVEN_BY_SWEEP:
+            problems.append(_problem(key, "is given to each trial by the sweep; name the sweep with --name"))
+        if not equals or (key not in (*GROUPS, "recipe") and key not in schema_keys()):
+            continue  # composition says what is wrong with it
+        try:
+            axis = read_axis(key, raw)
+        except ValueError as error:
+            problems.append(_problem(key, str(error)))
+            continue
+        if axis is not None:
+            axes[key] = axis
+            problems += _faults(key, axis, keys.count(key))
+    if not axes and not problems:
+        message = "no word names several values, e.g. 'optimizer.lr=1e-4,3e-4' or 'parallel=tp1,tp2'; that is one run"
+        problems.append(_problem("sweep", f"{message}, which `megalaunch train` starts"))
+    if problems:
+        raise ConfigError(problems)
+    return SweepOverrides(tuple(words), axes)
+
+
+def _faults(key: str, axis: Categorical | Range, given: int) -> list[SpecProblem]:
+    if given > 1:
+        return [_problem(key, "names several values, and is given twice; keep one")]
+    if isinstance(axis, Categorical):
+        return [] if axis.values else [_problem(key, "matches nothing")]
+    if key not in schema_keys():
+        return [_problem(key, "is chosen by name, and an interval holds numbers")]
+    if axis.low >= axis.high:
+        return [_problem(key, f"the interval from {axis.low} to {axis.high} is empty")]
+    if axis.log and axis.low <= 0:
+        return [_problem(key, f"a logarithmic interval starts above 0, and this one at {axis.low}")]
+    return []
+
+
+def _problem(key: str, message: str) -> SpecProblem:
+    return SpecProblem(key, message, COMMAND_LINE)

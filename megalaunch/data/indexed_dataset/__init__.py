@@ -1,0 +1,1 @@
+"""Token files in Megatron's `.bin/.idx` format: build, read, merge, verify."""

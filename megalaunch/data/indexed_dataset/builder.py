@@ -1,0 +1,108 @@
+"""Writing token files in Megatron's layout, byte for byte, whole or not at all."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalaunch.data.errors import DataError, cannot
+from megalaunch.data.indexed_dataset.atomic_file import AtomicFile
+from megalaunch.data.indexed_dataset.dataset import bin_path, idx_path
+from megalaunch.data.indexed_dataset.idx_writer import write_documents, write_header, write_offsets
+from megalaunch.rundir.atomic_file import sync_directory
+
+_LARGEST_UINT16_VOCABULARY = 65500  # excluded; Megatron's own border, short of 65,536
+_LONGEST_SEQUENCE = 2**31 - 1
+
+
+def token_type(vocab_size: int) -> np.dtype[Any]:
+    """The type Megatron stores the tokens of such a vocabulary in: uint16 below 65,500, else int32."""
+    return np.dtype("<u2") if vocab_size < _LARGEST_UINT16_VOCABULARY else np.dtype("<i4")
+
+
+class TokenWriter:
+    """Writes one prefix; used in a `with`: its normal end publishes both files, an exception leaves neither.
+
+    Files that stood under the prefix stay until then. Raises DataError when the disk is full, the folder
+    not writable, or another process writes the same prefix.
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
+        self.prefix, self.dtype = prefix, dtype
+        self.num_tokens = 0
+        self._range = np.iinfo(dtype)
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+        self._bin = AtomicFile(bin_path(prefix))
+        self._idx: AtomicFile | None = None
+
+    @property
+    def num_documents(self) -> int:
+        """Documents ended so far."""
+        return len(self._documents) - 1
+
+    def add_sequence(self, tokens: Sequence[int] | NDArray[np.integer[Any]]) -> None:
+        """Append one sequence, which may be empty, to the present document."""
+        ids = np.asarray(tokens, dtype=np.int64)
+        if ids.size and (ids.min() < self._range.min or ids.max() > self._range.max):
+            worst = int(ids.min() if ids.min() < self._range.min else ids.max())
+            raise DataError(
+                f"token {worst} of document {self.num_documents} does not fit {self.dtype.name}", file=self.prefix
+            )
+        if ids.size > _LONGEST_SEQUENCE:
+            raise DataError(f"document {self.num_documents} has over 2^31 - 1 tokens", file=self.prefix)
+        try:
+            self._bin.file.write(ids.astype(self.dtype).data)
+        except OSError as error:
+            raise self._failed(error) from error
+        self._lengths.append(ids.size)
+        self.num_tokens += ids.size
+
+    def end_document(self) -> None:
+        """End the present document; one without a sequence is an empty document."""
+        self._documents.append(len(self._lengths))
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._publish()
+        except OSError as failure:
+            raise self._failed(failure) from failure
+        finally:
+            self._bin.discard()
+            if self._idx is not None:
+                self._idx.discard()
+
+    def _publish(self) -> None:
+        """Both files, the index last: where it is, the tokens it speaks of are complete."""
+        self._idx = AtomicFile(idx_path(self.prefix))
+        self._write_index(self._idx)
+        self._bin.sync()
+        self._idx.sync()
+        self._idx.final.unlink(missing_ok=True)
+        self._bin.publish()
+        self._idx.publish()
+        sync_directory(self.prefix.parent)
+
+    def _write_index(self, unfinished: AtomicFile) -> None:
+        lengths = np.asarray(self._lengths, dtype="<i4")
+        write_header(unfinished.file, self.dtype, len(lengths), self.num_documents)
+        unfinished.file.write(lengths.data)
+        write_offsets(unfinished.file, self.dtype, [lengths])
+        write_documents(unfinished.file, [np.diff(np.asarray(self._documents, dtype="<i8"))])
+
+    def _failed(self, error: OSError) -> DataError:
+        return cannot(
+            "write it", self.prefix, error, "Free space there, or choose another folder; nothing was changed."
+        )

@@ -1,0 +1,151 @@
+"""Several prefixes of token files made one, and one made several, without reading all of it into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalaunch.data.errors import DataError, cannot
+from megalaunch.data.indexed_dataset.atomic_file import AtomicFile
+from megalaunch.data.indexed_dataset.block_hashes import BlockHashes, describe
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens, bin_path, idx_path
+from megalaunch.data.indexed_dataset.idx_writer import write_documents, write_header, write_offsets
+from megalaunch.data.preprocess.report import merge_reports, report_path, write_report
+from megalaunch.rundir.atomic_file import sync_directory
+
+_ENTRIES_AT_ONCE = 1 << 20
+_BYTES_AT_ONCE = 1 << 24
+
+
+def expand_prefixes(sources: Sequence[Path]) -> list[Path]:
+    """The prefixes that are meant, in order: a folder stands for all in it, sorted by name as Megatron does."""
+    found: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            inside = sorted(path.with_suffix("") for path in source.glob("*.idx") if not path.name.startswith("."))
+            if not inside:
+                raise DataError("the folder holds no token files", file=source, fix="Give prefixes, or their folder.")
+            found += inside
+        else:
+            found.append(source)
+    return found
+
+
+def merge(sources: Sequence[Path], target: Path) -> IndexedTokens:
+    """All documents of the sources in their order under `target`, as one pass over their texts would give.
+
+    Where each has a report, the target gets one that joins theirs. Raises DataError when a source is unusable,
+    their types or tokenizers differ, or the target is one of them.
+    """
+    parts = [IndexedTokens(source) for source in expand_prefixes(sources)]
+    for part in parts:
+        if part.dtype != parts[0].dtype:
+            raise DataError(
+                f"its tokens are {part.dtype.name}, those of {parts[0].prefix} are {parts[0].dtype.name}",
+                file=part.prefix,
+                fix="They come from different vocabularies; preprocess their texts with one tokenizer.",
+            )
+        if part.prefix.absolute() == target.absolute():
+            raise DataError("it is both source and target", file=target, fix="Choose another --output-prefix.")
+    _write(target, [(part, range(part.num_documents)) for part in parts])
+    return IndexedTokens(target)
+
+
+def split(source: Path, target: Path, shares: Sequence[float]) -> list[Path]:
+    """The documents of `source` cut into consecutive parts `target_0`, `target_1`... of these shares.
+
+    Borders are the rounded running sums of the shares; merging the parts gives the source again. Raises
+    DataError when the source is unusable or a part could not be written.
+    """
+    whole = IndexedTokens(source)
+    sums = np.cumsum(np.array(shares, np.float64))
+    borders = [0, *(round(float(share) * whole.num_documents) for share in sums / sums[-1])]
+    digits = len(str(len(shares) - 1))
+    made = []
+    for number, (first, last) in enumerate(pairwise(borders)):
+        part = target.with_name(f"{target.name}_{number:0{digits}d}")
+        _write(part, [(whole, range(first, last))])
+        made.append(part)
+    return made
+
+
+def _write(target: Path, parts: Sequence[tuple[IndexedTokens, range]]) -> None:
+    """The documents of each range of each source under `target`: both files whole, or neither; and their report."""
+    report = merge_reports([source.prefix for source, _ in parts])
+    hashes = BlockHashes()
+    unfinished: list[AtomicFile] = []
+    try:
+        for path in (bin_path(target), idx_path(target)):
+            unfinished.append(AtomicFile(path))
+        tokens, index = unfinished
+        for source, documents in parts:
+            _copy_tokens(source, documents, tokens, hashes)
+        dtype = parts[0][0].dtype
+        spans = [(source, _sequences(source, documents)) for source, documents in parts]
+        write_header(
+            index.file, dtype, sum(len(span) for _, span in spans), sum(len(documents) for _, documents in parts)
+        )
+        for block in _lengths(spans):
+            index.file.write(block.data)
+        write_offsets(index.file, dtype, _lengths(spans))
+        write_documents(index.file, _counts(parts))
+        for file in unfinished:
+            file.sync()
+        index.final.unlink(missing_ok=True)
+        report_path(target).unlink(missing_ok=True)  # it would speak of other files
+        tokens.publish()
+        index.publish()
+        sync_directory(target.parent)
+        if report is not None:
+            described = {
+                tokens.final.name: describe(tokens.final, hashes),
+                index.final.name: describe(index.final),
+            }
+            made = IndexedTokens(target)
+            counts = {"documents": made.num_documents, "written": made.num_documents, "tokens": made.num_tokens}
+            write_report(target, {**report, "counts": counts, "outputs": described})
+    except OSError as error:
+        raise cannot("write it", target, error, "Free space there, or choose another folder.") from error
+    finally:
+        for file in unfinished:
+            file.discard()
+
+
+def _sequences(source: IndexedTokens, documents: range) -> range:
+    return range(int(source.documents[documents.start]), int(source.documents[documents.stop]))
+
+
+def _copy_tokens(source: IndexedTokens, documents: range, target: AtomicFile, hashes: BlockHashes) -> None:
+    sequences, size = _sequences(source, documents), source.dtype.itemsize
+    left = source.tokens_in(sequences) * size
+    with bin_path(source.prefix).open("rb") as file:
+        file.seek(source.first_token(sequences.start) * size)
+        while left:
+            block = file.read(min(left, _BYTES_AT_ONCE))
+            if not block:
+                raise DataError("it became shorter while it was read", file=bin_path(source.prefix))
+            target.file.write(block)
+            hashes.add(block)
+            left -= len(block)
+
+
+def _blocks(whole: range) -> Iterator[tuple[int, int]]:
+    for start in range(whole.start, whole.stop, _ENTRIES_AT_ONCE):
+        yield start, min(start + _ENTRIES_AT_ONCE, whole.stop)
+
+
+def _lengths(spans: Sequence[tuple[IndexedTokens, range]]) -> Iterator[NDArray[Any]]:
+    for source, sequences in spans:
+        for first, last in _blocks(sequences):
+            yield np.ascontiguousarray(source.lengths[first:last])
+
+
+def _counts(parts: Sequence[tuple[IndexedTokens, range]]) -> Iterator[NDArray[Any]]:
+    for source, documents in parts:
+        for first, last in _blocks(documents):
+            yield np.diff(source.documents[first : last + 1])

@@ -1,0 +1,138 @@
+"""Fills a folder with the tokenizer and the token files of a corpus."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalaunch.config.schema.data import DataSpec
+from megalaunch.config.schema.tokenizer import TokenizerSpec
+from megalaunch.data.errors import DataError
+from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
+from megalaunch.data.preprocess.corpus import Corpus, Document
+from megalaunch.data.preprocess.encoder_backend import make_encoder, select_backend
+from megalaunch.data.preprocess.settings import EngineChoice
+from megalaunch.data.tokenizer.tokenizer import Tokenizer, copy_tokenizer, required_special_tokens, train_tokenizer
+
+TOKENIZER, TRAIN, VALIDATION = "tokenizer.json", "train", "validation"
+_BATCH_CHARACTERS = 1 << 20  # what is encoded at once: enough to keep all cores busy
+
+
+def is_validation(name: str, every: int) -> bool:
+    """Whether a document is kept for validation: its name's sha256 is a multiple of `every` (0: none is)."""
+    return every > 0 and int(hashlib.sha256(name.encode()).hexdigest(), 16) % every == 0
+
+
+def build_corpus(
+    directory: Path, corpus: Corpus, data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]
+) -> None:
+    """Write tokenizer.json, train.bin/.idx and validation.bin/.idx (which may hold nothing).
+
+    A new tokenizer learns from the training documents alone. DataError when no training text is left, and
+    for a bad record unless `data.on_bad_record` is skip.
+    """
+    if not any(document.text for document in _training_documents(corpus, data)):
+        raise _no_training_text(corpus, data)
+    encoder = _tokenizer(directory / TOKENIZER, corpus, data, tokenizer, report)
+    end = [encoder.require_eod(directory / TOKENIZER, "Set data.append_eod=false.")] if data.append_eod else []
+    before, after = _special_tokens(encoder, directory / TOKENIZER, data, report)
+    dtype = token_type(encoder.vocab_size)
+    bad: list[DataError] = []
+    batches = _batches(corpus.documents(bad_record_handler(data, bad)))
+    first = next(batches)
+    encode = _encode(encoder, [document.text for document in first], report)
+    with TokenWriter(directory / TRAIN, dtype) as train, TokenWriter(directory / VALIDATION, dtype) as validation:
+        for batch in chain([first], batches):
+            encoded = encode([document.text for document in batch])
+            for document, tokens in zip(batch, encoded, strict=True):
+                writer = validation if is_validation(document.name, data.validation_every) else train
+                # As in Megatron's files, a document without tokens has no sequence and no end token.
+                if len(tokens) or before or after:
+                    parts = (before, tokens, after, end)
+                    writer.add_sequence(np.concatenate([np.asarray(part, np.int64) for part in parts]))
+                writer.end_document()
+    report_bad_records(bad, report)
+
+
+def _special_tokens(
+    tokenizer: Tokenizer, path: Path, data: DataSpec, report: Callable[[str], None]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Those before and those after every document."""
+    if not data.add_special_tokens:
+        return (), ()
+    around = required_special_tokens(tokenizer.special_tokens_around, path)
+    if around:
+        report(f"note: every document gets the tokenizer's own {around}; data.add_special_tokens=false leaves that out")
+    return around.before, around.after
+
+
+def _encode(
+    tokenizer: Tokenizer, texts: Sequence[str], report: Callable[[str], None]
+) -> Callable[[Sequence[str]], Iterable[Sequence[int] | NDArray[Any]]]:
+    """The ids of each of many texts, by the engine that is fastest for them; `texts` are the first of them."""
+    engine = select_backend(EngineChoice.AUTO, tokenizer, texts)
+    if engine.name is EngineChoice.TOKENIZERS:
+        report("encoding the documents" + (f" ({engine.note})" if engine.note else ""))
+        return tokenizer.encode_batch
+    report("encoding the documents")
+    return partial(map, make_encoder(EngineChoice.GIGATOKEN, tokenizer.to_json()))
+
+
+def bad_record_handler(data: DataSpec, bad: list[DataError]) -> Callable[[DataError], None] | None:
+    """What `Corpus.documents` does with a bad record; those that are left out come into `bad`."""
+    return bad.append if data.on_bad_record == "skip" else None
+
+
+def report_bad_records(bad: Sequence[DataError], report: Callable[[str], None]) -> None:
+    """A line on the records that were left out, if there are any."""
+    if bad:
+        report(f"note: {len(bad):,} records left out, the first: {bad[0]}")
+
+
+def _training_documents(corpus: Corpus, data: DataSpec) -> Iterator[Document]:
+    documents = corpus.documents(bad_record_handler(data, []))
+    return (document for document in documents if not is_validation(document.name, data.validation_every))
+
+
+def _tokenizer(
+    path: Path, corpus: Corpus, data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]
+) -> Tokenizer:
+    if tokenizer.path is not None:
+        return copy_tokenizer(tokenizer.path, path)
+    report(f"training a tokenizer of {tokenizer.vocab_size:,}")
+    trained = train_tokenizer(
+        (document.text for document in _training_documents(corpus, data)), tokenizer.vocab_size, path
+    )
+    if trained.vocab_size < tokenizer.vocab_size:
+        report(f"note: the corpus is too small for {tokenizer.vocab_size:,} tokens, it gave {trained.vocab_size:,}")
+    return trained
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _no_training_text(corpus: Corpus, data: DataSpec) -> DataError:
+    if any(document.text for document in corpus.documents(bad_record_handler(data, []))):
+        return DataError(
+            f"no document is left for training: data.validation_every={data.validation_every} took all of them",
+            file=data.corpus,
+            fix="Set data.validation_every=0 to train on everything, or give more documents.",
+        )
+    return DataError("the corpus is empty: its files hold no text", file=data.corpus, fix="Correct data.corpus.")

@@ -1,0 +1,1 @@
+"""Conversations to tokens and loss masks."""

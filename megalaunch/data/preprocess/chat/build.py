@@ -1,0 +1,241 @@
+"""Fills a folder with the tokens of conversations, and beside them which of the tokens are answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalaunch.config.schema.data import OWN_TEMPLATE, DataSpec
+from megalaunch.data.errors import DataError
+from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
+from megalaunch.data.preprocess.build_corpus import (
+    TOKENIZER,
+    TRAIN,
+    VALIDATION,
+    bad_record_handler,
+    is_validation,
+    report_bad_records,
+)
+from megalaunch.data.preprocess.chat.conversation import (
+    KEYS,
+    Conversation,
+    conversation,
+    drop_nulls,
+    parse_conversation,
+)
+from megalaunch.data.preprocess.chat.encode import encode_with_mask, is_within
+from megalaunch.data.preprocess.chat.jinja_process import Rendering, TemplateProcess
+from megalaunch.data.preprocess.chat.template import TEMPLATES, render, render_jinja
+from megalaunch.data.preprocess.corpus import Corpus
+from megalaunch.data.preprocess.inputs import TABLES, describe, lines
+from megalaunch.data.preprocess.settings import Format
+from megalaunch.data.preprocess.source_files import CorpusFile
+from megalaunch.data.preprocess.tables import table_columns, table_rows
+from megalaunch.data.tokenizer.folder import chat_template, companion_files, named_tokens, read_json
+from megalaunch.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+_ANSWERS = "_answers"
+_CONVERSATIONS_AT_ONCE = 512
+_ROWS_BYTES = 1 << 22
+
+
+def loss_mask_prefix(prefix: Path) -> Path:
+    """The files beside `prefix` that hold 1 for each token of an answer, else 0."""
+    return prefix.with_name(prefix.name + _ANSWERS)
+
+
+@dataclass(frozen=True)
+class _ConversationText:
+    """One conversation, and where it stands."""
+
+    path: Path
+    number: int
+    name: str
+    conversation: Conversation
+
+
+@dataclass(frozen=True)
+class _ConversationEncoder:
+    """Writes conversations down: `tokenizer` finds the `marks` (with what each is) in the text of `write`."""
+
+    tokenizer: Tokenizer
+    marks: Mapping[str, str]
+    write: Callable[[Conversation], Rendering]
+
+
+def build_chat(
+    directory: Path, corpus: Corpus, data: DataSpec, tokenizer_path: Path, report: Callable[[str], None]
+) -> None:
+    """Write tokenizer.json and the files of both sides. DataError for a line that is no conversation,
+    unless `data.on_bad_record` is skip.
+    """
+    tokenizer = load_tokenizer(tokenizer_path)
+    (directory / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
+    bad: list[DataError] = []
+    left_out = bad_record_handler(data, bad)
+
+    def refuse(error: DataError) -> None:
+        if left_out is None:
+            raise error
+        left_out(error)
+
+    with ExitStack() as stack:
+        scribe = _make_encoder(tokenizer, data.chat_template, tokenizer_path, stack)
+        report("encoding the conversations")
+        writers = {side: stack.enter_context(_ChatWriter(directory / side, tokenizer)) for side in (TRAIN, VALIDATION)}
+        for batch in _batches(_encode_batch(_conversations(corpus, refuse), scribe, refuse)):
+            encoded = scribe.tokenizer.encode_spans([rendering.text for _, rendering in batch])
+            for (talk, rendering), (ids, offsets) in zip(batch, encoded, strict=True):
+                side = VALIDATION if is_validation(talk.name, data.validation_every) else TRAIN
+                writers[side].add(ids, is_within(offsets, rendering.spans))
+        if writers[TRAIN].conversations == 0:
+            raise DataError("it holds no conversation to train on", file=data.sft_data, fix="Correct data.sft_data.")
+    report_bad_records(bad, report)
+
+
+class _ChatWriter:
+    """Writes the conversations of one side: their tokens, and which of them are answers."""
+
+    def __init__(self, prefix: Path, tokenizer: Tokenizer) -> None:
+        self._stack = ExitStack()
+        self._tokens = TokenWriter(prefix, token_type(tokenizer.vocab_size))
+        self._answers = TokenWriter(loss_mask_prefix(prefix), np.dtype("u1"))
+        self.conversations = 0
+
+    def __enter__(self) -> _ChatWriter:
+        with ExitStack() as stack:
+            stack.enter_context(self._answers)
+            stack.enter_context(self._tokens)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *raised: object) -> bool | None:
+        return self._stack.__exit__(*raised)  # type: ignore[arg-type]  # the three values of a `with`
+
+    def add(self, ids: Sequence[int], answers: NDArray[np.bool_]) -> None:
+        """One conversation."""
+        self._tokens.add_sequence(ids)
+        self._answers.add_sequence(answers.astype(np.int64))
+        self._tokens.end_document()
+        self._answers.end_document()
+        self.conversations += 1
+
+
+def _make_encoder(tokenizer: Tokenizer, name: str, path: Path, stack: ExitStack) -> _ConversationEncoder:
+    """How conversations are written; DataError when the tokenizer lacks a mark, or has no template."""
+    if name == OWN_TEMPLATE:
+        return _worker_encoder(tokenizer, path, stack)
+    template = TEMPLATES[name]
+    marks = {mark: mark for mark in template.marks}
+    stop = template.stop
+    if stop is None:
+        stop = tokenizer.token(tokenizer.require_eod(path, "Choose another data.chat_template.")) or ""
+        stop = stop.removeprefix(" ")  # by which a unigram model's is hidden
+        marks[stop] = "the end-of-document token"
+    marked = encode_with_mask(tokenizer, marks)
+    for mark in marks:
+        if len(marked.encode(mark)) != 1:
+            raise DataError(
+                f"{mark} is no token of it, and data.chat_template={name} needs it",
+                file=path,
+                fix="Choose another data.chat_template; `plain` needs no token but the end of a document.",
+            )
+    end = stop
+    return _ConversationEncoder(marked, marks, lambda talk: render(template, talk, end))
+
+
+def _worker_encoder(tokenizer: Tokenizer, path: Path, stack: ExitStack) -> _ConversationEncoder:
+    files = companion_files(path)
+    program, names = chat_template(files), named_tokens(files)
+    if program is None:
+        raise DataError(
+            "no chat template stands beside it (chat_template.jinja, or chat_template in tokenizer_config.json)",
+            file=path,
+            fix="Choose another data.chat_template.",
+        )
+    declared = read_json(files, "tokenizer_config.json").get("added_tokens_decoder")
+    tokens = [str(one.get("content")) for one in declared.values()] if isinstance(declared, dict) else []
+    marked = encode_with_mask(tokenizer, [*names.values(), *tokens])
+    special = {name: name for number in sorted(marked.textless_ids) if (name := marked.token(number))}
+    process = stack.enter_context(TemplateProcess(program))
+    return _ConversationEncoder(marked, special, lambda talk: render_jinja(process, talk, names, special))
+
+
+def _encode_batch(
+    talks: Iterator[_ConversationText], scribe: _ConversationEncoder, refuse: Callable[[DataError], None]
+) -> Iterator[tuple[_ConversationText, Rendering]]:
+    """Every conversation with its text; those that cannot be written are refused."""
+    for talk in talks:
+        forged = _template_injection(talk.conversation, scribe.marks)
+        rendering = Rendering(error=forged) if forged else scribe.write(talk.conversation)
+        if rendering.error is None:
+            yield talk, rendering
+            continue
+        cause, fix = (forged, "Take it out of the text.") if forged else (rendering.error, "")
+        cause = cause if forged else f"the tokenizer's chat template cannot be applied: {cause}"
+        refuse(DataError(cause, file=talk.path, record=talk.number, fix=fix))
+
+
+def _conversations(corpus: Corpus, refuse: Callable[[DataError], None]) -> Iterator[_ConversationText]:
+    """Every conversation in order; empty lines are passed over, bad ones refused."""
+    for file in corpus.files:
+        table = describe(file.path, Format.AUTO).format in TABLES
+        for number, read in _rows(file) if table else _lines(file):
+            try:
+                found = read()
+            except DataError as error:
+                refuse(error)
+                continue
+            yield _ConversationText(file.path, number, f"{file.name}:{number}", found)
+
+
+def _lines(file: CorpusFile) -> Iterator[tuple[int, Callable[[], Conversation]]]:
+    for number, line in enumerate(lines(file.path), start=1):
+        if line.strip():
+            yield number, partial(parse_conversation, line, file.path, number)
+
+
+def _rows(file: CorpusFile) -> Iterator[tuple[int, Callable[[], Conversation]]]:
+    entry = describe(file.path, Format.AUTO)
+    keys = [key for key in table_columns(entry) if key in KEYS]
+    number = 0
+    for part in table_rows(entry, keys, _ROWS_BYTES) if keys else ():
+        for values in part.values:
+            number += 1
+            record = drop_nulls(dict(zip(keys, values, strict=True)))
+            yield number, partial(conversation, record, file.path, number)
+
+
+def _template_injection(talk: Conversation, marks: Mapping[str, str]) -> str | None:
+    """What is wrong with a conversation of which a message holds a mark of the template."""
+    texts = [*_texts([message.given for message in talk.messages]), *_texts(talk.tools)]
+    forged = next((mark for mark in marks for text in texts if mark in text), None)
+    return None if forged is None else f"a message holds {marks[forged]}, which would begin or end a turn"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)
+
+
+def _batches(
+    items: Iterator[tuple[_ConversationText, Rendering]],
+) -> Iterator[list[tuple[_ConversationText, Rendering]]]:
+    batch: list[tuple[_ConversationText, Rendering]] = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == _CONVERSATIONS_AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

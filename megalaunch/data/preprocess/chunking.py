@@ -1,0 +1,220 @@
+"""Inputs cut into chunks for the workers, so that reading needs little memory and no chunk splits a record.
+
+A chunk of a plain file is only named: its worker reads it. What must be unpacked on the way travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+from megalaunch.data.preprocess.inputs import TABLES, CorruptStream, DecompressedStream, Input
+from megalaunch.data.preprocess.settings import Format, Settings
+from megalaunch.data.preprocess.source_files import open_source
+from megalaunch.data.preprocess.tables import table_rows
+
+_SEARCHED_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """Lines of a plain jsonl file, to be read by the worker."""
+
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines that were unpacked; the first line of the file where `offset` is 0."""
+
+    offset: int
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The values of a table's rows, in the order of the keys."""
+
+    values: list[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class WholeFiles:
+    """Text files, each one document; of packed ones the content travels."""
+
+    paths: tuple[Path, ...]
+    content: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """One record that no worker need look at, and why."""
+
+    cause: str
+    fix: str
+    lines: int
+
+
+Body: TypeAlias = ByteRange | Lines | Rows | WholeFiles | Unreadable
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where reading goes on: the number of an input, and a byte of its unpacked content or a row."""
+
+    file: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Records in a row; `stored` bytes of the inputs hold them, and the next chunk begins at `end`."""
+
+    path: Path
+    body: Body
+    stored: int
+    end: Position
+
+
+def chunks(inputs: Sequence[Input], settings: Settings, start: Position) -> Iterator[Chunk]:
+    """All chunks from `start` on. Raises DataError for what cannot be read at all."""
+    number = start.file
+    while number < len(inputs):
+        offset = start.offset if number == start.file else 0
+        entry = inputs[number]
+        if entry.format is Format.TEXT:
+            chunk = _texts(inputs, number, settings)
+            yield chunk
+            number = chunk.end.file
+            continue
+        if entry.format in TABLES:
+            parts = _rows(entry, number, settings, offset)
+        elif entry.is_plain:
+            parts = _spans(entry, number, settings, offset)
+        else:
+            parts = _decompressed_chunks(entry, number, settings, offset)
+        yield from parts
+        number += 1
+
+
+def _spans(entry: Input, number: int, settings: Settings, position: int) -> Iterator[Chunk]:
+    with open_source(entry.path) as file:
+        while position < entry.size:
+            end = _line_end(file, position + settings.chunk_bytes, entry.size)
+            body: Body = ByteRange(position, end - position)
+            if end - position > settings.record_bytes:
+                end, body = _split_at_long_line(file, position, end, settings)
+            yield Chunk(entry.path, body, end - position, _after(number, end, entry.size))
+            position = end
+
+
+def _split_at_long_line(file: BinaryIO, position: int, end: int, settings: Settings) -> tuple[int, Body]:
+    """The lines before the long last one of a span, or that line when none are left."""
+    file.seek(position)
+    before = file.read(settings.chunk_bytes).rfind(b"\n") + 1
+    if before:
+        return position + before, ByteRange(position, before)
+    size = end - position
+    return end, ByteRange(position, size) if size <= settings.record_bytes else too_long(size, settings.record_bytes)
+
+
+def _line_end(file: BinaryIO, position: int, size: int) -> int:
+    """The end of the line that byte `position - 1` is in."""
+    position -= 1
+    while position < size:
+        file.seek(position)
+        found = file.read(_SEARCHED_AT_ONCE).find(b"\n")
+        if found >= 0:
+            return position + found + 1
+        position += _SEARCHED_AT_ONCE
+    return size
+
+
+def _after(number: int, offset: int, size: int) -> Position:
+    return Position(number + 1, 0) if offset >= size else Position(number, offset)
+
+
+def too_long(size: int, limit: int) -> Unreadable:
+    """What a record over the limit stands as."""
+    cause = f"the record has {size / 1e6:,.0f} MB, the limit is {limit / 1e6:,.0f} MB"
+    return Unreadable(cause, "Raise --max-record-mb if it is text that belongs here.", 1)
+
+
+def _decompressed_chunks(entry: Input, number: int, settings: Settings, start: int) -> Iterator[Chunk]:
+    """Chunks of a stream; what lies before `start` is unpacked and passed over."""
+    stream, held, at, stored, dropped = DecompressedStream(entry), bytearray(), 0, 0, 0
+    end = Position(number + 1, 0)
+    try:
+        for block in stream.blocks():
+            at += len(block)
+            if at <= start:
+                continue
+            held += block[max(0, start - at) :] if at - len(block) < start else block
+            cut = held.rfind(b"\n") + 1
+            if dropped and cut:  # the end of a line that was too long to hold
+                rest = held.find(b"\n") + 1
+                body: Body = too_long(dropped + rest, settings.record_bytes)
+                yield Chunk(entry.path, body, stream.stored - stored, Position(number, at - len(held) + rest))
+                del held[:rest]
+                dropped, stored, cut = 0, stream.stored, cut - rest
+            if cut and len(held) >= settings.chunk_bytes:
+                offset = at - len(held)
+                body = Lines(offset, bytes(held[:cut]))
+                yield Chunk(entry.path, body, stream.stored - stored, Position(number, offset + cut))
+                del held[:cut]
+                stored = stream.stored
+            elif not cut and len(held) + dropped > settings.record_bytes:
+                dropped += len(held)
+                held.clear()
+    except CorruptStream as error:
+        if held.rfind(b"\n") >= 0:
+            whole = bytes(held[: held.rfind(b"\n") + 1])
+            yield Chunk(entry.path, Lines(at - len(held), whole), 0, Position(number, at - len(held) + len(whole)))
+        body = Unreadable(str(error), "Copy the file again, or make it anew.", 1)
+        yield Chunk(entry.path, body, entry.size - stored, end)
+        return
+    left = max(stream.stored, entry.size) - stored
+    if dropped:
+        yield Chunk(entry.path, too_long(dropped + len(held), settings.record_bytes), left, end)
+    elif held:
+        yield Chunk(entry.path, Lines(at - len(held), bytes(held)), left, end)
+
+
+def _texts(inputs: Sequence[Input], number: int, settings: Settings) -> Chunk:
+    """The text file `number`, with those after it while they are small."""
+    first = inputs[number]
+    if first.size > settings.record_bytes:
+        return Chunk(first.path, too_long(first.size, settings.record_bytes), first.size, Position(number + 1, 0))
+    if not first.is_plain:
+        return _packed_text(first, number, settings)
+    last, size = number + 1, first.size
+    while last < len(inputs) and inputs[last].format is Format.TEXT and inputs[last].is_plain:
+        if size + inputs[last].size > settings.chunk_bytes:
+            break
+        size += inputs[last].size
+        last += 1
+    paths = tuple(entry.path for entry in inputs[number:last])
+    return Chunk(first.path, WholeFiles(paths), size, Position(last, 0))
+
+
+def _packed_text(entry: Input, number: int, settings: Settings) -> Chunk:
+    content, end = bytearray(), Position(number + 1, 0)
+    try:
+        for block in DecompressedStream(entry).blocks():
+            content += block
+            if len(content) > settings.record_bytes:
+                return Chunk(entry.path, too_long(len(content), settings.record_bytes), entry.size, end)
+    except CorruptStream as error:
+        body = Unreadable(str(error), "Copy the file again, or make it anew.", 1)
+        return Chunk(entry.path, body, entry.size, end)
+    return Chunk(entry.path, WholeFiles((entry.path,), bytes(content)), entry.size, end)
+
+
+def _rows(entry: Input, number: int, settings: Settings, start: int) -> Iterator[Chunk]:
+    """Chunks of a table's rows, from row `start` on."""
+    for part in table_rows(entry, settings.json_keys, settings.chunk_bytes, start):
+        end = Position(number + 1, 0) if part.is_last else Position(number, part.end)
+        yield Chunk(entry.path, Rows(part.values), part.stored, end)

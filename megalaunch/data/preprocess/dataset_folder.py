@@ -1,0 +1,193 @@
+"""Which files of a folder are training data: the splits of a Hugging Face dataset, and what stands beside its data.
+
+Splits are found as the Hub finds them: by the words train, validation, test (and their usual variants) in the name of a
+file or of a folder, by `SPLIT-00000-of-00005`, and by dataset_dict.json and state.json of `save_to_disk`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megalaunch.data.errors import DataError
+from megalaunch.data.preprocess.source_files import COMPRESSIONS, RECORD_SUFFIXES, TABLE_SUFFIXES, CorpusFile
+
+TRAIN = "train"
+_TABLES_AND_RECORDS = {*RECORD_SUFFIXES, *TABLE_SUFFIXES}
+_TEXTS = {".txt", ".text", ".raw", ".tokens"}
+_WORDS = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("validation", "valid", "dev", "val"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_WORD = re.compile(rf"(?:^|[-._ 0-9])({'|'.join(_WORDS)})(?=$|[-._ 0-9])", re.IGNORECASE)
+_SHARD = re.compile(r"^(?:.*[-.])?(?P<split>\w+)[-.]\d{5}-of-\d{5}", re.ASCII)
+_NO_SPLITS = {"data", "part", "shard", "chunk", "file"}  # `part-00000-of-00005` is a part of the whole
+_ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "croissant.json"}
+_ABOUT_STEMS = {"readme", "license", "licence", "notice", "copying", "citation", "changelog", "requirements"}
+_ABOUT_SUFFIXES = {".md", ".rst", ".py", ".ipynb", ".yaml", ".yml", ".lock", ".cff", ".sh"}
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class SelectedFiles:
+    """The files to read, and a sentence each on what is left out."""
+
+    files: tuple[CorpusFile, ...]
+    notes: tuple[str, ...] = ()
+
+
+def select_files(root: Path, files: Sequence[CorpusFile], default: str | None = TRAIN) -> SelectedFiles:
+    """The data of a folder, of the split `default` where it has several.
+
+    A folder of plain texts without splits is taken whole: there a README is a document like any other. Raises DataError
+    when there are several splits and none is `default`.
+    """
+    data = _data_files(root, files)
+    if not data:
+        return SelectedFiles(tuple(files))
+    saved, unlisted = _saved_to_disk(root, data)
+    known = set(data) - set(unlisted)
+    data = [file for file in data if file in known]
+    others = [file for file in files if file not in known]
+    splits = _splits(data, saved, texts=all(_kind(file) in _TEXTS for file in data))
+    if splits is None:
+        return SelectedFiles(tuple(data), _skipped_note(root, others))
+    named = {name: members for name, members in splits.items() if name}
+    if len(named) == 1 and "" not in splits:
+        chosen, notes = next(iter(named.values())), []
+    elif default in named:
+        chosen = named[default]
+        notes = [_split_note(root, str(default), splits)]
+    else:
+        shown = ", ".join(f"{name} ({_words_for(root, members, files)})" for name, members in sorted(named.items()))
+        lacking = "" if default is None else f", none of which is called {default}"
+        raise DataError(f"it holds several splits{lacking}: {shown}", file=root, fix="Name the files of one of them.")
+    return SelectedFiles(tuple(chosen), (*notes, *_skipped_note(root, others)))
+
+
+def _data_files(root: Path, files: Sequence[CorpusFile]) -> list[CorpusFile]:
+    """The files that may be data; none for a folder of plain texts, of which all are."""
+    if any(_kind(file) in _TABLES_AND_RECORDS and not _is_about(file) for file in files):
+        taken = _TABLES_AND_RECORDS | _TEXTS
+        return [file for file in files if _kind(file) in taken and not _is_about(file)]
+    if _has_dataset_card(root) or _is_texts_in_splits(files):
+        return [file for file in files if _kind(file) not in _ABOUT_SUFFIXES and not _is_about(file)]
+    return []
+
+
+def _kind(file: CorpusFile) -> str:
+    """The suffix that says what is in it, below that of a compression."""
+    path = PurePosixPath(file.name)
+    return (PurePosixPath(path.stem) if path.suffix in COMPRESSIONS else path).suffix.lower()
+
+
+def _is_about(file: CorpusFile) -> bool:
+    name = PurePosixPath(file.name).name.lower()
+    return name in _ABOUT or re.split(r"[.\-_]", name)[0] in _ABOUT_STEMS
+
+
+def _has_dataset_card(root: Path) -> bool:
+    """Whether README.md begins with the block of metadata that the Hub reads."""
+    try:
+        with (root / "README.md").open("rb") as file:
+            return file.read(4) == b"---\n"
+    except OSError:
+        return False
+
+
+def _is_texts_in_splits(files: Sequence[CorpusFile]) -> bool:
+    data = [file for file in files if not _is_about(file) and _kind(file) not in _ABOUT_SUFFIXES]
+    return all(_kind(file) in _TEXTS for file in data) and _splits(data, {}, texts=True) is not None
+
+
+def _splits(data: Sequence[CorpusFile], saved: dict[str, str], texts: bool) -> dict[str, list[CorpusFile]] | None:
+    """The files by split (those of none under ""), None when it has no splits.
+
+    Titles of texts may be words like any: `texts` are in splits only when all of them are, and in more than one.
+    """
+    found: dict[str, list[CorpusFile]] = {}
+    for file in data:
+        found.setdefault(_split_name(file, saved), []).append(file)
+    if texts and ("" in found or len(found) < 2):
+        return None
+    return found if any(found) else None
+
+
+def _split_name(file: CorpusFile, saved: dict[str, str]) -> str:
+    path = PurePosixPath(file.name)
+    for part in path.parts[:-1]:
+        if part in saved:
+            return saved[part]
+    shard = _SHARD.match(path.name)
+    if shard and shard["split"].lower() not in {*_NO_SPLITS, *_WORDS} and not shard["split"].isdigit():
+        return shard["split"]
+    for part in reversed(path.parts):
+        if word := _WORD.search(part):
+            return _WORDS[word[1].lower()]
+    return ""
+
+
+def _saved_to_disk(root: Path, data: Sequence[CorpusFile]) -> tuple[dict[str, str], list[CorpusFile]]:
+    """Folders that are splits by dataset_dict.json, and the files that no state.json beside them lists (its cache)."""
+    listed = _read(root / "dataset_dict.json").get("splits")
+    saved = {name: name for name in listed if isinstance(name, str)} if isinstance(listed, list) else {}
+    unlisted = []
+    for folder in {file.path.parent for file in data}:
+        entries = _read(folder / "state.json").get("_data_files")
+        if not isinstance(entries, list):
+            continue
+        names = {entry.get("filename") for entry in entries if isinstance(entry, dict)}
+        unlisted += [file for file in data if file.path.parent == folder and file.path.name not in names]
+    return saved, unlisted
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _split_note(root: Path, chosen: str, splits: dict[str, list[CorpusFile]]) -> str:
+    everything = [file for members in splits.values() for file in members]
+    left = [
+        f"split {name} ({_words_for(root, members, everything)})"
+        if name
+        else f"without a split: {_join_names(members)}"
+        for name, members in sorted(splits.items(), key=lambda item: (not item[0], item[0]))
+        if name != chosen
+    ]
+    return f"{root}: read split {chosen} ({_count(splits[chosen])}); left out {', '.join(left)}"
+
+
+def _skipped_note(root: Path, others: Sequence[CorpusFile]) -> tuple[str, ...]:
+    return (f"{root}: left out what is no data: {_join_names(others)}",) if others else ()
+
+
+def _words_for(root: Path, members: Sequence[CorpusFile], everything: Sequence[CorpusFile]) -> str:
+    """What names these files and no others: a file, a glob, or how many there are."""
+    if len(members) == 1:
+        return str(members[0].path)
+    first, last = min(file.name for file in members), max(file.name for file in members)
+    differing = (number for number, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+    common = first[: next(differing, len(first))]
+    same = [file for file in everything if file.name.startswith(common)]
+    if not common or len(same) > len(members):
+        return _count(members)
+    folder, _, rest = common.rpartition("/")
+    return f"{root / folder}" if folder and not rest else f"'{root / common}*'"
+
+
+def _join_names(files: Sequence[CorpusFile]) -> str:
+    names = [file.name for file in files[:_SHOWN]]
+    return ", ".join(names) + (f" and {len(files) - _SHOWN:,} more" if len(files) > _SHOWN else "")
+
+
+def _count(files: Sequence[CorpusFile]) -> str:
+    return f"{len(files):,} file{'s' if len(files) != 1 else ''}"

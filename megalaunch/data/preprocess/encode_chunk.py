@@ -1,0 +1,167 @@
+"""Chunks of raw records in, token ids out: the part of preprocessing that worker processes do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalaunch.data.errors import DataError
+from megalaunch.data.preprocess.chunking import Chunk, Unreadable, too_long
+from megalaunch.data.preprocess.encoder_backend import Encode
+from megalaunch.data.preprocess.parse_records import Record, plain_texts, read, records
+from megalaunch.data.preprocess.sentence_splitter import make_splitter
+from megalaunch.data.preprocess.settings import EngineChoice
+from megalaunch.data.tokenizer.tokenizer import SpecialTokens
+
+_LONGEST_KEPT = 1 << 20  # bytes of a bad record that are kept for the quarantine
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """All that decides the ids: `tokenizer` is a tokenizer.json, `end` the end-of-document token.
+
+    `around` are the special tokens of every sequence.
+    """
+
+    engine: EngineChoice
+    tokenizer: Path
+    vocab_size: int
+    keys: tuple[str, ...]
+    end: int | None
+    dtype: np.dtype[Any]
+    language: str | None
+    record_bytes: int
+    around: SpecialTokens = SpecialTokens()
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that was left out: `line` counts from 0 within the chunk, or from 1 in a text file (`absolute`)."""
+
+    path: Path
+    line: int | None
+    absolute: bool
+    cause: str
+    fix: str
+    content: bytes
+
+
+@dataclass(frozen=True)
+class EncodedKey:
+    """The documents of one key: ids, tokens a sequence, sequences a document (int32)."""
+
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int32]
+    documents: NDArray[np.int32]
+
+
+@dataclass
+class Encoded:
+    """One chunk's documents by key, and its bad records; records = written + len(bad), lines are those passed.
+
+    The ids are in the type that the engine gives, or after `store` in that of the file.
+    """
+
+    records: int = 0
+    lines: int = 0
+    keys: list[EncodedKey] = field(default_factory=list)
+    bad: list[BadRecord] = field(default_factory=list)
+
+    def cast(self, dtype: np.dtype[Any]) -> None:
+        """Bring the ids, which the vocabulary holds, into the type of the file."""
+        self.keys = [replace(key, tokens=key.tokens.astype(dtype, copy=False)) for key in self.keys]
+
+
+class ChunkEncoder:
+    """Turns chunks into documents as Megatron's preprocessing does.
+
+    Every sentence gets the special tokens around it; one without any token is dropped. The end token, if any, is
+    appended to the last sentence of a document that has any token. A record that is bad under one key is left out
+    under all, so that the files stay aligned.
+    """
+
+    def __init__(self, recipe: EncoderConfig, load: Callable[[EngineChoice, str], Encode]) -> None:
+        self._recipe = recipe
+        self._encode = load(recipe.engine, recipe.tokenizer.read_bytes().decode())
+        self._split = None if recipe.language is None else make_splitter(recipe.language)
+        self._end = None if recipe.end is None else np.array([recipe.end], np.uint32)
+        around = recipe.around
+        self._before, self._after = (np.array(ids, np.uint32) for ids in (around.before, around.after))
+
+    def encode(self, chunk: Chunk) -> Encoded:
+        """The documents of a chunk. DataError only when its file cannot be read any more."""
+        result = Encoded()
+        if isinstance(chunk.body, Unreadable):
+            result.records = result.lines = chunk.body.lines
+            result.bad.append(BadRecord(chunk.path, 0, False, chunk.body.cause, chunk.body.fix, b""))
+            result.keys = [self._join([]) for _ in self._recipe.keys]
+            return result
+        chunk = read(chunk)
+        return self._encode_batch(chunk) or self._one_by_one(chunk)
+
+    def _encode_batch(self, chunk: Chunk) -> Encoded | None:
+        """All records together, where nothing is to be said of any of them."""
+        texts = plain_texts(chunk, self._recipe.keys, self._recipe.record_bytes) if self._split is None else None
+        if texts is None:
+            return None
+        keys, around = [], bool(self._recipe.around)
+        for column in texts:
+            key = self._join([[ids] if ids.size or around else [] for ids in map(self._encode, column)])
+            if key.tokens.max(initial=0) >= self._recipe.vocab_size:
+                return None
+            keys.append(key)
+        return Encoded(len(texts[0]), len(texts[0]), keys)
+
+    def _one_by_one(self, chunk: Chunk) -> Encoded:
+        result = Encoded()
+        documents: list[list[list[NDArray[Any]]]] = []
+        for record in records(chunk, self._recipe.keys):
+            result.records += 1
+            try:
+                self._check_size(record)
+                documents.append([self._document(sentences) for sentences in record.sentences()])
+            except DataError as error:
+                line = record.number if error.record is None or record.number is not None else error.record
+                content = record.content()[:_LONGEST_KEPT]
+                absolute = record.number is None
+                result.bad.append(BadRecord(record.path, line, absolute, error.cause, error.fix, content))
+        result.lines = result.records
+        columns = ([document[k] for document in documents] for k in range(len(self._recipe.keys)))
+        result.keys = [*map(self._join, columns)]
+        return result
+
+    def _check_size(self, record: Record) -> None:
+        """A line is measured with its end, as it is where lines are only counted (input_chunks.py)."""
+        if isinstance(record.source, bytes) and len(record.source) >= self._recipe.record_bytes:
+            long = too_long(len(record.source) + 1, self._recipe.record_bytes)
+            raise DataError(long.cause, fix=long.fix)
+
+    def _document(self, sentences: Sequence[str]) -> list[NDArray[Any]]:
+        if self._split is not None:
+            sentences = [part for sentence in sentences for part in self._split(sentence)]
+        around = bool(self._recipe.around)
+        sequences = [ids for ids in map(self._encode, sentences) if ids.size or around]
+        for ids in sequences:
+            if (largest := ids.max(initial=0)) >= self._recipe.vocab_size:
+                raise DataError(f"id {largest} is beyond the vocabulary of {self._recipe.vocab_size:,}")
+        return sequences
+
+    def _join(self, documents: list[list[NDArray[Any]]]) -> EncodedKey:
+        """One key's documents in a row; ids in the type that the engine gives them in."""
+        parts: list[NDArray[Any]] = []
+        lengths: list[int] = []
+        added = self._before.size + self._after.size
+        for document in documents:
+            parts += document if not added else [part for ids in document for part in (self._before, ids, self._after)]
+            lengths += [ids.size + added for ids in document]
+            if document and self._end is not None:
+                parts.append(self._end)
+                lengths[-1] += 1
+        none = [np.empty(0, self._recipe.dtype)]
+        tokens = np.concatenate(parts or none)
+        return EncodedKey(tokens, np.array(lengths, np.int32), np.array(list(map(len, documents)), np.int32))

@@ -1,0 +1,94 @@
+"""What turns a text into ids: `tokenizers`, or gigatoken where it gives the same ids many times faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalaunch.data.errors import DataError
+from megalaunch.data.preprocess.backend_check import Checked, reference_ids
+from megalaunch.data.preprocess.gigatoken_encoder import GigatokenEncoder
+from megalaunch.data.preprocess.settings import EngineChoice
+from megalaunch.data.tokenizer.tokenizer import Tokenizer, tokenizer_from_json
+
+Encode: TypeAlias = Callable[[str], NDArray[Any]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EncoderBackend:
+    """The engine that was chosen, and why not the faster one (empty: it is the faster one, or was asked for)."""
+
+    name: EngineChoice
+    note: str = ""
+
+
+def select_backend(asked: EngineChoice, tokenizer: Tokenizer, texts: Sequence[str]) -> EncoderBackend:
+    """gigatoken when it is installed, loads the tokenizer and gives the ids of `tokenizers` for probes and `texts`.
+
+    Raises DataError when gigatoken was asked for by name and cannot be used.
+    """
+    if asked is EngineChoice.TOKENIZERS:
+        return EncoderBackend(asked)
+    encode = gigatoken(tokenizer.to_json())
+    return resolve_backend(
+        asked, encode if isinstance(encode, str) else find_mismatch(encode, reference_ids(tokenizer, texts))
+    )
+
+
+def resolve_backend(asked: EngineChoice, why_not: str) -> EncoderBackend:
+    """gigatoken unless there is a reason against it. Raises DataError when there is, and it was asked for by name."""
+    if not why_not:
+        return EncoderBackend(EngineChoice.GIGATOKEN)
+    if asked is EngineChoice.GIGATOKEN:
+        raise DataError(f"gigatoken cannot encode this: {why_not}", fix="Give --engine auto or tokenizers.")
+    return EncoderBackend(
+        EngineChoice.TOKENIZERS, f"encoding with tokenizers, which takes about 40 times the processor time: {why_not}"
+    )
+
+
+def gigatoken(content: str) -> Encode | str:
+    """gigatoken's encoding function for the content of a tokenizer.json, or why there is none."""
+    return _try_or_reason(lambda: make_encoder(EngineChoice.GIGATOKEN, content))
+
+
+def find_mismatch(encode: Encode, checked: Checked) -> str:
+    """For which text an engine gives other ids than those that were found for it; empty when for none."""
+    found = _try_or_reason(lambda: [encode(text) for text, _ in checked])
+    if isinstance(found, str):
+        return found
+    for (text, ours), theirs in zip(checked, found, strict=True):
+        if not np.array_equal(np.array(ours, np.int64), theirs.astype(np.int64)):
+            return f"gigatoken gives other ids for {text[:40]!r}"
+    return ""
+
+
+def _try_or_reason(function: Callable[[], T]) -> T | str:
+    try:
+        return function()
+    except ImportError:
+        return "gigatoken is not installed (pip install 'megalaunch[data]' brings it)"
+    except BaseException as error:  # its Rust code panics with a class of its own below BaseException
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        return f"gigatoken does not take this tokenizer ({_first_line(error)})"
+
+
+def make_encoder(name: EngineChoice, content: str) -> Encode:
+    """The encoding function of an engine for the tokenizer.json `content`.
+
+    One text a call stays on one thread: the worker processes are the parallelism. Raises ImportError
+    without the package, and whatever gigatoken raises for a tokenizer that it does not take.
+    """
+    if name is EngineChoice.GIGATOKEN:
+        return GigatokenEncoder(content)
+    tokenizer = tokenizer_from_json(content)
+    return lambda text: np.array(tokenizer.encode_batch([text])[0], dtype=np.uint32)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,116 @@
+"""gigatoken's encoding within bounds: of memory, and of the Unicode that `tokenizers` knows too.
+
+It remembers every word that it has met, about 9 bytes for each of text that does not repeat, and never forgets one:
+past a limit it is loaded anew, with the same ids. And its NFC is that of Unicode 17, the one of `tokenizers` that of
+Unicode 9: what newer characters a text holds decides which of the two is asked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalaunch.data.preprocess.encode_digits import DigitTokens, may_hold_newer_digits
+from megalaunch.data.tokenizer.tokenizer import Tokenizer, tokenizer_from_json
+
+CACHE_BYTES = 192 << 20  # by which a process may grow before gigatoken forgets what it has met
+_LOOK_EVERY = 1 << 20  # characters
+_RENEW_EVERY = 1 << 25  # characters, where the system does not tell how large a process is
+_NFC = '"NFC"'  # in a tokenizer.json that normalizes so; in others it may be a token, which does no harm
+_CODE_POINTS = 0x110000
+# Code points that NFC moves or joins in Unicode 17 and not in Unicode 9 (gigatoken 0.10, tokenizers 0.23: a test looks
+# for others), and the blocks of scripts added since in which two characters may become one.
+_NEWER = (
+    *((0x897, 0x898), (0x89C, 0x89F), (0x8CA, 0x8CE), (0x9FE, 0x9FE), (0xC3C, 0xC3C), (0xD3B, 0xD3C)),
+    *((0xEBA, 0xEBA), (0x1715, 0x1715), (0x1ABF, 0x1AFF), (0x1DF6, 0x1DFA), (0xA82C, 0xA82C), (0x105C0, 0x105FF)),
+    *((0x10D24, 0x10D27), (0x10D69, 0x10D6D), (0x10EAB, 0x10EAC), (0x10EFA, 0x10EFF), (0x10F46, 0x10F50)),
+    *((0x10F82, 0x10F85), (0x11070, 0x11070), (0x1133B, 0x1133B), (0x11380, 0x113FF), (0x1145E, 0x1145E)),
+    *((0x11839, 0x1183A), (0x11900, 0x1195F), (0x119E0, 0x119E0), (0x11A34, 0x11A34), (0x11A47, 0x11A47)),
+    *((0x11A99, 0x11A99), (0x11D42, 0x11D45), (0x11D97, 0x11D97), (0x11F41, 0x11F42), (0x16100, 0x1613F)),
+    *((0x16D40, 0x16D7F), (0x16FF0, 0x16FF1), (0x1E08F, 0x1E08F), (0x1E130, 0x1E136), (0x1E2AE, 0x1E2AE)),
+    *((0x1E2EC, 0x1E2EF), (0x1E4EC, 0x1E4EF), (0x1E5EE, 0x1E5EF), (0x1E6E0, 0x1E6FF)),
+)
+
+
+class GigatokenEncoder:
+    """The ids of one text a call, for the content of a tokenizer.json.
+
+    Raises ImportError without the package, and whatever gigatoken raises for a tokenizer that it does not take.
+    """
+
+    def __init__(self, content: str, cache_bytes: int = CACHE_BYTES) -> None:
+        self._content, self._cache_bytes = content, cache_bytes
+        self._normalizes = _NFC in content
+        self._digits = DigitTokens.build(content)
+        self._encode = self._load()
+        self._held = _bytes_held()
+        self._seen = 0  # characters since it was looked at how much is held
+
+    def __call__(self, text: str) -> NDArray[Any]:
+        if self._normalizes and not text.isascii() and has_newer_marks(text):
+            return self._exact_ids(text)
+        if self._digits is not None and may_hold_newer_digits(text):
+            return self._exact_ids(text)
+        ids = self._encode(text)
+        self._seen += len(text)
+        if self._seen >= _LOOK_EVERY:
+            self._look()
+        if self._digits is None:
+            return ids
+        replaced = self._digits.replace(ids)
+        return self._exact_ids(text) if replaced is None else replaced
+
+    def _load(self) -> Callable[[str], NDArray[Any]]:
+        import gigatoken
+
+        content = self._content if self._digits is None else self._digits.content
+        encode: Callable[[str], NDArray[Any]] = gigatoken.Tokenizer.from_json(content.encode()).encode
+        return encode
+
+    def _look(self) -> None:
+        held = _bytes_held()
+        if held is None or self._held is None:
+            if self._seen < _RENEW_EVERY:
+                return
+        elif held - self._held <= self._cache_bytes:
+            self._seen = 0
+            return
+        del self._encode  # first, so that there are never two
+        self._encode = self._load()
+        self._held, self._seen = _bytes_held(), 0
+
+    def _exact_ids(self, text: str) -> NDArray[Any]:
+        return np.array(self._exact.encode_batch([text])[0], dtype=np.uint32)
+
+    @cached_property
+    def _exact(self) -> Tokenizer:
+        return tokenizer_from_json(self._content)
+
+
+def has_newer_marks(text: str) -> bool:
+    """Whether NFC may give another text with gigatoken than with `tokenizers`."""
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    return bool(_newer()[points].any())
+
+
+@cache
+def _newer() -> NDArray[np.bool_]:
+    table = np.zeros(_CODE_POINTS, np.bool_)
+    for first, last in _NEWER:
+        table[first : last + 1] = True
+    return table
+
+
+def _bytes_held() -> int | None:
+    """What memory this process has to itself, None where the system does not say."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            _, resident, shared, *_ = file.read().split()
+    except (OSError, ValueError):
+        return None
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,209 @@
+"""The files that preprocessing reads: which, in which order, and how each is packed."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from megalaunch.data.errors import DataError, cannot
+from megalaunch.data.preprocess.dataset_folder import select_files
+from megalaunch.data.preprocess.settings import Format
+from megalaunch.data.preprocess.source_files import COMPRESSIONS, CORRECT_PATH, RECORD_SUFFIXES, list_files, open_source
+
+STDIN = "-"
+TABLES = (Format.PARQUET, Format.ARROW)
+_TABLES = {".parquet": Format.PARQUET, ".arrow": Format.ARROW, ".feather": Format.ARROW}
+_BLOCK = 1 << 20
+START_AGAIN = "Start again when nothing writes to it any more, or read a copy."
+# What the decompressors raise for a stream that is cut or altered.
+_DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, OSError, ValueError)
+
+
+class CorruptStream(Exception):
+    """A compressed file that ends early or does not decompress; the text says how."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """One file (or standard input, whose path is `-`), how it is read, and what it looked like at the start."""
+
+    path: Path
+    format: Format
+    compression: str
+    size: int
+    changed: int  # time of the last change, ns
+
+    @property
+    def is_stdin(self) -> bool:
+        """Whether this is standard input."""
+        return str(self.path) == STDIN
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether any part of it can be read by its offset."""
+        return not self.compression and not self.is_stdin
+
+
+def find_inputs(sources: Sequence[str], kind: Format, note: Callable[[str], None] = lambda text: None) -> list[Input]:
+    """The files of all sources in order: files, folders, globs (each sorted), `-` for standard input.
+
+    Of a dataset folder the training split (dataset_folder.py); `note` hears what is left out.
+    Raises DataError when a source matches nothing, or standard input is named beside others.
+    """
+    found: list[Input] = []
+    for source in sources:
+        if source == STDIN:
+            found.append(Input(Path(STDIN), Format.JSONL if kind is Format.AUTO else kind, "", 0, 0))
+        else:
+            files = list_files(source)
+            if Path(source).expanduser().is_dir() and kind is not Format.TEXT:
+                chosen = select_files(Path(source).expanduser(), files)
+                files = chosen.files
+                for text in chosen.notes:
+                    note(text)
+            if not files:
+                raise DataError("no such input", file=source, fix="Inputs are files, folders, globs and -.")
+            found += [describe(file.path, kind) for file in files]
+    stdin = [entry for entry in found if entry.is_stdin]
+    if len(stdin) > 1:
+        raise DataError("standard input is named twice", fix="Give - once.")
+    if stdin and stdin[0].format is not Format.JSONL:
+        raise DataError("standard input is read as jsonl only", fix="Give --format jsonl, or files.")
+    return found
+
+
+def describe(path: Path, kind: Format) -> Input:
+    """How a file is read and packed, by its suffixes; DataError when it is not there, or is packed parquet."""
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
+    inner = Path(path.stem).suffix if compression else path.suffix
+    if kind is Format.AUTO:
+        kind = Format.JSONL if inner in RECORD_SUFFIXES else _TABLES.get(inner, Format.TEXT)
+    if kind in TABLES and compression:
+        fix = f"Unpack it first, or name it without {compression}."
+        raise DataError(f"{kind} files are compressed inside, not as a whole", file=path, fix=fix)
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise cannot("read it", path, error, CORRECT_PATH) from error
+    return Input(path, kind, compression, status.st_size, status.st_mtime_ns)
+
+
+def check_unchanged(inputs: Iterable[Input]) -> None:
+    """Hold size and modification time of each input against those at the start.
+
+    What was read of a file that something else wrote to meanwhile may lack lines, or hold halves of them.
+    Raises DataError for the first file that differs.
+    """
+    for entry in inputs:
+        if entry.is_stdin:
+            continue
+        try:
+            status = entry.path.stat()
+        except OSError as error:
+            raise cannot("find it again after it was read", entry.path, error, START_AGAIN) from error
+        if status.st_size != entry.size:
+            cause = f"it changed while it was read: {entry.size:,} bytes at the start, {status.st_size:,} now"
+            raise DataError(cause, file=entry.path, fix=START_AGAIN)
+        if status.st_mtime_ns != entry.changed:
+            cause = "it changed while it was read (its modification time differs from that at the start)"
+            raise DataError(cause, file=entry.path, fix=START_AGAIN)
+
+
+class DecompressedStream:
+    """The bytes of an input from its beginning, unpacked; `stored` is how many stored bytes they took so far."""
+
+    def __init__(self, source: Input) -> None:
+        self._source = source
+        self._raw: IO[bytes] = sys.stdin.buffer if source.is_stdin else open_source(source.path)
+        self.stored = 0
+        self._blocks = self._read()
+
+    def blocks(self) -> Iterator[bytes]:
+        """Blocks of any size above 0; raises DamagedStream, and DataError when reading itself fails."""
+        try:
+            yield from self._blocks
+        except _DAMAGE as error:
+            if not self._source.compression:
+                raise cannot("read it", self._source.path, _as_os_error(error)) from error
+            reason = str(error) or type(error).__name__
+            raise CorruptStream(f"the {self._source.compression} stream is cut or damaged ({reason})") from error
+        finally:
+            if not self._source.is_stdin:
+                self._raw.close()
+
+    def _read(self) -> Iterator[bytes]:
+        if self._source.compression == ".zst":
+            yield from self._zstandard()
+            return
+        opened = self._open()
+        while block := opened.read(_BLOCK):
+            self._count(len(block))
+            yield block
+
+    def _open(self) -> Any:
+        openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+        return openers[self._source.compression](self._raw) if self._source.compression else self._raw
+
+    def _count(self, size: int) -> None:
+        self.stored = self.stored + size if self._source.is_stdin else self._raw.tell()
+
+    def _zstandard(self) -> Iterator[bytes]:
+        zstandard = import_optional("zstandard", self._source.path)
+        unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+        whole = True
+        while packed := self._raw.read(_BLOCK // 8):
+            while packed:
+                try:
+                    block = unpacker.decompress(packed)
+                except zstandard.ZstdError as error:
+                    raise ValueError(str(error)) from None
+                whole, packed = unpacker.eof, unpacker.unused_data if unpacker.eof else b""
+                self._count(0)
+                if block:
+                    yield block
+                if whole:  # a file may hold several frames
+                    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+        if not whole:
+            raise EOFError("the last frame is not complete")
+
+
+def lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, unpacked, each with its end. DataError when it cannot be read, or is cut or damaged."""
+    source = describe(path, Format.TEXT)
+    if source.is_plain:
+        with open_source(path) as file:
+            yield from file
+        return
+    held = b""
+    try:
+        for block in DecompressedStream(source).blocks():
+            *whole, held = (held + block).split(b"\n")
+            yield from (line + b"\n" for line in whole)
+    except CorruptStream as error:
+        raise DataError(str(error), file=path, fix="Copy the file again, or make it anew.") from None
+    if held:
+        yield held
+
+
+def import_optional(module: str, path: Path) -> Any:
+    """An optional package of the extra `data`; DataError naming it when it is not installed."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        name = module.partition(".")[0]
+        raise DataError(
+            f"reading it needs the package {name}", file=path, fix="pip install 'megalaunch[data]' brings it."
+        ) from None
+
+
+def _as_os_error(error: Exception) -> OSError:
+    return error if isinstance(error, OSError) else OSError(str(error))

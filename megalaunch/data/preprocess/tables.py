@@ -1,0 +1,133 @@
+"""The rows of parquet and arrow files, some at a time.
+
+An arrow file is a stream, as `save_to_disk` of the package datasets writes it, or a random-access file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalaunch.data.errors import DataError
+from megalaunch.data.preprocess.inputs import Input, import_optional
+from megalaunch.data.preprocess.settings import Format
+
+_ROWS_AT_ONCE = 256
+_FILE_MAGIC = b"ARROW1"
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """Rows in a row as the values under the keys; they end before row `end` and took `stored` bytes of the file."""
+
+    values: list[tuple[Any, ...]]
+    end: int
+    stored: int
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A record batch that begins at row `first`, and the shares of the file before its beginning and its end."""
+
+    columns: Any
+    first: int
+    before: float
+    share: float
+
+
+def table_rows(entry: Input, keys: Sequence[str], part_bytes: int, start: int = 0) -> Iterator[TablePart]:
+    """All rows from `start` on, in parts of about `part_bytes`. Raises DataError."""
+    arrow = import_optional("pyarrow", entry.path)
+    read = _parquet if entry.format is Format.PARQUET else _arrow
+    held: list[tuple[Any, ...]] = []
+    size, row, share, told = 0, start, 0.0, -1
+    try:
+        for batch in read(entry.path, keys, start):
+            if held and size >= part_bytes:  # now it is known that these were not the last
+                yield TablePart(held, row, int(entry.size * share) - told, is_last=False)
+                held, size, told = [], 0, int(entry.size * share)
+            columns = [batch.columns.column(batch.columns.schema.get_field_index(key)) for key in keys]
+            rows = list(zip(*(column.to_pylist() for column in columns), strict=True))
+            skipped = max(0, start - batch.first)
+            if skipped >= len(rows):
+                continue
+            if told < 0:
+                told = int(entry.size * (batch.before + (batch.share - batch.before) * skipped / len(rows)))
+            held += rows[skipped:]
+            size += sum(column.nbytes for column in columns)
+            row, share = batch.first + len(rows), batch.share
+    except (arrow.ArrowException, OSError) as error:
+        cause = f"it cannot be read as {entry.format} ({error})"
+        raise DataError(cause, file=entry.path, fix="Copy the file again, or make it anew.") from error
+    if held:
+        yield TablePart(held, row, entry.size - told, is_last=True)
+
+
+def table_columns(entry: Input) -> list[str]:
+    """The names of its columns. Raises DataError."""
+    arrow = import_optional("pyarrow", entry.path)
+    try:
+        if entry.format is Format.PARQUET:
+            return list(import_optional("pyarrow.parquet", entry.path).ParquetFile(entry.path).schema_arrow.names)
+        ipc = import_optional("pyarrow.ipc", entry.path)
+        with entry.path.open("rb") as file:
+            opened = ipc.open_file if file.read(len(_FILE_MAGIC)) == _FILE_MAGIC else ipc.open_stream
+        with arrow.memory_map(str(entry.path)) as source:
+            return list(opened(source).schema.names)
+    except (arrow.ArrowException, OSError) as error:
+        cause = f"it cannot be read as {entry.format} ({error})"
+        raise DataError(cause, file=entry.path, fix="Copy the file again, or make it anew.") from error
+
+
+def _parquet(path: Path, keys: Sequence[str], start: int) -> Iterator[_Batch]:
+    table = import_optional("pyarrow.parquet", path).ParquetFile(path)
+    _check_columns(path, table.schema_arrow.names, keys)
+    total = table.metadata.num_rows
+    # Whole row groups before the start are not read at all.
+    group, row = 0, 0
+    while group < table.num_row_groups and row + table.metadata.row_group(group).num_rows <= start:
+        row += table.metadata.row_group(group).num_rows
+        group += 1
+    groups = list(range(group, table.num_row_groups))
+    for batch in table.iter_batches(_ROWS_AT_ONCE, row_groups=groups, columns=list(keys)):
+        yield _Batch(batch, row, row / total, (row + batch.num_rows) / total)
+        row += batch.num_rows
+
+
+def _arrow(path: Path, keys: Sequence[str], start: int) -> Iterator[_Batch]:
+    arrow, ipc = import_optional("pyarrow", path), import_optional("pyarrow.ipc", path)
+    row = 0
+    with path.open("rb") as probe:
+        magic = probe.read(len(_FILE_MAGIC))
+        size = probe.seek(0, 2)
+    if not magic:
+        raise arrow.ArrowInvalid("it is empty")
+    with arrow.memory_map(str(path)) as source:
+        if magic == _FILE_MAGIC:
+            file = ipc.open_file(source)
+            count = file.num_record_batches
+            batches = ((file.get_batch(number), (number + 1) / count) for number in range(count))
+        else:
+            file = ipc.open_stream(source)
+            batches = ((batch, source.tell() / size) for batch in file)
+        _check_columns(path, file.schema.names, keys)
+        before = 0.0
+        for whole, after in batches:
+            for offset in range(0, whole.num_rows, _ROWS_AT_ONCE):
+                part = whole.slice(offset, _ROWS_AT_ONCE)
+                shares = [before + (after - before) * rows / whole.num_rows for rows in (offset, offset + len(part))]
+                if row + len(part) > start:
+                    yield _Batch(part, row, *shares)
+                row += len(part)
+            before = after
+
+
+def _check_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> None:
+    for key in keys:
+        if key not in names:
+            shown = ", ".join(names[:10])
+            fix = f"Its columns are {shown}: name the one with the text (--json-key)."
+            raise DataError(f'the table has no column "{key}"', file=path, fix=fix)

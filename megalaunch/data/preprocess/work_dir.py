@@ -1,0 +1,187 @@
+"""What preprocessing writes: a hidden work folder that survives any end, and from it the final files.
+
+The folder holds, for each key, the tokens, the length of each sequence and the number of sequences of each
+document, and `state.json`, which says up to where all of them are safe on disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalaunch.data.errors import DataError, cannot
+from megalaunch.data.indexed_dataset.block_hashes import BlockHashes, describe, hash_file
+from megalaunch.data.indexed_dataset.dataset import bin_path, idx_path
+from megalaunch.data.indexed_dataset.idx_writer import copy_index
+from megalaunch.data.preprocess.background_fsync import BackgroundFsync
+from megalaunch.data.preprocess.encode_chunk import EncodedKey
+from megalaunch.rundir.atomic_file import sync_directory
+
+_PARTS = ("bin", "lengths", "documents")
+_FREE_SPACE = "Free space there, then go on with --resume; nothing stands under the final names."
+
+
+class WorkDir:
+    """The work folder of one output prefix, held by one process; `finals` are the prefixes of its keys' files.
+
+    Raises DataError when another process writes the same prefix, or the folder cannot be written.
+    """
+
+    def __init__(self, output_prefix: Path, finals: Sequence[Path], dtype: np.dtype[Any]) -> None:
+        self.finals, self.dtype = tuple(finals), dtype
+        self.folder = output_prefix.with_name(f".{output_prefix.name}.preprocess")
+        self._state = self.folder / "state.json"
+        self._files: dict[str, int] = {}
+        self._hashes = [BlockHashes() for _ in finals]
+        self._syncs = [BackgroundFsync() for _ in finals]
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            fix = "Wait for it, or choose another --output-prefix."
+            raise DataError("another process is writing these files", file=output_prefix, fix=fix) from None
+        except OSError as error:
+            raise cannot("write here", output_prefix, error, "Choose a folder that you may write to.") from error
+
+    def saved_state(self) -> dict[str, Any] | None:
+        """What the last `checkpoint` was given; None when there was none."""
+        try:
+            state = json.loads(self._state.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return state if isinstance(state, dict) and "sizes" in state else None
+
+    def discard_state(self) -> None:
+        """Drop what the last `checkpoint` kept, so that nothing can be resumed."""
+        self._state.unlink(missing_ok=True)
+
+    def open(self, saved: dict[str, Any] | None) -> None:
+        """Open the files for writing: empty, or as long as they were at the checkpoint `saved`."""
+        if saved is not None and saved["complete"]:
+            return  # nothing is added any more, and publishing may already have begun to move the files
+        sizes = {} if saved is None else saved["sizes"]
+        try:
+            if saved is None:
+                self._state.unlink(missing_ok=True)
+            for name in self._names():
+                self._open_at(name, int(sizes.get(name, 0)))
+            for number in range(len(self.finals)):
+                size = int(sizes.get(f"{number}.bin", 0))
+                self._hashes[number] = hash_file(self.folder / f"{number}.bin", size)
+        except OSError as error:
+            raise cannot("write here", self.folder, error, _FREE_SPACE) from error
+
+    def save_tokenizer(self, content: str) -> Path:
+        """Put a tokenizer.json where the workers find it."""
+        path = self.folder / "tokenizer.json"
+        try:
+            path.write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise cannot("write here", self.folder, error, _FREE_SPACE) from error
+        return path
+
+    def _open_at(self, name: str, size: int) -> None:
+        file = self._files[name] = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if os.fstat(file).st_size < size:
+            fix = "Start without --resume."
+            raise DataError("it is shorter than when it was saved", file=self.folder / name, fix=fix)
+        os.ftruncate(file, size)
+        os.lseek(file, size, os.SEEK_SET)
+
+    def add(self, keys: Sequence[EncodedKey], quarantined: Sequence[bytes]) -> None:
+        """Append the documents of a chunk, and lines for the quarantine."""
+        try:
+            for number, key in enumerate(keys):
+                self._append(f"{number}.bin", key.tokens)
+                self._syncs[number].notify_written(self._files[f"{number}.bin"], key.tokens.nbytes)
+                self._hashes[number].add(key.tokens.view(np.uint8).data)
+                self._append(f"{number}.lengths", key.lengths)
+                self._append(f"{number}.documents", key.documents)
+            self._append("quarantine", b"".join(quarantined))
+        except OSError as error:
+            raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
+
+    def checkpoint(self, state: dict[str, Any]) -> None:
+        """Make all that was added safe, and keep `state` with it."""
+        try:
+            for sync in self._syncs:
+                sync.finish()
+            for file in self._files.values():
+                os.fdatasync(file)
+            sizes = {name: os.lseek(file, 0, os.SEEK_CUR) for name, file in self._files.items()}
+            fresh = self._state.with_suffix(".new")
+            with fresh.open("w", encoding="utf-8") as written:
+                json.dump({**state, "sizes": sizes}, written)
+                written.flush()
+                os.fsync(written.fileno())
+            fresh.replace(self._state)
+        except OSError as error:
+            raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
+
+    def build_indexes(self) -> dict[str, Any]:
+        """Make the indexes; size and hashes of all files by their final names, as the report holds them."""
+        described = {}
+        try:
+            for number, final in enumerate(self.finals):
+                tokens, index = self._parts(number)
+                if tokens.exists():
+                    with index.open("wb") as file:
+                        lengths, documents = (self.folder / f"{number}.{part}" for part in _PARTS[1:])
+                        copy_index(file, self.dtype, lengths, documents)
+                        file.flush()
+                        os.fsync(file.fileno())
+                    known = self._hashes[number] if self._files else hash_file(tokens)
+                    described[bin_path(final).name] = describe(tokens, known)
+                else:
+                    described[bin_path(final).name] = describe(bin_path(final))
+                described[idx_path(final).name] = describe(index if index.exists() else idx_path(final))
+        except OSError as error:
+            raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
+        return described
+
+    def publish(self, quarantine: Path | None) -> None:
+        """Give all files their final names, each index last; called again, it goes on where it was stopped."""
+        try:
+            for number, final in enumerate(self.finals):
+                tokens, index = self._parts(number)
+                if tokens.exists():
+                    idx_path(final).unlink(missing_ok=True)
+                    tokens.replace(bin_path(final))
+                if index.exists():
+                    index.replace(idx_path(final))
+            if quarantine is not None and (self.folder / "quarantine").exists():
+                (self.folder / "quarantine").replace(quarantine)
+            sync_directory(self.finals[0].parent)
+        except OSError as error:
+            raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
+
+    def _parts(self, number: int) -> tuple[Path, Path]:
+        return self.folder / f"{number}.bin", self.folder / f"{number}.idx"
+
+    def close(self, keep: bool) -> None:
+        """Let go of the folder; it goes too, unless it is to be kept for a later resume."""
+        for sync in self._syncs:
+            sync.close()
+        for file in self._files.values():
+            os.close(file)
+        if not keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+    def _append(self, name: str, content: bytes | NDArray[Any]) -> None:
+        left = memoryview(content) if isinstance(content, bytes) else content.view(np.uint8).data
+        while left:
+            left = left[os.write(self._files[name], left) :]
+
+    def _names(self) -> list[str]:
+        return [f"{number}.{part}" for number in range(len(self.finals)) for part in _PARTS] + ["quarantine"]

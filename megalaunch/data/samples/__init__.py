@@ -1,0 +1,1 @@
+"""Samples drawn from token files, in Megatron's order."""

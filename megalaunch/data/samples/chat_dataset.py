@@ -1,0 +1,144 @@
+"""Rows of packed conversations: no conversation sees another, and only answers have a loss."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalaunch.data.errors import DataError
+from megalaunch.data.indexed_dataset.bin_reader import TokenReader
+from megalaunch.data.indexed_dataset.dataset import REMAKE, IndexedTokens, bin_path
+from megalaunch.data.preprocess.chat.build import loss_mask_prefix
+from megalaunch.data.samples.packing import pack
+from megalaunch.data.samples.sample import Sample
+
+_EPOCHS_KEPT = 2
+_CONVERSATIONS_DESCRIBED = 6
+
+
+class ConversationFile:
+    """The conversations of one prefix, and how a row is made of some of them.
+
+    One longer than a row is cut at its end; one without an answer in what is left of it is left out.
+    """
+
+    def __init__(self, prefix: Path, sequence_length: int, vocab_size: int | None = None) -> None:
+        self.prefix, self.sequence_length, self._vocab_size = prefix, sequence_length, vocab_size
+        self._file, self._marks = IndexedTokens(prefix), IndexedTokens(loss_mask_prefix(prefix))
+        if not np.array_equal(self._file.lengths, self._marks.lengths):
+            raise DataError("its conversations and their answers do not fit each other", file=prefix, fix=REMAKE)
+        self._tokens = TokenReader(bin_path(prefix), self._file.dtype)
+        self._answers = TokenReader(bin_path(loss_mask_prefix(prefix)), self._marks.dtype)
+        self.numbers = np.array([n for n in range(self._file.num_sequences) if self._has_answer(n)], np.int64)
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each conversation, uncut."""
+        return self._file.lengths
+
+    def sample(self, numbers: list[int]) -> Sample:
+        """These conversations side by side; what is left of the row does not count, and is seen by nothing."""
+        size = self.sequence_length + 1
+        tokens, counted = np.zeros(size, np.int64), np.zeros(size, np.bool_)
+        positions, documents = np.arange(size, dtype=np.int64), np.full(size, len(numbers), np.int64)
+        at = 0
+        for place, number in enumerate(numbers):
+            part = slice(at, at + self._select(number))
+            first, length = self._file.first_token(number), part.stop - part.start
+            tokens[part] = self._tokens.read(first, length)
+            counted[part] = self._answers.read(first, length)
+            counted[at] = False  # nothing comes before it that it could be told from
+            documents[part] = place
+            positions[part] = np.arange(length)
+            at = part.stop
+        positions[at:] = np.arange(size - at)
+        self._check(tokens[:at], numbers)
+        return Sample(tokens, counted[1:], positions[:-1], documents[:-1])
+
+    def describe(self, numbers: list[int]) -> str:
+        """Which conversations these are: for reports."""
+        more = len(numbers) - _CONVERSATIONS_DESCRIBED
+        shown = ", ".join(str(number) for number in numbers[:_CONVERSATIONS_DESCRIBED])
+        return f"conversations {shown} of {self.prefix.name}" + (f" and {more} more" if more > 0 else "")
+
+    def _select(self, number: int) -> int:
+        return min(int(self._file.lengths[number]), self.sequence_length + 1)
+
+    def _has_answer(self, number: int) -> bool:
+        return bool(self._answers.read(self._file.first_token(number), self._select(number))[1:].any())
+
+    def _check(self, tokens: NDArray[np.int64], numbers: list[int]) -> None:
+        if self._vocab_size is not None and tokens.size and tokens.max() >= self._vocab_size:
+            raise DataError(
+                f"a token of {self.describe(numbers)} is {tokens.max()}, "
+                f"the vocabulary has {self._vocab_size:,} entries",
+                file=self.prefix,
+                fix="Train with the tokenizer that made these files.",
+            )
+
+
+class PackedChatDataset:
+    """Epoch after epoch of all conversations, each epoch shuffled and packed anew from (seed, its number)."""
+
+    def __init__(self, conversations: ConversationFile, seed: int) -> None:
+        if len(conversations.numbers) == 0:
+            raise DataError(
+                f"no conversation has an answer within its first {conversations.sequence_length + 1:,} tokens",
+                file=conversations.prefix,
+                fix="Give a longer batch.sequence_length, or conversations with answers.",
+            )
+        self._conversations, self._seed = conversations, seed
+        self._epochs: OrderedDict[int, list[list[int]]] = OrderedDict()
+        self._ends = [len(self._epoch(0))]  # rows up to the end of each epoch known so far
+
+    def __len__(self) -> int:
+        """Rows of the first epoch; further ones follow."""
+        return self._ends[0]
+
+    def __getitem__(self, index: int) -> Sample:
+        """Row `index`."""
+        return self._conversations.sample(self._numbers(index))
+
+    def describe(self, index: int) -> str:
+        """Which conversations row `index` holds."""
+        return f"row {index}: {self._conversations.describe(self._numbers(index))}"
+
+    def _numbers(self, index: int) -> list[int]:
+        if index < 0:
+            raise IndexError(f"row {index}: rows count from 0")
+        while self._ends[-1] <= index:
+            self._ends.append(self._ends[-1] + len(self._epoch(len(self._ends))))
+        epoch = int(np.searchsorted(self._ends, index, side="right"))
+        return self._epoch(epoch)[index - (self._ends[epoch - 1] if epoch else 0)]
+
+    def _epoch(self, number: int) -> list[list[int]]:
+        if number not in self._epochs:
+            random = np.random.RandomState([self._seed, number])
+            order = random.permutation(self._conversations.numbers)
+            rows = pack(self._conversations.lengths, self._conversations.sequence_length + 1, order)
+            self._epochs[number] = [rows[place] for place in random.permutation(len(rows))]
+            if len(self._epochs) > _EPOCHS_KEPT:
+                self._epochs.popitem(last=False)
+        return self._epochs[number]
+
+
+class ChatValidationDataset:
+    """Every conversation once, packed in the order of the file; at most about `most_tokens` of them."""
+
+    def __init__(self, conversations: ConversationFile, most_tokens: int | None) -> None:
+        self._conversations = conversations
+        numbers = conversations.numbers
+        if most_tokens is not None:
+            ends = np.cumsum(np.minimum(conversations.lengths[numbers], conversations.sequence_length + 1))
+            numbers = numbers[: max(1, int(np.searchsorted(ends, most_tokens, side="right")))]
+        self._rows = pack(conversations.lengths, conversations.sequence_length + 1, numbers)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Row `index`."""
+        return self._conversations.sample(self._rows[index])

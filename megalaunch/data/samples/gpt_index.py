@@ -1,0 +1,160 @@
+"""Megatron's order of samples: documents shuffled, joined, cut into samples, samples shuffled.
+
+Three arrays that are a pure function of (lengths, sequence length, requested samples, seed); large ones are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalaunch.data.cached_directory import cached_directory
+from megalaunch.data.errors import DataError
+from megalaunch.data.samples.sample_index import build_sample_index
+
+# A sample shares its last token with the next one: it is the last label here and the first input there.
+EXTRA_TOKEN = 1
+# Megatron shuffles the last epoch apart from the others when less than this share of it is needed.
+_LAST_EPOCH_APART_BELOW = 0.80
+# Entries from which on an order is kept on disk, where the ranks of a machine share its memory; fewer are made
+# in a few hundredths of a second.
+KEPT_FROM = 1 << 20
+# Raise it when the same inputs would give another order than before.
+_ORDER_VERSION = 1
+
+
+@dataclass(frozen=True)
+class GPTIndex:
+    """Which tokens make up sample i: from entry `starts[shuffle[i]]` to entry `starts[shuffle[i] + 1]`.
+
+    documents: [epochs * documents] numbers of sequences in the order they are joined;
+    starts: [samples + 1, 2] pairs (position in `documents`, token offset in that sequence);
+    shuffle: [samples].
+    """
+
+    documents: NDArray[np.int32]
+    sample_index: NDArray[Any]
+    shuffle: NDArray[Any]
+
+
+@dataclass(frozen=True)
+class IndexSize:
+    """How many epochs and samples a request makes: `before_last` samples lie before the last epoch."""
+
+    epochs: int
+    samples: int
+    before_last: int
+    last_apart: bool
+
+
+def index_size(epoch_tokens: int, sequence_length: int, num_samples: int | None) -> IndexSize:
+    """The numbers of an order that holds at least `num_samples` samples; None asks for one epoch."""
+    wanted = 1 if num_samples is None else -(-(num_samples * sequence_length + EXTRA_TOKEN) // epoch_tokens)
+    epochs = max(wanted, 1)
+    samples = (epochs * epoch_tokens - EXTRA_TOKEN) // sequence_length
+    if epochs == 1 or num_samples is None:
+        return IndexSize(epochs, samples, 0, last_apart=False)
+    before_last = ((epochs - 1) * epoch_tokens - EXTRA_TOKEN) // sequence_length
+    per_epoch = (epoch_tokens - EXTRA_TOKEN) // sequence_length
+    return IndexSize(epochs, samples, before_last, num_samples - before_last < int(_LAST_EPOCH_APART_BELOW * per_epoch))
+
+
+def build_index(
+    lengths: NDArray[np.int32],
+    sequences: range,
+    sequence_length: int,
+    num_samples: int | None,
+    random: np.random.RandomState,
+) -> GPTIndex:
+    """Megatron's three indices for the given sequences; `num_samples` None asks for one epoch.
+
+    `lengths` [num_sequences] are the tokens of every sequence in the file. The order holds at least
+    `num_samples` samples. The draws from `random` (documents first, then samples) are Megatron's.
+    """
+    epoch_tokens = int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
+    shape = index_size(epoch_tokens, sequence_length, num_samples)
+    documents = _shuffle_documents(sequences, shape.epochs, shape.last_apart, random)
+    starts = build_sample_index(lengths, documents, shape.samples, sequence_length)
+    shuffle = np.arange(shape.samples, dtype=np.uint32 if shape.samples < 2**32 - 2 else np.int64)
+    if shape.last_apart:
+        random.shuffle(shuffle[: shape.before_last])
+        random.shuffle(shuffle[shape.before_last :])
+    else:
+        random.shuffle(shuffle)
+    return GPTIndex(documents, starts, shuffle)
+
+
+def _shuffle_documents(sequences: range, epochs: int, apart: bool, random: np.random.RandomState) -> NDArray[np.int32]:
+    one = np.arange(sequences.start, sequences.stop, dtype=np.int32)
+    if not apart:
+        documents = np.tile(one, epochs)
+        random.shuffle(documents)
+        return documents
+    first = np.tile(one, epochs - 1)
+    random.shuffle(first)
+    random.shuffle(one)
+    return np.concatenate([first, one])
+
+
+def load_or_build_index(
+    folder: Path | None,
+    lengths: NDArray[np.int32],
+    sequences: range,
+    sequence_length: int,
+    num_samples: int | None,
+    seed: int | Sequence[int],
+) -> GPTIndex:
+    """`sample_order` with a fresh generator of `seed`; a large one is made once in `folder` and then mapped.
+
+    Any process may make it: one does, others wait for it. Where the folder cannot be written the order is
+    made in memory; it is the same.
+    """
+
+    def made() -> GPTIndex:
+        return build_index(lengths, sequences, sequence_length, num_samples, np.random.RandomState(seed))
+
+    part = lengths[sequences.start : sequences.stop]
+    shape = index_size(int(part.sum(dtype=np.int64)), sequence_length, num_samples)
+    if folder is None or shape.epochs * len(sequences) + shape.samples < KEPT_FROM:
+        return made()
+    settings = {
+        "version": _ORDER_VERSION,
+        "lengths": hashlib.sha256(np.ascontiguousarray(part).data).hexdigest(),
+        "first": sequences.start,
+        "sequence_length": sequence_length,
+        "num_samples": num_samples,
+        "seed": seed if isinstance(seed, int) else list(seed),
+    }
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:24]
+
+    def build(unfinished: Path) -> None:
+        order = made()
+        for field in fields(GPTIndex):
+            np.save(unfinished / f"{field.name}.npy", getattr(order, field.name), allow_pickle=False)
+        (unfinished / "inputs.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+
+    try:
+        return _memory_map(cached_directory(folder, key, build, lambda found: _is_intact(found, shape), lambda: None))
+    except (DataError, OSError, ValueError):  # a full or read-only disk
+        return made()
+
+
+def _memory_map(directory: Path) -> GPTIndex:
+    arrays = (np.load(directory / f"{f.name}.npy", mmap_mode="r", allow_pickle=False) for f in fields(GPTIndex))
+    # A plain array over the map: slices of np.memmap itself are several times slower.
+    return GPTIndex(*(np.asarray(array) for array in arrays))
+
+
+def _is_intact(directory: Path, shape: IndexSize) -> bool:
+    try:
+        order = _memory_map(directory)
+    except (OSError, ValueError):
+        return False
+    return order.sample_index.shape == (shape.samples + 1, 2) and order.shuffle.shape == (shape.samples,)

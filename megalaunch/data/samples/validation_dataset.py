@@ -1,0 +1,113 @@
+"""Validation rows: every token of the text predicted exactly once, in order, of one file or of several."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megalaunch.data.errors import DataError
+from megalaunch.data.indexed_dataset.bin_reader import TokenReader
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens, bin_path
+from megalaunch.data.samples.blended_dataset import normalize_weights
+from megalaunch.data.samples.sample import EodPolicy, Sample
+
+
+class FiniteDataset(Protocol):
+    """Rows that are all read, in order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+class ValidationSamples:
+    """Rows of `sequence_length + 1` tokens that overlap by one, over all sequences joined as they stand.
+
+    So each token but the very first is a label once, and a mean over the valid labels is the mean over
+    the text whatever the batch. The last row is padded with its last token, and invalid there.
+    `sequences` limits the rows to a part of the file (a split), `most_tokens` to its first tokens; `borders` say
+    what the end of a document means. Raises DataError as GPTSamples does.
+    """
+
+    def __init__(
+        self,
+        prefix: Path,
+        sequence_length: int,
+        sequences: range | None = None,
+        vocab_size: int | None = None,
+        most_tokens: int | None = None,
+        borders: EodPolicy | None = None,
+    ) -> None:
+        self.file, self._borders = IndexedTokens(prefix), borders
+        self._reader = TokenReader(bin_path(prefix), self.file.dtype)
+        self.sequence_length, self.vocab_size = sequence_length, vocab_size
+        part = range(self.file.num_sequences) if sequences is None else sequences
+        self._first, self._end = self.file.first_token(part.start), self.file.first_token(part.stop)
+        if most_tokens is not None:
+            self._end = min(self._end, self._first + most_tokens)
+        self.num_tokens = self._end - self._first
+
+    def __len__(self) -> int:
+        return max(0, -(-(self.num_tokens - 1) // self.sequence_length))
+
+    def __getitem__(self, index: int) -> Sample:
+        """Row `index`; its last labels do not count where the text has ended."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"validation row {index} of {len(self)}")
+        start = self._first + index * self.sequence_length
+        stop = min(start + self.sequence_length + 1, self._end)
+        tokens = self._reader.read(start, stop - start).astype(np.int64)
+        if self.vocab_size is not None and (tokens.max() >= self.vocab_size or tokens.min() < 0):
+            wrong = (tokens >= self.vocab_size) | (tokens < 0)
+            raise DataError(
+                f"token {start + int(wrong.argmax())} is {tokens[wrong][0]}, "
+                f"the vocabulary has {self.vocab_size:,} entries",
+                file=self.file.prefix,
+                fix="Evaluate with the tokenizer that made these files, or make the files anew.",
+            )
+        missing = self.sequence_length + 1 - len(tokens)
+        counted = np.arange(self.sequence_length) < len(tokens) - 1
+        padded = np.pad(tokens, (0, missing), mode="edge")
+        return Sample(padded, counted) if self._borders is None else self._borders.make_sample(padded, counted)
+
+
+class ConcatDataset:
+    """The rows of several parts, one part after the other."""
+
+    def __init__(self, parts: Sequence[FiniteDataset]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Sample:
+        """Row `index` of all."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"validation row {index} of {len(self)}")
+        part = bisect_right(self._ends, index)
+        return self._parts[part][index - (self._ends[part - 1] if part else 0)]
+
+
+def num_tokens_in_slices(available: Sequence[int], weights: Sequence[float | None], limit: int | None) -> list[int]:
+    """How many tokens of each part are validated on.
+
+    With weights the parts keep these proportions, so that the mean is the blend's: as many tokens as the scarcest
+    part has, and at most `limit` in all. Without weights all of them, or `limit` in proportion to what is there.
+    """
+    total = sum(available)
+    given = [weight for weight in weights if weight is not None]
+    if given:
+        shares = normalize_weights(given)
+        most = min(count / share for count, share in zip(available, shares, strict=True))
+        most = most if limit is None else min(most, limit)
+    elif limit is None or limit >= total:
+        return list(available)
+    else:
+        shares, most = normalize_weights(available), limit
+    return [min(count, round(most * share)) for count, share in zip(available, shares, strict=True)]

@@ -1,0 +1,1 @@
+"""Tokenizers of every known kind, loaded and trained."""

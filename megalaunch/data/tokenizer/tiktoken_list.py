@@ -1,0 +1,53 @@
+"""Megatron's own file of tiktoken ranks: a JSON list; special tokens take the ids below them."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalaunch.data.errors import DataError
+from megalaunch.data.preprocess.settings import TiktokenOptions
+from megalaunch.data.tokenizer.conversion import convert_ranks
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_FIRST = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+_ENDS = r"\s+(?!\S)|\s+"
+_WORD = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_PATTERNS = {
+    # The names that Megatron gives them; it says possessively (?+, ++) what atomic groups say here.
+    "v1": rf"(?>{_WORD})\p{{L}}+|\p{{N}}| ?(?>[^\s\p{{L}}\p{{N}}]+)[\r\n]*|\s*[\r\n]|{_ENDS}",
+    "v2": rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_ENDS}",
+}
+
+
+def convert_tiktoken_list(path: Path, parsed: list[Any], options: TiktokenOptions) -> tokenizers.Tokenizer:
+    """The tokenizer of such a file; unlike those of other ranks, its special tokens are looked for in texts."""
+    from tokenizers import AddedToken
+
+    special = options.special_tokens
+    size = options.vocab_size - special
+    if options.pattern not in _PATTERNS or special < len(_FIRST) or size < 1:
+        fix = f"Patterns are v1 and v2; special tokens are {len(_FIRST)} or more, and fewer than the vocabulary has."
+        raise DataError("its tiktoken options do not fit each other", file=path, fix=fix)
+    if len(parsed) < size:
+        fix = f"Give --vocab-size {len(parsed) + special} (Megatron's option of that name)."
+        raise DataError(
+            f"it has {len(parsed):,} ranks, a vocabulary of {options.vocab_size:,} needs {size:,}", file=path, fix=fix
+        )
+    ranks: dict[bytes, int] = {}
+    for number, entry in enumerate(parsed[:size]):
+        try:
+            if entry["rank"] != number:
+                raise ValueError("its rank is not its place")
+            ranks[base64.b64decode(entry["token_bytes"], validate=True)] = number + special
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"no token with its rank ({error!r})", file=path, record=number + 1) from None
+    names = [*_FIRST, *(f"<SPECIAL_{number}>" for number in range(len(_FIRST), special))]
+    inner = convert_ranks(ranks, _PATTERNS[options.pattern], {name: number for number, name in enumerate(names)})
+    inner.add_special_tokens([AddedToken(name, normalized=False) for name in names])
+    return inner

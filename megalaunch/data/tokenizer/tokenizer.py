@@ -1,0 +1,322 @@
+"""Text to token ids and back; and the training of a byte-level BPE on a corpus.
+
+Whatever kind of file a tokenizer comes in, it is turned into the one form of `tokenizer.json` (see
+tokenizer_conversion.py). Nothing from beside a tokenizer is ever run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalaunch.data.errors import DataError, cannot
+from megalaunch.data.preprocess.settings import TiktokenOptions
+from megalaunch.data.preprocess.source_files import refuse_special
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END_OF_DOCUMENT = "<|endoftext|>"
+# Nothing in a tokenizer.json says which token ends a document; these are the names that published base models use.
+# The third from the end is DeepSeek's, with a fullwidth bar and the block that SentencePiece writes for a space.
+_END_NAMES = (
+    END_OF_DOCUMENT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<|eos|>",
+    "[EOS]",
+)
+
+
+_CONFIG = "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids that a tokenizer's post-processor puts before and after every text, such as BOS."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.before or self.after)
+
+    def __str__(self) -> str:
+        parts = ((self.before, "before it"), (self.after, "after it"))
+        return " and ".join(f"special tokens {where} (ids {list(ids)})" for ids, where in parts if ids)
+
+
+class Tokenizer:
+    """A loaded tokenizer. Nothing is put around the text unless asked for: no begin or end token, no template.
+
+    `end_name` is the end-of-document token that the file names itself, if it does; `content` that of the
+    tokenizer.json that it was loaded from.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, end_name: str | None = None, content: str | None = None) -> None:
+        self._inner, self.end_name, self._content = inner, end_name, content
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id, added tokens included."""
+        return max(self._vocabulary.values(), default=-1) + 1
+
+    @cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        return self._inner.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def eod_id(self) -> int | None:
+        """Id of the token that ends a document; None when no usual name of one is in the vocabulary."""
+        names = _END_NAMES if self.end_name is None else (self.end_name, *_END_NAMES)
+        ids = (self._inner.token_to_id(name) for name in names)
+        return next((token for token in ids if token is not None), None)
+
+    def require_eod(self, path: Path, switch: str) -> int:
+        """`eod_id`, or a DataError that says how to go without: `switch` turns the end token off."""
+        return required_eod(self.eod_id, path, switch)
+
+    def encode(self, text: str, around: bool = False) -> list[int]:
+        """The ids of a text; `around`: with the tokens that the file says to put around one, if it does."""
+        return self._inner.encode(text, add_special_tokens=around).ids
+
+    @cached_property
+    def special_tokens_around(self) -> SpecialTokens | None:
+        """What its post-processor puts around every text; None for one that does more than that.
+
+        Nothing but tokenizer.json decides over it: transformers 5 passes over `add_bos_token` beside one.
+        """
+        return _special_tokens_around(self._inner)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, computed on all cores."""
+        return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """The ids of each text, and the characters that each stands for, computed on all cores."""
+        return [(one.ids, one.offsets) for one in self._inner.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """The text of ids, special tokens left out unless `special`."""
+        return self._inner.decode(ids, skip_special_tokens=not special)
+
+    def token(self, token_id: int) -> str | None:
+        """How a token is written in the vocabulary; None for an id that is not in it."""
+        return self._inner.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token that is written so in the vocabulary, None where it is not in it."""
+        return self._vocabulary.get(token)
+
+    def special_tokens(self) -> list[str]:
+        """The tokens that stand outside the learned vocabulary, by id."""
+        return [token.content for _, token in sorted(self._inner.get_added_tokens_decoder().items())]
+
+    @cached_property
+    def textless_ids(self) -> frozenset[int]:
+        """Ids that no text stands for: special tokens, and the one for what is unknown."""
+        special = {number for number, token in self._inner.get_added_tokens_decoder().items() if token.special}
+        unknown = getattr(self._inner.model, "unk_token", None)
+        number = None if unknown is None else self.token_id(unknown)
+        if self.kind() == "Unigram":
+            number = json.loads(self._inner.to_str())["model"]["unk_id"]
+        return frozenset(special if number is None else {*special, number})
+
+    def to_json(self) -> str:
+        """The content of a tokenizer.json of it."""
+        return self._inner.to_str() if self._content is None else self._content
+
+    def vocabulary_hash(self) -> str:
+        """A sha256 of all tokens with their ids, the same in whatever form the tokenizer is stored."""
+        tokens: list[str | None] = [None] * self.vocab_size
+        for token, number in self._vocabulary.items():
+            tokens[number] = token
+        return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+
+    def kind(self) -> str:
+        """The class of its model (BPE, Unigram, ...)."""
+        return type(self._inner.model).__name__
+
+
+def required_eod(eod_id: int | None, path: Path, switch: str) -> int:
+    """The end-of-document token of the tokenizer at `path`, or a DataError: `switch` turns that token off."""
+    if eod_id is None:
+        names = ", ".join(_END_NAMES)
+        raise DataError(f"it has no end-of-document token (known: {names})", file=path, fix=switch)
+    return eod_id
+
+
+def required_special_tokens(around: SpecialTokens | None, path: Path) -> SpecialTokens:
+    """`special_tokens_around` of the tokenizer at `path`, or a DataError that says how to go without."""
+    if around is None:
+        fix = "Leave its special tokens out: --no-bos (data.add_special_tokens=false)."
+        raise DataError("its post-processor does more than put tokens before and after a text", file=path, fix=fix)
+    return around
+
+
+def _special_tokens_around(inner: tokenizers.Tokenizer) -> SpecialTokens | None:
+    found = SpecialTokens()
+    for number, text in enumerate(("a", "a b c 1 2 3", "")):
+        plain = inner.encode(text, add_special_tokens=False).ids
+        whole = inner.encode(text)
+        before = next((at for at, added in enumerate(whole.special_tokens_mask) if not added), 0)
+        if number == 0:
+            found = SpecialTokens(tuple(whole.ids[:before]), tuple(whole.ids[before + len(plain) :]))
+        known = all(inner.id_to_token(added) is not None for added in (*found.before, *found.after))
+        if not known or [*found.before, *plain, *found.after] != whole.ids:
+            return None
+    return found
+
+
+def tokenizer_file(path: Path | str) -> Path:
+    """The file meant by `path`: itself, or in a folder the tokenizer.json or the file of another kind."""
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        return path
+    names = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json", "encoder.json", "tokenizer.tiktoken")
+    return next((path / name for name in names if (path / name).is_file()), path / names[0])
+
+
+def load_tokenizer(
+    path: Path | str, merges: Path | str | None = None, tiktoken: TiktokenOptions | None = None
+) -> Tokenizer:
+    """Load a tokenizer.json, a GPT-2 vocabulary with its merges, a SentencePiece model, tiktoken or tekken ranks.
+
+    `merges` defaults to the merges.txt or vocab.bpe beside a GPT-2 vocabulary, `tiktoken` goes with Megatron's JSON
+    list of ranks. Raises DataError when the file
+    is missing or is no such thing.
+    """
+    path = tokenizer_file(path)
+    try:
+        refuse_special(path)
+        content = path.read_bytes()
+    except FileNotFoundError:
+        fix = "Give the path of a tokenizer.json (or of another tokenizer file, or its folder)."
+        raise DataError("no such file", file=path, fix=fix) from None
+    except OSError as error:
+        raise cannot("read it", path, error, "Give the path of a tokenizer.json.") from error
+    from megalaunch.data.tokenizer import conversion
+
+    if merges is not None:
+        return Tokenizer(conversion.convert_gpt2(path, content, Path(merges).expanduser()))
+    if path.suffix == ".tiktoken" or conversion.is_tiktoken(content):
+        return Tokenizer(conversion.convert_tiktoken(path, content))
+    if content.lstrip()[:2] == b"[{":
+        return Tokenizer(_decode_list(path, content, tiktoken or TiktokenOptions()))
+    if content.lstrip()[:1] != b"{":
+        return Tokenizer(conversion.convert_sentencepiece(path, content), conversion.sentencepiece_end(content))
+    inner = _unwrap(content)
+    if inner is not None:
+        return Tokenizer(inner, _eos_from_config(path), content.decode())
+    parsed = _parse(path, content)
+    if conversion.is_tekken(parsed):
+        return Tokenizer(conversion.convert_tekken(path, parsed))
+    if parsed and all(type(number) is int for number in parsed.values()):
+        return Tokenizer(conversion.convert_gpt2(path, content, conversion.find_merges(path)))
+    cause = f"it is no tokenizer.json: {_rejection_reason(content)}"
+    raise DataError(cause, file=path, fix="Save it again from its source.")
+
+
+def _decode_list(path: Path, content: bytes, options: TiktokenOptions) -> tokenizers.Tokenizer:
+    from megalaunch.data.tokenizer.tiktoken_list import convert_tiktoken_list
+
+    try:
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"it is no tokenizer file: {error}", file=path, fix="Save it again from its source.") from None
+    return convert_tiktoken_list(path, parsed, options)
+
+
+def copy_tokenizer(source: Path | str, target: Path) -> Tokenizer:
+    """Load `source` and write it to `target` as tokenizer.json: byte for byte where it is one, else converted.
+
+    The end-of-document token that stands beside it goes along, in a tokenizer_config.json of that alone.
+    Raises DataError.
+    """
+    tokenizer = load_tokenizer(source)
+    content = tokenizer_file(source).read_bytes()
+    is_ours = content.lstrip()[:1] == b"{" and "model" in json.loads(content)
+    try:
+        target.write_bytes(content if is_ours else tokenizer.to_json().encode())
+        if tokenizer.end_name is not None:
+            (target.parent / _CONFIG).write_text(json.dumps({"eos_token": tokenizer.end_name}), encoding="utf-8")
+    except OSError as error:
+        raise cannot("write it", target, error, "Free space there.") from error
+    return tokenizer
+
+
+def tokenizer_from_json(content: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json's content that is known to be good."""
+    import tokenizers
+
+    return Tokenizer(tokenizers.Tokenizer.from_str(content), content=content)
+
+
+def _parse(path: Path, content: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"it is no tokenizer.json: {error}", file=path, fix="Save it again from its source.") from None
+    if not isinstance(parsed, dict):
+        raise DataError("it is no tokenizer.json: no JSON object", file=path, fix="Save it again from its source.")
+    return parsed
+
+
+def _unwrap(content: bytes) -> tokenizers.Tokenizer | None:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_str(content.decode())
+    except Exception:  # the library raises no narrower class; what is wrong is found out by who must say it
+        return None
+
+
+def _rejection_reason(content: bytes) -> str:
+    import tokenizers
+
+    try:
+        tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # as above
+        return str(error)
+    return "no reason was given"
+
+
+def _eos_from_config(path: Path) -> str | None:
+    """The `eos_token` of the tokenizer_config.json beside a tokenizer.json, which Megatron goes by."""
+    try:
+        config = json.loads((path.parent / _CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return None
+    named = config.get("eos_token") if isinstance(config, dict) else None
+    named = named.get("content") if isinstance(named, dict) else named
+    return named if isinstance(named, str) else None
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> Tokenizer:
+    """Train a byte-level BPE with the token `<|endoftext|>` (id 0) and save it to `path`.
+
+    The same texts give the same bytes. The vocabulary is smaller than `vocab_size` when the texts hold
+    too little to fill it, never smaller than the 256 bytes and the end token.
+    """
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    inner = Inner(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    inner.save(str(path))
+    return Tokenizer(inner)

@@ -1,0 +1,78 @@
+"""The weights of a Hugging Face folder under our names: checked as a whole, then read tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
+from megalaunch.engine.checkpoint.mapped_weights import MappedWeights
+from megalaunch.engine.families.multimodal import stored_name
+from megalaunch.engine.families.weights import get_family_weights, get_multimodal
+from megalaunch.importers.huggingface.registry import FamilyError, from_hf_config
+
+
+class HuggingFaceWeights(MappedWeights):
+    """Raises one CheckpointError with every unknown word and every missing, unexpected or mis-shaped tensor."""
+
+    def __init__(self, folder: HuggingFaceFolder) -> None:
+        self._folder = folder
+        self.notes: list[str] = []
+        """What was ignored, and why: keys of config.json, and tensors of other parts than the decoder."""
+        try:
+            model = from_hf_config(folder.config, folder.directory.resolve().name, self.notes)
+        except FamilyError as error:
+            raise _family_error(folder, error.problems) from error
+        if model.num_layers > len(folder.tensors):  # before a model of so many is made
+            held = len(folder.tensors)
+            raise _family_error(
+                folder, [f"config.json means {model.num_layers:,} layers, and the files hold {held:,} tensors"]
+            )
+        self._weights = get_family_weights(model)
+        multimodal = get_multimodal(folder.config)
+        self._vision = () if multimodal is None else multimodal.vision
+        self._layout = {} if multimodal is None else multimodal.layout(folder.tensors)
+        left_out = [name for name in folder.tensors if self._is_vision_tensor(name)]
+        if left_out:
+            self.notes.append(f"{len(left_out)} tensors of images ({left_out[0]}, ...) are not read")
+        self._bare = not any(name.startswith(self._weights.prefix) for name in folder.tensors)
+        super().__init__(folder, model, list(self._weights.tensors(model)))
+        problems = list(self.problems("config.json means"))
+        if problems:
+            raise _family_error(folder, problems)
+
+    @property
+    def origin(self) -> Mapping[str, object]:
+        """What a checkpoint keeps of the folder: its true vocabulary and its config.json."""
+        return {"vocab_size": self.model.vocab_size, "config": self._folder.config}
+
+    def companions(self) -> Mapping[str, Path]:
+        """Files that travel with the weights."""
+        return self._folder.companions()
+
+    def tensor_infos(self, name: str) -> str:
+        """Files of a bare model leave the family's prefix out; those of a model around the decoder have another."""
+        return stored_name(name.removeprefix(self._weights.prefix) if self._bare else name, self._layout)
+
+    def is_ignorable(self, name: str) -> bool:
+        """Buffers of old files, tensors of images, and a tied head kept once more: it has to be the same matrix."""
+        if name.endswith(self._weights.dropped) or self._is_vision_tensor(name):
+            return True
+        if not self.model.tie_word_embeddings or name not in ("lm_head.weight", "embed_out.weight", self._head()):
+            return False
+        embedding = next(pair.theirs[0] for pair in self.pairs if "embedding.weight" in pair.ours)
+        return torch.equal(self._folder.read(name), self._folder.read(self.tensor_infos(embedding)))
+
+    def _is_vision_tensor(self, name: str) -> bool:
+        return name.startswith(self._vision) if self._vision else False
+
+    def _head(self) -> str:
+        return self.tensor_infos("lm_head.weight")
+
+
+def _family_error(folder: HuggingFaceFolder, problems: list[str]) -> CheckpointError:
+    lines = "\n  ".join(problems)
+    return CheckpointError(f"{folder.directory} cannot be carried over exactly:\n  {lines}")

@@ -1,0 +1,119 @@
+"""A checkpoint of ours from somebody else's weights: written tensor by tensor, proved, then named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megalaunch.config.schema import RunSpec, build_run_spec
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.config.spec_file import spec_to_text
+from megalaunch.engine.checkpoint.atomic_directory import Wrote, atomic_directory, count_bytes
+from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, HashedFile, TensorSource, write_file
+from megalaunch.rundir.checkpoint.manifest import MANIFEST, FileRecord, manifest_text
+from megalaunch.rundir.checkpoint.names import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
+from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE, Chunk, StoredTensor, tensor_index_text
+
+PROOF = "proof.json"
+_SHARD_BYTES = 5_000_000_000
+
+
+class SourceWeights(Protocol):
+    """Somebody's weights, checked as a whole and not yet read."""
+
+    model: ModelSpec
+    shapes: Mapping[str, torch.Size]
+
+    @property
+    def origin(self) -> Mapping[str, object]:
+        """What a checkpoint keeps of where it came from."""
+
+    def companions(self) -> Mapping[str, Path]:
+        """Files that travel with the weights."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The stored format of one of the decoder's parameters."""
+
+    def read(self, name: str) -> Tensor:
+        """The parameter itself."""
+
+
+def write_imported_checkpoint(
+    weights: SourceWeights, tokenizer: str | None, output: Path, prove: Callable[[Path], dict[str, Any]], wrote: Wrote
+) -> None:
+    """Write the checkpoint `output` with what `prove` says of it; raises CheckpointError and then leaves nothing."""
+    sources = {
+        WEIGHTS + name: TensorSource(weights.dtype(name), tuple(shape), partial(weights.read, name))
+        for name, shape in weights.shapes.items()
+    }
+    total = sum(source.size for source in sources.values())
+    with atomic_directory(output, total) as unfinished:
+        records = list(_write(unfinished, weights, tokenizer, sources, count_bytes(total, wrote)))
+        report = prove(unfinished)
+        records.append(_text(unfinished / PROOF, json.dumps(report, indent=1) + "\n"))
+        _text(unfinished / MANIFEST, manifest_text(records))
+
+
+def _write(
+    unfinished: Path,
+    weights: SourceWeights,
+    tokenizer: str | None,
+    sources: dict[str, TensorSource],
+    count: Callable[[int], None],
+) -> Iterator[FileRecord]:
+    catalogue = {}
+    for number, names in enumerate(_shards(sources)):
+        file = f"shard_{number:05d}.safetensors"
+        yield write_file(unfinished / file, {name: sources[name] for name in names}, count)
+        for name in names:
+            chunk = Chunk((0,) * len(sources[name].shape), sources[name].shape, file)
+            catalogue[name] = StoredTensor(DTYPE_NAMES[sources[name].dtype], sources[name].shape, (chunk,))
+    yield _text(unfinished / CATALOGUE, tensor_index_text(catalogue))
+    yield _text(unfinished / SPEC_FILE, spec_to_text(make_spec(weights.model)))
+    yield _text(unfinished / f"{ORIGIN}.json", json.dumps(dict(weights.origin), indent=1) + "\n")
+    for name, path in weights.companions().items():
+        yield _copy_file(unfinished / (ORIGIN_FILE + name), path.read_bytes())
+    if tokenizer is not None:
+        yield _text(unfinished / TOKENIZER_FILE, tokenizer)
+
+
+def _shards(sources: dict[str, TensorSource]) -> Iterator[list[str]]:
+    names: list[str] = []
+    held = 0
+    for name, source in sources.items():
+        if names and held + source.size > _SHARD_BYTES:
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += source.size
+    yield names
+
+
+def make_spec(model: ModelSpec) -> RunSpec:
+    """A spec with the model and nothing else of its own: enough to generate, to export and to begin a run from."""
+    length = min(model.max_position_embeddings, 4096)
+    return build_run_spec(
+        {
+            "model": asdict(model),
+            "batch": {"sequence_length": length, "global_batch_size": 1},
+            "train": {"steps": 1},
+            "data": {"mock": True},
+        }
+    )
+
+
+def _text(path: Path, text: str) -> FileRecord:
+    return _copy_file(path, text.encode())
+
+
+def _copy_file(path: Path, content: bytes) -> FileRecord:
+    with HashedFile(path) as file:
+        file.write(content)
+    return file.record

@@ -1,0 +1,114 @@
+"""The weights that a run begins with, read from elsewhere straight into whatever layout the run has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.checkpoint.coordination import run_on_all_ranks, run_on_rank0
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
+from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface, other_format
+from megalaunch.engine.dtensor import copy_from_global_
+from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY
+from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.importers.huggingface.registry import differences
+from megalaunch.rundir.atomic_file import write_file_atomically
+from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
+from megalaunch.rundir.checkpoint.names import ORIGIN, ORIGIN_FILE
+from megalaunch.rundir.files import make_directory
+from megalaunch.rundir.paths import RunDirectory, checkpoint_step
+
+
+def load_pretrained(source: Path, model: ModelSpec, parts: ModelParts) -> None:
+    """Fill this rank's parameters from a Hugging Face folder, a checkpoint or a run. Collective.
+
+    Rows of a larger vocabulary than the source's are filled with zeros. Raises the same CheckpointError on every
+    rank, with every difference between the run's model and the source's.
+    """
+    run_on_all_ranks(lambda: _load(source, model, parts))
+
+
+def save_source_files(source: Path, directory: RunDirectory, num_tokens: int) -> None:
+    """Copy into the run what the source's weights came with, which each of its checkpoints then carries. Collective.
+
+    That is the true vocabulary (the run's tokenizer may have more tokens, `num_tokens`), the tokenizer's files and the
+    like; raises CheckpointError alike on all ranks.
+    """
+
+    def keep() -> None:
+        weights = _open(source)
+        document = {**weights.origin, "vocab_size": max(weights.model.vocab_size or 0, num_tokens)}
+        target = directory.origin
+        make_directory(target)
+        for name, path in weights.companions().items():
+            write_file_atomically(target / (ORIGIN_FILE + name), path.read_bytes())
+        write_file_atomically(target / f"{ORIGIN}.json", json.dumps(document, indent=1) + "\n")
+
+    run_on_rank0(keep)
+
+
+def _load(source: Path, model: ModelSpec, parts: ModelParts) -> None:
+    weights = _open(source)
+    _require_same(source, model, weights.model)
+    wanted = dict(parts.named_parameters())
+    for name, value in _iter_weights(weights, wanted):
+        copy_from_global_(wanted[name], _pad_vocab(name, value, wanted[name].shape))
+
+
+def _open(source: Path) -> HuggingFaceWeights | StoredWeights:
+    other = other_format(source)
+    if other is not None:
+        raise CheckpointError(f"checkpoint.load_pretrained: {other}")
+    if is_huggingface(source):
+        return HuggingFaceWeights(HuggingFaceFolder(source))
+    if (source / MANIFEST).exists():
+        problems = verify_checkpoint(source)
+        if problems:
+            raise CheckpointError(f"the checkpoint {source} cannot be trusted: {'; '.join(problems)}")
+        return StoredWeights(source)
+    checkpoints = RunDirectory(source).checkpoints
+    found = _newest(checkpoints) if checkpoints.is_dir() else None
+    if found is None:
+        raise CheckpointError(
+            f"checkpoint.load_pretrained: {source} is no Hugging Face folder (config.json), checkpoint or run with one"
+        )
+    return StoredWeights(found)
+
+
+def _newest(checkpoints: Path) -> Path | None:
+    """Every rank looks for itself, since each is inside its own part of the work."""
+    named = sorted((p for p in checkpoints.iterdir() if checkpoint_step(p) is not None), reverse=True)
+    return next((path for path in named if not verify_checkpoint(path)), None)
+
+
+def _iter_weights(
+    weights: HuggingFaceWeights | StoredWeights, wanted: dict[str, torch.nn.Parameter]
+) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(weights, HuggingFaceWeights):
+        return weights.iter_mapped(wanted.keys())
+    return ((name, weights.read(name)) for name in wanted)
+
+
+def _require_same(source: Path, model: ModelSpec, there: ModelSpec) -> None:
+    own, its = model.vocab_size or 0, there.vocab_size or 0
+    found = differences(replace(model, vocab_size=its, family=there.family), there)
+    if own < its:
+        found.append(f"model.vocab_size={own} (not {its}, or more)")
+    if found:
+        raise CheckpointError(f"{source} holds another model than the run's:\n  " + "\n  ".join(found))
+
+
+def _pad_vocab(name: str, value: Tensor, shape: torch.Size) -> Tensor:
+    if name not in DIVIDED_BY_VOCABULARY or value.shape == shape:
+        return value
+    whole = torch.zeros(shape, dtype=value.dtype)
+    whole[: value.shape[0]] = value
+    return whole

@@ -1,0 +1,97 @@
+"""Somebody's tensors under our names, by a table of pairs: checked as a whole, then read one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.safetensors_file import DTYPES
+from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.families.weight_mapping import WeightMapping
+
+
+class TensorInfo(Protocol):
+    """Kind (by safetensors' name) and shape of a stored tensor."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class TensorSource(Protocol):
+    """Stored tensors by name."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class MappedWeights:
+    """The tensors of `folder` as the decoder's parameters, each in its stored format."""
+
+    def __init__(self, folder: TensorSource, model: ModelSpec, pairs: list[WeightMapping]) -> None:
+        self.model, self.pairs = model, pairs
+        self.shapes = parameter_shapes(model)
+        self._tensors = folder
+        self._pair_of = {name: pair for pair in pairs for name in pair.ours}
+
+    def read(self, name: str) -> Tensor:
+        """One of the decoder's parameters."""
+        return self._our_shape(self._pair_of[name])[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Its stored format."""
+        return DTYPES[self._tensors.tensors[self.tensor_infos(self._pair_of[name].theirs[0])].dtype]
+
+    def iter_mapped(self, wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """The wanted ones, each stored tensor read once."""
+        for pair in self.pairs:
+            if any(name in wanted for name in pair.ours):
+                yield from ((name, tensor) for name, tensor in self._our_shape(pair).items() if name in wanted)
+
+    def tensor_infos(self, name: str) -> str:
+        """What a table's name is called in this folder."""
+        return name
+
+    def is_ignorable(self, name: str) -> bool:
+        """A stored tensor that no parameter is made of, and that may be there."""
+        return False
+
+    def problems(self, source: str) -> Iterator[str]:
+        """Every missing, mis-shaped, quantised or unexpected tensor; `source` gives the shapes: `config.json means`."""
+        found = self._tensors.tensors
+        expected: dict[str, torch.Size] = {}
+        for pair in self.pairs:
+            expected |= {self.tensor_infos(name): shape for name, shape in pair.shapes_of_theirs(self.shapes).items()}
+        for name, shape in expected.items():
+            if name not in found:
+                yield f"missing: {name} {list(shape)}"
+            elif found[name].shape != tuple(shape):
+                yield f"mis-shaped: {name} is {list(found[name].shape)}, {source} {list(shape)}"
+            elif not DTYPES[found[name].dtype].is_floating_point:
+                yield f"{name} is stored as {found[name].dtype}: quantised weights are not read"
+        for name in found:
+            if name not in expected and not self.is_ignorable(name):
+                yield f"unexpected: {name} {list(found[name].shape)}"
+
+    def _our_shape(self, pair: WeightMapping) -> dict[str, Tensor]:
+        theirs = [self._tensors.read(self.tensor_infos(name)) for name in pair.theirs]
+        return dict(zip(pair.ours, pair.to_ours(theirs), strict=True))
+
+
+def parameter_shapes(model: ModelSpec) -> Mapping[str, torch.Size]:
+    """Global shapes of the decoder's parameters by name."""
+    try:
+        with torch.device("meta"):
+            decoder = build_decoder(model)
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:  # sizes that torch cannot count
+        raise CheckpointError(f"no model has these sizes: {str(error).splitlines()[0][:200]}") from error
+    return {name: parameter.shape for name, parameter in decoder.named_parameters()}

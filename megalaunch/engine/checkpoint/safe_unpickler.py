@@ -1,0 +1,415 @@
+"""The one file that reads pickles: what a Megatron checkpoint says of itself, as JSON on standard output.
+
+Run alone, by path, in a process of its own (`python -I -S unpickled.py DIRECTORY`). Names in a pickle are looked up in
+tables of inert stand-ins, never imported; each name that stands in no table is told, and then nothing else is.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import resource
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_MEMORY_BYTES = 4 << 30
+# Processor time: a start, and what files of their size may take (measured: 0.3 ms a part, of 150 bytes or more).
+_START_SECONDS, _BYTES_A_SECOND, _MOST_SECONDS = 20, 50_000, 600
+# What honest arguments and sizes stay far below. A pickle of some hundred bytes can mean a value that is written out in
+# the age of the universe: a list of twice the same list, of twice the same list, and so on.
+_MOST_VALUES, _MOST_TEXT, _DEEPEST, _MOST_NAME = 100_000, 4_000_000, 20, 1000
+_LARGEST = 2**62
+_DTYPES = {
+    "torch.float64": ("F64", 8, "DoubleStorage"),
+    "torch.float32": ("F32", 4, "FloatStorage"),
+    "torch.float16": ("F16", 2, "HalfStorage"),
+    "torch.bfloat16": ("BF16", 2, "BFloat16Storage"),
+    "torch.int64": ("I64", 8, "LongStorage"),
+    "torch.int32": ("I32", 4, "IntStorage"),
+    "torch.int16": ("I16", 2, "ShortStorage"),
+    "torch.int8": ("I8", 1, "CharStorage"),
+    "torch.uint8": ("U8", 1, "ByteStorage"),
+    "torch.bool": ("BOOL", 1, "BoolStorage"),
+}
+# Of the optimizer, schedules and random numbers nothing is read.
+_NOT_WEIGHTS = ("optimizer.", "chained_", "opt_param_scheduler", "rng_state", "rerun_state")
+
+
+class InertRecord:
+    """Stands in for an object of some class: keeps what it was made with, does nothing, has no method to call."""
+
+    name = ""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __new__(cls, *_: Any, **__: Any) -> InertRecord:
+        """By whatever opcode it is made, all parts are there."""
+        made = super().__new__(cls)
+        made.arguments, made.state = (), None
+        return made
+
+
+class CorruptCheckpoint(ValueError):
+    """A file is not what Megatron writes; the text says how."""
+
+
+def _stand_in(name: str) -> type[InertRecord]:
+    return type("Record", (InertRecord,), {"name": name})
+
+
+def _latin(text: str, encoding: str = "latin1") -> bytes:
+    return text.encode("latin1")
+
+
+def _first(value: Any, *_: Any) -> Any:
+    return value
+
+
+_RECORDS = (
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "pathlib.PosixPath",
+    "signal.Signals",
+    "_io.BytesIO",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+    "numpy.dtypes.UInt32DType",
+    "torch.device",
+    "torch._utils._rebuild_tensor_v2",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.filesystem._StoragePrefix",
+    *(
+        f"torch.distributed.checkpoint.metadata.{name}"
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    *(
+        f"torch.distributed.checkpoint.planner.{name}"
+        for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+    ),
+    "megatron.core.enums.ModelType",
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphScope",
+)
+ALLOWED: dict[str, Any] = {
+    **{name: _stand_in(name) for name in _RECORDS},
+    **{name: name for name in (*_DTYPES, "torch.strided")},
+    **{f"torch.{storage}": dtype for dtype, (_, _, storage) in _DTYPES.items()},
+    "torch.Size": tuple,
+    "torch.serialization._get_layout": _first,
+    "collections.OrderedDict": OrderedDict,
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "_codecs.encode": _latin,
+}
+
+
+class _PlainUnpickler:
+    """Values as JSON has them, until there are more of them than arguments have: then Damaged is raised."""
+
+    def __init__(self) -> None:
+        self._values, self._text = _MOST_VALUES, _MOST_TEXT
+
+    def value(self, value: Any, depth: int = 0) -> Any:
+        """Numbers, texts and lists; of all else the kind."""
+        self._values -= 1
+        if self._values < 0 or depth > _DEEPEST:
+            raise CorruptCheckpoint("common.pt: its arguments hold lists in lists without an end")
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise CorruptCheckpoint("common.pt: its arguments hold a number that is too big")
+        if value is None or isinstance(value, bool | int):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else None
+        if isinstance(value, list | tuple):
+            return [self.value(item, depth + 1) for item in value]
+        return self.text(f"<{value.name}>" if isinstance(value, InertRecord) else f"<{type(value).__name__}>")
+
+    def text(self, text: str) -> str:
+        """The text itself, which may be shared and then counts each time."""
+        self._text -= len(text)
+        if self._text < 0:
+            raise CorruptCheckpoint("common.pt: its arguments hold texts without an end")
+        return text
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """Finds nothing but ALLOWED; other names go to `refused` and become stand-ins, so that all of them are found."""
+
+    def __init__(self, file: BinaryIO, where: str, refused: dict[str, str]) -> None:
+        super().__init__(file)
+        self._where, self._refused = where, refused
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in of a name."""
+        full = f"{'builtins' if module == '__builtin__' else module}.{name}"  # what protocol 2 calls them
+        if full not in ALLOWED:
+            self._refused.setdefault(full, self._where)
+            return _stand_in(full)
+        return ALLOWED[full]
+
+    def persistent_load(self, pid: Any) -> Any:
+        """A tensor's storage: ("storage", kind, key, device, values)."""
+        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
+            raise CorruptCheckpoint(f"{self._where}: a storage of an unknown kind")
+        return pid
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._begin + self._at)
+        data = self._file.read(max(0, min(len(buffer), self._length - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+class TorchZipReader:
+    """What torch.save wrote at one place of a file: a zip whose entries are stored as they are."""
+
+    def __init__(self, path: Path, begin: int, length: int, refused: dict[str, str]) -> None:
+        self.path, self.begin, self._refused = path, begin, refused
+        self._file = path.open("rb")
+        try:
+            self._zip = zipfile.ZipFile(_Window(self._file, begin, length))
+        except zipfile.BadZipFile as error:
+            raise CorruptCheckpoint(
+                f"{path.name}: at byte {begin} is nothing that torch.save writes today ({error})"
+            ) from error
+        self._entries = {entry.filename.partition("/")[2]: entry for entry in self._zip.infolist()}
+
+    def __enter__(self) -> TorchZipReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def content(self) -> Any:
+        """The unpickled object, tensors and all else as stand-ins."""
+        if "byteorder" in self._entries and self._zip.read(self._entries["byteorder"]) != b"little":
+            raise CorruptCheckpoint(f"{self.path.name}: written by a machine with another byte order")
+        if "data.pkl" not in self._entries:
+            raise CorruptCheckpoint(f"{self.path.name}: at byte {self.begin} is no pickle of torch.save")
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in self._entries.values()):
+            raise CorruptCheckpoint(f"{self.path.name}: is compressed, which torch.save never does")
+        return RestrictedUnpickler(
+            io.BytesIO(self._zip.read(self._entries["data.pkl"])), self.path.name, self._refused
+        ).load()
+
+    def offset_of(self, key: str) -> tuple[int, int]:
+        """Where in the file a storage begins, and its bytes."""
+        entry = self._entries.get(f"data/{key}")
+        if entry is None or entry.compress_type != zipfile.ZIP_STORED:
+            raise CorruptCheckpoint(f"{self.path.name}: at byte {self.begin} lacks the values of its tensor")
+        self._file.seek(self.begin + entry.header_offset)
+        header = self._file.read(30)
+        names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        return self.begin + entry.header_offset + 30 + names, entry.file_size
+
+
+def _load(path: Path, refused: dict[str, str]) -> Any:
+    with path.open("rb") as file:
+        return RestrictedUnpickler(file, path.name, refused).load()
+
+
+def describe(directory: Path, refused: dict[str, str]) -> dict[str, Any]:
+    """Arguments and tensors of the checkpoint; raises Damaged. What it says counts only while `refused` is empty."""
+    with TorchZipReader(directory / "common.pt", 0, (directory / "common.pt").stat().st_size, refused) as archive:
+        shared = archive.content()
+    metadata = _load(directory / ".metadata", refused)
+    if refused:
+        return {}
+    parts = _fields(metadata, "Metadata", "state_dict_metadata", "storage_data")
+    places = {}
+    for index, info in parts["storage_data"].items():
+        at = _fields(index, "MetadataIndex", "fqn")
+        where = None if at.get("offset") is None else _sizes(at["offset"], "an offset")
+        if isinstance(at["fqn"], str):
+            places[at["fqn"], where] = _fields(info, "_StorageInfo", "relative_path", "offset", "length")
+    tensors = {}
+    for name, entry in parts["state_dict_metadata"].items():
+        if isinstance(entry, InertRecord) and entry.name.endswith("TensorStorageMetadata") and _is_weight(name):
+            tensors[name] = _tensor(directory, name, entry, places, refused)
+    plain = _PlainUnpickler()
+    arguments = dict(_arguments(shared, plain))
+    return {"arguments": arguments, "iteration": plain.value(shared.get("iteration")), "tensors": tensors}
+
+
+def _is_weight(name: Any) -> bool:
+    if isinstance(name, str) and len(name) > _MOST_NAME:
+        raise CorruptCheckpoint(f".metadata: a tensor with a name of {len(name)} characters")
+    return isinstance(name, str) and not name.startswith(_NOT_WEIGHTS)
+
+
+def _sizes(values: Any, what: str) -> tuple[int, ...]:
+    """Whole numbers from 0 that torch can count, few of them; raises Damaged."""
+    if not isinstance(values, tuple | list) or len(values) > 64:
+        raise CorruptCheckpoint(f".metadata: {what} that is no short list of numbers")
+    if not all(type(value) is int and 0 <= value < _LARGEST for value in values):
+        raise CorruptCheckpoint(f".metadata: {what} with a number that is no size")
+    return tuple(values)
+
+
+def _fields(record: Any, kind: str, *names: str) -> dict[str, Any]:
+    state = record.state if isinstance(record, InertRecord) and record.name.endswith(f".{kind}") else None
+    if not isinstance(state, dict) or any(name not in state for name in names):
+        raise CorruptCheckpoint(f".metadata: something else than a {kind}")
+    return state
+
+
+def _tensor(directory: Path, name: str, entry: InertRecord, places: Any, refused: dict[str, str]) -> dict[str, Any]:
+    fields = _fields(entry, "TensorStorageMetadata", "properties", "size", "chunks")
+    state = fields["properties"].state
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise CorruptCheckpoint(f".metadata: {name} is of an unknown kind")
+    chunks = []
+    for chunk in fields["chunks"]:
+        box = _fields(chunk, "ChunkStorageMetadata", "offsets", "sizes")
+        offsets, sizes = _sizes(box["offsets"], f"a part of {name}"), _sizes(box["sizes"], f"a part of {name}")
+        place = places.get((name, offsets))
+        if place is None:
+            raise CorruptCheckpoint(f".metadata: does not say where the part of {name} at {list(offsets)} lies")
+        file = place["relative_path"]
+        if not isinstance(file, str) or "/" in file or file.startswith(".") or len(file) > _MOST_NAME:
+            raise CorruptCheckpoint(f".metadata: {name} lies in {file!r:.100}, which is no file of the checkpoint")
+        begin, length = _sizes([place["offset"], place["length"]], f"a place of {name}")
+        with TorchZipReader(directory / file, begin, length, refused) as archive:
+            first = _values(archive, name, dtype, sizes) if not refused else 0
+        chunks.append({"offsets": list(offsets), "shape": list(sizes), "file": file, "begin": first})
+    return {"dtype": _DTYPES[dtype][0], "shape": list(_sizes(fields["size"], f"a shape of {name}")), "chunks": chunks}
+
+
+def _values(archive: TorchZipReader, name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """The first byte of a part's values; raises Damaged when they are not whole and in order."""
+    made = archive.content()
+    if archive._refused:
+        return 0
+    if not isinstance(made, InertRecord) or made.name != "torch._utils._rebuild_tensor_v2" or len(made.arguments) < 4:
+        raise CorruptCheckpoint(f"{archive.path.name}: {name} is no plain tensor")
+    storage, start, size, stride = made.arguments[:4]
+    kind, size, stride = storage[1], _sizes(size, f"a part of {name}"), _sizes(stride, f"a part of {name}")
+    (start,) = _sizes([start], f"a part of {name}")
+    if not isinstance(kind, str) or kind != dtype or size != shape:
+        raise CorruptCheckpoint(f"{archive.path.name}: a part of {name} is of {list(size)}, .metadata says otherwise")
+    expected = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    if any(length > 1 and step != right for length, step, right in zip(shape, stride, expected, strict=True)):
+        raise CorruptCheckpoint(f"{archive.path.name}: the values of {name} are not in order")
+    if not isinstance(storage[2], str):
+        raise CorruptCheckpoint(f"{archive.path.name}: {name} does not say where its values are")
+    begin, held = archive.offset_of(storage[2])
+    width = _DTYPES[dtype][1]
+    if (start + math.prod(shape)) * width > held:
+        raise CorruptCheckpoint(f"{archive.path.name}: {name} is cut off")
+    return begin + start * width
+
+
+def _arguments(shared: Any, plain: _PlainUnpickler) -> Iterator[tuple[str, Any]]:
+    given = shared.get("args") if isinstance(shared, dict) else None
+    if not isinstance(given, InertRecord) or not isinstance(given.state, dict):
+        raise CorruptCheckpoint("common.pt: holds no arguments of Megatron-LM (`args`)")
+    for name, value in given.state.items():
+        if isinstance(name, str):
+            yield plain.text(name), plain.value(value)
+
+
+# What a pickle that means something else leads to: wrong types where others are expected, an end too early, too much.
+_DAMAGE: tuple[type[Exception], ...] = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    AttributeError,
+    EOFError,
+    IndexError,
+    KeyError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+def main(directory: Path) -> dict[str, Any]:
+    """What to say of the checkpoint: its description, the names that are refused, or what is wrong with it."""
+    refused: dict[str, str] = {}
+    said: dict[str, Any] = {}
+    try:
+        said = describe(directory, refused)
+    except OSError as error:
+        said = {"problem": f"cannot read {error.filename}: {error.strerror}"}
+    except CorruptCheckpoint as error:
+        said = {"problem": str(error)}
+    except _DAMAGE as error:
+        said = {"problem": f"it is no torch_dist checkpoint, or a damaged one: {type(error).__name__}: {error}"}
+    return {"refused": refused} if refused else said
+
+
+def seconds_for(directory: Path) -> int:
+    """Seconds of processor time that suffice for honest pickles of their size."""
+    size = sum((directory / name).stat().st_size for name in (".metadata", "common.pt") if (directory / name).exists())
+    return min(_START_SECONDS + size // _BYTES_A_SECOND, _MOST_SECONDS)
+
+
+def _limit(set_limit: Callable[[int, tuple[int, int]], None], seconds: int) -> None:
+    """Bytes and seconds that suffice for any honest file; no file can be written."""
+    for kind, most in (
+        (resource.RLIMIT_AS, _MEMORY_BYTES),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        spare = 5 if kind == resource.RLIMIT_CPU and most + 5 <= hard % 2**63 else 0  # SIGXCPU says why, SIGKILL not
+        set_limit(kind, (most, most + spare))
+
+
+if __name__ == "__main__":
+    _limit(resource.setrlimit, seconds_for(Path(sys.argv[1])))
+    json.dump(main(Path(sys.argv[1])), sys.stdout)

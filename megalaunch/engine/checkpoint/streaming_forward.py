@@ -1,0 +1,82 @@
+"""A forward pass that holds one tensor at a time: how two sets of weights of any size are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.model.embedding import Embedding
+from megalaunch.engine.model.linear import Linear
+
+Read = Callable[[str], Tensor]
+"""A parameter by its name in the decoder."""
+_PIECE_VALUES = 1 << 24  # of a matrix in fp32 at a time: 64 MiB beside the matrix as it is stored
+
+
+@torch.no_grad()
+def streamed_logits(model: ModelSpec, read: Read, tokens_BS: Tensor) -> Tensor:
+    """Logits [B, S, V] in fp32; each tensor is read when its turn comes, and dropped after it."""
+    with torch.device("meta"):
+        decoder = build_decoder(model).eval()
+    embedding, norm, head = decoder.embedding, decoder.norm, decoder.head
+    assert embedding is not None
+    assert norm is not None
+    assert head is not None
+    for name, layer in decoder.layers.items():
+        _load_on_demand(layer, f"layers.{name}.", read)
+    _load_on_demand(norm, "norm.", read)
+    _load_on_demand(head, "embedding." if model.tie_word_embeddings else "head.", read)
+    logits: Tensor = decoder(_lookup_rows(embedding, read, tokens_BS))
+    return logits
+
+
+def _lookup_rows(embedding: Embedding, read: Read, tokens_BS: Tensor) -> Tensor:
+    """The table keeps the rows of these tokens only, which get new numbers."""
+    kept, numbers_BS = torch.unique(tokens_BS, return_inverse=True)
+    _set_param(embedding, "weight", read("embedding.weight")[kept])
+    if embedding.positions is not None:
+        _set_param(embedding, "positions", read("embedding.positions"))
+    return numbers_BS
+
+
+def _load_on_demand(part: nn.Module, prefix: str, read: Read) -> None:
+    for path, module in part.named_modules():
+        inside = f"{prefix}{path}." if path else prefix
+        if isinstance(module, Linear):
+            module.forward = _StreamedLinear(inside, read, biased=module.bias is not None)  # type: ignore[method-assign]
+        elif any(True for _ in module.parameters(recurse=False)):
+            _load_vectors_on_demand(module, inside, read)
+
+
+class _StreamedLinear:
+    """x W^T (+ b), with W read anew and multiplied piece by piece."""
+
+    def __init__(self, prefix: str, read: Read, biased: bool) -> None:
+        self._prefix, self._read, self._biased = prefix, read, biased
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self._read(f"{self._prefix}weight")
+        rows = max(1, _PIECE_VALUES // weight.shape[1])
+        product = torch.cat([F.linear(x, piece.float()) for piece in torch.split(weight, rows)], dim=-1)
+        return product + self._read(f"{self._prefix}bias").float() if self._biased else product
+
+
+def _load_vectors_on_demand(module: nn.Module, prefix: str, read: Read) -> None:
+    """Vectors that a module holds itself: norms, sinks."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+
+    def before(module: nn.Module, inputs: Any) -> None:
+        for name in names:
+            _set_param(module, name, read(prefix + name))
+
+    module.register_forward_pre_hook(before)
+
+
+def _set_param(module: nn.Module, name: str, value: Tensor) -> None:
+    setattr(module, name, nn.Parameter(value.float(), requires_grad=False))

@@ -1,0 +1,221 @@
+"""A cut-down twin of a config.json, read by transformers' own class and by ours: is the file read rightly?
+
+Only sizes are cut (layers, heads, vocabulary, windows); every other key stays as it is, so that a key that is read
+wrongly shows in the logits, whatever the size of the real model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface
+from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.families.multimodal import stored_name
+from megalaunch.engine.families.weights import get_family_weights, get_multimodal
+from megalaunch.importers.huggingface.multimodal import TEXT, TEXT_ALONE, VISION
+from megalaunch.importers.huggingface.registry import decoder_config, family_of, from_hf_config
+
+_LAYERS, _HEADS, _VOCABULARY, _WINDOW, _LENGTH, _HIDDEN = 2, 4, 211, 11, 40, 256
+_TOLERANCE = 1e-4  # of the largest logit; measured: 1e-6 to 6e-6
+_GPT2 = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "intermediate_size": "n_inner"}
+_GPT2 |= {"num_attention_heads": "n_head", "max_position_embeddings": "n_positions"}
+# The smallest vision_config that transformers builds: text alone is compared.
+_SMALLEST_VISION = {
+    "model_type": "siglip_vision_model",
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"), 1),
+    **{"image_size": 2, "patch_size": 1, "vision_use_head": False},
+}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What transformers says to a config.json; `reason`: why it says nothing."""
+
+    reader: str | None
+    difference: float = 0.0
+    tolerance: float = 0.0
+    layers: int = 0
+    last_position: int = 0
+    reason: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """Both compute the same logits; also false when one of them is no number."""
+        return self.reader is not None and self.difference <= self.tolerance
+
+
+def verify_config(config: Mapping[str, Any]) -> Verification:
+    """Compare the logits of the twin by transformers and by our decoder.
+
+    Raises FamilyError as `from_hf_config` does, and CheckpointError where a parameter has another shape there.
+    """
+    from_hf_config(config, "twin")
+    if find_spec("transformers") is None:
+        return Verification(None, reason="transformers is not installed")
+    transformers: Any = import_module("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    reader = f"transformers {transformers.__version__}"
+    small = shrink_config(config)
+    model = from_hf_config(small, "twin")
+    samples = _samples(model)
+    try:
+        theirs = _their_model(transformers, small)
+        expected = [_their_logits(theirs, *sample) for sample in samples]
+    except Exception as error:  # whatever a class of theirs raises for a file that it does not take
+        why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        return Verification(None, reason=f"{reader} refuses this config.json: {why:.200}")
+    ours = _our_model(model, small, {name: value.detach() for name, value in theirs.state_dict().items()})
+    with torch.no_grad():
+        worst = [
+            (ours(tokens_BS, positions).float() - logits).abs().max().item()
+            for (tokens_BS, positions), logits in zip(samples, expected, strict=True)
+        ]
+    return Verification(
+        reader,
+        next((value for value in worst if math.isnan(value)), max(worst)),
+        _TOLERANCE * max(1.0, *(logits.abs().max().item() for logits in expected)),
+        model.num_layers,
+        int(samples[-1][1][-1]),
+    )
+
+
+def describe_verification(source: Path) -> str | None:
+    """Whether transformers reads the config.json of a folder as we do, in a sentence; None for no Hugging Face folder.
+
+    Raises CheckpointError where it reads it otherwise.
+    """
+    if not is_huggingface(source):
+        return None
+    config = HuggingFaceFolder(source).config
+    found = verify_config(config)
+    require_agreement(found, "the run does not begin")
+    alone = "" if get_multimodal(config) is None else f"; {TEXT_ALONE}"
+    if not found.agrees:
+        return f"the config.json of {source} is not verified: {found.reason}{alone}"
+    same = "a small model with its keys, same logits"
+    return f"the config.json of {source} is read as {found.reader} reads it ({same}){alone}"
+
+
+def require_agreement(verification: Verification, so: str) -> None:
+    """Raises CheckpointError where transformers reads a config.json otherwise; `so` says what follows."""
+    if verification.reader is not None and not verification.agrees:
+        raise CheckpointError(
+            f"{verification.reader} reads this config.json otherwise: logits of a small model with its keys differ "
+            f"by {verification.difference:.3g}, {verification.tolerance:.3g} is allowed; {so}. Please report the file"
+        )
+
+
+def shrink_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same file with few layers, few heads of the same width, a small vocabulary and short windows."""
+    model, text = from_hf_config(config, "whole"), decoder_config(config)
+    small = _shrink(text, model)
+    if get_multimodal(config) is None:
+        return small
+    sizes = {key: value for key, value in small.items() if key not in text or text[key] != value}
+    return {**config, TEXT: {**(config.get(TEXT) or {}), **sizes}, VISION: _SMALLEST_VISION, "mm_tokens_per_image": 4}
+
+
+def _shrink(config: Mapping[str, Any], model: ModelSpec) -> dict[str, Any]:
+    heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
+    common = math.gcd(heads, groups)
+    cut = max(part for part in range(1, common + 1) if common % part == 0 and heads // part >= min(heads, _HEADS))
+    few = heads // cut
+    per_head = max(1, round(model.hidden_size / heads))
+    width = config.get("head_dim", family_of(model).defaults.get("head_dim"))
+    if isinstance(width, int):  # else the width of a head follows from the two
+        per_head = min(per_head, max(1, _HIDDEN // few))
+    hidden = per_head * few
+    layers = min(model.num_layers, _period(model) + 1 if _period(model) > 1 else _LAYERS)
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": max(8, round(model.ffn_hidden_size * hidden / model.hidden_size)),
+        "num_attention_heads": few,
+        "num_key_value_heads": groups // cut,
+        "vocab_size": min(model.vocab_size or _VOCABULARY, _VOCABULARY),
+        "pad_token_id": None,  # an index into the vocabulary, of which transformers only checks the size
+    }
+    if model.position_embedding == "learned":
+        sizes["max_position_embeddings"] = min(model.max_position_embeddings, _LENGTH + 8)
+    if config["model_type"] in ("gpt2", "gpt_neox"):
+        del sizes["num_key_value_heads"]  # they have none
+    names = _GPT2 if config["model_type"] == "gpt2" else {}
+    small = {**config, **{names.get(key, key): value for key, value in sizes.items()}}
+    for key in ("layer_types", "no_rope_layers"):
+        if isinstance(small.get(key), list):
+            small[key] = small[key][:layers]
+    if small.get("sliding_window") is not None:
+        small["sliding_window"] = min(small["sliding_window"], _WINDOW)
+    return small
+
+
+def _period(model: ModelSpec) -> int:
+    """After so many layers every kind has been there."""
+    return math.lcm(model.sliding_window_pattern or 1, model.no_rope_layer_interval or 1)
+
+
+def _samples(model: ModelSpec) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and positions: a text longer than every window, and places spread over all that the model knows."""
+    longest = model.max_position_embeddings
+    length = min(_LENGTH, longest)
+    spread = torch.linspace(0, longest - 1, length, dtype=torch.float64).round().long()
+    tokens_BS = torch.randint(0, model.vocab_size or 1, (2, length), generator=_generator())
+    dense = (tokens_BS, torch.arange(length))
+    return [dense, (tokens_BS.flip(0), spread)] if longest > length else [dense]
+
+
+def _their_logits(model: Any, tokens_BS: Tensor, positions: Tensor) -> Tensor:
+    mask = torch.ones_like(tokens_BS)  # without one, jumps in positions are taken for documents
+    with torch.no_grad():
+        made = model(tokens_BS, position_ids=positions.expand(2, -1), attention_mask=mask, use_cache=False)
+    logits: Tensor = made.logits.float()
+    return logits
+
+
+def _their_model(transformers: Any, config: dict[str, Any]) -> Any:
+    read = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    model = transformers.AutoModelForCausalLM.from_config(read, dtype=torch.float32, attn_implementation="eager")
+    generator = _generator()
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.ndim == 1:
+                parameter.add_(torch.rand(parameter.shape, generator=generator) * 0.6 - 0.3)
+            else:  # scores of some size, so that caps and scales show
+                size = 0.3 if "emb" in name or ".wte" in name or ".wpe" in name else 2 / math.sqrt(min(parameter.shape))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+    return model.eval()
+
+
+def _our_model(model: ModelSpec, config: Mapping[str, Any], theirs: Mapping[str, Tensor]) -> Any:
+    multimodal = get_multimodal(config)
+    layout = {} if multimodal is None else multimodal.layout(theirs)
+    decoder = build_decoder(model).eval()
+    parameters = dict(decoder.named_parameters())
+    named = {"embed_out.weight": theirs["lm_head.weight"], **theirs}  # GPT-NeoX names it so in files
+    for pair in get_family_weights(model).tensors(model):
+        found = [named[stored_name(key, layout)] for key in pair.theirs]
+        for name, value in zip(pair.ours, pair.to_ours(found), strict=True):
+            parameter = parameters.pop(name)
+            if parameter.shape != value.shape:
+                raise CheckpointError(
+                    f"transformers reads this config.json otherwise: in a small model with its keys {name} is "
+                    f"{list(value.shape)} there and {list(parameter.shape)} here. Please report the file"
+                )
+            parameter.data.copy_(value)
+    assert not parameters, f"no tensor of theirs is {', '.join(parameters)}"
+    return decoder
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(20)

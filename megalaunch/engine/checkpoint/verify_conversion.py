@@ -1,0 +1,84 @@
+"""The proof of a conversion: is config.json read as transformers reads it, and did every tensor arrive?
+
+The first is asked of a cut-down model with the same config.json (checkpoint/twin.py), at every size; the second of the
+real weights on both sides, which read the same tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
+from megalaunch.engine.checkpoint.streaming_forward import Read, streamed_logits
+from megalaunch.engine.checkpoint.verify_config import Verification, require_agreement, verify_config
+
+TOLERANCE = 1e-4  # of the largest logit; of 1 where that is smaller
+_ROWS, _LENGTH = 2, 24
+# In fp32. Memory stays below 2 GB: beyond it the other side is read with our own decoder, layer by layer.
+_TRANSFORMERS_BYTES = 1_000_000_000
+
+
+def verify_logits(
+    model: ModelSpec, folder: Path | None, of_folder: Read, of_checkpoint: Read, largest_fault: float = 0.0
+) -> dict[str, Any]:
+    """The report; raises CheckpointError where logits differ by more than the tolerance.
+
+    `folder` is the Hugging Face side, if there is one. Its config.json is verified against transformers where that is
+    installed, and its weights are read by it where they are small enough. `largest_fault` is what a coarser format of
+    the output explains, as a part of the largest logit.
+    """
+    verification = Verification(None, reason="there is no Hugging Face folder that transformers could read")
+    if folder is not None:
+        verification = verify_config(HuggingFaceFolder(folder).config)
+    require_agreement(verification, "nothing was written")
+    generator = torch.Generator().manual_seed(20)
+    length = min(_LENGTH, model.max_position_embeddings)
+    probe = torch.randint(0, model.vocab_size or 1, (_ROWS, length), generator=generator)
+    ours = streamed_logits(model, of_checkpoint, probe)
+    theirs, reader = _reference_logits(model, folder if verification.agrees else None, of_folder, probe)
+    difference = (ours - theirs).abs().max().item()
+    size = max(1.0, theirs.abs().max().item())
+    allowed = max(TOLERANCE, largest_fault) * size
+    report = {
+        "compared": f"logits of {_ROWS} x {length} random tokens, fp32",
+        "reader_of_the_folder": reader,
+        "largest_logit": theirs.abs().max().item(),
+        "largest_difference": difference,
+        "tolerance": allowed,
+        "verified": verification.agrees,
+        "config": asdict(verification),
+    }
+    if not difference <= allowed:  # also when it is no number
+        raise CheckpointError(
+            f"both sides differ: logits by up to {difference:.3g}, {allowed:.3g} is allowed "
+            f"({report['compared']}; the folder read by {reader}); nothing was written"
+        )
+    return report
+
+
+def _reference_logits(model: ModelSpec, folder: Path | None, read: Read, probe: Tensor) -> tuple[Tensor, str]:
+    if folder is None or _bytes(model) > _TRANSFORMERS_BYTES:
+        return streamed_logits(model, read, probe), "megalaunch"
+    transformers: Any = import_module("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    there = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
+    )
+    with torch.no_grad():
+        logits: Tensor = there.eval()(probe).logits.float()
+    return logits, f"transformers {transformers.__version__}"
+
+
+def _bytes(model: ModelSpec) -> int:
+    from megalaunch.plan.parameters import count_parameters
+
+    return 4 * count_parameters(model).total

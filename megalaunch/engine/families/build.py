@@ -1,0 +1,110 @@
+"""The decoder that a model section means, whatever its family: every difference between families is a field."""
+
+from __future__ import annotations
+
+import torch
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.config.schema.rope import RopeSpec
+from megalaunch.engine.model.attention.core import NO_CP, ContextParallelism
+from megalaunch.engine.model.config import (
+    AttentionConfig,
+    DecoderConfig,
+    LayerConfig,
+    MLPConfig,
+    NormConfig,
+    RopeConfig,
+)
+from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.tp_region import NO_TP, TPRegion
+from megalaunch.plan.layers import Layer, list_layers
+
+
+def build_decoder(
+    model: ModelSpec,
+    tp_region: TPRegion = NO_TP,
+    context: ContextParallelism = NO_CP,
+    narrow: torch.dtype | None = None,
+) -> Decoder:
+    """The decoder of a resolved model section, on the current default device (usually meta); `narrow` as Decoder's."""
+    return Decoder(decoder_config(model), tp_region, context, narrow)
+
+
+def decoder_config(model: ModelSpec) -> DecoderConfig:
+    """What a resolved model section comes to; raises ValueError when the vocabulary is still open."""
+    if model.vocab_size is None:
+        raise ValueError("model.vocab_size is still null: the data must be prepared before a model is built")
+    learned = model.position_embedding == "learned"
+    return DecoderConfig(
+        layers=tuple(_layer(model, layer) for layer in list_layers(model) if not layer.mtp),
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        attention=_attention(model),
+        mlp=MLPConfig(
+            width=model.ffn_hidden_size,
+            activation=model.activation,
+            clamp=model.swiglu_limit,
+            bias=model.mlp_bias,
+        ),
+        norm=NormConfig(model.norm_epsilon, layer=model.norm == "layernorm", zero_centered_gamma=model.norm_plus_one),
+        block_norms=model.norm_placement,
+        parallel_residual=model.parallel_residual,
+        learned_positions=model.max_position_embeddings if learned else None,
+        embedding_scale=model.hidden_size**0.5 if model.scale_embeddings else 1.0,
+        logit_soft_cap=model.final_logit_softcapping,
+        hidden_dropout=model.hidden_dropout,
+        embedding_dropout=model.hidden_dropout if model.embedding_dropout is None else model.embedding_dropout,
+        tied_embeddings=model.tie_word_embeddings,
+        init_std=model.init_std,
+        embedding_init_std=model.init_std if model.embedding_init_std is None else model.embedding_init_std,
+    )
+
+
+def resolve_head_dim(model: ModelSpec) -> int:
+    """Width of one head."""
+    return model.head_dim or model.hidden_size // model.num_attention_heads
+
+
+def _attention(model: ModelSpec) -> AttentionConfig:
+    head_dim = resolve_head_dim(model)
+    return AttentionConfig(
+        num_heads=model.num_attention_heads,
+        num_groups=model.num_query_groups or model.num_attention_heads,
+        head_dim=head_dim,
+        query_pre_attn_scalar=model.query_pre_attn_scalar or head_dim,
+        soft_cap=model.attn_logit_softcapping,
+        sinks=model.attention_sinks,
+        qk_norm=model.qk_norm,
+        qkv_bias=model.qkv_bias,
+        output_bias=model.attention_output_bias,
+        dropout=model.attention_dropout,
+    )
+
+
+def _layer(model: ModelSpec, layer: Layer) -> LayerConfig:
+    if not layer.rotated:
+        return LayerConfig(layer.window, None)
+    width = round(resolve_head_dim(model) * model.rope.fraction)
+    if layer.window is not None and model.rope.window_theta is not None:
+        return LayerConfig(layer.window, RopeConfig(theta=model.rope.window_theta, rotary_dim=width))
+    return LayerConfig(layer.window, _rope(model.rope, width))
+
+
+def _rope(rope: RopeSpec, width: int) -> RopeConfig:
+    return RopeConfig(
+        theta=rope.theta,
+        rotary_dim=width,
+        scaling=rope.scaling,
+        factor=rope.factor,
+        original_positions=rope.original_positions or 1,
+        low_frequency_factor=rope.low_frequency_factor,
+        high_frequency_factor=rope.high_frequency_factor,
+        beta_fast=rope.beta_fast,
+        beta_slow=rope.beta_slow,
+        truncate=rope.truncate,
+        short_factors=rope.short_factors,
+        long_factors=rope.long_factors,
+        attention_factor=rope.attention_factor,
+        mscale=rope.mscale,
+        mscale_all_dim=rope.mscale_all_dim,
+    )

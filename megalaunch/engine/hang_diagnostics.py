@@ -1,0 +1,117 @@
+"""What a worker can tell while its main thread is stuck: the stacks of its threads, and its last collectives.
+
+Standard library only until it is asked: it is in place before torch is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megalaunch.rundir.collective_trace import (
+    DUMP_STACKS_SIGNAL,
+    DUMP_TRACE_SIGNAL,
+    Collective,
+    CollectiveTrace,
+    GroupTrace,
+    StackLine,
+    frame_location,
+    write_collective_trace,
+)
+
+_REMEMBERED = 1000  # collectives of all groups: some steps of a large model
+_TOLD = 20  # newest ones of each group
+BESIDE = "checkpoint"  # the group of a thread beside training, which is no part of the ranks' common steps
+
+
+class HangDiagnostics:
+    """Answers STACKS_SIGNAL (in C, whatever holds the interpreter) and TRAIL_SIGNAL (from a thread of its own)."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self._path, self._attempt = path, attempt
+        self._main = threading.main_thread().ident
+
+    def install(self) -> None:
+        """Be there from now on; before torch is imported, whose flight recorder is told its size by a variable."""
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_REMEMBERED))
+        faulthandler.enable()
+        faulthandler.register(DUMP_STACKS_SIGNAL, all_threads=True)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_TRACE_SIGNAL})  # threads to come inherit it: only ours takes it
+        threading.Thread(target=self._answer, name="witness", daemon=True).start()
+
+    def _answer(self) -> None:
+        while True:
+            signal.sigwait({DUMP_TRACE_SIGNAL})
+            self.dump()
+
+    def dump(self, error: BaseException | None = None) -> None:
+        """Write the trail of now; what cannot be written or is not known is left out.
+
+        Where an `error` ends the rank, its place is the one that it was raised at.
+        """
+        where, inside = frame_location(self._stack() if error is None else _format_stack(error))
+        with contextlib.suppress(OSError):
+            write_collective_trace(self._path, CollectiveTrace(self._attempt, time.time(), where, inside, _groups()))
+
+    def _stack(self) -> Iterator[StackLine]:
+        """What the main thread is in, innermost first."""
+        frame = sys._current_frames().get(self._main or 0)
+        while frame is not None:
+            yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+            frame = frame.f_back
+
+
+def _format_stack(error: BaseException) -> list[StackLine]:
+    """What an error was raised in, innermost first."""
+    lines = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return [(code.co_filename, line, code.co_name) for code, line in reversed(lines)]
+
+
+def _groups() -> tuple[GroupTrace, ...]:
+    """From torch's flight recorder, where this torch has one that can be read without unpickling."""
+    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
+    names = _ranks_of_groups()
+    if c10d is None or not names or not hasattr(c10d, "_dump_fr_trace_json"):
+        return ()
+    by_group: dict[str, list[dict[str, Any]]] = {}
+    titles = {}
+    for entry in json.loads(c10d._dump_fr_trace_json(True, False)).get("entries", []):
+        name, title = entry["process_group"]
+        if not entry["is_p2p"] and name in names and title != BESIDE:
+            by_group.setdefault(name, []).append(entry)
+            titles[name] = title.removeprefix("mesh_").replace("default_pg", "world")
+    return tuple(_group(titles[name], names[name], entries) for name, entries in by_group.items())
+
+
+def _group(title: str, ranks: tuple[int, ...], entries: list[dict[str, Any]]) -> GroupTrace:
+    seen = Counter(_describe_collective(entry) for entry in entries)
+    last = tuple(
+        Collective(entry["collective_seq_id"], _describe_collective(entry), not entry["retired"])
+        for entry in entries[-_TOLD:]
+    )
+    return GroupTrace(title, ranks, last, dict(seen))
+
+
+def _describe_collective(entry: dict[str, Any]) -> str:
+    shapes = ", ".join(str(shape) for shape in entry["input_sizes"])
+    operation = entry["profiling_name"].partition(":")[2]
+    return f"{operation} of {shapes}" if shapes else operation
+
+
+def _ranks_of_groups() -> dict[str, tuple[int, ...]]:
+    """The ranks of every group of this process, by the group's name."""
+    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if module is None or not module.is_initialized():
+        return {}
+    return {name: tuple(module.get_process_group_ranks(group)) for group, name in module._world.pg_names.items()}

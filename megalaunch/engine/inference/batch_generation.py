@@ -1,0 +1,148 @@
+"""Texts of many prompts at once: batches of rows, each with its own end, as pieces and as finished records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megalaunch.data.tokenizer.tokenizer import Tokenizer
+from megalaunch.engine.inference.detokenizer import IncrementalDetokenizer, StopStrings
+from megalaunch.engine.inference.generate import GenerationConfig, SampledTokens, TextModel, generate_tokens
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token as text, its id, and its log-probability (nats)."""
+
+    token: str
+    id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """One written token, and the likeliest ones in its place."""
+
+    chosen: TokenLogprob
+    best: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """Text that a row has grown by; rows are counted prompt by prompt, sample by sample."""
+
+    row: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished text: `finish` is `end` (the model's own), `stop` (one of the stop strings) or `length`.
+
+    `tokens` are all that were drawn but an end; the text of the last ones may lie behind a stop string. `places` None:
+    log-probabilities were not asked for.
+    """
+
+    row: int
+    text: str
+    tokens: tuple[int, ...]
+    finish: str
+    stop: str | None = None
+    places: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass
+class _SequenceState:
+    number: int
+    growing: IncrementalDetokenizer
+    stops: StopStrings
+    tokens: list[int] = field(default_factory=list)
+    places: list[TokenLogprobs] | None = None
+    text: str = ""
+    finished: bool = False
+
+    def grow(self, piece: str, last: bool = False) -> Iterator[TextDelta]:
+        """The piece as far as it is certain."""
+        shown = self.stops.add(piece, last)
+        self.text += shown
+        if shown:
+            yield TextDelta(self.number, shown)
+
+    def finish(self, reason: str) -> Iterator[TextDelta | Completion]:
+        """The rest, and the record."""
+        self.finished = True
+        if self.stops.found is None:
+            yield from self.grow(self.growing.rest(), last=True)
+        if self.stops.found is not None:
+            reason = "stop"
+        yield Completion(
+            self.number,
+            self.text,
+            tuple(self.tokens),
+            reason,
+            self.stops.found,
+            None if self.places is None else tuple(self.places),
+        )
+
+
+@dataclass(frozen=True)
+class BatchGenerator:
+    """A model and its tokenizer; `stop`: strings that end a text and are no part of it."""
+
+    model: TextModel
+    tokenizer: Tokenizer
+    writing: GenerationConfig
+    stop: tuple[str, ...] = ()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_samples: int, batch_size: int
+    ) -> Iterator[TextDelta | Completion]:
+        """`num_samples` texts of each prompt, `batch_size` rows at once; a row ends with its record."""
+        rows = [(prompt, sample) for prompt in prompts for sample in range(num_samples)]
+        for first in range(0, len(rows), batch_size):
+            yield from self._batch(first, rows[first : first + batch_size])
+
+    def _batch(self, first: int, asked: Sequence[tuple[Sequence[int], int]]) -> Iterator[TextDelta | Completion]:
+        rows = [
+            _SequenceState(
+                first + index,
+                IncrementalDetokenizer(self.tokenizer, prompt),
+                StopStrings(self.stop),
+                places=self._no_places(),
+            )
+            for index, (prompt, _) in enumerate(asked)
+        ]
+        ended = [False] * len(rows)
+        prompts, samples = [prompt for prompt, _ in asked], [sample for _, sample in asked]
+        for drawn in generate_tokens(self.model, prompts, self.writing, samples, ended):
+            for index, row in enumerate(rows):
+                if not row.finished:
+                    yield from self._add(row, index, drawn)
+                    ended[index] = row.finished
+        for row in rows:
+            if not row.finished:
+                yield from row.finish("length")
+
+    def _add(self, row: _SequenceState, index: int, drawn: SampledTokens) -> Iterator[TextDelta | Completion]:
+        token = int(drawn.tokens_B[index])
+        if token in self.writing.ends:
+            yield from row.finish("end")
+            return
+        row.tokens.append(token)
+        if row.places is not None:
+            row.places.append(self._place(token, index, drawn))
+        yield from row.grow(row.growing.add(token))
+        if row.stops.found is not None:
+            yield from row.finish("stop")
+
+    def _no_places(self) -> list[TokenLogprobs] | None:
+        return None if self.writing.likeliest is None else []
+
+    def _place(self, token: int, index: int, drawn: SampledTokens) -> TokenLogprobs:
+        assert drawn.likelihoods is not None
+        chosen_B, ids_Bn, best_Bn = drawn.likelihoods
+        best = zip(ids_Bn[index].tolist(), best_Bn[index].tolist(), strict=True)
+        return TokenLogprobs(self._chance(token, float(chosen_B[index])), tuple(self._chance(*one) for one in best))
+
+    def _chance(self, token: int, logprob: float) -> TokenLogprob:
+        return TokenLogprob(self.tokenizer.decode([token], special=True), token, logprob)

@@ -1,0 +1,123 @@
+"""The key/value cache: what every layer remembers of the positions it has seen, and who may look at what.
+
+One contiguous block a layer, of a size known from the start, so that a step copies nothing but its own keys.
+Shapes: B batch, N query heads, G key/value groups, S new positions, T all positions so far, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalaunch.engine.model.attention.blockwise import attention
+from megalaunch.engine.model.attention.core import AttentionFn, causal_attention
+from megalaunch.engine.model.attention.mask import from_mask
+from megalaunch.engine.model.attention.score_mod import PLAIN, ScoreMod
+
+
+class LayerKVCache:
+    """Keys and values of one layer, [B, G, capacity, D]; `length` positions of them are filled.
+
+    Memory is taken with the first keys, in their format and on their device.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self.length = 0
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store [B, G, S, D] of the next positions; returns views of all positions so far, [B, G, T, D].
+
+        Raises ValueError when they do not fit.
+        """
+        start, count = self.length, keys.shape[2]
+        end = start + count
+        if end > self._capacity:
+            raise ValueError(f"the cache holds {self._capacity} positions, {end} are asked for")
+        if self._keys is None or self._values is None:
+            batch, groups, _, head_dim = keys.shape
+            self._keys, self._values = (keys.new_empty(batch, groups, self._capacity, head_dim) for _ in range(2))
+        self._keys.narrow(2, start, count).copy_(keys)
+        self._values.narrow(2, start, count).copy_(values)
+        self.length = end
+        return self._keys.narrow(2, 0, end), self._values.narrow(2, 0, end)
+
+
+class KVCache:
+    """The caches of all layers, for rows of up to `capacity` tokens.
+
+    `starts`: how many tokens at the front of each row only fill it up (prompts of different lengths end together);
+    nobody sees them. Positions are counted from there.
+    """
+
+    def __init__(self, num_layers: int, capacity: int, starts: Sequence[int] = ()) -> None:
+        self._layers = [LayerKVCache(capacity) for _ in range(num_layers)]
+        self._starts_B = torch.tensor(starts) if any(starts) else None
+        self._length = 0
+
+    def __getitem__(self, layer: int) -> LayerKVCache:
+        """That of one layer."""
+        return self._layers[layer]
+
+    def begin(self, count: int, device: torch.device) -> Tensor:
+        """The positions of the next `count` tokens, [S], or [B, S] where rows differ; a pass over them follows."""
+        slots_S = torch.arange(self._length, self._length + count, device=device)
+        self._length += count
+        if self._starts_B is None:
+            return slots_S
+        self._starts_B = self._starts_B.to(device)
+        return (slots_S - self._starts_B[:, None]).clamp(min=0)
+
+    def attention(self, held: int, windows: Sequence[int | None]) -> Sequence[AttentionFn]:
+        """Of the last `held` positions over all so far, in layers with these windows (None: all tokens)."""
+        made = {window: self._attend(held, window) for window in set(windows)}
+        return [made[window] for window in windows]
+
+    def _attend(self, held: int, window: int | None) -> AttentionFn:
+        if self._starts_B is None and held > 1:
+            return partial(causal_attention, window=window)
+        first = 0 if window is None or held > 1 else max(0, self._length - window)
+        if self._starts_B is None:
+            return partial(_decode_attention, first=first)
+        shown = self._attention_mask(self._starts_B, held, window)[..., first:]
+        return partial(_decode_attention, first=first, shown=shown) if held == 1 else partial(_masked, shown=shown)
+
+    def _attention_mask(self, starts_B: Tensor, held: int, window: int | None) -> Tensor:
+        """Which slots each query sees, [B, 1, S, T]; fillers see themselves: a softmax needs something."""
+        keys = torch.arange(self._length, device=starts_B.device)
+        distance = keys[self._length - held :, None] - keys
+        near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        return ((near & (keys >= starts_B[:, None, None])) | (distance == 0)).unsqueeze(1)
+
+
+def _masked(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: ScoreMod = PLAIN, /, *, shown: Tensor) -> Tensor:
+    return attention(q_BNSD, k_BGTD, v_BGTD, from_mask(shown), scoring)
+
+
+def _decode_attention(
+    q_BN1D: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    scoring: ScoreMod = PLAIN,
+    /,
+    *,
+    first: int,
+    shown: Tensor | None = None,
+) -> Tensor:
+    """One query a row. Those of the heads that share keys stand as positions of one head: no key is repeated."""
+    if first:
+        k_BGTD, v_BGTD = k_BGTD[:, :, first:], v_BGTD[:, :, first:]
+    if not scoring.is_default:
+        mask = shown if shown is not None else torch.ones(1, k_BGTD.shape[2], dtype=torch.bool, device=k_BGTD.device)
+        return attention(q_BN1D, k_BGTD, v_BGTD, from_mask(mask), scoring)
+    batch, heads, _, width = q_BN1D.shape
+    groups = k_BGTD.shape[1]
+    shared = q_BN1D.reshape(batch, groups, heads // groups, width)
+    out = F.scaled_dot_product_attention(shared, k_BGTD, v_BGTD, attn_mask=shown, scale=scoring.scale)
+    return out.reshape(batch, heads, 1, width)

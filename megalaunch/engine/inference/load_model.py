@@ -1,0 +1,246 @@
+"""A language model from what training left: decoder, tokenizer and spec, all out of one checkpoint directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from megalaunch.config.schema import RunSpec, SpecError
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.config.spec_file import read_spec
+from megalaunch.data.errors import DataError
+from megalaunch.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
+from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
+from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface, other_format
+from megalaunch.engine.checkpoint.import_checkpoint import make_spec
+from megalaunch.engine.checkpoint.import_huggingface import tokenizer_text
+from megalaunch.engine.checkpoint.load_tensors import read_tensors
+from megalaunch.engine.checkpoint.retention import latest_valid_checkpoint
+from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.inference.chat_template import stop_token_ids
+from megalaunch.engine.inference.fast_decoder import FastDecoder
+from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY, Decoder
+from megalaunch.importers.huggingface.folder import CONFIG
+from megalaunch.importers.huggingface.multimodal import TEXT_ALONE
+from megalaunch.importers.huggingface.registry import decoder_config, multimodal_family
+from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
+from megalaunch.rundir.checkpoint.names import ORIGIN, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
+from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE
+from megalaunch.rundir.paths import RunDirectory, checkpoint_step
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """All of a language model but its weights; `checkpoint` is where these are.
+
+    `files` stand beside the weights, by the names of Hugging Face folders; `ends` are the tokens that end a text.
+    `add_special_tokens`: a text gets what the tokenizer's post-processor puts around one, such as BOS.
+    """
+
+    checkpoint: Path
+    spec: RunSpec
+    tokenizer: Tokenizer
+    files: Mapping[str, Path]
+    ends: frozenset[int]
+    add_special_tokens: bool = field(default=True, kw_only=True)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text as the model is to read it: as transformers by default."""
+        return self.tokenizer.encode(text, self.add_special_tokens)
+
+
+@dataclass(frozen=True)
+class LanguageModel(ModelSource):
+    """A decoder ready to be asked, with its tokenizer."""
+
+    decoder: Decoder
+
+    @cached_property
+    def fast_decoder(self) -> FastDecoder:
+        """The decoder as it writes text; its parameters stay those of `decoder`."""
+        return FastDecoder(self.decoder)
+
+
+def open_model(
+    source: Path, report: Callable[[str], None] = lambda message: None, device: torch.device | None = None
+) -> LanguageModel:
+    """The model of a run's newest valid checkpoint, a checkpoint or a Hugging Face folder; None: on the best device.
+
+    `report` hears of checkpoints that are passed over. Raises NotADirectoryError when `source` is neither, and
+    CheckpointError when there is no valid checkpoint.
+    """
+    return load_weights(open_source(source, report), device)
+
+
+def open_source(source: Path, report: Callable[[str], None] = lambda message: None) -> ModelSource:
+    """As `open_model`, without the weights: they stay where they are."""
+    other = other_format(source)
+    if other is not None:
+        raise CheckpointError(other)
+    if is_huggingface(source):
+        read = read_source(source)
+        report(f"note: {not_verified_warning(source)}")
+        if multimodal_family(HuggingFaceFolder(source).config) is not None:
+            report(f"note: {source / CONFIG}: {TEXT_ALONE}")
+        return read
+    try:
+        return read_source(find_checkpoint(source, report))
+    except NotADirectoryError as error:
+        raise NotADirectoryError(f"{error}, or a Hugging Face folder (config.json and safetensors)") from error
+
+
+def not_verified_warning(folder: Path) -> str:
+    """What nobody has checked of a folder that is read as it is: transformers takes seconds to import."""
+    return (
+        f"{folder / 'config.json'} is read by megalaunch alone, not verified against transformers "
+        f"(megalaunch convert import {folder} verifies it)"
+    )
+
+
+def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
+    """The checkpoint meant by a run directory (its newest valid one) or a checkpoint directory; it is verified.
+
+    `report` hears of those passed over. Raises NotADirectoryError when it is neither, and CheckpointError when
+    nothing there is valid.
+    """
+    if (source / MANIFEST).exists() or (source / CATALOGUE).exists() or checkpoint_step(source) is not None:
+        problems = verify_checkpoint(source)
+        if problems:
+            raise CheckpointError(f"the checkpoint {source} cannot be trusted: {'; '.join(problems)}")
+        return source
+    run = RunDirectory(source)
+    if not run.checkpoints.is_dir() and not run.spec.is_file():
+        what = "has neither a checkpoint nor a run in it" if source.is_dir() else "is no directory"
+        raise NotADirectoryError(f"{source} {what}; give a run directory or one of its checkpoints/step_<number>")
+    refused: list[str] = []
+
+    def pass_over(checkpoint: Path, problems: list[str]) -> None:
+        refused.append(checkpoint.name)
+        report(f"{checkpoint} is passed over: {'; '.join(problems)}")
+
+    found = latest_valid_checkpoint(run.checkpoints, pass_over)
+    if found is None:
+        reason = f"all of them are damaged: {', '.join(refused)}" if refused else "the run has not saved one yet"
+        raise CheckpointError(f"{run.checkpoints} holds no valid checkpoint ({reason})")
+    return found
+
+
+def read_source(directory: Path) -> ModelSource:
+    """What a Hugging Face folder or a checkpoint holds beside its weights, which are not read.
+
+    Raises CheckpointError for what is missing there, or is not what it has to be.
+    """
+    if is_huggingface(directory):
+        folder = HuggingFaceFolder(directory)
+        return _source_from_folder(folder, HuggingFaceWeights(folder))
+    return _source_from_checkpoint(directory)
+
+
+def load_language_model(checkpoint: Path, device: torch.device) -> LanguageModel:
+    """Load a verified checkpoint; raises CheckpointError when something in it is missing or does not fit."""
+    return load_weights(_source_from_checkpoint(checkpoint), device)
+
+
+def load_weights(source: ModelSource, device: torch.device | None = None) -> LanguageModel:
+    """A model whose other parts are read already, on a device (None: the best one).
+
+    On a CPU the decoder computes in fp32 (one token a step is bound by memory), elsewhere in the run's format.
+    Raises CheckpointError with everything that keeps a folder from being exact, or is wrong with a checkpoint.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = _inference_dtype(source.spec, device)
+    if is_huggingface(source.checkpoint):
+        return LanguageModel(**vars(source), decoder=_decoder_from_folder(source, dtype, device))
+    try:
+        decoder = _decoder(source.checkpoint, source.spec, dtype, device)
+    except (OSError, ValueError) as error:
+        raise _load_error(source.checkpoint, error) from error
+    return LanguageModel(**vars(source), decoder=decoder)
+
+
+def _decoder_from_folder(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Decoder:
+    weights = HuggingFaceWeights(HuggingFaceFolder(source.checkpoint))
+    with torch.device("meta"):
+        decoder = build_decoder(source.spec.model)
+    placed = {name: value.to(device, dtype) for name, value in weights.iter_mapped(weights.shapes.keys())}
+    decoder.load_state_dict(placed, strict=False, assign=True)
+    decoder.tie()
+    return decoder.eval()
+
+
+def _source_from_folder(folder: HuggingFaceFolder, weights: HuggingFaceWeights) -> ModelSource:
+    text = tokenizer_text(folder)
+    if text is None:
+        raise CheckpointError(
+            f"{folder.directory} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json), without which the "
+            "model reads and writes no text; copy the one that belongs to the model there"
+        )
+    tokenizer, files = tokenizer_from_json(text), folder.companions()
+    ends = stop_token_ids(files, decoder_config(folder.config), tokenizer)
+    return ModelSource(folder.directory, make_spec(weights.model), tokenizer, files, ends)
+
+
+def _source_from_checkpoint(checkpoint: Path) -> ModelSource:
+    if (checkpoint / f"{ORIGIN}.json").is_file() and not (checkpoint / TOKENIZER_FILE).is_file():
+        raise CheckpointError(
+            f"{checkpoint} was imported without a tokenizer, so that the model reads and writes no text; import the "
+            "weights again from a folder that has one"
+        )
+    try:
+        spec = read_spec(checkpoint / SPEC_FILE)
+        tokenizer = load_tokenizer(checkpoint / TOKENIZER_FILE)
+        stored = StoredWeights(checkpoint)
+        spec = replace(spec, model=_strip_padding(spec.model, stored.model, tokenizer))
+    except (SpecError, DataError, OSError, ValueError) as error:
+        raise _load_error(checkpoint, error) from error
+    files = stored.companions()
+    ends = stop_token_ids(files, decoder_config(stored.origin.get("config") or {}), tokenizer)
+    around = spec.data.add_special_tokens  # as the documents of the run were
+    return ModelSource(checkpoint, spec, tokenizer, files, ends, add_special_tokens=around)
+
+
+def _strip_padding(model: ModelSpec, stored: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
+    """The model with the rows of tokens alone: those of the weights that the run began with, and the tokenizer's."""
+    known = max(stored.vocab_size or 0, tokenizer.vocab_size)
+    return replace(model, vocab_size=min(model.vocab_size or known, known))
+
+
+def _load_error(checkpoint: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"no text can be generated from {checkpoint}: {error}")
+
+
+def _inference_dtype(spec: RunSpec, device: torch.device) -> torch.dtype:
+    if device.type == "cpu":
+        return torch.float32
+    if (
+        spec.precision.compute_dtype == "auto"
+    ):  # of weights that no run of ours was launched with; as a launch resolves it
+        slow = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.float32 if slow else torch.bfloat16
+    from megalaunch.engine.precision.policy import compute_dtype  # FSDP2 comes with it, a second of imports
+
+    return compute_dtype(spec.precision)
+
+
+def _decoder(checkpoint: Path, spec: RunSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
+    with torch.device("meta"):
+        wide = spec.precision.residual_dtype == "fp32" and dtype != torch.float32
+        decoder = build_decoder(spec.model, narrow=dtype if wide else None)
+    shapes = {name: parameter.shape for name, parameter in decoder.named_parameters()}
+    weights = read_tensors(checkpoint, [WEIGHTS + name for name in shapes])
+    for name, shape in shapes.items():
+        stored = weights[WEIGHTS + name]
+        if name in DIVIDED_BY_VOCABULARY:
+            stored = weights[WEIGHTS + name] = stored[: shape[0]]
+        if stored.shape != shape:
+            raise ValueError(f"{name} has the shape {list(stored.shape)} there; {SPEC_FILE} means {list(shape)}")
+    placed = {name: weights.pop(WEIGHTS + name).to(device, dtype) for name in shapes}
+    decoder.load_state_dict(placed, strict=False, assign=True)  # not strict: a tied head has no tensor of its own
+    decoder.tie()
+    return decoder.eval()

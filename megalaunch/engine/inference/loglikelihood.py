@@ -1,0 +1,73 @@
+"""How likely texts are after others: log-probabilities of given tokens, many pairs at once.
+
+Shapes: B batch, S positions, H hidden, V vocabulary, C positions that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalaunch.engine.model.decoder import Decoder
+
+_FILLER = 0  # behind shorter rows, where no token before it looks
+
+
+class LogLikelihood(NamedTuple):
+    """`logprob` in nats, over all tokens; `greedy`: whether each of them is the likeliest one in its place."""
+
+    logprob: float
+    greedy: bool
+
+
+def loglikelihoods(
+    model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], batch_size: int, longest: int
+) -> Iterator[tuple[int, LogLikelihood]]:
+    """Yield of each pair of tokens (before, after), by its number, how likely the second is after the first.
+
+    `batch_size` rows of like length are read at once, the longest first; what was there before is cut from the left
+    where a row were longer than `longest` tokens. Pairs that differ in their last token alone are read once, as the
+    answers to a question of one letter. Raises ValueError for a pair without tokens, or with too many to follow.
+    """
+    rows: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for number, (before, after) in enumerate(pairs):
+        if not before or not after:
+            raise ValueError(f"pair {number} of texts has no token {'after' if before else 'before'} the border")
+        if len(after) > longest:
+            raise ValueError(f"a text of {len(after)} tokens is longer than the {longest} that are read at once")
+        rows[(*before, *after)[-longest - 1 : -1]].append(number)
+    ordered = sorted(rows, key=len, reverse=True)
+    for start in range(0, len(ordered), batch_size):
+        batch = ordered[start : start + batch_size]
+        for row, states_SH in zip(batch, _states(model, batch), strict=True):
+            asked = [(number, pairs[number][1]) for number in rows[row]]
+            logprobs_CV = _logprobs(model, states_SH[: len(row)], max(len(after) for _, after in asked))
+            yield from ((number, _likelihood(logprobs_CV, after)) for number, after in asked)
+
+
+@torch.inference_mode()
+def _states(model: Decoder, rows: Sequence[Sequence[int]]) -> Tensor:
+    """What the head makes logits from, [B, S, H]."""
+    width = max(map(len, rows))
+    tokens_BS = torch.tensor([[*row, *[_FILLER] * (width - len(row))] for row in rows], device=model.device)
+    states_BSH: Tensor = model(tokens_BS, logits=False)
+    return states_BSH
+
+
+@torch.inference_mode()
+def _logprobs(model: Decoder, states_SH: Tensor, count: int) -> Tensor:
+    """[C, V] in fp32, of the token after each of the last `count` positions."""
+    assert model.head is not None, "a whole model"
+    (logits_CV,) = model.tp_region.column_parallel_linear(states_SH[None, -count:], model.head)
+    return model.softcap_logits(logits_CV)[0].float().log_softmax(dim=-1)
+
+
+def _likelihood(logprobs_CV: Tensor, after: Sequence[int]) -> LogLikelihood:
+    places_CV = logprobs_CV[-len(after) :]
+    tokens_C = torch.tensor(after, device=places_CV.device)
+    chosen = places_CV.gather(1, tokens_C[:, None]).sum()
+    return LogLikelihood(float(chosen), bool((places_CV.argmax(dim=-1) == tokens_C).all()))

@@ -1,0 +1,103 @@
+"""What is asked of a language model: prompts of any number and length, and how their continuations are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.engine.inference.batch_generation import BatchGenerator, Completion, TextDelta
+from megalaunch.engine.inference.chat_template import chat_texts
+from megalaunch.engine.inference.generate import GenerationConfig, TextModel
+from megalaunch.engine.inference.load_model import LanguageModel, ModelSource
+from megalaunch.engine.inference.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """`stop`: strings that end a text and are no part of it; `likeliest`: as in `Writing`. Raises ValueError."""
+
+    max_new_tokens: int = 200
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    num_samples: int = 1
+    batch_size: int = 8
+    likeliest: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = {"max-new-tokens": self.max_new_tokens, "num-samples": self.num_samples, "batch-size": self.batch_size}
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name} must be 1 or more, not {count}")
+        if "" in self.stop:
+            raise ValueError("a stop string is empty: every text would end at once")
+        if self.likeliest is not None and self.likeliest < 0:
+            raise ValueError(f"logprobs must be 0 or more, not {self.likeliest}")
+
+
+def tokenize_prompts(model: ModelSource, prompts: Sequence[str | Sequence[dict[str, str]]]) -> list[list[int]]:
+    """The tokens of each prompt; a conversation goes through the chat template. Raises ValueError.
+
+    A text gets the special tokens that the source says, such as BOS; a template writes its own.
+    """
+    chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    rendered = iter(chat_texts(model.files, chats) if chats else ())
+    return [
+        model.encode(prompt) if isinstance(prompt, str) else model.tokenizer.encode(next(rendered))
+        for prompt in prompts
+    ]
+
+
+def validate_prompts(
+    model: ModelSource, prompts: Sequence[str | Sequence[dict[str, str]]], ask: GenerationRequest
+) -> list[list[int]]:
+    """As `tokens_of`, of prompts that the model has room for; weights are not needed. Raises ValueError."""
+    tokens = tokenize_prompts(model, prompts)
+    check_context_length(model.spec.model, tokens, ask.max_new_tokens)
+    return tokens
+
+
+def check_context_length(spec: ModelSpec, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Raises ValueError for the first prompt that is empty, or too long for the model."""
+    for number, tokens in enumerate(prompts, 1):
+        which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+        if not tokens:
+            raise ValueError(f"{which} is empty: give the model at least a word to continue")
+        longest = spec.max_position_embeddings
+        if len(tokens) + max_new_tokens > longest:
+            left = longest - len(tokens)
+            fix = f"ask for at most {left} new ones (--max-new-tokens)" if left > 0 else "shorten the prompt"
+            raise ValueError(
+                f"{which} of {len(tokens)} tokens and {max_new_tokens} new ones are more than the "
+                f"{longest} that the model is made for (model.max_position_embeddings); {fix}"
+            )
+
+
+def generate_texts(
+    model: LanguageModel, prompts: Sequence[Sequence[int]], ask: GenerationRequest, by: TextModel | None = None
+) -> Iterator[TextDelta | Completion]:
+    """Pieces and finished texts of every prompt's samples; raises ValueError at once for prompts without room.
+
+    `by`: what computes instead of the model's own decoder.
+    """
+    return generate_with(by or model.fast_decoder, model, prompts, ask)
+
+
+def generate_with(
+    computing: TextModel, source: ModelSource, prompts: Sequence[Sequence[int]], ask: GenerationRequest
+) -> Iterator[TextDelta | Completion]:
+    """As `answers`, by anything that computes the logits of the source's model."""
+    check_context_length(source.spec.model, prompts, ask.max_new_tokens)
+    writing = GenerationConfig(
+        ask.max_new_tokens, ask.sampling, source.ends, source.tokenizer.vocab_size, ask.likeliest
+    )
+    writer = BatchGenerator(computing, source.tokenizer, writing, ask.stop)
+    return writer.generate(prompts, ask.num_samples, ask.batch_size)
+
+
+def length_note(model: ModelSource, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> str | None:
+    """A warning when a text may outgrow the samples that the model was trained on, else None."""
+    trained, asked = model.spec.batch.sequence_length, max(map(len, prompts), default=0) + max_new_tokens
+    if asked <= trained:
+        return None
+    return f"the text may grow to {asked} tokens; this model was trained on {trained} at a time and may lose the thread"

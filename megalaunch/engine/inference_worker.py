@@ -1,0 +1,182 @@
+"""A text worker's life: join, lay the model out, load its weights, answer the job, say how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.paths import with_value
+from megalaunch.data.errors import DataError
+from megalaunch.data.samples.validation_dataset import FiniteDataset
+from megalaunch.engine.checkpoint.coordination import run_on_all_ranks
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.checkpoint.load_pretrained import load_pretrained
+from megalaunch.engine.inference.jobs import (
+    Answer,
+    EvaluateJob,
+    GenerateJob,
+    Job,
+    Warning,
+    answers_file,
+    read_job,
+    to_record,
+)
+from megalaunch.engine.inference.kv_cache import KVCache
+from megalaunch.engine.inference.load_model import ModelSource, read_source
+from megalaunch.engine.inference.request import generate_with, length_note, tokenize_prompts
+from megalaunch.engine.mesh import Mesh, make_mesh
+from megalaunch.engine.model.config import DecoderConfig
+from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
+from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
+from megalaunch.engine.perplexity import HEAD_CHUNKS, eval_sequence_length, scores_by
+from megalaunch.engine.process_group import destroy_process_group, init_process_group
+from megalaunch.engine.run_end import RankError, RunEnd
+from megalaunch.engine.train.build import materialize, parallelize_on_meta
+from megalaunch.engine.train.evaluate import evaluate_loss_sum
+from megalaunch.engine.train.forward_backward import make_forward_backward, make_pipeline_forward
+from megalaunch.engine.train.rank_sync import sync_stop_signal
+from megalaunch.engine.train.run_logger import RunLogger
+from megalaunch.engine.worker_setup import StopSignal
+from megalaunch.plan.topology import Topology
+from megalaunch.rundir.jsonl import append_line
+from megalaunch.rundir.outcome import ExitCode
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.progress import ProgressWriter
+
+
+def run_inference_worker(
+    spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWriter, stop: StopSignal
+) -> None:
+    """From a worker's start to its exit: the weights are those of `checkpoint.load_pretrained`.
+
+    Of a stop request nothing comes but its end by the launcher: there is nothing to save.
+    """
+    record = RunLogger(directory, rank, progress)
+    topology = Topology.from_spec(spec)
+    progress.coordinates = topology.coordinates(rank)
+    record.phase("joining")
+    device, problem = init_process_group(spec)
+    try:
+        if problem is not None:  # the same on every rank
+            raise RunEnd(problem.exit_code, problem.reason, 0)
+        run_job(spec, make_mesh(topology, device, rank), directory, record)
+        ending = RunEnd(ExitCode.DONE, "answered", 0)
+    except RunEnd as planned:
+        ending = planned
+    try:
+        record.outcome(ending)
+    finally:  # one that could not be written must not keep the others waiting
+        destroy_process_group()
+
+
+def run_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger) -> None:
+    """Lay the model out, load its weights and answer the job of the directory. Collective.
+
+    Raises an Ending, the same on every rank, for what is wrong with the source, the job or its data.
+    """
+    path = Path(spec.checkpoint.load_pretrained or "")
+    record.phase("building")
+    model = parallelize_on_meta(spec, mesh)
+    materialize(model, mesh)
+    record.phase("loading")
+    try:
+        source = _open_source_on_all_ranks(path)
+        load_pretrained(path, spec.model, model)
+        broadcast_tied_embedding(model, mesh)
+        record.phase("answering")
+        job = read_job(directory)
+        if job.no_bos:
+            source = replace(source, add_special_tokens=False)
+        for one in _answers(_DistributedModel(spec, mesh, model, source, record), job):
+            if record.is_first:
+                append_line(answers_file(directory), to_record(one))
+    except CheckpointError as error:
+        raise RunEnd(ExitCode.CHECKPOINT, str(error), 0) from error
+    except DataError as error:
+        raise RunEnd(ExitCode.DATA, str(error), 0) from error
+
+
+def _open_source_on_all_ranks(path: Path) -> ModelSource:
+    """Collective; raises the same CheckpointError on every rank."""
+    opened: list[ModelSource] = []
+    run_on_all_ranks(lambda: opened.append(read_source(path)))
+    return opened[0]
+
+
+@dataclass(frozen=True)
+class _DistributedModel:
+    """A model that lies over the ranks, with its weights, and where it came from."""
+
+    spec: RunSpec
+    mesh: Mesh
+    model: ModelParts
+    source: ModelSource
+    record: RunLogger
+
+
+def _answers(laid: _DistributedModel, job: Job) -> Iterator[Answer]:
+    try:
+        answers = _generate(laid, job) if isinstance(job, GenerateJob) else _evaluate(laid, job)
+    except ValueError as error:  # what was asked cannot be
+        raise RunEnd(ExitCode.CONFIGURATION, str(error), 0) from error
+    yield from answers
+
+
+def _generate(laid: _DistributedModel, job: GenerateJob) -> Iterator[Answer]:
+    tokens = tokenize_prompts(laid.source, job.prompts)
+    texts = generate_with(_GenerationModel(laid), laid.source, tokens, job.ask)
+    note = length_note(laid.source, tokens, job.ask.max_new_tokens)
+    return chain([Warning(note)] if note else [], texts)
+
+
+def _evaluate(laid: _DistributedModel, job: EvaluateJob) -> Iterator[Answer]:
+    length = eval_sequence_length(laid.source, job.sequence_length)
+    moves = partial(laid.record.heartbeat, "answering", 0)
+    return scores_by(partial(_sum_over_ranks, laid, job.batch_size), laid.source, job.data, length, job.json_key, moves)
+
+
+def _sum_over_ranks(laid: _DistributedModel, batch_size: int, rows: FiniteDataset) -> tuple[float, int]:
+    spec = with_value(laid.spec, {"train.loss_chunks": HEAD_CHUNKS})
+    passes = make_forward_backward(spec, laid.mesh, laid.model)
+
+    def may_go_on(problem: RankError | None) -> bool:
+        laid.record.heartbeat("answering", 0)
+        sync_stop_signal(None, problem, 0, laid.mesh.device)
+        return True
+
+    sums = evaluate_loss_sum(passes, rows, batch_size, laid.mesh, may_go_on)
+    assert sums is not None, "nothing cuts it short"
+    return float(sums[0]), int(sums[1])
+
+
+class _GenerationModel:
+    """The model as a generator of text sees it, telling progress."""
+
+    def __init__(self, laid: _DistributedModel) -> None:
+        self._relay = DistributedGenerator(
+            laid.model, laid.mesh, make_pipeline_forward(laid.spec, laid.mesh, laid.model)
+        )
+        self._record = laid.record
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Of the whole decoder."""
+        return self._relay.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens have to be."""
+        return self._relay.device
+
+    def __call__(self, tokens_BS: Tensor, positions: Tensor, stores: KVCache) -> Tensor:
+        """Logits of the last position, [B, 1, V]. Collective."""
+        self._record.heartbeat("answering", 0)
+        return self._relay(tokens_BS, positions, stores)

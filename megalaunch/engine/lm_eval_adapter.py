@@ -1,0 +1,236 @@
+"""Models of ours for EleutherAI's lm-evaluation-harness; importing this adds `megalaunch` to its models.
+
+`python -m megalaunch.engine.lm_eval_adapter` is lm-eval's own command line with that model added.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from megalaunch.engine.inference.batch_generation import Completion
+from megalaunch.engine.inference.chat_template import named_token
+from megalaunch.engine.inference.load_model import LanguageModel, open_model
+from megalaunch.engine.inference.loglikelihood import loglikelihoods
+from megalaunch.engine.inference.request import GenerationRequest, generate_texts
+from megalaunch.engine.inference.sampling import Sampling
+
+_log = logging.getLogger(__name__)
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@register_model("megalaunch")
+class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
+    """lm-eval's view of a model: texts in; log-likelihoods and texts out, as its model `hf` gives them.
+
+    `pretrained`: a run, checkpoint or Hugging Face folder, or a model that is open already. `max_length`: tokens that
+    are read at once (default: what the model is made for); what is longer is cut from the left. `max_gen_toks`: of
+    tasks that do not say how long a text may be. Raises as `open_model` does, and ValueError for other words.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | Path | LanguageModel,
+        batch_size: int | str = 1,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        device: str | None = None,
+    ) -> None:
+        super().__init__()
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise ValueError(f"batch_size must be a number of rows, 1 or more, not {batch_size!r}")
+        if not isinstance(pretrained, LanguageModel):
+            pretrained = open_model(Path(pretrained).expanduser(), device=_device(device))
+        self._model: LanguageModel = pretrained
+        self._device, self.batch_size, self.max_gen_toks = self._model.decoder.device, int(batch_size), max_gen_toks
+        made_for = self._model.spec.model.max_position_embeddings
+        self.max_length = made_for if max_length is None else max_length
+        if not 1 <= self.max_length <= made_for:
+            raise ValueError(
+                f"max_length must be from 1 to the {made_for} that the model is made for, not {max_length}"
+            )
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text; raises ValueError for a tokenizer that names none."""
+        found = self._task_name("eos_token")
+        found = self._model.tokenizer.eod_id if found is None else found
+        if found is None:
+            raise ValueError("the tokenizer of this model names no token that begins or ends a text")
+        return found
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text that stands alone: what begins one, else what ends one."""
+        found = self._task_name("bos_token")
+        return self.eot_token_id if found is None else found
+
+    def _task_name(self, role: str) -> int | None:
+        token = named_token(self._model.files, role)
+        return None if token is None else self._model.tokenizer.token_id(token)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+        """Tokens, with what the tokenizer puts around a text unless it stands there already."""
+        begin = named_token(self._model.files, "bos_token")
+        around = not (begin and string.startswith(begin)) if add_special_tokens is None else add_special_tokens
+        return self._model.tokenizer.encode(string, around)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: object
+    ) -> list[tuple[float, bool]]:
+        pairs = [(before, after) for _, before, after in requests]
+        self._warn_truncated(
+            sum(len(before) + len(after) > self.max_length + 1 for before, after in pairs), self.max_length
+        )
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
+        every = loglikelihoods(self._model.decoder, pairs, self.batch_size, self.max_length)
+        for number, likelihood in tqdm(every, "log-likelihoods", len(pairs), disable=disable_tqdm):
+            found[number] = tuple(likelihood)
+            if requests[number][0] is not None:  # a window of a longer text has no name
+                self.cache_hook.add_partial("loglikelihood", requests[number][0], found[number])
+        return found
+
+    def _warn_truncated(self, count: int, room: int) -> None:
+        if count:
+            _log.warning(
+                "%d texts are longer than the %d tokens that there is room for: cut from the left", count, room
+            )
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts: each token once, with as much before it as is read at once."""
+        windows, owners = [], []
+        for number, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0])
+            for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for number, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            totals[number] += logprob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """What the model writes after each text, up to one of the request's strings; those of like wishes together."""
+        alike: dict[str, list[int]] = defaultdict(list)
+        for number, request in enumerate(requests):
+            alike[repr(sorted(request.args[1].items()))].append(number)
+        found = [""] * len(requests)
+        with tqdm(total=len(requests), desc="texts", disable=disable_tqdm) as progress:
+            for numbers in alike.values():
+                for number, text in self._generate_group(requests, numbers):
+                    found[number] = text
+                    self.cache_hook.add_partial("generate_until", requests[number].args, text)
+                    progress.update()
+        return found
+
+    def _generate_group(self, requests: Sequence[Any], numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
+        """The texts of requests that wish for the same, by number."""
+        ask = _ask(requests[numbers[0]].args[1], self.max_gen_toks, self.batch_size)
+        room = self.max_length - ask.max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f"max_gen_toks={ask.max_new_tokens} leaves no room for a prompt in the {self.max_length} tokens that "
+                "are read at once; ask for shorter texts (max_gen_toks)"
+            )
+        prompts = {number: self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers}
+        self._warn_truncated(sum(len(tokens) > room for tokens in prompts.values()), room)
+        ordered = sorted(numbers, key=lambda number: len(prompts[number]), reverse=True)
+        for answer in generate_texts(self._model, [prompts[number][-room:] for number in ordered], ask):
+            if isinstance(answer, Completion):
+                # decoded without the prompt, as `hf` does: some tokenizers then leave a space out
+                text = self._model.tokenizer.decode(answer.tokens)
+                yield ordered[answer.row], postprocess_generated_text(text, list(ask.stop), None)
+
+
+def _device(name: str | None) -> torch.device | None:
+    """None, the best one here, where lm-eval names its default, a first GPU, and there is none."""
+    if name is None or (name.startswith("cuda") and not torch.cuda.is_available()):
+        return None
+    return torch.device(name)
+
+
+def _ask(wishes: Mapping[str, Any], max_gen_toks: int, batch_size: int) -> GenerationRequest:
+    """What a task's `generation_kwargs` mean; raises ValueError for those that are unknown here."""
+    wanted = dict(normalize_gen_kwargs(dict(wishes), max_gen_toks))
+    most, stop, draw = wanted.pop("max_gen_toks"), wanted.pop("until"), wanted.pop("do_sample")
+    unknown = sorted(wanted.keys() - {*_SAMPLING})
+    if unknown:
+        raise ValueError(f"generation_kwargs: {', '.join(unknown)} is unknown; known are {', '.join(_SAMPLING)}")
+    chosen = {name: value for name, value in wanted.items() if value is not None}
+    chosen["temperature"] = float(chosen.get("temperature", 1.0)) if draw else 0.0
+    return GenerationRequest(most, Sampling(**chosen), tuple(one for one in stop if one), batch_size=batch_size)
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One figure of a task: `metric` after `filter` (lm-eval's words), over so many samples."""
+
+    task: str
+    metric: str
+    filter: str
+    value: float
+    stderr: float | None
+    samples: int
+
+
+def task_scores(
+    model: LanguageModel,
+    tasks: Sequence[str],
+    include_path: Path | None,
+    num_fewshot: int | None,
+    limit: int | None,
+    batch_size: int,
+    max_length: int | None,
+) -> list[TaskScore]:
+    """All figures of lm-eval's tasks, and of those in `include_path`; of the first `limit` samples each if it is set.
+
+    Raises ValueError for a task that is unknown or wishes for what there is not, OSError when its data is not there.
+    """
+    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        raise ValueError(
+            f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` shows its own, and --include-path names a "
+            "folder with others"
+        )
+    found = simple_evaluate(
+        model=LMEvalModel(model, batch_size, max_length),
+        tasks=list(tasks),
+        num_fewshot=num_fewshot,
+        limit=limit,
+        task_manager=manager,
+        log_samples=False,
+    )
+    return [
+        score for task, figures in found["results"].items() for score in _figures(task, figures, found["n-samples"])
+    ]
+
+
+def _figures(task: str, figures: Mapping[str, Any], samples: Mapping[str, Any]) -> Iterator[TaskScore]:
+    for key, value in figures.items():
+        metric, comma, kept = key.partition(",")
+        if comma and not metric.endswith("_stderr"):
+            stderr = figures.get(f"{metric}_stderr,{kept}")
+            count = samples.get(task, {}).get("effective", 0)
+            yield TaskScore(task, metric, kept, value, stderr if isinstance(stderr, float) else None, count)
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

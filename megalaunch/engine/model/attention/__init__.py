@@ -1,0 +1,1 @@
+"""Attention: the module, its masks, score modification and implementations."""

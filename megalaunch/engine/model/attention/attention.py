@@ -1,0 +1,112 @@
+"""Grouped-query self-attention.
+
+Shapes: B batch, S queries, T keys, H hidden, N query heads, G key/value groups, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megalaunch.engine.model.attention.core import AttentionFn
+from megalaunch.engine.model.attention.score_mod import ScoreMod
+from megalaunch.engine.model.config import AttentionConfig, NormConfig
+from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.model.norm import Norm
+from megalaunch.engine.model.rope import RopeCache, apply_rope
+from megalaunch.engine.model.sharded_norm import ShardedRMSNorm
+from megalaunch.engine.model.tp_region import NO_TP, TPRegion
+from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED_PER_HEAD, ROW_PARALLEL, ParamLayout, local_param
+
+
+class KVCache(Protocol):
+    """What one layer remembers of earlier positions while text is generated."""
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store [B, G, S, D] of the new positions; return those of all positions, [B, G, T, D]."""
+
+
+class KVCaches(Protocol):
+    """Those of all layers, which know what the rows of a batch may look at."""
+
+    def __getitem__(self, layer: int, /) -> KVCache: ...
+
+    def attention(self, held: int, windows: Sequence[int | None]) -> Sequence[AttentionFn]:
+        """Of the last `held` positions, in layers with these windows (None: all tokens)."""
+
+
+class Attention(nn.Module):
+    """Causal attention; each of the G key/value heads serves N / G query heads."""
+
+    sinks_layout = COLUMN_PARALLEL
+
+    def __init__(
+        self, hidden_size: int, config: AttentionConfig, norm: NormConfig, tp_region: TPRegion = NO_TP
+    ) -> None:
+        super().__init__()
+        self.config, self.tp_region = config, tp_region
+        groups = ParamLayout(shard_dim=0, max_shards=config.num_groups)
+        queries, keys = config.num_heads * config.head_dim, config.num_groups * config.head_dim
+        self.q_proj = Linear(hidden_size, queries, COLUMN_PARALLEL, config.qkv_bias)
+        self.k_proj = Linear(hidden_size, keys, groups, config.qkv_bias)
+        self.v_proj = Linear(hidden_size, keys, groups, config.qkv_bias)
+        self.o_proj = Linear(queries, hidden_size, ROW_PARALLEL, config.output_bias)
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if config.qk_norm == "head":
+            self.q_norm = Norm(config.head_dim, norm, REPLICATED_PER_HEAD)
+            self.k_norm = Norm(config.head_dim, norm, REPLICATED_PER_HEAD)
+        elif config.qk_norm == "full":
+            self.q_norm = ShardedRMSNorm(queries, norm, COLUMN_PARALLEL, tp_region)
+            self.k_norm = ShardedRMSNorm(keys, norm, groups, tp_region)
+
+    def forward(
+        self,
+        x_BSH: Tensor,
+        rotation: RopeCache | None,
+        attend: AttentionFn,
+        store: KVCache | None = None,
+        words_BN: Tensor | None = None,
+    ) -> Tensor:
+        """[B, S, H] -> [B, S, H]; with a store the keys of earlier positions are seen too.
+
+        `words_BN` of this rank's heads are those by which weights are dropped; None: none is.
+        """
+        queries, keys, values = self.tp_region.column_parallel_linear(x_BSH, self.q_proj, self.k_proj, self.v_proj)
+        q_BNSD = self._apply_rope(self._normed(queries, self.q_norm), rotation)
+        k_BGTD = self._apply_rope(self._normed(keys, self.k_norm), rotation)
+        v_BGTD = self._heads(values)
+        if store is not None:
+            k_BGTD, v_BGTD = store.extend(k_BGTD, v_BGTD)
+        out_BNSD = self.core_attention(attend, q_BNSD, k_BGTD, v_BGTD, words_BN)
+        return self.tp_region.row_parallel_linear(out_BNSD.transpose(1, 2).flatten(2), self.o_proj)
+
+    def core_attention(
+        self, attend: AttentionFn, queries: Tensor, keys: Tensor, values: Tensor, words_BN: Tensor | None = None
+    ) -> Tensor:
+        """What lies between the projections."""
+        return attend(queries, keys, values, self.scoring(words_BN))
+
+    def scoring(self, words_BN: Tensor | None = None) -> ScoreMod:
+        """How its scores become weights."""
+        sinks = None if self.sinks is None else local_param(self.sinks)
+        return ScoreMod(
+            self.config.query_pre_attn_scalar**-0.5, self.config.soft_cap, sinks, words_BN, self.config.dropout
+        )
+
+    def _normed(self, projected: Tensor, norm: nn.Module | None) -> Tensor:
+        """[B, S, f] -> heads [B, n, S, D], normed one by one or all together."""
+        if isinstance(norm, ShardedRMSNorm):
+            return self._heads(norm(projected))
+        heads = self._heads(projected)
+        return heads if norm is None else norm(heads)
+
+    def _apply_rope(self, heads: Tensor, rotation: RopeCache | None) -> Tensor:
+        return heads if rotation is None else apply_rope(heads, rotation)
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.view(*projected.shape[:-1], -1, self.config.head_dim).transpose(1, 2)

@@ -1,0 +1,94 @@
+"""Which part of every sample a rank holds, and how its queries reach the keys: the one-device form.
+
+Shapes: B batch, N query heads, G key/value groups, S all tokens of a sample, s those of this rank, T keys at hand,
+D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalaunch.engine.model.attention.blockwise import attention
+from megalaunch.engine.model.attention.cpu import causal_attention_cpu, is_faster
+from megalaunch.engine.model.attention.mask import AttentionMask, make_mask
+from megalaunch.engine.model.attention.score_mod import PLAIN, ScoreMod
+
+
+class AttentionFn(Protocol):
+    """What lies between the projections."""
+
+    def __call__(self, q_BNsD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
+        """Queries [B, N, s, D], keys and values [B, G, T, D] -> [B, N, s, D]."""
+
+
+class ContextParallelism(Protocol):
+    """A sample's tokens as they lie over ranks."""
+
+    def position_ids(self, held: int, device: torch.device) -> Tensor:
+        """Where the `held` tokens of this rank stand in their sample, [s] int64."""
+
+    def make_attention(
+        self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
+    ) -> Sequence[AttentionFn]:
+        """Causal attention of layers with these windows (None: all tokens), within documents where they are given.
+
+        `device`: where queries, keys and `documents_Bs` lie, so that masks and places are made there.
+        """
+
+
+class NoContextParallel:
+    """Every rank holds all tokens of its samples."""
+
+    def position_ids(self, held: int, device: torch.device) -> Tensor:
+        """0, 1, ..."""
+        return torch.arange(held, device=device)
+
+    def make_attention(
+        self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
+    ) -> Sequence[AttentionFn]:
+        """One for each window, shared by its layers."""
+        made = {window: self._attend(held, documents_Bs, window, device) for window in set(windows)}
+        return [made[window] for window in windows]
+
+    def _attend(self, held: int, documents_Bs: Tensor | None, window: int | None, device: torch.device) -> AttentionFn:
+        if documents_Bs is None:
+            return partial(causal_attention, window=window)
+        places = self.position_ids(held, device)
+        return masked_attention(make_mask(places, places, documents_Bs, documents_Bs, window))
+
+
+NO_CP = NoContextParallel()
+
+
+def causal_attention(
+    q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: ScoreMod = PLAIN, /, window: int | None = None
+) -> Tensor:
+    """Attention of the last S of T positions over all T, or the last `window` of them: [B, N, S, D]."""
+    if window is not None and q_BNSD.shape[2] == 1:
+        k_BGTD, v_BGTD, window = k_BGTD[:, :, -window:], v_BGTD[:, :, -window:], None
+    queries, keys = q_BNSD.shape[2], k_BGTD.shape[2]
+    if queries in (1, keys) and scoring.is_default and (window is None or window >= keys):
+        if is_faster(q_BNSD):
+            return causal_attention_cpu(q_BNSD, k_BGTD, v_BGTD, scoring.softmax_scale(q_BNSD))
+        grouped = q_BNSD.shape[1] != k_BGTD.shape[1]
+        return F.scaled_dot_product_attention(
+            q_BNSD, k_BGTD, v_BGTD, is_causal=queries > 1, scale=scoring.scale, enable_gqa=grouped
+        )
+    places = torch.arange(keys, device=q_BNSD.device)
+    mask = AttentionMask(places[keys - queries :], places, window=window)
+    return attention(q_BNSD, k_BGTD, v_BGTD, mask, scoring)
+
+
+def masked_attention(mask: AttentionMask) -> AttentionFn:
+    """Attention over the keys that a sight shows, on the device where it was made."""
+
+    def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
+        return attention(q_BNSD, k_BGTD, v_BGTD, mask, scoring)
+
+    return attend

@@ -1,0 +1,197 @@
+"""Tensor and sequence parallelism: a region's inputs and outputs, with their exchanges beside the matmuls.
+
+Megatron's scheme (Shoeybi et al. 2019; Korthikanti et al. 2022 for sequences). Between regions every rank holds
+all tokens, or with sequence parallelism its part s = S / tp of each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megalaunch.engine.collectives import AsyncCollective, all_gather_async, all_reduce_async, start_reduce_scatter
+from megalaunch.engine.dtensor import shard_param
+from megalaunch.engine.mesh import Axis
+from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.model.matmul import linear, matmul, needs_grad
+from megalaunch.engine.parallel.tp_overlap import AllGatherMatmulRing, MatmulReduceScatterRing
+from megalaunch.engine.param_layout import ParamLayout, get_param_layout, local_or_shared_shard, local_param
+
+_SEQUENCE = 1  # the dim of S in [B, S, H]
+
+
+@dataclass
+class TensorParallel:
+    """The boundary between regions on one tensor-parallel rank; all modules of a model share it."""
+
+    axis: Axis
+    sequence_parallel: bool
+    overlap: bool = False  # rings of parallel/tensor_ring.py, under sequence parallelism
+
+    @property
+    def vocab_axis(self) -> Axis:
+        """Logits are divided over the same axis."""
+        return self.axis
+
+    def embed(self, tokens_BS: Tensor, embedding: nn.Module) -> Tensor:
+        """Each rank looks up the tokens of its rows; the sum over ranks has all of them. -> [B, s, H]."""
+        assert isinstance(embedding.weight, Tensor)
+        table = local_param(embedding.weight)
+        rows = tokens_BS - self.axis.rank * table.shape[0]
+        mine = (rows >= 0) & (rows < table.shape[0])
+        vectors = F.embedding(rows.where(mine, 0), table) * mine.unsqueeze(-1)
+        return self._sum(vectors)
+
+    def column_parallel_linear(self, x_BsH: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
+        """[B, s, H] -> [B, S, f] each."""
+        weights = [self.local_param(p.weight, p.layout) for p in projections]
+        outputs: tuple[Tensor, ...]
+        if self.overlap and self.sequence_parallel:
+            outputs = AllGatherMatmulRing.apply(x_BsH, self.axis, *weights)  # type: ignore[no-untyped-call]
+        else:
+            outputs = _ColumnParallelLinearFn.apply(x_BsH, self.axis, self.sequence_parallel, *weights)  # type: ignore[no-untyped-call]
+        return tuple(
+            out if p.bias is None else out + self.local_param(p.bias, p.bias_layout)
+            for out, p in zip(outputs, projections, strict=True)
+        )
+
+    def gather_from_sequence_parallel_region(self, x_BsH: Tensor) -> Tensor:
+        """[B, s, H] -> [B, S, H]; backward: the ranks' gradients are parts of a sum."""
+        whole: Tensor = _GatherFromSP.apply(x_BsH, self.axis, self.sequence_parallel)  # type: ignore[no-untyped-call]
+        return whole
+
+    def row_parallel_linear(self, x_BSf: Tensor, projection: Linear) -> Tensor:
+        """[B, S, f] -> [B, s, H]."""
+        weight = local_param(projection.weight)
+        if self.overlap and self.sequence_parallel:
+            total: Tensor = MatmulReduceScatterRing.apply(x_BSf, self.axis, weight)  # type: ignore[no-untyped-call]
+        else:
+            total = self._sum(linear(x_BSf, weight))
+        return total if projection.bias is None else total + local_param(projection.bias)
+
+    def local_param(self, parameter: Tensor, layout: ParamLayout) -> Tensor:
+        """What this rank applies of a parameter."""
+        return local_or_shared_shard(parameter, layout, self.axis.rank, self.axis.size)
+
+    def scatter_to_sp(self, positions: Tensor) -> Tensor:
+        """Of [..., S] what goes with this rank's tokens between regions, [..., s]."""
+        return positions.chunk(self.axis.size, dim=-1)[self.axis.rank] if self.sequence_parallel else positions
+
+    def local_heads(self, whole: Tensor) -> Tensor:
+        """Of [N] what goes with this rank's heads inside a region, [n]."""
+        return whole.chunk(self.axis.size)[self.axis.rank]
+
+    def all_reduce_mean(self, statistic: Tensor) -> Tensor:
+        """The mean over ranks of what each found of its part of the features."""
+        mean: Tensor = _AllReduceMean.apply(statistic, self.axis)  # type: ignore[no-untyped-call]
+        return mean
+
+    def local_seq_len(self, length: int) -> int:
+        """An equal share under sequence parallelism, else all of them."""
+        return length // self.axis.size if self.sequence_parallel else length
+
+    @contextmanager
+    def sequence_parallel_disabled(self) -> Iterator[None]:
+        """No sequence parallelism within: a length need not divide."""
+        kept, self.sequence_parallel = self.sequence_parallel, False
+        try:
+            yield
+        finally:
+            self.sequence_parallel = kept
+
+    def _sum(self, partial: Tensor) -> Tensor:
+        total: Tensor = _ReduceFromTPRegion.apply(partial, self.axis, self.sequence_parallel)  # type: ignore[no-untyped-call]
+        return total
+
+
+class _ColumnParallelLinearFn(torch.autograd.Function):
+    """y_i = gather(x) W_i^T.
+
+    Backward: the gather of x, which is kept divided, runs beside dx = sum_i dy_i W_i; the reduction of dx runs
+    beside dW_i = dy_i^T x. A pass for one of the two does that one's half.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, divided_sequence: bool, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.divided_sequence = axis, divided_sequence
+        ctx.save_for_backward(x, *weights)
+        whole = all_gather_async(x, _SEQUENCE, axis).wait() if divided_sequence else x
+        return tuple(matmul(whole, weight.T) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        wanted = [needs_grad(ctx, number) for number in range(1, 1 + len(weights))]
+        gathering = all_gather_async(x, _SEQUENCE, ctx.axis) if ctx.divided_sequence and any(wanted) else None
+        reducing = None
+        if needs_grad(ctx, 0):
+            dx = matmul(dys[0], weights[0])
+            for dy, weight in zip(dys[1:], weights[1:], strict=True):
+                dx = matmul(dy, weight, onto=dx)
+            reducing = _start_reduce(dx, ctx.axis, ctx.divided_sequence)
+        rows = (gathering.wait() if gathering else x).flatten(0, 1)
+        dweights = [matmul(dy.flatten(0, 1).T, rows) if w else None for dy, w in zip(dys, wanted, strict=True)]
+        return reducing.wait() if reducing else None, None, None, *dweights
+
+
+class _GatherFromSP(torch.autograd.Function):
+    """What `_Enter` does around its projections."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, divided_sequence: bool) -> Tensor:
+        ctx.axis, ctx.divided_sequence = axis, divided_sequence
+        return all_gather_async(x, _SEQUENCE, axis).wait() if divided_sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _start_reduce(gradients[0], ctx.axis, ctx.divided_sequence).wait(), None, None
+
+
+class _ReduceFromTPRegion(torch.autograd.Function):
+    """The sum of the ranks' partial results, whole or divided by sequence; backward: the gradient, whole again."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, axis: Axis, divided_sequence: bool) -> Tensor:
+        ctx.axis, ctx.divided_sequence = axis, divided_sequence
+        return _start_reduce(partial, axis, divided_sequence).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = dys
+        return (all_gather_async(dy, _SEQUENCE, ctx.axis).wait() if ctx.divided_sequence else dy), None, None
+
+
+def _start_reduce(partial: Tensor, axis: Axis, divided_sequence: bool) -> AsyncCollective:
+    """The sum of the ranks' parts, whole or divided by sequence."""
+    return start_reduce_scatter(partial, _SEQUENCE, axis) if divided_sequence else all_reduce_async(partial, axis)
+
+
+class _AllReduceMean(torch.autograd.Function):
+    """The mean over ranks; every rank goes on with it in its own way, so the gradients are averaged alike."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return all_reduce_async(part, axis).wait() / axis.size
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_async(gradients[0], ctx.axis).wait() / ctx.axis.size, None
+
+
+def shard_model_params(model: Decoder, axis_mesh: DeviceMesh) -> None:
+    """Make every parameter of a model on meta a DTensor over the tensor-parallel axis, as its layout says."""
+    if axis_mesh.size() == 1:
+        return
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, shard_param(parameter, get_param_layout(module, name), axis_mesh))
+    model.tie()

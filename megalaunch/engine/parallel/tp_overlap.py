@@ -1,0 +1,120 @@
+"""Sequence-parallel exchanges cut into a ring, each step of it beside a matmul (Wang et al. 2023; overlap_tp).
+
+A rank multiplies the part that it has while the next one travels, so that only a step's surplus is ever waited for.
+Shapes: B batch, S all tokens, s = S / n those of a rank, H hidden, f a rank's features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalaunch.engine.collectives import AsyncCollective, all_gather_async, ring_shift_async, start_reduce_scatter
+from megalaunch.engine.mesh import Axis
+from megalaunch.engine.model.matmul import matmul, needs_grad, use_fp32_matmul
+
+_SEQUENCE = 1  # the dim of S in [B, S, H]
+
+
+class AllGatherMatmulRing(torch.autograd.Function):
+    """y_i = gather(x) W_i^T, the parts of x multiplied as they come: [B, s, H] -> [B, S, f] each.
+
+    Backward: the gather of x, of which a rank keeps its part, runs beside dx = sum_i dy_i W_i; the reduction of dx
+    runs beside dW_i = dy_i^T x. There a whole matmul hides each exchange, and needs no ring.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        ctx.save_for_backward(x, *weights)
+        batch, length, _ = x.shape
+        # Made whole, since of views that a function gives torch lets nobody change the values, as a loss does in place.
+        outputs = [x.new_empty(batch, axis.size * length, weight.shape[0]) for weight in weights]
+        divided = [output.view(batch, axis.size, length, -1) for output in outputs]
+        held = x.contiguous()
+        for step in range(axis.size):
+            coming = _next(held, axis, step)
+            for output, weight in zip(divided, weights, strict=True):
+                _multiply(held, weight.T, output[:, (axis.rank - step) % axis.size])
+            held = coming.wait() if coming else held
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        wanted = [needs_grad(ctx, number) for number in range(1, 1 + len(weights))]
+        gathering = all_gather_async(x, _SEQUENCE, ctx.axis) if any(wanted) else None
+        reducing = None
+        if needs_grad(ctx, 0):
+            dx = matmul(dys[0], weights[0])
+            for dy, weight in zip(dys[1:], weights[1:], strict=True):
+                dx = matmul(dy, weight, onto=dx)
+            reducing = start_reduce_scatter(dx, _SEQUENCE, ctx.axis)
+        rows = (gathering.wait() if gathering else x).flatten(0, 1)
+        dweights = [matmul(dy.flatten(0, 1).T, rows) if w else None for dy, w in zip(dys, wanted, strict=True)]
+        return reducing.wait() if reducing else None, None, *dweights
+
+
+class MatmulReduceScatterRing(torch.autograd.Function):
+    """This rank's tokens of the sum over ranks of x W^T: [B, S, f] -> [B, s, H].
+
+    The sum for a rank travels towards it, and each rank on its way adds its product, computed in the meantime.
+    Backward: parts of dy travel likewise, dx = dy W is computed as they come, and dW = dy^T x when all are there. A
+    pass for dx alone keeps the gathered dy for the pass for dW that follows it, which gathers only another dy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, weight: Tensor) -> Tensor:
+        ctx.axis, ctx.kept = axis, None
+        ctx.save_for_backward(x, weight)
+        parts = x.reshape(x.shape[0], axis.size, -1, x.shape[2])
+        coming: AsyncCollective | None = None
+        for step in range(axis.size):
+            total = x.new_empty(x.shape[0], parts.shape[2], weight.shape[0])
+            _multiply(parts[:, (axis.rank - 1 - step) % axis.size], weight.T, total)
+            if coming is not None:
+                total += coming.wait()
+            coming = _next(total, axis, step)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        axis: Axis = ctx.axis
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight = needs_grad(ctx, 0), needs_grad(ctx, 1)
+        kept: tuple[Tensor, Tensor] | None = ctx.kept
+        ctx.kept = None
+        if not wants_x:
+            # Zero-bubble schedules give both passes the same gradient, as the same tensor.
+            dy = kept[1] if kept and kept[0] is dys[0] else all_gather_async(dys[0], _SEQUENCE, axis).wait()
+            return None, None, matmul(dy.flatten(0, 1).T, x.flatten(0, 1))
+        held = dys[0].contiguous()
+        batch, length, hidden = held.shape
+        dx = x.new_empty(batch, axis.size, length, weight.shape[1])
+        dy = x.new_empty(batch, axis.size, length, hidden)
+        for step in range(axis.size):
+            coming = _next(held, axis, step)
+            owner = (axis.rank - step) % axis.size
+            _multiply(held, weight, dx[:, owner])
+            dy[:, owner] = held
+            held = coming.wait() if coming else held
+        dweight = matmul(dy.view(-1, hidden).T, x.flatten(0, 1)) if wants_weight else None
+        if ctx.needs_input_grad[2] and not wants_weight:
+            ctx.kept = dys[0], dy.flatten(1, 2)
+        return dx.flatten(1, 2), None, dweight
+
+
+def _next(held: Tensor, axis: Axis, step: int) -> AsyncCollective | None:
+    """Send on what this rank holds; None in the last step, when all have seen it."""
+    return ring_shift_async(held, axis) if step < axis.size - 1 else None
+
+
+def _multiply(x_BsK: Tensor, matrix_KN: Tensor, out_BsN: Tensor) -> None:
+    """out = x matrix, written in place: a sample's rows lie together there, those of two samples do not."""
+    if use_fp32_matmul(x_BsK):
+        out_BsN.copy_(matmul(x_BsK, matrix_KN))
+        return
+    for x, out in zip(x_BsK, out_BsN, strict=True):
+        torch.mm(x, matrix_KN, out=out)

@@ -1,0 +1,99 @@
+"""Joining the process group of a run, and leaving it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.engine.restricted_objects import install_restricted_unpickler
+from megalaunch.engine.run_end import RankError
+from megalaunch.platform.chips import CHIPS
+from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE, ROUND_VARIABLE
+from megalaunch.rundir.outcome import ExitCode
+
+
+def local_device(spec: RunSpec) -> tuple[torch.device, RankError | None]:
+    """This worker's device; with a problem, where the run was made for a kind that it does not have, the CPU."""
+    chip = CHIPS[spec.platform.chip]
+    if chip.device == "cpu":
+        return torch.device("cpu"), None
+    if chip.device != "cuda":
+        return _no_device(f"the engine has no {chip.device} back end; platform {spec.platform.chip} needs one")
+    if not torch.cuda.is_available():
+        return _no_device(f"torch {torch.__version__} finds no CUDA device; the run was made for {chip.name}")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if local_rank >= torch.cuda.device_count():
+        return _no_device(f"worker {local_rank} of this machine has no device: torch finds {torch.cuda.device_count()}")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device, None
+
+
+def _no_device(reason: str) -> tuple[torch.device, RankError]:
+    return torch.device("cpu"), RankError(ExitCode.CONFIGURATION, reason)
+
+
+def init_process_group(spec: RunSpec) -> tuple[torch.device, RankError | None]:
+    """Meet the other ranks; returns this worker's device, and why the run cannot be: the same on every rank.
+
+    A collective that takes much longer than `launcher.hang_timeout` fails. Under the launcher it is the launcher that ends
+    a hang, since it can name who is behind: it gets to go first.
+    """
+    install_restricted_unpickler()
+    slack = 1.5 if LAUNCHER_PID_VARIABLE in os.environ else 1.0
+    timeout = datetime.timedelta(seconds=slack * spec.launcher.hang_timeout)
+    # Ranks that are still loading torch from a busy disk are waited for as long as a start may take.
+    starting = datetime.timedelta(seconds=slack * max(spec.launcher.start_timeout, spec.launcher.hang_timeout))
+    rendezvous_store, rank, world_size = next(rendezvous("env://", timeout=starting))
+    store = PrefixStore(_store_prefix(), rendezvous_store)
+    device, problem = local_device(spec)
+    # Before the group is made: NCCL would wait for the rank that has no device.
+    problem = broadcast_first_error(store, rank, world_size, problem)
+    on_gpu = device.type == "cuda" and problem is None
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if on_gpu else None,
+    )
+    return device, problem
+
+
+def broadcast_first_error(store: Store, rank: int, world_size: int, mine: RankError | None) -> RankError | None:
+    """The problem of the lowest rank that has one, on every rank, without a process group. Blocks for all ranks.
+
+    Only configurations are wrong this early, so the reason is all that has to travel.
+    """
+    store.set(f"problem_{rank}", mine.reason if mine else "")
+    if rank == 0:
+        reasons = [store.get(f"problem_{other}").decode() for other in range(world_size)]
+        store.set("problem", next((reason for reason in reasons if reason), ""))
+    reason = store.get("problem").decode()
+    return RankError(ExitCode.CONFIGURATION, reason) if reason else None
+
+
+def _store_prefix() -> str:
+    """Keeps the attempts apart: the agent's store outlives a restart, with the dead workers' addresses in it.
+
+    Read by a faster rank, those end a restart with "connection refused". Our agents number their rounds alike on all
+    machines; torchrun's count restarts differently on each, and need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives
+    each rendezvous a store of its own.
+    """
+    if ROUND_VARIABLE in os.environ:
+        return f"round_{os.environ[ROUND_VARIABLE]}"
+    single = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    return f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if single else "attempt"
+
+
+def destroy_process_group() -> None:
+    """Wait until every rank is done, then drop the group: a group left alone can abort the process at exit."""
+    dist.barrier()
+    dist.destroy_process_group()

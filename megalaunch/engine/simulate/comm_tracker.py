@@ -1,0 +1,131 @@
+"""Every collective of a step, on fake ranks and on real ones alike: kind, axis, phase, count and bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group  # no public way from a name to its group
+from torch.distributed.distributed_c10d import GroupName
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megalaunch.engine.simulate.phase_tracker import Phase, PhaseTracker
+
+# What the operators of torch's two namespaces do, in one word each.
+_KINDS = {
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_out": "all-gather",
+    "all_gather_into_tensor_coalesced": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "allreduce_coalesced_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "all_reduce_coalesced": "all-reduce",
+    "alltoall_base_": "all-to-all",
+    "alltoall_": "all-to-all",
+    "all_to_all_single": "all-to-all",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+    "recv_any_source_": "receive",
+}
+_NAMESPACES = ("c10d", "_c10d_functional")
+
+
+@dataclass(frozen=True)
+class CommKind:
+    """One kind of call: the ranks of its group, and the phase it belongs to."""
+
+    phase: Phase
+    kind: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CommVolume:
+    """`count` calls of one kind; `bytes` of the larger of what goes in and what comes out, summed over them."""
+
+    call: CommKind
+    count: int
+    bytes: int
+
+
+class CommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what crosses ranks while it is active; groups of one rank are left out, for nothing leaves them."""
+
+    def __init__(self, moment: PhaseTracker) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._moment = moment
+        self._counts: Counter[CommKind] = Counter()
+        self._bytes: Counter[CommKind] = Counter()
+
+    @property
+    def traffic(self) -> list[CommVolume]:
+        """All of it so far, in the order of first calls."""
+        return [CommVolume(call, count, self._bytes[call]) for call, count in self._counts.items()]
+
+    def clear(self) -> None:
+        """Begin again."""
+        self._counts.clear()
+        self._bytes.clear()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        kind = collective_kind(function)
+        if kind is not None:
+            ranks = _ranks(function, args)
+            if len(ranks) > 1:
+                call = CommKind(self._phase(kind, args), kind, ranks)
+                self._counts[call] += 1
+                self._bytes[call] += _largest(function, args, found)
+        return found
+
+    def _phase(self, kind: str, args: tuple[Any, ...]) -> Phase:
+        if kind in ("send", "receive") and self._moment.phase != "preparing":
+            return self._moment.p2p_phase(args[0][0])
+        return self._moment.phase
+
+
+def collective_kind(function: Any) -> str | None:
+    """What an operator exchanges, None for every other operator."""
+    if function.namespace not in _NAMESPACES:
+        return None
+    return _KINDS.get(function._schema.name.partition("::")[2])
+
+
+def _ranks(function: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """The global ranks of the group that an operator is called with."""
+    for argument, value in zip(function._schema.arguments, args, strict=False):
+        if argument.name in ("process_group", "group_name"):
+            group = (
+                _resolve_process_group(GroupName(value)) if isinstance(value, str) else dist.ProcessGroup.unbox(value)
+            )
+            return tuple(dist.get_process_group_ranks(group))
+    raise AssertionError(f"{function} names no process group")
+
+
+def _largest(function: Any, args: tuple[Any, ...], found: Any) -> int:
+    """Bytes of the largest side: an input, or an output (given as an argument, or returned)."""
+    sides = [_bytes(tree_leaves(value)) for value in args]
+    if function.namespace == "_c10d_functional":
+        sides.append(_bytes(tree_leaves(found)))
+    return max(sides)
+
+
+def _bytes(leaves: list[Any]) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))

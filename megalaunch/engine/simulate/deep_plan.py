@@ -1,0 +1,163 @@
+"""The deep plan of a rank: the engine assembled and stepped on fake tensors, and what its ledgers say."""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from megalaunch.config.schema import RunSpec, with_values
+from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.parallel import dynamic_context_parallel
+from megalaunch.engine.precision.policy import residual_dtype
+from megalaunch.engine.simulate.comm_tracker import CommKind, CommTracker
+from megalaunch.engine.simulate.fake_world import FakeScalarMode, fake_mesh, skip_shape_inference
+from megalaunch.engine.simulate.gpu_ops import emulate_gpu_ops, use_gpu_reduce_scatter
+from megalaunch.engine.simulate.group_names import GroupNames
+from megalaunch.engine.simulate.memory_tracker import Kind, MemoryTracker, Peak
+from megalaunch.engine.simulate.patch import patch
+from megalaunch.engine.simulate.phase_hooks import phase_hooks
+from megalaunch.engine.simulate.phase_tracker import PhaseTracker
+from megalaunch.engine.simulate.report import CollectiveReport, DeepPlan
+from megalaunch.engine.simulate.steady_state import enough_microbatches
+from megalaunch.engine.simulate.step import full_length_documents, make_batch, run_instrumented_step
+from megalaunch.engine.simulate.tensor_kinds import TensorKinds
+from megalaunch.engine.train.build import materialize, parallelize_on_meta
+from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.plan.memory import predict_memory
+from megalaunch.plan.parameters import vocabulary_rows
+from megalaunch.plan.supported import unsupported
+from megalaunch.plan.topology import Topology
+from megalaunch.platform.chips import CHIPS
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the ledgers say of a step of so many microbatches."""
+
+    peak: Peak
+    traffic: dict[CommKind, tuple[int, int]]
+
+
+def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
+    """One step of `rank` (None: the first of the stage that needs most) of a resolved spec that the engine can run.
+
+    Raises ValueError for a rank outside the world and for what the engine does not run, RuntimeError inside a process
+    group.
+    """
+    started = time.perf_counter()
+    beyond = [f"{limit.path}={value}" for limit, value in unsupported(spec)]
+    if beyond:
+        raise ValueError(f"the engine does not run {', '.join(beyond)}")
+    spec = with_values(spec, {"train.compile": False})  # a compiler would want tensors that have memory
+    topology = Topology.from_spec(spec)
+    rank = topology.dense_grid.group(0, "pp")[predict_memory(spec).rank] if rank is None else rank
+    coordinates = topology.coordinates(rank)
+    on_gpu = CHIPS[spec.platform.chip].device != "cpu"
+    moment = PhaseTracker()
+    with ExitStack() as world:
+        mesh = world.enter_context(fake_mesh(topology, rank))
+        world.enter_context(phase_hooks(moment))
+        world.enter_context(patch(dynamic_context_parallel, "document_lengths", full_length_documents))
+        if on_gpu:
+            world.enter_context(emulate_gpu_ops())
+        world.enter_context(skip_shape_inference(_stage_output_shape(spec, topology), residual_dtype(spec.precision)))
+        parameters, computed, found = _steps(spec, mesh, moment, on_gpu, world)
+        names = GroupNames(topology, rank)
+        exchanges = tuple(
+            CollectiveReport(call.phase, call.kind, names.get(call.ranks), len(call.ranks), count, size)
+            for call, (count, size) in found.traffic.items()
+            if call.phase != "preparing"
+        )
+    return DeepPlan(
+        rank=rank,
+        world=topology.world,
+        coordinates=coordinates,
+        parameters=parameters,
+        microbatches=topology.microbatches,
+        computed=computed,
+        on_gpu=on_gpu,
+        phase=found.peak.phase,
+        kinds={str(kind): size for kind, size in found.peak.kinds.items()},
+        exchanges=exchanges,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _steps(spec: RunSpec, mesh: Mesh, moment: PhaseTracker, on_gpu: bool, world: ExitStack) -> tuple[int, int, _Found]:
+    """Parameters of the rank, microbatches that were computed, and what a whole step comes to."""
+    model = parallelize_on_meta(spec, mesh)
+    if on_gpu:
+        use_gpu_reduce_scatter(model)
+    parameters = sum(_local_numel(parameter) for parameter in model.parameters())
+    tokens = mesh.topology.micro_batch_size * spec.batch.sequence_length // mesh.topology.cp
+    exchanges = CommTracker(moment)
+    memory = MemoryTracker(moment, (-(-tokens // spec.train.loss_chunks), _local_vocab(spec, mesh)))
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), FakeScalarMode(), exchanges, memory):
+        world.enter_context(mode)
+    world.enter_context(memory.tracking())
+    materialize(model, mesh)
+    optimizer = NamedAdamW(model, spec.optimizer)
+    owners = TensorKinds(model, optimizer)
+    owners.claim_moments(memory)
+    memory.after_phase = lambda: owners.label(memory)
+
+    def found(microbatches: int) -> _Found:
+        step, batch = run_instrumented_step(spec, mesh, model, optimizer, moment), make_batch(spec, mesh, microbatches)
+        gc.collect()  # a schedule of before goes only now, with what it holds
+        owners.label(memory)
+        exchanges.clear()
+        memory.begin()
+        with moment.phase_scope("optimizer"):
+            step.run(1, batch, None)
+        return _Found(memory.peak(), {one.call: (one.count, one.bytes) for one in exchanges.traffic})
+
+    whole = mesh.topology.microbatches
+    for fewer, group in enough_microbatches(spec, mesh.topology):
+        first, second = found(fewer), found(fewer + group)
+        growth = _per_microbatch_growth(first, second)
+        if not any(growth.values()) or growth == _per_microbatch_growth(second, found(fewer + 2 * group)):
+            return parameters, fewer + group, _extrapolate(first, second, (whole - fewer - group) // group)
+        # The peaks are not at the same moment: what grows with microbatches has not won yet.
+    return parameters, whole, found(whole)
+
+
+def _per_microbatch_growth(fewer: _Found, more: _Found) -> dict[Kind, int]:
+    """What further microbatches add to the peak."""
+    return {kind: size - fewer.peak.kinds[kind] for kind, size in more.peak.kinds.items()}
+
+
+def _extrapolate(fewer: _Found, more: _Found, times: int) -> _Found:
+    """The step in which what `more` has beyond `fewer` comes `times` more often."""
+    kinds = {kind: more.peak.kinds[kind] + times * size for kind, size in _per_microbatch_growth(fewer, more).items()}
+    traffic = {}
+    for call, (count, size) in more.traffic.items():
+        before = fewer.traffic.get(call, (0, 0))
+        traffic[call] = count + times * (count - before[0]), size + times * (size - before[1])
+    return _Found(Peak(more.peak.phase, kinds), traffic)
+
+
+def _local_numel(parameter: Tensor) -> int:
+    """Numbers of a parameter that this rank computes with: all but what tensor-parallel ranks divide."""
+    divided = 1
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        for name, placement in zip(names, parameter.placements, strict=True):
+            divided *= 1 if placement.is_replicate() or name != "tp" else parameter.device_mesh[name].size()
+    return parameter.numel() // divided
+
+
+def _local_vocab(spec: RunSpec, mesh: Mesh) -> int:
+    """How many logits of a token are this rank's, padding included."""
+    return vocabulary_rows(spec.model.vocab_size or 0, mesh.tp.size) // mesh.tp.size
+
+
+def _stage_output_shape(spec: RunSpec, topology: Topology) -> tuple[int, int, int]:
+    """What a stage hands to the next: [B, s, H] of one rank."""
+    parts = topology.cp * (topology.tp if spec.parallel.sequence_parallel else 1)
+    return topology.micro_batch_size, spec.batch.sequence_length // parts, spec.model.hidden_size

@@ -1,0 +1,65 @@
+"""One process as any rank of a world that is not there: a group without peers, tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta, _TensorMeta
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalaunch.engine.mesh import Mesh, make_mesh
+from megalaunch.engine.simulate.patch import patch
+from megalaunch.plan.topology import Topology
+
+
+@contextmanager
+def fake_mesh(topology: Topology, rank: int) -> Iterator[Mesh]:
+    """The mesh as `rank` sees it; raises RuntimeError where this process is in a group already."""
+    if dist.is_initialized():
+        raise RuntimeError("a deep plan needs a process without a process group of its own")
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world)
+    try:
+        mesh = make_mesh(topology, torch.device("cpu"), rank)
+        _ = mesh.tp, mesh.pp, mesh.cp  # made with real tensors: fake ones cannot be searched
+        yield mesh
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+class FakeScalarMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every number that the engine reads off a tensor is 0: no tokens, a loss and a norm of 0, no one in trouble."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return 0
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def skip_shape_inference(tp_region: tuple[int, ...], dtype: torch.dtype) -> Iterator[None]:
+    """Let a pipeline stage hear of shapes what its neighbours would tell: activations of shape `boundary`."""
+
+    def received(stage: PipelineStage, source: int) -> Any:
+        forward = source < stage.stage_index
+        stride = torch.empty(tp_region, device="meta").stride()
+        meta = _TensorMeta(shape=torch.Size(tp_region), stride=stride, dtype=dtype, requires_grad=forward)
+        return _StageForwardMeta((meta,)) if forward else _StageBackwardMeta((meta,))
+
+    with ExitStack() as patches:
+        patches.enter_context(patch(PipelineStage, "_recv_meta", received))
+        patches.enter_context(patch(PipelineStage, "_send_meta", lambda stage, meta, destination: None))
+        yield

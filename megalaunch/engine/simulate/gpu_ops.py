@@ -1,0 +1,137 @@
+"""What the engine does otherwise on a GPU than on a processor, for tensors that lie on neither.
+
+torch cannot place tensors, not even fake ones, on a device that it was built without. So the fake tensors of a run on
+GPUs say that they are on one, and the operators whose fused form exists there only keep and make what that form does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.parallel import activation_offload
+from megalaunch.engine.parallel.fsdp import fsdp_modules
+from megalaunch.engine.simulate.patch import patch
+from megalaunch.kernels import swiglu
+
+
+@contextmanager
+def emulate_gpu_ops() -> Iterator[None]:
+    """Inside, fake tensors and the operators of the decoder are those of a GPU."""
+    with ExitStack() as patches:
+        patches.enter_context(patch(FakeTensor, "is_cpu", property(lambda tensor: False)))
+        patches.enter_context(patch(FakeTensor, "is_cuda", property(lambda tensor: True)))
+        patches.enter_context(patch(F, "rms_norm", _rms_norm))
+        patches.enter_context(patch(F, "scaled_dot_product_attention", _attention))
+        patches.enter_context(patch(swiglu, "_has_triton", lambda: True))
+        patches.enter_context(patch(swiglu, "swiglu_fused", _Swiglu.apply))
+        patches.enter_context(patch(activation_offload, "offload_tensor", _NoCopyOffload))
+        yield
+
+
+def use_gpu_reduce_scatter(model: ModelParts) -> None:
+    """Give the sharded units the reduce-scatter that they have where gloo's is not in the way."""
+    for unit in (unit for part in model.parts for unit in fsdp_modules(part)):
+        unit.set_custom_reduce_scatter(DefaultReduceScatter())
+
+
+class _NoCopyOffload:
+    """A tensor in host memory takes none of the device's."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._shape, self._dtype = flat.shape, flat.dtype
+        self._back: Tensor | None = None
+
+    def fetch(self) -> None:
+        """It comes back as another one of its kind."""
+        if self._back is None:
+            self._back = torch.empty(self._shape, dtype=self._dtype)
+
+    def is_ready(self) -> Tensor:
+        """That one."""
+        self.fetch()
+        assert self._back is not None, "fetch sets it"
+        back, self._back = self._back, None
+        return back
+
+
+class _RMSNorm(torch.autograd.Function):
+    """One kernel: keeps its input and 1 / rms in fp32 for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor, epsilon: float) -> Tensor:
+    normed: Tensor = _RMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+    return normed
+
+
+class _FlashAttention(torch.autograd.Function):
+    """One kernel: keeps its inputs, its output and the log-sum of each softmax (Dao 2023).
+
+    Backward, it adds up the gradient of queries in fp32, and those of keys and values for every query head.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, _, log_sum, _ = ctx.saved_tensors
+        dout = gradients[0].contiguous()
+        dq_sum, share = torch.empty_like(q, dtype=torch.float32), torch.empty_like(log_sum)
+        dq = torch.empty_like(q)
+        dk, dv = (x.new_empty((*q.shape[:2], *x.shape[2:])) for x in (k, v))
+        del dout, dq_sum, share
+        if k.shape[1] != q.shape[1]:
+            dk, dv = torch.empty_like(k), torch.empty_like(v)
+        return dq, dk, dv, None
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    bias = None if attn_mask is None else attn_mask.to(q.dtype)  # fused kernels add a mask in the format of scores
+    out: Tensor = _FlashAttention.apply(q, k, v, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Swiglu(torch.autograd.Function):
+    """kernels/swiglu_triton.py: keeps gate and up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        gradients[0].contiguous()
+        return torch.empty_like(gate), torch.empty_like(up)

@@ -1,0 +1,41 @@
+"""Which mesh axes a process group spans, told by its ranks: the same whoever made the group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import combinations
+
+from megalaunch.plan.topology import RankGrid, Topology
+
+
+class GroupNames:
+    """Names of groups that one rank is in: "tp", "dp", "cp+dp", "pp", "world", ..."""
+
+    def __init__(self, topology: Topology, rank: int) -> None:
+        self._topology, self._rank = topology, rank
+
+    def get(self, ranks: tuple[int, ...]) -> str:
+        """The name of a group; its size where it is no plane of a grid."""
+        return self._known.get(tuple(sorted(ranks)), f"{len(ranks)} ranks")
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], str]:
+        known: dict[tuple[int, ...], str] = {}
+        for count in range(1, 5):
+            for grid in self._grids():
+                axes = [name for name, size in grid.axes if size > 1]
+                for chosen in combinations(axes, count):
+                    known.setdefault(tuple(grid.group(self._rank, *chosen)), "+".join(chosen))
+            if count == 1:
+                known.setdefault(tuple(range(self._topology.world)), "world")
+        return known
+
+    def _grids(self) -> Iterator[RankGrid]:
+        """As data parallelism is meant, then as it is divided into shards and replicas, then the experts' grid."""
+        t = self._topology
+        yield t.dense_grid
+        yield RankGrid(
+            (("tp", t.tp), ("cp", t.cp), ("dp shard", t.dp_shard), ("dp replicate", t.dp_replicate), ("pp", t.pp))
+        )
+        yield t.expert_grid

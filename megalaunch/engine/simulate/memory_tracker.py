@@ -1,0 +1,186 @@
+"""Every storage of a step from birth to death, and what the peak consists of."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megalaunch.engine.simulate.comm_tracker import collective_kind
+from megalaunch.engine.simulate.patch import patch
+from megalaunch.engine.simulate.phase_tracker import SHOWN, Phase, PhaseTracker
+
+Kind = Literal["weights", "gradients", "optimizer", "activations", "logits", "buffers", "collectives"]
+KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "collectives")
+
+
+@dataclass
+class _Storage:
+    """What is known of a storage; `kind` is decided late, since what a tensor is for shows by how it is used."""
+
+    bytes: int
+    born: Phase
+    kind: Kind | None = None
+    exchanged: bool = False
+
+    @property
+    def final_kind(self) -> Kind:
+        return self.kind or ("collectives" if self.exchanged else "buffers")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes held at once, by kind, and the phase in which that was."""
+
+    phase: Phase
+    kinds: dict[Kind, int]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True)
+class _Change:
+    storage: _Storage
+    bytes: int
+    phase: Phase
+
+
+class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hears of every storage that is made while it is active, and of the end of each.
+
+    `logits`: tokens and vocabulary columns of a rank, by whose shape a tensor is known to be of the loss.
+    """
+
+    def __init__(self, moment: PhaseTracker, logits: tuple[int, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._moment, self._logits = moment, logits
+        self._live: dict[int, _Storage] = {}
+        self._changes: list[_Change] = []
+        self._of_forward: list[_Storage] = []
+        self._before: Phase = "preparing"
+        self._deaf = False
+        self.after_phase: Callable[[], None] = lambda: None
+        """Called at the first operation of a new phase, before it."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own dispatch comes back with the local tensors
+        if self._deaf:
+            return function(*args, **(kwargs or {}))
+        self._notice_phase()
+        found = function(*args, **(kwargs or {}))
+        exchange = collective_kind(function) is not None
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor):
+                self._on_alloc(leaf, exchange)
+        if exchange and function.namespace == "c10d":  # its outputs are arguments
+            for leaf in tree_leaves(args):
+                if isinstance(leaf, Tensor):
+                    self._storage(leaf).exchanged = True
+        return found
+
+    def label(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
+        """These tensors are of one kind, from their birth on."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._storage(tensor).kind = kind
+
+    def begin(self) -> None:
+        """Forget what was made and freed so far, and keep what is alive."""
+        self._changes = [_Change(storage, storage.bytes, "preparing") for storage in self._live.values()]
+
+    def peak(self) -> Peak:
+        """Of everything since `begin`."""
+        held: Counter[Kind] = Counter()
+        best, total, most = Peak("preparing", dict.fromkeys(KINDS, 0)), 0, -1
+        for change in self._changes:
+            held[change.storage.final_kind] += change.bytes
+            total += change.bytes
+            if change.phase in (*SHOWN, "recompute") and total > most:
+                most, best = total, Peak(change.phase, {kind: held[kind] for kind in KINDS})
+        return best
+
+    @contextmanager
+    def tracking(self) -> Iterator[None]:
+        """Hear what no operator tells, and pass over what is no part of the step."""
+        own_resize, own_meta = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            """So FSDP2 frees and refills gathered parameters."""
+            result = own_resize(storage, size)
+            known = self._live.get(storage._cdata)
+            if known is not None and known.bytes != size:
+                known.kind = "weights"
+                self._change(known, size - known.bytes)
+            return result
+
+        def propagate(*args: Any) -> Any:
+            """DTensor finds out the shape of a result by the operator itself, on whole tensors without memory."""
+            before, self._deaf = self._deaf, True
+            try:
+                return own_meta(*args)
+            finally:
+                self._deaf = before
+
+        with (
+            patch(torch.UntypedStorage, "resize_", resize),
+            patch(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate),
+        ):
+            yield
+
+    def _notice_phase(self) -> None:
+        """What a forward pass leaves behind for its backward pass is an activation; so is what is made again."""
+        phase = self._moment.phase
+        if phase != self._before:
+            if self._before in ("forward", "recompute"):
+                for storage in self._of_forward:
+                    if storage.bytes and storage.kind is None:
+                        storage.kind = "activations"
+                self._of_forward.clear()
+            self._before = phase
+            self.after_phase()
+
+    def _on_alloc(self, tensor: Tensor, exchanged: bool) -> None:
+        storage = self._storage(tensor)
+        storage.exchanged = storage.exchanged or exchanged
+
+    def _storage(self, tensor: Tensor) -> _Storage:
+        """The storage of a tensor, noted from now on if it was not known."""
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        own = local.untyped_storage()
+        known = self._live.get(own._cdata)
+        if known is not None:
+            return known
+        size = own.nbytes()
+        known = _Storage(0, self._moment.phase)
+        if known.born != "preparing" and local.numel() == self._logits[0] * self._logits[1]:
+            known.kind = "logits" if local.shape[-1] == self._logits[1] else None
+        self._live[own._cdata] = known
+        self._change(known, size)
+        weakref.finalize(own, self._on_free, own._cdata)
+        if known.born in ("forward", "recompute"):
+            self._of_forward.append(known)
+        return known
+
+    def _on_free(self, address: int) -> None:
+        storage = self._live.pop(address)
+        self._change(storage, -storage.bytes)
+
+    def _change(self, storage: _Storage, size: int) -> None:
+        storage.bytes += size
+        self._changes.append(_Change(storage, size, self._moment.phase))

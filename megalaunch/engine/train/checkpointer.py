@@ -1,0 +1,134 @@
+"""When and how a run is saved: at once or beside training, one checkpoint at a time, then what to keep of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.engine.checkpoint.async_save import PinnedStaging, SaveThread
+from megalaunch.engine.checkpoint.coordination import background_group, run_on_rank0
+from megalaunch.engine.checkpoint.store import prune_checkpoints
+from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.run_end import RankError
+from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.rank_sync import raise_on_all_ranks
+from megalaunch.engine.train.run_logger import RunLogger
+from megalaunch.engine.train.train_state import AsyncSaveContext, TrainProgress, save_run, state_tensors
+from megalaunch.rundir.outcome import ExitCode
+from megalaunch.rundir.paths import RunDirectory
+
+
+class Checkpointer:
+    """The saves of one run; made, and every method called, on all ranks alike.
+
+    `saved` is the newest finished checkpoint.
+    """
+
+    def __init__(
+        self, spec: RunSpec, directory: RunDirectory, model: ModelParts, optimizer: NamedAdamW, record: RunLogger
+    ) -> None:
+        self._spec, self._directory, self._record = spec, directory, record
+        self._model, self._optimizer = model, optimizer
+        self.saved: Path | None = None
+        self._copies = PinnedStaging()
+        self._background: SaveThread | None = None
+        self._step, self._done = 0, 0  # of the save under way: its step, and bytes of this rank written
+        beside = spec.checkpoint.async_save and spec.checkpoint.interval > 0
+        self._group = background_group() if beside else None
+
+    @property
+    def problem(self) -> RankError | None:
+        """Why the save under way failed, once this rank knows; the loop brings it up at the ranks' next agreement."""
+        error = self._background.error if self._background else None
+        return RankError(ExitCode.CHECKPOINT, str(error)) if error else None
+
+    def save(self, position: TrainProgress) -> None:
+        """Save now, and return when it is done; raises CheckpointError (or an Ending) alike on all ranks."""
+        started = time.perf_counter()
+        if self._begin(position):
+            self._record.phase("saving", position.step)
+            self._write(position, state_tensors(self._model, self._optimizer), started)
+
+    def save_async(self, position: TrainProgress) -> None:
+        """Return when the state is copied (to the one save at a time: also when the one before is done).
+
+        Its failure is a `problem` later. Without `checkpoint.async_save` this is `save`.
+        """
+        if not self._spec.checkpoint.async_save:
+            self.save(position)
+            return
+        started = time.perf_counter()
+        if not self._begin(position):
+            return
+        self._record.heartbeat("saving", position.step)
+        # The model's parameters of now: while it computes, those that it names are gathered ones.
+        tensors = state_tensors(self._model, self._optimizer)
+        beside = AsyncSaveContext(self._copies.stage(tensors), self._group)
+        waited = time.perf_counter() - started
+        self._background = SaveThread(partial(self._write, position, tensors, started, beside, waited))
+
+    def finish(self, reason: str) -> None:
+        """The run ends for another `reason`: wait for the save under way, and tell it if that fails."""
+        problem = self._wait_for_pending()
+        if problem is not None and problem.reason != reason:
+            self._record.event("note", message=problem.reason)
+
+    def _begin(self, position: TrainProgress) -> bool:
+        """One save at a time; False when this step is saved already. A checkpoint vouches for the metrics before it."""
+        problem = self._wait_for_pending()
+        raise_on_all_ranks(self._record.problem or problem, position.step)
+        if self.saved == self._directory.checkpoint(position.step):
+            return False
+        run_on_rank0(self._record.sync_metrics)
+        return True
+
+    def _wait_for_pending(self) -> RankError | None:
+        """Wait for the save under way; why it failed, if it did."""
+        if self._background is None:
+            return None
+        seen = self._done
+
+        def waiting() -> None:
+            nonlocal seen
+            if self._done != seen:  # a disk that stands still is no progress
+                seen = self._done
+                self._record.heartbeat("saving", self._step)
+
+        self._background.wait(waiting)
+        problem, self._background = self.problem, None
+        return problem
+
+    def _write(
+        self,
+        position: TrainProgress,
+        tensors: Mapping[str, Tensor],
+        started: float,
+        beside: AsyncSaveContext | None = None,
+        waited: float | None = None,
+    ) -> None:
+        """The save itself; of one beside training, the part on its own thread."""
+        self._step, self._done = position.step, 0
+
+        def wrote(done: int, total: int) -> None:
+            self._done = done
+            self._record.io_progress("saving", position.step, done, total, beside=beside is not None)
+
+        saved = save_run(self._directory, self._spec, tensors, position, wrote, beside)
+        seconds = time.perf_counter() - started
+        waited = seconds if waited is None else waited
+        self._record.event("checkpoint", step=position.step, path=str(saved), seconds=seconds, waited_seconds=waited)
+        if self._record.is_first:
+            self._remove_old(saved)
+        self.saved = saved
+
+    def _remove_old(self, newest: Path) -> None:
+        try:
+            settings = self._spec.checkpoint
+            prune_checkpoints(self._directory.checkpoints, settings.keep_last, newest, settings.keep_every)
+        except OSError as error:  # what is saved is saved
+            self._record.event("note", message=f"old checkpoints could not be removed: {error}")

@@ -1,0 +1,203 @@
+"""A step's microbatches: this rank's share of data's pure order, read ahead on a thread of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotReady
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megalaunch.data.errors import DataError
+from megalaunch.data.samples.sample import Dataset, Sample
+from megalaunch.engine.mesh import Axis, Mesh
+from megalaunch.engine.parallel.context_parallel import cp_positions
+from megalaunch.engine.parallel.dynamic_context_parallel import local_token_ids
+from megalaunch.engine.run_end import RankError
+from megalaunch.engine.train.loss import IGNORE_INDEX
+from megalaunch.rundir.outcome import ExitCode
+
+_STEPS_AHEAD = 2
+_PATIENCE = 2.0  # seconds after which a wait for tokens is told, and told again
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Inputs and labels, [B, S] int64 each; an IGNORED label has no loss.
+
+    `positions` and `documents` ([B, S] int64) as in data's Row; None as there. Where tokens are dealt out by the
+    length of documents, every rank has the `documents` of whole samples.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor | None = None
+    documents: Tensor | None = None
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What a decoder is given, by the names of its parameters; positions are always said."""
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        given = {"tokens": self.tokens, "positions": positions}
+        return given if self.documents is None else {**given, "documents_BS": self.documents}
+
+    @classmethod
+    def concat(cls, parts: Sequence[MicroBatch]) -> MicroBatch:
+        """Microbatches one after the other."""
+        names = [field.name for field in fields(cls) if getattr(parts[0], field.name) is not None]
+        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """The same with every tensor changed."""
+        parts = (self.tokens, self.labels, self.positions, self.documents)
+        tokens, labels, positions, documents = (None if part is None else change(part) for part in parts)
+        assert tokens is not None
+        assert labels is not None
+        return MicroBatch(tokens, labels, positions, documents)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Everything one rank computes in one step: M microbatches and their samples' indices.
+
+    `valid_tokens` counts the labels that have a loss. `problem` says why the batch could not be read, `waited` how
+    many seconds the caller stood still for it.
+    """
+
+    indices: tuple[range, ...]
+    microbatches: tuple[MicroBatch, ...] = ()
+    valid_tokens: int = 0
+    problem: RankError | None = None
+    data_time: float = 0.0
+
+
+@dataclass(frozen=True)
+class BatchSampler:
+    """How a global batch is dealt out: microbatch m of rank r is samples [(m * ranks + r) * size, ...)."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    data_rank: int
+    data_size: int
+    context: Axis = Axis("cp")
+    by_length: bool = False
+
+    def indices(self, step: int) -> tuple[range, ...]:
+        """The sample indices of each of this rank's microbatches in `step` (the first is 1)."""
+        start, width = (step - 1) * self.global_batch_size, self.micro_batch_size
+        count = self.global_batch_size // (width * self.data_size)
+        firsts = (start + (m * self.data_size + self.data_rank) * width for m in range(count))
+        return tuple(range(first, first + width) for first in firsts)
+
+
+def batch_shape(global_batch_size: int, mesh: Mesh) -> BatchSampler:
+    """This rank's share of every global batch."""
+    t = mesh.topology
+    return BatchSampler(global_batch_size, t.micro_batch_size, mesh.dp_rank, mesh.dp_size, mesh.cp, t.cp_dynamic)
+
+
+class PrefetchingDataLoader:
+    """Reads the next steps while step k is computed.
+
+    A pure function of (rows, shape, step): nothing of it needs saving. `waiting` hears the number of a step whose
+    tokens keep the caller waiting, every two seconds.
+    """
+
+    def __init__(
+        self,
+        rows: Dataset,
+        shape: BatchSampler,
+        device: torch.device,
+        waiting: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self._rows, self._shape, self._device, self._waiting = rows, shape, device, waiting
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._ahead: dict[int, Future[StepBatch]] = {}
+
+    def get(self, step: int, last: int) -> StepBatch:
+        """This rank's part of step `step`, on the device. Nothing is read past step `last`: it may never be wanted,
+        and samples past those requested cost a shuffle of all documents.
+
+        Raises whatever went wrong on the reading thread, except for what its batch tells as a `problem`.
+        """
+        started = time.perf_counter()
+        wanted = range(step, min(step + _STEPS_AHEAD, last) + 1)
+        for number in [number for number in self._ahead if number not in wanted]:
+            self._ahead.pop(number).cancel()
+        for number in (step, *wanted):
+            if number not in self._ahead:
+                self._ahead[number] = self._reader.submit(self._read, number)
+        batch = self._result(step)
+        waited = time.perf_counter() - started
+        on_device = tuple(
+            microbatch.map(lambda part: part.to(self._device, non_blocking=True)) for microbatch in batch.microbatches
+        )
+        return replace(batch, microbatches=on_device, data_time=waited)
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _result(self, step: int) -> StepBatch:
+        future = self._ahead.pop(step)
+        while True:
+            try:
+                return future.result(timeout=_PATIENCE)
+            except NotReady:
+                if future.done():  # a TimeoutError of the reading itself
+                    raise
+                self._waiting(step)
+
+    def _read(self, step: int) -> StepBatch:
+        indices = self._shape.indices(step)
+        try:
+            groups = [[self._rows[index] for index in group] for group in indices]
+        except (DataError, OSError) as error:
+            reason = f"the training tokens of step {step} cannot be read: {error}"
+            return StepBatch(indices, problem=RankError(ExitCode.DATA, reason))
+        microbatches = tuple(
+            shard_for_context_parallel(microbatch(group), self._shape.context, self._shape.by_length)
+            for group in groups
+        )
+        if self._device.type == "cuda":
+            microbatches = tuple(one.map(Tensor.pin_memory) for one in microbatches)
+        return StepBatch(indices, microbatches, sum(int((m.labels != IGNORE_INDEX).sum()) for m in microbatches))
+
+
+def microbatch(rows: Sequence[Sample]) -> MicroBatch:
+    """Rows of one length as tensors on the CPU."""
+    stacked = torch.from_numpy(np.stack([row.tokens for row in rows]))
+    tokens, labels = stacked[:, :-1].clone(), stacked[:, 1:].clone()  # of a single row, `contiguous` would be a view
+    for row, label in zip(rows, labels, strict=True):
+        if row.loss_mask is not None:
+            label[torch.from_numpy(~row.loss_mask)] = IGNORE_INDEX
+    positions = _stack([row.positions for row in rows], np.arange(tokens.shape[1]))
+    documents = _stack([row.document_ids for row in rows], np.zeros(tokens.shape[1], np.int64))
+    return MicroBatch(tokens, labels, positions, documents)
+
+
+def shard_for_context_parallel(batch: MicroBatch, context: Axis, by_length: bool = False) -> MicroBatch:
+    """This rank's tokens of each sample, or `by_length` of documents as many of all samples."""
+    if context.size == 1:
+        return batch
+    placed = replace(batch, positions=batch.inputs["positions"])
+    if not by_length:
+        places = cp_positions(batch.tokens.shape[1], context)
+        return placed.map(lambda part: part[:, places])
+    documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
+    tokens = local_token_ids(documents, context)
+    return replace(replace(placed, documents=None).map(lambda part: part.flatten()[tokens]), documents=documents)
+
+
+def _stack(parts: Sequence[npt.NDArray[np.int64] | None], otherwise: npt.NDArray[np.int64]) -> Tensor | None:
+    """[B, S], or None when no row has its own; `otherwise` [S] stands in where only some do."""
+    if all(part is None for part in parts):
+        return None
+    return torch.from_numpy(np.stack([otherwise if part is None else part for part in parts]))

@@ -1,0 +1,111 @@
+"""One optimizer step, in the order that keeps every layout's numbers alike."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.data.samples.sample import Dataset
+from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
+from megalaunch.engine.run_end import RankError, RunEnd
+from megalaunch.engine.train.clip import clip_divisor, local_grad_norm_sq
+from megalaunch.engine.train.dataloader import StepBatch
+from megalaunch.engine.train.finalize_grads import finalize_grads
+from megalaunch.engine.train.forward_backward import ForwardBackward
+from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.rank_sync import StepReduction, all_gather_objects, reduce_step_stats, total_valid_tokens
+from megalaunch.engine.train.schedule import learning_rate
+from megalaunch.rundir.outcome import ExitCode
+
+_SAMPLES_SHOWN = 4  # in the reason; outcome.json holds all
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; `tokens` counts the labels that had a loss."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    stop: signal.Signals | None
+
+
+@dataclass(frozen=True)
+class _NonFiniteRank:
+    """A rank with microbatches whose loss is not finite, and the samples in them."""
+
+    rank: int
+    samples: list[str]
+
+
+class TrainStep:
+    """Count tokens, forward and backward, agree, clip, update."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        mesh: Mesh,
+        model: ModelParts,
+        passes: ForwardBackward,
+        optimizer: NamedAdamW,
+        samples: Dataset,
+    ) -> None:
+        self._spec, self._mesh, self._model, self._optimizer = spec, mesh, model, optimizer
+        self._passes, self._samples = passes, samples
+
+    def run(
+        self, step: int, batch: StepBatch, received: signal.Signals | None, problem: RankError | None = None
+    ) -> StepResult:
+        """Step number `step`; raises Ending on every rank, before the update, when a batch or a number is bad.
+
+        `received` and `problem` are what this rank alone knows so far.
+        """
+        is_loss_rank = self._mesh.is_loss_rank
+        mine = batch.valid_tokens if is_loss_rank else 0
+        tokens = total_valid_tokens(mine, problem or batch.problem, step - 1, self._mesh.device)
+        losses = self._passes.train(batch, tokens)
+        finalize_grads(self._model, self._mesh, self._spec.parallel.sequence_parallel)
+        squared_norm = local_grad_norm_sq(self._optimizer.parameters)
+        stats = reduce_step_stats(losses.sum() * float(is_loss_rank), squared_norm, received)
+        if not stats.finite:
+            self._raise_non_finite(step, batch, losses, stats)
+        rate = learning_rate(self._spec.schedule, self._spec.optimizer.lr, step)
+        self._optimizer.step(rate, clip_divisor(stats.grad_norm, self._spec.optimizer.clip_grad))
+        broadcast_tied_embedding(self._model, self._mesh)
+        return StepResult(stats.loss, stats.grad_norm, rate, tokens, stats.stop)
+
+    def _raise_non_finite(self, step: int, batch: StepBatch, losses: Tensor, stats: StepReduction) -> NoReturn:
+        """End the run on every rank, with the samples of the microbatches that are to blame."""
+        finite = torch.isfinite(losses).tolist()
+        bad = [index for indices, good in zip(batch.indices, finite, strict=True) if not good for index in indices]
+        bad = bad if self._mesh.is_loss_rank else []
+        mine = _NonFiniteRank(self._mesh.rank, [self._samples.describe(index) for index in bad])
+        guilty = [found for found in all_gather_objects(mine) if isinstance(found, _NonFiniteRank) and found.samples]
+        raise RunEnd(
+            ExitCode.NON_FINITE,
+            f"{self._non_finite_message(step, guilty, stats)}; the update was not made",
+            step - 1,
+            {"ranks": [asdict(evidence) for evidence in guilty]},
+        )
+
+    def _non_finite_message(self, step: int, guilty: list[_NonFiniteRank], stats: StepReduction) -> str:
+        if guilty:
+            ranks = ", ".join(f"{e.rank} ({self._mesh.topology.coordinates(e.rank)})" for e in guilty)
+            samples = [sample for evidence in guilty for sample in evidence.samples]
+            more = f"; and {len(samples) - _SAMPLES_SHOWN} more" if len(samples) > _SAMPLES_SHOWN else ""
+            shown = "; ".join(samples[:_SAMPLES_SHOWN])
+            return f"the loss of step {step} is not finite on rank {ranks}, in the microbatch of: {shown}{more}"
+        # A gradient is a sum over ranks by the time anyone sees it: no rank stands out.
+        size = self._spec.batch.global_batch_size
+        return (
+            f"the gradient norm of step {step} is {stats.grad_norm} though its loss is {stats.loss:.4g}, "
+            f"in samples {(step - 1) * size} to {step * size - 1}"
+        )

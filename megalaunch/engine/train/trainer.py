@@ -1,0 +1,244 @@
+"""From step k to the end: step, log, validate, save, and stop at a safe point."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.data.samples.sample import Dataset
+from megalaunch.data.samples.validation_dataset import FiniteDataset
+from megalaunch.engine.checkpoint.commit import remove_stale
+from megalaunch.engine.checkpoint.coordination import run_on_rank0
+from megalaunch.engine.checkpoint.load_pretrained import load_pretrained, save_source_files
+from megalaunch.engine.checkpoint.retention import require_never_saved
+from megalaunch.engine.checkpoint.store import latest_valid_checkpoint
+from megalaunch.engine.checkpoint.verify_config import describe_verification
+from megalaunch.engine.measure.memory import peak_bytes
+from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.model.init import init_weights
+from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
+from megalaunch.engine.run_end import RankError, RunEnd
+from megalaunch.engine.train.checkpointer import Checkpointer
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
+from megalaunch.engine.train.evaluate import validation_loss
+from megalaunch.engine.train.forward_backward import ForwardBackward
+from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.rank_sync import sync_stop_signal
+from megalaunch.engine.train.run_logger import RunLogger
+from megalaunch.engine.train.train_state import (
+    TrainProgress,
+    restore_run,
+    save_tokenizer,
+    tokenizer_vocab_size,
+    true_vocab_size,
+)
+from megalaunch.engine.train.train_step import TrainStep
+from megalaunch.engine.train.zero_gradient import ZeroGradientGuard
+from megalaunch.engine.worker_setup import StopSignal
+from megalaunch.rundir.outcome import ExitCode
+from megalaunch.rundir.paths import RunDirectory
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a loop works on."""
+
+    spec: RunSpec
+    mesh: Mesh
+    model: ModelParts
+    passes: ForwardBackward
+    optimizer: NamedAdamW
+    training: Dataset
+    validation: FiniteDataset | None
+
+
+class Trainer:
+    """One worker's view of a run; every method is called on all ranks alike, and may raise an Ending on all alike."""
+
+    def __init__(self, state: TrainState, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> None:
+        self._trainee, self._directory, self._record, self._stop = state, directory, record, stop
+        self._spec, self._mesh = state.spec, state.mesh
+        self._shape = batch_shape(state.spec.batch.global_batch_size, state.mesh)
+        self._position = TrainProgress(step=0, tokens=0)
+        self._saver = Checkpointer(state.spec, directory, state.model, state.optimizer, record)
+        self._passed_over: list[str] = []  # checkpoints, each with what is wrong with it; known to rank 0
+        self._zero_gradients = ZeroGradientGuard(state.spec.train.max_zero_grad_steps)
+        self._stop_signal: signal.Signals | None = None  # agreed upon by all ranks
+        self._validated_step = 0
+        self._validation: float | None = None
+        self._loss: float | None = None
+
+    @property
+    def step(self) -> int:
+        """The last finished step."""
+        return self._position.step
+
+    def resume(self) -> None:
+        """Continue from the newest valid checkpoint; drop the metrics that come after it.
+
+        Begins anew only where none was ever saved: raises CheckpointError when all are damaged or gone.
+        """
+        self._record.phase("looking for checkpoints", 0)
+        save_tokenizer(self._directory, self._spec)
+        found = latest_valid_checkpoint(
+            self._directory.checkpoints,
+            self._on_checkpoint_rejected,
+            partial(self._record.io_progress, "checking checkpoints", 0),
+        )
+        if found is None:  # before anything is removed, cut or taken over
+            run_on_rank0(
+                partial(require_never_saved, self._directory.checkpoints, self._passed_over, self._record.last_saved)
+            )
+        run_on_rank0(partial(remove_stale, self._directory.checkpoints))
+        if found is not None:
+            self._saver.saved = found
+            self._record.phase("loading")
+            self._position = restore_run(found, self._spec.model, self._trainee.model, self._trainee.optimizer)
+            broadcast_tied_embedding(self._trainee.model, self._mesh)
+            self._record.event("resumed", step=self.step, checkpoint=str(found))
+        else:
+            self._load_initial_weights()
+        num_tokens = run_on_rank0(partial(true_vocab_size, self._directory, self._spec))
+        self._trainee.model.set_true_vocab_size(num_tokens)
+        self._record.truncate_metrics_after(self.step)
+        self._record.report_logging_gap(self.step)
+        self._validated_step = run_on_rank0(self._record.last_validation)
+
+    def _load_initial_weights(self) -> None:
+        """A new run has its weights from their seed, unless it is to have them from elsewhere."""
+        source = self._spec.checkpoint.load_pretrained
+        if source is None:
+            init_weights(self._trainee.model, self._spec.train.seed)
+            broadcast_tied_embedding(self._trainee.model, self._mesh)
+            return
+        self._record.phase("loading")
+        num_tokens = run_on_rank0(partial(tokenizer_vocab_size, self._directory, self._spec))
+        save_source_files(Path(source).expanduser(), self._directory, num_tokens)
+        load_pretrained(Path(source).expanduser(), self._spec.model, self._trainee.model)
+        broadcast_tied_embedding(self._trainee.model, self._mesh)
+        self._record.event("note", message=f"begins with the weights of {source}")
+        reading = run_on_rank0(partial(describe_verification, Path(source).expanduser()))
+        if reading is not None:
+            self._record.event("note", message=reading)
+
+    def run(self) -> RunEnd:
+        """Train to `train.steps`, `train.exit_at_step` or a stop signal; returns how it ended (or raises an Ending)."""
+        batches = PrefetchingDataLoader(
+            self._trainee.training,
+            self._shape,
+            self._mesh.device,
+            waiting=lambda step: self._record.heartbeat("waiting for tokens", step),
+        )
+        step = TrainStep(
+            self._spec,
+            self._mesh,
+            self._trainee.model,
+            self._trainee.passes,
+            self._trainee.optimizer,
+            self._trainee.training,
+        )
+        try:
+            self._sync_stop_signal()
+            self._validate_if_due()
+            self._record.phase("training", self.step)
+            while self._stop_signal is None and self.step < self._last_step:
+                self._one_step(step, batches)
+                self._validate_if_due()
+                self._save_if_due()
+        except RunEnd as ending:
+            self._saver.finish(ending.reason)
+            raise
+        finally:
+            batches.close()
+        if self._stop_signal is not None:
+            self._record.event("stop_requested", signal=self._stop_signal.name)
+        if self.step > 0:
+            self._saver.save(self._position)
+        self._record.phase("ending", self.step)
+        return self._run_end()
+
+    @property
+    def _last_step(self) -> int:
+        return min(self._spec.train.steps, self._spec.train.exit_at_step or self._spec.train.steps)
+
+    @property
+    def _problem(self) -> RankError | None:
+        """What this rank found wrong outside of steps."""
+        return self._record.problem or self._saver.problem
+
+    def _sync_stop_signal(self, problem: RankError | None = None) -> None:
+        """Between steps: agree whether any rank was asked to stop, or has a problem."""
+        problem = problem or self._problem
+        self._stop_signal = sync_stop_signal(self._stop.signal, problem, self.step, self._mesh.device)
+
+    def _one_step(self, step: TrainStep, batches: PrefetchingDataLoader) -> None:
+        number, started = self.step + 1, time.perf_counter()
+        self._record.heartbeat("step", number)
+        batch = batches.get(number, self._last_step)
+        result = step.run(number, batch, self._stop.signal, self._problem)
+        self._position = TrainProgress(number, self._position.tokens + result.tokens)
+        self._loss, self._stop_signal = result.loss, result.stop
+        seconds = time.perf_counter() - started
+        self._record.step(
+            number, result, self._position.tokens, seconds, peak_bytes(self._mesh.device), batch.data_time
+        )
+        self._zero_gradients.update(number, result, self._record)
+
+    def _validate_if_due(self) -> None:
+        """Validate after the current step if that is due and not on record: a resume makes up what a stop cut short."""
+        rows, steps, interval = self._trainee.validation, self._spec.train.steps, self._spec.train.validation_interval
+        due = self.step == steps or (interval > 0 and self.step > 0 and self.step % interval == 0)
+        if not due or rows is None or self._stop_signal is not None or self.step == self._validated_step:
+            return
+
+        def may_go_on(problem: RankError | None) -> bool:
+            self._record.heartbeat("validating", self.step)
+            self._sync_stop_signal(problem)
+            return self._stop_signal is None
+
+        self._record.phase("validating", self.step)
+        loss = validation_loss(self._trainee.passes, rows, self._shape.micro_batch_size, self._mesh, may_go_on)
+        if loss is not None:
+            self._validation, self._validated_step = loss, self.step
+            self._record.validation(self.step, loss)
+        self._record.phase("training", self.step)
+
+    def _save_if_due(self) -> None:
+        interval = self._spec.checkpoint.interval
+        due = interval > 0 and self.step % interval == 0 and self.step < self._last_step
+        if self._zero_gradients.is_exceeded:
+            return
+        if due and self._stop_signal is None:  # a run that stops saves at its end
+            self._saver.save_async(self._position)
+            self._sync_stop_signal()
+
+    def _on_checkpoint_rejected(self, path: Path, problems: list[str]) -> None:
+        self._passed_over.append(f"{path.name}: {'; '.join(problems)}")
+        self._record.event("checkpoint_refused", path=str(path), reason="; ".join(problems))
+
+    def _run_end(self) -> RunEnd:
+        details = {
+            "loss": self._loss,
+            "validation_loss": self._validation,
+            "tokens": self._position.tokens,
+            "checkpoint": str(self._saver.saved) if self._saver.saved else None,
+        }
+        stop = self._stop_signal
+        if stop is None:
+            return RunEnd(ExitCode.DONE, self._done_reason(), self.step, details)
+        code = ExitCode.INTERRUPTED if stop == signal.SIGINT else ExitCode.PREEMPTED
+        return RunEnd(code, f"stopped by {stop.name} after step {self.step}", self.step, details)
+
+    def _done_reason(self) -> str:
+        steps, stop_at = self._spec.train.steps, self._spec.train.exit_at_step
+        if self.step > self._last_step:
+            key = f"train.steps={steps}" if self._last_step == steps else f"train.exit_at_step={stop_at}"
+            return f"nothing to do: the run is at step {self.step}, past {key}"
+        if self.step == steps:
+            return f"finished all {steps} steps"
+        return f"stopped after step {self.step} of {steps} as asked"

@@ -1,0 +1,98 @@
+"""One worker's life: join, build, resume, train, say how it ended."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.data.errors import DataError
+from megalaunch.data.tokenizer.tokenizer import load_tokenizer
+from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.engine.inference.sample import sample_text
+from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
+from megalaunch.engine.process_group import destroy_process_group, init_process_group
+from megalaunch.engine.run_end import RankError, RunEnd
+from megalaunch.engine.train.build import build_train_state
+from megalaunch.engine.train.forward_backward import make_pipeline_forward
+from megalaunch.engine.train.rank_sync import all_gather_objects, raise_on_all_ranks
+from megalaunch.engine.train.run_logger import RunLogger
+from megalaunch.engine.train.trainer import Trainer, TrainState
+from megalaunch.engine.worker_setup import StopSignal, tune_malloc
+from megalaunch.plan.topology import Topology
+from megalaunch.rundir.outcome import ExitCode
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.progress import ProgressWriter
+
+
+def run_training(spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWriter, stop: StopSignal) -> None:
+    """Everything between a worker's start and its exit; returns when all ranks ended on purpose together."""
+    record = RunLogger(directory, rank, progress)
+    topology = Topology.from_spec(spec)
+    if rank < topology.world:
+        progress.coordinates = topology.coordinates(rank)
+    record.reserve_outcome_space()
+    record.phase("joining")
+    device, problem = init_process_group(spec)
+    try:
+        raise_on_all_ranks(_check_world_size(topology) or problem, step=0)
+        record.phase("building")
+        if device.type == "cpu":
+            tune_malloc()
+        ending = _train(build_train_state(spec, make_mesh(topology, device, rank)), directory, record, stop)
+    except RunEnd as planned:
+        ending = planned
+    try:
+        record.outcome(ending)
+    finally:  # one that could not be written must not keep the others waiting
+        destroy_process_group()
+
+
+def _check_world_size(topology: Topology) -> RankError | None:
+    """Workers started by hand may be too few or too many."""
+    started = dist.get_world_size()
+    if started == topology.world:
+        return None
+    return RankError(
+        ExitCode.CONFIGURATION,
+        f"the spec is laid out over {topology.world} workers ({topology.nodes} machines with "
+        f"{topology.devices_per_node} each), but {started} were started: set torchrun's --nnodes and --nproc-per-node",
+    )
+
+
+def _train(trainee: TrainState, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> RunEnd:
+    loop = Trainer(trainee, directory, record, stop)
+    try:
+        loop.resume()
+        ending = loop.run()
+    except CheckpointError as error:  # the same on every rank
+        raise RunEnd(ExitCode.CHECKPOINT, str(error), loop.step) from error
+    if ending.exit_code == ExitCode.DONE and loop.step >= trainee.spec.train.steps:
+        _generate_final_sample(trainee, directory, record)
+    return ending
+
+
+def _generate_final_sample(trainee: TrainState, directory: RunDirectory, record: RunLogger) -> None:
+    """The model is trained and saved: whatever keeps it from writing a sample is worth a note, and no more."""
+    spec = trainee.spec
+    if not spec.train.sample_prompt or spec.tokenizer.path is None:
+        return
+    record.phase("sampling")
+    tokenizer, missing = None, None
+    try:
+        tokenizer = load_tokenizer(directory.tokenizer)
+    except DataError as error:
+        missing = str(error)
+    reasons = [reason for reason in all_gather_objects(missing) if reason]
+    if tokenizer is None or reasons:
+        record.event("note", message=f"no sample was written: {reasons[0]}")
+        return
+    try:
+        record.sample(sample_text(spec, _as_generator(trainee), tokenizer))
+    except ValueError as error:  # the same on every rank
+        record.event("note", message=f"no sample was written: {error}")
+
+
+def _as_generator(trainee: TrainState) -> DistributedGenerator:
+    relay = make_pipeline_forward(trainee.spec, trainee.mesh, trainee.model)
+    return DistributedGenerator(trainee.model, trainee.mesh, relay)

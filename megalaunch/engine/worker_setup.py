@@ -1,0 +1,114 @@
+"""What a worker does before torch is imported: die with its parent, own its log, catch stop signals.
+
+Standard library only, since importing torch takes a second in which the launcher may be killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
+from megalaunch.rundir.files import make_directory, open_file
+
+_PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_KEPT, _KEPT_BEFORE_2_35 = 2**30, 2**25  # bytes; the largest M_MMAP_THRESHOLD of older glibc, which refuses more
+_RESERVED, _HUGE_PAGE = _KEPT - 2**24, 2**21  # bytes; less than what malloc would leave to the kernel
+_MADV_HUGEPAGE = 14  # sys/mman.h
+REPEAT_SECONDS = 1.0
+
+
+def die_with_parent() -> None:
+    """Be killed by the kernel when the agent dies; end at once if agent or launcher are gone already.
+
+    Linux only; elsewhere a dead agent is noticed by the process group's timeout.
+    """
+    parent = os.getppid()
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
+    if os.getppid() != parent or (launcher is not None and not _alive(int(launcher))):
+        os._exit(1)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def tune_malloc() -> None:
+    """Have malloc keep the memory of large tensors for the next ones: the kernel would empty each page anew.
+
+    With glibc only; elsewhere nothing happens. What is larger than _KEPT still comes from the kernel and goes back.
+    """
+    libc = ctypes.CDLL(None)
+    mallopt = getattr(libc, "mallopt", None)
+    if mallopt is None:
+        return
+    mallopt(_M_TRIM_THRESHOLD, _KEPT)
+    if mallopt(_M_MMAP_THRESHOLD, _KEPT):
+        _reserve_huge_pages(libc)
+    else:
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BEFORE_2_35)
+
+
+def _reserve_huge_pages(libc: ctypes.CDLL) -> None:
+    """Reserve what malloc gives next, and ask the kernel for pages of 2 MiB there; untouched, it takes no memory.
+
+    Torch's own switch for them asks for each tensor, at addresses for which malloc may go to the kernel every time.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc.malloc.restype = ctypes.c_void_p
+    first = libc.malloc(ctypes.c_size_t(_RESERVED))
+    if first is None:  # a limit on addresses
+        return
+    start = first + -first % _HUGE_PAGE
+    libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(_RESERVED - _HUGE_PAGE), _MADV_HUGEPAGE)
+    libc.free(ctypes.c_void_p(first))
+
+
+def redirect_output(log: Path) -> None:
+    """Append everything this process prints, native libraries included, to its own log."""
+    make_directory(log.parent)
+    descriptor = open_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+class StopSignal:
+    """Remembers the first SIGTERM or SIGINT; the loop acts on it at a safe point. A second one ends at once.
+
+    The same signal again within REPEAT_SECONDS is the same request: a scheduler that signals all processes of a job
+    reaches a worker directly and through its agent.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._received_at = 0.0
+
+    def install(self) -> None:
+        """Catch both signals from now on; must run in the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._received)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._received_at = signal.Signals(number), now
+        elif self.signal != number or now - self._received_at > REPEAT_SECONDS:
+            os._exit(128 + number)

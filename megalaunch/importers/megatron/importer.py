@@ -1,0 +1,207 @@
+"""From a Megatron-LM launch script or argument list to a recipe, with what became of every flag."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megalaunch.config.keys import MISSING_VALUE, schema_defaults, schema_keys
+from megalaunch.config.schema import RunSpec, SpecError
+from megalaunch.config.schema.build import check_leaves
+from megalaunch.config.schema.paths import entry_at
+from megalaunch.config.shown import to_yaml
+from megalaunch.importers.megatron.arguments import Arguments, Report, flag_keys, is_flag, parse_arguments, reports
+from megalaunch.importers.megatron.bash_expansion import known_texts
+from megalaunch.importers.megatron.bash_interpreter import Script, read_script, split_text
+from megalaunch.importers.megatron.bash_lexer import MAX_BYTES, ScriptProblem
+from megalaunch.importers.megatron.flag_table import DIRECT, EXPERTS, LATENT, LAUNCHER_WORDS
+from megalaunch.importers.megatron.model_values import model_values
+from megalaunch.importers.megatron.recipe_file import RecipeFiles, write_recipe
+from megalaunch.importers.megatron.training_values import training_values
+
+__all__ = ["Imported", "ScriptProblem", "import_script"]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The recipe, the value of every key that the script or Megatron's defaults set, and the flags' fates.
+
+    `defaults` are keys where Megatron's own default differs from megalaunch's and no flag said otherwise.
+    """
+
+    recipe: RecipeFiles
+    values: Mapping[str, Any]
+    flags: tuple[Report, ...]
+    defaults: Mapping[str, Any]
+    missing: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def import_script(
+    text: str, name: str, source: str, given: Mapping[str, str] | None = None, platform: str | None = None
+) -> Imported:
+    """Read a script, an argument list or an argument file; raises ScriptProblem where it is none of them.
+
+    `given` are values of variables that the script expects (`1` is its first argument), `source` names the file
+    in the recipe's comment. Nothing is executed, and no file is opened.
+    """
+    if len(text) > MAX_BYTES:
+        raise ScriptProblem(1, f"has {len(text):,} characters; a launch script may have {MAX_BYTES:,}")
+    script = read_script(text, given or {})
+    launcher, words, found_in = _find_launch(script)
+    arguments = parse_arguments(words)
+    if not any(flag_keys(name) for name in arguments.given):
+        raise ScriptProblem(1, "holds no argument of Megatron-LM (such as --num-layers 32)")
+    cluster = _cluster(launcher, script.batch_words)
+    values = _values(arguments, cluster)
+    defaults = _implicit_defaults(arguments, values)
+    notes = [*found_in, *script.notes, *(f"the word {word!r} belongs to no flag" for word in arguments.stray)]
+    if script.exports:
+        names = ", ".join(sorted({export.partition("=")[0] for export in script.exports}))
+        notes.append(f"environment variables are not carried over: {names}")
+    recipe = write_recipe(name, values, platform, source)
+    return Imported(recipe, values, tuple(reports(arguments, values)), defaults, _missing(values, recipe), tuple(notes))
+
+
+def _find_launch(script: Script) -> tuple[list[str], list[str], list[str]]:
+    """The words before and after the training script, of the command with the most flags that Megatron knows."""
+    bare = [word for command in script.commands if is_flag(command.words[0]) for word in command.words]
+    rows = [(list(command.words), f"line {command.line}") for command in script.commands]
+    candidates = [(bare, "the argument list"), *rows]
+    best = max(candidates, key=lambda row: _count_known_flags(_unwrap_shell(script, row[0])), default=(bare, ""))
+    words, notes = _unwrap_shell(script, best[0]), []
+    variables = known_texts(script.variables)
+    for name, text in variables.items():
+        inside = list(split_text(script, text)) if "--" in text else []
+        if _count_known_flags(inside) > _count_known_flags(words):
+            words, notes = inside, [f"no command uses them all: the arguments were read from the variable {name}"]
+    at = next((index for index, word in enumerate(words) if re.search(r"\.py$", word)), -1)
+    if at < 0:
+        at = next(
+            (index + 1 for index, word in enumerate(words[:-1]) if word == "-m" and "torch" not in words[index + 1]), -1
+        )
+    return words[: at + 1], words[at + 1 :], notes
+
+
+def _unwrap_shell(script: Script, words: Sequence[str]) -> list[str]:
+    """The words, with those taken apart that hold a whole command line (`bash -c "..."`)."""
+    unfolded: list[str] = []
+    for word in words:
+        if word.count("--") > 1 and " " in word.strip() and len(words) < 60:
+            unfolded += split_text(script, word)
+        else:
+            unfolded.append(word)
+    return unfolded
+
+
+def _count_known_flags(words: Sequence[str]) -> int:
+    return sum(bool(flag_keys(word.partition("=")[0].lstrip("-").replace("_", "-"))) for word in words if is_flag(word))
+
+
+def _cluster(launcher: Sequence[str], batch: Sequence[str]) -> dict[str, int]:
+    """Machines and devices of each, as torchrun, srun or #SBATCH say them."""
+    values: dict[str, int] = {}
+    words = [*batch, *launcher]
+    for index, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        flag = {"-N": "--nodes"}.get(flag, flag)
+        key = LAUNCHER_WORDS.get(flag.lstrip("-").replace("_", "-")) if flag.startswith("--") else None
+        value = value if equals else words[index + 1] if index + 1 < len(words) else ""
+        if word.startswith("--gres=gpu"):
+            key, value = "cluster.devices_per_node", word.rpartition(":")[2]
+        if key and value.isdigit() and int(value) > 0:
+            values[key] = int(value)
+    return values
+
+
+def _values(given: Arguments, cluster: Mapping[str, int]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    rows = list(DIRECT)
+    for needed, table in (("num-experts", EXPERTS), ("multi-latent-attention", LATENT)):
+        if given.has(needed):
+            rows += table
+        else:
+            for flag, _, _, _ in table:
+                given.mark_ignored(flag, f"means nothing without --{needed}")
+    for flag, key, kind, default in rows:
+        value = _direct(given, flag, kind)
+        value = default if value is None else value
+        if value is not None and not (key in values and flag not in given.given):
+            values[key] = value
+    world = None
+    if len(cluster) == 2:
+        world = cluster["cluster.nodes"] * cluster["cluster.devices_per_node"]
+    values |= model_values(given) | training_values(given, world) | dict(cluster)
+    _drop_invalid(given, values)
+    order = {key: index for index, key in enumerate(schema_keys())}
+    return {key: values[key] for key in sorted(values, key=order.__getitem__)}
+
+
+def _drop_invalid(given: Arguments, values: dict[str, Any]) -> None:
+    """Take out what no key takes (a kind of Megatron's that is none of ours, a size of 0), and say so at its flags."""
+    for key in list(values):
+        try:
+            check_leaves(RunSpec, {key: values[key]})
+        except SpecError as error:
+            del values[key]
+            for flag in given.given:
+                if key in flag_keys(flag):
+                    given.mark_unsupported(flag, f"{key} {error.problems[0].message}")
+
+
+def _direct(given: Arguments, flag: str, kind: type) -> Any:
+    if kind is bool:
+        return True if given.has(flag) else None
+    if kind is int:
+        return given.integer(flag)
+    return given.number(flag) if kind is float else given.value(flag)
+
+
+def _implicit_defaults(given: Arguments, values: Mapping[str, Any]) -> dict[str, Any]:
+    said = {key for name in given.given for key in flag_keys(name)}
+    nested = schema_defaults()
+    return {
+        key: value
+        for key, value in values.items()
+        if key not in said and not key.startswith("cluster.") and value != entry_at(nested, key)
+    }
+
+
+def _missing(values: Mapping[str, Any], recipe: RecipeFiles) -> tuple[str, ...]:
+    """Keys without a default that neither the script nor the picked model says."""
+    nested = schema_defaults()
+    return tuple(
+        key
+        for key in schema_keys()
+        if entry_at(nested, key) == MISSING_VALUE
+        and key not in values
+        and not (key.startswith("model.") and "model" in recipe.picked)
+    )
+
+
+def report_text(imported: Imported) -> str:
+    """What became of each flag, by kind, as aligned lines."""
+    titles = {
+        "mapped": "mapped",
+        "lost": "not carried over: the run differs without it",
+        "open": "not known before the script runs (give it with --set NAME=VALUE, or in the recipe)",
+        "unknown": "not known to megalaunch",
+        "dropped": "dropped: what the run learns is the same without it",
+    }
+    blocks = []
+    for fate, title in titles.items():
+        rows = [(" ".join([entry.flag, *entry.words]), entry.text) for entry in imported.flags if entry.fate == fate]
+        if rows:
+            width = min(max(len(flag) for flag, _ in rows), 52)
+            lines = [f"  {flag:<{width}}  {text}" for flag, text in rows]
+            blocks.append("\n".join([f"{title} ({len(rows)})", *lines]))
+    if imported.defaults:
+        lines = [f"  {key} = {to_yaml(value)}" for key, value in imported.defaults.items()]
+        blocks.append("\n".join(["Megatron's defaults, where megalaunch has others", *lines]))
+    if imported.missing:
+        blocks.append("\n".join(["still to be said in the recipe", *(f"  {key}" for key in imported.missing)]))
+    if imported.notes:
+        blocks.append("\n".join(["notes", *(f"  {note}" for note in imported.notes)]))
+    return "\n\n".join(blocks)

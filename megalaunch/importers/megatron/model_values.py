@@ -1,0 +1,246 @@
+"""From Megatron's arguments to keys of the model: what one flag alone does not say."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from megalaunch.importers.megatron.arguments import Arguments
+
+Values = dict[str, Any]
+
+
+def model_values(given: Arguments) -> Values:
+    """The keys of `model` that need more than one flag; says in `given` what cannot be carried over."""
+    values: Values = {}
+    _heads(given, values)
+    _blocks(given, values)
+    _biases(given, values)
+    _window(given, values)
+    _positions(given, values)
+    if given.has("multi-latent-attention"):
+        _latent_positions(given, values)
+    if given.has("num-experts"):
+        _experts(given, values)
+    vocabulary = given.integer("padded-vocab-size", given.integer("vocab-size"))
+    if vocabulary is not None:
+        values["model.vocab_size"] = vocabulary
+    values["model.tie_word_embeddings"] = not given.has("untie-embeddings-and-output-weights")
+    return values
+
+
+def _heads(given: Arguments, values: Values) -> None:
+    groups = given.integer("num-query-groups")
+    if given.has("group-query-attention"):
+        values["model.num_query_groups"] = groups or 1
+    elif groups is not None:
+        given.mark_ignored("num-query-groups", "Megatron groups queries only with --group-query-attention")
+    width, heads = given.integer("hidden-size"), given.integer("num-attention-heads")
+    head_dim = given.integer("kv-channels")
+    if given.has("multi-latent-attention"):
+        given.mark_ignored("kv-channels", "latent attention has head widths of its own")
+    elif head_dim is not None:
+        values["model.head_dim"] = None if width and heads and head_dim * heads == width else head_dim
+    scale = given.number("softmax-scale")
+    if scale:
+        values["model.query_pre_attn_scalar"] = 1 / scale**2
+
+
+def _blocks(given: Arguments, values: Values) -> None:
+    offset = given.number("glu-linear-offset", 0.0)
+    if given.has("swiglu"):
+        values["model.activation"] = "swiglu"
+    elif given.has("quick-geglu"):
+        values["model.activation"] = "quick_geglu"
+        if offset != 1.0:
+            given.mark_unsupported(
+                "quick-geglu", "quick_geglu adds 1 to the up projection here; the script adds nothing"
+            )
+    else:
+        plain = {"squared-relu": "squared_relu", "openai-gelu": "gelu_tanh"}
+        values["model.activation"] = next((ours for flag, ours in plain.items() if given.has(flag)), "gelu")
+    if offset and not given.has("quick-geglu"):
+        given.mark_unsupported("glu-linear-offset", "only quick_geglu adds to the up projection here")
+    width, inner = given.integer("hidden-size"), given.integer("ffn-hidden-size")
+    if inner is None and width is not None:
+        inner = int(8 * width / 3 / 64) * 64 if given.has("swiglu") else 4 * width
+    if inner is not None:
+        values["model.ffn_hidden_size"] = inner
+    values["model.norm"] = {"RMSNorm": "rmsnorm"}.get(given.value("normalization") or "", "layernorm")
+    if given.has("qk-layernorm") and given.has("multi-latent-attention"):
+        given.mark_ignored("qk-layernorm", "latent attention always has norms on its latents")
+    elif given.has("qk-layernorm"):
+        values["model.qk_norm"] = "head"
+
+
+def _biases(given: Arguments, values: Values) -> None:
+    plain = given.has("disable-bias-linear")
+    values["model.attention_output_bias"] = values["model.mlp_bias"] = not plain
+    values["model.qkv_bias"] = not plain or given.has("add-qkv-bias")
+
+
+def _window(given: Arguments, values: Values) -> None:
+    window = given.value("window-size")
+    if window is not None:
+        try:
+            values["model.sliding_window"] = int(window.strip("()").split(",")[0]) + 1  # Megatron counts the past alone
+        except ValueError:
+            given.mark_unsupported("window-size", f"needs two whole numbers, got {window!r}")
+    frequency = given.value("window-attn-skip-freq")
+    if frequency is not None:
+        every = _every_nth(frequency, 0)
+        if every is None:
+            given.mark_unsupported(
+                "window-attn-skip-freq", f"only every n-th layer sees all tokens here, got {frequency}"
+            )
+        else:
+            values["model.sliding_window_pattern"] = every
+    sinks = given.value("softmax-type")
+    if sinks == "off-by-one":
+        given.mark_unsupported("softmax-type", "sinks are learned here")
+    elif sinks is not None:
+        values["model.attention_sinks"] = sinks == "learnable"
+
+
+def _every_nth(text: str, mark: int) -> int | None:
+    """n of `n` and of a list of 0 and 1 that has the mark at every n-th place and nowhere else."""
+    pattern = parse_list(text)
+    if pattern is None:
+        return int(text) if text.isdigit() and int(text) else None
+    every = pattern.index(mark) + 1 if mark in pattern else 0
+    fits = every and all((value == mark) == ((index + 1) % every == 0) for index, value in enumerate(pattern))
+    return every if fits else None
+
+
+def _positions(given: Arguments, values: Values) -> None:
+    kind = given.value("position-embedding-type")
+    if given.has("use-rotary-position-embeddings") and kind is None:
+        kind = "rope"
+    kinds = {"rope": "rope", "yarn": "rope", "learned_absolute": "learned", "none": "none", None: "learned"}
+    if kind not in kinds:
+        given.mark_unsupported("position-embedding-type", f"there are no {kind} positions here")
+        return
+    values["model.position_embedding"] = kinds[kind]
+    if kinds[kind] != "rope":
+        return
+    base = given.number("rotary-base", 10000.0)
+    values["model.rope.theta"] = base
+    skipped = given.value("no-rope-freq")
+    if skipped is not None:
+        values["model.no_rope_layer_interval"] = _every_nth(skipped, 1)
+        if values["model.no_rope_layer_interval"] is None:
+            given.mark_unsupported("no-rope-freq", f"only every n-th layer is left unrotated here, got {skipped}")
+    factor = given.number("rotary-seq-len-interpolation-factor")
+    if factor is not None:
+        values |= {"model.rope.scaling": "linear", "model.rope.factor": factor}
+    if given.has("use-rope-scaling"):
+        values["model.rope.scaling"] = "llama3"
+        values["model.rope.factor"] = given.number("rope-scaling-factor", 8.0)
+        values["model.rope.original_positions"] = 8192
+    if kind == "yarn":
+        _yarn(given, values, given.number("yarn-rotary-scaling-factor", given.number("rotary-scaling-factor", 1.0)))
+
+
+def _latent_positions(given: Arguments, values: Values) -> None:
+    if given.value("rope-type") == "rope" or given.number("rotary-scaling-factor", 1.0) == 1.0:
+        return
+    _yarn(given, values, given.number("rotary-scaling-factor"))
+
+
+def _yarn(given: Arguments, values: Values, factor: float | None) -> None:
+    original = given.integer("yarn-original-max-position-embeddings", given.integer("original-max-position-embeddings"))
+    values["model.rope.scaling"] = "yarn"
+    values["model.rope.factor"] = factor
+    values["model.rope.original_positions"] = original or 4096
+    values["model.rope.beta_fast"] = given.number("yarn-beta-fast", 32.0)
+    values["model.rope.beta_slow"] = given.number("yarn-beta-slow", 1.0)
+    values["model.rope.mscale"] = given.number("mscale", 1.0)
+    values["model.rope.mscale_all_dim"] = given.number("mscale-all-dim", 0.0)
+
+
+def _experts(given: Arguments, values: Values) -> None:
+    frequency = given.value("moe-layer-freq")
+    if frequency is not None:
+        pattern = _expert_pattern(frequency)
+        if pattern is None:
+            given.mark_unsupported(
+                "moe-layer-freq", f"only first dense layers and every n-th after them exist here, got {frequency}"
+            )
+        else:
+            values["model.moe.first_k_dense_replace"], values["model.moe.layer_freq"] = pattern
+    score = given.value("moe-router-score-function") or "softmax"
+    if score == "sqrtsoftplus":
+        given.mark_unsupported("moe-router-score-function", "router scores are softmax or sigmoid here")
+    else:
+        values["model.moe.score"] = score
+    values["model.moe.normalize_top_k"] = score == "sigmoid" or not given.has("moe-router-pre-softmax")
+    router = given.value("moe-router-dtype")
+    if router is not None:
+        values["model.moe.router_dtype"] = router
+    elif given.has("bf16"):
+        values["model.moe.router_dtype"] = "bf16"
+    _balance(given, values)
+    capacity = given.number("moe-expert-capacity-factor")
+    if capacity is not None:
+        values["model.moe.capacity_factor"] = None if capacity < 0 else capacity
+
+
+def _balance(given: Arguments, values: Values) -> None:
+    kinds, coeffs = given.values("moe-router-load-balancing-type"), given.values("moe-aux-loss-coeff")
+    ours = {"aux_loss": "batch", "seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
+    kind = kinds[0] if kinds else "aux_loss"
+    if len(kinds) > 1:
+        given.mark_unsupported("moe-router-load-balancing-type", f"one loss evens the load here; {kind} is taken")
+    try:
+        coeff = float(coeffs[0]) if coeffs else 0.0
+    except ValueError:
+        given.mark_unsupported("moe-aux-loss-coeff", f"needs a number, got {coeffs[0]!r}")
+        coeff = 0.0
+    if kind not in ours:
+        given.mark_unsupported("moe-router-load-balancing-type", f"there is no {kind} here")
+        return
+    values["model.moe.balance_loss"] = ours[kind] if coeff else "none"
+    values["model.moe.balance_loss_coeff"] = coeff if ours[kind] != "none" else 0.0
+
+
+def _expert_pattern(text: str) -> tuple[int, int] | None:
+    """(first dense layers, every) of `n` or of a list of 0 (dense) and 1 (experts)."""
+    pattern = parse_list(text)
+    if pattern is None:
+        return (0, int(text)) if text.isdigit() and int(text) else None
+    if 1 not in pattern:
+        return None
+    dense = pattern.index(1)
+    rest = pattern[dense:]
+    every = rest.index(1, 1) if 1 in rest[1:] else len(rest)
+    fits = all((value == 1) == (index % every == 0) for index, value in enumerate(rest))
+    return (dense, every) if fits else None
+
+
+def parse_list(text: str) -> list[int] | None:
+    """`([0]*3+[1]*58)` as a list of whole numbers; None for anything else. Nothing is evaluated but + and *."""
+    if "[" not in text or len(text) > 2000:
+        return None
+    try:
+        value = _pattern(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    return value if isinstance(value, list) else None
+
+
+def _pattern(node: ast.AST) -> list[int] | int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        items = [_pattern(item) for item in node.elts]
+        if all(isinstance(item, int) for item in items):
+            return [item for item in items if isinstance(item, int)]
+    if isinstance(node, ast.BinOp):
+        left, right = _pattern(node.left), _pattern(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+            if len(left) * right > 10_000:
+                raise ValueError("too long")
+            return left * right
+    raise ValueError("no list of whole numbers")

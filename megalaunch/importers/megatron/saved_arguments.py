@@ -1,0 +1,95 @@
+"""The arguments that a Megatron checkpoint keeps, as the model that they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalaunch.config.schema.build import SpecError, build_section
+from megalaunch.config.schema.model import ModelSpec
+from megalaunch.config.schema.paths import put
+from megalaunch.importers.megatron.arguments import flag_keys, known_flags, parse_arguments
+from megalaunch.importers.megatron.flag_table import DIRECT
+from megalaunch.importers.megatron.model_values import model_values
+
+# What makes another model than the plain GPT that is carried over, with the values that leave it one.
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "num_experts": (None, 0),
+    "multi_latent_attention": (None, False),
+    "mtp_num_layers": (None, 0),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "hybrid_override_pattern": (None,),
+    "hybrid_layer_pattern": (None,),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "attention_output_gate": (None, False),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "rotary_interleaved": (None, False),
+    "qk_l2_norm": (None, False),
+    "use_mup": (None, False),
+    "softmax_type": (None, "vanilla"),
+    "glu_linear_offset": (None, 0, 0.0),
+    "quick_geglu": (None, False),
+}
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+class ArgumentsError(ValueError):
+    """The arguments mean no model that is carried over; `problems` says everything that keeps it from being."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(problems))
+
+
+def model_from_saved(saved: Mapping[str, Any], name: str) -> ModelSpec:
+    """The model section; raises ArgumentsError with every argument that has no counterpart."""
+    problems = [f"--{key.replace('_', '-')} {saved[key]}: only plain GPT models are carried over"
+                for key, plain in _PLAIN.items() if saved.get(key) not in plain]  # fmt: skip
+    problems += [f"its arguments have no {key}" for key in _NEEDED if not isinstance(saved.get(key), int)]
+    if problems:
+        raise ArgumentsError(problems)
+    given = parse_arguments(_as_arguments(saved))
+    values = {"model.max_position_embeddings": 2048, **_direct(saved), **model_values(given)}
+    lost = [f"--{flag}: {text}" for flag, (fate, text) in given.fates.items() if fate == "lost"]
+    if lost:
+        raise ArgumentsError(lost)
+    if values["model.activation"] == "gelu" and saved.get("bias_gelu_fusion") and values["model.mlp_bias"]:
+        values["model.activation"] = "gelu_tanh"  # the fused kernel computes the approximation
+    values["model.norm_plus_one"] = bool(saved.get("apply_layernorm_1p"))
+    heads, groups = saved["num_attention_heads"], values.get("model.num_query_groups")
+    values["model.num_query_groups"] = groups or heads
+    values["model.head_dim"] = saved.get("kv_channels") or saved["hidden_size"] // heads
+    section: dict[str, Any] = {"model": {"name": name}}
+    for key, value in values.items():
+        put(section, key, value)
+    try:
+        return build_section(ModelSpec, section["model"], "model.")
+    except SpecError as error:
+        raise ArgumentsError([str(error)]) from error
+
+
+def _as_arguments(saved: Mapping[str, Any]) -> list[str]:
+    """The flags that say of a model what the saved values say; a value of None or False is a flag not given."""
+    words: list[str] = []
+    for flag, arity in known_flags().items():
+        value = saved.get(flag.replace("-", "_"))
+        if not any(key.startswith("model.") for key in flag_keys(flag)) or value in (None, False, "None"):
+            continue
+        words.append(f"--{flag}")
+        if arity:
+            words += [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    if saved.get("add_bias_linear") is False:
+        words.append("--disable-bias-linear")
+    return words
+
+
+def _direct(saved: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for flag, key, _, default in DIRECT:
+        value = saved.get(flag.replace("-", "_"))
+        value = default if value is None else value
+        if value is not None and key.startswith("model.") and not key.startswith("model.mtp."):
+            found[key] = value
+    return found

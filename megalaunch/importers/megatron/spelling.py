@@ -1,0 +1,68 @@
+"""One setting in Megatron-LM's spelling, typed where ours is expected: what it is called here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megalaunch.config.shown import to_yaml
+from megalaunch.importers.megatron.arguments import Arguments, drop_reason, flag_keys, known_flags, parse_arguments
+from megalaunch.importers.megatron.flag_table import DIRECT, EXPERTS, LATENT
+from megalaunch.importers.megatron.model_values import model_values
+from megalaunch.importers.megatron.training_values import training_values
+
+
+@dataclass(frozen=True)
+class Translated:
+    """Our override arguments for a flag, or the reason why there are none."""
+
+    overrides: tuple[str, ...]
+    reason: str = ""
+
+
+def translate(flag: str, values: Sequence[str] = ()) -> Translated | None:
+    """What one of Megatron's flags (without its dashes) is here; None for a name that is none of its flags.
+
+    >>> translate("tensor_model_parallel_size", ["4"])
+    Translated(overrides=('parallel.tp=4',), reason='')
+    """
+    name = flag.lower().replace("_", "-")
+    dropped = drop_reason(name)
+    if name not in known_flags():
+        return Translated((), dropped[1]) if dropped else None
+    words = [] if known_flags()[name] == 0 else list(values)[:1] if known_flags()[name] == 1 else list(values)
+    given = parse_arguments([f"--{name}", *words, *_others(name)])
+    keys = flag_keys(name)
+    found = _values(given, name) if words or known_flags()[name] == 0 else {}
+    if name in given.fates and given.fates[name][0] in ("lost", "dropped"):
+        return Translated((), given.fates[name][1])
+    known = tuple(f"{key}={found[key]}" for key in keys if key in found and not _is_off(known_flags()[name], values))
+    return Translated(known or tuple(f"{key}=VALUE" for key in keys))
+
+
+def _others(name: str) -> list[str]:
+    """Flags without which Megatron leaves this one out, so that it says what it would say in a script."""
+    others = {"tensor-model-parallel-size": "2", "group-query-attention": ""}
+    others |= {"num-experts": "8"} if name.startswith(("moe-", "expert-")) else {}
+    return [word for flag, value in others.items() if flag != name for word in (f"--{flag}", value) if word]
+
+
+def _values(given: Arguments, name: str) -> dict[str, str]:
+    """The keys that a flag sets when it stands alone."""
+    for flag, key, kind, _ in (*DIRECT, *EXPERTS, *LATENT):
+        if flag == name:
+            return {key: "true" if kind is bool else str(given.value(flag))}
+    return {key: _argument(value) for key, value in {**model_values(given), **training_values(given, None)}.items()}
+
+
+def _is_off(arity: int, values: Sequence[str]) -> bool:
+    """True for `swiglu=false`: Megatron's switch has no such form, so that nothing is known of its opposite."""
+    return arity == 0 and bool(values) and values[0].lower() in ("false", "0", "no", "off")
+
+
+def _argument(value: Any) -> str:
+    """A value as it is typed behind KEY=; a list's items with spaces are quoted."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(repr(item) if isinstance(item, str) and ' ' in item else str(item) for item in value)}]"
+    return to_yaml(value)

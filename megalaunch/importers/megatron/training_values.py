@@ -1,0 +1,258 @@
+"""From Megatron's arguments to keys of layout, precision, batch, schedule, optimizer and data."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megalaunch.importers.megatron.arguments import Arguments
+
+Values = dict[str, Any]
+_MODULES = {
+    "core_attn": "attention", "layernorm": "norm", "mlp": "mlp", "moe_act": "activation", "moe": "moe",
+    "shared_experts": "shared_experts", "mla_up_proj": "mla_up",
+}  # fmt: skip
+_SHAPES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "inverse-square-root": "inverse_square_root",
+           "WSD": "wsd"}  # fmt: skip
+_OPTIMIZERS = {"adam": "adamw", "sgd": "sgd", "lion": "lion", "muon": "muon", "dist_muon": "muon"}
+
+
+def training_values(given: Arguments, world: int | None) -> Values:
+    """All keys outside `model` that need more than one flag; `world` is the number of devices where it is known."""
+    values: Values = {}
+    _layout(given, values)
+    _precision(given, values)
+    _recompute(given, values)
+    _batch(given, values, world)
+    _schedule(given, values)
+    _optimizer(given, values)
+    _data(given, values)
+    minutes = given.number("distributed-timeout-minutes")
+    if minutes is not None:
+        values["launcher.hang_timeout"] = minutes * 60
+    return values
+
+
+def _layout(given: Arguments, values: Values) -> None:
+    tp = given.integer("tensor-model-parallel-size", 1) or 1
+    pp = given.integer("pipeline-model-parallel-size", 1) or 1
+    if given.has("sequence-parallel"):
+        if tp > 1:
+            values["parallel.sequence_parallel"] = True
+        else:
+            given.mark_ignored("sequence-parallel", "Megatron too sets it off where tp is 1")
+    if given.has("num-experts"):
+        etp = given.integer("expert-tensor-parallel-size", tp) or 1
+        values["parallel.etp"] = etp if etp > 1 else None
+    _virtual_stages(given, values, pp)
+    _sharding(given, values)
+    exchange = given.values("cp-comm-type")
+    if exchange:
+        values["parallel.cp_comm_type"] = exchange[0] if len(set(exchange)) == 1 else list(exchange)
+    sizes = given.values("hierarchical-context-parallel-sizes")
+    if sizes and all(size.isdigit() for size in sizes):
+        values["parallel.hierarchical_context_parallel_sizes"] = [int(size) for size in sizes]
+
+
+def _virtual_stages(given: Arguments, values: Values, pp: int) -> None:
+    older = given.integer("virtual-pipeline-model-parallel-size")
+    vpp = given.integer("num-virtual-stages-per-pipeline-rank", older)
+    layers, by_stage = given.integer("num-layers"), given.integer("num-layers-per-virtual-pipeline-stage")
+    if vpp is None and by_stage and layers:
+        layers += given.has("account-for-embedding-in-pipeline-split") + given.has("account-for-loss-in-pipeline-split")
+        if layers % (pp * by_stage):
+            given.mark_unsupported(
+                "num-layers-per-virtual-pipeline-stage", f"{layers} layers do not divide by {pp} x {by_stage}"
+            )
+        else:
+            vpp = layers // pp // by_stage
+    if vpp is not None and vpp > 1:
+        values["parallel.vpp"] = vpp
+    interleaved = (vpp or 1) > 1 or given.has("pipeline-model-parallel-layout")
+    values["parallel.overlap_p2p_comm"] = pp > 1 and interleaved and not given.has("no-overlap-p2p-communication")
+
+
+def _sharding(given: Arguments, values: Values) -> None:
+    if given.has("use-megatron-fsdp") or given.has("use-custom-fsdp"):
+        values["parallel.data_sharding"] = given.value("data-parallel-sharding-strategy") or "optim_grads_params"
+    elif given.has("use-torch-fsdp2"):
+        values["parallel.data_sharding"] = "optim_grads_params"
+    else:
+        values["parallel.data_sharding"] = "optim" if given.has("use-distributed-optimizer") else "no_shard"
+        given.mark_ignored("data-parallel-sharding-strategy", "Megatron shards only with --use-megatron-fsdp")
+
+
+def _precision(given: Arguments, values: Values) -> None:
+    eight = given.value("fp8-format") or ("hybrid" if given.has("fp8-hybrid") else None)
+    half = given.has("fp16")
+    values["precision.compute_dtype"] = "fp8" if eight else "fp16" if half else "bf16" if given.has("bf16") else "fp32"
+    if eight:
+        values["precision.fp8.format"] = eight
+        values["precision.fp8.recipe"] = given.value("fp8-recipe") or "delayed"
+        values["precision.fp8.param_gather"] = given.has("fp8-param-gather")
+        if values["precision.fp8.recipe"] == "delayed":
+            values["precision.fp8.amax_history_len"] = _amax_history(given)
+        if given.has("first-last-layers-bf16"):
+            values["precision.fp8.first_layers_bf16"] = given.integer("num-layers-at-start-in-bf16", 1)
+            values["precision.fp8.last_layers_bf16"] = given.integer("num-layers-at-end-in-bf16", 1)
+    if half:
+        values["precision.loss_scale.initial"] = given.number("initial-loss-scale", 2.0**32)
+        values["precision.loss_scale.minimum"] = given.number("min-loss-scale", 1.0)
+        values["precision.loss_scale.window"] = given.integer("loss-scale-window", 1000)
+        values["precision.loss_scale.hysteresis"] = given.integer("hysteresis", 2)
+    low = given.has("grad-reduce-in-bf16") and not given.has("accumulate-allreduce-grads-in-fp32")
+    values["precision.grad_reduce_dtype"] = values["precision.grad_dtype"] = "bf16" if low else "fp32"
+    if given.has("main-grads-dtype"):
+        values["precision.grad_dtype"] = given.value("main-grads-dtype")
+    moments = {given.value("exp-avg-dtype") or "fp32", given.value("exp-avg-sq-dtype") or "fp32"}
+    if moments == {"bf16"}:
+        values["precision.exp_avg_dtype"] = "bf16"
+    elif moments != {"fp32"}:
+        for flag in ("exp-avg-dtype", "exp-avg-sq-dtype"):
+            given.mark_unsupported(flag, "both moments are fp32 or both bf16 here")
+    if given.has("fp32-residual-connection"):
+        values["precision.residual_dtype"] = "fp32"
+
+
+def _amax_history(given: Arguments) -> int | None:
+    """Steps that the delayed scale looks back: Megatron takes the newest value, unless told to take the max."""
+    if given.value("fp8-amax-compute-algo") == "max":
+        return given.integer("fp8-amax-history-len", 1)
+    given.mark_ignored(
+        "fp8-amax-history-len", "Megatron scales by the newest value, whatever is kept, but with algo max"
+    )
+    return 1
+
+
+def _recompute(given: Arguments, values: Values) -> None:
+    granularity = given.value("recompute-granularity")
+    modules = list(given.values("recompute-modules"))
+    if given.has("recompute-activations") and granularity is None:
+        granularity = "selective"
+    if given.has("moe-layer-recompute"):
+        granularity, modules = granularity or "selective", [*modules, "moe"]
+    if granularity is None:
+        return
+    values["recompute.granularity"] = granularity
+    if granularity == "full":
+        values["recompute.method"] = given.value("recompute-method") or "uniform"
+        values["recompute.num_layers"] = given.integer("recompute-num-layers", 1)
+        return
+    unknown = [module for module in modules if module not in _MODULES]
+    if unknown:
+        given.mark_unsupported("recompute-modules", f"{', '.join(unknown)} cannot be recomputed alone here")
+    values["recompute.modules"] = [_MODULES[module] for module in modules if module in _MODULES] or ["attention"]
+
+
+def _batch(given: Arguments, values: Values, world: int | None) -> None:
+    size = given.integer("global-batch-size")
+    ramp = " ".join(given.values("step-batch-size-schedule"))  # an unquoted array splits it
+    if ramp:
+        values["batch.rampup_batch_size"] = ramp
+        last = ramp.split()[-1].rpartition(":")[2] if ramp.split() else ""
+        size = int(last) if last.isdigit() else size
+    if size is None and world is not None:
+        model_devices = 1
+        for axis in ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"):
+            model_devices *= given.integer(axis, 1) or 1
+        size = (given.integer("micro-batch-size", 1) or 1) * max(world // model_devices, 1)
+    if size is not None:
+        values["batch.global_batch_size"] = size
+    samples = given.integer("train-samples")
+    steps = given.integer("train-iters", None if samples is None or not size else max(samples // size, 1))
+    if steps is not None:
+        values["train.steps"] = steps
+    if ramp and samples is not None:
+        given.mark_unsupported(
+            "train-samples", f"{samples:,} samples at the last batch size; the smaller first batches need more steps"
+        )
+
+
+def _schedule(given: Arguments, values: Values) -> None:
+    batch = values.get("batch.global_batch_size") or 1
+    shape = given.value("lr-decay-style") or "linear"
+    values["schedule.shape"] = _SHAPES.get(shape, "linear")
+    decay = _steps(given, "lr-decay", batch)
+    steps = values.get("train.steps")
+    values["schedule.decay_steps"] = None if decay == steps else decay
+    warmup = _steps(given, "lr-warmup", batch)
+    fraction = given.number("lr-warmup-fraction")
+    if fraction is not None and (decay or steps):
+        warmup = round(fraction * (decay or steps or 0))
+    values["schedule.warmup_steps"] = warmup or 0
+    if shape == "WSD":
+        values["schedule.wsd_decay_steps"] = _steps(given, "lr-wsd-decay", batch) or 0
+        values["schedule.wsd_decay_shape"] = given.value("lr-wsd-decay-style") or "exponential"
+
+
+def _steps(given: Arguments, name: str, batch: int) -> int | None:
+    samples = given.integer(f"{name}-samples")
+    return given.integer(f"{name}-iters", None if samples is None else round(samples / batch))
+
+
+def _optimizer(given: Arguments, values: Values) -> None:
+    name = given.value("optimizer") or "adam"
+    if name in _OPTIMIZERS:
+        values["optimizer.name"] = _OPTIMIZERS[name]
+    else:
+        given.mark_unsupported("optimizer", f"there is no {name} here")
+    for optimizer, flag, default in (("sgd", "sgd-momentum", 0.9), ("muon", "muon-momentum", 0.9)):
+        if values.get("optimizer.name") == optimizer:
+            values["optimizer.momentum"] = given.number(flag, default)
+        else:
+            given.mark_ignored(flag, f"the optimizer is not {optimizer}")
+    for key, flag, default in (("beta1", "lion-beta1", 0.95), ("beta2", "lion-beta2", 0.98)):
+        if values.get("optimizer.name") == "lion":
+            values[f"optimizer.{key}"] = given.number(flag, default)
+        else:
+            given.mark_ignored(flag, "the optimizer is not lion")
+    if given.has("optimizer-cpu-offload"):
+        values["optimizer.offload_fraction"] = given.number("optimizer-offload-fraction", 1.0)
+    else:
+        given.mark_ignored("optimizer-offload-fraction", "Megatron offloads only with --optimizer-cpu-offload")
+
+
+def _data(given: Arguments, values: Values) -> None:
+    for flag, part in (("data-path", "train"), ("train-data-path", "train"), ("valid-data-path", "validation")):
+        words = given.values(flag)
+        if not words:
+            continue
+        blend = _blend(words)
+        if len(blend) == 1 and " " not in blend[0]:
+            values[f"data.{part}_prefix"] = blend[0]
+        else:
+            values["data.blend" if part == "train" else "data.validation_blend"] = blend
+    split = given.value("split")
+    if given.has("mock-data"):
+        given.mark_ignored("split", "made-up tokens need no split")
+    elif split is not None:
+        values["data.split"] = ",".join(re.findall(r"[0-9.]+", split))
+    elif "data-path" in given.given:
+        values["data.split"] = "969,30,1"
+    _fill_in(given, values)
+
+
+def _fill_in(given: Arguments, values: Values) -> None:
+    marks = [f"fim-{part}-token" for part in ("prefix", "middle", "suffix")]
+    if not given.has("fim-data"):
+        for flag in ("fim-rate", "fim-spm-rate", *marks):
+            given.mark_ignored(flag, "Megatron fills in the middle only with --fim-data")
+        return
+    values["data.fim_rate"] = given.number("fim-rate", 0.5)
+    values["data.fim_spm_rate"] = given.number("fim-spm-rate", 0.5)
+    words = [given.value(flag) for flag in marks]
+    if all(words):
+        values["data.fim_tokens"] = words
+    else:
+        for flag in marks:
+            given.mark_unsupported(
+                flag, "the three marks are given together here (data.fim_tokens), or found by their usual names"
+            )
+
+
+def _blend(words: tuple[str, ...]) -> list[str]:
+    """`WEIGHT PREFIX` pairs where every other word is a number, else prefixes alone."""
+    weights = words[0::2]
+    if len(words) % 2 == 0 and all(re.fullmatch(r"[0-9.eE+-]+", word) for word in weights):
+        return [f"{weight} {prefix}" for weight, prefix in zip(weights, words[1::2], strict=True)]
+    return list(words)

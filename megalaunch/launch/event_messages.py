@@ -1,0 +1,70 @@
+"""Events as sentences: the lines that both displays show for what happened besides steps."""
+
+from __future__ import annotations
+
+from megalaunch.launch.format import format_duration
+from megalaunch.launch.rank_monitor import rank_label
+from megalaunch.rundir.jsonl import Record
+
+
+def event_message(event: Record) -> str | None:
+    """One line for an event, or None for those that nobody needs to see while the run goes on."""
+    match event.get("event"):
+        case "launch":
+            return f"starting {event.get('workers')} workers"
+        case "phase":
+            return f"{event.get('phase')}{_after(event)}"
+        case "resumed":
+            return f"continuing after step {event.get('step')} from {event.get('checkpoint')}"
+        case "metrics_cut":
+            return _cut(event)
+        case "metrics_gap":
+            steps = f"{event.get('missing')} of the steps up to {event.get('until_step')}"
+            return f"metrics.jsonl lacks {steps} (the first is {event.get('first')}, the last {event.get('last')})"
+        case "checkpoint":
+            return f"checkpoint of step {event.get('step')} saved{_duration_text(event)}"
+        case "checkpoint_refused":
+            return f"checkpoint {event.get('path')} refused: {event.get('reason')}"
+        case "zero_gradient":
+            limit = event.get("limit")
+            after = f"; {limit} such steps in a row end the run" if limit else ""
+            return f"warning: the gradient norm of step {event.get('step')} is exactly 0: nothing is learned{after}"
+        case "stop_requested":
+            return f"{event.get('signal')} received: saving a checkpoint, then ending"
+        case "worker_failed":
+            return _failed(event)
+        case "restart":
+            pause = event.get("pause_seconds")
+            when = f" in {format_duration(pause)}" if isinstance(pause, (int, float)) and pause > 0 else ""
+            return f"restart {event.get('attempt')}{when}: {event.get('reason')}"
+        case "note":
+            return str(event.get("message"))
+        case _:
+            return None
+
+
+def _cut(event: Record) -> str:
+    after, last, lines = (event.get(key) for key in ("after_step", "last_step", "lines"))
+    redone = f"steps {after + 1} to {last} are" if isinstance(after, int) and isinstance(last, int) else "they are"
+    return f"metrics after step {after} cut ({lines} lines): {redone} trained again"
+
+
+def _after(event: Record) -> str:
+    seconds = event.get("elapsed_seconds")
+    return (
+        f" ({format_duration(seconds)} since the start)" if isinstance(seconds, (int, float)) and seconds >= 1 else ""
+    )
+
+
+def _duration_text(event: Record) -> str:
+    seconds, waited = event.get("seconds"), event.get("waited_seconds")
+    if not isinstance(seconds, (int, float)):
+        return ""
+    beside = isinstance(waited, (int, float)) and waited < seconds
+    return f" ({seconds:.1f} s{f', training waited {waited:.1f} s' if beside else ''})"
+
+
+def _failed(event: Record) -> str:
+    rank = rank_label(int(event.get("rank", 0)), str(event.get("coordinates") or ""))
+    message = " ".join(str(event.get("message") or "").split())
+    return f"{rank} failed at step {event.get('step')}: {event.get('exception')}: {message[:200]}"

@@ -1,0 +1,101 @@
+"""The display where stdout is no terminal: one line every log interval, and a line for all that happens."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+from megalaunch.launch.event_messages import event_message
+from megalaunch.launch.format import format_count, format_duration, format_flops, format_loss, format_memory
+from megalaunch.launch.run_state import RunState, number
+from megalaunch.rundir.jsonl import Record
+
+STARTING_SILENCE = 9.0  # outside of steps a reader must never wonder for 10 s whether anything happens
+TRAINING_SILENCE = 60.0
+_BEFORE_STEPS = (
+    "launch",
+    "restart",
+    "phase",
+    "resumed",
+    "metrics_cut",
+    "metrics_gap",
+    "checkpoint_refused",
+)  # the rest comes after them
+
+
+class PlainDisplay:
+    """Prints lines to `stream`; one that is gone (a closed pipe or terminal) stops the printing, not the run."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._spoke = time.monotonic()
+        self._gone = self._steps_seen = False
+
+    def say(self, line: str) -> None:
+        """Print one line now."""
+        self._spoke = time.monotonic()
+        if not self._gone:
+            try:
+                print(line, file=self._stream, flush=True)
+            except (OSError, ValueError):
+                self._gone = True
+
+    def update(self, view: RunState) -> None:
+        """Print what is new since the last call."""
+        for event in view.fresh_events:
+            if event.get("event") == "restart":
+                self._steps_seen = False
+            if event.get("event") in _BEFORE_STEPS:
+                self._say_event(event)
+        interval = view.spec.logging.log_interval
+        for record in view.fresh_metrics:
+            step = int(record["step"])
+            if "loss" not in record:
+                self.say(validation_line(record))
+            elif step % interval == 0 or step in (1, view.last_step):
+                self.say(step_line(view, record))
+        self._steps_seen = self._steps_seen or view.stepping
+        for event in view.fresh_events:
+            if event.get("event") not in _BEFORE_STEPS:
+                self._say_event(event)
+        self._break_silence(view)
+
+    def _say_event(self, event: Record) -> None:
+        # Between steps a phase shows in what it leaves: a validation loss, a checkpoint.
+        if (line := event_message(event)) and not (self._steps_seen and event.get("event") == "phase"):
+            self.say(line)
+
+    def _break_silence(self, view: RunState) -> None:
+        now = time.monotonic()
+        if now - self._spoke >= (TRAINING_SILENCE if view.stepping else STARTING_SILENCE):
+            doing = "training" if view.stepping else view.files or view.phase
+            self.say(f"still {doing} (step {view.step}, {format_duration(view.elapsed)} since the launch)")
+
+    def close(self) -> None:
+        """Nothing to put back."""
+
+
+def validation_line(record: Record) -> str:
+    """A validation's line."""
+    return f"step {record['step']}  validation loss {format_loss(number(record, 'validation_loss'))}"
+
+
+def step_line(view: RunState, record: Record) -> str:
+    """One step's line."""
+    width = len(str(view.last_step))
+    parts = [
+        f"step {int(record['step']):>{width}}/{view.last_step}",
+        f"loss {format_loss(number(record, 'loss'))}",
+        f"grad norm {number(record, 'grad_norm'):.3f}",
+        f"lr {number(record, 'learning_rate'):.2e}",
+        f"{format_count(number(record, 'tokens_per_second'))} tokens/s",
+    ]
+    if view.device_flops:
+        parts.append(format_flops(view.device_flops))
+    if view.utilization:
+        parts.append(f"MFU {view.utilization:.1%}")
+    parts.append(format_memory(number(record, "memory_bytes")))
+    if view.seconds_left is not None:
+        parts.append(f"{format_duration(view.seconds_left)} left")
+    return "  ".join(parts)

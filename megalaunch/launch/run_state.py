@@ -1,0 +1,187 @@
+"""What a run looks like right now, gathered from its metrics.jsonl and events.jsonl; both displays draw this."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from statistics import fmean
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.launch.format import format_file_size
+from megalaunch.launch.tail import JsonlTail
+from megalaunch.plan.flops import step_flops
+from megalaunch.platform.chips import CHIPS
+from megalaunch.rundir.jsonl import Record
+from megalaunch.rundir.paths import RunDirectory
+
+_RECENT_STEPS = 50
+_ENDS_WORK = ("phase", "checkpoint", "checkpoint_refused", "resumed", "restart", "outcome")
+_PACE_STEPS = 20  # before that the wall clock says little
+
+
+@dataclass(frozen=True)
+class ThroughputBasis:
+    """What turns step times into FLOP/s: per step over all devices, devices, and dense peak of one (None: unknown)."""
+
+    step_flops: int
+    devices: int
+    peak_flops: float | None
+
+
+def throughput_basis(spec: RunSpec) -> ThroughputBasis:
+    """The scale of a resolved spec."""
+    chip = CHIPS.get(spec.platform.chip)
+    peak = chip.peak_flops.get(spec.precision.compute_dtype) if chip else None
+    return ThroughputBasis(step_flops(spec), spec.cluster.nodes * int(spec.cluster.devices_per_node), peak)
+
+
+class RunState:
+    """Refreshed by `refresh`; `fresh_*` hold what came since the last refresh, `stepping` is true while steps come in.
+
+    `ending` is true from a stop request on; launcher and workers both record it, and only the first is fresh.
+    What the files hold at the beginning is history: it is in the figures, but not fresh. `attach` takes the phase
+    from it too, for a launch that goes on elsewhere.
+    """
+
+    def __init__(self, spec: RunSpec, directory: RunDirectory, scale: ThroughputBasis, attach: bool = False) -> None:
+        self.spec, self.directory, self.scale = spec, directory, scale
+        self._metrics = JsonlTail(directory.metrics)
+        self._events = JsonlTail(directory.events)
+        self._pace_from: tuple[float, int] | None = None
+        self._pace_to: tuple[float, int] | None = None
+        self._created = time.time()
+        self._launched_at: float | None = None
+        self._clear()
+        self._known = (0, 0)
+        self.phase, self.stepping, self.ending = "starting", False, False
+        self._files: Record | None = None  # the newest word about long work on files
+        self.refresh()
+        self.fresh_metrics: list[Record] = []
+        self.fresh_events: list[Record] = []
+        self._pace_from = None  # history came all at once
+        if not attach:
+            self.phase, self.stepping, self.ending, self._files = "starting", False, False, None
+            self._launched_at = None
+
+    def _clear(self) -> None:
+        self.latest: Record | None = None
+        self.validation: Record | None = None
+        self.losses: deque[float] = deque(maxlen=200)
+        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._pace_from = None
+
+    def refresh(self) -> None:
+        """Read what was appended; a rewritten metrics file replaces what was known, its cut steps come anew."""
+        records, rewritten = self._metrics.read_new()
+        records = [record for record in records if "step" in record and (_is_step(record) or _is_validation(record))]
+        known_step, known_validation = self._known
+        if rewritten:
+            self._clear()
+        for record in records:
+            self._take(record)
+        self._known = (self.step, int(number(self.validation, "step")) if self.validation else 0)
+        self.fresh_metrics = [
+            record
+            for record in records
+            if number(record, "step") > (known_step if _is_step(record) else known_validation)
+        ]
+        events, _ = self._events.read_new()
+        self.fresh_events = [event for event in events if not self._is_known_stop(event)]
+        for event in self.fresh_events:
+            if event.get("event") in ("progress", *_ENDS_WORK):
+                self._files = event if event["event"] == "progress" else None
+            if event.get("event") in ("phase", "restart"):
+                self.phase, self.stepping = str(event.get("phase", "starting again")), False
+        if any(_is_step(record) for record in self.fresh_metrics):
+            self._pace_to = (time.monotonic(), self.step)
+            self._pace_from = self._pace_from or self._pace_to
+            self.stepping = True
+
+    def _is_known_stop(self, event: Record) -> bool:
+        if event.get("event") == "launch":
+            self._launched_at, self.ending = number(event, "time"), False
+        if event.get("event") != "stop_requested":
+            return False
+        known, self.ending = self.ending, True
+        return known
+
+    def _take(self, record: Record) -> None:
+        if _is_step(record):
+            self.latest = record
+            self.losses.append(number(record, "loss"))
+            self._step_seconds.append(number(record, "step_seconds"))
+        else:
+            self.validation = record
+
+    @property
+    def step(self) -> int:
+        """The last step that is in the metrics, 0 before the first."""
+        return int(number(self.latest, "step")) if self.latest else 0
+
+    @property
+    def last_step(self) -> int:
+        """Where this launch ends."""
+        train = self.spec.train
+        return min(train.steps, train.exit_at_step or train.steps)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the launch, the same for whoever looks."""
+        since = self._created if self._launched_at is None else self._launched_at
+        return max(0.0, time.time() - since)
+
+    @property
+    def files(self) -> str | None:
+        """Long work on files that goes on: `saving step 20: 45% of 84.2 GB`."""
+        if self._files is None:
+            return None
+        done, total, step = (number(self._files, key) for key in ("done", "total", "step"))
+        which = f" step {step:.0f}" if step > 0 else ""
+        return f"{self._files.get('phase')}{which}: {done / max(1.0, total):.0%} of {format_file_size(total)}"
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Steps to go at the pace seen so far, validations and checkpoints included.
+
+        None before the first step, and once a stop is asked for: how long saving takes, no pace of steps tells.
+        """
+        if self._mean_step is None or self.ending:
+            return None
+        pace = self._mean_step
+        if self._pace_from is not None and self._pace_to is not None:
+            (began, first), (ended, last) = self._pace_from, self._pace_to
+            if last - first >= _PACE_STEPS:
+                pace = max(pace, (ended - began) / (last - first))
+        return pace * max(0, self.last_step - self.step)
+
+    @property
+    def _mean_step(self) -> float | None:
+        recent = [seconds for seconds in self._step_seconds if seconds > 0]
+        return fmean(recent) if recent else None
+
+    @property
+    def device_flops(self) -> float | None:
+        """FLOP/s of one device over the recent steps; None before the first step."""
+        seconds = self._mean_step
+        return None if seconds is None else self.scale.step_flops / seconds / self.scale.devices
+
+    @property
+    def utilization(self) -> float | None:
+        """MFU, 0 to 1; None where the device's peak is not known."""
+        rate = self.device_flops
+        return rate / self.scale.peak_flops if rate and self.scale.peak_flops else None
+
+
+def number(record: Record | None, key: str) -> float:
+    """A number of a record, or NaN where it has none."""
+    value = record.get(key) if record else None
+    return float(value) if isinstance(value, (int, float)) else float("nan")
+
+
+def _is_step(record: Record) -> bool:
+    return "loss" in record
+
+
+def _is_validation(record: Record) -> bool:
+    return "validation_loss" in record

@@ -1,0 +1,131 @@
+"""A sweep's folder: what is swept stands in sweep.json, each trial is a run directory of its own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megalaunch.config.search_space import Values
+from megalaunch.rundir.atomic_file import write_file_atomically
+from megalaunch.rundir.jsonl import append_line, read_lines
+from megalaunch.rundir.paths import RunDirectory
+
+Sampler = Literal["grid", "random", "tpe"]
+Metric = Literal["tokens_per_second", "validation_loss", "loss"]
+LOWER_IS_BETTER: tuple[Metric, ...] = ("validation_loss", "loss")
+_VERSION = 1
+
+
+class SweepFolderError(Exception):
+    """The folder holds another sweep, or no sweep; `fix` says what to do."""
+
+    def __init__(self, message: str, fix: str) -> None:
+        super().__init__(message)
+        self.fix = fix
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What makes a sweep the same sweep when it is continued."""
+
+    words: tuple[str, ...]
+    sampler: Sampler
+    seed: int
+    metric: Metric
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """Paths below `sweeps/<name>`."""
+
+    root: Path
+
+    @property
+    def definition(self) -> Path:
+        """Words, sampler, seed and metric."""
+        return self.root / "sweep.json"
+
+    @property
+    def started(self) -> Path:
+        """One line a trial that was begun: its number and values."""
+        return self.root / "trials.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process that runs the sweep."""
+        return self.root / "lock"
+
+    @property
+    def results(self) -> Path:
+        """One row a point, the best first."""
+        return self.root / "results.csv"
+
+    @property
+    def picture(self) -> Path:
+        """The ranked trials, drawn."""
+        return self.root / "results.png"
+
+    @property
+    def best(self) -> Path:
+        """The recipe of the best trial."""
+        return self.root / "best.yaml"
+
+    def trial(self, number: int) -> RunDirectory:
+        """The run directory of a point (counted from 1)."""
+        return RunDirectory(self.root / f"trial_{number:04d}")
+
+
+def open_folder(folder: SweepFolder, wanted: Definition) -> bool:
+    """Create the folder, or go on with it (True); raises SweepFolderError when it holds anything else."""
+    if not folder.definition.exists():
+        if folder.root.exists() and any(path.name != "lock" for path in folder.root.iterdir()):
+            raise SweepFolderError(f"{folder.root} exists and holds no sweep", "name another one with --name")
+        folder.root.mkdir(parents=True, exist_ok=True)
+        write_file_atomically(folder.definition, json.dumps({"version": _VERSION, **asdict(wanted)}, indent=2))
+        return False
+    changes = _changes(_read(folder), wanted)
+    if changes:
+        message = f"{folder.root} holds another sweep: {'; '.join(changes)}"
+        raise SweepFolderError(message, "give the words it was begun with, or name a new one with --name")
+    return True
+
+
+def _read(folder: SweepFolder) -> dict[str, Any]:
+    try:
+        data = json.loads(folder.definition.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SweepFolderError(
+            f"{folder.definition} cannot be read ({error})", "name another one with --name"
+        ) from None
+    if not isinstance(data, dict) or data.get("version") != _VERSION:
+        message = f"{folder.definition} is no sweep that this megalaunch reads (version {_VERSION})"
+        raise SweepFolderError(message, "name another one with --name")
+    return data
+
+
+def _changes(stored: dict[str, Any], wanted: Definition) -> list[str]:
+    then, now = [str(word) for word in stored.get("words", [])], list(wanted.words)
+    changes = [f"{word} is new" for word in now if word not in then]
+    changes += [f"{word} is gone" for word in then if word not in now]
+    if not changes and then != now:
+        changes.append("the words stand in another order")
+    names = ["sampler"]
+    names += ["seed"] if wanted.sampler != "grid" else []
+    names += ["metric"] if wanted.sampler == "tpe" else []
+    for name in names:
+        if stored.get(name) != getattr(wanted, name):
+            changes.append(f"--{name} was {stored.get(name)} and is {getattr(wanted, name)}")
+    return changes
+
+
+def record_started(folder: SweepFolder, number: int, values: Values) -> None:
+    """Remember which point a number is, before its first launch."""
+    if number not in started_trials(folder):
+        append_line(folder.started, {"number": number, "values": dict(values)})
+
+
+def started_trials(folder: SweepFolder) -> dict[int, Values]:
+    """The trials begun so far, by number."""
+    return {int(record["number"]): record["values"] for record in read_lines(folder.started)}

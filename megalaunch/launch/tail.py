@@ -1,0 +1,54 @@
+"""Reading a growing file of JSON lines, also when a resume cuts it by an atomic rewrite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megalaunch.rundir.jsonl import Record
+
+
+class JsonlTail:
+    """Gives each whole line once; `at_end` starts behind what is there already."""
+
+    def __init__(self, path: Path, at_end: bool = False) -> None:
+        self._path = path
+        self._offset = 0
+        self._inode: int | None = None
+        if at_end:
+            try:
+                stat = path.stat()
+                self._offset, self._inode = stat.st_size, stat.st_ino
+            except OSError:
+                pass
+
+    def read_new(self) -> tuple[list[Record], bool]:
+        """(new records, rewritten): when the file was replaced, all of its records from the beginning."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(0, 2)
+                size = file.tell()
+                inode = self._path.stat().st_ino
+                rewritten = (self._inode is not None and inode != self._inode) or size < self._offset
+                if rewritten:
+                    self._offset = 0
+                self._inode = inode
+                file.seek(self._offset)
+                chunk = file.read(size - self._offset)
+        except OSError:
+            return [], False
+        whole = chunk.rfind(b"\n") + 1
+        self._offset += whole
+        return _parse(chunk[:whole]), rewritten
+
+
+def _parse(chunk: bytes) -> list[Record]:
+    records = []
+    for line in chunk.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records

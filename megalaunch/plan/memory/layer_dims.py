@@ -1,0 +1,218 @@
+"""Sizes of one layer on one rank: what its operators keep is counted in these (plan/memory/saved_activations.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.model import GATED, ModelSpec
+from megalaunch.config.schema.parallel import ContextExchange
+from megalaunch.config.schema.recompute import RecomputeModule
+from megalaunch.plan.cp_comm_type import most_common_cp_comm_type
+from megalaunch.plan.layers import Layer
+from megalaunch.plan.memory.profiles import MemoryProfile
+
+
+@dataclass(frozen=True)
+class LayerDims:
+    """Sizes of one layer on one tensor-parallel rank, and bytes of its formats.
+
+    `b` bytes of an activation, `i` of a matmul's kept input, `r` of the residual stream. `h` hidden; `q`, `k`, `v`,
+    `o` widths of queries, keys, values and attention's output, on one rank; `n` heads on one rank; `f` inner width
+    on one rank, `e` of an expert, `s` of the shared experts; `g` what the activation keeps of these widths (1 plain,
+    2 gate and up), and `d` of its gradients that are alive at once; `t` experts a token meets; `E` experts; `ql`,
+    `kl`, `p` latents of queries and keys and the rotary part; `keys` attended tokens. Context parallelism: `held`
+    ranks' keys and values are kept, `mask` columns of a mask, `scores` bytes of the scores that a ring or a block
+    works on; `weights` keys whose weights a processor keeps; `part` ranks share what is divided by sequence.
+    `dropped` bytes by which dropout knows what it dropped of a block's output.
+    """
+
+    b: float
+    i: float
+    r: float
+    h: int
+    q: float
+    k: float
+    v: float
+    o: float
+    n: float
+    f: float
+    e: float
+    s: float
+    g: int
+    d: int
+    t: float
+    E: int
+    ql: int
+    kl: int
+    p: int
+    keys: int
+    qk_norm: bool
+    out_norm: bool
+    dropped: int
+    mla: bool
+    experts: bool
+    mtp: bool
+    unfused: bool
+    held: float
+    mask: float
+    scores: float
+    weights: float
+    part: int
+
+
+@dataclass(frozen=True)
+class DtypesAndGroups:
+    """Bytes by format, and who shares what: all of a layer's memory that does not follow from the model."""
+
+    tp: int
+    etp: int
+    ep: int
+    sequence_parallel: bool
+    compute: str
+    residual: str
+    modules: tuple[RecomputeModule, ...]
+    keys: int
+    cp: int
+    exchange: ContextExchange
+    documents: bool
+    dealt: bool
+
+    @classmethod
+    def from_spec(cls, spec: RunSpec) -> DtypesAndGroups:
+        """Those of a resolved spec."""
+        p, recompute = spec.parallel, spec.recompute
+        modules = recompute.modules if recompute.granularity == "selective" else ()
+        return cls(
+            tp=p.tp,
+            etp=p.etp or 1,
+            ep=p.ep,
+            sequence_parallel=p.sequence_parallel,
+            compute=spec.precision.compute_dtype,
+            residual=spec.precision.residual_dtype,
+            modules=modules,
+            keys=spec.batch.sequence_length,
+            cp=p.cp,
+            exchange=most_common_cp_comm_type(p),
+            documents=spec.data.reset_attention_mask,
+            dealt=p.dynamic_context_parallel and p.cp > 1,
+        )
+
+
+def dtype_bytes(compute: str) -> int:
+    """Bytes of an activation; fp8 computes on 16-bit ones."""
+    return 4 if compute == "fp32" else 2
+
+
+def layer_dims(model: ModelSpec, kind: Layer, formats: DtypesAndGroups, accounting: MemoryProfile) -> LayerDims:
+    """The sizes of one layer on one rank."""
+    tp, mla, moe = formats.tp, model.mla, model.moe
+    b = dtype_bytes(formats.compute)
+    small = formats.compute == "fp8" and accounting.float8_inputs
+    heads, head_dim = model.num_attention_heads, model.head_dim or 0
+    n = heads / tp
+    groups = max(1.0, (model.num_query_groups or heads) / tp)
+    latent = mla.kv_lora_rank is not None
+    query = n * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) if latent else n * head_dim
+    value = n * mla.v_head_dim if latent else groups * head_dim
+    gated = model.activation in GATED
+    return LayerDims(
+        b=b,
+        i=1 if small else b,
+        r=4 if formats.residual == "fp32" else b,
+        h=model.hidden_size,
+        q=query,
+        k=query if latent else groups * head_dim,
+        v=value,
+        o=n * mla.v_head_dim if latent else n * head_dim,
+        n=n,
+        f=model.ffn_hidden_size / tp,
+        e=(moe.ffn_hidden_size or model.ffn_hidden_size) / formats.etp,
+        s=moe.shared_ffn_hidden_size / tp,
+        g=accounting.activation_inputs if gated else 1,
+        d=accounting.activation_gradients if gated else 1,
+        t=moe.top_k * formats.etp,
+        E=moe.num_experts or 0,
+        ql=mla.q_lora_rank or 0,
+        kl=mla.kv_lora_rank or 0,
+        p=mla.qk_rope_head_dim,
+        keys=min(formats.keys, kind.window or formats.keys),
+        qk_norm=model.qk_norm != "none",
+        out_norm=model.norm_placement != "pre",
+        dropped=(model.hidden_size if accounting.dropout_masks else 4) if model.hidden_dropout else 0,
+        mla=latent,
+        experts=kind.experts,
+        mtp=kind.mtp,
+        unfused=accounting.unfused_attention,
+        held=_local_kv_heads(formats, groups),
+        mask=_seen(formats) if accounting.plain_contexts and _mask_bytes(formats) and not _scored(model) else 0,
+        scores=_score_bytes(model, formats, accounting, n, query),
+        weights=_weighed(model, kind, formats, accounting, n / groups),
+        part=tp if formats.sequence_parallel else 1,
+    )
+
+
+def _local_kv_heads(formats: DtypesAndGroups, groups: float) -> float:
+    """How often a rank keeps keys and values of its own tokens' number: those of all ranks, or repeated for each."""
+    if formats.dealt:
+        return formats.cp + 0.5  # those of both pieces (_seen)
+    if formats.exchange == "allgather":
+        return formats.cp
+    return max(1.0, formats.cp / groups) if formats.exchange == "a2a" else 1.0
+
+
+def _seen(formats: DtypesAndGroups) -> float:
+    """Keys of a token's mask. A rank that a document is dealt to has two pieces of it, and no keys behind either."""
+    return formats.keys * (1 + 1 / (2 * formats.cp)) / 2 if formats.dealt else formats.keys
+
+
+def _score_bytes(
+    model: ModelSpec, formats: DtypesAndGroups, accounting: MemoryProfile, heads: float, query: float
+) -> float:
+    """Scores that attention works on where no kernel is fused, in fp32, and what is as wide as the queries.
+
+    Those are half of: queries, keys and values of every head, the output's gradient and all four's own. A ring works
+    on the keys of one rank at a time, other exchanges on a block of queries. A soft cap has a derivative, dropout a
+    byte for each score.
+    """
+    here = formats.keys / formats.cp
+    if _in_ring(formats):
+        scores = heads * here
+    elif _scored(model) and accounting.scored_queries:
+        whole = formats.keys if formats.exchange == "a2a" else here  # queries of a sample on one rank
+        scores = heads * min(accounting.scored_queries / whole, 1.0) * formats.keys
+    else:
+        return 0.0
+    more = (4 if model.attn_logit_softcapping else 0) + (1 if model.attention_dropout else 0)
+    return accounting.ring_scores * 4 * (scores + 4 * query) + more * scores
+
+
+def _weighed(model: ModelSpec, kind: Layer, formats: DtypesAndGroups, accounting: MemoryProfile, heads: float) -> float:
+    """Keys whose weights attention on a processor keeps for a token and head, in the mean; `heads` of a group.
+
+    A rank that a document is dealt to has its first piece, half of the rank's tokens, to which alone this applies.
+    """
+    plain = formats.cp == 1 or formats.exchange == "a2a" or formats.dealt
+    masked = formats.documents and not formats.dealt
+    share, tokens = (0.5, formats.keys / (2 * formats.cp)) if formats.dealt else (1.0, formats.keys)
+    seen_by_all = kind.window is None or kind.window >= tokens
+    if formats.compute != "fp32" or _scored(model) or masked or not (plain and seen_by_all):
+        return 0.0
+    block = max(accounting.weight_rows // heads, 16)
+    return share * (tokens + min(block, tokens)) / 2 if tokens <= accounting.kept_weights else 0.0
+
+
+def _scored(model: ModelSpec) -> bool:
+    """Whether torch's own attention cannot compute the layers' (engine/model/attention/score_mod.py)."""
+    return model.attn_logit_softcapping is not None or model.attention_sinks or model.attention_dropout > 0
+
+
+def _in_ring(formats: DtypesAndGroups) -> bool:
+    return formats.cp > 1 and formats.exchange == "p2p"
+
+
+def _mask_bytes(formats: DtypesAndGroups) -> bool:
+    """Whether a mask is kept: none where attention is causal and no more, nor in a ring, which makes it anew."""
+    if formats.cp > 1 and formats.exchange == "allgather":
+        return True
+    return formats.documents and not _in_ring(formats)

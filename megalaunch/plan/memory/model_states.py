@@ -1,0 +1,189 @@
+"""Weights, gradients and optimizer states on one device at the moments of a step: what data parallelism divides.
+
+ZeRO (Rajbhandari et al. 2020) in FSDP2's form; `engine/parallel/fsdp.py` has the table of switches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.plan.memory.layer_dims import dtype_bytes
+from megalaunch.plan.memory.profiles import MemoryProfile
+from megalaunch.plan.stage_params import DeviceParams
+from megalaunch.plan.topology import Topology
+
+MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1}
+"""Numbers that an optimizer keeps for each weight."""
+_BYTES = {"fp32": 4, "bf16": 2}
+GATHERED_UNITS = 2
+"""Layers whose copies whole sharding has at once: the one that computes, and the one gathered ahead of it."""
+
+
+@dataclass(frozen=True)
+class MemoryPhase:
+    """Bytes on one device at one moment of a step, beside optimizer states and activations."""
+
+    weights: float
+    gradients: float
+    buffers: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """Bytes on one device.
+
+    `loss`: as the loss runs backwards. `layer`: as a layer does, and `unit` is what a layer's gradients take on their
+    way to be summed. `last`: as the last layer of the only microbatch does, beside the gradients of those before it;
+    None where there are several, whose layers all find them. `between`: as the backward pass of a microbatch ends and
+    others follow. `end`: as the last one ends, when embedding and head are summed.
+    """
+
+    optimizer: float
+    loss: MemoryPhase
+    layer: MemoryPhase
+    unit: float
+    last: MemoryPhase | None
+    between: MemoryPhase | None
+    end: MemoryPhase
+
+
+def model_states(
+    spec: RunSpec, topology: Topology, held: DeviceParams, accounting: MemoryProfile, in_flight: int = 1
+) -> ModelStates:
+    """The states of one rank's parameters, with so many microbatches in flight at most."""
+    whole = spec.parallel.data_sharding == "no_shard"
+    shards = 1 if whole else topology.dp_shard * topology.cp
+    expert_shards = 1 if whole else max(1, topology.edp // spec.parallel.dp_replicate)
+    divided = held.dense / shards + held.experts / expert_shards
+    on_device = 1 - spec.optimizer.offload_fraction
+    moments = MOMENTS[spec.optimizer.name] * _BYTES[spec.precision.exp_avg_dtype] * on_device
+    if accounting.sharded_master and topology.dp * topology.cp == 1 and _computes_with_master(spec):
+        return _single_rank(spec, held, topology, moments, in_flight)
+    if accounting.sharded_master:
+        return _shard(spec, topology, held, accounting, divided, shards, moments, in_flight)
+    optimizer = moments if _computes_with_master(spec) else moments + master_bytes(spec) * on_device
+    return _full_weights(spec, held, divided, optimizer, accounting)
+
+
+def master_bytes(spec: RunSpec) -> int:
+    """Bytes of a weight that the optimizer changes."""
+    return _BYTES[spec.precision.main_params_dtype]
+
+
+def _computes_with_master(spec: RunSpec) -> bool:
+    """Whether these weights are in the compute format, so that no copies are needed."""
+    return spec.precision.compute_dtype == spec.precision.main_params_dtype
+
+
+def _shard(
+    spec: RunSpec,
+    topology: Topology,
+    held: DeviceParams,
+    accounting: MemoryProfile,
+    divided: float,
+    shards: int,
+    moments: float,
+    in_flight: int,
+) -> ModelStates:
+    """FSDP2: master weights divided, copies gathered from them.
+
+    A pipeline keeps copies and gradients whole until its end, whatever the strategy: its stages reduce once.
+    """
+    copy = dtype_bytes(spec.precision.compute_dtype)
+    if spec.precision.compute_dtype == "fp8" and spec.precision.fp8.param_gather:
+        copy = 1
+    added = _BYTES[spec.precision.grad_dtype]
+    sharding, pipelined = spec.parallel.data_sharding, topology.pp > 1
+    divides = shards == 1 and topology.dp * topology.cp > 1  # all ranks are replicas of one shard
+    exchanged = shards > 1 or divides
+    reduced = min(_BYTES[spec.precision.grad_reduce_dtype], added) if exchanged else added
+    apart = accounting.parts_apart and shards > 1
+    copies = 2 if divides or apart else 1
+    adds_up = pipelined or sharding in ("no_shard", "optim")  # whole gradients, until the last microbatch
+    several = topology.microbatches > 1
+    every, width = held.dense + held.experts, master_bytes(spec)
+    master = summed = width * divided  # FSDP2 keeps sums in the format of what they change
+    before = 0.0  # with all microbatches in flight none has left gradients yet
+    if topology.microbatches > in_flight:
+        before = added * every if adds_up else summed
+    gathered = loss_gathered = every
+    if sharding == "optim_grads_params" and not pipelined:
+        loss_gathered = held.root
+        gathered = min(every, held.root + GATHERED_UNITS * held.layer)
+    between = MemoryPhase(master + copy * every, added * every, copy * held.root) if several and adds_up else None
+    if pipelined:  # the ends are summed first, while all layers' gradients are still whole
+        summing = _grad_reduce_buffer(added, reduced, width, shards, copies, adds=False)
+        moving = held.root * max(added, summing + width / shards - added)
+        end = MemoryPhase(master + copy * (every - held.root), added * every, moving)
+    else:
+        source = added if several and adds_up else copy
+        adds = several and not adds_up
+        moving = held.root * _grad_reduce_buffer(source, reduced, width, shards, copies, adds=adds)
+        replicated = topology.dp_replicate > 1 or (sharding == "no_shard" and topology.dp * topology.cp > 1)
+        if replicated and reduced != width:  # what replicas exchange is held until the end of the pass
+            moving += reduced * divided
+        end = MemoryPhase(master, summed, moving)
+    unit = reduced if not (adds_up and several) else copy + (0 if before else added)
+    return ModelStates(
+        optimizer=moments * divided,
+        loss=MemoryPhase(master + copy * loss_gathered, before),
+        layer=MemoryPhase(master + copy * gathered, before, copy * held.head),
+        unit=held.layer * (unit + (reduced if apart else 0)),
+        last=None
+        if several or pipelined
+        else MemoryPhase(master + copy * gathered, summed * _finished_grad_fraction(held)),
+        between=between,
+        end=end,
+    )
+
+
+def _grad_reduce_buffer(source: int, reduced: int, kept: int, shards: int, copies: int, *, adds: bool) -> float:
+    """Bytes a parameter of gradients that are summed and divided, beside the divided sum itself, of `kept` bytes.
+
+    First they are copied from `source` bytes to `reduced` ones, then summed with so many `copies` alive: one more where
+    a shard without others is divided, or parts come apart; then perhaps added to what earlier microbatches left.
+    """
+    copying = source + reduced - kept / shards
+    summing = reduced * copies + (reduced / shards if adds else 0.0)
+    return max(copying, summing)
+
+
+def _single_rank(spec: RunSpec, held: DeviceParams, topology: Topology, moments: float, in_flight: int) -> ModelStates:
+    """One data-parallel rank that computes with the master weights themselves; gradients stay where they arise."""
+    every, several = held.dense + held.experts, topology.microbatches > 1
+    width = master_bytes(spec)
+    gradient = max(width, _BYTES[spec.precision.grad_dtype])
+    weights, all_of_them = width * every, gradient * every
+    found = topology.microbatches > in_flight  # with all microbatches in flight none has left gradients yet
+    before = all_of_them if found else 0.0
+    return ModelStates(
+        optimizer=moments * every,
+        loss=MemoryPhase(weights, before),
+        layer=MemoryPhase(weights, before, 0.0 if found else gradient * held.head),
+        unit=0.0 if found else gradient * held.layer,
+        last=None if several else MemoryPhase(weights, all_of_them * _finished_grad_fraction(held)),
+        between=MemoryPhase(weights, all_of_them) if several and not found else None,
+        end=MemoryPhase(weights, all_of_them, gradient * (held.root - held.head) if several else 0.0),
+    )
+
+
+def _finished_grad_fraction(held: DeviceParams) -> float:
+    """The share of gradients that are there as the last layer runs backwards: all but its own and the embedding's."""
+    return max(0.0, 1 - (held.layer + held.root - held.head) / (held.dense + held.experts))
+
+
+def _full_weights(
+    spec: RunSpec, held: DeviceParams, divided: float, optimizer: float, accounting: MemoryProfile
+) -> ModelStates:
+    """Weights and gradients whole, master weights and moments divided: Megatron's distributed optimizer."""
+    plain = dtype_bytes(spec.precision.compute_dtype)
+    weight: float = plain
+    if spec.precision.compute_dtype == "fp8":
+        weight = accounting.float8_weight_copies + (0 if spec.precision.fp8.param_gather else plain)
+    weights = weight * (held.dense + held.experts - held.root) + plain * held.root  # the ends are not in 8 bits
+    whole = held.dense + held.experts
+    if spec.parallel.data_sharding == "optim_grads_params":
+        weights, whole = plain * divided, divided
+    phase = MemoryPhase(weights, _BYTES[spec.precision.grad_dtype] * whole)
+    return ModelStates(optimizer * divided, phase, phase, 0.0, None, None, phase)

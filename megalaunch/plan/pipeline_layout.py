@@ -1,0 +1,64 @@
+"""The little language of `parallel.pipeline_layout`, as Megatron-LM writes it: `Et*3|(tt|)*28m|L`.
+
+E embedding, t layer, m MTP depth, L head and loss, | between stages, X*n and (...)*n repeat, commas mean nothing.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+LETTERS = "EtmL|"
+MAX_LETTERS = 200_000  # of the layout written out
+_MAX_DEPTH = 16
+
+
+class LayoutError(ValueError):
+    """The text is no layout; the message says where and why."""
+
+
+@lru_cache(maxsize=512)
+def expand_layout(layout: str) -> tuple[str, ...]:
+    """The letters of each stage, repeats written out; raises LayoutError."""
+    text = "".join(letter for letter in layout if letter not in ", \t\n")
+    written, end = _sequence(text, 0, 0)
+    if end < len(text):
+        raise LayoutError(f"stage_layout: ) without ( at letter {end + 1}")
+    if not written:
+        raise LayoutError("stage_layout is empty; an even division is parallel.pipeline_layout=null")
+    return tuple(written.split("|"))
+
+
+def _sequence(text: str, start: int, depth: int) -> tuple[str, int]:
+    """What is written from `start` on, up to the end or a closing bracket, and where that is."""
+    if depth > _MAX_DEPTH:
+        raise LayoutError(f"stage_layout: more than {_MAX_DEPTH} brackets within each other")
+    parts: list[str] = []
+    size, at = 0, start
+    while at < len(text) and text[at] != ")":
+        if text[at] == "(":
+            part, at = _sequence(text, at + 1, depth + 1)
+            if at == len(text):
+                raise LayoutError("stage_layout: ( without )")
+        elif text[at] in LETTERS:
+            part = text[at]
+        else:
+            raise LayoutError(f"stage_layout: {text[at]!r} at letter {at + 1} is none of E t m L | ( ) *")
+        times, at = _times(text, at + 1)
+        size += len(part) * times
+        if size > MAX_LETTERS:
+            raise LayoutError(f"stage_layout: more than {MAX_LETTERS} letters when written out")
+        parts.append(part * times)
+    return "".join(parts), at
+
+
+def _times(text: str, at: int) -> tuple[int, int]:
+    """The count behind a letter or bracket (1 where there is none), and where it ends."""
+    if at == len(text) or text[at] != "*":
+        return 1, at
+    end = at + 1
+    while end < len(text) and text[end].isascii() and text[end].isdigit():
+        end += 1
+    digits = text[at + 1 : end]
+    if not digits or len(digits) > 6 or int(digits) == 0:
+        raise LayoutError(f"stage_layout: * at letter {at + 1} needs a count from 1 to 999999")
+    return int(digits), end

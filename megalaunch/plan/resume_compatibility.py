@@ -1,0 +1,123 @@
+"""What a rerun may change of a begun run: its length, its layout and what is logged, never what it learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.build import leaves
+from megalaunch.config.schema.paths import value_at
+from megalaunch.plan.findings import Finding, as_override
+from megalaunch.plan.rules.data import blend_entry
+
+CHANGEABLE = (
+    "parallel.",
+    "platform.",
+    "cluster.",
+    "launcher.",
+    "checkpoint.",
+    "measure.",
+    "run.",
+    "recompute.",
+    "batch.micro_batch_size",
+    "optimizer.offload_fraction",
+    "schedule.warmup_fraction",  # what it comes to, schedule.warmup_steps, is held
+    "schedule.wsd_decay_fraction",  # likewise schedule.wsd_decay_steps
+    "model.name",
+    "data.cache_directory",
+    "train.steps",
+    "train.compile",
+    "train.loss_chunks",
+    "train.exit_at_step",
+    "train.validation_interval",
+    "train.max_zero_grad_steps",
+    "train.sample_prompt",
+    "train.sample_tokens",
+)
+"""Keys, or sections, that a rerun may change; every other key makes another run."""
+
+_PREPARED = ("data.train_prefix", "data.validation_prefix", "tokenizer.path")
+"""Keys that the launcher fills in when it prepares data.corpus or data.sft_data, and makes absolute in any case."""
+
+_BEGINNING = "checkpoint.load_pretrained"
+"""The weights that a run began with: of all keys about checkpoints the only one that makes another run."""
+
+_BLENDS = ("data.blend", "data.validation_blend")
+"""Keys whose entries the launcher makes absolute."""
+
+
+def incompatible_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
+    """An error for each key in which a resolved new spec is another run than the stored one.
+
+    A corpus is compared by content: by the names that its prepared files have in the cache, once they are known.
+    """
+    findings = []
+    for path, now, before in differences(new, stored):
+        if path == _BEGINNING and _same_path(now, before):
+            continue
+        if _changeable(path) or (path in _PREPARED and _same_preparation(new, stored, path, now, before)):
+            continue
+        if path in _BLENDS and _ingredients(now) == _ingredients(before):
+            continue
+        message = (
+            f"the run began with {path}={as_override(before)} and cannot go on with {as_override(now)}: "
+            "give the old value, or another run.directory"
+        )
+        numbers = {"stored": before, "new": now}
+        findings.append(Finding("run.changed", "error", path, message, numbers, (f"{path}={as_override(before)}",)))
+    return findings
+
+
+def compatible_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
+    """A note for each key that a rerun changes and may change; data.cache_directory and run.* are left out."""
+    return [
+        Finding(
+            "run.changed",
+            "note",
+            path,
+            f"{path}: {as_override(before)} -> {as_override(now)}",
+            {"stored": before, "new": now},
+        )
+        for path, now, before in differences(new, stored)
+        if _changeable(path) and not path.startswith(("run.", "data."))
+    ]
+
+
+def differences(new: RunSpec, stored: RunSpec) -> Iterator[tuple[str, Any, Any]]:
+    """Every key with two values, as (dotted path, the new one, the stored one), in the order of the schema."""
+    for path, _, _ in leaves(RunSpec):
+        now, before = value_at(new, path), value_at(stored, path)
+        if now != before:
+            yield path, now, before
+
+
+def _changeable(path: str) -> bool:
+    return path != _BEGINNING and any(
+        path == entry or (entry.endswith(".") and path.startswith(entry)) for entry in CHANGEABLE
+    )
+
+
+def _same_preparation(new: RunSpec, stored: RunSpec, path: str, now: str | None, before: str | None) -> bool:
+    made_of = (new.data.corpus, new.data.sft_data)
+    if any(made_of) and made_of == (stored.data.corpus, stored.data.sft_data):
+        if now is None or before is None:  # not prepared yet
+            return True
+        return Path(now).parts[-2:] == Path(before).parts[-2:]  # <hash of the content>/<file>
+    if now is None:  # one prefix is shared out between training and validation by the launcher
+        return path == "data.validation_prefix" and before == stored.data.train_prefix
+    return before is not None and Path(before) in (_absolute(now), _absolute(now) / "tokenizer.json")
+
+
+def _same_path(now: str | None, before: str | None) -> bool:
+    return now is not None and before is not None and _absolute(now) == _absolute(before)
+
+
+def _ingredients(entries: tuple[str, ...]) -> list[tuple[float | None, Path]]:
+    parts = [blend_entry(entry) for entry in entries]
+    return [(None if weight is None else float(weight), _absolute(prefix)) for weight, prefix in parts]
+
+
+def _absolute(path: str) -> Path:
+    return Path.cwd() / Path(path).expanduser()

@@ -1,0 +1,80 @@
+"""Settings that mean something only together with another one: as a table, a rule each row.
+
+A key that has no effect is a warning and never an error: the run is what it would be without the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.build import leaves
+from megalaunch.config.schema.paths import value_at
+from megalaunch.plan.findings import Severity, as_override
+from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
+
+
+@dataclass(frozen=True)
+class InertSetting:
+    """One row: `keys` (a trailing dot: all of a section) do nothing unless `holds`; `switch` is the key that decides.
+
+    `reason` ends the message "KEY=VALUE has no effect: ..."; `instead` are changes that give the keys an effect.
+    """
+
+    id: str
+    sentence: str
+    why: str
+    keys: tuple[str, ...]
+    switch: str
+    holds: Callable[[RunSpec], bool]
+    reason: str
+    instead: tuple[Fix, ...] = ()
+    severity: Severity = "warning"
+
+    def paths(self) -> tuple[str, ...]:
+        """The leaves that the row is about, without the switch itself."""
+        return tuple(
+            path
+            for path in defaults()
+            if path != self.switch
+            and any(path == key or (key[-1] == "." and path.startswith(key)) for key in self.keys)
+        )
+
+
+DEPENDENT: dict[str, InertSetting] = {}
+"""Every row by its id; a test holds that no key is ignored by the engine without being told here."""
+
+
+def register_inert(row: InertSetting) -> None:
+    """Register a row and its rule."""
+    paths = row.paths()
+
+    def check(at: RuleContext) -> Iterator[Violation]:
+        if not row.holds(at.spec):
+            yield from no_effect(at.spec, paths, row.reason, row.instead, row.severity)
+
+    check.__doc__ = row.why
+    DEPENDENT[row.id] = row
+    rule(row.id, row.sentence)(check)
+
+
+def no_effect(
+    spec: RunSpec, paths: tuple[str, ...], reason: str, instead: tuple[Fix, ...] = (), severity: Severity = "warning"
+) -> Iterator[Violation]:
+    """A finding for each of the keys that has another value than its default."""
+    for path in paths:
+        value, default = value_at(spec, path), defaults()[path]
+        if value != default:
+            message = f"{path}={as_override(value)} has no effect: {reason}"
+            yield Violation(path, message, {"value": value}, ({path: default}, *instead), severity)
+
+
+@cache
+def defaults() -> Mapping[str, Any]:
+    """The default of every leaf of the schema that has one."""
+    found = {path: entry.default for path, _, entry in leaves(RunSpec) if entry.default is not MISSING}
+    return MappingProxyType(found)

@@ -1,0 +1,56 @@
+"""Drops layouts that break a rule, with the rules themselves: those that a layout can break, and no others.
+
+The checker takes a millisecond and proves fixes; a search asks for thousands. `LAYOUT_ROOMS` is held to the
+checker by a test.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.plan import rules as _all_rules  # noqa: F401  (registers them)
+from megalaunch.plan.rules.registry import RULES, Rule, RuleContext
+
+LAYOUT_ROOMS = (
+    "parallel",
+    "tensor",
+    "stages",
+    "pipeline",
+    "context",
+    "sequence",
+    "mixing",
+    "moe",
+    "mtp",
+    "expert_overlap",
+    "batch",
+    "ramp",
+    "recompute",
+)
+"""Modules of plan/rules whose rules read the degrees, the division of layers, the micro batch or recomputation."""
+
+_BATCH_ROOMS = ("batch", "ramp", "pipeline", "recompute", "mixing")
+"""Those of them that read the micro batch or recomputation."""
+
+
+def first_violated_rule(spec: RunSpec) -> str | None:
+    """The id of the first rule that a layout breaks, or None."""
+    return _first(spec, _rules_for(LAYOUT_ROOMS))
+
+
+def broken_batch(spec: RunSpec) -> str | None:
+    """The same after a change of micro batch and recomputation alone."""
+    return _first(spec, _rules_for(_BATCH_ROOMS))
+
+
+def _first(spec: RunSpec, rules: tuple[Rule, ...]) -> str | None:
+    at = RuleContext(spec)
+    for rule in rules:
+        if any(item.severity == "error" for item in rule.check(at)):
+            return rule.id
+    return None
+
+
+@cache
+def _rules_for(rooms: tuple[str, ...]) -> tuple[Rule, ...]:
+    return tuple(entry for entry in RULES.values() if entry.check.__module__.rpartition(".")[2] in rooms)

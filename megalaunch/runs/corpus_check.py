@@ -1,0 +1,50 @@
+"""Looks at the corpus of a run before anything else is done for it: is it there, and does it hold anything?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from megalaunch.plan.findings import Finding, Severity
+
+if TYPE_CHECKING:
+    from megalaunch.config.schema import RunSpec
+    from megalaunch.plan.check import HasOrigin
+
+
+def check_corpus(spec: RunSpec, origins: Mapping[str, HasOrigin] | None = None) -> list[Finding]:
+    """An error for a corpus or conversations that cannot be read on this machine, or are empty; [] for other data.
+
+    A note for each thing that is left out of a dataset folder. Files are found as the preparation finds them.
+    """
+    from megalaunch.config.schema.data import STANDARD_LIBRARY
+    from megalaunch.config.schema.remote import is_address
+
+    found = []
+    for key in ("corpus", "chat"):
+        source = getattr(spec.data, key)
+        if source is None or source == STANDARD_LIBRARY or is_address(source):  # rules/remote.py says so
+            continue
+        origin = origins.get(f"data.{key}") if origins else None
+        where = origin.where if origin and origin.kind != "default" else ""
+        severity, messages = _find_documents(source, spec.data.json_key)
+        found += [Finding("data.corpus_exists", severity, f"data.{key}", message, origin=where) for message in messages]
+    return found
+
+
+def _find_documents(source: str, json_key: str) -> tuple[Severity, list[str]]:
+    from megalaunch.config.schema.remote import is_hub_name
+    from megalaunch.data.errors import DataError
+    from megalaunch.data.preprocess.corpus import find_corpus
+
+    try:
+        corpus = find_corpus(source, json_key)
+        size = corpus.size()
+    except DataError as error:
+        hint = "; of a data set on a hub download the files first, and name their folder" if is_hub_name(source) else ""
+        return "error", [(f"{error.file}: {error.cause}" if error.file is not None else error.cause) + hint]
+    except (ValueError, RuntimeError, OSError) as error:  # a NUL byte, no such home
+        return "error", [f"{source}: {error}"]
+    if not size:
+        return "error", [f"{source}: it is empty ({len(corpus.files):,} files without a byte)"]
+    return "note", list(corpus.notes)

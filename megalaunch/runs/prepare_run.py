@@ -1,0 +1,190 @@
+"""From command-line words to a run that may start: composed, checked, held against its directory, its data prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+from megalaunch.rundir.outcome import ExitCode
+
+if TYPE_CHECKING:
+    from megalaunch.config.compose import Composition
+    from megalaunch.config.schema import RunSpec
+    from megalaunch.data.prepare import PreparedData
+    from megalaunch.launch.directory import RunDirectoryError, RunState
+    from megalaunch.launch.resume import Decision
+    from megalaunch.plan.findings import Finding
+    from megalaunch.platform.detect import Machine
+    from megalaunch.rundir.paths import RunDirectory
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that may start: resolved, checked, and held against what is in its directory."""
+
+    composition: Composition
+    spec: RunSpec
+    machine: Machine
+    directory: RunDirectory
+    state: RunState
+    decision: Decision
+    derived: tuple[Finding, ...] = ()
+
+
+def prepare_run(words: list[str], starts: bool) -> PreparedRun:
+    """Compose, resolve, check and show; refuses with every problem at once. `starts`: here and now."""
+    from megalaunch.cli.errors import fail, refuse
+    from megalaunch.cli.output.findings import problems_text
+    from megalaunch.config.compose import compose
+    from megalaunch.config.errors import ConfigError
+    from megalaunch.config.schema import SpecError
+    from megalaunch.launch.directory import RunDirectoryError, inspect_run
+    from megalaunch.launch.resume import decide
+    from megalaunch.plan.resolve import resolve
+    from megalaunch.platform.detect import detect_machine
+    from megalaunch.rundir.paths import RunDirectory
+
+    try:
+        composition = compose(words)
+    except ConfigError as error:
+        refuse(problems_text(error.problems))
+    machine = detect_machine()
+    recipe = composition.choices.get("recipe")
+    resolution = resolve(composition.spec, machine, recipe)
+    spec = resolution.spec
+    directory = RunDirectory(Path(str(spec.run.directory)))
+    try:
+        state = inspect_run(directory)
+    except RunDirectoryError as error:
+        refuse_directory(error)
+    except SpecError as error:
+        fail(f"{error}\nfix:  name another run.directory")
+    if state.stored is not None:
+        resolution = resolve(composition.spec, machine, recipe, state.stored)
+        spec = resolution.spec
+    try:
+        planned = PreparedRun(composition, spec, machine, directory, state, decide(state, spec), resolution.notes)
+    except RunDirectoryError as error:
+        refuse_directory(error)
+    _check(planned, starts)
+    return planned
+
+
+def _check(planned: PreparedRun, starts: bool) -> None:
+    """Refuse what is wrong, show what is doubtful and what will run."""
+    from megalaunch.cli.errors import refuse
+    from megalaunch.cli.output.findings import findings_text, problems_as_findings, run_table
+    from megalaunch.plan.check import check
+    from megalaunch.plan.findings import has_errors
+    from megalaunch.plan.resolve import machine_mismatch
+    from megalaunch.plan.resume_compatibility import compatible_changes, incompatible_changes
+    from megalaunch.plan.topology import Topology
+    from megalaunch.runs.corpus_check import check_corpus
+
+    spec, stored = planned.spec, planned.state.stored
+    doubts = [finding for finding in planned.derived if finding.severity != "note"]  # an emulated format
+    machine = planned.machine if starts else None
+    findings = [*check(spec, planned.composition.origins, "train", machine), *doubts]
+    if planned.decision.action != "report":
+        findings += check_corpus(spec, planned.composition.origins)
+    findings += problems_as_findings(planned.composition.repeated, "warning")
+    if starts:
+        findings += machine_mismatch(spec, planned.machine)
+    else:  # other machines, or the user's own hands, may start it
+        findings = [
+            _downgrade_to_note(finding) if finding.rule == "launcher.multi_node" else finding for finding in findings
+        ]
+    if stored is not None:
+        if spec.model.vocab_size == stored.model.vocab_size:  # its tokenizer is trained, and may have come out smaller
+            findings = [finding for finding in findings if finding.rule != "model.vocab_covers_tokenizer"]
+        if planned.state.checkpoints:  # it has its weights, so where they came from may be gone
+            findings = [finding for finding in findings if finding.rule != "checkpoint.load_pretrained"]
+        findings += incompatible_changes(spec, stored)
+    if has_errors(findings):
+        text = findings_text([finding for finding in findings if finding.severity != "note"])
+        several = any(finding.rule == "launcher.multi_node" for finding in findings)
+        about_data = {f.rule for f in findings if f.severity == "error"} == {"data.corpus_exists"}
+        code = ExitCode.DATA if about_data else ExitCode.CONFIGURATION
+        refuse("\n".join([text, *(command_lines(planned) if several else [])]), code)
+    typer.echo(run_table(spec, Topology.from_spec(spec)))
+    shown = [finding for finding in findings if finding.severity == "warning"]
+    if shown:
+        typer.echo(findings_text(shown))
+    for problem in () if planned.state.checkpoints else planned.composition.notes:
+        typer.echo(f"  {problem.message}")
+    for note in compatible_changes(spec, stored) if stored is not None else []:
+        typer.echo(f"  {note.message}")
+    for line in planned.decision.notes:
+        typer.echo(line)
+
+
+def _downgrade_to_note(finding: Finding) -> Finding:
+    return replace(finding, severity="note")
+
+
+def command_lines(planned: PreparedRun) -> list[str]:
+    """What starts the agent of each machine, to read or to paste."""
+    from megalaunch.launch.commands import node_commands, shown_commands
+
+    return ["", "command", *shown_commands(node_commands(planned.spec, planned.directory.spec))]
+
+
+def prepare_data(planned: PreparedRun, say: Callable[[str], None] = typer.echo) -> RunSpec:
+    """The spec with the paths of its prepared data; refuses data that cannot be used, or that the run had not.
+
+    `say` shows a line of what is done.
+    """
+    from megalaunch.cli.errors import fail, refuse
+    from megalaunch.cli.output.findings import findings_text
+    from megalaunch.data.errors import DataError
+    from megalaunch.data.prepare import prepare
+    from megalaunch.launch.heartbeat import Heartbeat
+    from megalaunch.plan.resume_compatibility import incompatible_changes
+    from megalaunch.runs.epoch_check import check_epochs
+
+    try:
+        with Heartbeat(say) as patience:
+            prepared = prepare(planned.spec.data, planned.spec.tokenizer, patience.say)
+    except DataError as error:
+        fail(str(error), ExitCode.DATA)
+    spec = _apply_prepared(planned, prepared)
+    changes = incompatible_changes(spec, planned.state.stored) if planned.state.stored is not None else []
+    if changes:
+        refuse(findings_text(changes))
+    validation = f", {prepared.validation_tokens:,} for validation" if prepared.validation_tokens else ""
+    tokens = "made-up tokens" if spec.data.mock else f"{prepared.train_tokens:,} tokens"
+    say(f"data: {tokens}{validation}; vocabulary {prepared.vocab_size:,}")
+    for finding in check_epochs(spec):
+        say(f"{finding.severity}: {finding.message}")
+    return spec
+
+
+def _apply_prepared(planned: PreparedRun, prepared: PreparedData) -> RunSpec:
+    from megalaunch.cli.errors import fail
+    from megalaunch.config.schema import with_values
+    from megalaunch.data.prepare import data_overrides
+
+    spec = planned.spec
+    values = data_overrides(prepared)
+    origin = planned.composition.origins.get("model.vocab_size")
+    given = origin is not None and origin.kind != "default" and not origin.open
+    size = spec.model.vocab_size
+    if not given or size is None:
+        values["model.vocab_size"] = prepared.vocab_size
+    elif size < prepared.vocab_size:
+        fail(
+            f"model.vocab_size={size} is smaller than the tokenizer's {prepared.vocab_size}\n"
+            f"fix:  model.vocab_size={prepared.vocab_size}, or leave it out"
+        )
+    return with_values(spec, values)
+
+
+def refuse_directory(error: RunDirectoryError) -> NoReturn:
+    """End the command: the directory cannot hold this run."""
+    from megalaunch.cli.errors import fail
+
+    fail(f"{error}\nfix:  {error.fix}")

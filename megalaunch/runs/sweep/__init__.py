@@ -1,0 +1,1 @@
+"""Validate, plan and run the trials of a sweep."""

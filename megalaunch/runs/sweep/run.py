@@ -1,0 +1,256 @@
+"""Runs the trials of a sweep one after the other, through the launch code of `train`, and ranks them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import typer
+
+from megalaunch.cli.errors import fail, refuse
+from megalaunch.cli.sweep.output import counts, results_json, results_text
+from megalaunch.launch.directory import RunDirectoryError, create_folders, inspect_run, lock_run, unlock_run
+from megalaunch.launch.local import Launch, run_locally
+from megalaunch.launch.lock import RunLock, RunLocked
+from megalaunch.launch.resume import decide
+from megalaunch.launch.run_state import throughput_basis
+from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
+from megalaunch.launch.sweep.directory import SweepFolderError, open_folder, record_started, started_trials
+from megalaunch.launch.sweep.display import SweepDisplay, open_board
+from megalaunch.launch.sweep.result import TrialResult, rank_results, read_result
+from megalaunch.launch.sweep.table import draw_results, write_results
+from megalaunch.plan.resolve import resolve
+from megalaunch.plan.resume_compatibility import incompatible_changes
+from megalaunch.rundir.atomic_file import write_file_atomically
+from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
+from megalaunch.runs.prepare_run import PreparedRun, prepare_data
+from megalaunch.runs.sweep.plan import PlannedSweep
+from megalaunch.runs.sweep.validation import ValidatedPoint
+
+if TYPE_CHECKING:
+    from megalaunch.launch.sweep.tpe import TreeSampler
+
+_PROPOSALS_PER_TRIAL = 20
+
+
+def run_sweep(planned: PlannedSweep, as_json: bool) -> ExitCode:
+    """Run what has not been run, then write and show the results; the exit code of the whole sweep."""
+    request, folder = planned.request, planned.request.folder
+    if not planned.runnable and request.sampler != "tpe":
+        refuse("\n".join([*_all_reasons(planned), *counts(planned)]))
+    output = sys.stderr if as_json else sys.stdout
+    with StopSignals() as stop, contextlib.redirect_stdout(output):
+        try:
+            lock = _lock_sweep(planned)
+            try:
+                code = _TrialRunner(planned, stop, not as_json and output.isatty()).run()
+            finally:
+                lock.release()
+        except StopBeforeLaunch as stopped:
+            code = stopped.exit_code
+    results = _results(planned)
+    files = _write(planned, results)
+    typer.echo(results_json(planned, results, files) if as_json else results_text(planned, results, files))
+    if code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED):
+        typer.echo("stopped; the same command goes on with the sweep", err=True)
+        return code
+    if rank_results(results, request.metric):
+        return ExitCode.DONE
+    typer.echo(f"error: no trial ranks; the run directories below {folder.root} hold their logs", err=True)
+    failed = next((r.exit_code for r in results if r.exit_code in list(ExitCode) and r.exit_code), ExitCode.CRASH)
+    return ExitCode(failed)
+
+
+def _all_reasons(planned: PlannedSweep) -> list[str]:
+    if planned.shared:
+        return []  # `counts` says them once
+    shown = planned.skipped[:10]
+    return [f"  {point.label}: {point.reasons[0].rule}: {point.reasons[0].message}" for point in shown]
+
+
+def _lock_sweep(planned: PlannedSweep) -> RunLock:
+    """Hold the sweep's folder, which must be new or hold this very sweep."""
+    folder = planned.request.folder
+    try:
+        folder.root.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(folder.lock)
+    except RunLocked as error:
+        fail(f"{error}\nfix:  wait for it or stop it there, or name another sweep with --name")
+    except OSError as error:
+        fail(f"{folder.root} cannot be written ({error.strerror})\nfix:  work in another folder")
+    try:
+        if open_folder(folder, planned.request.definition):
+            typer.echo(f"continuing the sweep in {folder.root}")
+    except SweepFolderError as error:
+        lock.release()
+        fail(f"{error}\nfix:  {error.fix}")
+    return lock
+
+
+class _TrialRunner:
+    """The trials of one sweep, in order, until all are run or a stop is asked for."""
+
+    def __init__(self, planned: PlannedSweep, stop: StopSignals, terminal: bool) -> None:
+        self._planned, self._stop = planned, stop
+        self._board: SweepDisplay = open_board(planned.request.metric, terminal, sys.stdout)
+
+    def run(self) -> ExitCode:
+        """DONE when every trial was run, whatever it came to."""
+        typer.echo("\n".join(counts(self._planned)))
+        try:
+            for point in self._points():
+                self._stop.watching = False
+                if self._stop.count:
+                    return self._stop.exit_code
+                before = self._result(point)
+                again = self._planned.request.retry_failed and before.state == "failed"
+                if before.state in ("waiting", "unfinished") or again:
+                    self._board.begin(_results(self._planned), before)
+                    self._trial(point)
+                    self._board.end(self._result(point))
+                    self._save()
+            return self._stop.exit_code if self._stop.count else ExitCode.DONE
+        finally:
+            self._stop.watching = False
+            self._board.skip()
+
+    def _points(self) -> Iterator[ValidatedPoint]:
+        request = self._planned.request
+        if request.sampler != "tpe":
+            yield from self._planned.runnable
+            return
+        sampler = _tree_sampler(self._planned)
+        for number, values in started_trials(request.folder).items():
+            judged = self._planned.judge.validate(number, values)
+            self._planned.judged.append(judged)
+            if judged.is_valid:
+                yield judged
+            sampler.learn(values, self._result(judged).score(request.metric))
+        wanted = request.trials or 0
+        number = max((point.number for point in self._planned.judged), default=0)
+        for _ in range(_PROPOSALS_PER_TRIAL * wanted):
+            if len(self._planned.runnable) >= wanted:
+                return
+            number += 1
+            values = sampler.propose()
+            judged = self._planned.judge.validate(number, values)
+            if judged.is_valid or judged.reasons[0].rule != "sweep.repeated":
+                self._planned.judged.append(judged)
+            if judged.is_valid:
+                yield judged
+                sampler.learn(values, self._result(judged).score(request.metric))
+            else:
+                sampler.learn(values, None)
+
+    def _result(self, point: ValidatedPoint) -> TrialResult:
+        return read_result(point.number, point.values, self._planned.request.folder.trial(point.number))
+
+    def _save(self) -> None:
+        planned = self._planned
+        write_results(planned.request.folder, _results(planned), planned.skipped, planned.request.metric)
+
+    def _trial(self, point: ValidatedPoint) -> None:
+        """Launch one trial; whatever keeps it from starting becomes its outcome."""
+        folder = self._planned.request.folder
+        directory = folder.trial(point.number)
+        record_started(folder, point.number, point.values)
+        try:
+            lock = lock_run(directory)
+        except (RunDirectoryError, RunLocked) as error:
+            self._board.say(f"  error: {error}")
+            return
+        try:
+            planned = self._prepare(point)
+            launch = Launch(
+                planned.spec,
+                directory,
+                lock,
+                planned.composition.words,
+                throughput_basis(planned.spec),
+                planned.machine.cores,
+            )
+            run_locally(launch, self._stop, lambda view: self._board)
+        except _TrialNotStarted as refusal:
+            create_folders(directory)
+            write_outcome(directory.outcome, Outcome(refusal.code, str(refusal), 0))
+        except RunDirectoryError as error:
+            self._board.say(f"  error: {error}")
+        finally:
+            unlock_run(directory, lock)
+
+    def _prepare(self, point: ValidatedPoint) -> PreparedRun:
+        """The trial's frozen values and data; raises _NoStart with the reason why it cannot start."""
+        assert point.spec is not None, "only sound points run"
+        assert point.composition is not None, "only sound points run"
+        directory, machine = self._planned.request.folder.trial(point.number), self._planned.machine
+        state, spec = inspect_run(directory), point.spec
+        if state.stored is not None:
+            spec = resolve(point.composition.spec, machine, point.composition.choices.get("recipe"), state.stored).spec
+            if changes := incompatible_changes(spec, state.stored):
+                raise _TrialNotStarted(ExitCode.CONFIGURATION, f"its recipe changed: {changes[0].message}")
+        planned = PreparedRun(point.composition, spec, machine, directory, state, decide(state, spec))
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                return replace(planned, spec=prepare_data(planned, self._board.say))
+        except typer.Exit as end:
+            reason = (said.getvalue().strip().splitlines() or ["its data cannot be used"])[0]
+            raise _TrialNotStarted(end.exit_code, reason.removeprefix("error: ")) from end
+
+
+class _TrialNotStarted(Exception):
+    """A trial cannot start; `code` is its exit code."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+def _tree_sampler(planned: PlannedSweep) -> TreeSampler:
+    request = planned.request
+    try:
+        from megalaunch.launch.sweep.tpe import TreeSampler
+
+        return TreeSampler(request.words.axes, request.metric, request.seed)
+    except ImportError:
+        fail("--sampler tpe needs optuna\nfix:  pip install 'megalaunch[sweep]', or --sampler random")
+
+
+def _results(planned: PlannedSweep) -> list[TrialResult]:
+    folder = planned.request.folder
+    return [read_result(point.number, point.values, folder.trial(point.number)) for point in planned.runnable]
+
+
+def _write(planned: PlannedSweep, results: list[TrialResult]) -> dict[str, str]:
+    """results.csv, results.png and best.yaml; returns the paths of those that were written."""
+    from megalaunch.config.write_recipe import recipe_text
+
+    request, folder = planned.request, planned.request.folder
+    files: dict[str, str] = {}
+    if not results:
+        return files
+    write_results(folder, results, planned.skipped, request.metric)
+    files["results"] = str(folder.results)
+    order = rank_results(results, request.metric)
+    if not order:
+        return files
+    try:
+        if draw_results(folder, results, request.metric):
+            files["plot"] = str(folder.picture)
+    except ImportError:
+        typer.echo("note: no picture, since matplotlib is not installed (pip install 'megalaunch[train]')", err=True)
+    best = next(point for point in planned.runnable if point.number == order[0].number)
+    assert best.composition is not None, "only sound points run"
+    summary = f"The best of {len(order)} trials of the sweep {request.name}: {best.label}"
+    recipe = recipe_text(best.composition, f"{request.name}_best", summary)
+    write_file_atomically(folder.best, recipe.text)
+    for name, text in recipe.option_files.items():
+        (folder.root / name).parent.mkdir(parents=True, exist_ok=True)
+        write_file_atomically(folder.root / name, text)
+    files["best"] = str(folder.best)
+    files["run it"] = f"megalaunch train recipe={folder.best}"
+    return files
