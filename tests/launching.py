@@ -56,7 +56,7 @@ def tiny_spec(**values: Any) -> RunSpec:
         "optimizer": {"lr": 1e-3},
         "train": {"steps": 20},
         "cluster": {"devices_per_node": 2},
-        "launcher": {"timeout": 30.0, "grace": 5.0, "restart_backoff": 0.1},
+        "launcher": {"hang_timeout": 30.0, "stop_grace_period": 5.0, "restart_backoff": 0.1},
         "run": {"name": "fake"},
     }
     for path, value in values.items():

@@ -51,7 +51,7 @@ def small_spec(**values: object) -> RunSpec:
             "vocab_size": VOCABULARY,
         },
         "parallel": {"dp": 1},
-        "precision": {"compute": "fp32"},
+        "precision": {"compute_dtype": "fp32"},
         "platform": {"chip": "cpu"},
         "cluster": {"devices_per_node": 1},
         "optimizer": {"lr": 1e-3, "epsilon": 1e-5, "clip_grad": 0.5},

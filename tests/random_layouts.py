@@ -46,8 +46,8 @@ def random_runs(seed: int, most_ranks: int = 8) -> Iterator[Layout]:
     source, dealing = random.Random(seed), random.Random(f"{seed}, dealt by length")
     while True:
         run = {**_drawn(source), **dict(_awkward(source)), **_uneven(source)}
-        if run["data__reset_attention"] and run.get("parallel__cp_exchange") == "p2p" and dealing.random() < 0.5:
-            run["parallel__cp_dynamic"] = True
+        if run["data__reset_attention_mask"] and run.get("parallel__cp_comm_type") == "p2p" and dealing.random() < 0.5:
+            run["parallel__dynamic_context_parallel"] = True
         if ranks_of(run) <= most_ranks and _allowed(run):
             yield run
 
@@ -78,13 +78,13 @@ def _drawn(source: random.Random) -> Layout:
     layout["parallel__data_sharding"] = source.choice(_SHARDINGS)
     layout["batch__micro_batch_size"] = source.choice((1, 2))
     if degrees["dp"] > 2 and source.random() < 0.5:
-        layout["parallel__replicas"] = 2
+        layout["parallel__dp_replicate"] = 2
     if degrees["tp"] > 1:
         layout["parallel__sequence_parallel"] = source.random() < 0.5
     if degrees["cp"] > 1:
-        layout["parallel__cp_exchange"] = source.choice(_EXCHANGES)
-        if layout["parallel__cp_exchange"] == "a2a+p2p":
-            layout["parallel__cp_hierarchy"] = (2, degrees["cp"] // 2)
+        layout["parallel__cp_comm_type"] = source.choice(_EXCHANGES)
+        if layout["parallel__cp_comm_type"] == "a2a+p2p":
+            layout["parallel__hierarchical_context_parallel_sizes"] = (2, degrees["cp"] // 2)
     if degrees["pp"] > 1:
         layout["parallel__schedule"] = source.choice(_SCHEDULES)
         if source.random() < 0.5:
@@ -96,8 +96,8 @@ def _awkward(source: random.Random) -> Iterator[tuple[str, Any]]:
     yield "model__num_layers", source.choice((3, 4, 6, 7, 8))
     yield "model__num_query_groups", source.choice((1, 2, 4, 8))
     yield "model__vocab_size", source.choice((61, 64))
-    yield "model__tied_embeddings", source.random() < 0.5
-    yield "data__reset_attention", source.random() < 0.5
+    yield "model__tie_word_embeddings", source.random() < 0.5
+    yield "data__reset_attention_mask", source.random() < 0.5
     granularity = source.choice(("none", "none", "full", "selective"))
     yield "recompute__granularity", granularity
     if granularity == "full":
@@ -108,7 +108,7 @@ def _awkward(source: random.Random) -> Iterator[tuple[str, Any]]:
 
 def _uneven(source: random.Random) -> Layout:
     """Stages of their own sizes, or none of it; refused without a pipeline."""
-    return source.choice(({}, {}, {"parallel__head_as_layer": True}, {"parallel__first_stage_layers": 2}))
+    return source.choice(({}, {}, {"parallel__account_for_loss_in_pipeline_split": True}, {"parallel__num_layers_in_first_pipeline_stage": 2}))
 
 
 def _allowed(layout: Layout) -> bool:

@@ -35,7 +35,7 @@ def tiny_spec(**model: object) -> RunSpec:
         {
             "model": shape | model,
             "batch": {"sequence_length": 64, "global_batch_size": 2},
-            "precision": {"compute": "fp32"},
+            "precision": {"compute_dtype": "fp32"},
             "train": {"steps": 1},
             "data": {"corpus": "unused"},
         }

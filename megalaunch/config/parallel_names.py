@@ -63,7 +63,7 @@ def _meaning(match: re.Match[str]) -> tuple[str, Any]:
     if sharding:
         return "data_sharding", _SHARDINGS[sharding]
     if axis == "hsdp":
-        return "replicas", int(degree)
+        return "dp_replicate", int(degree)
     if axis:
         return axis, int(degree)
     return "sequence_parallel", True

@@ -18,7 +18,7 @@ CHANGEABLE = (
     "cluster.",
     "launcher.",
     "checkpoint.",
-    "measure.",
+    "logging.",
     "run.",
     "recompute.",
     "batch.micro_batch_size",

@@ -21,7 +21,7 @@ def check_corpus(spec: RunSpec, origins: Mapping[str, HasOrigin] | None = None) 
     from megalaunch.config.schema.remote import is_address
 
     found = []
-    for key in ("corpus", "chat"):
+    for key in ("corpus", "sft_data"):
         source = getattr(spec.data, key)
         if source is None or source == STANDARD_LIBRARY or is_address(source):  # rules/remote.py says so
             continue

@@ -106,7 +106,10 @@ def _spec(source: ModelSource, layout: ParallelSpec, job: Job, directory: RunDir
             "model": asdict(model),
             "parallel": {**asdict(layout), "dp": dp},
             "cluster": {"devices_per_node": layout.tp * layout.pp * layout.cp * dp},
-            "precision": {"compute": stored.precision.compute_dtype, "residual": stored.precision.residual_dtype},
+            "precision": {
+                "compute_dtype": stored.precision.compute_dtype,
+                "residual_dtype": stored.precision.residual_dtype,
+            },
             "batch": {
                 "sequence_length": length,
                 "micro_batch_size": 1,
@@ -120,7 +123,7 @@ def _spec(source: ModelSource, layout: ParallelSpec, job: Job, directory: RunDir
                 "eod_mask_loss": data.eod_mask_loss,
             },
             "checkpoint": {"load_pretrained": str(source.checkpoint.absolute())},
-            "launcher": {"max_restarts": 0, "grace": 1.0},
+            "launcher": {"max_restarts": 0, "stop_grace_period": 1.0},
             "run": {"name": "text", "directory": str(directory.root)},
         }
     )

@@ -20,7 +20,7 @@ def watch(path):
 @pytest.fixture
 def spec():
     values = {"model__vocab_size": 32, "model__num_query_groups": 1, "model__head_dim": 8, "platform__chip": "cpu"}
-    return tiny_spec(**values, precision__compute="fp32", measure__log_interval=5)
+    return tiny_spec(**values, precision__compute_dtype="fp32", logging__log_interval=5)
 
 
 def test_what_is_no_run(tmp_path):

@@ -130,7 +130,7 @@ def test_a_full_disk_while_writing(corpus, one_pass, tmp_path, monkeypatch):
         return real(file, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(work_dir.os, "generate", write)
+        patch.setattr(work_dir.os, "write", write)
         with pytest.raises(DataError, match="cannot write it: No space left on device"):
             preprocess([str(corpus[0])], tmp_path / "out", settings_for(corpus[1]), lambda progress: None)
     assert not list(tmp_path.glob("out*"))

@@ -92,7 +92,7 @@ def configured(folder: Path, template: str, name: str) -> None:
 def prepared(tmp_path: Path, folder: Path, records: list, name: str, **data: object) -> list[tuple[list, list]]:
     path = tmp_path / "chat.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    given = {"chat": str(path), "cache_directory": str(tmp_path / "cache"), "validation_every": 0, **data}
+    given = {"sft_data": str(path), "cache_directory": str(tmp_path / "cache"), "validation_every": 0, **data}
     spec = prepared_spec(96, tokenizer=tokenizer_file(folder), chat_template=name, **given)
     spec = with_values(spec, data_overrides(prepare(spec.data, spec.tokenizer, lambda line: None)))
     files = [IndexedTokens(prefix) for prefix in map(Path, (spec.data.train_prefix,))]
@@ -199,7 +199,7 @@ def test_tables_hold_what_lines_do(tmp_path, folder):
     records = [{"messages": turns}, *({"messages": messages(talk)} for talk in TALKS[:3])]
     by_lines = prepared(tmp_path, folder, records, "tokenizer")
     parquet.write_table(arrow.Table.from_pylist([{"id": 1, **record} for record in records]), tmp_path / "chat.parquet")
-    assert prepared(tmp_path, folder, [], "tokenizer", chat=str(tmp_path / "chat.parquet")) == by_lines
+    assert prepared(tmp_path, folder, [], "tokenizer", sft_data=str(tmp_path / "chat.parquet")) == by_lines
 
 
 def test_what_a_tokenizers_own_template_may_not(tmp_path, folder):

@@ -118,7 +118,7 @@ def pairs(count: int, seed: int) -> list[tuple[Layout, Layout]]:
     """Pairs of layouts that differ; every second run has tied embeddings, on both sides."""
     found = []
     for number in range(count):
-        tied = {"model__tied_embeddings": number % 2 == 1}
+        tied = {"model__tie_word_embeddings": number % 2 == 1}
         layouts = random_layouts(seed + number, **tied)
         first = next(layouts)
         found.append((first, next(other for other in layouts if other != first)))
@@ -154,7 +154,7 @@ def assert_close(found: Numbers, expected: Numbers) -> None:
 @pytest.mark.parametrize("beside", [False, True])
 def test_rows_that_pad_the_vocabulary_are_no_part_of_a_checkpoint(tmp_path, beside):
     """Saved where 512 rows lie over tp 2 and over shards; loaded where they lie over tp 4, and where there are none."""
-    model = {"model__vocab_size": 301, "model__num_layers": 2, "model__tied_embeddings": beside}
+    model = {"model__vocab_size": 301, "model__num_layers": 2, "model__tie_word_embeddings": beside}
     sharded = {"parallel__dp": 2, "parallel__tp": 2, "parallel__data_sharding": "optim_grads_params"}
     expected = joined(4, saved_and_gone_on, spec_of(sharded, **model), tmp_path, beside)
     checkpoint = tmp_path / "checkpoints" / f"step_{SAVED:08d}"
@@ -172,4 +172,4 @@ def test_layouts_are_drawn_from_all_kinds():
         assert {layout[f"parallel__{axis}"] for layout in layouts} == {1, 2, 4}
     assert len({layout.get("parallel__schedule") for layout in layouts}) > 5
     assert len({layout["parallel__data_sharding"] for layout in layouts}) == 4
-    assert any(layout.get("parallel__replicas") == 2 for layout in layouts)
+    assert any(layout.get("parallel__dp_replicate") == 2 for layout in layouts)

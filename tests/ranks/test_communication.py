@@ -111,7 +111,7 @@ def test_replicas_exchange_a_share_once_a_step(strategy, microbatches):
     """Two copies of two shards: what crosses between the copies is half of the gradients, whatever the strategy."""
     spec = small_spec(
         parallel__dp=4,
-        parallel__replicas=2,
+        parallel__dp_replicate=2,
         parallel__data_sharding=strategy,
         batch__micro_batch_size=GLOBAL_BATCH // (4 * microbatches),
     )
@@ -168,7 +168,7 @@ def _copied_by_torch(spec: RunSpec) -> bool:
 
 @pytest.mark.parametrize(("ranks", "precision", "copied"), [(1, "fp32", False), (1, "bf16", True), (2, "fp32", True)])
 def test_one_rank_in_fp32_computes_with_the_weights_themselves(ranks, precision, copied):
-    spec = small_spec(parallel__dp=ranks, precision__compute=precision, batch__micro_batch_size=1)
+    spec = small_spec(parallel__dp=ranks, precision__compute_dtype=precision, batch__micro_batch_size=1)
     assert run_ranks(ranks, _copied_by_torch, spec) == [copied] * ranks
 
 
@@ -198,7 +198,7 @@ def _gradients_of_one_rank(spec: RunSpec, copied: bool) -> list[torch.Tensor]:
 
 
 def test_gradients_of_one_rank_stay_where_they_are():
-    spec = small_spec(parallel__dp=1, precision__compute="bf16")
+    spec = small_spec(parallel__dp=1, precision__compute_dtype="bf16")
     ours, copied = (run_ranks(1, _gradients_of_one_rank, spec, copied)[0] for copied in (False, True))
     assert all((mine == other).all() for mine, other in zip(ours, copied, strict=True))
     assert all(gradient.any() for gradient in ours)

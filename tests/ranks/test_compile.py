@@ -14,9 +14,9 @@ from megalaunch.engine.parallel import compile as compiling
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero3": {"parallel__dp": 2, "parallel__data_sharding": "optim_grads_params", "batch__micro_batch_size": 1},
     "tp2 sp": {"parallel__tp": 2, "parallel__sequence_parallel": True},
-    "cp2": {"parallel__cp": 2, "parallel__cp_exchange": "p2p"},
+    "cp2": {"parallel__cp": 2, "parallel__cp_comm_type": "p2p"},
     "loss in chunks": {"parallel__tp": 2, "train__loss_chunks": 4},
-    "packed": {"parallel__dp": 2, "data__reset_attention": True},
+    "packed": {"parallel__dp": 2, "data__reset_attention_mask": True},
     "dropout": {"parallel__dp": 2, "model__hidden_dropout": 0.2, "model__attention_dropout": 0.2},
     "full": {"parallel__dp": 2, "recompute__granularity": "full"},
     "attention": {"parallel__dp": 2, "recompute__granularity": "selective", "recompute__modules": ["attention"]},

@@ -14,15 +14,15 @@ AWKWARD: dict[str, Any] = {
     "model__num_attention_heads": 8,
     "model__num_query_groups": 2,
     "model__vocab_size": 62,
-    "model__tied_embeddings": True,
+    "model__tie_word_embeddings": True,
     "model__init_std": 0.2,
     "model__qk_norm": "head",
     "model__qkv_bias": True,
     "model__attention_output_bias": True,
     "model__mlp_bias": True,
-    "data__reset_attention": True,
+    "data__reset_attention_mask": True,
 }
-STAGES: dict[str, Any] = {"parallel__pp": 2, "parallel__first_stage_layers": 2, "parallel__schedule": "1f1b"}
+STAGES: dict[str, Any] = {"parallel__pp": 2, "parallel__num_layers_in_first_pipeline_stage": 2, "parallel__schedule": "1f1b"}
 SPLIT: dict[str, Any] = {"parallel__tp": 2, "parallel__sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"parallel__dp": 2},
@@ -77,4 +77,4 @@ def test_four_stages(schedule):
 
 @pytest.mark.parametrize("exchange", ["p2p", "allgather", "a2a"])
 def test_context_beside_data_and_tensor_parallelism(exchange):
-    _held_to_one_process(parallel__dp=2, parallel__cp=2, parallel__cp_exchange=exchange, **SPLIT)
+    _held_to_one_process(parallel__dp=2, parallel__cp=2, parallel__cp_comm_type=exchange, **SPLIT)

@@ -23,7 +23,7 @@ def test_layout_equals_one_process(expected, ranks, micro, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
 def test_replicas_equal_one_process(expected, strategy):
-    spec = small_spec(parallel__dp=4, parallel__replicas=2, parallel__data_sharding=strategy, batch__micro_batch_size=1)
+    spec = small_spec(parallel__dp=4, parallel__dp_replicate=2, parallel__data_sharding=strategy, batch__micro_batch_size=1)
     assert_same(run_ranks(4, on_ranks, spec)[0], expected)
 
 
@@ -32,7 +32,7 @@ def test_replicas_equal_one_process(expected, strategy):
 def test_without_overlap_equals_one_process(expected, ranks, replicas, strategy):
     spec = small_spec(
         parallel__dp=ranks,
-        parallel__replicas=replicas,
+        parallel__dp_replicate=replicas,
         parallel__data_sharding=strategy,
         parallel__overlap_grad_reduce=False,
         parallel__overlap_param_gather=False,
@@ -43,9 +43,9 @@ def test_without_overlap_equals_one_process(expected, ranks, replicas, strategy)
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_tied_embeddings_equal_one_process(strategy):
-    tied = small_spec(model__tied_embeddings=True)
+    tied = small_spec(model__tie_word_embeddings=True)
     spec = small_spec(
-        model__tied_embeddings=True, parallel__dp=2, parallel__data_sharding=strategy, batch__micro_batch_size=2
+        model__tie_word_embeddings=True, parallel__dp=2, parallel__data_sharding=strategy, batch__micro_batch_size=2
     )
     found, expected = run_ranks(2, on_ranks, spec)[0], one_process(tied)
     assert "head.weight" not in expected.gradients

@@ -44,7 +44,7 @@ def _uneven_on_ranks(spec: RunSpec) -> Numbers | None:
 def _held_to_one_process(monkeypatch: pytest.MonkeyPatch, ranks: int, **values: Any) -> None:
     monkeypatch.setattr(oracle, "samples_of", lambda spec: Uneven())
     shape = {"model__vocab_size": 64, "model__num_attention_heads": 8, "model__head_dim": 4, "model__num_layers": 4}
-    dealt = {"parallel__cp_dynamic": True, "data__reset_attention": True}
+    dealt = {"parallel__dynamic_context_parallel": True, "data__reset_attention_mask": True}
     spec = small_spec(**{**shape, **dealt, "parallel__cp": 2, **values})
     assert_same(joined_stages(run_ranks(ranks, _uneven_on_ranks, spec)), one_process(spec))
 
@@ -97,7 +97,7 @@ SCORINGS = (PLAIN, ScoreMod(0.3, soft_cap=2.0), ScoreMod(sinks=torch.linspace(-1
 
 def _differences(ranks: int) -> list[float]:
     """The largest difference of outputs and gradients between dealt documents and whole samples, for every case."""
-    spec = small_spec(parallel__dp=1, parallel__cp=ranks, parallel__cp_dynamic=True)
+    spec = small_spec(parallel__dp=1, parallel__cp=ranks, parallel__dynamic_context_parallel=True)
     axis = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank()).cp
     generator, found = torch.Generator().manual_seed(0), []
     for case, lengths in enumerate(LENGTHS):

@@ -9,17 +9,17 @@ from oracle import SEQUENCE, hold_to_one_process, small_spec
 
 CHUNKS = 3  # no divisor of a microbatch's tokens: the last chunk is shorter
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one process, capped logits": {"model__logit_soft_cap": 2.0},
+    "one process, capped logits": {"model__final_logit_softcapping": 2.0},
     "a token a chunk": {"train__loss_chunks": 2 * SEQUENCE},
     "dp2 zero3, packed": {
         "parallel__dp": 2,
         "parallel__data_sharding": "optim_grads_params",
         "batch__micro_batch_size": 1,
-        "data__reset_attention": True,
+        "data__reset_attention_mask": True,
     },
-    "tp2, capped logits": {"parallel__tp": 2, "model__logit_soft_cap": 2.0},
-    "tp2 sp, tied": {"parallel__tp": 2, "parallel__sequence_parallel": True, "model__tied_embeddings": True},
-    "tp2 sp in a ring": {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__overlap_tp": True},
+    "tp2, capped logits": {"parallel__tp": 2, "model__final_logit_softcapping": 2.0},
+    "tp2 sp, tied": {"parallel__tp": 2, "parallel__sequence_parallel": True, "model__tie_word_embeddings": True},
+    "tp2 sp in a ring": {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__tp_comm_overlap": True},
     "cp2": {"parallel__cp": 2},
     "dp2, recomputed": {"parallel__dp": 2, "recompute__granularity": "full"},
     "tp4 of a vocabulary with unused rows": {
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "parallel__pp": 2,
         "parallel__vpp": 2,
         "parallel__schedule": "dualpipev",
-        "model__tied_embeddings": True,
+        "model__tie_word_embeddings": True,
     },
     "pp2 zbv": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zbv"},
     "dp2 pp2 tp2 sp": {

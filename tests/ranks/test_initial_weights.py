@@ -26,13 +26,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp3": {"parallel__dp": 3, "batch__global_batch_size": 6},  # rows that three ranks share unevenly
     "tp4, more ranks than key/value heads": {"parallel__tp": 4, "model__vocab_size": 64} | SHARED,
     "tp2 dp2": {"parallel__tp": 2, "parallel__dp": 2, "model__vocab_size": 62, "model__attention_sinks": True},
-    "hsdp": {"parallel__dp": 4, "parallel__replicas": 2, "batch__micro_batch_size": 1},
+    "hsdp": {"parallel__dp": 4, "parallel__dp_replicate": 2, "batch__micro_batch_size": 1},
     "pp2 zbv, tied": {
         "parallel__pp": 2,
         "parallel__vpp": 2,
         "parallel__schedule": "zbv",
         "model__num_layers": 4,
-        "model__tied_embeddings": True,
+        "model__tie_word_embeddings": True,
     },
 }
 

@@ -18,12 +18,12 @@ from megalaunch.plan.memory.rank import memory_by_rank
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-TWO = {"recompute__offload_layers": 2, "model__num_layers": 4, "model__vocab_size": 64}
+TWO = {"recompute__cpu_offloading_num_layers": 2, "model__num_layers": 4, "model__vocab_size": 64}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero3": {"parallel__dp": 2, "parallel__data_sharding": "optim_grads_params", "batch__micro_batch_size": 1},
     "tp2 sp": {"parallel__dp": 1, "parallel__tp": 2, "parallel__sequence_parallel": True},
     "cp2": {"parallel__dp": 1, "parallel__cp": 2},
-    "pp2": {"parallel__dp": 1, "parallel__pp": 2, "parallel__schedule": "1f1b", "recompute__offload_layers": 1},
+    "pp2": {"parallel__dp": 1, "parallel__pp": 2, "parallel__schedule": "1f1b", "recompute__cpu_offloading_num_layers": 1},
     "zbv": {"parallel__dp": 1, "parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zbv"},
     "rest recomputed": {
         "parallel__dp": 2,

@@ -34,7 +34,7 @@ def test_groups_of_microbatches(ranks, group, microbatches):
     """The last group is smaller in the first and the last; torch's own rounds could not be of 7 microbatches."""
     _held_to_one_process(
         parallel__pp=ranks, parallel__vpp=2, parallel__schedule="interleaved", model__num_layers=2 * ranks,
-        parallel__microbatch_group=group, batch__micro_batch_size=1, batch__global_batch_size=microbatches,
+        parallel__microbatch_group_size_per_vp_stage=group, batch__micro_batch_size=1, batch__global_batch_size=microbatches,
     )  # fmt: skip
 
 
@@ -55,27 +55,27 @@ def test_tied_embeddings(schedule):
     vpp = 1 if schedule == "1f1b" else 2
     _held_to_one_process(
         parallel__pp=2, parallel__vpp=vpp, parallel__schedule=schedule, model__num_layers=4,
-        model__tied_embeddings=True,
+        model__tie_word_embeddings=True,
     )  # fmt: skip
 
 
 def test_uneven_stages():
     _held_to_one_process(
-        parallel__pp=3, parallel__schedule="1f1b", model__num_layers=7, parallel__first_stage_layers=2,
-        parallel__last_stage_layers=3,
+        parallel__pp=3, parallel__schedule="1f1b", model__num_layers=7, parallel__num_layers_in_first_pipeline_stage=2,
+        parallel__num_layers_in_last_pipeline_stage=3,
     )  # fmt: skip
 
 
 def test_four_stages_there_and_back():
     """Eight stages on four ranks, uneven; the rank of the first also has the last."""
     _held_to_one_process(
-        parallel__pp=4, parallel__vpp=2, parallel__schedule="zbv", model__num_layers=7, parallel__head_as_layer=True
+        parallel__pp=4, parallel__vpp=2, parallel__schedule="zbv", model__num_layers=7, parallel__account_for_loss_in_pipeline_split=True
     )
 
 
 def test_a_layout_in_letters():
     _held_to_one_process(
-        parallel__pp=2, parallel__schedule="interleaved", model__num_layers=5, parallel__stage_layout="Ett|t|t|tL"
+        parallel__pp=2, parallel__schedule="interleaved", model__num_layers=5, parallel__pipeline_layout="Ett|t|t|tL"
     )
 
 
@@ -89,7 +89,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "interleaved": {"parallel__vpp": 2},
-    "zbv": {"parallel__vpp": 2, "model__tied_embeddings": True},
+    "zbv": {"parallel__vpp": 2, "model__tie_word_embeddings": True},
 }
 
 

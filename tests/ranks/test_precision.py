@@ -66,7 +66,7 @@ def _formats(spec: RunSpec) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize(("compute", "reduce"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
 def test_formats(compute, reduce):
-    spec = small_spec(parallel__dp=2, precision__compute=compute, precision__reduce=reduce)
+    spec = small_spec(parallel__dp=2, precision__compute_dtype=compute, precision__grad_reduce_dtype=reduce)
     names = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
     assert run_ranks(2, _formats, spec)[0] == {
         "compute": {names[compute]},
@@ -82,7 +82,7 @@ SUMMED_ONCE = {  # microbatches are added up on the rank, and ranks exchange wha
     "zero0": {"parallel__dp": 2, "parallel__data_sharding": "no_shard"},
     "zero1": {"parallel__dp": 2},
     "zero1, reduced afterwards": {"parallel__dp": 2, "parallel__overlap_grad_reduce": False},
-    "zero2 with replicas": {"parallel__dp": 4, "parallel__replicas": 2, "parallel__data_sharding": "optim_grads"},
+    "zero2 with replicas": {"parallel__dp": 4, "parallel__dp_replicate": 2, "parallel__data_sharding": "optim_grads"},
     "pp3": {"parallel__pp": 3, "parallel__schedule": "1f1b"},
     "pp3 zero1": {"parallel__pp": 3, "parallel__dp": 2, "parallel__schedule": "gpipe"},
 }
@@ -102,12 +102,12 @@ def _gradients(spec: RunSpec) -> dict[str, torch.Tensor]:
 def test_microbatches_are_added_up_in_fp32_whatever_ranks_exchange(layout):
     """Exchanged in bf16 a gradient is rounded once on its way; added up in bf16 it would be after each of 16."""
     values = {
-        "precision__compute": "bf16",
+        "precision__compute_dtype": "bf16",
         "batch__micro_batch_size": 1,
         "batch__global_batch_size": 16 * SUMMED_ONCE[layout].get("parallel__dp", 1),
         **SUMMED_ONCE[layout],
     }
-    specs = [small_spec(precision__reduce=reduce, **values) for reduce in ("fp32", "bf16")]
+    specs = [small_spec(precision__grad_reduce_dtype=reduce, **values) for reduce in ("fp32", "bf16")]
     ranks = specs[0].cluster.devices_per_node
     exact, rounded = (_joined(run_ranks(ranks, _gradients, spec)) for spec in specs)
     alone = specs[0].parallel.dp == 1

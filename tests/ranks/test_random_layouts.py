@@ -29,9 +29,9 @@ def test_a_layout_against_one_process(drawn: Layout):
 def test_draws_are_various():
     """A sampler that always drew the same thing would prove nothing."""
     runs = list(islice(random_runs(0), 200))
-    for key, least in {"parallel__schedule": 5, "parallel__cp_exchange": 3, "parallel__data_sharding": 4}.items():
+    for key, least in {"parallel__schedule": 5, "parallel__cp_comm_type": 3, "parallel__data_sharding": 4}.items():
         assert len({run.get(key) for run in runs} - {None}) >= least, key
     for axis in ("dp", "pp", "cp", "tp"):
         assert {run[f"parallel__{axis}"] for run in runs} >= {1, 2}
     assert {run["recompute__granularity"] for run in runs} == {"none", "full", "selective"}
-    assert any(run.get("parallel__cp_dynamic") for run in runs)
+    assert any(run.get("parallel__dynamic_context_parallel") for run in runs)

@@ -29,8 +29,8 @@ def _spec(layout: dict[str, Any], residual: str = "fp32", **values: Any) -> Any:
     return small_spec(
         **{
             "parallel__dp": 1,
-            "precision__compute": "bf16",
-            "precision__residual": residual,
+            "precision__compute_dtype": "bf16",
+            "precision__residual_dtype": residual,
             "batch__micro_batch_size": 1,
             "model__num_layers": 4,
             "model__vocab_size": 64,

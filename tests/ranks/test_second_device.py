@@ -15,16 +15,16 @@ from second_device import forward_on, generate_on, register, step_on
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.model.attention.core import NoContextParallel
 
-PACKED = {"data__reset_attention": True, "data__reset_positions": True, "data__mask_eod_loss": True}
+PACKED = {"data__reset_attention_mask": True, "data__reset_position_ids": True, "data__eod_mask_loss": True}
 DROPPED = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
 FEATURES = {
     "model__attention_sinks": True,
-    "model__attention_soft_cap": 2.0,
-    "model__logit_soft_cap": 3.0,
+    "model__attn_logit_softcapping": 2.0,
+    "model__final_logit_softcapping": 3.0,
     "model__sliding_window": 5,
-    "model__full_attention_every": 2,
+    "model__sliding_window_pattern": 2,
     "model__qk_norm": "head",
-    "model__scaled_embedding": True,
+    "model__scale_embeddings": True,
     "model__norm_plus_one": True,
 }
 GPT = {
@@ -35,27 +35,27 @@ GPT = {
     "model__mlp_bias": True,
     "model__attention_output_bias": True,
     "model__activation": "gelu_tanh",
-    "model__tied_embeddings": True,
+    "model__tie_word_embeddings": True,
 }
-LEVELS = {"parallel__cp": 4, "parallel__cp_exchange": "a2a+p2p", "parallel__cp_hierarchy": (2, 2)}
+LEVELS = {"parallel__cp": 4, "parallel__cp_comm_type": "a2a+p2p", "parallel__hierarchical_context_parallel_sizes": (2, 2)}
 EXCHANGES = ("p2p", "allgather", "a2a")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "one rank, packed": PACKED | FEATURES,
     "one rank, gpt": GPT | DROPPED,
-    "one rank, loss in chunks": {"train__loss_chunks": 4, "precision__residual": "fp32"},
-    **{f"cp2 {way}": {"parallel__cp": 2, "parallel__cp_exchange": way} | DROPPED for way in EXCHANGES},
+    "one rank, loss in chunks": {"train__loss_chunks": 4, "precision__residual_dtype": "fp32"},
+    **{f"cp2 {way}": {"parallel__cp": 2, "parallel__cp_comm_type": way} | DROPPED for way in EXCHANGES},
     **{
-        f"cp2 {way}, windows and sinks": {"parallel__cp": 2, "parallel__cp_exchange": way} | FEATURES | PACKED
+        f"cp2 {way}, windows and sinks": {"parallel__cp": 2, "parallel__cp_comm_type": way} | FEATURES | PACKED
         for way in EXCHANGES
     },
     "cp4 a2a+p2p": LEVELS,
     "cp4 a2a+p2p, packed": LEVELS | PACKED,
     # One row, so that a document is cut: fake tensors cannot move a list of no tokens.
-    "cp2 dealt": {"parallel__cp": 2, "parallel__cp_dynamic": True, "batch__micro_batch_size": 1} | PACKED,
+    "cp2 dealt": {"parallel__cp": 2, "parallel__dynamic_context_parallel": True, "batch__micro_batch_size": 1} | PACKED,
     "tp2": {"parallel__tp": 2} | DROPPED,
     "tp2 sp": {"parallel__tp": 2, "parallel__sequence_parallel": True} | FEATURES,
-    "tp2 sp overlapped": {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__overlap_tp": True},
+    "tp2 sp overlapped": {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__tp_comm_overlap": True},
     "tp2 sp, gpt, loss in chunks": {"parallel__tp": 2, "parallel__sequence_parallel": True, "train__loss_chunks": 4}
     | GPT,
     "zero2": {"parallel__dp": 2, "parallel__data_sharding": "optim_grads"},
@@ -66,7 +66,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "hsdp, recomputed in parts": {
         "parallel__dp": 4,
-        "parallel__replicas": 2,
+        "parallel__dp_replicate": 2,
         "recompute__granularity": "selective",
     },
     "pp2 zbv": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zbv"},
@@ -93,7 +93,7 @@ MODEL = {
     "model__vocab_size": 64,
     "model__num_attention_heads": 8,
     "model__num_query_groups": 2,
-    "precision__compute": "bf16",
+    "precision__compute_dtype": "bf16",
     "batch__micro_batch_size": 2,
 }
 

@@ -31,7 +31,7 @@ def test_with_other_shardings_and_accumulation(sharding):
 
 
 def test_tied_embeddings():
-    _held_to_one_process(2, 2, True, model__tied_embeddings=True)
+    _held_to_one_process(2, 2, True, model__tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -45,7 +45,7 @@ def test_more_ranks_than_key_value_heads(sequence_parallel):
 def test_exchanges_in_a_ring(ranks, recomputed):
     heads = {"model__num_attention_heads": 8, "model__head_dim": 4, "model__num_query_groups": 2}
     _held_to_one_process(
-        1, ranks, True, parallel__overlap_tp=True, recompute__granularity=recomputed, **heads, batch__micro_batch_size=4
+        1, ranks, True, parallel__tp_comm_overlap=True, recompute__granularity=recomputed, **heads, batch__micro_batch_size=4
     )
 
 
@@ -55,8 +55,8 @@ PADDED = 301  # tp 2 and 4 pad it to 512: of four ranks the third has 45 rows of
 @pytest.mark.parametrize(
     ("dp", "tp", "values"),
     [
-        (2, 2, {"parallel__data_sharding": "optim_grads_params", "model__tied_embeddings": True}),
-        (1, 4, {"model__num_attention_heads": 8, "train__loss_chunks": 3, "model__logit_soft_cap": 20.0}),
+        (2, 2, {"parallel__data_sharding": "optim_grads_params", "model__tie_word_embeddings": True}),
+        (1, 4, {"model__num_attention_heads": 8, "train__loss_chunks": 3, "model__final_logit_softcapping": 20.0}),
         (
             1,
             2,
@@ -65,11 +65,11 @@ PADDED = 301  # tp 2 and 4 pad it to 512: of four ranks the third has 45 rows of
                 "parallel__vpp": 2,
                 "parallel__schedule": "interleaved",
                 "model__num_layers": 4,
-                "model__tied_embeddings": True,
+                "model__tie_word_embeddings": True,
             },
         ),
         (1, 2, {"parallel__cp": 2, "parallel__sequence_parallel": False, "model__hidden_dropout": 0.2}),
-        (1, 2, {"parallel__overlap_tp": True}),
+        (1, 2, {"parallel__tp_comm_overlap": True}),
     ],
     ids=["zero3_tied", "chunked", "interleaved_tied", "cp", "ring"],
 )

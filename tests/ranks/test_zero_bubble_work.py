@@ -58,8 +58,8 @@ def _work(spec: RunSpec) -> Counter[str]:
     [
         {"parallel__tp": 2},
         {"parallel__tp": 2, "parallel__sequence_parallel": True},
-        {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__overlap_tp": True},
-        {"precision__compute": "bf16"},
+        {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__tp_comm_overlap": True},
+        {"precision__compute_dtype": "bf16"},
     ],
     ids=["tp2", "tp2 sp", "tp2 sp overlapped", "bf16"],
 )
@@ -111,6 +111,6 @@ def test_overlapped_rings_under_zero_bubble_equal_one_process():
             parallel__pp=2,
             model__num_layers=2,
             parallel__sequence_parallel=True,
-            parallel__overlap_tp=True,
+            parallel__tp_comm_overlap=True,
         )
     )

@@ -229,7 +229,7 @@ def fail_write_after(monkeypatch: pytest.MonkeyPatch, limit: int, code: int) -> 
         written += len(data)
         return write(descriptor, data)
 
-    monkeypatch.setattr(os, "generate", limited)
+    monkeypatch.setattr(os, "write", limited)
 
 
 @pytest.mark.parametrize("limit", [0, 500, 1200, 2200])

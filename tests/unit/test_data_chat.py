@@ -34,7 +34,7 @@ def chat(tmp_path):
     def opened(lines, length=96, **data):
         path = tmp_path / "chat.jsonl"
         path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines), encoding="utf-8")
-        data = {"chat": str(path), "chat_template": "plain", "cache_directory": str(tmp_path / "cache")} | data
+        data = {"sft_data": str(path), "chat_template": "plain", "cache_directory": str(tmp_path / "cache")} | data
         spec = prepared_spec(length, tokenizer=tmp_path / "tokenizer.json", **data)
         return with_values(spec, data_overrides(prepare(spec.data, spec.tokenizer, lambda line: None)))
 
@@ -139,6 +139,6 @@ def test_errors_of_the_settings(chat):
         chat([""])
     first, second = chat([talk(0)]), chat([talk(0)], chat_template="zephyr")
     assert first.data.train_prefix != second.data.train_prefix
-    spec = prepared_spec(chat="x.jsonl")
+    spec = prepared_spec(sft_data="x.jsonl")
     with pytest.raises(DataError, match=r"no such corpus|need a tokenizer"):
         prepare(spec.data, spec.tokenizer, lambda line: None)

@@ -12,7 +12,7 @@ from made_specs import resolved
 from oracle import small_spec
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.engine.simulate import plan as deep
+from megalaunch.engine.simulate import deep_plan as deep
 from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.engine.simulate.group_names import GroupNames
 from megalaunch.plan.memory.rank import memory_by_rank
@@ -33,7 +33,7 @@ PARAMETERS = 2 * V * H + H + LAYER
 
 
 def test_bytes_of_a_layer_on_a_gpu_by_hand():
-    found = deep_plan(_one_layer(platform__chip="h100", precision__compute="bf16"))
+    found = deep_plan(_one_layer(platform__chip="h100", precision__compute_dtype="bf16"))
     assert found.parameters == PARAMETERS
     assert found.phase == "backward"
     # The stream and its normed form twice, queries, keys, values, attention's output, gate, up and their product in
@@ -51,7 +51,7 @@ def test_bytes_of_a_layer_on_a_gpu_by_hand():
 
 
 def test_states_are_divided_as_the_strategy_says():
-    words = {"parallel__dp": 4, "batch__global_batch_size": 8, "platform__chip": "h100", "precision__compute": "bf16"}
+    words = {"parallel__dp": 4, "batch__global_batch_size": 8, "platform__chip": "h100", "precision__compute_dtype": "bf16"}
     for strategy, weights, gradients, moments in (
         ("no_shard", 4 + 2, 4, 8),
         ("optim", 4 / 4 + 2, 4, 8 / 4),
@@ -194,7 +194,7 @@ def test_70b_on_1024_devices_takes_under_30_s_of_a_processor_and_under_2_gb():
 
 
 def test_names_of_groups():
-    spec = small_spec(parallel__tp=2, parallel__cp=2, parallel__dp=4, parallel__pp=2, parallel__replicas=2)
+    spec = small_spec(parallel__tp=2, parallel__cp=2, parallel__dp=4, parallel__pp=2, parallel__dp_replicate=2)
     topology = Topology.from_spec(spec)
     names = GroupNames(topology, 5)
     for axes in ("tp", "cp", "dp", "pp", "tp+cp", "cp+dp"):
@@ -228,8 +228,8 @@ def test_documents_dealt_out_by_length_are_planned_as_long_as_their_sample():
         "model__head_dim": 32,
         "model__hidden_size": 256,
     }
-    batch = {"batch__sequence_length": 2048, "batch__micro_batch_size": 1, "data__reset_attention": True}
-    spec = small_spec(parallel__cp=4, parallel__cp_dynamic=True, **sizes, **batch)
+    batch = {"batch__sequence_length": 2048, "batch__micro_batch_size": 1, "data__reset_attention_mask": True}
+    spec = small_spec(parallel__cp=4, parallel__dynamic_context_parallel=True, **sizes, **batch)
     found = deep_plan(spec, 0)
     assert abs(memory_by_rank(spec)[0].total / found.total - 1) < 0.05
     key = 2 * 2 * 32 * 4  # key and value of two groups in fp32

@@ -105,10 +105,10 @@ def test_attention_by_blocks_is_attention(cap, sinks, rate, seen, monkeypatch):
     if cap is None and sink is None and words is None:
         return  # torch's own
     found = []
-    for attention in (attention, naive):
+    for attend in (attention, naive):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, *(() if sink is None else (sink,)))]
         scoring = ScoreMod(None, cap, leaves[3] if sinks else None, words, rate)
-        out = attention(*leaves[:3], sight, scoring)
+        out = attend(*leaves[:3], sight, scoring)
         out.backward(dout)
         found.append([out.detach(), *(leaf.grad for leaf in leaves)])
     for mine, expected in zip(*found, strict=True):

@@ -115,10 +115,10 @@ def test_starting_and_continuing(tmp_path):
     [
         ({}, "report"),
         ({"train__steps": 19}, "report"),
-        ({"train__stop_at": 20}, "report"),
+        ({"train__exit_at_step": 20}, "report"),
         ({"train__steps": 21}, "continue"),
-        ({"train__steps": 40, "train__stop_at": 20}, "report"),
-        ({"train__steps": 40, "train__stop_at": 21}, "continue"),
+        ({"train__steps": 40, "train__exit_at_step": 20}, "report"),
+        ({"train__steps": 40, "train__exit_at_step": 21}, "continue"),
     ],
 )
 def test_a_finished_run_is_reported_not_started_anew(tmp_path, values, action):

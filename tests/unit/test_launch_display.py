@@ -50,7 +50,7 @@ def directory(tmp_path) -> RunDirectory:
 
 
 def spec(**values):
-    return tiny_spec(measure__log_interval=5, **values)
+    return tiny_spec(logging__log_interval=5, **values)
 
 
 def test_a_growing_file_gives_each_whole_line_once(tmp_path):

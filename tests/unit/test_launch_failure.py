@@ -111,7 +111,7 @@ def test_titles_say_who_failed_and_whether_restarts_were_used_up(tmp_path, rank,
 
 
 @pytest.mark.parametrize(
-    ("phase", "key"), [("step", "step_timeout"), ("loading torch", "start_timeout"), ("saving", "timeout")]
+    ("phase", "key"), [("step", "step_timeout"), ("loading torch", "start_timeout"), ("saving", "hang_timeout")]
 )
 def test_a_hang_names_the_limit_that_it_passed(tmp_path, phase, key):
     end = LaunchResult(Outcome(6, "", 7), Failure(0, 1, "", phase, 7, "hang", ""))

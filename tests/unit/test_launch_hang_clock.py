@@ -27,7 +27,7 @@ def ranks_at(step: int, time: float = 0.0, phase: str = "step", other: str = "")
 
 def clock_after(seconds_per_step: float, steps: int = 10, **values) -> HangClock:
     """A clock that has seen `steps` steps."""
-    clock = HangClock(tiny_spec(**{"launcher__timeout": 600.0, **values}), 0.0)
+    clock = HangClock(tiny_spec(**{"launcher__hang_timeout": 600.0, **values}), 0.0)
     for step in range(steps):
         clock.poll(step * 0.2, ranks_at(step, 1e9 + step * seconds_per_step), moved=True)
     return clock
@@ -41,7 +41,7 @@ def test_a_step_has_ten_times_its_median_but_15_seconds(seconds_per_step, limit)
 
 
 def test_steps_that_come_faster_than_looks_are_counted():
-    clock = HangClock(tiny_spec(launcher__timeout=600.0), 0.0)
+    clock = HangClock(tiny_spec(launcher__hang_timeout=600.0), 0.0)
     for look in range(10):
         clock.poll(look * 0.2, ranks_at(look * 100, 1e9 + look * 200.0), moved=True)
     assert clock.limit(ranks_at(1000)) == pytest.approx(20.0)
@@ -64,13 +64,13 @@ def test_compiled_layers_may_be_compiled_anew():
 
 
 def test_settings_go_first():
-    assert clock_after(0.05, launcher__timeout=7.0).limit(ranks_at(20)) == 7
+    assert clock_after(0.05, launcher__hang_timeout=7.0).limit(ranks_at(20)) == 7
     assert clock_after(0.05, launcher__step_timeout=60.0).limit(ranks_at(20)) == 60
     assert clock_after(0.05, launcher__step_timeout=700.0).limit(ranks_at(20)) == 600
 
 
 def test_a_start_has_a_longer_limit_of_its_own():
-    clock = clock_after(0.05, launcher__timeout=20.0)
+    clock = clock_after(0.05, launcher__hang_timeout=20.0)
     assert clock.limit(ranks_at(0, phase="loading")) == 1800
     assert clock.limit(ranks_at(0, phase="training", other="loading torch")) == 1800
     lonely = ranks_at(0)

@@ -102,7 +102,7 @@ def test_a_new_checkpoint_refills_the_restarts(tmp_path):
 
 def test_faults_of_the_agent_are_named_and_it_is_started_again(tmp_path):
     directory = run_of(tmp_path)
-    spec = tiny_spec(launcher__timeout=1.5, train__steps=60)
+    spec = tiny_spec(launcher__hang_timeout=1.5, train__steps=60)
     faults = {"FAKE_CHECKPOINT_INTERVAL": "1", "FAKE_STEP_SECONDS": "0.05"}
     with launched(tmp_path, spec, **faults) as process:
         wait_until(lambda: 5 in steps_of(directory))
@@ -128,7 +128,7 @@ def test_faults_of_the_agent_are_named_and_it_is_started_again(tmp_path):
 
 @pytest.mark.parametrize("kind", ["stop", "hang"])
 def test_a_hang_names_who_is_behind(tmp_path, kind):
-    spec = tiny_spec(launcher__timeout=1.5, launcher__max_restarts=1)
+    spec = tiny_spec(launcher__hang_timeout=1.5, launcher__max_restarts=1)
     code, out, err = run_fake(tmp_path, spec, FAKE_FAULT=f"{kind}:1:7")
     assert (code, err) == (0, "")
     assert "rank 1 (dp1) failed at step 7: hang: no progress on any rank for 2 s" in out
@@ -136,7 +136,7 @@ def test_a_hang_names_who_is_behind(tmp_path, kind):
 
 
 def test_a_hang_without_restarts_left(tmp_path):
-    spec = tiny_spec(launcher__timeout=1.5, launcher__max_restarts=0)
+    spec = tiny_spec(launcher__hang_timeout=1.5, launcher__max_restarts=0)
     code, _, err = run_fake(tmp_path, spec, FAKE_FAULT="stop:0:7:9")
     assert code == ExitCode.HANG
     assert "rank 0 (dp0) on " in err
@@ -170,7 +170,7 @@ def test_a_stop_signal_is_passed_on(tmp_path, number, expected, event):
 
 def test_a_second_signal_ends_at_once(tmp_path):
     directory = run_of(tmp_path)
-    spec = tiny_spec(train__steps=10000, launcher__grace=60.0)
+    spec = tiny_spec(train__steps=10000, launcher__stop_grace_period=60.0)
     with launched(tmp_path, spec, FAKE_IGNORE_STOP="1") as process:
         wait_until(lambda: len(steps_of(directory)) > 3)
         process.send_signal(signal.SIGINT)
@@ -187,7 +187,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
 
 def test_workers_that_do_not_stop_are_ended_after_the_grace_time(tmp_path):
     directory = run_of(tmp_path)
-    spec = tiny_spec(train__steps=10000, launcher__grace=1.0)
+    spec = tiny_spec(train__steps=10000, launcher__stop_grace_period=1.0)
     with launched(tmp_path, spec, FAKE_IGNORE_STOP="1") as process:
         wait_until(lambda: len(steps_of(directory)) > 3)
         process.send_signal(signal.SIGTERM)

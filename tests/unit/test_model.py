@@ -33,7 +33,7 @@ def test_a_position_sees_only_its_past(model):
 
 
 def test_parameter_count_is_the_planners():
-    for spec in (small_spec(), small_spec(model__tied_embeddings=True)):
+    for spec in (small_spec(), small_spec(model__tie_word_embeddings=True)):
         decoder = build_decoder(spec.model)
         assert sum(p.numel() for p in decoder.parameters()) == count_parameters(spec.model).total
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 _SPEED_ONLY = (
-    "parallel", "recompute", "precision", "platform", "cluster", "launcher", "measure", "checkpoint",
+    "parallel", "recompute", "precision", "platform", "cluster", "launcher", "logging", "checkpoint",
     "batch.micro_batch_size", "train.compile", "train.loss_chunks",
 )  # fmt: skip
 """Groups and keys that change how fast a run learns, not what: a sweep over others is ranked by the loss."""

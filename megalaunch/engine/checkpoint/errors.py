@@ -13,7 +13,7 @@ from pathlib import Path
 from megalaunch.rundir.checkpoint.errors import CheckpointError
 from megalaunch.rundir.checkpoint.listing import directory_size
 
-__all__ = ["CheckpointError", "free_bytes", "no_space", "format_bytes", "write_error"]
+__all__ = ["CheckpointError", "format_bytes", "free_bytes", "no_space", "write_error"]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 

@@ -38,11 +38,11 @@ from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE, Catalogue, read
 __all__ = [
     "JSON",
     "CheckpointError",
-    "load_checkpoint",
     "latest_valid_checkpoint",
+    "load_checkpoint",
+    "prune_checkpoints",
     "read_document",
     "read_tensors",
-    "prune_checkpoints",
     "save_checkpoint",
     "verify_checkpoint",
 ]

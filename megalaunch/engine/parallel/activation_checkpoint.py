@@ -26,7 +26,7 @@ def apply_recompute(model: Decoder, settings: RecomputeSpec) -> None:
         model.spans = [
             names[first : first + settings.num_layers] for first in range(0, len(names), settings.num_layers)
         ]
-        _checkpoint_method(model, "through")
+        _checkpoint_method(model, "forward_layers")
     elif settings.granularity == "full":
         chosen = layers if settings.method == "uniform" else layers[: settings.num_layers]
         for layer in chosen:
@@ -41,7 +41,7 @@ def _apply_selective(layer: DecoderLayer, words: Collection[RecomputeModule]) ->
     """What each word of recompute.modules means."""
     forgetting = OutputDiscardingCheckpoint()
     if "attention" in words:
-        _checkpoint_method(layer.attention, "core")
+        _checkpoint_method(layer.attention, "core_attention")
     if "norm" in words:
         for module in layer.modules():
             if isinstance(module, Norm):
@@ -50,7 +50,7 @@ def _apply_selective(layer: DecoderLayer, words: Collection[RecomputeModule]) ->
         forgetting.checkpoint_function(layer.mlp, "forward")
     elif "activation" in words:
         layer.mlp.recompute_activation = True
-        forgetting.discard_output(layer.mlp, "activate")
+        forgetting.discard_output(layer.mlp, "activation")
     forgetting.install(layer)
 
 

@@ -19,7 +19,7 @@ _SHAPE = (
     "moe.num_experts", "moe.ffn_hidden_size", "mla.kv_lora_rank",
 )  # fmt: skip
 _MAX_CHANGED = 8  # keys of a model that may differ before it is another model of the same size
-_NAMED_AXES = ("tp", "pp", "cp", "ep", "etp", "vpp", "replicas", "data_sharding", "sequence_parallel")
+_NAMED_AXES = ("tp", "pp", "cp", "ep", "etp", "vpp", "dp_replicate", "data_sharding", "sequence_parallel")
 
 
 @dataclass(frozen=True)

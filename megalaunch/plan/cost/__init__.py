@@ -7,8 +7,8 @@ from megalaunch.plan.cost.step import StepTime, UnknownChipSpeed, step_time
 __all__ = [
     "CONSTANTS",
     "STATEMENTS",
-    "Constant",
     "CommTime",
+    "Constant",
     "Statement",
     "StepTime",
     "UnknownChipSpeed",

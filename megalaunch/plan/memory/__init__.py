@@ -3,4 +3,4 @@
 from megalaunch.plan.memory.profiles import CPU_ENGINE, ENGINE, MEGATRON, MemoryProfile, profile_for
 from megalaunch.plan.memory.rank import Memory, predict_memory
 
-__all__ = ["ENGINE", "MEGATRON", "CPU_ENGINE", "MemoryProfile", "Memory", "profile_for", "predict_memory"]
+__all__ = ["CPU_ENGINE", "ENGINE", "MEGATRON", "Memory", "MemoryProfile", "predict_memory", "profile_for"]

@@ -19,17 +19,17 @@ LAYOUT_ROOMS = (
     "pipeline",
     "context",
     "sequence",
-    "mixing",
+    "data_blend",
     "moe",
     "mtp",
     "expert_overlap",
     "batch",
-    "ramp",
+    "batch_rampup",
     "recompute",
 )
 """Modules of plan/rules whose rules read the degrees, the division of layers, the micro batch or recomputation."""
 
-_BATCH_ROOMS = ("batch", "ramp", "pipeline", "recompute", "mixing")
+_BATCH_ROOMS = ("batch", "batch_rampup", "pipeline", "recompute", "data_blend")
 """Those of them that read the micro batch or recomputation."""
 
 

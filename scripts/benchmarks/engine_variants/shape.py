@@ -45,7 +45,7 @@ class Work:
                     "rope": {"theta": THETA},
                 },
                 "parallel": {"dp": 1, **parallel},
-                "precision": {"compute": self.precision},
+                "precision": {"compute_dtype": self.precision},
                 "platform": {"chip": "cpu"},
                 "cluster": {"devices_per_node": ranks},
                 "optimizer": {

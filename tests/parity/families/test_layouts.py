@@ -91,7 +91,7 @@ def test_a_run_begins_with_the_weights_and_its_checkpoint_is_exported(tmp_path, 
     make("llama 3.2", tmp_path / "hf", vocab_size=61)
     (tmp_path / "hf" / "generation_config.json").write_text('{"top_k": 3}')
     model = replace(HuggingFaceWeights(HuggingFaceFolder(tmp_path / "hf")).model, vocab_size=rows)
-    spec = small_spec(parallel__dp=1, parallel__tp=2, checkpoint__initialize_from=str(tmp_path / "hf"))
+    spec = small_spec(parallel__dp=1, parallel__tp=2, checkpoint__load_pretrained=str(tmp_path / "hf"))
     spec = replace(spec, model=model, train=replace(spec.train, steps=2))
     spec = replace(spec, data=replace(ten_steps(tmp_path).data, validation_prefix=None))
     run_loop(spec, tmp_path / "run")

@@ -15,7 +15,7 @@ from megalaunch.config.parallel_names import LayoutError, layout_values
         ("zero0", {"data_sharding": "no_shard"}),
         ("zero1", {"data_sharding": "optim"}),
         ("zero2", {"data_sharding": "optim_grads"}),
-        ("hsdp2zero3", {"replicas": 2, "data_sharding": "optim_grads_params"}),
+        ("hsdp2zero3", {"dp_replicate": 2, "data_sharding": "optim_grads_params"}),
         ("etp2ep8", {"etp": 2, "ep": 8}),
         ("vpp2pp4sp", {"vpp": 2, "pp": 4, "sequence_parallel": True}),
         ("tp16cp2", {"tp": 16, "cp": 2}),

@@ -155,7 +155,7 @@ def test_a_missing_path(folder):
     assert "cannot be read" in problem.message
 
 
-@pytest.mark.parametrize("key", ["parallel: {tp: 8}", "precision: {compute: fp32}", "platform: {chip: cpu}"])
+@pytest.mark.parametrize("key", ["parallel: {tp: 8}", "precision: {compute_dtype: fp32}", "platform: {chip: cpu}"])
 def test_a_recipe_that_would_mask_is_refused_with_the_fix(folder, key):
     write(folder / "mask.yaml", f"{PARENT}{key}\n")
     (problem,) = problems("recipe=mask.yaml")
@@ -191,7 +191,7 @@ def test_every_option_file_composes():
 
 @pytest.mark.parametrize(
     ("group", "key"),
-    [("optimizer", "name"), ("precision", "compute"), ("platform", "chip"), ("recompute", "granularity"),
+    [("optimizer", "name"), ("precision", "compute_dtype"), ("platform", "chip"), ("recompute", "granularity"),
      ("schedule", "shape"), ("launcher", "name")],
 )  # fmt: skip
 def test_every_option_of_a_group_says_which_it_is(group, key):

@@ -59,7 +59,7 @@ def test_the_parts_of_a_step_add_up(seventy):
 
 def test_keys_of_dealt_documents_travel_once_each_way(seventy):
     """An all-gather counts a second gather in the backward pass."""
-    spec = _with(seventy, parallel__cp=2, data__reset_attention=True)
+    spec = _with(seventy, parallel__cp=2, data__reset_attention_mask=True)
     gathered, dealt = (
         step_time(_with(spec, **{f"parallel__{key}": value})).exchanges["cp"]
         for key, value in (("cp_comm_type", "allgather"), ("dynamic_context_parallel", True))
@@ -69,7 +69,7 @@ def test_keys_of_dealt_documents_travel_once_each_way(seventy):
 
 
 def test_the_bubble_shrinks_with_virtual_stages_and_microbatches(seventy):
-    plain = step_time(_with(seventy, parallel__vpp=None, parallel__overlap_pipeline=False))
+    plain = step_time(_with(seventy, parallel__vpp=None, parallel__overlap_p2p_comm=False))
     assert plain.bubble == pytest.approx(5 * step_time(seventy).bubble, rel=0.1)
     double = step_time(_with(seventy, batch__global_batch_size=256))
     assert double.bubble == pytest.approx(step_time(seventy).bubble)
@@ -79,11 +79,11 @@ def test_the_bubble_shrinks_with_virtual_stages_and_microbatches(seventy):
 @pytest.mark.parametrize(
     "change",
     [
-        {"parallel__overlap_tp": False},
+        {"parallel__tp_comm_overlap": False},
         {"parallel__overlap_grad_reduce": False},
         {"recompute__granularity": "full"},
         {"cluster__node_bandwidth": 5.0},
-        {"precision__compute": "fp32"},
+        {"precision__compute_dtype": "fp32"},
     ],
 )
 def test_what_makes_a_step_slower(seventy, change):
