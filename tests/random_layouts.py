@@ -108,7 +108,14 @@ def _awkward(source: random.Random) -> Iterator[tuple[str, Any]]:
 
 def _uneven(source: random.Random) -> Layout:
     """Stages of their own sizes, or none of it; refused without a pipeline."""
-    return source.choice(({}, {}, {"parallel__account_for_loss_in_pipeline_split": True}, {"parallel__num_layers_in_first_pipeline_stage": 2}))
+    return source.choice(
+        (
+            {},
+            {},
+            {"parallel__account_for_loss_in_pipeline_split": True},
+            {"parallel__num_layers_in_first_pipeline_stage": 2},
+        )
+    )
 
 
 def _allowed(layout: Layout) -> bool:

@@ -41,12 +41,16 @@ COMMANDS = {
     "preprocess": Subcommand("data.preprocess", "preprocess", "Turn text or jsonl into token files.", True),
     "data": Subcommand("data.data", "app", "Inspect, verify, merge and split token files.", True),
     "tokenizer": Subcommand("data.tokenizer", "app", "Train a tokenizer, or look into one.", True),
-    "validate-config": Subcommand("train.validate_config", "validate_config", "Report all that is wrong with a run at once."),
+    "validate-config": Subcommand(
+        "train.validate_config", "validate_config", "Report all that is wrong with a run at once."
+    ),
     "explain": Subcommand("reference.explain", "explain", "Tell why a rule holds, or what a key means."),
     "plan": Subcommand("plan.plan", "plan", "Predict memory and speed; search for the best layout."),
     "sweep": Subcommand("sweep.sweep", "sweep", "Try many settings, without those that cannot run.", True),
     "recipes": Subcommand("recipes.recipes", "app", "List the recipes, show one, or compare two."),
-    "import-megatron": Subcommand("recipes.import_megatron", "import_megatron", "Turn a Megatron-LM script into a recipe."),
+    "import-megatron": Subcommand(
+        "recipes.import_megatron", "import_megatron", "Turn a Megatron-LM script into a recipe."
+    ),
     "doctor": Subcommand("doctor", "doctor", "Tell what this machine has and lacks."),
 }
 

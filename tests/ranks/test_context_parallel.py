@@ -58,11 +58,21 @@ def test_with_tensor_and_sequence_parallelism(exchange):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_two_levels(packed):
-    _held_to_one_process(1, 4, 1, "a2a+p2p", parallel__hierarchical_context_parallel_sizes=(2, 2), data__reset_attention_mask=packed, **EIGHT_HEADS)
+    _held_to_one_process(
+        1,
+        4,
+        1,
+        "a2a+p2p",
+        parallel__hierarchical_context_parallel_sizes=(2, 2),
+        data__reset_attention_mask=packed,
+        **EIGHT_HEADS,
+    )
 
 
 def test_two_levels_of_unlike_size_with_tensor_parallelism():
-    _held_to_one_process(1, 4, 2, ["a2a+p2p", "p2p", "a2a+p2p"], parallel__hierarchical_context_parallel_sizes=(4, 1), **EIGHT_HEADS)
+    _held_to_one_process(
+        1, 4, 2, ["a2a+p2p", "p2p", "a2a+p2p"], parallel__hierarchical_context_parallel_sizes=(4, 1), **EIGHT_HEADS
+    )
 
 
 def test_a_way_for_each_layer():

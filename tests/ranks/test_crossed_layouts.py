@@ -22,7 +22,11 @@ AWKWARD: dict[str, Any] = {
     "model__mlp_bias": True,
     "data__reset_attention_mask": True,
 }
-STAGES: dict[str, Any] = {"parallel__pp": 2, "parallel__num_layers_in_first_pipeline_stage": 2, "parallel__schedule": "1f1b"}
+STAGES: dict[str, Any] = {
+    "parallel__pp": 2,
+    "parallel__num_layers_in_first_pipeline_stage": 2,
+    "parallel__schedule": "1f1b",
+}
 SPLIT: dict[str, Any] = {"parallel__tp": 2, "parallel__sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"parallel__dp": 2},

@@ -23,7 +23,9 @@ def test_layout_equals_one_process(expected, ranks, micro, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
 def test_replicas_equal_one_process(expected, strategy):
-    spec = small_spec(parallel__dp=4, parallel__dp_replicate=2, parallel__data_sharding=strategy, batch__micro_batch_size=1)
+    spec = small_spec(
+        parallel__dp=4, parallel__dp_replicate=2, parallel__data_sharding=strategy, batch__micro_batch_size=1
+    )
     assert_same(run_ranks(4, on_ranks, spec)[0], expected)
 
 

@@ -23,7 +23,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero3": {"parallel__dp": 2, "parallel__data_sharding": "optim_grads_params", "batch__micro_batch_size": 1},
     "tp2 sp": {"parallel__dp": 1, "parallel__tp": 2, "parallel__sequence_parallel": True},
     "cp2": {"parallel__dp": 1, "parallel__cp": 2},
-    "pp2": {"parallel__dp": 1, "parallel__pp": 2, "parallel__schedule": "1f1b", "recompute__cpu_offloading_num_layers": 1},
+    "pp2": {
+        "parallel__dp": 1,
+        "parallel__pp": 2,
+        "parallel__schedule": "1f1b",
+        "recompute__cpu_offloading_num_layers": 1,
+    },
     "zbv": {"parallel__dp": 1, "parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zbv"},
     "rest recomputed": {
         "parallel__dp": 2,

@@ -69,7 +69,11 @@ def test_uneven_stages():
 def test_four_stages_there_and_back():
     """Eight stages on four ranks, uneven; the rank of the first also has the last."""
     _held_to_one_process(
-        parallel__pp=4, parallel__vpp=2, parallel__schedule="zbv", model__num_layers=7, parallel__account_for_loss_in_pipeline_split=True
+        parallel__pp=4,
+        parallel__vpp=2,
+        parallel__schedule="zbv",
+        model__num_layers=7,
+        parallel__account_for_loss_in_pipeline_split=True,
     )
 
 

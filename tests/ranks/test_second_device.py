@@ -37,7 +37,11 @@ GPT = {
     "model__activation": "gelu_tanh",
     "model__tie_word_embeddings": True,
 }
-LEVELS = {"parallel__cp": 4, "parallel__cp_comm_type": "a2a+p2p", "parallel__hierarchical_context_parallel_sizes": (2, 2)}
+LEVELS = {
+    "parallel__cp": 4,
+    "parallel__cp_comm_type": "a2a+p2p",
+    "parallel__hierarchical_context_parallel_sizes": (2, 2),
+}
 EXCHANGES = ("p2p", "allgather", "a2a")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},

@@ -45,7 +45,13 @@ def test_more_ranks_than_key_value_heads(sequence_parallel):
 def test_exchanges_in_a_ring(ranks, recomputed):
     heads = {"model__num_attention_heads": 8, "model__head_dim": 4, "model__num_query_groups": 2}
     _held_to_one_process(
-        1, ranks, True, parallel__tp_comm_overlap=True, recompute__granularity=recomputed, **heads, batch__micro_batch_size=4
+        1,
+        ranks,
+        True,
+        parallel__tp_comm_overlap=True,
+        recompute__granularity=recomputed,
+        **heads,
+        batch__micro_batch_size=4,
     )
 
 

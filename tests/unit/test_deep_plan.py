@@ -51,7 +51,12 @@ def test_bytes_of_a_layer_on_a_gpu_by_hand():
 
 
 def test_states_are_divided_as_the_strategy_says():
-    words = {"parallel__dp": 4, "batch__global_batch_size": 8, "platform__chip": "h100", "precision__compute_dtype": "bf16"}
+    words = {
+        "parallel__dp": 4,
+        "batch__global_batch_size": 8,
+        "platform__chip": "h100",
+        "precision__compute_dtype": "bf16",
+    }
     for strategy, weights, gradients, moments in (
         ("no_shard", 4 + 2, 4, 8),
         ("optim", 4 / 4 + 2, 4, 8 / 4),

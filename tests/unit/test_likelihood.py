@@ -56,9 +56,7 @@ def test_pairs_in_any_company(batch_size):
 
 def test_pairs_that_differ_in_the_last_token_are_read_once(monkeypatch):
     model, read = tiny_decoder(), []
-    monkeypatch.setattr(
-        model, "forward", lambda tokens_BS, logits: read.append(len(tokens_BS)) or _states(tokens_BS)
-    )
+    monkeypatch.setattr(model, "forward", lambda tokens_BS, logits: read.append(len(tokens_BS)) or _states(tokens_BS))
     assert len(list(loglikelihoods(model, [([5, 6], [7, last]) for last in range(9)], 4, LONGEST))) == 9
     assert read == [1]
 
