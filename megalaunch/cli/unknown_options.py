@@ -37,7 +37,7 @@ class OverridesCommand(TyperCommand):
         own = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
         unknown = list(find_unknown(args, {name for name in own if name.startswith("-")}))
         if unknown and not ctx.resilient_parsing:
-            from megalaunch.cli.errors import refuse
+            from megalaunch.runs.errors import refuse
 
             refuse(refusal(ctx.command_path, unknown, sorted(own)))
         return super().parse_args(ctx, args)

@@ -35,11 +35,11 @@ def run_distributed(source: Path, words: Sequence[str], job: Job, take: Callable
     Ends the command where the layout, the job or a worker fails. Raises CheckpointError and NotADirectoryError as
     `open_model` does, ValueError for prompts that cannot be, and the OSError of `take`.
     """
-    from megalaunch.cli.errors import fail, refuse
     from megalaunch.engine import api
     from megalaunch.launch.directory import RunDirectoryError
     from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
     from megalaunch.platform.detect import detect_machine
+    from megalaunch.runs.errors import fail, refuse
 
     layout = _layout(words)
     opened = api.open_source(source, lambda message: typer.echo(message, err=True))
@@ -71,10 +71,10 @@ def run_distributed(source: Path, words: Sequence[str], job: Job, take: Callable
 
 def _layout(words: Sequence[str]) -> ParallelSpec:
     """What the words say of `parallel`; refuses other words, and what is no layout."""
-    from megalaunch.cli.errors import fail, refuse
-    from megalaunch.cli.output.findings import problems_text
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
+    from megalaunch.plan.report import problems_text
+    from megalaunch.runs.errors import fail, refuse
 
     for word in words:
         key = word.partition("=")[0]
@@ -131,11 +131,11 @@ def _spec(source: ModelSource, layout: ParallelSpec, job: Job, directory: RunDir
 
 def _check_spec(spec: RunSpec, machine: Machine) -> RunSpec:
     """The resolved spec; refuses a layout that the model, the engine or this machine does not have."""
-    from megalaunch.cli.errors import refuse
-    from megalaunch.cli.output.findings import findings_text
     from megalaunch.config.schema.paths import with_value
     from megalaunch.plan.check import check
+    from megalaunch.plan.report import findings_text
     from megalaunch.plan.resolve import machine_mismatch, resolve
+    from megalaunch.runs.errors import refuse
 
     if machine.chip.device == "cpu":  # as on one process: a token at a time is bound by memory
         spec = with_value(spec, {"precision.compute_dtype": "fp32"})
@@ -216,8 +216,8 @@ def _is_crash(end: LaunchResult) -> bool:
 
 def _conclude(spec: RunSpec, directory: RunDirectory, end: LaunchResult) -> None:
     """Return where all is answered, else end the command."""
-    from megalaunch.cli.errors import fail, refuse
     from megalaunch.launch.report import failure_report
+    from megalaunch.runs.errors import fail, refuse
 
     code = end.outcome.exit_code
     if code == ExitCode.DONE:

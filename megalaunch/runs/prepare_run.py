@@ -37,16 +37,16 @@ class PreparedRun:
 
 def prepare_run(words: list[str], starts: bool) -> PreparedRun:
     """Compose, resolve, check and show; refuses with every problem at once. `starts`: here and now."""
-    from megalaunch.cli.errors import fail, refuse
-    from megalaunch.cli.output.findings import problems_text
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.config.schema import SpecError
     from megalaunch.launch.directory import RunDirectoryError, inspect_run
     from megalaunch.launch.resume import decide
+    from megalaunch.plan.report import problems_text
     from megalaunch.plan.resolve import resolve
     from megalaunch.platform.detect import detect_machine
     from megalaunch.rundir.paths import RunDirectory
+    from megalaunch.runs.errors import fail, refuse
 
     try:
         composition = compose(words)
@@ -76,14 +76,14 @@ def prepare_run(words: list[str], starts: bool) -> PreparedRun:
 
 def _check(planned: PreparedRun, starts: bool) -> None:
     """Refuse what is wrong, show what is doubtful and what will run."""
-    from megalaunch.cli.errors import refuse
-    from megalaunch.cli.output.findings import findings_text, problems_as_findings, run_table
     from megalaunch.plan.check import check
     from megalaunch.plan.findings import has_errors
+    from megalaunch.plan.report import findings_text, problems_as_findings, run_table
     from megalaunch.plan.resolve import machine_mismatch
     from megalaunch.plan.resume_compatibility import compatible_changes, incompatible_changes
     from megalaunch.plan.topology import Topology
     from megalaunch.runs.corpus_check import check_corpus
+    from megalaunch.runs.errors import refuse
 
     spec, stored = planned.spec, planned.state.stored
     doubts = [finding for finding in planned.derived if finding.severity != "note"]  # an emulated format
@@ -138,13 +138,13 @@ def prepare_data(planned: PreparedRun, say: Callable[[str], None] = typer.echo) 
 
     `say` shows a line of what is done.
     """
-    from megalaunch.cli.errors import fail, refuse
-    from megalaunch.cli.output.findings import findings_text
     from megalaunch.data.errors import DataError
     from megalaunch.data.prepare import prepare
     from megalaunch.launch.heartbeat import Heartbeat
+    from megalaunch.plan.report import findings_text
     from megalaunch.plan.resume_compatibility import incompatible_changes
     from megalaunch.runs.epoch_check import check_epochs
+    from megalaunch.runs.errors import fail, refuse
 
     try:
         with Heartbeat(say) as patience:
@@ -164,9 +164,9 @@ def prepare_data(planned: PreparedRun, say: Callable[[str], None] = typer.echo) 
 
 
 def _apply_prepared(planned: PreparedRun, prepared: PreparedData) -> RunSpec:
-    from megalaunch.cli.errors import fail
     from megalaunch.config.schema import with_values
     from megalaunch.data.prepare import data_overrides
+    from megalaunch.runs.errors import fail
 
     spec = planned.spec
     values = data_overrides(prepared)
@@ -185,6 +185,6 @@ def _apply_prepared(planned: PreparedRun, prepared: PreparedData) -> RunSpec:
 
 def refuse_directory(error: RunDirectoryError) -> NoReturn:
     """End the command: the directory cannot hold this run."""
-    from megalaunch.cli.errors import fail
+    from megalaunch.runs.errors import fail
 
     fail(f"{error}\nfix:  {error.fix}")

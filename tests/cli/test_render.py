@@ -1,7 +1,7 @@
 from made_specs import resolved
 
-from megalaunch.cli.output.findings import findings_text, run_table
 from megalaunch.plan.findings import Finding
+from megalaunch.plan.report import findings_text, run_table
 from megalaunch.plan.topology import Topology
 
 

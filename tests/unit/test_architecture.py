@@ -46,7 +46,7 @@ def test_the_tree_is_whole(ours):
     assert {"cli.app", "config.schema", "engine.worker", "kernels", "plan.check", "launch.supervise"} <= set(
         ours.modules
     )
-    known = {*rules.ARROWS, "", "conf", "recipes"}
+    known = {*(name.partition(".")[0] for name in rules.ARROWS), "", "conf", "recipes"}
     assert {module.room for module in ours.modules.values()} <= known  # a new room needs its arrows
 
 
@@ -128,10 +128,11 @@ def made_up(tmp_path):
 NEIGHBOURS = {
     f"{name}.py": ""
     for name in (
-        "config/schema/__init__", "config/spec_file", "config/compose", "plan/check", "data/corpus", "platform/facts",
-        "launch/local", "cli/train", "engine/api", "engine/worker", "engine/mesh", "engine/layout",
-        "engine/model/decoder", "engine/train/loop", "engine/checkpoint/store", "rundir/paths", "kernels/__init__",
-        "importers/read",
+        "config/schema/__init__", "config/spec_file", "config/compose", "plan/check", "data/corpus", "platform/chips",
+        "launch/local", "cli/train/train", "runs/prepare_run", "engine/api", "engine/worker", "engine/mesh",
+        "engine/param_layout", "engine/model/decoder", "engine/train/trainer", "engine/checkpoint/store",
+        "engine/inference/jobs", "rundir/paths", "kernels/__init__",
+        "importers/huggingface/folder", "importers/megatron/importer", "importers/megatron/spelling",
     )
 }  # fmt: skip
 
@@ -143,26 +144,45 @@ NEIGHBOURS = {
         ("plan/x.py", "from megalaunch.config import compose", "plan may not import config.compose"),
         ("plan/x.py", "from megalaunch.launch import local", "plan may not import launch.local"),
         ("plan/x.py", "from ..launch import local", "plan may not import launch.local"),
-        ("plan/x.py", "import megalaunch.cli.train.train", "plan may not import cli.train"),
+        ("plan/x.py", "import megalaunch.cli.train.train", "plan may not import cli.train.train"),
         ("plan/x.py", "def f():\n    from megalaunch.rundir import paths", "plan may not import rundir.paths"),
         ("data/x.py", "from megalaunch.plan.check import check", "data may not import plan.check"),
         ("rundir/x.py", "from megalaunch.config.schema import RunSpec", "rundir may not import config.schema"),
-        ("config/x.py", "from megalaunch.platform.chips import CHIPS", "config may not import platform.facts"),
-        ("config/x.py", "from megalaunch.importers.read import read", None),
-        ("engine/x.py", "from megalaunch.importers.read import read", None),
-        ("importers/x.py", "from megalaunch.config.compose import compose", "importers may not import config.compose"),
-        ("importers/x.py", "from megalaunch.engine.mesh import Mesh", "importers may not import engine.mesh"),
-        ("importers/x.py", "from megalaunch.plan.check import check", "importers may not import plan.check"),
+        ("config/x.py", "from megalaunch.platform.chips import CHIPS", "config may not import platform.chips"),
+        ("config/x.py", "from megalaunch.importers.huggingface.folder import read", None),
+        ("config/x.py", "from megalaunch.importers.megatron.spelling import translate", None),
+        (
+            "config/x.py", "from megalaunch.importers.megatron.importer import read",
+            "config may not import importers.megatron.importer",
+        ),
+        ("engine/x.py", "from megalaunch.importers.huggingface.folder import read", None),
+        ("importers/megatron/importer.py", "from megalaunch.config.compose import compose", None),
+        (
+            "importers/megatron/x.py", "from megalaunch.config.compose import compose",
+            "importers may not import config.compose",
+        ),
+        (
+            "importers/huggingface/x.py", "from megalaunch.config.compose import compose",
+            "importers may not import config.compose",
+        ),
+        ("importers/megatron/x.py", "from megalaunch.engine.mesh import Mesh", "importers may not import engine.mesh"),
+        ("importers/huggingface/x.py", "from megalaunch.plan.check import check", "importers may not import plan.check"),
         ("launch/x.py", "from megalaunch.rundir.paths import RunDirectory", None),
         ("launch/x.py", "from megalaunch.engine import api", "launch may not import engine.api"),
         ("engine/x.py", "from megalaunch.config.spec_file import read_spec", None),
         ("engine/x.py", "from megalaunch.launch.local import run", "engine may not import launch.local"),
         ("engine/x.py", "from megalaunch.config.compose import compose", "engine may not import config.compose"),
-        ("kernels/x.py", "from megalaunch.platform import facts", None),
+        ("kernels/x.py", "from megalaunch.platform import chips", None),
         ("kernels/x.py", "from megalaunch.engine.model import decoder", "kernels may not import engine.model.decoder"),
         ("cli/x.py", "def f():\n    from megalaunch.engine.api import generate", None),
         ("cli/x.py", "from megalaunch.engine.api import generate", "engine.api only inside a command's body"),
         ("cli/x.py", "def f():\n    import megalaunch.engine.worker", "cli may not import engine.worker"),
+        ("cli/x.py", "from megalaunch.runs import prepare_run", None),
+        ("runs/x.py", "from megalaunch.launch import local", None),
+        ("runs/x.py", "def f():\n    from megalaunch.engine.api import generate", None),
+        ("runs/x.py", "from megalaunch.engine.api import generate", "engine.api only inside a command's body"),
+        ("runs/x.py", "def f():\n    from megalaunch.cli.train import train", "runs may not import cli.train.train"),
+        ("launch/x.py", "from megalaunch.runs import prepare_run", "launch may not import runs.prepare_run"),
         ("cli/x.py", "import_module('megalaunch.engine.worker')", "cli may not import engine.worker"),
         ("newroom/x.py", "from megalaunch.plan import check", "newroom may not import plan.check"),
         ("__init__.py", "from megalaunch.plan import check", "the package may not import plan.check"),
@@ -182,15 +202,21 @@ def test_arrows_are_checked(made_up, file, line, fault):
         ("engine/param_layout.py", "from megalaunch.engine.mesh import Mesh", None),
         (
             "engine/mesh.py",
-            "from megalaunch.engine.param_layout import local",
-            "engine.mesh may not import engine.layout",
+            "from megalaunch.engine.param_layout import local_param",
+            "engine.mesh may not import engine.param_layout",
         ),
         (
             "engine/model/x.py",
-            "from megalaunch.engine.train import loop",
-            "engine.model may not import engine.train.loop",
+            "from megalaunch.engine.train import trainer",
+            "engine.model may not import engine.train.trainer",
         ),
-        ("engine/inference/x.py", "from ..train import loop", "engine.inference may not import engine.train.loop"),
+        (
+            "engine/inference/x.py",
+            "from ..train import trainer",
+            "engine.inference may not import engine.train.trainer",
+        ),
+        ("engine/inference/worker.py", "from megalaunch.engine.worker import main", None),
+        ("engine/inference/x.py", "from . import jobs", "engine.inference may not import engine.inference.jobs"),
         ("engine/train/x.py", "from megalaunch.engine.worker import main", "engine.train may not import engine.worker"),
         ("engine/misplaced.py", "", "engine.misplaced has no floor in ENGINE_FLOORS"),
     ],
@@ -242,7 +268,7 @@ def test_circles_are_found(made_up):
 
 def test_bare_to_local_is_found(made_up):
     tree = made_up({"engine/param_layout.py": "x.to_local()", "engine/x.py": "a = 1\np.to_local(grad_placements=q)"})
-    why = "only engine/param_layout.py and placement.py open a DTensor"
+    why = "only engine/param_layout.py and dtensor.py open a DTensor"
     assert list(rules.bare_to_local(tree)) == [f"megalaunch/engine/x.py:2: {why}"]
 
 

@@ -54,10 +54,10 @@ def inspect(
     """What a checkpoint holds: step, layout, tensors, totals. Of a run: what its newest complete one holds."""
     from megalaunch.cli.checkpoint.output import inspect_lines
     from megalaunch.cli.checkpoint.summary import summarize_checkpoint
-    from megalaunch.cli.errors import fail
     from megalaunch.rundir.checkpoint.errors import CheckpointError
     from megalaunch.rundir.checkpoint.names import SPEC_FILE
     from megalaunch.rundir.outcome import ExitCode
+    from megalaunch.runs.errors import fail
 
     checkpoint = _find_checkpoints(path)[0]
     try:
@@ -91,8 +91,8 @@ def verify(path: Source) -> None:
 
 
 def _find_run(path: Path) -> RunDirectory:
-    from megalaunch.cli.errors import fail
     from megalaunch.rundir.paths import RunDirectory
+    from megalaunch.runs.errors import fail
 
     run = RunDirectory(path)
     if not run.checkpoints.is_dir() and not run.spec.is_file():
@@ -103,12 +103,12 @@ def _find_run(path: Path) -> RunDirectory:
 
 def _find_checkpoints(path: Path, only_complete: bool = True) -> list[Path]:
     """A checkpoint itself; of a run directory all of them, or the complete ones; the newest first, at least one."""
-    from megalaunch.cli.errors import fail
     from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
     from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
     from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.rundir.paths import checkpoint_step
+    from megalaunch.runs.errors import fail
 
     if path.is_dir() and (
         (path / MANIFEST).exists() or (path / CATALOGUE).exists() or checkpoint_step(path) is not None

@@ -55,7 +55,7 @@ def export(
     max_shard_size: Annotated[str, typer.Option(help="Size of a file at most.")] = "5GB",
 ) -> None:
     """Turn a checkpoint into a Hugging Face folder, and prove that both compute the same."""
-    from megalaunch.cli.errors import fail
+    from megalaunch.runs.errors import fail
 
     if dtype not in (None, "fp32", "bf16", "fp16"):
         fail(f"--dtype {dtype}: fp32, bf16 or fp16")
@@ -93,7 +93,7 @@ def import_megatron(
     way. --allow-pickle reads them in a process of its own that knows tensors, plain containers and Megatron's own
     records by name and refuses every other name; nothing in them is run.
     """
-    from megalaunch.cli.errors import fail
+    from megalaunch.runs.errors import fail
 
     if not allow_pickle:
         fail(
@@ -120,7 +120,7 @@ def import_megatron(
 
 def _require(folder: Path, kind: str, file: str = "") -> None:
     """Refuse a folder that is not there before torch is imported, which takes seconds."""
-    from megalaunch.cli.errors import fail
+    from megalaunch.runs.errors import fail
 
     where = folder.expanduser()
     if folder.suffix == ".gguf":
@@ -139,7 +139,7 @@ def _require(folder: Path, kind: str, file: str = "") -> None:
 @contextmanager
 def _convert_errors() -> Iterator[None]:
     """What goes wrong, in a sentence and with its exit code."""
-    from megalaunch.cli.errors import fail, refuse
+    from megalaunch.runs.errors import fail, refuse
 
     if find_spec("torch") is None:
         fail("convert needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")

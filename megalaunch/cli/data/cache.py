@@ -18,18 +18,18 @@ def cache(
     """
     import time
 
-    from megalaunch.cli.errors import fail, refuse
-    from megalaunch.cli.output.findings import problems_text
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.config.schema import with_values
     from megalaunch.data.errors import DataError
     from megalaunch.data.prepare import data_overrides, prepare
     from megalaunch.data.samples.build_datasets import build_train_dataset, build_valid_dataset
+    from megalaunch.plan.report import problems_text
     from megalaunch.plan.resolve import resolve
     from megalaunch.platform.detect import detect_machine
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.epoch_check import check_epochs
+    from megalaunch.runs.errors import fail, refuse
 
     try:
         composition = compose(words or [])

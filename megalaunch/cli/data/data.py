@@ -182,9 +182,9 @@ def _start(ids: list[int]) -> str:
 @contextmanager
 def _data_errors() -> Iterator[None]:
     """A DataError ends the command with its text and exit code 3."""
-    from megalaunch.cli.errors import refuse
     from megalaunch.data.errors import DataError
     from megalaunch.rundir.outcome import ExitCode
+    from megalaunch.runs.errors import refuse
 
     try:
         yield
@@ -195,7 +195,7 @@ def _data_errors() -> Iterator[None]:
 
 
 def _refuse(text: str, usage: bool = False) -> NoReturn:
-    from megalaunch.cli.errors import refuse
     from megalaunch.rundir.outcome import ExitCode
+    from megalaunch.runs.errors import refuse
 
     refuse(text, ExitCode.CONFIGURATION if usage else ExitCode.DATA)

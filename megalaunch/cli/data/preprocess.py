@@ -29,8 +29,8 @@ class MegatronCommand(CompleteCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Rewrite the words, then parse them."""
         from megalaunch.cli.data.megatron_args import translate_args
-        from megalaunch.cli.errors import refuse
         from megalaunch.rundir.outcome import ExitCode
+        from megalaunch.runs.errors import refuse
 
         try:
             rewritten = translate_args(args)
@@ -110,8 +110,8 @@ def run(
 def _max_bad(text: str | None, on_bad_record: OnBadRecord) -> MaxBad:
     if text is None:
         return MaxBad()
-    from megalaunch.cli.errors import refuse
     from megalaunch.rundir.outcome import ExitCode
+    from megalaunch.runs.errors import refuse
 
     if on_bad_record is OnBadRecord.STOP:
         fix = "the first bad record ends the run. Give --on-bad-record skip or quarantine with it."
@@ -125,10 +125,10 @@ def _max_bad(text: str | None, on_bad_record: OnBadRecord) -> MaxBad:
 
 def _preprocess(inputs: list[str], prefix: Path, settings: Settings, show: Callable[[Progress], None]) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy then has no threads, and the workers can be forked
-    from megalaunch.cli.errors import refuse
     from megalaunch.data.errors import DataError
     from megalaunch.data.preprocess.tokenizer_process import TokenizerProcess
     from megalaunch.rundir.outcome import ExitCode
+    from megalaunch.runs.errors import refuse
 
     try:
         with TokenizerProcess(settings.tokenizer, settings.merges, settings.tiktoken) as early:

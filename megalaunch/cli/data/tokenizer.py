@@ -27,10 +27,10 @@ def train(
     max_mb: Annotated[float, typer.Option(min=0.001, help="Text to learn from; memory grows with it.")] = 500.0,
 ) -> None:
     """Train a byte-level BPE with <|endoftext|> on the text of files; the same files give the same bytes."""
-    from megalaunch.cli.errors import refuse
     from megalaunch.data.errors import DataError
     from megalaunch.data.tokenizer.train import train_tokenizer_on
     from megalaunch.rundir.outcome import ExitCode
+    from megalaunch.runs.errors import refuse
 
     try:
         trained, characters = train_tokenizer_on(
@@ -52,13 +52,13 @@ def inspect(
     text: Annotated[str | None, typer.Option(help="Show how this text is cut.")] = None,
 ) -> None:
     """Show size, end token and special tokens; how a text is cut; and which engine preprocess would take."""
-    from megalaunch.cli.errors import refuse
     from megalaunch.data.errors import DataError
     from megalaunch.data.indexed_dataset.builder import token_type
     from megalaunch.data.preprocess.encoder_backend import select_backend
     from megalaunch.data.preprocess.settings import EngineChoice
     from megalaunch.data.tokenizer.tokenizer import load_tokenizer, tokenizer_file
     from megalaunch.rundir.outcome import ExitCode
+    from megalaunch.runs.errors import refuse
 
     try:
         loaded = load_tokenizer(path, merges)

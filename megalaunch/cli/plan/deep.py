@@ -20,7 +20,7 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 def show_deep(spec: RunSpec, origins: Mapping[str, HasOrigin], rank: int | None, as_json: bool) -> None:
     """Run one step on fake tensors and print it; refuses what cannot be run."""
-    from megalaunch.cli.errors import fail
+    from megalaunch.runs.errors import fail
 
     if find_spec("torch") is None:
         fail("plan --deep needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
@@ -40,10 +40,10 @@ def show_deep(spec: RunSpec, origins: Mapping[str, HasOrigin], rank: int | None,
 
 def _require_valid(spec: RunSpec, origins: Mapping[str, HasOrigin]) -> None:
     """End the command where the run is not valid, or beyond the engine; a device that is too small may be looked at."""
-    from megalaunch.cli.errors import fail, refuse
-    from megalaunch.cli.output.findings import finding_block
     from megalaunch.plan.check import check
+    from megalaunch.plan.report import finding_block
     from megalaunch.plan.supported import unsupported
+    from megalaunch.runs.errors import fail, refuse
 
     errors = [f for f in check(spec, origins) if f.severity == "error" and f.rule != "memory.fits"]
     if errors:
@@ -56,7 +56,7 @@ def _require_valid(spec: RunSpec, origins: Mapping[str, HasOrigin]) -> None:
 
 
 def _as_text(spec: RunSpec, found: DeepPlan, planned: Memory) -> str:
-    from megalaunch.cli.output.findings import run_table
+    from megalaunch.plan.report import run_table
     from megalaunch.plan.topology import Topology
 
     return "\n\n".join(

@@ -57,7 +57,7 @@ def show_plan(
 def _as_text(
     spec: RunSpec, findings: Sequence[Finding], prediction: Prediction | None, problem: str, with_assumptions: bool
 ) -> str:
-    from megalaunch.cli.output.findings import finding_block, run_table
+    from megalaunch.plan.report import finding_block, run_table
     from megalaunch.plan.supported import not_trained
 
     # What is missing for a start, such as data, does not matter to a plan that can be made.

@@ -33,9 +33,9 @@ def plan(
 
     Exit code 0 when the run is valid, 2 when it is not.
     """
-    from megalaunch.cli.errors import fail
     from megalaunch.cli.plan.output import show_plan
     from megalaunch.plan.prediction import parse_tokens
+    from megalaunch.runs.errors import fail
 
     if devices is not None and not search:
         fail("--devices belongs to --search; a plan is of the cluster in the run (cluster.nodes=N)")
@@ -64,12 +64,12 @@ def plan(
 
 def _resolved(words: list[str]) -> tuple[Composition, RunSpec]:
     """The composition of the words and its resolved spec; refuses what does not compose."""
-    from megalaunch.cli.errors import refuse
-    from megalaunch.cli.output.findings import finding_block, problems_as_findings, problems_text
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
+    from megalaunch.plan.report import finding_block, problems_as_findings, problems_text
     from megalaunch.plan.resolve import resolve
     from megalaunch.platform.detect import detect_machine
+    from megalaunch.runs.errors import refuse
 
     try:
         composition = compose(words)

@@ -23,9 +23,9 @@ def show_search(
     spec: RunSpec, origins: Mapping[str, HasOrigin], devices: int | None, as_json: bool, shown: int = SHOWN
 ) -> None:
     """Search the layouts of a resolved spec and print the best; exit code 2 when none can run."""
-    from megalaunch.cli.errors import fail
     from megalaunch.cli.output.progress import percent_progress
     from megalaunch.plan.search import SearchError, search
+    from megalaunch.runs.errors import fail
 
     try:
         result = search(spec, devices, percent_progress("searching layouts", after=" "))

@@ -33,9 +33,9 @@ def import_megatron(
 
     Nothing is executed: variables, defaults, arrays and arithmetic are read as data.
     """
-    from megalaunch.cli.errors import fail
     from megalaunch.importers.megatron.bash_lexer import ScriptProblem
     from megalaunch.importers.megatron.importer import import_script, report_text
+    from megalaunch.runs.errors import fail
 
     text = _read(file)
     shown = "standard input" if file == "-" else file
@@ -60,8 +60,8 @@ def import_megatron(
 def _read(file: str) -> str:
     import sys
 
-    from megalaunch.cli.errors import fail
     from megalaunch.importers.megatron.bash_lexer import MAX_BYTES
+    from megalaunch.runs.errors import fail
 
     try:
         stream = sys.stdin.buffer if file == "-" else Path(file).expanduser().open("rb")
@@ -77,7 +77,7 @@ def _name(file: str, output: Path | None) -> str:
 
 
 def _variables(words: list[str]) -> dict[str, str]:
-    from megalaunch.cli.errors import fail
+    from megalaunch.runs.errors import fail
 
     for word in words:
         if "=" not in word or not re.fullmatch(r"\w+", word.partition("=")[0]):
@@ -90,7 +90,7 @@ def _paths(imported: Imported, output: Path) -> list[Path]:
 
 
 def _write(imported: Imported, output: Path, force: bool) -> None:
-    from megalaunch.cli.errors import fail
+    from megalaunch.runs.errors import fail
 
     if output.suffix not in (".yaml", ".yml"):
         fail(f"{output}: a recipe's file ends in .yaml")

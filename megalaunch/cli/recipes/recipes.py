@@ -48,13 +48,13 @@ def show_recipe(
     whole: Annotated[bool, typer.Option("--whole", help="The composed run, with every default.")] = False,
 ) -> None:
     """Print a recipe's file, or with --whole the run spec that it composes to."""
-    from megalaunch.cli.errors import refuse
-    from megalaunch.cli.output.findings import problems_text
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.config.recipes import load_chain
     from megalaunch.config.schema import SpecProblem
     from megalaunch.config.spec_file import spec_to_text
+    from megalaunch.plan.report import problems_text
+    from megalaunch.runs.errors import refuse
 
     if whole:
         try:
@@ -83,12 +83,12 @@ def diff_recipes(left: Recipe, right: Recipe, as_json: AsJson = False) -> None:
 
 
 def _resolved(recipe: str) -> RunSpec:
-    from megalaunch.cli.errors import refuse
-    from megalaunch.cli.output.findings import problems_text
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
+    from megalaunch.plan.report import problems_text
     from megalaunch.plan.resolve import resolve
     from megalaunch.platform.detect import detect_machine
+    from megalaunch.runs.errors import refuse
 
     try:
         composition = compose([f"recipe={recipe}"])

@@ -37,8 +37,8 @@ def explain(
     elif keys := describe_keys(name):
         typer.echo("\n".join(keys))
     else:
-        from megalaunch.cli.errors import fail
         from megalaunch.config.keys import SECTIONS, schema_keys
+        from megalaunch.runs.errors import fail
 
         near = difflib.get_close_matches(name, [*rules, *schema_keys(), *SECTIONS], n=1)
         hint = f"did you mean {near[0]!r}?" if near else "`megalaunch explain` lists the rules"

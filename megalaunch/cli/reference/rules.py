@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megalaunch.cli.output.findings import finding_block
 from megalaunch.plan.findings import OUTSIDE_RULES, Finding, rule_anchor
+from megalaunch.plan.report import finding_block
 from megalaunch.plan.rules.registry import RULES, Rule
 
 _HEAD = """\

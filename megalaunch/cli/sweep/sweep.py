@@ -43,10 +43,10 @@ def sweep(
     and tpe samplers, interval(low,high) and tag(log,interval(low,high)). The same command again goes on where the
     sweep was interrupted.
     """
-    from megalaunch.cli.errors import refuse
-    from megalaunch.cli.output.findings import problems_text
     from megalaunch.config.errors import ConfigError
     from megalaunch.config.sweep_overrides import parse_sweep
+    from megalaunch.plan.report import problems_text
+    from megalaunch.runs.errors import refuse
     from megalaunch.runs.sweep.plan import Request, plan_sweep
 
     try:
@@ -63,7 +63,7 @@ def sweep(
         retry_failed,
     )
     if dry_run:
-        from megalaunch.cli.sweep.output import dry_run_json, dry_run_text
+        from megalaunch.runs.sweep.report import dry_run_json, dry_run_text
 
         planned = plan_sweep(request, starts=False)
         typer.echo(dry_run_json(planned) if as_json else dry_run_text(planned))
@@ -78,7 +78,7 @@ def sweep(
 
 
 def _metric(word: str | None, swept: SweepOverrides) -> Metric:
-    from megalaunch.cli.errors import fail
+    from megalaunch.runs.errors import fail
 
     match word:
         case None:
@@ -91,7 +91,7 @@ def _metric(word: str | None, swept: SweepOverrides) -> Metric:
 
 
 def _sampler(word: str | None, swept: SweepOverrides, trials: int | None) -> Sampler:
-    from megalaunch.cli.errors import fail
+    from megalaunch.runs.errors import fail
 
     if word is None:
         word = "grid" if swept.size is not None else "random"
@@ -110,7 +110,7 @@ def _folder_name(swept: SweepOverrides, name: str | None) -> str:
     import re
     from pathlib import Path
 
-    from megalaunch.cli.errors import fail
+    from megalaunch.runs.errors import fail
 
     if name is None:
         recipe = next((word.partition("=")[2] for word in swept.typed if word.startswith("recipe=")), "sweep")

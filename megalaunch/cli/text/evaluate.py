@@ -107,8 +107,8 @@ class _Table:
 
 @contextmanager
 def _fail_on_errors() -> Iterator[None]:
-    from megalaunch.cli.errors import fail, refuse
     from megalaunch.engine.api import CheckpointError
+    from megalaunch.runs.errors import fail, refuse
 
     try:
         yield
@@ -128,7 +128,7 @@ def _check(
     source: Path, data: list[str] | None, layout: list[str] | None, task: list[str] | None, include_path: Path | None
 ) -> None:
     """Refuse what cannot be, before anything heavy is imported."""
-    from megalaunch.cli.errors import fail
+    from megalaunch.runs.errors import fail
 
     if not data and not task:
         fail("name what to evaluate on: texts or token files with --data, or a task of lm-eval with --task")

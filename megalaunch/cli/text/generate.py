@@ -82,8 +82,8 @@ def generate(
     Each text ends with the document that the model writes, before a stop string, or after the given number of tokens.
     `parallel=` words as those of `train` lay the model over workers on this machine.
     """
-    from megalaunch.cli.errors import fail
     from megalaunch.cli.text.output import JsonlOutput, TextOutput
+    from megalaunch.runs.errors import fail
 
     source = source.expanduser()
     if source.suffix == ".gguf" and source.is_file():
@@ -115,8 +115,8 @@ def generate(
 
 
 def _write(source: Path, layout: list[str], job: GenerateJob, shown: GenerationOutput) -> None:
-    from megalaunch.cli.errors import fail, refuse
     from megalaunch.engine import api
+    from megalaunch.runs.errors import fail, refuse
 
     try:
         if layout:

@@ -56,7 +56,7 @@ def train(
 
 def require_training_packages() -> None:
     """Refuse, naming the extra, where the launcher was installed without what trains."""
-    from megalaunch.cli.errors import fail
+    from megalaunch.runs.errors import fail
 
     missing = [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -89,7 +89,7 @@ def _train(planned: PreparedRun, stop: StopSignals, starts: bool) -> ExitCode:
     except RunDirectoryError as error:
         refuse_directory(error)
     except RunLocked as error:
-        from megalaunch.cli.errors import fail
+        from megalaunch.runs.errors import fail
 
         fail(f"{error}\nfix:  wait for it or stop it there, or name another run.directory")
     try:

@@ -18,18 +18,18 @@ def validate_config(
 
     Exit code 0 when it is valid, 2 when it is not.
     """
-    from megalaunch.cli.errors import refuse
-    from megalaunch.cli.output.findings import findings_json, findings_text, problems_as_findings, problems_text
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.plan.check import check
     from megalaunch.plan.findings import has_errors, sort_findings
+    from megalaunch.plan.report import findings_json, findings_text, problems_as_findings, problems_text
     from megalaunch.plan.resolve import resolve
     from megalaunch.plan.summary import derived_values
     from megalaunch.platform.detect import detect_machine
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.corpus_check import check_corpus
     from megalaunch.runs.epoch_check import check_epochs
+    from megalaunch.runs.errors import refuse
 
     try:
         composition = compose(words or [])

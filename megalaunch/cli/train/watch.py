@@ -25,13 +25,13 @@ def watch(
 
     The exit code is that of the run.
     """
-    from megalaunch.cli.errors import fail
     from megalaunch.config.schema import SpecError
     from megalaunch.config.spec_file import read_spec
     from megalaunch.launch.directory import run_is_held
     from megalaunch.launch.open_display import open_display
     from megalaunch.launch.run_state import RunState, throughput_basis
     from megalaunch.rundir.paths import RunDirectory
+    from megalaunch.runs.errors import fail
 
     directory = RunDirectory(run_dir.absolute())
     try:

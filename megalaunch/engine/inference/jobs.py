@@ -35,7 +35,7 @@ class GenerateJob:
 
 @dataclass(frozen=True)
 class EvaluateJob:
-    """Tell the loss on these data sets; the arguments of `engine.score.scores`."""
+    """Tell the loss on these data sets; the arguments of `engine.perplexity.evaluate_perplexity`."""
 
     data: tuple[str, ...]
     sequence_length: int | None
@@ -91,13 +91,13 @@ def to_record(answer: Answer) -> Record:
 def from_record(record: Record) -> Answer:
     """The answer that a line holds. Raises KeyError and TypeError for other lines."""
     values = {key: value for key, value in record.items() if key != "kind"}
-    if record["kind"] == "Written":
+    if record["kind"] == "Completion":
         return _completion(values)
     if record["kind"] == "Score":
         from megalaunch.engine.perplexity import Score  # what only writes text needs no trainer
 
         return Score(**values)
-    kinds: dict[str, type[TextDelta] | type[Warning]] = {"Piece": TextDelta, "Note": Warning}
+    kinds: dict[str, type[TextDelta] | type[Warning]] = {"TextDelta": TextDelta, "Warning": Warning}
     return kinds[record["kind"]](**values)
 
 

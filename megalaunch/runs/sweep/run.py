@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megalaunch.cli.errors import fail, refuse
-from megalaunch.cli.sweep.output import counts, results_json, results_text
 from megalaunch.launch.directory import RunDirectoryError, create_folders, inspect_run, lock_run, unlock_run
 from megalaunch.launch.local import Launch, run_locally
 from megalaunch.launch.lock import RunLock, RunLocked
@@ -27,8 +25,10 @@ from megalaunch.plan.resolve import resolve
 from megalaunch.plan.resume_compatibility import incompatible_changes
 from megalaunch.rundir.atomic_file import write_file_atomically
 from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
+from megalaunch.runs.errors import fail, refuse
 from megalaunch.runs.prepare_run import PreparedRun, prepare_data
 from megalaunch.runs.sweep.plan import PlannedSweep
+from megalaunch.runs.sweep.report import counts, results_json, results_text
 from megalaunch.runs.sweep.validation import ValidatedPoint
 
 if TYPE_CHECKING:
