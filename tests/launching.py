@@ -27,21 +27,21 @@ _PROGRAM = """
 import sys
 from pathlib import Path
 from megalaunch.config.spec_file import read_spec
-from megalaunch.launch.directory import leave_run, take_run
+from megalaunch.launch.directory import unlock_run, lock_run
 from megalaunch.launch.local import Launch, run_locally
 from megalaunch.launch.log_display import PlainDisplay
 from megalaunch.launch.report import failure_report
 from megalaunch.launch.stop import StopSignals
-from megalaunch.launch.run_state import Scale
+from megalaunch.launch.run_state import ThroughputBasis
 from megalaunch.rundir.paths import RunDirectory
 
 spec = read_spec(Path(sys.argv[1]))
 directory = RunDirectory(Path(sys.argv[2]))
 with StopSignals() as stop:
-    lock = take_run(directory)
-    launch = Launch(spec, directory, lock, sys.argv[3:], Scale(10**9, 2, 1e12), 2, "fake_worker")
+    lock = lock_run(directory)
+    launch = Launch(spec, directory, lock, sys.argv[3:], ThroughputBasis(10**9, 2, 1e12), 2, "fake_worker")
     end = run_locally(launch, stop, lambda view: PlainDisplay())
-    leave_run(directory, lock)
+    unlock_run(directory, lock)
 for line in failure_report(spec, directory, end):
     print(line, file=sys.stderr)
 sys.exit(end.outcome.exit_code)

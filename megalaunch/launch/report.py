@@ -86,7 +86,7 @@ def _next_step(code: ExitCode, end: LaunchResult) -> str:
         return step
     if failure.phase in STARTING:
         return f"{step}start_timeout"
-    return f"{step}step_timeout" if failure.phase == STEPPING else f"{step}timeout"
+    return f"{step}step_timeout" if failure.phase == STEPPING else f"{step}hang_timeout"
 
 
 def _failure_lines(failure: Failure, directory: RunDirectory) -> list[str]:

@@ -45,8 +45,8 @@ class GroupTrace:
 
 @dataclass(frozen=True)
 class CollectiveTrace:
-    """One rank's, told at `time` (since 1970); `where` is the innermost line that its main thread is in, torch's and
-    Python's own left out, `inside` whether it is in a call of torch.distributed there.
+    """One rank's, told at `time` (since 1970); `location` is the innermost line that its main thread is in, torch's and
+    Python's own left out, `in_collective` whether it is in a call of torch.distributed there.
     """
 
     attempt: int
@@ -95,7 +95,7 @@ def read_collective_trace(path: Path, attempt: int, since: float = 0.0) -> Colle
             )
             for group in data["groups"]
         )
-        trail = CollectiveTrace(data["attempt"], data["time"], data["where"], data["inside"], groups)
+        trail = CollectiveTrace(data["attempt"], data["time"], data["location"], data["in_collective"], groups)
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return trail if trail.attempt == attempt and trail.time >= since else None

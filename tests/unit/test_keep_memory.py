@@ -13,9 +13,9 @@ from megalaunch.engine.worker_setup import tune_malloc
 
 STEPS = """
 import resource, sys
-from megalaunch.engine.worker_setup import keep_freed_memory
+from megalaunch.engine.worker_setup import tune_malloc
 if sys.argv[1] == "kept":
-    keep_freed_memory()
+    tune_malloc()
 for _ in range(3):
     bytes(bytearray(64 << 20))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -39,10 +39,10 @@ def test_pages_of_freed_memory_are_used_again():
 # Kilobytes of addresses that huge pages are asked for, and of memory that is taken.
 HUGE = r"""
 import re, resource, sys
-from megalaunch.engine.worker_setup import keep_freed_memory
+from megalaunch.engine.worker_setup import tune_malloc
 if sys.argv[1] == "limited":
     resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))
-keep_freed_memory()
+tune_malloc()
 areas = re.findall(r"^Size: +([0-9]+) kB$.*?^VmFlags:([a-z0-9 ]*)$", open("/proc/self/smaps").read(), re.M | re.S)
 print(sum(int(size) for size, flags in areas if "hg" in flags.split()))
 print(re.search(r"VmRSS:\s+([0-9]+) kB", open("/proc/self/status").read())[1])

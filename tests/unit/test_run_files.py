@@ -24,12 +24,12 @@ from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
 from megalaunch.rundir.rendezvous import keep_credentials
 
-OWN_OUTPUT = "from pathlib import Path\nfrom megalaunch.engine.worker_setup import own_output\nown_output(Path({!r}))"
+REDIRECT_OUTPUT = "from pathlib import Path\nfrom megalaunch.engine.worker_setup import redirect_output\nredirect_output(Path({!r}))"
 
 
-def own_output(log: Path) -> None:
+def redirect_output(log: Path) -> None:
     """In a process of its own, whose output it takes."""
-    done = subprocess.run([sys.executable, "-c", OWN_OUTPUT.format(str(log))], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", REDIRECT_OUTPUT.format(str(log))], capture_output=True, text=True)
     if done.returncode:
         raise OSError(done.stderr.splitlines()[-1])
 
@@ -45,7 +45,7 @@ WRITERS = {
     "metrics.jsonl": (lambda run: append_line(run.metrics, {"step": 1}), "refuses"),
     "events.jsonl": (lambda run: record_event(run, "note", message="x"), "refuses"),
     "logs/agent.log": (lambda run: agent(run.agent_log), "refuses"),
-    "logs/rank_0.log": (lambda run: own_output(run.rank_log(0)), "refuses"),
+    "logs/rank_0.log": (lambda run: redirect_output(run.rank_log(0)), "refuses"),
     "logs/rank_0.progress.json": (lambda run: ProgressWriter(run.progress(0), 0, 0).report("step", 1), "refuses"),
     "logs/rank_0.collectives.json": (
         lambda run: write_collective_trace(run.collective_trace(0), CollectiveTrace(0, 0.0, "", False, ())),
