@@ -24,7 +24,9 @@ from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
 from megalaunch.rundir.rendezvous import keep_credentials
 
-REDIRECT_OUTPUT = "from pathlib import Path\nfrom megalaunch.engine.worker_setup import redirect_output\nredirect_output(Path({!r}))"
+REDIRECT_OUTPUT = (
+    "from pathlib import Path\nfrom megalaunch.engine.worker_setup import redirect_output\nredirect_output(Path({!r}))"
+)
 
 
 def redirect_output(log: Path) -> None:
