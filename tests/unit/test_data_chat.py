@@ -44,7 +44,7 @@ def chat(tmp_path):
 def answers(row, tokenizer):
     """The text that has a loss, piece by piece."""
     pieces, piece = [], []
-    for label, counted in zip(row.tokens[1:], row.counted, strict=True):
+    for label, counted in zip(row.tokens[1:], row.loss_mask, strict=True):
         if counted:
             piece.append(int(label))
         elif piece:

@@ -17,9 +17,9 @@ from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 THERE = """
 import os, signal, sys
 from pathlib import Path
-from megalaunch.data.preprocess.tokenizer_process import EarlyTokenizer
+from megalaunch.data.preprocess.tokenizer_process import TokenizerProcess
 from megalaunch.data.errors import DataError
-with EarlyTokenizer(Path(sys.argv[1]), None) as loading:
+with TokenizerProcess(Path(sys.argv[1]), None) as loading:
     forked = loading._process is not None
     if sys.argv[2] == "killed":
         os.kill(loading._process._process.pid, signal.SIGKILL)
@@ -67,11 +67,11 @@ def loading(tmp_path):
 def test_a_trial_takes_gigatoken_only_with_the_content_that_is_known_in_the_end(loading, tmp_path, monkeypatch):
     tried = []
 
-    def encoder_of(name, content):
+    def make_encoder(name, content):
         tried.append(content)
         return load_tokenizer(tmp_path / "tokenizer.json").encode
 
-    monkeypatch.setattr("megalaunch.data.preprocess.encoder_backend.encoder_of", encoder_of)
+    monkeypatch.setattr("megalaunch.data.preprocess.encoder_backend.make_encoder", make_encoder)
     trial = BackendTrial(EngineChoice.AUTO, loading, tmp_path / "tokenizer.json", ["the sea"])
     content = (tmp_path / "tokenizer.json").read_text()
     assert trial.gigatoken(content).content == content

@@ -17,13 +17,13 @@ PROGRAM = """
 import re, resource, sys
 from pathlib import Path
 import numpy as np
-from megalaunch.data.samples.gpt_dataset import GPTSamples
+from megalaunch.data.samples.gpt_dataset import GPTDataset
 
 def rss():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 before = rss()
-samples = GPTSamples(Path(sys.argv[1]), 4096, 100_000, 1, None, 50_000, Path(sys.argv[2]))
+samples = GPTDataset(Path(sys.argv[1]), 4096, 100_000, 1, None, 50_000, Path(sys.argv[2]))
 opened = rss()
 random = np.random.RandomState(0)
 

@@ -15,13 +15,13 @@ from megalaunch.data.preprocess.shared_buffers import SharedBuffers
 RUN = """
 import sys
 from pathlib import Path
-from megalaunch.data import encode_slots
+from megalaunch.data.preprocess import shared_buffers
 from megalaunch.data.preprocess.preprocess import preprocess
 from megalaunch.data.preprocess.settings import OnBadRecord, Settings
 
 found = []
-real = encode_slots.Slots.find
-encode_slots.Slots.find = lambda self, slot, *words: (found.append(slot), real(self, slot, *words))
+real = shared_buffers.SharedBuffers.read
+shared_buffers.SharedBuffers.read = lambda self, slot, *args: (found.append(slot), real(self, slot, *args))
 settings = Settings(Path(sys.argv[2]), workers=int(sys.argv[4]), chunk_bytes=1000, json_keys=("text", "more"),
                     append_eod=True, on_bad_record=OnBadRecord.QUARANTINE)
 chunks = []
@@ -31,9 +31,9 @@ print(len(found), len(chunks) - len(found), len(set(found)))
 
 # The same with an engine that gives wrong ids in place of gigatoken: that shows when the first chunks are under way.
 WRONG = """
-from megalaunch.data import encode_engine, encode_workers
+from megalaunch.data.preprocess import encoder_backend, encoder_pool
 
-right = encode_workers.encoder_of
+right = encoder_pool.make_encoder
 
 
 def wrong(name, content):
@@ -41,10 +41,10 @@ def wrong(name, content):
     return (lambda text: encode(text)[::-1].copy()) if name == "gigatoken" else encode
 
 
-encode_engine.encoder_of = encode_workers.encoder_of = wrong
+encoder_backend.make_encoder = encoder_pool.make_encoder = wrong
 begun = []
-begin = encode_workers.Workers.begin
-encode_workers.Workers.begin = lambda self, *words: (begin(self, *words), begun.extend(self._waiting))
+prefetch = encoder_pool.Workers.prefetch
+encoder_pool.Workers.prefetch = lambda self, *args: (prefetch(self, *args), begun.extend(self._waiting))
 """
 
 

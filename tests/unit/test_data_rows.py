@@ -222,15 +222,15 @@ def test_large_orders_are_kept_and_found(tmp_path, monkeypatch):
         kept = GPTDataset(
             prefix, given["sequence_length"], given["num_samples"], given["seed"], given["sequences"], cache=cache
         )
-        for name in ("documents", "starts", "shuffle"):
+        for name in ("documents", "sample_index", "shuffle"):
             assert np.array_equal(getattr(samples.order, name), getattr(kept.order, name))
         return kept
 
     tokens()
     (first,) = [path for path in cache.iterdir() if path.is_dir()]
-    stamp = (first / "starts.npy").stat().st_mtime_ns
+    stamp = (first / "sample_index.npy").stat().st_mtime_ns
     tokens()
-    assert (first / "starts.npy").stat().st_mtime_ns == stamp
+    assert (first / "sample_index.npy").stat().st_mtime_ns == stamp
     for number, change in enumerate(
         ({"seed": 6}, {"num_samples": 101}, {"sequence_length": 4}, {"sequences": range(1, 31)}), start=2
     ):

@@ -90,12 +90,12 @@ def test_closing_does_not_wait_for_work_under_way(worker):
 
 FORKED = """
 import os, signal, sys, time
-from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess, is_alone
-assert is_alone()
+from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess, is_single_threaded
+assert is_single_threaded()
 here = os.getpid()
 workers = [WorkerProcess(True, int) for _ in range(3)]
 pids = [worker.submit(os.getpid).result(60) for worker in workers]
-assert len({here, *pids}) == 4 and not is_alone()
+assert len({here, *pids}) == 4 and not is_single_threaded()
 asked = workers[1].submit(time.sleep, 1000)
 os.kill(pids[1], signal.SIGKILL)
 try:

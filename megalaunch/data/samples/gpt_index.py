@@ -32,10 +32,10 @@ _ORDER_VERSION = 1
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """Which tokens make up sample i: from entry `starts[shuffle[i]]` to entry `starts[shuffle[i] + 1]`.
+    """Which tokens make up sample i: from entry `sample_index[shuffle[i]]` to entry `sample_index[shuffle[i] + 1]`.
 
     documents: [epochs * documents] numbers of sequences in the order they are joined;
-    starts: [samples + 1, 2] pairs (position in `documents`, token offset in that sequence);
+    sample_index: [samples + 1, 2] pairs (position in `documents`, token offset in that sequence);
     shuffle: [samples].
     """
 
@@ -111,7 +111,7 @@ def load_or_build_index(
     num_samples: int | None,
     seed: int | Sequence[int],
 ) -> GPTIndex:
-    """`sample_order` with a fresh generator of `seed`; a large one is made once in `folder` and then mapped.
+    """`build_index` with a fresh generator of `seed`; a large one is made once in `folder` and then mapped.
 
     Any process may make it: one does, others wait for it. Where the folder cannot be written the order is
     made in memory; it is the same.

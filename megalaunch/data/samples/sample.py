@@ -1,4 +1,4 @@
-"""One row of a batch: token ids, which labels count, and where one document ends and the next begins."""
+"""One sample: token ids, the loss mask, and where one document ends and the next begins."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 class Sample:
     """S + 1 token ids: the first S are the input, the last S the labels.
 
-    `counted` bool [S]: labels with a loss, None for all. `positions` int64 [S]: None for 0 to S - 1.
-    `documents` int64 [S]: inputs see only inputs of the same number, None for no such limit.
+    `loss_mask` bool [S]: labels with a loss, None for all. `positions` int64 [S]: None for 0 to S - 1.
+    `document_ids` int64 [S]: inputs attend only to inputs of the same id, None for no such limit.
     """
 
     tokens: NDArray[np.int64]
@@ -34,7 +34,7 @@ class TokenDataset(Protocol):
 
 
 class Dataset(Protocol):
-    """An endless order of rows, and where each comes from; `len()` is what was asked for, or a little more."""
+    """An endless order of samples, and where each comes from; `len()` is what was asked for, or a little more."""
 
     def __len__(self) -> int: ...
 
@@ -45,29 +45,29 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class EodPolicy:
-    """What the end of a document inside a row means: the rules of Megatron's flags of the same names.
+    """What the end of a document inside a sample means: the rules of Megatron's flags of the same names.
 
     A document ends with its token `eod`, which belongs to it still.
     """
 
     eod: int
-    reset_positions: bool = False
-    reset_attention: bool = False
-    mask_eod_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
 
-    def make_sample(self, tokens: NDArray[np.int64], counted: NDArray[np.bool_] | None = None) -> Sample:
-        """The row of S + 1 tokens; `counted` bool [S] says which labels count before the rules."""
+    def make_sample(self, tokens: NDArray[np.int64], loss_mask: NDArray[np.bool_] | None = None) -> Sample:
+        """The sample of S + 1 tokens; `loss_mask` bool [S] is the mask before the rules."""
         inputs = tokens[:-1]
         ends = inputs == self.eod
         positions = documents = None
-        if self.mask_eod_loss:
-            counted = ~ends if counted is None else counted & ~ends
-        if self.reset_attention:
+        if self.eod_mask_loss:
+            loss_mask = ~ends if loss_mask is None else loss_mask & ~ends
+        if self.reset_attention_mask:
             documents = np.zeros(len(inputs), np.int64)
             np.cumsum(ends[:-1], out=documents[1:])
-        if self.reset_positions:
+        if self.reset_position_ids:
             positions = positions_within(ends)
-        return Sample(tokens, counted, positions, documents)
+        return Sample(tokens, loss_mask, positions, documents)
 
 
 def positions_within(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
