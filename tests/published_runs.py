@@ -388,7 +388,7 @@ ONE_DEVICE = tuple(
             (
                 "recompute=selective",
                 "recompute.modules=[mlp]",
-                "optimizer.offload_fraction=1",
+                "optimizer.optimizer_offload_fraction=1",
                 "recompute.cpu_offloading_num_layers=7",
             ),
         ),

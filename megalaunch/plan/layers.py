@@ -41,7 +41,7 @@ def list_layers(model: ModelSpec) -> tuple[Layer, ...]:
 
 
 def has_experts(model: ModelSpec, index: int) -> bool:
-    """Layer `dense_layers` and every n-th after it, as Megatron's moe_layer_freq counts them."""
+    """Layer `first_k_dense_replace` and every n-th after it, as Megatron's moe_layer_freq counts them."""
     moe = model.moe
     if moe.num_experts is None or index < moe.first_k_dense_replace:
         return False
@@ -49,13 +49,13 @@ def has_experts(model: ModelSpec, index: int) -> bool:
 
 
 def _has_rope(model: ModelSpec, index: int) -> bool:
-    """With no_rope_every n the layers n-1, 2n-1, ... are not, as SmolLM3 leaves them out."""
+    """With no_rope_layer_interval n the layers n-1, 2n-1, ... are not, as SmolLM3 leaves them out."""
     every = model.no_rope_layer_interval
     return model.position_embedding == "rope" and (every is None or (index + 1) % every != 0)
 
 
 def _window(model: ModelSpec, index: int) -> int | None:
-    """With full_attention_every n the layers n-1, 2n-1, ... see all tokens, as GPT-OSS alternates them."""
+    """With sliding_window_pattern n the layers n-1, 2n-1, ... see all tokens, as GPT-OSS alternates them."""
     every = model.sliding_window_pattern
     if every is not None and (index + 1) % every == 0:
         return None

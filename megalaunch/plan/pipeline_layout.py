@@ -22,31 +22,31 @@ def expand_layout(layout: str) -> tuple[str, ...]:
     text = "".join(letter for letter in layout if letter not in ", \t\n")
     written, end = _sequence(text, 0, 0)
     if end < len(text):
-        raise LayoutError(f"stage_layout: ) without ( at letter {end + 1}")
+        raise LayoutError(f"pipeline_layout: ) without ( at letter {end + 1}")
     if not written:
-        raise LayoutError("stage_layout is empty; an even division is parallel.pipeline_layout=null")
+        raise LayoutError("pipeline_layout is empty; an even division is parallel.pipeline_layout=null")
     return tuple(written.split("|"))
 
 
 def _sequence(text: str, start: int, depth: int) -> tuple[str, int]:
     """What is written from `start` on, up to the end or a closing bracket, and where that is."""
     if depth > _MAX_DEPTH:
-        raise LayoutError(f"stage_layout: more than {_MAX_DEPTH} brackets within each other")
+        raise LayoutError(f"pipeline_layout: more than {_MAX_DEPTH} brackets within each other")
     parts: list[str] = []
     size, at = 0, start
     while at < len(text) and text[at] != ")":
         if text[at] == "(":
             part, at = _sequence(text, at + 1, depth + 1)
             if at == len(text):
-                raise LayoutError("stage_layout: ( without )")
+                raise LayoutError("pipeline_layout: ( without )")
         elif text[at] in LETTERS:
             part = text[at]
         else:
-            raise LayoutError(f"stage_layout: {text[at]!r} at letter {at + 1} is none of E t m L | ( ) *")
+            raise LayoutError(f"pipeline_layout: {text[at]!r} at letter {at + 1} is none of E t m L | ( ) *")
         times, at = _times(text, at + 1)
         size += len(part) * times
         if size > MAX_LETTERS:
-            raise LayoutError(f"stage_layout: more than {MAX_LETTERS} letters when written out")
+            raise LayoutError(f"pipeline_layout: more than {MAX_LETTERS} letters when written out")
         parts.append(part * times)
     return "".join(parts), at
 
@@ -60,5 +60,5 @@ def _times(text: str, at: int) -> tuple[int, int]:
         end += 1
     digits = text[at + 1 : end]
     if not digits or len(digits) > 6 or int(digits) == 0:
-        raise LayoutError(f"stage_layout: * at letter {at + 1} needs a count from 1 to 999999")
+        raise LayoutError(f"pipeline_layout: * at letter {at + 1} needs a count from 1 to 999999")
     return int(digits), end

@@ -22,7 +22,7 @@ CHANGEABLE = (
     "run.",
     "recompute.",
     "batch.micro_batch_size",
-    "optimizer.offload_fraction",
+    "optimizer.optimizer_offload_fraction",
     "schedule.warmup_fraction",  # what it comes to, schedule.warmup_steps, is held
     "schedule.wsd_decay_fraction",  # likewise schedule.wsd_decay_steps
     "model.name",

@@ -116,7 +116,7 @@ def _uneven_faults(division: PipelineSplit) -> Iterator[StageViolation]:
     numbers: dict[str, Any] = {"num_layers": layers, "pp": pp, **given}
     named = " and ".join(f"{name} {value}" for name, value in given.items())
     if division.embedding_counts or division.head_counts:
-        message = f"{named} says what the ends hold, and embedding_as_layer or head_as_layer says it again"
+        message = f"{named} says what the ends hold, and account_for_embedding_in_pipeline_split or account_for_loss_in_pipeline_split says it again"
         yield StageViolation("parallel.one_division", path, message, numbers)
         return
     if pp == 1:
@@ -151,15 +151,15 @@ def _layout_faults(division: PipelineSplit, layout: str) -> Iterator[StageViolat
     numbers = {"stages": len(stages), "pp": division.pp}
     others = _other_divisions(division)
     if others:
-        message = f"stage_layout says what each stage holds, and {' and '.join(others)} says it again"
+        message = f"pipeline_layout says what each stage holds, and {' and '.join(others)} says it again"
         yield StageViolation("parallel.one_division", path, message)
     vpp, rest = divmod(len(stages), division.pp)
     if rest:
-        message = f"the {len(stages)} stages of stage_layout do not divide by pp {division.pp}"
+        message = f"the {len(stages)} stages of pipeline_layout do not divide by pp {division.pp}"
         yield StageViolation("parallel.layout_by_pp", path, message, numbers)
     elif division.vpp is not None and division.vpp != vpp:
         message = (
-            f"vpp {division.vpp} is given, and stage_layout has {len(stages)} stages: {vpp} on each of {division.pp}"
+            f"vpp {division.vpp} is given, and pipeline_layout has {len(stages)} stages: {vpp} on each of {division.pp}"
         )
         yield StageViolation("parallel.layout_by_vpp", "parallel.vpp", message, {**numbers, "vpp": division.vpp})
     elif division.pp == 1 and vpp > 1:
@@ -190,12 +190,12 @@ def _layout_contents(division: PipelineSplit, stages: tuple[str, ...]) -> Iterat
         )
     layers, depths = letters.count("t"), letters.count("m")
     if layers != division.layers:
-        message = f"stage_layout has {layers} layers (t), and the model {division.layers}"
+        message = f"pipeline_layout has {layers} layers (t), and the model {division.layers}"
         yield StageViolation(
             "parallel.layout_layers", path, message, {"layout_layers": layers, "num_layers": division.layers}
         )
     if depths != division.mtp:
-        message = f"stage_layout has {depths} MTP depths (m), and the model {division.mtp}"
+        message = f"pipeline_layout has {depths} MTP depths (m), and the model {division.mtp}"
         yield StageViolation(
             "parallel.layout_mtp", path, message, {"layout_mtp_layers": depths, "mtp_layers": division.mtp}
         )

@@ -63,7 +63,7 @@ LIMITS = (
     Limit("optimizer.name", ("adamw",), "other optimizers"),
     Limit("optimizer.embedding_lr", (None,), "a rate of its own for embedding and head"),
     Limit("optimizer.skip_step_grad_norm", (None,), "skipping steps of a large gradient"),
-    Limit("optimizer.offload_fraction", (0.0,), "optimizer states in host memory"),
+    Limit("optimizer.optimizer_offload_fraction", (0.0,), "optimizer states in host memory"),
     Limit("schedule.warmup_init_lr", (0.0,), "a warm-up that starts above 0"),
     Limit("batch.rampup_batch_size", (None,), "batches that grow"),
 )

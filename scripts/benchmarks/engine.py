@@ -48,7 +48,7 @@ COMPARISONS = {
     "tp": Comparison(
         "tp2 with sequence parallelism",
         2,
-        ("ours tp2", "ours tp2, overlap_tp", "DTensor styles tp2"),
+        ("ours tp2", "ours tp2, tp_comm_overlap", "DTensor styles tp2"),
         {"DTensor styles tp2": 1.15},
     ),
     "dp": Comparison(

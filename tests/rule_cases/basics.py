@@ -31,6 +31,8 @@ CASES = {
     "cluster.cores": Case("parallel=dp9 batch.global_batch_size=36", "parallel=dp8 batch.global_batch_size=32"),
     "run.local_paths": Case("data.corpus=https://a.example/b.txt", "data.corpus=https:/a.example/b.txt"),
     "run.name": Case("run.name=a/b", "run.name=a-b_c.1"),
-    "engine.unsupported": Case("optimizer.offload_fraction=0.5", "optimizer.offload_fraction=0.0", purpose="train"),
+    "engine.unsupported": Case(
+        "optimizer.optimizer_offload_fraction=0.5", "optimizer.optimizer_offload_fraction=0.0", purpose="train"
+    ),
     "launcher.multi_node": Case("cluster.nodes=2", "cluster.nodes=1", (*TINY, "batch.global_batch_size=16"), "train"),
 }

@@ -13,15 +13,15 @@ CASES = {
     "parallel.world": Case("parallel=pp2cp2tp4", "parallel=pp2tp4", ON_H100),
     "parallel.dp_assertion": Case("parallel=tp2dp2", "parallel=tp4dp2", ON_H100),
     "parallel.ep_needs_experts": Case("parallel=dp2ep2", "parallel=dp2ep1"),
-    "parallel.dispatch_needs_experts": Case(
+    "parallel.dispatcher_needs_experts": Case(
         "parallel.moe_token_dispatcher_type=allgather",
         "parallel.moe_token_dispatcher_type=allgather model.moe.num_experts=4",
     ),
     "parallel.expert_world": Case("parallel=ep3 model.moe.num_experts=6", "parallel=ep4", EXPERTS),
-    "parallel.replicas_by_dp": Case("parallel=dp2hsdp4", "parallel=dp4hsdp2"),
-    "parallel.replicas_by_expert_dp": Case("parallel=ep4hsdp4", "parallel=ep4hsdp2", EXPERTS),
-    "parallel.replicas_need_sharding": Case("parallel=dp4hsdp2zero0", "parallel=dp4hsdp2zero2"),
-    "parallel.replicas_leave_shards": Case("parallel=dp4hsdp4", "parallel=dp4hsdp2"),
+    "parallel.dp_replicate_by_dp": Case("parallel=dp2hsdp4", "parallel=dp4hsdp2"),
+    "parallel.dp_replicate_by_expert_dp": Case("parallel=ep4hsdp4", "parallel=ep4hsdp2", EXPERTS),
+    "parallel.dp_replicate_needs_sharding": Case("parallel=dp4hsdp2zero0", "parallel=dp4hsdp2zero2"),
+    "parallel.dp_replicate_leaves_shards": Case("parallel=dp4hsdp4", "parallel=dp4hsdp2"),
     "parallel.tp_within_machine": Case(
         "parallel=tp4 cluster.devices_per_node=6 cluster.nodes=2 batch.global_batch_size=96",
         "parallel=tp2 cluster.devices_per_node=6 cluster.nodes=2 batch.global_batch_size=96",
@@ -46,26 +46,26 @@ CASES = {
     ),
     "parallel.copied_groups": Case("parallel=tp4 model.num_query_groups=2", "parallel=tp2 model.num_query_groups=2"),
     "parallel.sp_needs_tp": Case("parallel=sp", "parallel=tp2sp"),
-    "parallel.overlap_tp_needs_sp": Case(
+    "parallel.tp_comm_overlap_needs_sp": Case(
         "parallel=tp2 parallel.tp_comm_overlap=true", "parallel=tp2sp parallel.tp_comm_overlap=true"
     ),
     "parallel.sequence_by_cp": Case("parallel=cp4 batch.sequence_length=36", "parallel=cp4 batch.sequence_length=40"),
     "parallel.sequence_by_tp": Case(
         "parallel=tp4cp2sp batch.sequence_length=36", "parallel=tp4cp2sp batch.sequence_length=40"
     ),
-    "parallel.cp_exchange_by_layer": Case(
+    "parallel.cp_comm_type_by_layer": Case(
         "parallel=cp2 parallel.cp_comm_type=[p2p,a2a,p2p]", "parallel=cp2 parallel.cp_comm_type=[p2p,a2a]"
     ),
-    "parallel.cp_exchange_needs_cp": Case("parallel.cp_comm_type=a2a", "parallel=cp2 parallel.cp_comm_type=a2a"),
-    "parallel.cp_hierarchy_missing": Case(
+    "parallel.cp_comm_type_needs_cp": Case("parallel.cp_comm_type=a2a", "parallel=cp2 parallel.cp_comm_type=a2a"),
+    "parallel.hierarchical_cp_missing": Case(
         "parallel=cp4 parallel.cp_comm_type=a2a+p2p",
         "parallel=cp4 parallel.cp_comm_type=a2a+p2p parallel.hierarchical_context_parallel_sizes=[2,2]",
     ),
-    "parallel.cp_hierarchy_by_cp": Case(
+    "parallel.hierarchical_cp_by_cp": Case(
         "parallel=cp4 parallel.cp_comm_type=a2a+p2p parallel.hierarchical_context_parallel_sizes=[2,4]",
         "parallel=cp8 parallel.cp_comm_type=a2a+p2p parallel.hierarchical_context_parallel_sizes=[2,4]",
     ),
-    "parallel.cp_hierarchy_unused": Case(
+    "parallel.hierarchical_cp_unused": Case(
         "parallel=cp4 parallel.hierarchical_context_parallel_sizes=[2,2]",
         "parallel=cp4 parallel.cp_comm_type=a2a+p2p parallel.hierarchical_context_parallel_sizes=[2,2]",
     ),
@@ -84,7 +84,7 @@ CASES = {
     ),
     "parallel.dynamic_cp_dropout": Case("parallel=cp2 model.hidden_dropout=0.1", "parallel=cp2", DYNAMIC),
     "parallel.dynamic_cp_documents": Case("parallel=cp2 data.reset_attention_mask=false", "parallel=cp2", DYNAMIC),
-    "parallel.dynamic_cp_exchange": Case(
+    "parallel.dynamic_cp_comm_type": Case(
         "parallel=cp2 parallel.cp_comm_type=allgather", "parallel=cp2 parallel.cp_comm_type=p2p", DYNAMIC
     ),
 }

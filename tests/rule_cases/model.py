@@ -7,10 +7,10 @@ MIXTRAL = ("recipe=mixtral_tiny", "data.corpus=x")
 ON_GPUS = (*TINY, *H100, "batch.global_batch_size=16", "precision.compute_dtype=bf16")
 
 MODEL = {
-    "model.clamp_needs_gate": Case(
+    "model.swiglu_limit_needs_gate": Case(
         "model.swiglu_limit=7 model.activation=gelu", "model.swiglu_limit=7 model.activation=quick_geglu"
     ),
-    "model.clamp_positive": Case("model.swiglu_limit=0", "model.swiglu_limit=0.1"),
+    "model.swiglu_limit_positive": Case("model.swiglu_limit=0", "model.swiglu_limit=0.1"),
     "model.dropout": Case("model.hidden_dropout=1", "model.hidden_dropout=0.9"),
     "model.init_std": Case("model.init_std=0", "model.init_std=0.001"),
     "model.norm_epsilon": Case("model.norm_epsilon=0", "model.norm_epsilon=1e-12"),
@@ -95,7 +95,7 @@ EXPERTS = {
     "moe.idle": Case("model.moe.top_k=4", "model.moe.top_k=2"),
     "moe.top_k": Case("model.moe.top_k=5", "model.moe.top_k=4", MIXTRAL),
     "moe.some_layer": Case("model.moe.first_k_dense_replace=2", "model.moe.first_k_dense_replace=1", MIXTRAL),
-    "moe.every_reaches": Case("model.moe.layer_freq=3", "model.moe.layer_freq=2", MIXTRAL),
+    "moe.layer_freq_reaches": Case("model.moe.layer_freq=3", "model.moe.layer_freq=2", MIXTRAL),
     "moe.experts_by_ep": Case(
         "parallel=dp3ep3 batch.global_batch_size=12", "parallel=dp2ep2 batch.global_batch_size=12", MIXTRAL
     ),
@@ -114,7 +114,7 @@ EXPERTS = {
         "model.moe.router_dtype=fp64", "model.moe.router_dtype=fp32",
         (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.moe_token_dispatcher_type=flex", "parallel.ep=2"),
     ),
-    "moe.dispatch_alone": Case(
+    "moe.dispatcher_without_ep": Case(
         "parallel.moe_token_dispatcher_type=allgather", "parallel.moe_token_dispatcher_type=allgather parallel.ep=2", MIXTRAL
     ),
 }  # fmt: skip
@@ -160,18 +160,18 @@ ROUTER = {
 }  # fmt: skip
 HIDDEN = (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.overlap_moe_expert_parallel_comm=true")
 OVERLAP = {
-    "overlap_experts.exchange": Case("parallel.ep=1", "parallel.ep=2", HIDDEN),
-    "overlap_experts.dispatch": Case(
+    "overlap_moe.all_to_all": Case("parallel.ep=1", "parallel.ep=2", HIDDEN),
+    "overlap_moe.dispatcher": Case(
         "parallel.moe_token_dispatcher_type=allgather", "parallel.moe_token_dispatcher_type=flex", (*HIDDEN, "parallel.ep=2")
     ),
-    "overlap_experts.stages": Case(
+    "overlap_moe.stages": Case(
         "parallel=pp2ep2", "parallel=pp2ep2vpp2", (*HIDDEN, "model.num_layers=4")
     ),
-    "overlap_experts.recompute": Case(
+    "overlap_moe.recompute": Case(
         "recompute.granularity=full", "recompute.granularity=selective", (*HIDDEN, "parallel.ep=2")
     ),
-    "overlap_experts.precision": Case("precision.compute_dtype=fp32", "precision.compute_dtype=bf16", (*HIDDEN, "parallel.ep=2")),
-    "overlap_experts.mtp": Case(
+    "overlap_moe.precision": Case("precision.compute_dtype=fp32", "precision.compute_dtype=bf16", (*HIDDEN, "parallel.ep=2")),
+    "overlap_moe.mtp": Case(
         "model.mtp.num_layers=2", "model.mtp.num_layers=1", (*HIDDEN, "parallel.ep=2", "model.family=deepseek")
     ),
 }  # fmt: skip

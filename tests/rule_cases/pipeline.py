@@ -87,10 +87,10 @@ CASES = {
         "parallel.schedule=zero_bubble batch.global_batch_size=8",
         FOUR,
     ),
-    "parallel.ramp_by_schedule": Case(
+    "parallel.rampup_by_schedule": Case(
         "batch.rampup_batch_size=0:1~256:8", "batch.rampup_batch_size=0:4~256:8", INTERLEAVED
     ),
-    "parallel.overlap_pipeline_needs_vpp": Case(
+    "parallel.overlap_p2p_needs_vpp": Case(
         "parallel.overlap_p2p_comm=true", "parallel.overlap_p2p_comm=true parallel.vpp=2", FOUR
     ),
 }

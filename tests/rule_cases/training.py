@@ -11,15 +11,15 @@ MIXTRAL = ("recipe=mixtral_tiny", "data.corpus=x")
 NO_CORPUS = ("recipe=tiny", "data.corpus=null")
 
 BATCH = {
-    "batch.ramp_form": Case("batch.rampup_batch_size=8", "batch.rampup_batch_size=0:4,1K:8"),
-    "batch.ramp_start": Case("batch.rampup_batch_size=256:4,1K:8", "batch.rampup_batch_size=0:4,1K:8"),
-    "batch.ramp_thresholds": Case("batch.rampup_batch_size=0:4,1K:4,1K:8", "batch.rampup_batch_size=0:4,1K:4,2K:8"),
-    "batch.ramp_sizes": Case("batch.rampup_batch_size=0:8,1K:4,2K:8", "batch.rampup_batch_size=0:4,1K:4,2K:8"),
-    "batch.ramp_end": Case("batch.rampup_batch_size=0:4", "batch.rampup_batch_size=0:4,1K:8"),
-    "batch.ramp_by_dp": Case(
+    "batch.rampup_form": Case("batch.rampup_batch_size=8", "batch.rampup_batch_size=0:4,1K:8"),
+    "batch.rampup_start": Case("batch.rampup_batch_size=256:4,1K:8", "batch.rampup_batch_size=0:4,1K:8"),
+    "batch.rampup_thresholds": Case("batch.rampup_batch_size=0:4,1K:4,1K:8", "batch.rampup_batch_size=0:4,1K:4,2K:8"),
+    "batch.rampup_sizes": Case("batch.rampup_batch_size=0:8,1K:4,2K:8", "batch.rampup_batch_size=0:4,1K:4,2K:8"),
+    "batch.rampup_end": Case("batch.rampup_batch_size=0:4", "batch.rampup_batch_size=0:4,1K:8"),
+    "batch.rampup_by_dp": Case(
         "batch.rampup_batch_size=0:2,1K:8", "batch.rampup_batch_size=0:2,1K:8 batch.micro_batch_size=1"
     ),
-    "batch.ramp_used": Case("batch.rampup_batch_size=0:4,1M:8", "batch.rampup_batch_size=0:4,2K:8"),
+    "batch.rampup_used": Case("batch.rampup_batch_size=0:4,1M:8", "batch.rampup_batch_size=0:4,2K:8"),
 }
 SCHEDULE = {
     "schedule.warmup_init": Case("schedule.warmup_init_lr=0.02", "schedule.warmup_init_lr=0.01"),
@@ -42,16 +42,18 @@ OPTIMIZER = {
     "optimizer.skip_all": Case("optimizer.skip_step_grad_norm=0", "optimizer.skip_step_grad_norm=2"),
     "optimizer.skip_by_clip": Case("optimizer.skip_step_grad_norm=1", "optimizer.skip_step_grad_norm=1.5"),
     "optimizer.offload_needs_adam": Case(
-        "optimizer.offload_fraction=0.5 optimizer.name=lion",
-        "optimizer.offload_fraction=0.5",
+        "optimizer.optimizer_offload_fraction=0.5 optimizer.name=lion",
+        "optimizer.optimizer_offload_fraction=0.5",
         (*TINY, "platform=h100", "cluster.devices_per_node=2"),
     ),
-    "optimizer.moments_need_adam": Case(
+    "optimizer.exp_avg_needs_adam": Case(
         "precision.exp_avg_dtype=bf16 optimizer.name=lion", "precision.exp_avg_dtype=bf16"
     ),
     "optimizer.scaled_loss": Case("optimizer.name=lion", "optimizer.name=sgd", (*TINY, *FP16)),
     "optimizer.whole_matrices": Case("optimizer.name=muon parallel=zero3", "optimizer.name=muon parallel=zero2"),
-    "optimizer.offload_idle": Case("optimizer.offload_fraction=0.5", "optimizer.offload_fraction=0"),
+    "optimizer.offload_idle": Case(
+        "optimizer.optimizer_offload_fraction=0.5", "optimizer.optimizer_offload_fraction=0"
+    ),
     "optimizer.momentum_idle": Case("optimizer.momentum=0.9", "optimizer.momentum=0.9 optimizer.name=muon"),
     "optimizer.betas_idle": Case("optimizer.name=sgd optimizer.beta2=0.9", "optimizer.name=lion optimizer.beta2=0.9"),
     "train.sample_fits": Case("train.sample_tokens=1024", "train.sample_tokens=1023"),
@@ -63,7 +65,7 @@ OPTIMIZER = {
 PRECISION = {
     "precision.loss_scale_idle": Case("precision.loss_scale.window=10", "precision.loss_scale.window=1000"),
     "precision.residual_idle": Case("precision.residual_dtype=fp32", "precision.residual_dtype=fp32 precision.compute_dtype=bf16"),
-    "precision.master_narrower": Case("precision.main_params_dtype=bf16", "precision.main_params_dtype=bf16 precision.compute_dtype=bf16"),
+    "precision.main_params_narrower": Case("precision.main_params_dtype=bf16", "precision.main_params_dtype=bf16 precision.compute_dtype=bf16"),
     "precision.scale_limits": Case(
         "precision.loss_scale.initial=2 precision.loss_scale.minimum=4",
         "precision.loss_scale.initial=4 precision.loss_scale.minimum=4",
@@ -75,13 +77,13 @@ PRECISION = {
     "precision.scale_falls": Case(
         "precision.loss_scale.window=2", "precision.loss_scale.window=3", (*TINY, *FP16)
     ),
-    "precision.reduce_narrower": Case("precision.grad_reduce_dtype=bf16", "precision.grad_reduce_dtype=bf16 precision.compute_dtype=bf16"),
-    "precision.gradients_narrower": Case("precision.grad_dtype=bf16", "precision.grad_dtype=bf16 precision.compute_dtype=bf16"),
-    "precision.gradients_lost": Case(
+    "precision.grad_reduce_narrower": Case("precision.grad_reduce_dtype=bf16", "precision.grad_reduce_dtype=bf16 precision.compute_dtype=bf16"),
+    "precision.grad_narrower": Case("precision.grad_dtype=bf16", "precision.grad_dtype=bf16 precision.compute_dtype=bf16"),
+    "precision.grad_rounding": Case(
         "precision.grad_dtype=bf16 precision.compute_dtype=bf16 batch.global_batch_size=260",
         "precision.grad_dtype=bf16 precision.compute_dtype=bf16 batch.global_batch_size=256",
     ),
-    "precision.moments_by_gradients": Case(
+    "precision.exp_avg_by_grad": Case(
         "precision.exp_avg_dtype=bf16 optimizer.beta2=0.999", "precision.exp_avg_dtype=bf16 optimizer.beta2=0.99"
     ),
     "fp8.idle": Case("precision.fp8.recipe=mxfp8", "precision.fp8.recipe=tensorwise"),

@@ -21,7 +21,7 @@ FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def _kept_by_autograd(spec) -> int:
     """Bytes of all storages that autograd saves in one forward pass, parameters left out."""
     torch.manual_seed(0)
-    model = build_decoder(spec.model).to(FORMATS[spec.precision.compute])
+    model = build_decoder(spec.model).to(FORMATS[spec.precision.compute_dtype])
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 

@@ -21,8 +21,8 @@ _COMPUTE = {
     "attention": "attention",
     "memory": "norms, activations",
     "head": "head and loss",
-    "again": "recomputation",
-    "gaps": "gaps, slowed by exchanges",
+    "recompute": "recomputation",
+    "launch_gaps": "gaps, slowed by exchanges",
 }
 _EXCHANGES = {
     "tp": "tp gather, scatter",

@@ -24,4 +24,6 @@ class OptimizerSpec:
     skip_step_grad_norm: float | None = setting(
         None, "Steps of a larger gradient norm change nothing; null: none.", minimum=0
     )
-    offload_fraction: float = setting(0.0, "Part of the states kept and updated in host memory.", minimum=0, maximum=1)
+    optimizer_offload_fraction: float = setting(
+        0.0, "Part of the states kept and updated in host memory.", minimum=0, maximum=1
+    )

@@ -1,4 +1,4 @@
-"""Sequence-parallel exchanges cut into a ring, each step of it beside a matmul (Wang et al. 2023; overlap_tp).
+"""Sequence-parallel exchanges cut into a ring, each step of it beside a matmul (Wang et al. 2023; tp_comm_overlap).
 
 A rank multiplies the part that it has while the next one travels, so that only a step's surplus is ever waited for.
 Shapes: B batch, S all tokens, s = S / n those of a rank, H hidden, f a rank's features.

@@ -13,7 +13,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def read_windows(file: ConfigFile, width: int | None, every: int | None = None) -> Values:
-    """Window and full_attention_every from `layer_types`, or from a family's own rule where a file has no list."""
+    """Window and sliding_window_pattern from `layer_types`, or from a family's own rule where a file has no list."""
     types = file.pop("layer_types", None)
     layers = file.pop("num_hidden_layers", None)
     if isinstance(types, list) and isinstance(layers, int) and len(types) != layers:

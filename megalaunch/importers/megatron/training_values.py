@@ -207,7 +207,7 @@ def _optimizer(given: Arguments, values: Values) -> None:
         else:
             given.mark_ignored(flag, "the optimizer is not lion")
     if given.has("optimizer-cpu-offload"):
-        values["optimizer.offload_fraction"] = given.number("optimizer-offload-fraction", 1.0)
+        values["optimizer.optimizer_offload_fraction"] = given.number("optimizer-offload-fraction", 1.0)
     else:
         given.mark_ignored("optimizer-offload-fraction", "Megatron offloads only with --optimizer-cpu-offload")
 

@@ -75,11 +75,11 @@ BACKWARD_SHARE = Constant("part of a microbatch behind which reductions hide", 2
 ZERO_BUBBLE = Constant("bubble of the zero_bubble schedule, of 1F1B's (zbv, dualpipev: none)", 1 / 3, "Qi et al. 2024")
 GAPS = Constant("launches and waits between kernels, of the compute time", 0.02, "assumed")
 TP_EXPOSED = Constant(
-    "tensor-parallel exchanges that overlap leaves exposed (overlap_tp)",
+    "tensor-parallel exchanges that overlap leaves exposed (tp_comm_overlap)",
     0.37,
     "calibrated: Llama-3.1-405B bf16 on 512 H100 (dgxc)",
 )
-EP_EXPOSED = Constant("expert exchanges that overlap leaves exposed (overlap_experts)", 0.2, "assumed")
+EP_EXPOSED = Constant("expert exchanges that overlap leaves exposed (overlap_moe_expert_parallel_comm)", 0.2, "assumed")
 OVERLAP_SLOWDOWN = Constant("compute lost to a collective that runs beside it, of its time", 0.1, "assumed")
 LOGIT_TRAFFIC = Constant("bytes moved a logit by loss and its gradient", 44.0, "18.2 ms, 8192 x 131072, H100 (Liger)")
 OPTIMIZER_TRAFFIC = Constant("bytes moved a parameter by AdamW", 38.0, "fp32 gradient, master and moments, bf16 copy")

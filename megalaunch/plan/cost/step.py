@@ -31,7 +31,7 @@ class UnknownChipSpeed(ValueError):
 class StepTime:
     """Seconds of one step on the slowest rank, and what follows from them; `exchanges` by axis, exposed and hidden.
 
-    `matmul`, `attention`, `memory`, `head`, `again` (recomputation) and `gaps` are compute. MFU is of the 16-bit
+    `matmul`, `attention`, `memory`, `head`, `recompute` and `launch_gaps` are compute. MFU is of the 16-bit
     peak, whatever the format of the matmuls.
     """
 

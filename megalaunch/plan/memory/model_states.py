@@ -56,7 +56,7 @@ def model_states(
     shards = 1 if whole else topology.dp_shard * topology.cp
     expert_shards = 1 if whole else max(1, topology.edp // spec.parallel.dp_replicate)
     divided = held.dense / shards + held.experts / expert_shards
-    on_device = 1 - spec.optimizer.offload_fraction
+    on_device = 1 - spec.optimizer.optimizer_offload_fraction
     moments = MOMENTS[spec.optimizer.name] * _BYTES[spec.precision.exp_avg_dtype] * on_device
     if accounting.sharded_master and topology.dp * topology.cp == 1 and _computes_with_master(spec):
         return _single_rank(spec, held, topology, moments, in_flight)

@@ -10,7 +10,7 @@ from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 register_inert(
     InertSetting(
         "attention.window_idle",
-        "full_attention_every goes with a sliding window.",
+        "sliding_window_pattern goes with a sliding window.",
         "Without one every layer sees all tokens.",
         ("model.sliding_window_pattern",),
         "model.sliding_window",
@@ -35,13 +35,13 @@ def scores_positive(at: RuleContext) -> Iterator[Violation]:
 
 @rule("attention.window_everywhere_full", "Some layer has the sliding window.")
 def window_everywhere_full(at: RuleContext) -> Iterator[Violation]:
-    """With full_attention_every 1 the window is nowhere."""
+    """With sliding_window_pattern 1 the window is nowhere."""
     model = at.spec.model
     if model.sliding_window is not None and model.sliding_window_pattern == 1:
         yield Violation(
             "model.sliding_window",
             f"sliding_window {model.sliding_window} is used nowhere: every layer sees all tokens "
-            "(full_attention_every 1)",
+            "(sliding_window_pattern 1)",
             {"sliding_window": model.sliding_window},
             (
                 {"model.sliding_window_pattern": 2},
@@ -52,14 +52,14 @@ def window_everywhere_full(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("attention.window_never_full", "full_attention_every reaches a layer of the model.")
+@rule("attention.window_never_full", "sliding_window_pattern reaches a layer of the model.")
 def window_never_full(at: RuleContext) -> Iterator[Violation]:
     """The n-th layer is the first that sees all tokens."""
     model, every = at.spec.model, at.spec.model.sliding_window_pattern
     if model.sliding_window is not None and every is not None and every > model.num_layers:
         yield Violation(
             "model.sliding_window_pattern",
-            f"full_attention_every {every} reaches none of {model.num_layers} layers: all have the window",
+            f"sliding_window_pattern {every} reaches none of {model.num_layers} layers: all have the window",
             {"sliding_window_pattern": every, "num_layers": model.num_layers},
             ({"model.sliding_window_pattern": None}, {"model.sliding_window_pattern": min(2, model.num_layers)}),
             severity="warning",

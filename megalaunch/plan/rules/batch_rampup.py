@@ -24,8 +24,8 @@ def _rewritten(stages: tuple[RampStage, ...] | list[RampStage]) -> Fix:
     return {"batch.rampup_batch_size": format_rampup(stages)}
 
 
-@rule("batch.ramp_form", "A ramp is a list of TOKENS:SAMPLES.")
-def ramp_form(at: RuleContext) -> Iterator[Violation]:
+@rule("batch.rampup_form", "A ramp is a list of TOKENS:SAMPLES.")
+def rampup_form(at: RuleContext) -> Iterator[Violation]:
     """Thresholds are numbers of trained tokens, as in `0:512 2B:1024`."""
     try:
         get_rampup(at.spec)
@@ -33,8 +33,8 @@ def ramp_form(at: RuleContext) -> Iterator[Violation]:
         yield Violation("batch.rampup_batch_size", f"batch.rampup_batch_size {error}", fixes=(_NO_RAMP,))
 
 
-@rule("batch.ramp_start", "A ramp says which batch the first step has.")
-def ramp_start(at: RuleContext) -> Iterator[Violation]:
+@rule("batch.rampup_start", "A ramp says which batch the first step has.")
+def rampup_start(at: RuleContext) -> Iterator[Violation]:
     """Its first threshold is 0."""
     stages = _stages(at)
     if stages and stages[0].tokens != 0:
@@ -47,8 +47,8 @@ def ramp_start(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("batch.ramp_thresholds", "The thresholds of a ramp rise.")
-def ramp_thresholds(at: RuleContext) -> Iterator[Violation]:
+@rule("batch.rampup_thresholds", "The thresholds of a ramp rise.")
+def rampup_thresholds(at: RuleContext) -> Iterator[Violation]:
     """Of two entries at one threshold the first would never be used."""
     stages = _stages(at)
     for before, after in pairwise(stages):
@@ -63,8 +63,8 @@ def ramp_thresholds(at: RuleContext) -> Iterator[Violation]:
             return
 
 
-@rule("batch.ramp_sizes", "The batches of a ramp grow.")
-def ramp_sizes(at: RuleContext) -> Iterator[Violation]:
+@rule("batch.rampup_sizes", "The batches of a ramp grow.")
+def rampup_sizes(at: RuleContext) -> Iterator[Violation]:
     """Fewer samples a step later in a run are a slip of the pen; Megatron's trainer stops when it meets them."""
     for before, after in pairwise(_stages(at)):
         if after.samples < before.samples:
@@ -85,8 +85,8 @@ def _growing(stages: tuple[RampStage, ...]) -> list[RampStage]:
     return kept
 
 
-@rule("batch.ramp_end", "A ramp ends at global_batch_size.")
-def ramp_end(at: RuleContext) -> Iterator[Violation]:
+@rule("batch.rampup_end", "A ramp ends at global_batch_size.")
+def rampup_end(at: RuleContext) -> Iterator[Violation]:
     """What is planned, and what is reported, is the full batch."""
     stages, whole = _stages(at), at.spec.batch.global_batch_size
     if stages and stages[-1].samples != whole:
@@ -99,8 +99,8 @@ def ramp_end(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("batch.ramp_by_dp", "Every batch of a ramp is a whole number of microbatches on every data-parallel rank.")
-def ramp_by_dp(at: RuleContext) -> Iterator[Violation]:
+@rule("batch.rampup_by_dp", "Every batch of a ramp is a whole number of microbatches on every data-parallel rank.")
+def rampup_by_dp(at: RuleContext) -> Iterator[Violation]:
     """Megatron checks a later stage only when the run reaches it, days after the start."""
     micro, dp = at.spec.batch.micro_batch_size, at.dp
     if dp is None:
@@ -120,8 +120,8 @@ def ramp_by_dp(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("batch.ramp_used", "Every batch of a ramp is the batch of some step.")
-def ramp_used(at: RuleContext) -> Iterator[Violation]:
+@rule("batch.rampup_used", "Every batch of a ramp is the batch of some step.")
+def rampup_used(at: RuleContext) -> Iterator[Violation]:
     """A threshold that is passed within one step, or that lies behind the last, changes nothing."""
     stages = _stages(at)
     if not stages or any(after.tokens <= before.tokens for before, after in pairwise(stages)):

@@ -26,7 +26,7 @@ register_inert(
 
 
 @rule("checkpoint.load_pretrained", "The weights to begin with are where their path says.")
-def initialize_from(at: RuleContext) -> Iterator[Violation]:
+def load_pretrained(at: RuleContext) -> Iterator[Violation]:
     """A Hugging Face folder, a checkpoint or a run directory."""
     source = at.spec.checkpoint.load_pretrained
     known = ("config.json", "manifest.json", "checkpoints")

@@ -15,27 +15,27 @@ def _exchanges(at: RuleContext) -> tuple[str, ...]:
     return (exchange,) if isinstance(exchange, str) else tuple(dict.fromkeys(exchange))
 
 
-@rule("parallel.cp_exchange_by_layer", "A list of exchanges has one entry for each decoder layer.")
-def cp_exchange_by_layer(at: RuleContext) -> Iterator[Violation]:
+@rule("parallel.cp_comm_type_by_layer", "A list of exchanges has one entry for each decoder layer.")
+def cp_comm_type_by_layer(at: RuleContext) -> Iterator[Violation]:
     """Each layer looks its own entry up."""
     exchange, layers = at.spec.parallel.cp_comm_type, at.spec.model.num_layers
     if not isinstance(exchange, str) and len(exchange) != layers:
         yield Violation(
             "parallel.cp_comm_type",
-            f"cp_exchange lists {len(exchange)} layers, and the model has {layers}",
+            f"cp_comm_type lists {len(exchange)} layers, and the model has {layers}",
             {"entries": len(exchange), "num_layers": layers},
             tuple({"parallel.cp_comm_type": kind} for kind in (*_exchanges(at), "p2p")),
         )
 
 
-@rule("parallel.cp_exchange_needs_cp", "A way of exchanging keys is chosen where there are ranks to exchange with.")
-def cp_exchange_needs_cp(at: RuleContext) -> Iterator[Violation]:
+@rule("parallel.cp_comm_type_needs_cp", "A way of exchanging keys is chosen where there are ranks to exchange with.")
+def cp_comm_type_needs_cp(at: RuleContext) -> Iterator[Violation]:
     """With cp 1 every rank has all keys, and the choice has no effect."""
     p = at.spec.parallel
     if p.cp == 1 and _exchanges(at) not in (("p2p",), ()):
         yield Violation(
             "parallel.cp_comm_type",
-            f"cp_exchange={'+'.join(_exchanges(at))} has no effect: cp is 1",
+            f"cp_comm_type={'+'.join(_exchanges(at))} has no effect: cp is 1",
             {"cp": 1},
             (
                 {"parallel.cp_comm_type": "p2p"},
@@ -45,15 +45,15 @@ def cp_exchange_needs_cp(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("parallel.cp_hierarchy_missing", "An exchange on two levels (a2a+p2p) says how large each is.")
-def cp_hierarchy_missing(at: RuleContext) -> Iterator[Violation]:
+@rule("parallel.hierarchical_cp_missing", "An exchange on two levels (a2a+p2p) says how large each is.")
+def hierarchical_cp_missing(at: RuleContext) -> Iterator[Violation]:
     """Heads are exchanged within the inner groups (a2a), keys go around between them (p2p)."""
     p = at.spec.parallel
     if p.cp > 1 and "a2a+p2p" in _exchanges(at) and len(p.hierarchical_context_parallel_sizes) != 2:
         said = (
-            f"cp_hierarchy has {len(p.hierarchical_context_parallel_sizes)}"
+            f"hierarchical_context_parallel_sizes has {len(p.hierarchical_context_parallel_sizes)}"
             if p.hierarchical_context_parallel_sizes
-            else "cp_hierarchy has none"
+            else "hierarchical_context_parallel_sizes has none"
         )
         yield Violation(
             "parallel.hierarchical_context_parallel_sizes",
@@ -66,8 +66,8 @@ def cp_hierarchy_missing(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("parallel.cp_hierarchy_by_cp", "The sizes of a context-parallel hierarchy multiply to cp.")
-def cp_hierarchy_by_cp(at: RuleContext) -> Iterator[Violation]:
+@rule("parallel.hierarchical_cp_by_cp", "The sizes of a context-parallel hierarchy multiply to cp.")
+def hierarchical_cp_by_cp(at: RuleContext) -> Iterator[Violation]:
     """Every rank has one place on each level."""
     p = at.spec.parallel
     whole = math.prod(p.hierarchical_context_parallel_sizes)
@@ -76,7 +76,7 @@ def cp_hierarchy_by_cp(at: RuleContext) -> Iterator[Violation]:
         fixes += [{"parallel.cp": whole}, {"parallel.hierarchical_context_parallel_sizes": ()}]
         yield Violation(
             "parallel.hierarchical_context_parallel_sizes",
-            f"cp_hierarchy {' x '.join(map(str, p.hierarchical_context_parallel_sizes))} = {whole} is not cp {p.cp}",
+            f"hierarchical_context_parallel_sizes {' x '.join(map(str, p.hierarchical_context_parallel_sizes))} = {whole} is not cp {p.cp}",
             {
                 "hierarchical_context_parallel_sizes": list(p.hierarchical_context_parallel_sizes),
                 "product": whole,
@@ -86,14 +86,14 @@ def cp_hierarchy_by_cp(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("parallel.cp_hierarchy_unused", "A hierarchy is given for an exchange that has levels.")
-def cp_hierarchy_unused(at: RuleContext) -> Iterator[Violation]:
+@rule("parallel.hierarchical_cp_unused", "A hierarchy is given for an exchange that has levels.")
+def hierarchical_cp_unused(at: RuleContext) -> Iterator[Violation]:
     """Only a2a+p2p reads it."""
     p = at.spec.parallel
     if p.hierarchical_context_parallel_sizes and "a2a+p2p" not in _exchanges(at):
         yield Violation(
             "parallel.hierarchical_context_parallel_sizes",
-            f"cp_hierarchy has no effect: cp_exchange is {' and '.join(_exchanges(at)) or 'an empty list'}",
+            f"hierarchical_context_parallel_sizes has no effect: cp_comm_type is {' and '.join(_exchanges(at)) or 'an empty list'}",
             {"hierarchical_context_parallel_sizes": list(p.hierarchical_context_parallel_sizes)},
             ({"parallel.hierarchical_context_parallel_sizes": ()}, {"parallel.cp_comm_type": "a2a+p2p"}),
             "warning",
@@ -208,12 +208,12 @@ def dynamic_cp_documents(at: RuleContext) -> Iterator[Violation]:
         yield _dynamic(at, message, {}, {"data.reset_attention_mask": True})
 
 
-@rule("parallel.dynamic_cp_exchange", "Context-parallel groups by length have a way of their own to exchange keys.")
-def dynamic_cp_exchange(at: RuleContext) -> Iterator[Violation]:
+@rule("parallel.dynamic_cp_comm_type", "Context-parallel groups by length have a way of their own to exchange keys.")
+def dynamic_cp_comm_type(at: RuleContext) -> Iterator[Violation]:
     """Keys go straight to the ranks whose queries see them: neither all to all, nor around, nor heads for tokens."""
     others = [kind for kind in _exchanges(at) if kind != "p2p"]
     if at.spec.parallel.dynamic_context_parallel and others:
-        message = f"cp_dynamic sends keys where they are seen, and cp_exchange={'+'.join(others)} would not be followed"
+        message = f"dynamic_context_parallel sends keys where they are seen, and cp_comm_type={'+'.join(others)} would not be followed"
         yield _dynamic(
             at, message, {}, {"parallel.cp_comm_type": "p2p", "parallel.hierarchical_context_parallel_sizes": ()}
         )

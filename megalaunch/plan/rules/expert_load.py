@@ -89,7 +89,7 @@ def pad_without_flex(at: RuleContext) -> Iterator[Violation]:
     if moe.pad_to_capacity and at.spec.parallel.moe_token_dispatcher_type == "flex":
         yield Violation(
             "model.moe.pad_to_capacity",
-            "pad_to_capacity does not go with expert_dispatch=flex",
+            "pad_to_capacity does not go with moe_token_dispatcher_type=flex",
             fixes=({"model.moe.pad_to_capacity": False}, {"parallel.moe_token_dispatcher_type": "alltoall"}),
         )
 

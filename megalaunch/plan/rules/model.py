@@ -81,27 +81,27 @@ def vocab_covers_tokenizer(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("model.clamp_needs_gate", "What is clamped is the gate and what it opens for.")
-def clamp_needs_gate(at: RuleContext) -> Iterator[Violation]:
-    """activation_clamp is defined for feed-forward blocks with a gate (GPT-OSS)."""
+@rule("model.swiglu_limit_needs_gate", "What is clamped is the gate and what it opens for.")
+def swiglu_limit_needs_gate(at: RuleContext) -> Iterator[Violation]:
+    """swiglu_limit is defined for feed-forward blocks with a gate (GPT-OSS)."""
     model = at.spec.model
     if model.swiglu_limit is not None and model.activation not in GATED:
         yield Violation(
             "model.swiglu_limit",
-            f"activation_clamp {model.swiglu_limit:g} needs a gated activation ({', '.join(sorted(GATED))}), "
+            f"swiglu_limit {model.swiglu_limit:g} needs a gated activation ({', '.join(sorted(GATED))}), "
             f"and model.activation is {model.activation}",
             {"swiglu_limit": model.swiglu_limit},
             ({"model.swiglu_limit": None}, {"model.activation": "swiglu"}),
         )
 
 
-@rule("model.clamp_positive", "Activations are clamped to a size above 0.")
-def clamp_positive(at: RuleContext) -> Iterator[Violation]:
+@rule("model.swiglu_limit_positive", "Activations are clamped to a size above 0.")
+def swiglu_limit_positive(at: RuleContext) -> Iterator[Violation]:
     """At 0 nothing passes."""
     if at.spec.model.swiglu_limit == 0:
         yield Violation(
             "model.swiglu_limit",
-            "an activation_clamp of 0 lets nothing through; null clamps nothing",
+            "a swiglu_limit of 0 lets nothing through; null clamps nothing",
             {"swiglu_limit": 0.0},
             ({"model.swiglu_limit": None}, {"model.swiglu_limit": 7.0}),
         )

@@ -42,14 +42,14 @@ def some_layer(at: RuleContext) -> Iterator[Violation]:
     if moe.num_experts is not None and moe.first_k_dense_replace >= model.num_layers:
         yield Violation(
             "model.moe.first_k_dense_replace",
-            f"dense_layers {moe.first_k_dense_replace} leaves none of {model.num_layers} layers for experts",
-            {"dense_layers": moe.first_k_dense_replace, "num_layers": model.num_layers},
+            f"first_k_dense_replace {moe.first_k_dense_replace} leaves none of {model.num_layers} layers for experts",
+            {"first_k_dense_replace": moe.first_k_dense_replace, "num_layers": model.num_layers},
             ({"model.moe.first_k_dense_replace": 0}, {"model.moe.first_k_dense_replace": 1}),
         )
 
 
-@rule("moe.every_reaches", "Every n-th layer has experts: more than one does.")
-def every_reaches(at: RuleContext) -> Iterator[Violation]:
+@rule("moe.layer_freq_reaches", "Every n-th layer has experts: more than one does.")
+def layer_freq_reaches(at: RuleContext) -> Iterator[Violation]:
     """Where n is larger than what is left behind the dense layers, a single layer has experts."""
     model, moe = at.spec.model, at.spec.model.moe
     room = model.num_layers - moe.first_k_dense_replace
@@ -111,7 +111,7 @@ def flex_needs_ranks(at: RuleContext) -> Iterator[Violation]:
     if at.has_experts and p.moe_token_dispatcher_type == "flex" and p.tp * p.ep == 1:
         yield Violation(
             "parallel.moe_token_dispatcher_type",
-            "expert_dispatch=flex needs tp x ep above 1",
+            "moe_token_dispatcher_type=flex needs tp x ep above 1",
             {"tp": p.tp, "ep": p.ep},
             ({"parallel.moe_token_dispatcher_type": "alltoall"}, {"parallel.ep": 2}),
         )
@@ -125,7 +125,7 @@ def flex_needs_gpu(at: RuleContext) -> Iterator[Violation]:
     if at.has_experts and at.spec.parallel.moe_token_dispatcher_type == "flex" and not fits:
         yield Violation(
             "parallel.moe_token_dispatcher_type",
-            f"expert_dispatch=flex has no kernels for {at.spec.platform.chip}",
+            f"moe_token_dispatcher_type=flex has no kernels for {at.spec.platform.chip}",
             fixes=({"parallel.moe_token_dispatcher_type": "alltoall"},),
         )
 
@@ -137,19 +137,19 @@ def flex_router(at: RuleContext) -> Iterator[Violation]:
     if at.has_experts and spec.parallel.moe_token_dispatcher_type == "flex" and spec.model.moe.router_dtype != "fp32":
         yield Violation(
             "model.moe.router_dtype",
-            f"expert_dispatch=flex takes weights in fp32, and router_dtype is {spec.model.moe.router_dtype}",
+            f"moe_token_dispatcher_type=flex takes weights in fp32, and router_dtype is {spec.model.moe.router_dtype}",
             fixes=({"model.moe.router_dtype": "fp32"}, {"parallel.moe_token_dispatcher_type": "alltoall"}),
         )
 
 
-@rule("moe.dispatch_alone", "A way of dispatch is chosen where tokens travel.")
-def dispatch_alone(at: RuleContext) -> Iterator[Violation]:
+@rule("moe.dispatcher_without_ep", "A way of dispatch is chosen where tokens travel.")
+def dispatcher_without_ep(at: RuleContext) -> Iterator[Violation]:
     """With ep 1 every rank has all experts, and tokens stay where they are."""
     p = at.spec.parallel
     if at.has_experts and p.ep == 1 and p.moe_token_dispatcher_type == "allgather":
         yield Violation(
             "parallel.moe_token_dispatcher_type",
-            "expert_dispatch=allgather has no effect: ep is 1, and tokens stay where they are",
+            "moe_token_dispatcher_type=allgather has no effect: ep is 1, and tokens stay where they are",
             {"ep": 1},
             ({"parallel.moe_token_dispatcher_type": "alltoall"},),
             severity="warning",

@@ -105,7 +105,7 @@ def skip_all(at: RuleContext) -> Iterator[Violation]:
     if at.spec.optimizer.skip_step_grad_norm == 0:
         yield Violation(
             "optimizer.skip_step_grad_norm",
-            "skip_above_norm 0 skips every step",
+            "skip_step_grad_norm 0 skips every step",
             {"skip_step_grad_norm": 0.0},
             ({"optimizer.skip_step_grad_norm": None}, {"optimizer.skip_step_grad_norm": 10.0}),
         )
@@ -129,17 +129,17 @@ def skip_by_clip(at: RuleContext) -> Iterator[Violation]:
 def offload_needs_adam(at: RuleContext) -> Iterator[Violation]:
     """The host's update exists for AdamW alone, as in Megatron."""
     optimizer = at.spec.optimizer
-    if optimizer.offload_fraction > 0 and optimizer.name != "adamw":
+    if optimizer.optimizer_offload_fraction > 0 and optimizer.name != "adamw":
         yield Violation(
-            "optimizer.offload_fraction",
-            f"offload_fraction {optimizer.offload_fraction:g} needs optimizer.name=adamw, and it is {optimizer.name}",
-            {"offload_fraction": optimizer.offload_fraction},
-            ({"optimizer.offload_fraction": 0.0}, {"optimizer.name": "adamw"}),
+            "optimizer.optimizer_offload_fraction",
+            f"optimizer_offload_fraction {optimizer.optimizer_offload_fraction:g} needs optimizer.name=adamw, and it is {optimizer.name}",
+            {"optimizer_offload_fraction": optimizer.optimizer_offload_fraction},
+            ({"optimizer.optimizer_offload_fraction": 0.0}, {"optimizer.name": "adamw"}),
         )
 
 
-@rule("optimizer.moments_need_adam", "Moments in bf16 are Adam's.")
-def moments_need_adam(at: RuleContext) -> Iterator[Violation]:
+@rule("optimizer.exp_avg_needs_adam", "Moments in bf16 are Adam's.")
+def exp_avg_needs_adam(at: RuleContext) -> Iterator[Violation]:
     """Lion's sign and muon's orthogonal matrix magnify what rounding changes in a small moment."""
     name, moments = at.spec.optimizer.name, at.spec.precision.exp_avg_dtype
     if moments != "fp32" and name != "adamw":
@@ -188,7 +188,7 @@ register_inert(
         "optimizer.offload_idle",
         "Host memory is another memory than the device's.",
         "On a processor they are the same.",
-        ("optimizer.offload_fraction", "recompute.cpu_offloading_num_layers"),
+        ("optimizer.optimizer_offload_fraction", "recompute.cpu_offloading_num_layers"),
         "platform.chip",
         _offloads_from_a_device,
         "the run is made for a processor, whose memory is the host's",

@@ -99,14 +99,14 @@ def ep_needs_experts(at: RuleContext) -> Iterator[Violation]:
             )
 
 
-@rule("parallel.dispatch_needs_experts", "A way of sending tokens to experts is chosen for a model that has experts.")
-def dispatch_needs_experts(at: RuleContext) -> Iterator[Violation]:
+@rule("parallel.dispatcher_needs_experts", "A way of sending tokens to experts is chosen for a model that has experts.")
+def dispatcher_needs_experts(at: RuleContext) -> Iterator[Violation]:
     """In a dense model the choice has no effect."""
     dispatch = at.spec.parallel.moe_token_dispatcher_type
     if dispatch != "alltoall" and not at.has_experts:
         yield Violation(
             "parallel.moe_token_dispatcher_type",
-            f"expert_dispatch={dispatch} has no effect: {at.spec.model.name} has no experts",
+            f"moe_token_dispatcher_type={dispatch} has no effect: {at.spec.model.name} has no experts",
             {},
             ({"parallel.moe_token_dispatcher_type": "alltoall"},),
             "warning",
@@ -132,28 +132,28 @@ def expert_world(at: RuleContext) -> Iterator[Violation]:
     )
 
 
-@rule("parallel.replicas_by_dp", "Whole copies of the sharded model fit into dp: dp = replicas x shards.")
-def replicas_by_dp(at: RuleContext) -> Iterator[Violation]:
+@rule("parallel.dp_replicate_by_dp", "Whole copies of the sharded model fit into dp: dp = dp_replicate x shards.")
+def dp_replicate_by_dp(at: RuleContext) -> Iterator[Violation]:
     """HSDP shards within a replica and sums over replicas; context-parallel ranks share their replica."""
     replicas, dp = at.spec.parallel.dp_replicate, at.dp
     if dp is not None and dp % replicas:
         yield Violation(
             "parallel.dp_replicate",
             f"dp {dp} does not divide into {replicas} replicas",
-            {"dp": dp, "replicas": replicas},
+            {"dp": dp, "dp_replicate": replicas},
             (*nearest("parallel.dp_replicate", replicas, lambda n: dp % n == 0),),
         )
 
 
-@rule("parallel.replicas_by_expert_dp", "Whole copies of the experts fit into expert dp, too.")
-def replicas_by_expert_dp(at: RuleContext) -> Iterator[Violation]:
+@rule("parallel.dp_replicate_by_expert_dp", "Whole copies of the experts fit into expert dp, too.")
+def dp_replicate_by_expert_dp(at: RuleContext) -> Iterator[Violation]:
     """The optimizer's shards are made of both grids with the same number of replicas."""
     replicas, edp = at.spec.parallel.dp_replicate, at.edp
     if at.has_experts and edp is not None and at.dp is not None and at.dp % replicas == 0 and edp % replicas:
         yield Violation(
             "parallel.dp_replicate",
             f"expert dp {edp} does not divide into {replicas} replicas",
-            {"expert_dp": edp, "replicas": replicas},
+            {"expert_dp": edp, "dp_replicate": replicas},
             (
                 *nearest("parallel.dp_replicate", replicas, lambda n: edp % n == 0, 2),
                 *nearest("parallel.ep", at.spec.parallel.ep, lambda n: n < at.spec.parallel.ep),
@@ -161,28 +161,28 @@ def replicas_by_expert_dp(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("parallel.replicas_need_sharding", "Replicas are copies of what is sharded, so something is.")
-def replicas_need_sharding(at: RuleContext) -> Iterator[Violation]:
+@rule("parallel.dp_replicate_needs_sharding", "Replicas are copies of what is sharded, so something is.")
+def dp_replicate_needs_sharding(at: RuleContext) -> Iterator[Violation]:
     """With data_sharding=no_shard every rank is a replica already."""
     p = at.spec.parallel
     if p.data_sharding == "no_shard" and p.dp_replicate > 1:
         yield Violation(
             "parallel.dp_replicate",
-            f"replicas {p.dp_replicate} has no meaning with data_sharding=no_shard: every data-parallel rank is one",
-            {"replicas": p.dp_replicate},
+            f"dp_replicate {p.dp_replicate} has no meaning with data_sharding=no_shard: every data-parallel rank is one",
+            {"dp_replicate": p.dp_replicate},
             ({"parallel.dp_replicate": 1}, {"parallel.data_sharding": "optim"}),
         )
 
 
-@rule("parallel.replicas_leave_shards", "A replica has more than one data-parallel rank to shard over.")
-def replicas_leave_shards(at: RuleContext) -> Iterator[Violation]:
+@rule("parallel.dp_replicate_leaves_shards", "A replica has more than one data-parallel rank to shard over.")
+def dp_replicate_leaves_shards(at: RuleContext) -> Iterator[Violation]:
     """With as many replicas as ranks every rank holds a whole copy, and data_sharding saves no memory."""
     p = at.spec.parallel
     if p.dp_replicate > 1 and p.data_sharding != "no_shard" and p.cp == 1 and at.dp == p.dp_replicate:
         yield Violation(
             "parallel.dp_replicate",
-            f"replicas {p.dp_replicate} is all of dp {at.dp}: data_sharding={p.data_sharding} divides nothing",
-            {"replicas": p.dp_replicate, "dp": at.dp},
+            f"dp_replicate {p.dp_replicate} is all of dp {at.dp}: data_sharding={p.data_sharding} divides nothing",
+            {"dp_replicate": p.dp_replicate, "dp": at.dp},
             ({"parallel.dp_replicate": 1}, {"parallel.dp_replicate": 1, "parallel.data_sharding": "no_shard"}),
             "warning",
         )

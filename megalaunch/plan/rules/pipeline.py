@@ -133,7 +133,7 @@ def microbatch_group_bounds(at: RuleContext) -> Iterator[Violation]:
     upper = f" and at most {count} microbatches" if count is not None else ""
     yield Violation(
         "parallel.microbatch_group_size_per_vp_stage",
-        f"microbatch_group {group} must be at least pp {p.pp}{upper}",
+        f"microbatch_group_size_per_vp_stage {group} must be at least pp {p.pp}{upper}",
         {"microbatch_group_size_per_vp_stage": group, "pp": p.pp, "microbatches": count},
         (
             *nearest("parallel.microbatch_group_size_per_vp_stage", group, lambda n: p.pp <= n <= (count or n), 2),
@@ -174,7 +174,7 @@ def microbatch_group_needs_vpp(at: RuleContext) -> Iterator[Violation]:
     if p.microbatch_group_size_per_vp_stage is not None and not _interleaved(at):
         yield Violation(
             "parallel.microbatch_group_size_per_vp_stage",
-            f"microbatch_group {p.microbatch_group_size_per_vp_stage} has no effect: the schedule is not interleaved",
+            f"microbatch_group_size_per_vp_stage {p.microbatch_group_size_per_vp_stage} has no effect: the schedule is not interleaved",
             {"microbatch_group_size_per_vp_stage": p.microbatch_group_size_per_vp_stage},
             ({"parallel.microbatch_group_size_per_vp_stage": None}, {"parallel.vpp": 2}),
             "warning",
@@ -197,15 +197,15 @@ def zero_bubble_rounds(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("parallel.ramp_by_schedule", "Every batch of a ramp has as many microbatches as the pipeline's schedule needs.")
-def ramp_by_schedule(at: RuleContext) -> Iterator[Violation]:
+@rule("parallel.rampup_by_schedule", "Every batch of a ramp has as many microbatches as the pipeline's schedule needs.")
+def rampup_by_schedule(at: RuleContext) -> Iterator[Violation]:
     """A run would fail at the step at which such a batch begins, or at its first one."""
     p, batch, dp = at.spec.parallel, at.spec.batch, at.dp
     if batch.rampup_batch_size is None or p.pp == 1 or dp is None or batch.micro_batch_size is None:
         return
     try:
         stages = get_rampup(at.spec)
-    except RampError:  # batch.ramp_form says why
+    except RampError:  # batch.rampup_form says why
         return
     for stage in stages:
         count, rest = divmod(stage.samples, batch.micro_batch_size * dp)
@@ -233,15 +233,15 @@ def _unfit(at: RuleContext, count: int) -> str:
     return ""
 
 
-@rule("parallel.overlap_pipeline_needs_vpp", "Sending beside computing is a part of the interleaved schedule.")
-def overlap_pipeline_needs_vpp(at: RuleContext) -> Iterator[Violation]:
+@rule("parallel.overlap_p2p_needs_vpp", "Sending beside computing is a part of the interleaved schedule.")
+def overlap_p2p_needs_vpp(at: RuleContext) -> Iterator[Violation]:
     """With one stage a rank there is no other chunk to compute meanwhile."""
     p = at.spec.parallel
     if p.overlap_p2p_comm and (p.pp == 1 or at.chunks == 1):
         why = "pp is 1" if p.pp == 1 else "there is one stage a rank"
         yield Violation(
             "parallel.overlap_p2p_comm",
-            f"overlap_pipeline sends a chunk while another one computes, and {why}",
+            f"overlap_p2p_comm sends a chunk while another one computes, and {why}",
             {"pp": p.pp, "vpp": at.chunks},
             ({"parallel.overlap_p2p_comm": False}, {"parallel.vpp": 2}),
         )

@@ -31,8 +31,8 @@ register_inert(
 )
 
 
-@rule("precision.master_narrower", "Weights are kept in no narrower format than they are used in.")
-def master_narrower(at: RuleContext) -> Iterator[Violation]:
+@rule("precision.main_params_narrower", "Weights are kept in no narrower format than they are used in.")
+def main_params_narrower(at: RuleContext) -> Iterator[Violation]:
     """Copies in fp32 of weights in bf16 have no more digits than these."""
     precision = at.spec.precision
     if precision.compute_dtype == "fp32" and precision.main_params_dtype != "fp32":
@@ -74,8 +74,8 @@ def scale_vanishes(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("precision.reduce_narrower", "Gradients are summed in no narrower format than they are computed in.")
-def reduce_narrower(at: RuleContext) -> Iterator[Violation]:
+@rule("precision.grad_reduce_narrower", "Gradients are summed in no narrower format than they are computed in.")
+def grad_reduce_narrower(at: RuleContext) -> Iterator[Violation]:
     """Who computes in fp32 wants its digits."""
     precision = at.spec.precision
     if precision.compute_dtype == "fp32" and precision.grad_reduce_dtype != "fp32":
@@ -87,8 +87,8 @@ def reduce_narrower(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("precision.gradients_narrower", "Gradients are kept in no narrower format than they are computed in.")
-def gradients_narrower(at: RuleContext) -> Iterator[Violation]:
+@rule("precision.grad_narrower", "Gradients are kept in no narrower format than they are computed in.")
+def grad_narrower(at: RuleContext) -> Iterator[Violation]:
     """Added up in bf16, small microbatches' gradients vanish beside the sum."""
     precision = at.spec.precision
     if precision.compute_dtype == "fp32" and precision.grad_dtype != "fp32":
@@ -100,8 +100,8 @@ def gradients_narrower(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("precision.gradients_lost", "Many microbatches are added up in fp32.")
-def gradients_lost(at: RuleContext) -> Iterator[Violation]:
+@rule("precision.grad_rounding", "Many microbatches are added up in fp32.")
+def grad_rounding(at: RuleContext) -> Iterator[Violation]:
     """bf16 has 8 bits: from about 256 equal terms on, one more changes nothing."""
     precision, count = at.spec.precision, at.microbatches
     if precision.compute_dtype != "fp32" and precision.grad_dtype == "bf16" and count is not None and count > 64:
@@ -114,8 +114,8 @@ def gradients_lost(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("precision.moments_by_gradients", "A second moment in bf16 changes although its decay is close to 1.")
-def moments_by_gradients(at: RuleContext) -> Iterator[Violation]:
+@rule("precision.exp_avg_by_grad", "A second moment in bf16 changes although its decay is close to 1.")
+def exp_avg_by_grad(at: RuleContext) -> Iterator[Violation]:
     """One step changes it by 1 - beta2 at most: below 2^-8 the change is lost in rounding to bf16."""
     optimizer, moments = at.spec.optimizer, at.spec.precision.exp_avg_dtype
     if moments == "bf16" and optimizer.name == "adamw" and 1 > optimizer.beta2 > 1 - 2**-8:

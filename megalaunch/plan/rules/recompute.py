@@ -169,7 +169,7 @@ def offload_room(at: RuleContext) -> Iterator[Violation]:
             fixes.insert(0, {"recompute.cpu_offloading_num_layers": most - 1})
         yield Violation(
             "recompute.cpu_offloading_num_layers",
-            f"offload_layers {count} leaves none of the {most} layers of a stage on the device",
+            f"cpu_offloading_num_layers {count} leaves none of the {most} layers of a stage on the device",
             {"cpu_offloading_num_layers": count, "layers_of_stage": most},
             tuple(fixes),
         )
@@ -182,7 +182,7 @@ def offload_or_full(at: RuleContext) -> Iterator[Violation]:
     if again.cpu_offloading_num_layers > 0 and again.granularity == "full":
         yield Violation(
             "recompute.cpu_offloading_num_layers",
-            f"offload_layers {again.cpu_offloading_num_layers} does not go with recompute.granularity=full",
+            f"cpu_offloading_num_layers {again.cpu_offloading_num_layers} does not go with recompute.granularity=full",
             {"cpu_offloading_num_layers": again.cpu_offloading_num_layers},
             (
                 {"recompute.cpu_offloading_num_layers": 0},

@@ -102,14 +102,14 @@ def sp_needs_tp(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("parallel.overlap_tp_needs_sp", "Tensor-parallel overlap hides the exchanges of sequence parallelism.")
-def overlap_tp_needs_sp(at: RuleContext) -> Iterator[Violation]:
+@rule("parallel.tp_comm_overlap_needs_sp", "Tensor-parallel overlap hides the exchanges of sequence parallelism.")
+def tp_comm_overlap_needs_sp(at: RuleContext) -> Iterator[Violation]:
     """It pipelines all-gather and reduce-scatter with their matmuls; without sequence parallelism there are none."""
     p = at.spec.parallel
     if p.tp_comm_overlap and not p.sequence_parallel:
         yield Violation(
             "parallel.tp_comm_overlap",
-            "overlap_tp runs the all-gathers and reduce-scatters of sequence parallelism beside their matmuls, "
+            "tp_comm_overlap runs the all-gathers and reduce-scatters of sequence parallelism beside their matmuls, "
             "and sequence_parallel is off",
             {"tp": p.tp},
             ({"parallel.tp_comm_overlap": False}, {"parallel.sequence_parallel": True}),

@@ -9,14 +9,14 @@ from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 
 
 @rule("train.exit_at_step", "A stop lies within the run.")
-def stop_at(at: RuleContext) -> Iterator[Violation]:
-    """stop_at is a pause before train.steps."""
+def exit_at_step(at: RuleContext) -> Iterator[Violation]:
+    """exit_at_step is a pause before train.steps."""
     stop, steps = at.spec.train.exit_at_step, at.spec.train.steps
     if stop is not None and stop > steps:
         yield Violation(
             "train.exit_at_step",
-            f"stop_at {stop} lies behind the last step, {steps}",
-            {"stop_at": stop, "steps": steps},
+            f"exit_at_step {stop} lies behind the last step, {steps}",
+            {"exit_at_step": stop, "steps": steps},
             ({"train.exit_at_step": None}, {"train.steps": stop}),
         )
 
@@ -113,7 +113,7 @@ def compile_offload(at: RuleContext) -> Iterator[Violation]:
     if at.spec.train.compile and at.spec.recompute.cpu_offloading_num_layers:
         yield Violation(
             "train.compile",
-            f"offload_layers={at.spec.recompute.cpu_offloading_num_layers} sends away what a compiled layer keeps to itself",
+            f"cpu_offloading_num_layers={at.spec.recompute.cpu_offloading_num_layers} sends away what a compiled layer keeps to itself",
             {"cpu_offloading_num_layers": at.spec.recompute.cpu_offloading_num_layers},
             ({"train.compile": False}, {"recompute.cpu_offloading_num_layers": 0}),
         )

@@ -11,8 +11,8 @@ _MEANINGS = {
     "attention": "in attention",
     "memory": "in work bound by memory",
     "head": "in head and loss",
-    "again": "in recomputation",
-    "gaps": "between kernels and beside exchanges",
+    "recompute": "in recomputation",
+    "launch_gaps": "between kernels and beside exchanges",
     "bubble": "in the pipeline's bubble",
     "optimizer": "in the optimizer",
     "tp": "waiting for tensor-parallel exchanges",
@@ -44,6 +44,6 @@ def differences(faster: StepTime, slower: StepTime) -> list[Difference]:
 
 
 def _parts(time: StepTime) -> dict[str, float]:
-    own = ("matmul", "attention", "memory", "head", "again", "gaps", "bubble", "optimizer")
+    own = ("matmul", "attention", "memory", "head", "recompute", "launch_gaps", "bubble", "optimizer")
     parts = {name: float(getattr(time, name)) for name in own}
     return dict.fromkeys(_MEANINGS, 0.0) | parts | {axis: e.exposed for axis, e in time.exchanges.items()}

@@ -197,7 +197,7 @@ VARIANTS: dict[str, Callable[[Work], OneStep]] = {
     "transformers": hugging_face,
     "litgpt": litgpt,
     "ours tp2": lambda work: ours(work, tp=2, sequence_parallel=True),
-    "ours tp2, overlap_tp": lambda work: ours(work, tp=2, sequence_parallel=True, overlap_tp=True),
+    "ours tp2, tp_comm_overlap": lambda work: ours(work, tp=2, sequence_parallel=True, tp_comm_overlap=True),
     "DTensor styles tp2": dtensor_styles,
     "ours dp2": lambda work: ours(work, dp=2, data_sharding="optim_grads_params"),
     "ours dp2, no overlap": lambda work: ours(

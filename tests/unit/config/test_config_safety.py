@@ -130,7 +130,7 @@ def test_a_recipe_that_masks_a_typed_option_is_refused(folder, line, typed, path
 def test_files_of_ones_own_are_found_beside_the_recipe_and_hide_nothing(folder):
     nest = folder / "nest"
     (nest / "conf" / "parallel").mkdir(parents=True)
-    (nest / "conf" / "parallel" / "mine.yaml").write_text("tp: 2\noverlap_tp: true\n")
+    (nest / "conf" / "parallel" / "mine.yaml").write_text("tp: 2\ntp_comm_overlap: true\n")
     (nest / "r.yaml").write_text(WHOLE.replace("model: tiny", "model: tiny\n  - override /parallel: mine"))
     composition = compose(["recipe=nest/r.yaml"])
     assert (composition.spec.parallel.tp, composition.spec.parallel.tp_comm_overlap) == (2, True)

@@ -52,7 +52,7 @@ def test_llama3_8b_is_the_model_that_we_ship(tmp_path):
     assert (spec.batch.sequence_length, spec.batch.micro_batch_size, spec.batch.global_batch_size) == (8192, 1, 128)
     assert (spec.train.steps, spec.schedule.warmup_steps, spec.schedule.decay_steps) == (10000, 100, 10000)
     assert (spec.optimizer.lr, spec.schedule.min_lr, spec.schedule.shape) == (3e-4, 3e-5, "cosine")
-    assert (spec.precision.compute, spec.precision.fp8.recipe, spec.precision.fp8.amax_history_len) == (
+    assert (spec.precision.compute_dtype, spec.precision.fp8.recipe, spec.precision.fp8.amax_history_len) == (
         "fp8",
         "delayed",
         1024,
@@ -172,7 +172,7 @@ def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
         ("--lr-warmup-fraction 0.2", "schedule.warmup_steps", 2),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 3", "schedule.wsd_decay_shape", "exponential"),
         ("--optimizer muon --muon-momentum 0.8", "optimizer.momentum", 0.8),
-        ("--optimizer-cpu-offload", "optimizer.offload_fraction", 1.0),
+        ("--optimizer-cpu-offload", "optimizer.optimizer_offload_fraction", 1.0),
         ("--data-path 0.7 /a 0.3 /b", "data.blend", ("0.7 /a", "0.3 /b")),
         ("--data-path /a", "data.split", "969,30,1"),
         ("--valid-data-path /v", "data.validation_prefix", "/v"),
@@ -353,9 +353,8 @@ def test_the_command_writes_a_recipe_that_composes(tmp_path):
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "mapped (" in done.stdout
-    assert (
-        tmp_path / "out/conf/parallel/my_run.yaml"
-    ).read_text() == "tp: 2\nsequence_parallel: true\noverlap_tp: true\n"
+    written = (tmp_path / "out/conf/parallel/my_run.yaml").read_text()
+    assert written == "tp: 2\nsequence_parallel: true\ntp_comm_overlap: true\n"
     spec = compose([f"recipe={tmp_path}/out/my-run.yaml"]).spec
     assert (spec.parallel.tp, spec.parallel.tp_comm_overlap, spec.platform.chip) == (2, True, "h100")
     again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)

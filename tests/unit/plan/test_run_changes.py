@@ -54,7 +54,7 @@ def test_the_same_words_are_the_same_run_before_and_after_preparation():
         "parallel.overlap_moe_expert_parallel_comm=true",
         "parallel.pipeline_layout=Et|tL",
         "recompute.granularity=full",
-        "optimizer.offload_fraction=0.5",
+        "optimizer.optimizer_offload_fraction=0.5",
         "checkpoint.async_save=true",
         "model.name=other",
     ],

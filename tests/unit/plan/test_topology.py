@@ -4,7 +4,7 @@ from made_specs import resolved
 from megalaunch.config.schema import with_values
 from megalaunch.plan.topology import RankGrid, Topology
 
-AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "edp", "replicas", "shards")
+AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "edp", "dp_replicate", "dp_shard")
 DEFAULTS = dict.fromkeys((*AXES, "micro_batch_size", "microbatches", "nodes"), 1)
 
 
