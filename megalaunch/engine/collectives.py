@@ -1,7 +1,7 @@
-"""Collectives along one mesh axis: they return new tensors, and are the identity on an axis of size 1.
+"""Functional collectives along one mesh axis: they return new tensors, and are the identity on an axis of size 1.
 
-The operators of `_c10d_functional` carry the same names in every torch that is supported. Each `start_` function
-returns at once, so that a matmul can run beside the exchange.
+The operators of `_c10d_functional` have the same names in every supported torch. An `_async` function returns at once,
+so that a matmul overlaps with the communication.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _OPS = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class AsyncCollective:
-    """An exchange under way; `wait` returns its result, and is called once."""
+    """A collective in flight. Call `wait` exactly once: it returns the result."""
 
     sent: Tensor
     finish: Callable[[Tensor], Tensor]
 
     def wait(self) -> Tensor:
-        """The result, once it is there."""
+        """Wait for the collective and return its result."""
         return self.finish(_OPS.wait_tensor(self.sent))
 
 
 def all_gather_async(x: Tensor, dim: int, axis: Axis) -> AsyncCollective:
-    """The ranks' parts, joined along `dim` in rank order."""
+    """All-gather: concatenate the ranks' shards along `dim`, in rank order."""
     if axis.size == 1:
         return _completed(x)
     joined = _all_gather_rows(x.contiguous(), axis)
@@ -40,31 +40,32 @@ def all_gather_async(x: Tensor, dim: int, axis: Axis) -> AsyncCollective:
 
 
 def start_reduce_scatter(x: Tensor, dim: int, axis: Axis) -> AsyncCollective:
-    """This rank's part along `dim` of the sum over ranks; `dim` divides by the axis."""
+    """Reduce-scatter: sum over ranks and return this rank's shard along `dim`, whose size the axis divides."""
     if axis.size == 1:
         return _completed(x)
     parts = x if dim == 0 else torch.cat(x.chunk(axis.size, dim=dim), dim=0)
-    if x.is_cpu:  # gloo's own reduce-scatter sends everything to everyone (engine/parallel/gloo_reduce_scatter.py has the figures)
+    if x.is_cpu:
+        # gloo's own reduce-scatter sends the whole tensor to every rank (figures: parallel/gloo_reduce_scatter.py).
         exchanged = all_to_all_async(parts, axis)
         return AsyncCollective(exchanged.sent, lambda found: found.view(axis.size, -1, *parts.shape[1:]).sum(0))
     return AsyncCollective(_OPS.reduce_scatter_tensor(parts.contiguous(), "sum", axis.size, axis.group), _identity)
 
 
 def all_to_all_async(x: Tensor, axis: Axis) -> AsyncCollective:
-    """The i-th of equal parts along dim 0 goes to rank i; the result holds one part of each rank, in rank order."""
+    """All-to-all of equal parts along dim 0: part i goes to rank i; the result has one part of each rank, in order."""
     splits = [x.shape[0] // axis.size] * axis.size
     return all_to_all_v_async(x, splits, splits, axis)
 
 
 def all_to_all_v_async(x: Tensor, to: Sequence[int], found: Sequence[int], axis: Axis) -> AsyncCollective:
-    """Rows of `x`, so many to each rank in rank order; the result holds `found` rows of each."""
+    """All-to-all of uneven parts: send `to[i]` rows of `x` to rank i, and receive `found[i]` rows from it."""
     if axis.size == 1:
         return _completed(x)
     return AsyncCollective(_OPS.all_to_all_single(x.contiguous(), list(found), list(to), axis.group), _identity)
 
 
 def ring_shift_async(x: Tensor, axis: Axis) -> AsyncCollective:
-    """What the rank before this one has; the first gets the last one's."""
+    """Send `x` to the next rank of the ring, and return what the previous rank sent."""
     rows = x.shape[0]
     to = [rows if rank == (axis.rank + 1) % axis.size else 0 for rank in range(axis.size)]
     found = [rows if rank == (axis.rank - 1) % axis.size else 0 for rank in range(axis.size)]
@@ -72,7 +73,7 @@ def ring_shift_async(x: Tensor, axis: Axis) -> AsyncCollective:
 
 
 def all_reduce_async(x: Tensor, axis: Axis) -> AsyncCollective:
-    """The sum over ranks, on every rank."""
+    """All-reduce: return the sum over ranks on every rank."""
     return (
         _completed(x)
         if axis.size == 1
@@ -81,16 +82,17 @@ def all_reduce_async(x: Tensor, axis: Axis) -> AsyncCollective:
 
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
-    """The largest of the ranks' values, elementwise."""
+    """All-reduce: return the elementwise maximum over ranks, and wait for it."""
     return x if axis.size == 1 else _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "max", axis.group))
 
 
 def _all_gather_rows(x: Tensor, axis: Axis) -> Tensor:
-    """The gather under way, along dim 0.
+    """Start an all-gather along dim 0.
 
-    Gloo serves a group by two threads, which write the name of what they did into one string without a lock (torch
-    2.13). The usual gather's name is so long that it lies on the heap, and beside another exchange the heap breaks,
-    once in some 100,000 times. This gather does the same under a name that fits into the string itself.
+    gloo runs the collectives of a group on two threads, and both write the name of the last operation into one string
+    without a lock (torch 2.13). The name of the usual all-gather is so long that it is allocated on the heap; with a
+    second collective in flight the heap is corrupted about once in 100,000 times. The `_out` variant has a name that
+    fits into the string itself.
     """
     if not x.is_cpu:
         return _OPS.all_gather_into_tensor(x, axis.size, axis.group)

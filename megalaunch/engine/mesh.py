@@ -1,4 +1,4 @@
-"""One world of ranks as named axes; the only file that makes device meshes."""
+"""Device meshes of a run: named axes over all ranks. No other file creates a device mesh."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megalaunch.plan.topology import Topology
 
 # Outermost first: neighbouring ranks share a tensor-parallel group (Megatron's order tp-cp-dp-pp).
-# Context-parallel ranks share parameters as data-parallel ones do, so both lie on one axis for `fully_shard`.
+# Context-parallel ranks hold the same parameters as data-parallel ranks: `fully_shard` takes one axis of both.
 AXES = ("pp", "dp_replicate", "shard", "tp")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis as this rank sees it; `group` is the name of its process group."""
+    """One mesh axis on this rank: its size, this rank's index on it, and the name of its process group."""
 
     name: str
     size: int = 1
@@ -30,13 +30,13 @@ class Axis:
 
     @classmethod
     def from_mesh(cls, grid: DeviceMesh, name: str) -> Axis:
-        """The axis `name` of a grid."""
+        """Return the axis `name` of a device mesh."""
         return cls(name, grid[name].size(), grid.get_local_rank(name), grid.get_group(name).group_name)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The dense grid of ranks, and this rank's place in it."""
+    """The device meshes of the dense layers, and this rank's coordinates in them."""
 
     device: torch.device
     topology: Topology
@@ -47,7 +47,7 @@ class Mesh:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """What `fully_shard` divides over: (shard), or (dp_replicate, shard) with several replicas."""
+        """The mesh that `fully_shard` takes: (shard), or (dp_replicate, shard) for HSDP."""
         return self.world_mesh["dp_replicate", "shard"] if self.topology.dp_replicate > 1 else self.world_mesh["shard"]
 
     @cached_property
@@ -62,12 +62,12 @@ class Mesh:
 
     @cached_property
     def cp(self) -> Axis:
-        """The context-parallel axis: ranks that share each sample."""
+        """The context-parallel axis: each sample is sharded over its ranks."""
         return Axis.from_mesh(self.cp_mesh, "cp") if self.topology.cp > 1 else Axis("cp")
 
     @cached_property
     def cp_hierarchy(self) -> tuple[Axis, Axis] | None:
-        """The context-parallel axis as two, neighbours and the groups of neighbours, where a hierarchy is given."""
+        """The context-parallel axis as (inner, outer), for `cp_comm_type=a2a+p2p`; None without a hierarchy."""
         return (
             None
             if self.cp_hierarchy_mesh is None
@@ -79,32 +79,32 @@ class Mesh:
 
     @property
     def is_loss_rank(self) -> bool:
-        """True on the one rank of each group of equals that reports its samples' tokens and loss to sums over all."""
+        """True on the rank (tp 0, last pipeline stage) that contributes its token counts and losses to global sums."""
         return self.tp.rank == 0 and self.pp.rank == self.last_stage_rank
 
     @property
     def last_stage_rank(self) -> int:
-        """The pp rank of the head and its loss."""
+        """The pp rank that holds the head and computes the loss."""
         return self.topology.last_stage_rank
 
     @property
     def pp_group(self) -> ProcessGroup:
-        """The pipeline-parallel axis as a group."""
+        """The process group of the pipeline-parallel axis."""
         return self.world_mesh.get_group("pp")
 
     @property
     def dp_size(self) -> int:
-        """Ranks that see different samples."""
+        """Number of data-parallel ranks: they read different samples."""
         return self.topology.dp
 
     @property
     def dp_rank(self) -> int:
-        """Which of the `data_size` shares of a batch is this rank's."""
+        """Index of this rank's part of a batch, 0 .. dp_size - 1."""
         return self.topology.dense_grid.coordinates(self.rank)["dp"]
 
 
 def make_mesh(topology: Topology, device: torch.device, rank: int) -> Mesh:
-    """The mesh of an initialised process group of `topology.world` ranks."""
+    """Create the meshes. The process group of `topology.world` ranks must be initialised."""
     t = topology
     grid = init_device_mesh(device.type, (t.pp, t.dp_replicate, t.dp_shard * t.cp, t.tp), mesh_dim_names=AXES)
     samples = grid
@@ -122,13 +122,13 @@ def make_mesh(topology: Topology, device: torch.device, rank: int) -> Mesh:
 
 
 def world_timeout() -> datetime.timedelta | None:
-    """How long a collective of all ranks waits: `launcher.hang_timeout`, see `join`. None for a backend without a limit."""
+    """Return the timeout of a collective of all ranks; None for a backend that has none."""
     limits = [backend.options._timeout for backend in _backends(_world())]
     return max(limits, default=None)
 
 
 def keep_timeout(group: ProcessGroup) -> None:
-    """Have a group wait as long as the world does; torch's own is 30 minutes with gloo and 10 with NCCL."""
+    """Give a group the timeout of the world group; torch's default is 30 minutes with gloo and 10 with NCCL."""
     limit = world_timeout()
     for backend in [] if limit is None else _backends(group):
         backend._set_default_timeout(limit)
@@ -141,6 +141,6 @@ def _world() -> ProcessGroup:
 
 
 def _backends(group: ProcessGroup) -> list[Any]:
-    """Those of a group that have a time-out; a simulated one has none."""
+    """Return the backends of a group that have a timeout; a simulated backend has none."""
     found = [group._get_backend(device) for device in group._device_types]
     return [backend for backend in found if hasattr(getattr(backend, "options", None), "_timeout")]

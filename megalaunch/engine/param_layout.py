@@ -1,6 +1,6 @@
-"""How parameters lie over tensor-parallel ranks, and how a forward pass reads them.
+"""How parameters are sharded over tensor-parallel ranks, and how a forward pass reads them.
 
-DTensor is not imported here: a process that only generates text needs none, and its import takes half a second.
+DTensor is not imported here: a process that only generates text does not need it, and its import takes half a second.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """Declared beside a parameter: what tensor-parallel ranks hold of it, and what their gradients are.
+    """How one parameter is sharded over tensor-parallel ranks, and whether its gradients are partial sums.
 
-    `split`: the dim divided among ranks, None: all hold the whole. `pieces`: into how many parts it divides at most
-    (key/value heads); with more ranks than pieces all hold the whole and each uses one piece. `partial_under_sp`:
-    ranks see different tokens under sequence parallelism, so that their gradients are parts of a sum; `partial`:
-    ranks apply it to different heads, so that they always are.
+    Args:
+        shard_dim: The dim that is sharded; None: the parameter is replicated.
+        max_shards: The largest number of shards (key/value heads). With more ranks than that the parameter is
+            replicated and each rank computes with one shard.
+        partial_under_sp: Under sequence parallelism each rank sees other tokens, so its gradient is a partial sum.
+        partial: Each rank applies the parameter to other heads, so its gradient is always a partial sum.
     """
 
     shard_dim: int | None = None
@@ -26,37 +28,38 @@ class ParamLayout:
     partial: bool = False
 
     def is_sharded(self, ranks: int) -> bool:
-        """Does each of `ranks` hold a part of its own?"""
+        """Return whether each of `ranks` ranks holds a shard of its own."""
         return self.shard_dim is not None and (self.max_shards is None or self.max_shards >= ranks)
 
     def is_partial(self, ranks: int, sequence_parallel: bool) -> bool:
-        """Has `train.finalize` to sum the ranks' gradients?"""
+        """Return whether the ranks' gradients must be summed (`train/finalize_grads.py`)."""
         if ranks == 1 or self.is_sharded(ranks):
             return False
         return self.shard_dim is not None or self.partial or (self.partial_under_sp and sequence_parallel)
 
 
 COLUMN_PARALLEL = ParamLayout(shard_dim=0)
-"""Output features are divided: the inputs of a tensor-parallel region, the embedding and the head."""
+"""Output features are sharded: projections that start a tensor-parallel region, the embedding and the head."""
 ROW_PARALLEL = ParamLayout(shard_dim=1)
-"""Input features are divided: what ends a region with a sum over ranks."""
+"""Input features are sharded: projections that end a region, by a sum over ranks."""
 REPLICATED = ParamLayout(partial_under_sp=True)
-"""Norms: every rank holds the whole and, under sequence parallelism, applies it to its own tokens."""
+"""Norms: replicated. Under sequence parallelism each rank applies them to its own tokens, so gradients are partial."""
 REPLICATED_PER_HEAD = ParamLayout(partial=True)
-"""Norms of single heads: every rank holds the whole and applies it to its own heads."""
+"""Per-head norms: replicated. Each rank applies them to its own heads, so gradients are always partial."""
 
 
 def get_param_layout(module: nn.Module, parameter: str) -> ParamLayout:
-    """What a module that has parameters of its own declares of one: `<parameter>_layout`, or `layout` for the rest."""
+    """Return the layout that a module declares for a parameter: `<parameter>_layout`, else `layout`."""
     layout = getattr(module, f"{parameter}_layout", None) or getattr(module, "layout", None)
     assert isinstance(layout, ParamLayout), f"{type(module).__name__} has parameters and declares no layout"
     return layout
 
 
 def local_param(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, as the forward pass reads it; the gradient flows back to the parameter.
+    """Return this rank's shard of a parameter as a plain tensor; its gradient flows back to the parameter.
 
-    The gradient has the label of the parameter: what is a part of a sum is summed once a step (train.finalize).
+    The gradient gets the placements of the parameter. Gradients that are partial over tp are summed once a step, by
+    `train/finalize_grads.py`, and not here: one coalesced all-reduce instead of one for each parameter.
     """
     if not hasattr(type(parameter), "to_local"):  # of the type: of a tensor, a tracer of graphs gives no answer
         return parameter
@@ -65,7 +68,7 @@ def local_param(parameter: Tensor) -> Tensor:
 
 
 def local_or_shared_shard(parameter: Tensor, layout: ParamLayout, rank: int, ranks: int) -> Tensor:
-    """What rank `rank` of `ranks` multiplies with: its part, or its piece of the whole where ranks share pieces."""
+    """Return the shard that rank `rank` of `ranks` computes with; ranks share one where there are fewer shards."""
     values = local_param(parameter)
     if ranks == 1 or layout.shard_dim is None or layout.is_sharded(ranks):
         return values

@@ -1,7 +1,10 @@
-"""Where tensor-parallel regions begin and end: what a block calls, and the one-device form of it.
+"""The interface between model code and tensor parallelism, and its implementation for one device.
 
-Shapes: B batch, S sequence, s the part of it that a rank holds between regions (S without sequence parallelism),
-H hidden, F features, V vocabulary; f and v are a rank's part of F and V.
+Model files call these methods and never import torch.distributed. `parallel/tensor_parallel.py` has the implementation
+for several ranks.
+
+Shapes: B batch, S sequence, s a rank's shard of it outside a region (S without sequence parallelism), H hidden,
+F features, V vocabulary, N heads; f, v and n are a rank's shards of F, V and N.
 """
 
 from __future__ import annotations
@@ -18,45 +21,45 @@ from megalaunch.engine.param_layout import ParamLayout, local_param
 
 
 class TPRegion(Protocol):
-    """The places where activations change hands; the identity where one device holds all."""
+    """Start and end of a tensor-parallel region, where activations are communicated."""
 
     @property
     def vocab_axis(self) -> Axis:
-        """The axis that divides the logits."""
+        """The axis that shards the vocabulary of the logits."""
 
     def embed(self, tokens_BS: Tensor, embedding: nn.Module) -> Tensor:
-        """Token ids [B, S] -> [B, s, H]."""
+        """Embed token ids [B, S] -> [B, s, H]."""
 
     def column_parallel_linear(self, x_BsH: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
-        """All projections of the same input: [B, s, H] -> [B, S, f] each."""
+        """Start a region: apply projections that share their input, [B, s, H] -> [B, S, f] each."""
 
     def gather_from_sequence_parallel_region(self, x_BsH: Tensor) -> Tensor:
-        """The input of a region whose work on it is not a projection alone: [B, s, H] -> [B, S, H]."""
+        """Start a region without a projection: all-gather the sequence, [B, s, H] -> [B, S, H]."""
 
     def row_parallel_linear(self, x_BSf: Tensor, projection: Linear) -> Tensor:
-        """Project and sum over ranks: [B, S, f] -> [B, s, H]."""
+        """End a region: project and sum over ranks, [B, S, f] -> [B, s, H]."""
 
     def local_seq_len(self, length: int) -> int:
-        """s for S = `length`."""
+        """Return s for S = `length`."""
 
     def sequence_parallel_disabled(self) -> AbstractContextManager[None]:
-        """Within it s is S, whatever S is: for text that grows by a token at a time."""
+        """Disable sequence parallelism within the context (s = S), for generation, where S grows by one token."""
 
     def local_param(self, parameter: Tensor, layout: ParamLayout) -> Tensor:
-        """What this rank applies of a parameter, inside a region."""
+        """Return the shard of a parameter that this rank computes with inside a region."""
 
     def scatter_to_sp(self, positions: Tensor) -> Tensor:
-        """Of [..., S] what goes with this rank's tokens between regions, [..., s]."""
+        """Return this rank's part [..., s] of per-token values [..., S], outside a region."""
 
     def local_heads(self, whole: Tensor) -> Tensor:
-        """Of [N] what goes with this rank's heads inside a region, [n]."""
+        """Return this rank's part [n] of per-head values [N], inside a region."""
 
     def all_reduce_mean(self, statistic: Tensor) -> Tensor:
-        """Inside a region: the mean over ranks of what each found of its part of the features."""
+        """Average a statistic over ranks, each of which computed it on its shard of the features."""
 
 
 class NoTP:
-    """No region at all."""
+    """One device holds everything: no communication."""
 
     vocab_axis = Axis("tp")
 
@@ -70,7 +73,7 @@ class NoTP:
         return tuple(projection(x_BsH) for projection in projections)
 
     def gather_from_sequence_parallel_region(self, x_BsH: Tensor) -> Tensor:
-        """It is whole."""
+        """Return x: it is not sharded."""
         return x_BsH
 
     def row_parallel_linear(self, x_BSf: Tensor, projection: Linear) -> Tensor:
@@ -79,27 +82,27 @@ class NoTP:
         return result
 
     def local_seq_len(self, length: int) -> int:
-        """All of them."""
+        """Return the length: there is no sequence parallelism."""
         return length
 
     def sequence_parallel_disabled(self) -> AbstractContextManager[None]:
-        """As ever."""
+        """Do nothing: there is no sequence parallelism."""
         return nullcontext()
 
     def local_param(self, parameter: Tensor, layout: ParamLayout) -> Tensor:
-        """All of it."""
+        """Return the whole parameter."""
         return local_param(parameter)
 
     def scatter_to_sp(self, positions: Tensor) -> Tensor:
-        """All of them."""
+        """Return the positions of all tokens."""
         return positions
 
     def local_heads(self, whole: Tensor) -> Tensor:
-        """All of it."""
+        """Return the values of all heads."""
         return whole
 
     def all_reduce_mean(self, statistic: Tensor) -> Tensor:
-        """The statistic."""
+        """Return the statistic."""
         return statistic
 
 

@@ -1,7 +1,8 @@
-"""Tensor and sequence parallelism: a region's inputs and outputs, with their exchanges beside the matmuls.
+"""Tensor and sequence parallelism: column- and row-parallel linear layers, and the collectives at a region's ends.
 
-Megatron's scheme (Shoeybi et al. 2019; Korthikanti et al. 2022 for sequences). Between regions every rank holds
-all tokens, or with sequence parallelism its part s = S / tp of each sequence.
+Megatron's scheme (Shoeybi et al. 2019; Korthikanti et al. 2022 for sequence parallelism). Outside a region each rank holds all S tokens of a sequence, or with sequence parallelism its shard of s = S / tp tokens. With
+sequence parallelism a region starts with an all-gather and ends with a reduce-scatter along S; without it only the end
+communicates, by an all-reduce.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ _SEQUENCE = 1  # the dim of S in [B, S, H]
 
 @dataclass
 class TensorParallel:
-    """The boundary between regions on one tensor-parallel rank; all modules of a model share it."""
+    """The tensor-parallel region of one rank (`TPRegion`). All modules of a model share this object."""
 
     axis: Axis
     sequence_parallel: bool
-    overlap: bool = False  # rings of parallel/tensor_ring.py, under sequence parallelism
+    overlap: bool = False  # rings of tp_overlap.py; needs sequence parallelism
 
     @property
     def vocab_axis(self) -> Axis:
-        """Logits are divided over the same axis."""
+        """The axis that shards the vocabulary of embedding, head and logits."""
         return self.axis
 
     def embed(self, tokens_BS: Tensor, embedding: nn.Module) -> Tensor:
-        """Each rank looks up the tokens of its rows; the sum over ranks has all of them. -> [B, s, H]."""
+        """Embed token ids, [B, S] -> [B, s, H]: each rank looks up its vocabulary shard, then ranks are summed."""
         assert isinstance(embedding.weight, Tensor)
         table = local_param(embedding.weight)
         rows = tokens_BS - self.axis.rank * table.shape[0]
@@ -51,7 +52,7 @@ class TensorParallel:
         return self._sum(vectors)
 
     def column_parallel_linear(self, x_BsH: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
-        """[B, s, H] -> [B, S, f] each."""
+        """Apply projections that share their input: [B, s, H] -> [B, S, f] each."""
         weights = [self.local_param(p.weight, p.layout) for p in projections]
         outputs: tuple[Tensor, ...]
         if self.overlap and self.sequence_parallel:
@@ -64,12 +65,12 @@ class TensorParallel:
         )
 
     def gather_from_sequence_parallel_region(self, x_BsH: Tensor) -> Tensor:
-        """[B, s, H] -> [B, S, H]; backward: the ranks' gradients are parts of a sum."""
+        """All-gather the sequence: [B, s, H] -> [B, S, H]. Backward: reduce-scatter of the partial gradients."""
         whole: Tensor = _GatherFromSP.apply(x_BsH, self.axis, self.sequence_parallel)  # type: ignore[no-untyped-call]
         return whole
 
     def row_parallel_linear(self, x_BSf: Tensor, projection: Linear) -> Tensor:
-        """[B, S, f] -> [B, s, H]."""
+        """Apply a projection whose input features are sharded, and sum over ranks: [B, S, f] -> [B, s, H]."""
         weight = local_param(projection.weight)
         if self.overlap and self.sequence_parallel:
             total: Tensor = MatmulReduceScatterRing.apply(x_BSf, self.axis, weight)  # type: ignore[no-untyped-call]
@@ -78,29 +79,29 @@ class TensorParallel:
         return total if projection.bias is None else total + local_param(projection.bias)
 
     def local_param(self, parameter: Tensor, layout: ParamLayout) -> Tensor:
-        """What this rank applies of a parameter."""
+        """Return the shard of a parameter that this rank computes with."""
         return local_or_shared_shard(parameter, layout, self.axis.rank, self.axis.size)
 
     def scatter_to_sp(self, positions: Tensor) -> Tensor:
-        """Of [..., S] what goes with this rank's tokens between regions, [..., s]."""
+        """Return this rank's part [..., s] of per-token values [..., S]."""
         return positions.chunk(self.axis.size, dim=-1)[self.axis.rank] if self.sequence_parallel else positions
 
     def local_heads(self, whole: Tensor) -> Tensor:
-        """Of [N] what goes with this rank's heads inside a region, [n]."""
+        """Return this rank's part [n] of per-head values [N]."""
         return whole.chunk(self.axis.size)[self.axis.rank]
 
     def all_reduce_mean(self, statistic: Tensor) -> Tensor:
-        """The mean over ranks of what each found of its part of the features."""
+        """Average a statistic over ranks, each of which computed it on its shard of the features."""
         mean: Tensor = _AllReduceMean.apply(statistic, self.axis)  # type: ignore[no-untyped-call]
         return mean
 
     def local_seq_len(self, length: int) -> int:
-        """An equal share under sequence parallelism, else all of them."""
+        """Return s for S = `length`."""
         return length // self.axis.size if self.sequence_parallel else length
 
     @contextmanager
     def sequence_parallel_disabled(self) -> Iterator[None]:
-        """No sequence parallelism within: a length need not divide."""
+        """Disable sequence parallelism within the context, for lengths that tp does not divide (generation)."""
         kept, self.sequence_parallel = self.sequence_parallel, False
         try:
             yield
@@ -113,10 +114,14 @@ class TensorParallel:
 
 
 class _ColumnParallelLinearFn(torch.autograd.Function):
-    """y_i = gather(x) W_i^T.
+    """Column-parallel linear layers that share their input. W_i is this rank's shard of the output features.
 
-    Backward: the gather of x, which is kept divided, runs beside dx = sum_i dy_i W_i; the reduction of dx runs
-    beside dW_i = dy_i^T x. A pass for one of the two does that one's half.
+    Forward:   y_i = all_gather(x_s) W_i^T
+    Backward:  dx_s = reduce_scatter(sum_i dy_i W_i),  dW_i = dy_i^T all_gather(x_s)
+    Without sequence parallelism x is whole: no all-gather, and the reduce-scatter is an all-reduce.
+
+    Only the shard x_s is saved for backward. Its all-gather overlaps with the matmul of dx, and the reduction of dx
+    with the matmuls of dW. A zero-bubble schedule calls backward twice, for dx and for dW: each call does its half.
     """
 
     @staticmethod
@@ -143,7 +148,7 @@ class _ColumnParallelLinearFn(torch.autograd.Function):
 
 
 class _GatherFromSP(torch.autograd.Function):
-    """What `_Enter` does around its projections."""
+    """All-gather along S in forward; reduce-scatter (or all-reduce) of the partial gradients in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, divided_sequence: bool) -> Tensor:
@@ -156,7 +161,7 @@ class _GatherFromSP(torch.autograd.Function):
 
 
 class _ReduceFromTPRegion(torch.autograd.Function):
-    """The sum of the ranks' partial results, whole or divided by sequence; backward: the gradient, whole again."""
+    """Sum of the ranks' partial results: reduce-scatter along S or all-reduce; backward: all-gather or identity."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, axis: Axis, divided_sequence: bool) -> Tensor:
@@ -170,12 +175,12 @@ class _ReduceFromTPRegion(torch.autograd.Function):
 
 
 def _start_reduce(partial: Tensor, axis: Axis, divided_sequence: bool) -> AsyncCollective:
-    """The sum of the ranks' parts, whole or divided by sequence."""
+    """Start the sum over ranks: a reduce-scatter along S with sequence parallelism, else an all-reduce."""
     return start_reduce_scatter(partial, _SEQUENCE, axis) if divided_sequence else all_reduce_async(partial, axis)
 
 
 class _AllReduceMean(torch.autograd.Function):
-    """The mean over ranks; every rank goes on with it in its own way, so the gradients are averaged alike."""
+    """Mean over ranks. Each rank uses the mean in its own computation, so backward averages the gradients."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, axis: Axis) -> Tensor:
@@ -188,7 +193,7 @@ class _AllReduceMean(torch.autograd.Function):
 
 
 def shard_model_params(model: Decoder, axis_mesh: DeviceMesh) -> None:
-    """Make every parameter of a model on meta a DTensor over the tensor-parallel axis, as its layout says."""
+    """Replace each parameter of a model on meta by a DTensor over the tp axis, sharded as its ParamLayout says."""
     if axis_mesh.size() == 1:
         return
     for module in model.modules():
