@@ -68,9 +68,9 @@ class _Sources:
     chain: list[Recipe] = field(default_factory=list)
 
 
-def compose(words: Sequence[str]) -> Composition:
+def compose(overrides: Sequence[str]) -> Composition:
     """Compose a run spec; raises ConfigError with every problem of the words and the files they name."""
-    return Composer().compose(words)
+    return Composer().compose(overrides)
 
 
 class Composer:
@@ -81,10 +81,10 @@ class Composer:
         # By the recipe that is given by path, since options may lie beside it; None: all recipes that have a name.
         self._options: dict[str | None, dict[tuple[str, str], ConfigValues]] = {}
 
-    def compose(self, words: Sequence[str]) -> Composition:
+    def compose(self, overrides: Sequence[str]) -> Composition:
         """As the function of that name."""
         problems: list[SpecProblem] = []
-        chosen = parse_overrides(words, problems)
+        chosen = parse_overrides(overrides, problems)
         recipe = chosen.choices.get("recipe")
         known = self._options.setdefault(recipe if recipe is not None and is_path(recipe) else None, {})
         sources = _Sources(chosen, dict(known))
@@ -106,7 +106,7 @@ class Composer:
             raise ConfigError(problems)
         shown = {group: option for group, option in choices.items() if option}
         marked = _reopen_derived(origins, data)
-        return Composition(spec, marked, shown, tuple(words), tuple(chosen.duplicates()), _notes(sources, spec))
+        return Composition(spec, marked, shown, tuple(overrides), tuple(chosen.duplicates()), _notes(sources, spec))
 
 
 def _notes(sources: _Sources, spec: RunSpec) -> tuple[SpecProblem, ...]:
@@ -132,11 +132,11 @@ def _read_files(sources: _Sources, chains: dict[str, list[Recipe]], problems: li
     sources.primary = dict(_primary_options())
     chosen = sources.words.choices
     if "recipe" in chosen:
-        word, before = chosen["recipe"], len(problems)
-        sources.chain = chains[word] if word in chains else load_chain(word, COMMAND_LINE, problems)
+        override, before = chosen["recipe"], len(problems)
+        sources.chain = chains[override] if override in chains else load_chain(override, COMMAND_LINE, problems)
         if len(problems) == before:
-            chains[word] = sources.chain
-        if not sources.chain or sources.chain[-1].name != word:
+            chains[override] = sources.chain
+        if not sources.chain or sources.chain[-1].name != override:
             del chosen["recipe"]
     wanted = [(group, option, COMMAND_LINE) for group, option in chosen.items() if group != "recipe"]
     wanted += [(group, option, where) for r in sources.chain for group, (option, where) in r.options.items()]
@@ -174,10 +174,10 @@ def _merge(sources: _Sources, choices: Mapping[str, str | None]) -> dict[str, An
     return data
 
 
-def _apply_values(data: dict[str, Any], words: Overrides, problems: list[SpecProblem]) -> dict[str, Any]:
+def _apply_values(data: dict[str, Any], overrides: Overrides, problems: list[SpecProblem]) -> dict[str, Any]:
     """Write the typed values into the data, the last of a key wins; returns them by key."""
     typed: dict[str, Any] = {}
-    for path, raw in words.values:
+    for path, raw in overrides.values:
         value, problem = _text_value(path, raw) if schema_keys()[path].is_text else _plain_value(path, raw)
         if problem:
             problems.append(SpecProblem(path, problem, COMMAND_LINE))

@@ -1,4 +1,4 @@
-"""Option files: `conf/<group>/<name>.yaml` holds values of one section of the run spec."""
+"""Config groups: the option file `conf/<group>/<name>.yaml` holds values of one section of the run spec."""
 
 from __future__ import annotations
 

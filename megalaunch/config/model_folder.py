@@ -8,9 +8,9 @@ from megalaunch.config.groups import ConfigValues, display_path, option_files
 from megalaunch.config.schema import SpecProblem
 
 
-def names_folder(word: str, beside: Path | None = None) -> bool:
+def names_folder(override: str, beside: Path | None = None) -> bool:
     """Is the option a path to something that is there? A name with an option file is that option."""
-    return exists(word) and not option_files("model", word, beside)
+    return exists(override) and not option_files("model", override, beside)
 
 
 def exists(path: str) -> bool:
@@ -21,14 +21,14 @@ def exists(path: str) -> bool:
         return False
 
 
-def load_model_folder(word: str, where: str, problems: list[SpecProblem]) -> ConfigValues | None:
+def load_model_folder(override: str, where: str, problems: list[SpecProblem]) -> ConfigValues | None:
     """The model section that a folder means; None, and every reason as a problem, where it means none.
 
     `where` names who asked for it.
     """
     from megalaunch.importers.huggingface.model_section import ModelFolderError, read_model_section
 
-    folder = Path(word).expanduser()
+    folder = Path(override).expanduser()
     try:
         section = read_model_section(folder, display_path(folder))
     except ModelFolderError as error:
@@ -39,10 +39,10 @@ def load_model_folder(word: str, where: str, problems: list[SpecProblem]) -> Con
     return ConfigValues(values, places, section.notes)
 
 
-def no_weights_note(word: str) -> SpecProblem:
+def no_weights_note(override: str) -> SpecProblem:
     """What a folder does not give, and the word that does."""
     said = (
-        f"model={word} gives the architecture only, and the run begins with random weights; "
-        f"add checkpoint.load_pretrained={word} to begin with those of the folder"
+        f"model={override} gives the architecture only, and the run begins with random weights; "
+        f"add checkpoint.load_pretrained={override} to begin with those of the folder"
     )
     return SpecProblem("checkpoint.load_pretrained", said)

@@ -36,31 +36,31 @@ class Overrides:
         ]  # fmt: skip
 
 
-def parse_overrides(words: Sequence[str], problems: list[SpecProblem]) -> Overrides:
+def parse_overrides(overrides: Sequence[str], problems: list[SpecProblem]) -> Overrides:
     """Sort the words; unknown, unfinished and refused ones become problems."""
     result = Overrides()
-    for word in words:
-        key, equals, value = word.partition("=")
-        problem = _reject(word, key, equals, value)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        problem = _reject(override, key, equals, value)
         if problem:
-            problems.append(SpecProblem(key.lstrip("+~") or word, problem, COMMAND_LINE))
+            problems.append(SpecProblem(key.lstrip("+~") or override, problem, COMMAND_LINE))
         elif key in schema_keys():
             result.values.append((key, value))
         elif key in result.choices:
-            message = f"is chosen twice, {key}={result.choices[key]} and {word}; keep one"
+            message = f"is chosen twice, {key}={result.choices[key]} and {override}; keep one"
             problems.append(SpecProblem(key, message, COMMAND_LINE))
         else:
             result.choices[key] = value
     return result
 
 
-def _reject(word: str, key: str, equals: str, value: str) -> str:
-    if word.startswith("+"):
-        return _plus(word.lstrip("+"))
-    if word.startswith("~"):
+def _reject(override: str, key: str, equals: str, value: str) -> str:
+    if override.startswith("+"):
+        return _plus(override.lstrip("+"))
+    if override.startswith("~"):
         return f"~ takes keys away, and a run spec keeps all of them; {_instead_of_removing(key.lstrip('~'))}"
     if not equals:
-        return f"is no KEY=VALUE word{_word_hint(word)}"
+        return f"is no KEY=VALUE word{_word_hint(override)}"
     if key in schema_keys():
         return ""
     if key in (*GROUPS, "recipe"):
@@ -104,19 +104,19 @@ def _instead_of_removing(key: str) -> str:
     return "leave the word out"
 
 
-def _word_hint(word: str) -> str:
+def _word_hint(override: str) -> str:
     """What a word without = most likely stands for: a recipe before a model, since a run starts from one."""
-    if word in schema_keys() or word in (*GROUPS, "recipe"):
-        return f"; write {word}=VALUE"
-    if word in ("help", "-h"):
+    if override in schema_keys() or override in (*GROUPS, "recipe"):
+        return f"; write {override}=VALUE"
+    if override in ("help", "-h"):
         return "; write --help"
     recipes = list(recipe_files())
-    if word in recipes or is_path(word):
-        return f"; did you mean recipe={word}?"
+    if override in recipes or is_path(override):
+        return f"; did you mean recipe={override}?"
     for group in GROUPS:
-        if word in option_names(group):
-            return f"; did you mean {group}={word}?"
-    if merge_layout_names(word):
-        return f"; did you mean parallel={merge_layout_names(word)}?"
-    near = difflib.get_close_matches(word, recipes, n=1)
+        if override in option_names(group):
+            return f"; did you mean {group}={override}?"
+    if merge_layout_names(override):
+        return f"; did you mean parallel={merge_layout_names(override)}?"
+    near = difflib.get_close_matches(override, recipes, n=1)
     return f"; did you mean recipe={near[0]}?" if near else ", e.g. recipe=quickstart or train.steps=100"

@@ -75,15 +75,15 @@ def layout_name(values: Mapping[str, Any]) -> str | None:
     >>> layout_name({"tp": 4, "data_sharding": "optim_grads_params"})
     'tp4zero3'
     """
-    words = {sharding: name for name, sharding in _SHARDINGS.items()}
+    names = {sharding: name for name, sharding in _SHARDINGS.items()}
     parts = []
     for key, value in values.items():
         if key in ("tp", "pp", "cp", "ep", "etp", "vpp", "dp") and isinstance(value, int):
             parts.append(f"{key}{value}")
         elif key == "replicas":
             parts.append(f"hsdp{value}")
-        elif key == "data_sharding" and value in words:
-            parts.append(words[value])
+        elif key == "data_sharding" and value in names:
+            parts.append(names[value])
         elif key == "sequence_parallel" and value is True:
             parts.append("sp")
         else:

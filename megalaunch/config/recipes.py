@@ -67,9 +67,9 @@ def recipe_files() -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def is_path(word: str) -> bool:
+def is_path(override: str) -> bool:
     """True for `recipe=./mine.yaml`: what is no name is a file."""
-    return word.endswith((".yaml", ".yml"))
+    return override.endswith((".yaml", ".yml"))
 
 
 def find_recipe(name: str) -> Path | None:
@@ -79,34 +79,34 @@ def find_recipe(name: str) -> Path | None:
     return next((path for folder in recipe_folders() if (path := folder / f"{name}.yaml").is_file()), None)
 
 
-def load_chain(word: str, where: str, problems: list[SpecProblem]) -> list[Recipe]:
+def load_chain(override: str, where: str, problems: list[SpecProblem]) -> list[Recipe]:
     """The recipe and all it starts from, ancestors first; problems for what is missing or not allowed.
 
     Raises nothing: a recipe that cannot be read is left out, with a problem.
     """
     chain: list[Recipe] = []
-    _collect(word, where, (), chain, problems)
+    _collect(override, where, (), chain, problems)
     return chain
 
 
 def _collect(
-    word: str, where: str, path_here: tuple[str, ...], chain: list[Recipe], problems: list[SpecProblem]
+    override: str, where: str, path_here: tuple[str, ...], chain: list[Recipe], problems: list[SpecProblem]
 ) -> None:
-    if word in path_here:
-        problems.append(SpecProblem("recipe", _starts_from_itself([*path_here, word], where), where))
+    if override in path_here:
+        problems.append(SpecProblem("recipe", _starts_from_itself([*path_here, override], where), where))
         return
     if len(path_here) >= _MAX_CHAIN:
-        links = " -> ".join([*path_here, word])
+        links = " -> ".join([*path_here, override])
         message = f"starts from a recipe that starts from another, {_MAX_CHAIN} times: {links}; take some links out"
         problems.append(SpecProblem("recipe", message, where))
         return
-    if any(recipe.name == word for recipe in chain):
+    if any(recipe.name == override for recipe in chain):
         return
-    recipe = _load(word, where, typed=not path_here, problems=problems)
+    recipe = _load(override, where, typed=not path_here, problems=problems)
     if recipe is None:
         return
     for parent in recipe.parents:
-        _collect(parent, display_path(recipe.path), (*path_here, word), chain, problems)
+        _collect(parent, display_path(recipe.path), (*path_here, override), chain, problems)
     chain.append(recipe)
 
 
@@ -120,23 +120,23 @@ def _starts_from_itself(links: list[str], where: str) -> str:
     return said
 
 
-def _load(word: str, where: str, typed: bool, problems: list[SpecProblem]) -> Recipe | None:
-    path = Path(word).expanduser() if typed and is_path(word) else find_recipe(word)
+def _load(override: str, where: str, typed: bool, problems: list[SpecProblem]) -> Recipe | None:
+    path = Path(override).expanduser() if typed and is_path(override) else find_recipe(override)
     if path is None:
-        problems.append(SpecProblem("recipe", _unknown(word, typed), where))
+        problems.append(SpecProblem("recipe", _unknown(override, typed), where))
         return None
     try:
         file = load_yaml(path, display_path(path))
     except YamlProblem as problem:
         problems.append(SpecProblem("recipe", problem.message, problem.where))
         return None
-    return read_recipe(word, path, file, problems)
+    return read_recipe(override, path, file, problems)
 
 
-def _unknown(word: str, typed: bool) -> str:
-    if not typed and (is_path(word) or not _NAME.fullmatch(word)):
-        return f"a recipe starts from a recipe's name, not from {word!r}"
-    return unknown_recipe(word, list(recipe_files()))
+def _unknown(override: str, typed: bool) -> str:
+    if not typed and (is_path(override) or not _NAME.fullmatch(override)):
+        return f"a recipe starts from a recipe's name, not from {override!r}"
+    return unknown_recipe(override, list(recipe_files()))
 
 
 def read_recipe(name: str, path: Path, file: YamlFile, problems: list[SpecProblem]) -> Recipe:

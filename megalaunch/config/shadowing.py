@@ -13,7 +13,7 @@ from megalaunch.config.schema.paths import entry_at
 
 
 def shadowed_overrides(
-    words: Overrides,
+    overrides: Overrides,
     options: Mapping[tuple[str, str], ConfigValues],
     chain: Sequence[Recipe],
     data: Mapping[str, Mapping[str, Any]],
@@ -21,7 +21,7 @@ def shadowed_overrides(
 ) -> list[SpecProblem]:
     """A problem for each value of a typed option that a recipe replaced, unless the key itself was typed too."""
     problems = []
-    for group, option in words.choices.items():
+    for group, option in overrides.choices.items():
         if group == "recipe":
             continue
         for path, wanted in options[group, option].values.items():

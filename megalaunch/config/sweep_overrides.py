@@ -24,9 +24,10 @@ class SweepOverrides:
 
     def point(self, values: Values) -> tuple[str, ...]:
         """The words of one run: each axis has its value, in its place."""
-        keys = [word.partition("=")[0] for word in self.typed]
+        keys = [override.partition("=")[0] for override in self.typed]
         return tuple(
-            f"{key}={values[key]}" if key in values else word for key, word in zip(keys, self.typed, strict=True)
+            f"{key}={values[key]}" if key in values else override
+            for key, override in zip(keys, self.typed, strict=True)
         )
 
     @property
@@ -40,13 +41,13 @@ class SweepOverrides:
         return size
 
 
-def parse_sweep(words: Sequence[str]) -> SweepOverrides:
+def parse_sweep(overrides: Sequence[str]) -> SweepOverrides:
     """Find the axes; raises ConfigError with every sweep that cannot be read, or when there is none."""
     problems: list[SpecProblem] = []
     axes: dict[str, Categorical | Range] = {}
-    keys = [word.partition("=")[0] for word in words]
-    for word, key in zip(words, keys, strict=True):
-        _, equals, raw = word.partition("=")
+    keys = [override.partition("=")[0] for override in overrides]
+    for override, key in zip(overrides, keys, strict=True):
+        _, equals, raw = override.partition("=")
         if key in _GIVEN_BY_SWEEP:
             problems.append(_problem(key, "is given to each trial by the sweep; name the sweep with --name"))
         if not equals or (key not in (*GROUPS, "recipe") and key not in schema_keys()):
@@ -64,7 +65,7 @@ def parse_sweep(words: Sequence[str]) -> SweepOverrides:
         problems.append(_problem("sweep", f"{message}, which `megalaunch train` starts"))
     if problems:
         raise ConfigError(problems)
-    return SweepOverrides(tuple(words), axes)
+    return SweepOverrides(tuple(overrides), axes)
 
 
 def _faults(key: str, axis: Categorical | Range, given: int) -> list[SpecProblem]:

@@ -39,7 +39,7 @@ def all_gather_async(x: Tensor, dim: int, axis: Axis) -> AsyncCollective:
     return AsyncCollective(joined, lambda whole: torch.cat(whole.chunk(axis.size, dim=0), dim=dim))
 
 
-def start_reduce_scatter(x: Tensor, dim: int, axis: Axis) -> AsyncCollective:
+def reduce_scatter_async(x: Tensor, dim: int, axis: Axis) -> AsyncCollective:
     """Reduce-scatter: sum over ranks and return this rank's shard along `dim`, whose size the axis divides."""
     if axis.size == 1:
         return _completed(x)

@@ -122,37 +122,39 @@ class _DistributedModel:
     record: RunLogger
 
 
-def _answers(laid: _DistributedModel, job: Job) -> Iterator[Answer]:
+def _answers(distributed: _DistributedModel, job: Job) -> Iterator[Answer]:
     try:
-        answers = _generate(laid, job) if isinstance(job, GenerateJob) else _evaluate(laid, job)
+        answers = _generate(distributed, job) if isinstance(job, GenerateJob) else _evaluate(distributed, job)
     except ValueError as error:  # what was asked cannot be
         raise RunEnd(ExitCode.CONFIGURATION, str(error), 0) from error
     yield from answers
 
 
-def _generate(laid: _DistributedModel, job: GenerateJob) -> Iterator[Answer]:
-    tokens = tokenize_prompts(laid.source, job.prompts)
-    texts = generate_with(_GenerationModel(laid), laid.source, tokens, job.ask)
-    note = length_note(laid.source, tokens, job.ask.max_new_tokens)
+def _generate(distributed: _DistributedModel, job: GenerateJob) -> Iterator[Answer]:
+    tokens = tokenize_prompts(distributed.source, job.prompts)
+    texts = generate_with(_GenerationModel(distributed), distributed.source, tokens, job.ask)
+    note = length_note(distributed.source, tokens, job.ask.max_new_tokens)
     return chain([Warning(note)] if note else [], texts)
 
 
-def _evaluate(laid: _DistributedModel, job: EvaluateJob) -> Iterator[Answer]:
-    length = eval_sequence_length(laid.source, job.sequence_length)
-    moves = partial(laid.record.heartbeat, "answering", 0)
-    return scores_by(partial(_sum_over_ranks, laid, job.batch_size), laid.source, job.data, length, job.json_key, moves)
+def _evaluate(distributed: _DistributedModel, job: EvaluateJob) -> Iterator[Answer]:
+    length = eval_sequence_length(distributed.source, job.sequence_length)
+    moves = partial(distributed.record.heartbeat, "answering", 0)
+    return scores_by(
+        partial(_sum_over_ranks, distributed, job.batch_size), distributed.source, job.data, length, job.json_key, moves
+    )
 
 
-def _sum_over_ranks(laid: _DistributedModel, batch_size: int, rows: FiniteDataset) -> tuple[float, int]:
-    spec = with_value(laid.spec, {"train.loss_chunks": HEAD_CHUNKS})
-    passes = make_forward_backward(spec, laid.mesh, laid.model)
+def _sum_over_ranks(distributed: _DistributedModel, batch_size: int, rows: FiniteDataset) -> tuple[float, int]:
+    spec = with_value(distributed.spec, {"train.loss_chunks": HEAD_CHUNKS})
+    passes = make_forward_backward(spec, distributed.mesh, distributed.model)
 
     def may_go_on(problem: RankError | None) -> bool:
-        laid.record.heartbeat("answering", 0)
-        sync_stop_signal(None, problem, 0, laid.mesh.device)
+        distributed.record.heartbeat("answering", 0)
+        sync_stop_signal(None, problem, 0, distributed.mesh.device)
         return True
 
-    sums = evaluate_loss_sum(passes, rows, batch_size, laid.mesh, may_go_on)
+    sums = evaluate_loss_sum(passes, rows, batch_size, distributed.mesh, may_go_on)
     assert sums is not None, "nothing cuts it short"
     return float(sums[0]), int(sums[1])
 
@@ -160,11 +162,13 @@ def _sum_over_ranks(laid: _DistributedModel, batch_size: int, rows: FiniteDatase
 class _GenerationModel:
     """The model as a generator of text sees it, telling progress."""
 
-    def __init__(self, laid: _DistributedModel) -> None:
+    def __init__(self, distributed: _DistributedModel) -> None:
         self._relay = DistributedGenerator(
-            laid.model, laid.mesh, make_pipeline_forward(laid.spec, laid.mesh, laid.model)
+            distributed.model,
+            distributed.mesh,
+            make_pipeline_forward(distributed.spec, distributed.mesh, distributed.model),
         )
-        self._record = laid.record
+        self._record = distributed.record
 
     @property
     def config(self) -> DecoderConfig:

@@ -16,7 +16,7 @@ from megalaunch.plan.topology import Topology
 
 # Outermost first: neighbouring ranks share a tensor-parallel group (Megatron's order tp-cp-dp-pp).
 # Context-parallel ranks hold the same parameters as data-parallel ranks: `fully_shard` takes one axis of both.
-AXES = ("pp", "dp_replicate", "shard", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,12 @@ class Mesh:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh that `fully_shard` takes: (shard), or (dp_replicate, shard) for HSDP."""
-        return self.world_mesh["dp_replicate", "shard"] if self.topology.dp_replicate > 1 else self.world_mesh["shard"]
+        """The mesh that `fully_shard` takes: (dp_shard), or (dp_replicate, dp_shard) for HSDP."""
+        return (
+            self.world_mesh["dp_replicate", "dp_shard"]
+            if self.topology.dp_replicate > 1
+            else self.world_mesh["dp_shard"]
+        )
 
     @cached_property
     def tp(self) -> Axis:

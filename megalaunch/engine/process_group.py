@@ -42,8 +42,8 @@ def _no_device(reason: str) -> tuple[torch.device, RankError]:
 def init_process_group(spec: RunSpec) -> tuple[torch.device, RankError | None]:
     """Meet the other ranks; returns this worker's device, and why the run cannot be: the same on every rank.
 
-    A collective that takes much longer than `launcher.hang_timeout` fails. The launcher, where there is one, ends a hang
-    before that, because it can name the rank that is behind.
+    A collective that takes much longer than `launcher.hang_timeout` fails. A launcher ends a hang before
+    that, because it can name the rank that is behind.
     """
     install_restricted_unpickler()
     slack = 1.5 if LAUNCHER_PID_VARIABLE in os.environ else 1.0

@@ -60,21 +60,21 @@ def _check_world_size(topology: Topology) -> RankError | None:
     )
 
 
-def _train(trainee: TrainState, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> RunEnd:
-    loop = Trainer(trainee, directory, record, stop)
+def _train(state: TrainState, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> RunEnd:
+    loop = Trainer(state, directory, record, stop)
     try:
         loop.resume()
         ending = loop.run()
     except CheckpointError as error:  # the same on every rank
         raise RunEnd(ExitCode.CHECKPOINT, str(error), loop.step) from error
-    if ending.exit_code == ExitCode.DONE and loop.step >= trainee.spec.train.steps:
-        _generate_final_sample(trainee, directory, record)
+    if ending.exit_code == ExitCode.DONE and loop.step >= state.spec.train.steps:
+        _generate_final_sample(state, directory, record)
     return ending
 
 
-def _generate_final_sample(trainee: TrainState, directory: RunDirectory, record: RunLogger) -> None:
+def _generate_final_sample(state: TrainState, directory: RunDirectory, record: RunLogger) -> None:
     """The model is trained and saved: whatever keeps it from writing a sample is worth a note, and no more."""
-    spec = trainee.spec
+    spec = state.spec
     if not spec.train.sample_prompt or spec.tokenizer.path is None:
         return
     record.phase("sampling")
@@ -88,11 +88,11 @@ def _generate_final_sample(trainee: TrainState, directory: RunDirectory, record:
         record.event("note", message=f"no sample was written: {reasons[0]}")
         return
     try:
-        record.sample(sample_text(spec, _as_generator(trainee), tokenizer))
+        record.sample(sample_text(spec, _as_generator(state), tokenizer))
     except ValueError as error:  # the same on every rank
         record.event("note", message=f"no sample was written: {error}")
 
 
-def _as_generator(trainee: TrainState) -> DistributedGenerator:
-    relay = make_pipeline_forward(trainee.spec, trainee.mesh, trainee.model)
-    return DistributedGenerator(trainee.model, trainee.mesh, relay)
+def _as_generator(state: TrainState) -> DistributedGenerator:
+    relay = make_pipeline_forward(state.spec, state.mesh, state.model)
+    return DistributedGenerator(state.model, state.mesh, relay)

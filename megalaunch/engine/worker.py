@@ -58,15 +58,15 @@ def main(arguments: list[str], life: WorkerMain = train) -> int:
 
     directory, rank = RunDirectory(path.parent), int(os.environ["RANK"])
     redirect_output(directory.rank_log(rank))
-    witness = HangDiagnostics(directory.collective_trace(rank), _attempt())
-    witness.install()
+    diagnostics = HangDiagnostics(directory.collective_trace(rank), _attempt())
+    diagnostics.install()
     progress = ProgressWriter(directory.progress(rank), rank, _attempt())
     progress.report("loading torch")
     try:
         life(read_spec(path), directory, rank, progress, stop)
     except BaseException as error:
         with contextlib.suppress(OSError):  # a full disk: the traceback still reaches the log, if anything does
-            witness.dump(error)  # before the event: who reads that looks for this
+            diagnostics.dump(error)  # before the event: who reads that looks for this
             _report_crash(directory, progress, rank, error)
         raise
     progress.report("done")

@@ -92,26 +92,26 @@ class Attempt:
 
     def _diagnose(self) -> Failure:
         codes = exit_codes(self._directory.agent_log)
-        trails: dict[int, CollectiveTrace] = {}
+        traces: dict[int, CollectiveTrace] = {}
         aborted: set[int] = set()  # in a collective
         for number, rank in self.ranks.known.items():
-            trail = read_collective_trace(self._directory.collective_trace(number), self.number)
-            if trail is not None:
-                trails[number] = trail
+            trace = read_collective_trace(self._directory.collective_trace(number), self.number)
+            if trace is not None:
+                traces[number] = trace
             elif exit_description(rank, codes) == -signal.SIGABRT:
                 where, inside = abort_location(self._directory.rank_log(number))
                 if inside:
                     aborted.add(number)
-                    trails[number] = CollectiveTrace(self.number, rank.progress.time, where, inside, ())
-        suspect = find_mismatched_collective(trails)
+                    traces[number] = CollectiveTrace(self.number, rank.progress.time, where, inside, ())
+        culprit = find_mismatched_collective(traces)
         return first_failure(
-            self.number, self._events, self.ranks.known, codes, self.ranks.step, suspect, self.agent_code, aborted
+            self.number, self._events, self.ranks.known, codes, self.ranks.step, culprit, self.agent_code, aborted
         )
 
     def _hang(self) -> Failure:
         silent = self._clock.silent
-        trails = request_traces(self.ranks.alive, self._directory)
-        suspect = None if any(rank.is_stopped for rank in self.ranks.alive) else find_desynced_rank(trails)
-        behind: Rank | None = self.ranks.known[suspect.rank] if suspect else self.ranks.slowest()
-        reason = suspect.message if suspect else ""
+        traces = request_traces(self.ranks.alive, self._directory)
+        culprit = None if any(rank.is_stopped for rank in self.ranks.alive) else find_desynced_rank(traces)
+        behind: Rank | None = self.ranks.known[culprit.rank] if culprit else self.ranks.slowest()
+        reason = culprit.message if culprit else ""
         return hang_failure(self.number, behind, self.ranks.step, silent, reason)

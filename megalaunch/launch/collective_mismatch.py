@@ -32,30 +32,30 @@ class _Candidate:
     message: str
 
 
-def find_desynced_rank(trails: Mapping[int, CollectiveTrace]) -> Culprit | None:
-    """The rank that does not do what the others do, or None when the trails do not say."""
+def find_desynced_rank(traces: Mapping[int, CollectiveTrace]) -> Culprit | None:
+    """The rank that does not do what the others do, or None when the traces do not say."""
     return _best_candidate(
-        list(_different(trails)) or list(_not_waiting(trails)) or list(_waiting_alone(trails))
-    ) or _most_awaited(trails)
+        list(_different(traces)) or list(_not_waiting(traces)) or list(_waiting_alone(traces))
+    ) or _most_awaited(traces)
 
 
-def find_mismatched_collective(trails: Mapping[int, CollectiveTrace]) -> Culprit | None:
+def find_mismatched_collective(traces: Mapping[int, CollectiveTrace]) -> Culprit | None:
     """The rank that ran another collective than the others of its group, or None; for ranks that have crashed."""
-    return _best_candidate(list(_different(trails)) or list(_elsewhere(trails)))
+    return _best_candidate(list(_different(traces)) or list(_elsewhere(traces)))
 
 
-def _best_candidate(doubts: list[_Candidate]) -> Culprit | None:
-    worst = min(doubts, key=lambda doubt: (doubt.votes, doubt.seen, doubt.rank), default=None)
+def _best_candidate(candidates: list[_Candidate]) -> Culprit | None:
+    worst = min(candidates, key=lambda candidate: (candidate.votes, candidate.seen, candidate.rank), default=None)
     return Culprit(worst.rank, worst.message) if worst else None
 
 
-def _different(trails: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
+def _different(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
     """Members of one group whose collectives of the same number differ."""
     run: dict[tuple[str, int], Counter[str]] = {}  # group's name and number -> what ranks of all such groups ran
-    for _, group, one in _all_collectives(trails):
+    for _, group, one in _all_collectives(traces):
         run.setdefault((group.name, one.number), Counter())[one.what] += 1
     members: dict[tuple[tuple[int, ...], str, int], dict[int, tuple[str, int]]] = {}
-    for rank, group, one in _all_collectives(trails):
+    for rank, group, one in _all_collectives(traces):
         at = members.setdefault((group.ranks, group.name, one.number), {})
         at[rank] = (one.what, group.seen.get(one.what, 0))
     for (_, name, number), ran in sorted(members.items(), key=lambda item: item[0][2]):
@@ -64,51 +64,51 @@ def _different(trails: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
         for rank, (what, seen) in ran.items():
             others = Counter(other for other, _ in ran.values() if other != what).most_common(1)[0][0]
             theirs = [other for other, (done, _) in ran.items() if done == others]
-            places = _locations(trails, rank, theirs, name, number)
+            places = _locations(traces, rank, theirs, name, number)
             message = f"it runs {what} where the other ranks of its {name} group run {others}{places}"
             yield _Candidate(run[name, number][what], seen, rank, message)
         return  # what comes after the first difference follows from it
 
 
-def _elsewhere(trails: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
+def _elsewhere(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
     """Ranks that were in a collective at another place than most, where one was aborted in its: gloo does so when
     messages differ in size, and which of the two sides it ends is chance.
     """
-    inside = {rank: trail for rank, trail in trails.items() if trail.in_collective and trail.location}
-    places = Counter(trail.location for trail in inside.values())
-    if len(places) < 2 or all(trail.groups for trail in inside.values()):
+    inside = {rank: trace for rank, trace in traces.items() if trace.in_collective and trace.location}
+    places = Counter(trace.location for trace in inside.values())
+    if len(places) < 2 or all(trace.groups for trace in inside.values()):
         return
-    for rank, trail in inside.items():
-        newest = [group.seen.get(group.last[-1].what, 0) for group in trail.groups if group.last]
-        others = Counter(other.location for other in inside.values() if other.location != trail.location)
-        message = f"it was in a collective at {trail.location}, the other ranks at {others.most_common(1)[0][0]}"
-        yield _Candidate(places[trail.location], min(newest, default=_SEEN_UNKNOWN), rank, message)
+    for rank, trace in inside.items():
+        newest = [group.seen.get(group.last[-1].what, 0) for group in trace.groups if group.last]
+        others = Counter(other.location for other in inside.values() if other.location != trace.location)
+        message = f"it was in a collective at {trace.location}, the other ranks at {others.most_common(1)[0][0]}"
+        yield _Candidate(places[trace.location], min(newest, default=_SEEN_UNKNOWN), rank, message)
 
 
-def _not_waiting(trails: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
+def _not_waiting(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
     """Ranks that wait for nobody while others wait."""
-    busy = [rank for rank, trail in trails.items() if not trail.is_waiting]
-    if busy and len(busy) < len(trails):
+    busy = [rank for rank, trace in traces.items() if not trace.is_waiting]
+    if busy and len(busy) < len(traces):
         for rank in busy:
-            where = f" in {trails[rank].location}" if trails[rank].location else ""
+            where = f" in {traces[rank].location}" if traces[rank].location else ""
             yield _Candidate(len(busy), 0, rank, f"it is busy{where} while the other ranks wait")
 
 
-def _waiting_alone(trails: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
+def _waiting_alone(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
     """Ranks that wait in a collective that no other member has come to, and that they have not run before."""
-    newest = _newest(trails)
-    for rank, group, one in _all_collectives(trails):
+    newest = _newest(traces)
+    for rank, group, one in _all_collectives(traces):
         others = [newest.get((group.ranks, group.name, other), 0) for other in group.ranks if other != rank]
         if one.waiting and group.seen.get(one.what, 0) == 1 and others and max(others) < one.number:
             message = f"it waits in {one.what}, to which no other rank of its {group.name} group comes"
-            message += _locations(trails, rank, [], group.name, one.number)
+            message += _locations(traces, rank, [], group.name, one.number)
             yield _Candidate(1, 1, rank, message)
 
 
-def _most_awaited(trails: Mapping[int, CollectiveTrace]) -> Culprit | None:
+def _most_awaited(traces: Mapping[int, CollectiveTrace]) -> Culprit | None:
     """The rank that more ranks wait for than for any other."""
-    newest, missed = _newest(trails), Counter[int]()
-    for rank, group, one in _all_collectives(trails):
+    newest, missed = _newest(traces), Counter[int]()
+    for rank, group, one in _all_collectives(traces):
         if one.waiting:
             for other in group.ranks:
                 missed[other] += other != rank and newest.get((group.ranks, group.name, other), 0) < one.number
@@ -116,34 +116,34 @@ def _most_awaited(trails: Mapping[int, CollectiveTrace]) -> Culprit | None:
     if not ranked or ranked[0][1] == 0 or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
         return None
     rank = ranked[0][0]
-    at = f": it is at {trails[rank].location}" if rank in trails and trails[rank].location else ""
+    at = f": it is at {traces[rank].location}" if rank in traces and traces[rank].location else ""
     return Culprit(rank, f"the other ranks wait in collectives that it does not come to{at}")
 
 
-def _locations(trails: Mapping[int, CollectiveTrace], rank: int, others: Sequence[int], group: str, number: int) -> str:
+def _locations(traces: Mapping[int, CollectiveTrace], rank: int, others: Sequence[int], group: str, number: int) -> str:
     """Where `rank` and most of the `others` are, as far as this is still the newest collective of each."""
 
     def still_there(one: int) -> bool:
-        return any(told.name == group and told.last[-1].number == number for told in trails[one].groups if told.last)
+        return any(told.name == group and told.last[-1].number == number for told in traces[one].groups if told.last)
 
-    mine = trails[rank].location if still_there(rank) else ""
-    places = Counter(trails[other].location for other in others if trails[other].location and still_there(other))
+    mine = traces[rank].location if still_there(rank) else ""
+    places = Counter(traces[other].location for other in others if traces[other].location and still_there(other))
     theirs = f", they at {places.most_common(1)[0][0]}" if places else ""
     return f"; it is at {mine}{theirs}" if mine else ""
 
 
-def _newest(trails: Mapping[int, CollectiveTrace]) -> dict[tuple[tuple[int, ...], str, int], int]:
+def _newest(traces: Mapping[int, CollectiveTrace]) -> dict[tuple[tuple[int, ...], str, int], int]:
     """By ranks and name of a group, and a member: the number of its newest collective."""
     return {
         (group.ranks, group.name, rank): group.last[-1].number
-        for rank, trail in trails.items()
-        for group in trail.groups
+        for rank, trace in traces.items()
+        for group in trace.groups
         if group.last
     }
 
 
-def _all_collectives(trails: Mapping[int, CollectiveTrace]) -> Iterator[tuple[int, GroupTrace, Collective]]:
-    for rank, trail in trails.items():
-        for group in trail.groups:
+def _all_collectives(traces: Mapping[int, CollectiveTrace]) -> Iterator[tuple[int, GroupTrace, Collective]]:
+    for rank, trace in traces.items():
+        for group in trace.groups:
             for one in group.last:
                 yield rank, group, one

@@ -35,8 +35,8 @@ def request_traces(ranks: Sequence[Rank], directory: RunDirectory) -> dict[int, 
     ):
         time.sleep(0.05)
         for place, rank in asked.items():
-            trail = read_collective_trace(directory.collective_trace(place), rank.progress.attempt, since=began)
-            if trail is not None and place not in answers:
-                answers[place] = trail
+            trace = read_collective_trace(directory.collective_trace(place), rank.progress.attempt, since=began)
+            if trace is not None and place not in answers:
+                answers[place] = trace
                 deadline = time.monotonic() + ANSWER_SECONDS
     return answers

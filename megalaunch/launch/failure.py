@@ -78,7 +78,7 @@ def first_failure(
     ranks: Mapping[int, Rank],
     exit_codes: Mapping[int, int],
     step: int,
-    suspect: Culprit | None = None,
+    culprit: Culprit | None = None,
     agent_code: int | None = None,
     aborted: Collection[int] = (),
 ) -> Failure:
@@ -104,8 +104,8 @@ def first_failure(
     ends = {rank.progress.rank: exit_description(rank, exit_codes) for rank in silent}
     # The agent ends the others by SIGTERM, so a death by any other signal came before.
     killed = [rank for rank in silent if ends[rank.progress.rank] not in (None, 0, -signal.SIGTERM)]
-    if suspect is not None and suspect.rank in ranks and all(rank.progress.rank in aborted for rank in killed):
-        return _failure_location(attempt, ranks[suspect.rank], "out of step", suspect.message)
+    if culprit is not None and culprit.rank in ranks and all(rank.progress.rank in aborted for rank in killed):
+        return _failure_location(attempt, ranks[culprit.rank], "out of step", culprit.message)
     if held_on and not silent:  # the others' collectives timed out on it
         behind = min(held_on, key=lambda rank: rank.progress.step)
         return _failure_location(

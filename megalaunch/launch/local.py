@@ -35,9 +35,9 @@ class Launch:
     worker_module: str = WORKER_MODULE
 
 
-def record_overrides(directory: RunDirectory, words: Sequence[str]) -> None:
+def record_overrides(directory: RunDirectory, overrides: Sequence[str]) -> None:
     """Append the words of a launch to the run's history. Raises OSError."""
-    append_line_bytes(directory.overrides, f"{shlex.join(words)}\n".encode())
+    append_line_bytes(directory.overrides, f"{shlex.join(overrides)}\n".encode())
 
 
 def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunState], Display | None]) -> LaunchResult:

@@ -74,11 +74,11 @@ def frame_location(stack: Iterable[StackLine]) -> tuple[str, bool]:
     return "", inside
 
 
-def write_collective_trace(path: Path, trail: CollectiveTrace) -> None:
+def write_collective_trace(path: Path, trace: CollectiveTrace) -> None:
     """Write by an atomic rename. Raises OSError."""
     unfinished = temporary_path(path)  # not synced: it is read while the machine that wrote it still runs
     with os.fdopen(create_file(unfinished), "w", encoding="utf-8") as file:
-        json.dump(asdict(trail), file)
+        json.dump(asdict(trace), file)
     unfinished.replace(path)
 
 
@@ -95,7 +95,7 @@ def read_collective_trace(path: Path, attempt: int, since: float = 0.0) -> Colle
             )
             for group in data["groups"]
         )
-        trail = CollectiveTrace(data["attempt"], data["time"], data["location"], data["in_collective"], groups)
+        trace = CollectiveTrace(data["attempt"], data["time"], data["location"], data["in_collective"], groups)
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return trail if trail.attempt == attempt and trail.time >= since else None
+    return trace if trace.attempt == attempt and trace.time >= since else None

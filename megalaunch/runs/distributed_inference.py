@@ -29,7 +29,7 @@ _PLANNED_LENGTH = 4096  # of a text whose length is not known before
 _MICROBATCHES = 4  # for each stage: enough for every schedule's rules; none of them is run
 
 
-def run_distributed(source: Path, words: Sequence[str], job: Job, take: Callable[[Any], None]) -> None:
+def run_distributed(source: Path, overrides: Sequence[str], job: Job, take: Callable[[Any], None]) -> None:
     """Have a job done under the layout of the words; `take` gets each answer as it comes, notes go to standard error.
 
     Ends the command where the layout, the job or a worker fails. Raises CheckpointError and NotADirectoryError as
@@ -41,7 +41,7 @@ def run_distributed(source: Path, words: Sequence[str], job: Job, take: Callable
     from megalaunch.platform.detect import detect_machine
     from megalaunch.runs.errors import fail, refuse
 
-    layout = _layout(words)
+    layout = _layout(overrides)
     opened = api.open_source(source, lambda message: typer.echo(message, err=True))
     if isinstance(job, api.GenerateJob):  # before workers load anything
         source_of_tokens = replace(opened, add_special_tokens=False) if job.no_bos else opened
@@ -55,7 +55,7 @@ def run_distributed(source: Path, words: Sequence[str], job: Job, take: Callable
             display = _InferenceDisplay(directory, take)
             try:
                 api.write_job(directory, job)
-                end = run_workers(spec, directory, words, machine, stop, display)
+                end = run_workers(spec, directory, overrides, machine, stop, display)
             except (OSError, RunDirectoryError) as error:
                 fail(f"the workers' folder cannot be written: {error}\nfix:  let TMPDIR name a disk with space")
         if display.error is not None:
@@ -69,22 +69,22 @@ def run_distributed(source: Path, words: Sequence[str], job: Job, take: Callable
             shutil.rmtree(directory.root, ignore_errors=True)
 
 
-def _layout(words: Sequence[str]) -> ParallelSpec:
+def _layout(overrides: Sequence[str]) -> ParallelSpec:
     """What the words say of `parallel`; refuses other words, and what is no layout."""
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.plan.report import problems_text
     from megalaunch.runs.errors import fail, refuse
 
-    for word in words:
-        key = word.partition("=")[0]
+    for override in overrides:
+        key = override.partition("=")[0]
         if key != "parallel" and not key.startswith("parallel."):
             fail(
-                f"{word!r} says nothing about the layout: the model is as it was saved, "
+                f"{override!r} says nothing about the layout: the model is as it was saved, "
                 "and only words such as parallel=tp2pp2 may follow its path"
             )
     try:
-        return compose(["recipe=tiny", *words]).spec.parallel  # the recipe stands in for what the model tells
+        return compose(["recipe=tiny", *overrides]).spec.parallel  # the recipe stands in for what the model tells
     except ConfigError as error:
         refuse(problems_text(error.problems))
 
@@ -149,7 +149,7 @@ def _check_spec(spec: RunSpec, machine: Machine) -> RunSpec:
 
 
 def _is_parallel_fix(fix: str) -> bool:
-    return all(word.startswith("parallel.") for word in fix.split())
+    return all(override.startswith("parallel.") for override in fix.split())
 
 
 class _InferenceDisplay:
@@ -187,7 +187,7 @@ class _InferenceDisplay:
 def run_workers(
     spec: RunSpec,
     directory: RunDirectory,
-    words: Sequence[str],
+    overrides: Sequence[str],
     machine: Machine,
     stop: StopSignals,
     display: _InferenceDisplay,
@@ -199,7 +199,7 @@ def run_workers(
 
     lock = lock_run(directory)
     try:
-        launch = Launch(spec, directory, lock, words, throughput_basis(spec), machine.cores, WORKER_MODULE)
+        launch = Launch(spec, directory, lock, overrides, throughput_basis(spec), machine.cores, WORKER_MODULE)
         return run_locally(launch, stop, lambda view: display)
     finally:
         unlock_run(directory, lock)

@@ -35,7 +35,7 @@ class PreparedRun:
     derived: tuple[Finding, ...] = ()
 
 
-def prepare_run(words: list[str], starts: bool) -> PreparedRun:
+def prepare_run(overrides: list[str], starts: bool) -> PreparedRun:
     """Compose, resolve, check and show; refuses with every problem at once. `starts`: here and now."""
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
@@ -49,7 +49,7 @@ def prepare_run(words: list[str], starts: bool) -> PreparedRun:
     from megalaunch.runs.errors import fail, refuse
 
     try:
-        composition = compose(words)
+        composition = compose(overrides)
     except ConfigError as error:
         refuse(problems_text(error.problems))
     machine = detect_machine()
@@ -147,8 +147,8 @@ def prepare_data(planned: PreparedRun, say: Callable[[str], None] = typer.echo) 
     from megalaunch.runs.errors import fail, refuse
 
     try:
-        with Heartbeat(say) as patience:
-            prepared = prepare(planned.spec.data, planned.spec.tokenizer, patience.say)
+        with Heartbeat(say) as heartbeat:
+            prepared = prepare(planned.spec.data, planned.spec.tokenizer, heartbeat.say)
     except DataError as error:
         fail(str(error), ExitCode.DATA)
     spec = _apply_prepared(planned, prepared)

@@ -16,8 +16,8 @@ from megalaunch.engine.collectives import (
     all_gather_async,
     all_reduce_async,
     all_to_all_async,
+    reduce_scatter_async,
     ring_shift_async,
-    start_reduce_scatter,
 )
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.linear import Linear
@@ -112,7 +112,7 @@ def test_no_exchange_on_processors_is_one_whose_name_breaks_the_heap():
         axis = Axis("tp", dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name)
         x = torch.ones(4, 3)
         with Names() as names:
-            for start in (all_gather_async, start_reduce_scatter):
+            for start in (all_gather_async, reduce_scatter_async):
                 start(x, 0, axis).wait()
             for simple in (all_to_all_async, ring_shift_async, all_reduce_async):
                 simple(x, axis).wait()

@@ -74,7 +74,7 @@ def test_a_batch_that_cannot_be_read_says_why(error, shown):
 
 
 def test_a_wait_is_told_and_counted(monkeypatch):
-    monkeypatch.setattr(batches_module, "_PATIENCE", 0.05)
+    monkeypatch.setattr(batches_module, "_TIMEOUT", 0.05)
     release, told = threading.Event(), []
 
     class Slow(Counting):

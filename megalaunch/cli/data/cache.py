@@ -8,7 +8,7 @@ import typer
 
 
 def cache(
-    words: Annotated[
+    overrides: Annotated[
         list[str] | None, typer.Argument(help="The GROUP=OPTION and SECTION.KEY=VALUE words of train.")
     ] = None,
 ) -> None:
@@ -32,7 +32,7 @@ def cache(
     from megalaunch.runs.errors import fail, refuse
 
     try:
-        composition = compose(words or [])
+        composition = compose(overrides or [])
     except ConfigError as error:
         refuse(problems_text(error.problems))
     spec = resolve(composition.spec, detect_machine(), composition.choices.get("recipe")).spec

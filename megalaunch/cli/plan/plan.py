@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    words: Annotated[list[str] | None, typer.Argument(help="GROUP=OPTION and SECTION.KEY=VALUE words.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="GROUP=OPTION and SECTION.KEY=VALUE words.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     show_assumptions: Annotated[
         bool, typer.Option("--assumptions", help="Also print every constant: name, value, source.")
@@ -47,7 +47,7 @@ def plan(
         fail("--rank belongs to --deep; a plan is of the fullest rank")
     if deep and (search or budget is not None or show_assumptions):
         fail("--deep counts what one rank holds and sends; it knows no --search, --tokens or --assumptions")
-    composition, spec = _resolved(words or [])
+    composition, spec = _resolved(overrides or [])
     if deep:
         from megalaunch.cli.plan.deep import show_deep
 
@@ -62,7 +62,7 @@ def plan(
         raise typer.Exit(2)
 
 
-def _resolved(words: list[str]) -> tuple[Composition, RunSpec]:
+def _resolved(overrides: list[str]) -> tuple[Composition, RunSpec]:
     """The composition of the words and its resolved spec; refuses what does not compose."""
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
@@ -72,7 +72,7 @@ def _resolved(words: list[str]) -> tuple[Composition, RunSpec]:
     from megalaunch.runs.errors import refuse
 
     try:
-        composition = compose(words)
+        composition = compose(overrides)
     except ConfigError as error:
         refuse(problems_text(error.problems))
     for finding in problems_as_findings(composition.repeated, "warning"):

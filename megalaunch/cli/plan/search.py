@@ -66,7 +66,7 @@ def layout_text(spec: RunSpec) -> list[str]:
 
     defaults = schema_defaults()
     named: dict[str, Any] = {}
-    words: list[str] = []
+    overrides: list[str] = []
     for entry in fields(spec.parallel):
         value = getattr(spec.parallel, entry.name)
         derived = entry.name == "dp" or (entry.name == "schedule" and value in ("1f1b", "interleaved"))
@@ -75,18 +75,18 @@ def layout_text(spec: RunSpec) -> list[str]:
         if layout_name({entry.name: value}):
             named[entry.name] = value
         else:
-            words.append(f"parallel.{entry.name}={as_override(value)}")
-    words = [f"parallel={layout_name(named) or 'dp'}", *words]
-    words.append(f"batch.micro_batch_size={as_override(spec.batch.micro_batch_size)}")
+            overrides.append(f"parallel.{entry.name}={as_override(value)}")
+    overrides = [f"parallel={layout_name(named) or 'dp'}", *overrides]
+    overrides.append(f"batch.micro_batch_size={as_override(spec.batch.micro_batch_size)}")
     recompute = spec.recompute
-    words.append(f"recompute={recompute.granularity}")
+    overrides.append(f"recompute={recompute.granularity}")
     if recompute.granularity == "selective":
-        words.append(f"recompute.modules={as_override(recompute.modules)}")
+        overrides.append(f"recompute.modules={as_override(recompute.modules)}")
     if recompute.granularity == "full":
-        words += [f"recompute.method={recompute.method}", f"recompute.num_layers={recompute.num_layers}"]
+        overrides += [f"recompute.method={recompute.method}", f"recompute.num_layers={recompute.num_layers}"]
     if recompute.cpu_offloading_num_layers:
-        words.append(f"recompute.cpu_offloading_num_layers={recompute.cpu_offloading_num_layers}")
-    return words
+        overrides.append(f"recompute.cpu_offloading_num_layers={recompute.cpu_offloading_num_layers}")
+    return overrides
 
 
 def search_text(result: SearchResult, best: Sequence[Found]) -> str:

@@ -76,13 +76,13 @@ def _name(file: str, output: Path | None) -> str:
     return re.sub(r"[^a-z0-9_]+", "_", stem.lower()).strip("_") or "imported"
 
 
-def _variables(words: list[str]) -> dict[str, str]:
+def _variables(overrides: list[str]) -> dict[str, str]:
     from megalaunch.runs.errors import fail
 
-    for word in words:
+    for word in overrides:
         if "=" not in word or not re.fullmatch(r"\w+", word.partition("=")[0]):
             fail(f"--set {word}: write NAME=VALUE")
-    return {name: value for name, _, value in (word.partition("=") for word in words)}
+    return {name: value for name, _, value in (word.partition("=") for word in overrides)}
 
 
 def _paths(imported: Imported, output: Path) -> list[Path]:

@@ -19,7 +19,7 @@ _SPEED_ONLY = (
 
 
 def sweep(
-    words: Annotated[list[str] | None, typer.Argument(help="Words of train; some name several values.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Words of train; some name several values.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which points would run, and why not.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; all else goes to stderr.")] = False,
     trials: Annotated[int | None, typer.Option(min=1, help="At most so many runs (default: all of the grid).")] = None,
@@ -50,7 +50,7 @@ def sweep(
     from megalaunch.runs.sweep.plan import Request, plan_sweep
 
     try:
-        swept = parse_sweep(words or [])
+        swept = parse_sweep(overrides or [])
     except ConfigError as error:
         refuse(problems_text(error.problems))
     request = Request(

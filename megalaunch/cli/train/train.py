@@ -22,7 +22,7 @@ NEEDED_PACKAGES = ("torch", "safetensors")
 
 
 def train(
-    words: Annotated[list[str] | None, typer.Argument(help="GROUP=OPTION and SECTION.KEY=VALUE words.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="GROUP=OPTION and SECTION.KEY=VALUE words.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only check, and print the command of each machine.")
     ] = False,
@@ -43,7 +43,7 @@ def train(
         require_training_packages()
     with StopSignals() as stop:
         try:
-            planned = prepare_run(words or [], starts)
+            planned = prepare_run(overrides or [], starts)
             if dry_run:
                 _print_commands(planned)
                 return

@@ -8,7 +8,7 @@ import typer
 
 
 def validate_config(
-    words: Annotated[list[str] | None, typer.Argument(help="GROUP=OPTION and SECTION.KEY=VALUE words.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="GROUP=OPTION and SECTION.KEY=VALUE words.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     explain: Annotated[
         str | None, typer.Option(metavar="KEY", help="Show a key or section: value, meaning, where it comes from.")
@@ -32,7 +32,7 @@ def validate_config(
     from megalaunch.runs.errors import refuse
 
     try:
-        composition = compose(words or [])
+        composition = compose(overrides or [])
     except ConfigError as error:
         findings, derived = problems_as_findings(error.problems), {}
     else:

@@ -97,8 +97,8 @@ class BlendedDataset:
     def __init__(
         self, sources: Sequence[TokenDataset], shares: Sequence[float], size: int, cache: Path | None = None
     ) -> None:
-        self.sources, self._dealer = sources, _BlendIndexBuilder(shares)
-        self._blocks = [self._dealer.first(size, cache)]
+        self.sources, self._builder = sources, _BlendIndexBuilder(shares)
+        self._blocks = [self._builder.first(size, cache)]
 
     def __len__(self) -> int:
         return len(self._blocks[0])
@@ -121,7 +121,7 @@ class BlendedDataset:
             return self._blocks[0].at(index)
         block, inside = divmod(index - len(self), _EXTENSION)
         while len(self._blocks) <= block + 1:
-            self._blocks.append(self._dealer.deal(_EXTENSION))
+            self._blocks.append(self._builder.build(_EXTENSION))
         return self._blocks[block + 1].at(inside)
 
 
@@ -149,17 +149,17 @@ class _BlendIndexBuilder:
     """Deals samples to the source with the largest error `share * max(t, 1) - count`; the first of equals."""
 
     def __init__(self, shares: Sequence[float]) -> None:
-        self._shares, self._counts, self._dealt = list(shares), [0] * len(shares), 0
+        self._shares, self._counts, self._num_built = list(shares), [0] * len(shares), 0
 
     def first(self, size: int, cache: Path | None) -> _BlendIndex:
         """The first `size` samples; many are dealt once, kept in `cache` and then mapped, if it can be written."""
         if cache is None or size < _KEPT_FROM:
-            return self.deal(size)
+            return self.build(size)
         settings = json.dumps({"version": 1, "shares": [share.hex() for share in self._shares], "size": size})
         key = "blend-" + hashlib.sha256(settings.encode()).hexdigest()[:24]
 
         def build(unfinished: Path) -> None:
-            block = _BlendIndexBuilder(self._shares).deal(size)
+            block = _BlendIndexBuilder(self._shares).build(size)
             np.save(unfinished / "source.npy", block.source, allow_pickle=False)
             np.save(unfinished / "number.npy", block.number, allow_pickle=False)
 
@@ -172,16 +172,16 @@ class _BlendIndexBuilder:
         try:
             block = _BlendIndex.memory_map(cached_directory(cache, key, build, intact, lambda: None))
         except (DataError, OSError, ValueError):
-            return self.deal(size)
-        self._dealt = size
+            return self.build(size)
+        self._num_built = size
         self._counts = np.bincount(block.source, minlength=len(self._shares)).tolist()
         return block
 
-    def deal(self, size: int) -> _BlendIndex:
+    def build(self, size: int) -> _BlendIndex:
         """The next `size` samples."""
         before = list(self._counts)
         source = self._by_numpy(size) if len(self._shares) >= _MANY_SOURCES else self._by_loop(size)
-        self._dealt += size
+        self._num_built += size
         number = np.empty(size, np.int64)
         for index, count in enumerate(before):
             mine = source == index
@@ -193,7 +193,7 @@ class _BlendIndexBuilder:
         others = range(1, len(shares))
         first_share = shares[0]
         for place in range(size):
-            step = float(self._dealt + place) or 1.0
+            step = float(self._num_built + place) or 1.0
             best, error = 0, first_share * step - counts[0]
             for index in others:
                 mine = shares[index] * step - counts[index]
@@ -207,7 +207,7 @@ class _BlendIndexBuilder:
         shares, counts = np.array(self._shares), np.array(self._counts, np.float64)
         chosen = np.empty(size, np.int16)
         for place in range(size):
-            best = int(np.argmax(shares * (float(self._dealt + place) or 1.0) - counts))
+            best = int(np.argmax(shares * (float(self._num_built + place) or 1.0) - counts))
             chosen[place] = best
             counts[best] += 1
         self._counts = [int(count) for count in counts]

@@ -1,4 +1,4 @@
-"""Megatron's order of samples: documents shuffled, joined, cut into samples, samples shuffled.
+"""Megatron's document, sample and shuffle index: shuffle documents, join them, cut samples, shuffle the samples.
 
 Three arrays that are a pure function of (lengths, sequence length, requested samples, seed); large ones are kept.
 """

@@ -21,7 +21,7 @@ from megalaunch.rundir.checkpoint.manifest import is_plain_name
 from megalaunch.rundir.checkpoint.tensor_index import StoredTensor, stored_tensor
 
 _READER = Path(__file__).with_name("unpickled.py")
-_PATIENCE_SECONDS = 900
+_TIMEOUT_SECONDS = 900
 _SHOWN = 20  # names in one error
 _MOST_LAYERS = 10_000
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -126,10 +126,10 @@ def _describe(directory: Path) -> dict[str, Any]:
     command = [sys.executable, "-I", "-S", str(_READER), str(directory.resolve())]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE_SECONDS, check=False, env={}
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_SECONDS, check=False, env={}
         )
     except subprocess.TimeoutExpired as error:
-        raise CheckpointError(f"{directory}: reading its pickles took over {_PATIENCE_SECONDS} s") from error
+        raise CheckpointError(f"{directory}: reading its pickles took over {_TIMEOUT_SECONDS} s") from error
     if done.returncode == -signal.SIGXCPU:  # its limit on processor time
         raise CheckpointError(
             f"{directory} is refused: reading its pickles takes longer than honest ones of their size ever do"

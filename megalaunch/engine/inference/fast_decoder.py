@@ -115,17 +115,17 @@ class FastDecoder:
     @torch.inference_mode()
     def __call__(self, tokens_BS: Tensor, positions: Tensor, stores: KVCache) -> Tensor:
         """Logits [B, 1, V] after the last of these tokens."""
-        batch, held = tokens_BS.shape
+        batch, num_tokens = tokens_BS.shape
         x_BSH, narrow = self._embedding.lookup(tokens_BS, positions, NO_TP), self._decoder.block_dtype
         windows = [layer.window for layer in self.config.layers]
         ropes = {layer.rope for layer in self.config.layers}
         width = self.config.attention.head_dim
         turns = {rope: _rope_for(positions, rope, x_BSH.dtype, batch, width) for rope in ropes}
         x_RH = (x_BSH if narrow is None else x_BSH.float()).flatten(0, 1)
-        attends = stores.attention(held, windows)
+        attends = stores.attention(num_tokens, windows)
         for number, (layer, config) in enumerate(zip(self._layers, self.config.layers, strict=True)):
             x_RH = layer(x_RH, batch, turns[config.rope], attends[number], stores[number])
-        last_BH = x_RH if held == 1 else x_RH.view(batch, held, -1)[:, -1]
+        last_BH = x_RH if num_tokens == 1 else x_RH.view(batch, num_tokens, -1)[:, -1]
         logits_BV = self._head(self._norm(last_BH))
         cap = self.config.logit_soft_cap
         return (logits_BV if cap is None else softcap(logits_BV, cap)).unsqueeze(1)

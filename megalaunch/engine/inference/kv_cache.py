@@ -74,24 +74,26 @@ class KVCache:
         self._starts_B = self._starts_B.to(device)
         return (slots_S - self._starts_B[:, None]).clamp(min=0)
 
-    def attention(self, held: int, windows: Sequence[int | None]) -> Sequence[AttentionFn]:
+    def attention(self, num_tokens: int, windows: Sequence[int | None]) -> Sequence[AttentionFn]:
         """Of the last `held` positions over all so far, in layers with these windows (None: all tokens)."""
-        made = {window: self._attend(held, window) for window in set(windows)}
+        made = {window: self._attend(num_tokens, window) for window in set(windows)}
         return [made[window] for window in windows]
 
-    def _attend(self, held: int, window: int | None) -> AttentionFn:
-        if self._starts_B is None and held > 1:
+    def _attend(self, num_tokens: int, window: int | None) -> AttentionFn:
+        if self._starts_B is None and num_tokens > 1:
             return partial(causal_attention, window=window)
-        first = 0 if window is None or held > 1 else max(0, self._length - window)
+        first = 0 if window is None or num_tokens > 1 else max(0, self._length - window)
         if self._starts_B is None:
             return partial(_decode_attention, first=first)
-        shown = self._attention_mask(self._starts_B, held, window)[..., first:]
-        return partial(_decode_attention, first=first, shown=shown) if held == 1 else partial(_masked, shown=shown)
+        shown = self._attention_mask(self._starts_B, num_tokens, window)[..., first:]
+        return (
+            partial(_decode_attention, first=first, shown=shown) if num_tokens == 1 else partial(_masked, shown=shown)
+        )
 
-    def _attention_mask(self, starts_B: Tensor, held: int, window: int | None) -> Tensor:
+    def _attention_mask(self, starts_B: Tensor, num_tokens: int, window: int | None) -> Tensor:
         """Which slots each query sees, [B, 1, S, T]; fillers see themselves: a softmax needs something."""
         keys = torch.arange(self._length, device=starts_B.device)
-        distance = keys[self._length - held :, None] - keys
+        distance = keys[self._length - num_tokens :, None] - keys
         near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
         return ((near & (keys >= starts_B[:, None, None])) | (distance == 0)).unsqueeze(1)
 

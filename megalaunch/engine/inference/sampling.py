@@ -88,8 +88,8 @@ class Sampler:
             return logits_BV
         if self._held_BV is None:
             self._held_BV = torch.zeros(logits_BV.shape, dtype=torch.bool)
-            for held, prompt in zip(self._held_BV, self._prompts, strict=True):
-                held[[token for token in set(prompt) if token < len(held)]] = True
+            for num_tokens, prompt in zip(self._held_BV, self._prompts, strict=True):
+                num_tokens[[token for token in set(prompt) if token < len(num_tokens)]] = True
             self._held_BV = self._held_BV.to(logits_BV.device)
         penalised = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
         return torch.where(self._held_BV, penalised, logits_BV)

@@ -41,11 +41,11 @@ def fill_normal(out: Tensor, part: Sequence[Range], shape: Sequence[int], key: s
     at_once = max(1, _BLOCK // max(1, columns.numel()))
     for row in range(0, rows, at_once):
         block = slice(row, min(row + at_once, rows))
-        words = row_words[block] + column_words
+        seeds = row_words[block] + column_words
         if math.prod(shape) > 2**32:
             higher = ((starts[block] + columns) >> 32).to(torch.int32)
-            words.bitwise_xor_(_mix(higher.add_(keys.higher)))
-        out[block].copy_(_normal(words.add_(keys.start)).mul_(math.sqrt(2) * std))
+            seeds.bitwise_xor_(_mix(higher.add_(keys.higher)))
+        out[block].copy_(_normal(seeds.add_(keys.start)).mul_(math.sqrt(2) * std))
 
 
 class _Keys(NamedTuple):
@@ -62,18 +62,18 @@ class _Keys(NamedTuple):
         return cls(start, step | 1, higher)
 
 
-def _normal(words: Tensor) -> Tensor:
+def _normal(seeds: Tensor) -> Tensor:
     """Normal numbers of variance 1/2 by words, which are used up."""
-    uniform = _mix(words).float().mul_(2**-31).clamp_(-_LARGEST, _LARGEST)
+    uniform = _mix(seeds).float().mul_(2**-31).clamp_(-_LARGEST, _LARGEST)
     return uniform.erfinv_()
 
 
-def _mix(words: Tensor) -> Tensor:
+def _mix(seeds: Tensor) -> Tensor:
     """In place, MurmurHash3's last step (Appleby): every bit of the result depends on every bit of the word."""
-    spare = torch.empty_like(words)
+    spare = torch.empty_like(seeds)
     for shift, factor in ((16, -2048144789), (13, -1028477387), (16, 1)):
-        torch.bitwise_right_shift(words, shift, out=spare)
-        words.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1))
+        torch.bitwise_right_shift(seeds, shift, out=spare)
+        seeds.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1))
         if factor != 1:
-            words.mul_(factor)
-    return words
+            seeds.mul_(factor)
+    return seeds

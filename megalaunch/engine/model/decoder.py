@@ -135,7 +135,7 @@ class Decoder(nn.Module):
         stores: KVCaches | None = None,
         documents_BS: Tensor | None = None,
         logits: bool = True,
-        streams_B: Tensor | None = None,
+        seeds_B: Tensor | None = None,
     ) -> Tensor:
         """Logits of the token after each position; on a pipeline stage before the last, what the next one needs.
 
@@ -155,9 +155,9 @@ class Decoder(nn.Module):
         else:
             attends = stores.attention(held, windows)
         dropout_masks = no_dropout(self.layers)
-        if streams_B is not None:
+        if seeds_B is not None:
             places = self.context.position_ids(held, x.device)
-            dropout_masks = make_dropout_masks(self.config, self.tp_region, streams_B, places, list(self.layers))
+            dropout_masks = make_dropout_masks(self.config, self.tp_region, seeds_B, places, list(self.layers))
         if self.embedding is not None:
             x = _maybe_dropout(self.embedding.lookup(x, positions, self.tp_region), dropout_masks.embedded)
             x = x if self.block_dtype is None else x.float()

@@ -25,8 +25,8 @@ _SITES = 3  # of a layer: what attention adds, what the feed-forward block adds,
 def sample_seeds(seed: int, samples: Sequence[int], device: torch.device) -> Tensor:
     """A random word for each sample of the training order, [B] int32; every mask of its tokens follows from it."""
     digests = (hashlib.sha256(f"{seed}:dropout:{sample}".encode()).digest() for sample in samples)
-    words = [int.from_bytes(digest[:4], "little", signed=True) for digest in digests]
-    return torch.tensor(words, dtype=torch.int32).to(device, non_blocking=True)
+    seeds = [int.from_bytes(digest[:4], "little", signed=True) for digest in digests]
+    return torch.tensor(seeds, dtype=torch.int32).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def no_dropout(names: Iterable[str]) -> DropoutMasks:
 
 
 def make_dropout_masks(
-    config: DecoderConfig, tp_region: TPRegion, streams_B: Tensor, places: Tensor, names: Sequence[str]
+    config: DecoderConfig, tp_region: TPRegion, seeds_B: Tensor, positions: Tensor, names: Sequence[str]
 ) -> DropoutMasks:
     """Those of the layers of these names, for samples with these streams.
 
@@ -78,20 +78,20 @@ def make_dropout_masks(
     if not config.has_dropout:
         return no_dropout(names)
     sites = torch.tensor([0, *(_SITES * int(name) + site for name in names for site in range(1, _SITES + 1))])
-    words = mix_seed(streams_B, sites.to(streams_B.device)[:, None])  # for each site one a sample
-    attended, fed, weights = words[1:].view(-1, _SITES, len(streams_B)).unbind(1)  # [L, B] each
+    seeds = mix_seed(seeds_B, sites.to(seeds_B.device)[:, None])  # for each site one a sample
+    attended, fed, weights = seeds[1:].view(-1, _SITES, len(seeds_B)).unbind(1)  # [L, B] each
     dropout_masks: list[tuple[DropoutMask | None, DropoutMask | None]] = [(None, None)] * len(names)
     embedded = None
     if config.hidden_dropout or config.embedding_dropout:
-        columns = hash_ids(torch.arange(config.hidden_size, device=places.device))
-        rows = mix_seed(torch.cat((words[:1], attended, fed))[..., None], tp_region.scatter_to_sp(places))
+        columns = hash_ids(torch.arange(config.hidden_size, device=positions.device))
+        rows = mix_seed(torch.cat((seeds[:1], attended, fed))[..., None], tp_region.scatter_to_sp(positions))
         first, *rest = rows.unbind()
         embedded = DropoutMask(first, columns, config.embedding_dropout) if config.embedding_dropout else None
         each = [DropoutMask(row, columns, config.hidden_dropout) if config.hidden_dropout else None for row in rest]
         dropout_masks = list(zip(each[: len(names)], each[len(names) :], strict=True))
     heads: Sequence[Tensor | None] = [None] * len(names)
     if config.attention.dropout:
-        mine = tp_region.local_heads(torch.arange(config.attention.num_heads, device=places.device))
+        mine = tp_region.local_heads(torch.arange(config.attention.num_heads, device=positions.device))
         heads = mix_seed(weights[..., None], mine).unbind()
     layers = {
         name: LayerDropoutMasks(*pair, head) for name, pair, head in zip(names, dropout_masks, heads, strict=True)
@@ -119,17 +119,17 @@ def keep_mask(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
 
     A word is the exclusive or of its row's and column's, mixed by two multiplications (as in MurmurHash3, Appleby).
     """
-    words = rows.unsqueeze(-1) ^ columns
-    words.mul_(-2048144789)
-    words ^= (words >> 15).bitwise_and_(0x1FFFF)
-    words.mul_(-1028477387)
+    seeds = rows.unsqueeze(-1) ^ columns
+    seeds.mul_(-2048144789)
+    seeds ^= (seeds >> 15).bitwise_and_(0x1FFFF)
+    seeds.mul_(-1028477387)
     # A compiler may cancel a factor in a comparison with 0; with 1 it may not.
-    return words >= (round(rate * 2**32) - 2**31 or 1)
+    return seeds >= (round(rate * 2**32) - 2**31 or 1)
 
 
-def mix_seed(words: Tensor, numbers: Tensor) -> Tensor:
+def mix_seed(seeds: Tensor, numbers: Tensor) -> Tensor:
     """A word for each pair of a word and a number, broadcast."""
-    return _mix(words ^ hash_ids(numbers))
+    return _mix(seeds ^ hash_ids(numbers))
 
 
 def hash_ids(numbers: Tensor) -> Tensor:
@@ -137,8 +137,8 @@ def hash_ids(numbers: Tensor) -> Tensor:
     return _mix(numbers.to(torch.int32) + 0x1E3779B9)
 
 
-def _mix(words: Tensor) -> Tensor:
+def _mix(seeds: Tensor) -> Tensor:
     """MurmurHash3's last step: every bit of the result depends on every bit of the word."""
-    words = (words ^ ((words >> 16) & 0xFFFF)) * -2048144789
-    words = (words ^ ((words >> 13) & 0x7FFFF)) * -1028477387
-    return words ^ ((words >> 16) & 0xFFFF)
+    seeds = (seeds ^ ((seeds >> 16) & 0xFFFF)) * -2048144789
+    seeds = (seeds ^ ((seeds >> 13) & 0x7FFFF)) * -1028477387
+    return seeds ^ ((seeds >> 16) & 0xFFFF)

@@ -37,21 +37,21 @@ def apply_recompute(model: Decoder, settings: RecomputeSpec) -> None:
             _apply_selective(layer, settings.modules)
 
 
-def _apply_selective(layer: DecoderLayer, words: Collection[RecomputeModule]) -> None:
+def _apply_selective(layer: DecoderLayer, modules: Collection[RecomputeModule]) -> None:
     """What each word of recompute.modules means."""
-    forgetting = OutputDiscardingCheckpoint()
-    if "attention" in words:
+    discarding = OutputDiscardingCheckpoint()
+    if "attention" in modules:
         _checkpoint_method(layer.attention, "core_attention")
-    if "norm" in words:
+    if "norm" in modules:
         for module in layer.modules():
             if isinstance(module, Norm):
-                forgetting.discard_output(module, "forward")
-    if "mlp" in words:
-        forgetting.checkpoint_function(layer.mlp, "forward")
-    elif "activation" in words:
+                discarding.discard_output(module, "forward")
+    if "mlp" in modules:
+        discarding.checkpoint_function(layer.mlp, "forward")
+    elif "activation" in modules:
         layer.mlp.recompute_activation = True
-        forgetting.discard_output(layer.mlp, "activation")
-    forgetting.install(layer)
+        discarding.discard_output(layer.mlp, "activation")
+    discarding.install(layer)
 
 
 def _checkpoint_method(module: nn.Module, name: str) -> None:

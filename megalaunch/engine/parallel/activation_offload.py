@@ -90,13 +90,13 @@ def offload_tensor(flat: Tensor) -> OffloadedTensor:
 class _OffloadedStorage:
     """A storage that is away; held by those who read it later, and by nobody else. `uses`: how many are to come."""
 
-    trip: OffloadedTensor
+    offloaded: OffloadedTensor
     uses: int = 0
     back: Tensor | None = None
 
     def value(self) -> Tensor:
         """All of it, held until the last of its uses."""
-        back = self.trip.is_ready() if self.back is None else self.back
+        back = self.offloaded.is_ready() if self.back is None else self.back
         self.uses -= 1
         self.back = back if self.uses > 0 else None
         return back
@@ -138,7 +138,7 @@ class _LayerOffload:
         if not self.fetched:
             self.fetched = True
             for away in self.away:
-                away.trip.fetch()
+                away.offloaded.fetch()
 
 
 def apply_offload(model: Decoder, count: int) -> None:

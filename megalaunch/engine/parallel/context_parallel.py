@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalaunch.config.schema.parallel import ContextExchange, ParallelSpec
-from megalaunch.engine.collectives import all_gather_async, all_to_all_async, start_reduce_scatter
+from megalaunch.engine.collectives import all_gather_async, all_to_all_async, reduce_scatter_async
 from megalaunch.engine.mesh import Axis, Mesh
 from megalaunch.engine.model.attention.core import AttentionFn, causal_attention, masked_attention
 from megalaunch.engine.model.attention.mask import AttentionMask, make_mask
@@ -42,16 +42,16 @@ class ContextParallel:
         chosen = parallel.cp_comm_type
         return cls(mesh.cp, chosen if isinstance(chosen, tuple) else (chosen,), mesh.cp_hierarchy)
 
-    def position_ids(self, held: int, device: torch.device) -> Tensor:
+    def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Where this rank's tokens stand in their sample, [s]."""
-        return cp_positions(held * self.axis.size, self.axis, device)
+        return cp_positions(num_tokens * self.axis.size, self.axis, device)
 
     def make_attention(
-        self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
+        self, num_tokens: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
     ) -> Sequence[AttentionFn]:
         """One function for each way and window that is used, shared by its layers."""
         everyone = None if documents_Bs is None else all_gather_async(documents_Bs, 1, self.axis).wait()
-        order = _all_positions(held * self.axis.size, self.axis, device)
+        order = _all_positions(num_tokens * self.axis.size, self.axis, device)
         exchanges = self.exchanges if len(self.exchanges) > 1 else self.exchanges * len(windows)
         kinds = list(zip(exchanges, windows, strict=True))
         made = {kind: self._attend(kind[0], order, everyone, kind[1]) for kind in set(kinds)}
@@ -79,8 +79,8 @@ def _all_positions(length: int, axis: Axis, device: torch.device) -> Tensor:
 
 def _local_mask(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> AttentionMask:
     """Which keys of all ranks, in rank order, the queries of this one see."""
-    held = len(order) // axis.size
-    here = slice(axis.rank * held, (axis.rank + 1) * held)
+    num_tokens = len(order) // axis.size
+    here = slice(axis.rank * num_tokens, (axis.rank + 1) * num_tokens)
     return make_mask(order[here], order, None if everyone is None else everyone[:, here], everyone, window)
 
 
@@ -101,7 +101,7 @@ def _ring_attention(axis: Axis, order: Tensor, everyone: Tensor | None, window: 
     """Keys and values travel round the ranks."""
     whole = _local_mask(axis, order, everyone, window)
     parts = zip(whole.k_positions.chunk(axis.size), whole.allowed.chunk(axis.size, dim=-1), strict=True)
-    masks = tuple(AttentionMask(whole.q_positions, places, mask) for places, mask in parts)
+    masks = tuple(AttentionMask(whole.q_positions, positions, mask) for positions, mask in parts)
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
         keys_values = torch.stack((k_BGsD, v_BGsD))
@@ -117,8 +117,8 @@ def _ulysses_attention(axis: Axis, order: Tensor, everyone: Tensor | None, windo
     local_attend: AttentionFn = partial(causal_attention, window=window)
     if everyone is not None:
         documents = everyone[:, natural]
-        places = torch.arange(len(order), device=order.device)
-        local_attend = masked_attention(make_mask(places, places, documents, documents, window))
+        positions = torch.arange(len(order), device=order.device)
+        local_attend = masked_attention(make_mask(positions, positions, documents, documents, window))
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
         heads = (q_BNsD, *(_repeat_kv_to(x, axis.size) for x in (k_BGsD, v_BGsD)))
@@ -177,7 +177,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return start_reduce_scatter(gradients[0], _SEQUENCE + 1, ctx.axis).wait(), None
+        return reduce_scatter_async(gradients[0], _SEQUENCE + 1, ctx.axis).wait(), None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -56,14 +56,14 @@ class DocumentPartition:
         """The first token of each document."""
         return np.cumsum((0, *self.lengths[:-1]))
 
-    def full_documents(self, piece: DocumentChunk) -> bool:
+    def full_documents(self, chunk: DocumentChunk) -> bool:
         """True for all of a document."""
-        return piece.num_tokens == self.lengths[piece.document]
+        return chunk.num_tokens == self.lengths[chunk.document]
 
     @cached_property
     def split_documents(self) -> bool:
         """Whether any document lies on several ranks."""
-        return not all(self.full_documents(piece) for pieces in self.ranks for piece in pieces)
+        return not all(self.full_documents(chunk) for chunks in self.ranks for chunk in chunks)
 
     def local_chunks(self, rank: int) -> Flat:
         """The tokens of a rank, in its order."""
@@ -79,9 +79,9 @@ class DocumentPartition:
     def remote_tokens(self, rank: int, holders: Flat) -> tuple[Flat, ...]:
         """The tokens of each other rank whose keys this one's queries see."""
         stops: dict[int, int] = {}
-        for piece in self.ranks[rank]:
-            if not self.full_documents(piece):
-                stops[piece.document] = max(stops.get(piece.document, 0), piece.stop)
+        for chunk in self.ranks[rank]:
+            if not self.full_documents(chunk):
+                stops[chunk.document] = max(stops.get(chunk.document, 0), chunk.stop)
         seen = [self.first[document] + np.arange(stop) for document, stop in sorted(stops.items())]
         tokens = np.concatenate((*seen, np.empty(0, np.int64)))
         homes = holders[tokens]
@@ -89,7 +89,7 @@ class DocumentPartition:
 
     def attention_work(self, rank: int) -> int:
         """Keys that a rank's queries see, in all: its work in attention."""
-        return sum(piece.attention_work for piece in self.ranks[rank])
+        return sum(chunk.attention_work for chunk in self.ranks[rank])
 
     @cached_property
     def cost(self) -> tuple[int, int]:
@@ -130,7 +130,7 @@ class _GreedyPartitioner:
         for document in sorted(range(len(self._lengths)), key=lambda number: (-self._lengths[number], number)):
             if not self._assign_to_group(document):
                 self._fill_remaining(document)
-        return DocumentPartition(self._lengths, tuple(tuple(self._in_order(pieces)) for pieces in self._given))
+        return DocumentPartition(self._lengths, tuple(tuple(self._in_order(chunks)) for chunks in self._given))
 
     def _group_size(self, length: int) -> int:
         """Ranks over which a document of this length is cut: a divisor of all, so that groups are neighbours."""
@@ -148,8 +148,8 @@ class _GreedyPartitioner:
         length = self._lengths[document]
         size = self._group_size(length)
         chunks = [_head_tail_chunks(document, length, size, place) for place in range(size)]
-        tokens = [sum(piece.num_tokens for piece in pieces) for pieces in chunks]
-        pairs = [sum(piece.attention_work for piece in pieces) for pieces in chunks]
+        tokens = [sum(chunk.num_tokens for chunk in pieces) for pieces in chunks]
+        pairs = [sum(chunk.attention_work for chunk in pieces) for pieces in chunks]
         found: tuple[int, int] | None = None
         for first in range(0, self._ranks, size):
             room, work = self._room[first : first + size], self._work[first : first + size]
@@ -159,8 +159,8 @@ class _GreedyPartitioner:
         if found is None:
             return False
         for place, pieces in enumerate(chunks):
-            for piece in pieces:
-                self._assign(found[1] + place, piece)
+            for chunk in pieces:
+                self._assign(found[1] + place, chunk)
         return True
 
     def _fill_remaining(self, document: int) -> None:
@@ -172,14 +172,14 @@ class _GreedyPartitioner:
             self._assign(rank, DocumentChunk(document, start, start + taken))
             start += taken
 
-    def _assign(self, rank: int, piece: DocumentChunk) -> None:
-        self._given[rank].append(piece)
-        self._room[rank] -= piece.num_tokens
-        self._work[rank] += piece.attention_work
+    def _assign(self, rank: int, chunk: DocumentChunk) -> None:
+        self._given[rank].append(chunk)
+        self._room[rank] -= chunk.num_tokens
+        self._work[rank] += chunk.attention_work
 
-    def _in_order(self, pieces: Sequence[DocumentChunk]) -> list[DocumentChunk]:
+    def _in_order(self, chunks: Sequence[DocumentChunk]) -> list[DocumentChunk]:
         return sorted(
-            pieces, key=lambda p: (p.num_tokens != self._lengths[p.document], -p.num_tokens, p.document, p.start)
+            chunks, key=lambda p: (p.num_tokens != self._lengths[p.document], -p.num_tokens, p.document, p.start)
         )
 
 
@@ -193,4 +193,4 @@ def _head_tail_chunks(document: int, length: int, ranks: int, rank: int) -> list
         DocumentChunk(document, bounds[rank], bounds[rank + 1]),
         DocumentChunk(document, bounds[late], bounds[late + 1]),
     )
-    return [piece for piece in chunks if piece.num_tokens]
+    return [chunk for chunk in chunks if chunk.num_tokens]

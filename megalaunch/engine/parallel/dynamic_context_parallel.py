@@ -57,20 +57,20 @@ class KVExchangePlan:
     keys: Flat
 
 
-def make_exchange_plan(dealt: DocumentPartition, rank: int) -> KVExchangePlan:
+def make_exchange_plan(partition: DocumentPartition, rank: int) -> KVExchangePlan:
     """That of `rank`."""
-    own, holders, pieces = dealt.local_chunks(rank), dealt.owner_of_token(), dealt.ranks[rank]
-    found = dealt.remote_tokens(rank, holders)
+    own, holders, chunks = partition.local_chunks(rank), partition.owner_of_token(), partition.ranks[rank]
+    found = partition.remote_tokens(rank, holders)
     number = np.full(len(holders), -1)
     number[own] = np.arange(len(own))
     number[np.concatenate(found)] = len(own) + np.arange(sum(map(len, found)))
-    sent = [number[dealt.remote_tokens(other, holders)[rank]] for other in range(len(dealt.ranks))]
-    keys = [number[dealt.first[p.document] + np.arange(p.stop)] for p in pieces if not dealt.full_documents(p)]
+    sent = [number[partition.remote_tokens(other, holders)[rank]] for other in range(len(partition.ranks))]
+    keys = [number[partition.first[p.document] + np.arange(p.stop)] for p in chunks if not partition.full_documents(p)]
     return KVExchangePlan(
         sent=np.concatenate(sent),
         to=tuple(map(len, sent)),
         found=tuple(map(len, found)),
-        whole=sum(p.num_tokens for p in pieces if dealt.full_documents(p)),
+        whole=sum(p.num_tokens for p in chunks if partition.full_documents(p)),
         keys=np.concatenate((*keys, np.empty(0, np.int64))),
     )
 
@@ -81,28 +81,28 @@ class DynamicContextParallel:
 
     axis: Axis
 
-    def position_ids(self, held: int, device: torch.device) -> Tensor:
+    def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Not to be known from a number of tokens: raises ValueError."""
         raise ValueError("tokens that are dealt out by length come with their positions")
 
     def make_attention(
-        self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
+        self, num_tokens: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
     ) -> Sequence[AttentionFn]:
         """One function for each window; `documents_Bs` are those of whole samples, [B, S]."""
         if documents_Bs is None:
             raise ValueError("tokens that are dealt out by length come with their documents")
-        dealt = partition_documents(document_lengths(documents_Bs), self.axis.size)
-        plan = make_exchange_plan(dealt, self.axis.rank)
-        made = {window: _attention(dealt, plan, self.axis, window, device) for window in set(windows)}
+        partition = partition_documents(document_lengths(documents_Bs), self.axis.size)
+        plan = make_exchange_plan(partition, self.axis.rank)
+        made = {window: _attention(partition, plan, self.axis, window, device) for window in set(windows)}
         return [made[window] for window in windows]
 
 
 def _attention(
-    dealt: DocumentPartition, plan: KVExchangePlan, axis: Axis, window: int | None, device: torch.device
+    partition: DocumentPartition, plan: KVExchangePlan, axis: Axis, window: int | None, device: torch.device
 ) -> AttentionFn:
-    pieces = dealt.ranks[axis.rank]
-    whole = _full_document_attention([p.num_tokens for p in pieces if dealt.full_documents(p)], window, device)
-    rest = [_split_document_attention(p, window, device) for p in pieces if not dealt.full_documents(p)]
+    chunks = partition.ranks[axis.rank]
+    whole = _full_document_attention([p.num_tokens for p in chunks if partition.full_documents(p)], window, device)
+    rest = [_split_document_attention(p, window, device) for p in chunks if not partition.full_documents(p)]
     sent, keys = (torch.from_numpy(numbers).to(device) for numbers in (plan.sent, plan.keys))
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
@@ -110,11 +110,11 @@ def _attention(
         parts = [plan.whole, q_NcD.shape[1] - plan.whole]
         q_whole, q_cut = torch.split(q_NcD, parts, dim=1)
         out = []
-        if dealt.split_documents:
-            trip = _KVExchange(plan, axis, sent)
-            coming: Tensor = _StartKVExchange.apply(kv_GcD, trip)  # type: ignore[no-untyped-call]
+        if partition.split_documents:
+            kv_exchange = _KVExchange(plan, axis, sent)
+            coming: Tensor = _StartKVExchange.apply(kv_GcD, kv_exchange)  # type: ignore[no-untyped-call]
             out += _computed(q_whole, kv_GcD[:, :, : plan.whole], whole, scoring)
-            arrived: Tensor = _FinishKVExchange.apply(coming, trip)  # type: ignore[no-untyped-call]
+            arrived: Tensor = _FinishKVExchange.apply(coming, kv_exchange)  # type: ignore[no-untyped-call]
             at_hand = torch.cat((kv_GcD, arrived), dim=2)
             out += _computed(q_cut, at_hand.index_select(2, keys), rest, scoring)
             # Nothing, but a rank that sees no key of others takes part in the backward exchange all the same.
@@ -148,8 +148,8 @@ def _full_document_attention(lengths: Sequence[int], window: int | None, device:
         if len(bundle) > 1:
             numbers = torch.arange(len(bundle), device=device)
             documents = numbers.repeat_interleave(torch.tensor(bundle, device=device))[None]
-            places = torch.arange(tokens, device=device)
-            attend = masked_attention(make_mask(places, places, documents, documents, window))
+            positions = torch.arange(tokens, device=device)
+            attend = masked_attention(make_mask(positions, positions, documents, documents, window))
         made.append((tokens, tokens, attend))
     return made
 
@@ -166,13 +166,17 @@ def _group_short_documents(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _split_document_attention(
-    piece: DocumentChunk, window: int | None, device: torch.device
+    chunk: DocumentChunk, window: int | None, device: torch.device
 ) -> tuple[int, int, AttentionFn]:
     """The queries of a piece over all keys of its document up to its end."""
-    if piece.start == 0:
-        return piece.num_tokens, piece.stop, partial(causal_attention, window=window)
-    places = torch.arange(piece.stop, device=device)
-    return piece.num_tokens, piece.stop, masked_attention(make_mask(places[piece.start :], places, None, None, window))
+    if chunk.start == 0:
+        return chunk.num_tokens, chunk.stop, partial(causal_attention, window=window)
+    positions = torch.arange(chunk.stop, device=device)
+    return (
+        chunk.num_tokens,
+        chunk.stop,
+        masked_attention(make_mask(positions[chunk.start :], positions, None, None, window)),
+    )
 
 
 def _flatten_batch(x_BNsD: Tensor) -> Tensor:
@@ -184,7 +188,7 @@ class _KVExchange:
     """One layer's keys and values on their way, and their gradients on the way back."""
 
     def __init__(self, plan: KVExchangePlan, axis: Axis, sent: Tensor) -> None:
-        self.trade, self.axis, self.sent = plan, axis, sent
+        self.plan, self.axis, self.sent = plan, axis, sent
         self.pending: AsyncCollective | None = None
 
     def wait(self) -> Tensor:
@@ -198,20 +202,20 @@ class _StartKVExchange(torch.autograd.Function):
     """kv [2, G, c, D] -> [2, G, R, D], not to be read before `_Arrive`; backward: the gradients of one's own keys."""
 
     @staticmethod
-    def forward(ctx: Any, kv: Tensor, trip: _KVExchange) -> Tensor:
-        ctx.trip, ctx.shape = trip, kv.shape
-        plan = trip.trade
-        packed = kv.index_select(2, trip.sent).permute(2, 0, 1, 3)
-        trip.pending = all_to_all_v_async(packed, plan.to, plan.found, trip.axis)
+    def forward(ctx: Any, kv: Tensor, kv_exchange: _KVExchange) -> Tensor:
+        ctx.offloaded, ctx.shape = kv_exchange, kv.shape
+        plan = kv_exchange.plan
+        packed = kv.index_select(2, kv_exchange.sent).permute(2, 0, 1, 3)
+        kv_exchange.pending = all_to_all_v_async(packed, plan.to, plan.found, kv_exchange.axis)
         return kv.new_empty(*kv.shape[:2], sum(plan.found), kv.shape[3])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        trip: _KVExchange = ctx.trip
-        found, counts = trip.wait(), list(trip.trade.to)
+        kv_exchange: _KVExchange = ctx.offloaded
+        found, counts = kv_exchange.wait(), list(kv_exchange.plan.to)
         total = torch.zeros(ctx.shape, dtype=torch.float32, device=found.device)
         # Rank by rank: none wants a token twice, so that sums are made in one order.
-        for numbers, part in zip(torch.split(trip.sent, counts), torch.split(found, counts), strict=True):
+        for numbers, part in zip(torch.split(kv_exchange.sent, counts), torch.split(found, counts), strict=True):
             total.index_add_(2, numbers, part.permute(1, 2, 0, 3).float())
         return total.to(found.dtype), None
 
@@ -220,13 +224,13 @@ class _FinishKVExchange(torch.autograd.Function):
     """What left, [2, G, R, D]; backward: its gradients leave."""
 
     @staticmethod
-    def forward(ctx: Any, coming: Tensor, trip: _KVExchange) -> Tensor:
-        ctx.trip = trip
-        return trip.wait().permute(1, 2, 0, 3)
+    def forward(ctx: Any, coming: Tensor, kv_exchange: _KVExchange) -> Tensor:
+        ctx.offloaded = kv_exchange
+        return kv_exchange.wait().permute(1, 2, 0, 3)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        trip: _KVExchange = ctx.trip
+        kv_exchange: _KVExchange = ctx.offloaded
         packed = gradients[0].permute(2, 0, 1, 3)
-        trip.pending = all_to_all_v_async(packed, trip.trade.found, trip.trade.to, trip.axis)
+        kv_exchange.pending = all_to_all_v_async(packed, kv_exchange.plan.found, kv_exchange.plan.to, kv_exchange.axis)
         return gradients[0], None

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank holds stages of the decoder, and a schedule of torch's moves the microbatches."""
+"""Pipeline parallelism: each rank holds stages of the decoder; a pipeline schedule of torch runs the microbatches."""
 
 from __future__ import annotations
 

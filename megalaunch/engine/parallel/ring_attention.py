@@ -41,7 +41,7 @@ class RingAttention(torch.autograd.Function):
             merged.add(q, keys, values, masks[_owner(axis, turn)], scoring)
             held = coming.wait() if coming else held
         out = merged.output.to(q.dtype)
-        ctx.axis, ctx.scoring, ctx.sights = axis, scoring, masks
+        ctx.axis, ctx.scoring, ctx.masks = axis, scoring, masks
         ctx.save_for_backward(q, kv, out, merged.log_sum, sinks)
         return out
 
@@ -54,7 +54,7 @@ class RingAttention(torch.autograd.Function):
         for turn in range(axis.size):
             coming = ring_shift_async(held, axis) if turn + 1 < axis.size else None
             keys, values = (repeat_kv(x, q) for x in held.unbind())
-            more_dq, *more = backward.block(q, keys, values, ctx.sights[_owner(axis, turn)], ctx.scoring)
+            more_dq, *more = backward.block(q, keys, values, ctx.masks[_owner(axis, turn)], ctx.scoring)
             dq += more_dq
             dheld = dheld + torch.stack([sum_over_kv_group(gradient, kv.shape[2]) for gradient in more])
             del more_dq, more

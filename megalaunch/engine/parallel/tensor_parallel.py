@@ -1,7 +1,8 @@
 """Tensor and sequence parallelism: column- and row-parallel linear layers, and the collectives at a region's ends.
 
-Megatron's scheme (Shoeybi et al. 2019; Korthikanti et al. 2022 for sequence parallelism). Outside a region each rank holds all S tokens of a sequence, or with sequence parallelism its shard of s = S / tp tokens. With
-sequence parallelism a region starts with an all-gather and ends with a reduce-scatter along S; without it only the end
+Megatron's scheme (Shoeybi et al. 2019; Korthikanti et al. 2022 for sequence parallelism). Outside a region
+each rank holds all S tokens of a sequence, or with sequence parallelism its shard of s = S / tp tokens. With sequence
+parallelism a region starts with an all-gather and ends with a reduce-scatter along S; without it only the end
 communicates, by an all-reduce.
 """
 
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megalaunch.engine.collectives import AsyncCollective, all_gather_async, all_reduce_async, start_reduce_scatter
+from megalaunch.engine.collectives import AsyncCollective, all_gather_async, all_reduce_async, reduce_scatter_async
 from megalaunch.engine.dtensor import shard_param
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.decoder import Decoder
@@ -125,23 +126,23 @@ class _ColumnParallelLinearFn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, divided_sequence: bool, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.divided_sequence = axis, divided_sequence
+    def forward(ctx: Any, x: Tensor, axis: Axis, sequence_parallel: bool, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
         ctx.save_for_backward(x, *weights)
-        whole = all_gather_async(x, _SEQUENCE, axis).wait() if divided_sequence else x
+        whole = all_gather_async(x, _SEQUENCE, axis).wait() if sequence_parallel else x
         return tuple(matmul(whole, weight.T) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         wanted = [needs_grad(ctx, number) for number in range(1, 1 + len(weights))]
-        gathering = all_gather_async(x, _SEQUENCE, ctx.axis) if ctx.divided_sequence and any(wanted) else None
+        gathering = all_gather_async(x, _SEQUENCE, ctx.axis) if ctx.sequence_parallel and any(wanted) else None
         reducing = None
         if needs_grad(ctx, 0):
             dx = matmul(dys[0], weights[0])
             for dy, weight in zip(dys[1:], weights[1:], strict=True):
                 dx = matmul(dy, weight, onto=dx)
-            reducing = _start_reduce(dx, ctx.axis, ctx.divided_sequence)
+            reducing = _start_reduce(dx, ctx.axis, ctx.sequence_parallel)
         rows = (gathering.wait() if gathering else x).flatten(0, 1)
         dweights = [matmul(dy.flatten(0, 1).T, rows) if w else None for dy, w in zip(dys, wanted, strict=True)]
         return reducing.wait() if reducing else None, None, None, *dweights
@@ -151,32 +152,32 @@ class _GatherFromSP(torch.autograd.Function):
     """All-gather along S in forward; reduce-scatter (or all-reduce) of the partial gradients in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, divided_sequence: bool) -> Tensor:
-        ctx.axis, ctx.divided_sequence = axis, divided_sequence
-        return all_gather_async(x, _SEQUENCE, axis).wait() if divided_sequence else x.view_as(x)
+    def forward(ctx: Any, x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
+        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
+        return all_gather_async(x, _SEQUENCE, axis).wait() if sequence_parallel else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _start_reduce(gradients[0], ctx.axis, ctx.divided_sequence).wait(), None, None
+        return _start_reduce(gradients[0], ctx.axis, ctx.sequence_parallel).wait(), None, None
 
 
 class _ReduceFromTPRegion(torch.autograd.Function):
     """Sum of the ranks' partial results: reduce-scatter along S or all-reduce; backward: all-gather or identity."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, axis: Axis, divided_sequence: bool) -> Tensor:
-        ctx.axis, ctx.divided_sequence = axis, divided_sequence
-        return _start_reduce(partial, axis, divided_sequence).wait()
+    def forward(ctx: Any, partial: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
+        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
+        return _start_reduce(partial, axis, sequence_parallel).wait()
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = dys
-        return (all_gather_async(dy, _SEQUENCE, ctx.axis).wait() if ctx.divided_sequence else dy), None, None
+        return (all_gather_async(dy, _SEQUENCE, ctx.axis).wait() if ctx.sequence_parallel else dy), None, None
 
 
-def _start_reduce(partial: Tensor, axis: Axis, divided_sequence: bool) -> AsyncCollective:
+def _start_reduce(partial: Tensor, axis: Axis, sequence_parallel: bool) -> AsyncCollective:
     """Start the sum over ranks: a reduce-scatter along S with sequence parallelism, else an all-reduce."""
-    return start_reduce_scatter(partial, _SEQUENCE, axis) if divided_sequence else all_reduce_async(partial, axis)
+    return reduce_scatter_async(partial, _SEQUENCE, axis) if sequence_parallel else all_reduce_async(partial, axis)
 
 
 class _AllReduceMean(torch.autograd.Function):

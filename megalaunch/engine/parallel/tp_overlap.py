@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalaunch.engine.collectives import AsyncCollective, all_gather_async, ring_shift_async, start_reduce_scatter
+from megalaunch.engine.collectives import AsyncCollective, all_gather_async, reduce_scatter_async, ring_shift_async
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.matmul import matmul, needs_grad, use_fp32_matmul
 
@@ -51,7 +51,7 @@ class AllGatherMatmulRing(torch.autograd.Function):
             dx = matmul(dys[0], weights[0])
             for dy, weight in zip(dys[1:], weights[1:], strict=True):
                 dx = matmul(dy, weight, onto=dx)
-            reducing = start_reduce_scatter(dx, _SEQUENCE, ctx.axis)
+            reducing = reduce_scatter_async(dx, _SEQUENCE, ctx.axis)
         rows = (gathering.wait() if gathering else x).flatten(0, 1)
         dweights = [matmul(dy.flatten(0, 1).T, rows) if w else None for dy, w in zip(dys, wanted, strict=True)]
         return reducing.wait() if reducing else None, None, *dweights

@@ -38,8 +38,8 @@ class Checkpointer:
         self._copies = PinnedStaging()
         self._background: SaveThread | None = None
         self._step, self._done = 0, 0  # of the save under way: its step, and bytes of this rank written
-        beside = spec.checkpoint.async_save and spec.checkpoint.interval > 0
-        self._group = background_group() if beside else None
+        async_context = spec.checkpoint.async_save and spec.checkpoint.interval > 0
+        self._group = background_group() if async_context else None
 
     @property
     def problem(self) -> RankError | None:
@@ -68,9 +68,9 @@ class Checkpointer:
         self._record.heartbeat("saving", position.step)
         # The model's parameters of now: while it computes, those that it names are gathered ones.
         tensors = state_tensors(self._model, self._optimizer)
-        beside = AsyncSaveContext(self._copies.stage(tensors), self._group)
+        async_context = AsyncSaveContext(self._copies.stage(tensors), self._group)
         waited = time.perf_counter() - started
-        self._background = SaveThread(partial(self._write, position, tensors, started, beside, waited))
+        self._background = SaveThread(partial(self._write, position, tensors, started, async_context, waited))
 
     def finish(self, reason: str) -> None:
         """The run ends for another `reason`: wait for the save under way, and tell it if that fails."""
@@ -108,7 +108,7 @@ class Checkpointer:
         position: TrainProgress,
         tensors: Mapping[str, Tensor],
         started: float,
-        beside: AsyncSaveContext | None = None,
+        async_context: AsyncSaveContext | None = None,
         waited: float | None = None,
     ) -> None:
         """The save itself; of one beside training, the part on its own thread."""
@@ -116,9 +116,9 @@ class Checkpointer:
 
         def wrote(done: int, total: int) -> None:
             self._done = done
-            self._record.io_progress("saving", position.step, done, total, beside=beside is not None)
+            self._record.io_progress("saving", position.step, done, total, async_context=async_context is not None)
 
-        saved = save_run(self._directory, self._spec, tensors, position, wrote, beside)
+        saved = save_run(self._directory, self._spec, tensors, position, wrote, async_context)
         seconds = time.perf_counter() - started
         waited = seconds if waited is None else waited
         self._record.event("checkpoint", step=position.step, path=str(saved), seconds=seconds, waited_seconds=waited)

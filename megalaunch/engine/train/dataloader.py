@@ -23,7 +23,7 @@ from megalaunch.engine.train.loss import IGNORE_INDEX
 from megalaunch.rundir.outcome import ExitCode
 
 _STEPS_AHEAD = 2
-_PATIENCE = 2.0  # seconds after which a wait for tokens is told, and told again
+_TIMEOUT = 2.0  # seconds after which a wait for tokens is told, and told again
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class PrefetchingDataLoader:
         future = self._ahead.pop(step)
         while True:
             try:
-                return future.result(timeout=_PATIENCE)
+                return future.result(timeout=_TIMEOUT)
             except NotReady:
                 if future.done():  # a TimeoutError of the reading itself
                     raise

@@ -69,8 +69,8 @@ class SingleStage:
         for number, microbatch in enumerate(batch.microbatches, start=1):
             last = number == len(batch.microbatches)
             set_grad_sync(self.model, self.parallel, last)
-            streams = _dropout_seeds(self.model, self.seed, batch.indices[number - 1])
-            loss = self._loss(microbatch, streams) / max(total_tokens, 1)
+            seeds = _dropout_seeds(self.model, self.seed, batch.indices[number - 1])
+            loss = self._loss(microbatch, seeds) / max(total_tokens, 1)
             torch.autograd.backward(loss)
             reduce_grads_if_due(self.model, self.parallel, last)
             losses.append(loss.detach())
@@ -80,13 +80,13 @@ class SingleStage:
         """Forward only, when gradients are off."""
         return self._loss(batch, None)
 
-    def _loss(self, batch: MicroBatch, streams_B: Tensor | None) -> Tensor:
+    def _loss(self, batch: MicroBatch, seeds_B: Tensor | None) -> Tensor:
         output = self.model(
             batch.tokens,
             batch.positions,
             documents_BS=batch.documents,
             logits=self.loss.takes_logits,
-            streams_B=streams_B,
+            streams_B=seeds_B,
         )
         return self.loss(output, batch.labels)
 
@@ -110,11 +110,11 @@ class PipelineForwardBackward:
         """By the schedule; zeros on all stages but the last."""
         joined = MicroBatch.concat(batch.microbatches)
         inputs: dict[str, Tensor | bool] = {**joined.inputs, "logits": self.loss.takes_logits}
-        streams = _dropout_seeds(
+        seeds = _dropout_seeds(
             self.model.parts[0], self.seed, [index for indices in batch.indices for index in indices]
         )
-        if streams is not None:
-            inputs["streams_B"] = streams
+        if seeds is not None:
+            inputs["streams_B"] = seeds
         losses = self.pipeline.train(inputs, joined.labels, len(batch.microbatches), max(total_tokens, 1))
         return torch.stack(losses) if losses else torch.zeros(len(batch.microbatches), device=self.mesh.device)
 

@@ -45,13 +45,13 @@ class RunLogger:
         """Still moving, inside the loop: progress without an event."""
         self._progress.report(phase, step)
 
-    def io_progress(self, phase: str, step: int, done: int, total: int, beside: bool = False) -> None:
+    def io_progress(self, phase: str, step: int, done: int, total: int, async_context: bool = False) -> None:
         """Of long work on files: where it is, told now and then; `beside` training, which tells its own progress."""
         now = time.monotonic()
         if now - self._bytes_told < _BYTES_TOLD_SECONDS:
             return
         self._bytes_told = now
-        if not beside:
+        if not async_context:
             self.heartbeat(phase, step)
         self.event("progress", phase=phase, step=step, done=done, total=total)
 

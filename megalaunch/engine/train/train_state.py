@@ -102,7 +102,7 @@ def save_run(
     tensors: Mapping[str, Tensor],
     position: TrainProgress,
     wrote: Callable[[int, int], None],
-    beside: AsyncSaveContext | None = None,
+    async_context: AsyncSaveContext | None = None,
 ) -> Path:
     """Save everything a resume, a generation or an export needs. Collective; raises CheckpointError alike on all.
 
@@ -115,7 +115,7 @@ def save_run(
     if directory.origin.is_dir():
         files |= {path.name: path for path in sorted(directory.origin.iterdir())}
     documents = {POSITION: {"step": position.step, "tokens": position.tokens}}
-    copies, group = (beside.copies, beside.group) if beside else (None, None)
+    copies, group = (async_context.copies, async_context.group) if async_context else (None, None)
     shapes = _saved_shapes(tensors, spec.model)
     save_checkpoint(target, tensors, documents, files, shapes=shapes, copies=copies, group=group, wrote=wrote)
     return target

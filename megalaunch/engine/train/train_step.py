@@ -88,18 +88,18 @@ class TrainStep:
         bad = [index for indices, good in zip(batch.indices, finite, strict=True) if not good for index in indices]
         bad = bad if self._mesh.is_loss_rank else []
         mine = _NonFiniteRank(self._mesh.rank, [self._samples.describe(index) for index in bad])
-        guilty = [found for found in all_gather_objects(mine) if isinstance(found, _NonFiniteRank) and found.samples]
+        bad_ranks = [found for found in all_gather_objects(mine) if isinstance(found, _NonFiniteRank) and found.samples]
         raise RunEnd(
             ExitCode.NON_FINITE,
-            f"{self._non_finite_message(step, guilty, stats)}; the update was not made",
+            f"{self._non_finite_message(step, bad_ranks, stats)}; the update was not made",
             step - 1,
-            {"ranks": [asdict(evidence) for evidence in guilty]},
+            {"ranks": [asdict(evidence) for evidence in bad_ranks]},
         )
 
-    def _non_finite_message(self, step: int, guilty: list[_NonFiniteRank], stats: StepReduction) -> str:
-        if guilty:
-            ranks = ", ".join(f"{e.rank} ({self._mesh.topology.coordinates(e.rank)})" for e in guilty)
-            samples = [sample for evidence in guilty for sample in evidence.samples]
+    def _non_finite_message(self, step: int, bad_ranks: list[_NonFiniteRank], stats: StepReduction) -> str:
+        if bad_ranks:
+            ranks = ", ".join(f"{e.rank} ({self._mesh.topology.coordinates(e.rank)})" for e in bad_ranks)
+            samples = [sample for evidence in bad_ranks for sample in evidence.samples]
             more = f"; and {len(samples) - _SAMPLES_SHOWN} more" if len(samples) > _SAMPLES_SHOWN else ""
             shown = "; ".join(samples[:_SAMPLES_SHOWN])
             return f"the loss of step {step} is not finite on rank {ranks}, in the microbatch of: {shown}{more}"

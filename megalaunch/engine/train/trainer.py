@@ -61,7 +61,7 @@ class Trainer:
     """One worker's view of a run; every method is called on all ranks alike, and may raise an Ending on all alike."""
 
     def __init__(self, state: TrainState, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> None:
-        self._trainee, self._directory, self._record, self._stop = state, directory, record, stop
+        self._state, self._directory, self._record, self._stop = state, directory, record, stop
         self._spec, self._mesh = state.spec, state.mesh
         self._shape = batch_shape(state.spec.batch.global_batch_size, state.mesh)
         self._position = TrainProgress(step=0, tokens=0)
@@ -98,13 +98,13 @@ class Trainer:
         if found is not None:
             self._saver.saved = found
             self._record.phase("loading")
-            self._position = restore_run(found, self._spec.model, self._trainee.model, self._trainee.optimizer)
-            broadcast_tied_embedding(self._trainee.model, self._mesh)
+            self._position = restore_run(found, self._spec.model, self._state.model, self._state.optimizer)
+            broadcast_tied_embedding(self._state.model, self._mesh)
             self._record.event("resumed", step=self.step, checkpoint=str(found))
         else:
             self._load_initial_weights()
         num_tokens = run_on_rank0(partial(true_vocab_size, self._directory, self._spec))
-        self._trainee.model.set_true_vocab_size(num_tokens)
+        self._state.model.set_true_vocab_size(num_tokens)
         self._record.truncate_metrics_after(self.step)
         self._record.report_logging_gap(self.step)
         self._validated_step = run_on_rank0(self._record.last_validation)
@@ -113,14 +113,14 @@ class Trainer:
         """A new run has its weights from their seed, unless it is to have them from elsewhere."""
         source = self._spec.checkpoint.load_pretrained
         if source is None:
-            init_weights(self._trainee.model, self._spec.train.seed)
-            broadcast_tied_embedding(self._trainee.model, self._mesh)
+            init_weights(self._state.model, self._spec.train.seed)
+            broadcast_tied_embedding(self._state.model, self._mesh)
             return
         self._record.phase("loading")
         num_tokens = run_on_rank0(partial(tokenizer_vocab_size, self._directory, self._spec))
         save_source_files(Path(source).expanduser(), self._directory, num_tokens)
-        load_pretrained(Path(source).expanduser(), self._spec.model, self._trainee.model)
-        broadcast_tied_embedding(self._trainee.model, self._mesh)
+        load_pretrained(Path(source).expanduser(), self._spec.model, self._state.model)
+        broadcast_tied_embedding(self._state.model, self._mesh)
         self._record.event("note", message=f"begins with the weights of {source}")
         reading = run_on_rank0(partial(describe_verification, Path(source).expanduser()))
         if reading is not None:
@@ -129,7 +129,7 @@ class Trainer:
     def run(self) -> RunEnd:
         """Train to `train.steps`, `train.exit_at_step` or a stop signal; returns how it ended (or raises an Ending)."""
         batches = PrefetchingDataLoader(
-            self._trainee.training,
+            self._state.training,
             self._shape,
             self._mesh.device,
             waiting=lambda step: self._record.heartbeat("waiting for tokens", step),
@@ -137,10 +137,10 @@ class Trainer:
         step = TrainStep(
             self._spec,
             self._mesh,
-            self._trainee.model,
-            self._trainee.passes,
-            self._trainee.optimizer,
-            self._trainee.training,
+            self._state.model,
+            self._state.passes,
+            self._state.optimizer,
+            self._state.training,
         )
         try:
             self._sync_stop_signal()
@@ -191,7 +191,7 @@ class Trainer:
 
     def _validate_if_due(self) -> None:
         """Validate after the current step if that is due and not on record: a resume makes up what a stop cut short."""
-        rows, steps, interval = self._trainee.validation, self._spec.train.steps, self._spec.train.validation_interval
+        rows, steps, interval = self._state.validation, self._spec.train.steps, self._spec.train.validation_interval
         due = self.step == steps or (interval > 0 and self.step > 0 and self.step % interval == 0)
         if not due or rows is None or self._stop_signal is not None or self.step == self._validated_step:
             return
@@ -202,7 +202,7 @@ class Trainer:
             return self._stop_signal is None
 
         self._record.phase("validating", self.step)
-        loss = validation_loss(self._trainee.passes, rows, self._shape.micro_batch_size, self._mesh, may_go_on)
+        loss = validation_loss(self._state.passes, rows, self._shape.micro_batch_size, self._mesh, may_go_on)
         if loss is not None:
             self._validation, self._validated_step = loss, self.step
             self._record.validation(self.step, loss)

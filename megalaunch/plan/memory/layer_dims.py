@@ -76,7 +76,7 @@ class DtypesAndGroups:
     cp: int
     exchange: ContextExchange
     documents: bool
-    dealt: bool
+    dynamic_cp: bool
 
     @classmethod
     def from_spec(cls, spec: RunSpec) -> DtypesAndGroups:
@@ -95,7 +95,7 @@ class DtypesAndGroups:
             cp=p.cp,
             exchange=most_common_cp_comm_type(p),
             documents=spec.data.reset_attention_mask,
-            dealt=p.dynamic_context_parallel and p.cp > 1,
+            dynamic_cp=p.dynamic_context_parallel and p.cp > 1,
         )
 
 
@@ -104,11 +104,11 @@ def dtype_bytes(compute: str) -> int:
     return 4 if compute == "fp32" else 2
 
 
-def layer_dims(model: ModelSpec, kind: Layer, formats: DtypesAndGroups, accounting: MemoryProfile) -> LayerDims:
+def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, accounting: MemoryProfile) -> LayerDims:
     """The sizes of one layer on one rank."""
-    tp, mla, moe = formats.tp, model.mla, model.moe
-    b = dtype_bytes(formats.compute)
-    small = formats.compute == "fp8" and accounting.float8_inputs
+    tp, mla, moe = dtypes.tp, model.mla, model.moe
+    b = dtype_bytes(dtypes.compute)
+    small = dtypes.compute == "fp8" and accounting.float8_inputs
     heads, head_dim = model.num_attention_heads, model.head_dim or 0
     n = heads / tp
     groups = max(1.0, (model.num_query_groups or heads) / tp)
@@ -119,7 +119,7 @@ def layer_dims(model: ModelSpec, kind: Layer, formats: DtypesAndGroups, accounti
     return LayerDims(
         b=b,
         i=1 if small else b,
-        r=4 if formats.residual == "fp32" else b,
+        r=4 if dtypes.residual == "fp32" else b,
         h=model.hidden_size,
         q=query,
         k=query if latent else groups * head_dim,
@@ -127,16 +127,16 @@ def layer_dims(model: ModelSpec, kind: Layer, formats: DtypesAndGroups, accounti
         o=n * mla.v_head_dim if latent else n * head_dim,
         n=n,
         f=model.ffn_hidden_size / tp,
-        e=(moe.ffn_hidden_size or model.ffn_hidden_size) / formats.etp,
+        e=(moe.ffn_hidden_size or model.ffn_hidden_size) / dtypes.etp,
         s=moe.shared_ffn_hidden_size / tp,
         g=accounting.activation_inputs if gated else 1,
         d=accounting.activation_gradients if gated else 1,
-        t=moe.top_k * formats.etp,
+        t=moe.top_k * dtypes.etp,
         E=moe.num_experts or 0,
         ql=mla.q_lora_rank or 0,
         kl=mla.kv_lora_rank or 0,
         p=mla.qk_rope_head_dim,
-        keys=min(formats.keys, kind.window or formats.keys),
+        keys=min(dtypes.keys, kind.window or dtypes.keys),
         qk_norm=model.qk_norm != "none",
         out_norm=model.norm_placement != "pre",
         dropped=(model.hidden_size if accounting.dropout_masks else 4) if model.hidden_dropout else 0,
@@ -144,30 +144,30 @@ def layer_dims(model: ModelSpec, kind: Layer, formats: DtypesAndGroups, accounti
         experts=kind.experts,
         mtp=kind.mtp,
         unfused=accounting.unfused_attention,
-        held=_local_kv_heads(formats, groups),
-        mask=_seen(formats) if accounting.plain_contexts and _mask_bytes(formats) and not _scored(model) else 0,
-        scores=_score_bytes(model, formats, accounting, n, query),
-        weights=_weighed(model, kind, formats, accounting, n / groups),
-        part=tp if formats.sequence_parallel else 1,
+        held=_local_kv_heads(dtypes, groups),
+        mask=_seen(dtypes) if accounting.plain_contexts and _mask_bytes(dtypes) and not _scored(model) else 0,
+        scores=_score_bytes(model, dtypes, accounting, n, query),
+        weights=_weighed(model, kind, dtypes, accounting, n / groups),
+        part=tp if dtypes.sequence_parallel else 1,
     )
 
 
-def _local_kv_heads(formats: DtypesAndGroups, groups: float) -> float:
+def _local_kv_heads(dtypes: DtypesAndGroups, groups: float) -> float:
     """How often a rank keeps keys and values of its own tokens' number: those of all ranks, or repeated for each."""
-    if formats.dealt:
-        return formats.cp + 0.5  # those of both pieces (_seen)
-    if formats.exchange == "allgather":
-        return formats.cp
-    return max(1.0, formats.cp / groups) if formats.exchange == "a2a" else 1.0
+    if dtypes.dynamic_cp:
+        return dtypes.cp + 0.5  # those of both pieces (_seen)
+    if dtypes.exchange == "allgather":
+        return dtypes.cp
+    return max(1.0, dtypes.cp / groups) if dtypes.exchange == "a2a" else 1.0
 
 
-def _seen(formats: DtypesAndGroups) -> float:
-    """Keys of a token's mask. A rank that a document is dealt to has two pieces of it, and no keys behind either."""
-    return formats.keys * (1 + 1 / (2 * formats.cp)) / 2 if formats.dealt else formats.keys
+def _seen(dtypes: DtypesAndGroups) -> float:
+    """Keys of a token's mask. A rank that a document is dynamic_cp to has two pieces of it, and no keys behind either."""
+    return dtypes.keys * (1 + 1 / (2 * dtypes.cp)) / 2 if dtypes.dynamic_cp else dtypes.keys
 
 
 def _score_bytes(
-    model: ModelSpec, formats: DtypesAndGroups, accounting: MemoryProfile, heads: float, query: float
+    model: ModelSpec, dtypes: DtypesAndGroups, accounting: MemoryProfile, heads: float, query: float
 ) -> float:
     """Scores that attention works on where no kernel is fused, in fp32, and what is as wide as the queries.
 
@@ -175,28 +175,28 @@ def _score_bytes(
     on the keys of one rank at a time, other exchanges on a block of queries. A soft cap has a derivative, dropout a
     byte for each score.
     """
-    here = formats.keys / formats.cp
-    if _in_ring(formats):
+    here = dtypes.keys / dtypes.cp
+    if _in_ring(dtypes):
         scores = heads * here
     elif _scored(model) and accounting.scored_queries:
-        whole = formats.keys if formats.exchange == "a2a" else here  # queries of a sample on one rank
-        scores = heads * min(accounting.scored_queries / whole, 1.0) * formats.keys
+        whole = dtypes.keys if dtypes.exchange == "a2a" else here  # queries of a sample on one rank
+        scores = heads * min(accounting.scored_queries / whole, 1.0) * dtypes.keys
     else:
         return 0.0
     more = (4 if model.attn_logit_softcapping else 0) + (1 if model.attention_dropout else 0)
     return accounting.ring_scores * 4 * (scores + 4 * query) + more * scores
 
 
-def _weighed(model: ModelSpec, kind: Layer, formats: DtypesAndGroups, accounting: MemoryProfile, heads: float) -> float:
+def _weighed(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, accounting: MemoryProfile, heads: float) -> float:
     """Keys whose weights attention on a processor keeps for a token and head, in the mean; `heads` of a group.
 
-    A rank that a document is dealt to has its first piece, half of the rank's tokens, to which alone this applies.
+    A rank that a document is dynamic_cp to has its first piece, half of the rank's tokens, to which alone this applies.
     """
-    plain = formats.cp == 1 or formats.exchange == "a2a" or formats.dealt
-    masked = formats.documents and not formats.dealt
-    share, tokens = (0.5, formats.keys / (2 * formats.cp)) if formats.dealt else (1.0, formats.keys)
+    plain = dtypes.cp == 1 or dtypes.exchange == "a2a" or dtypes.dynamic_cp
+    masked = dtypes.documents and not dtypes.dynamic_cp
+    share, tokens = (0.5, dtypes.keys / (2 * dtypes.cp)) if dtypes.dynamic_cp else (1.0, dtypes.keys)
     seen_by_all = kind.window is None or kind.window >= tokens
-    if formats.compute != "fp32" or _scored(model) or masked or not (plain and seen_by_all):
+    if dtypes.compute != "fp32" or _scored(model) or masked or not (plain and seen_by_all):
         return 0.0
     block = max(accounting.weight_rows // heads, 16)
     return share * (tokens + min(block, tokens)) / 2 if tokens <= accounting.kept_weights else 0.0
@@ -207,12 +207,12 @@ def _scored(model: ModelSpec) -> bool:
     return model.attn_logit_softcapping is not None or model.attention_sinks or model.attention_dropout > 0
 
 
-def _in_ring(formats: DtypesAndGroups) -> bool:
-    return formats.cp > 1 and formats.exchange == "p2p"
+def _in_ring(dtypes: DtypesAndGroups) -> bool:
+    return dtypes.cp > 1 and dtypes.exchange == "p2p"
 
 
-def _mask_bytes(formats: DtypesAndGroups) -> bool:
+def _mask_bytes(dtypes: DtypesAndGroups) -> bool:
     """Whether a mask is kept: none where attention is causal and no more, nor in a ring, which makes it anew."""
-    if formats.cp > 1 and formats.exchange == "allgather":
+    if dtypes.cp > 1 and dtypes.exchange == "allgather":
         return True
-    return formats.documents and not _in_ring(formats)
+    return dtypes.documents and not _in_ring(dtypes)

@@ -63,12 +63,12 @@ def predict_memory(spec: RunSpec, accounting: MemoryProfile | None = None) -> Me
 def memory_by_rank(spec: RunSpec, accounting: MemoryProfile | None = None) -> list[Memory]:
     """The same for every pipeline rank."""
     accounting = accounting or profile_for(spec)
-    topology, formats = Topology.from_spec(spec), DtypesAndGroups.from_spec(spec)
+    topology, dtypes = Topology.from_spec(spec), DtypesAndGroups.from_spec(spec)
     ranks = chunks_by_rank(spec)
     held = params_by_rank(spec, topology.tp, topology.ep * topology.etp)
     kinds = {kind for chunks in ranks for chunk in chunks for kind, _ in chunk.kinds}
-    saved = {kind: saved_bytes(spec.model, kind, formats, accounting) for kind in kinds}
-    ends = head_bytes(spec.model, formats, accounting)
+    saved = {kind: saved_bytes(spec.model, kind, dtypes, accounting) for kind in kinds}
+    ends = head_bytes(spec.model, dtypes, accounting)
     found = []
     for rank, chunks in enumerate(ranks):
         kept = _saved_activations(spec, topology, rank, chunks, saved, ends)

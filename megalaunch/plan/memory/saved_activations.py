@@ -115,23 +115,23 @@ class SavedBytes:
 
 
 def rows_with_bytes(
-    model: ModelSpec, kind: Layer, formats: DtypesAndGroups, accounting: MemoryProfile
+    model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, accounting: MemoryProfile
 ) -> Iterator[tuple[OpRow, float, bool]]:
     """Every row of one layer that keeps something, its bytes a token, and whether recomputation spares it."""
-    widths = layer_dims(model, kind, formats, accounting)
+    widths = layer_dims(model, kind, dtypes, accounting)
     for row in op_rows(widths):
-        size = row.bytes(widths) / _divisor(row, formats, accounting)
+        size = row.bytes(widths) / _divisor(row, dtypes, accounting)
         if size:
-            yield row, size, any(module in row.spared_by for module in formats.modules)
+            yield row, size, any(module in row.spared_by for module in dtypes.modules)
 
 
 @lru_cache(maxsize=8192)
-def saved_bytes(model: ModelSpec, kind: Layer, formats: DtypesAndGroups, accounting: MemoryProfile) -> SavedBytes:
+def saved_bytes(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, accounting: MemoryProfile) -> SavedBytes:
     """What one layer keeps, by the table."""
     kept = 0.0
     again = {True: 0.0, False: 0.0}  # of attention, of the feed-forward block: one is done before the other begins
-    widths = layer_dims(model, kind, formats, accounting)
-    for row, size, spared in rows_with_bytes(model, kind, formats, accounting):
+    widths = layer_dims(model, kind, dtypes, accounting)
+    for row, size, spared in rows_with_bytes(model, kind, dtypes, accounting):
         again[row in ATTENTION or row in LATENTS] += size if spared else 0.0
         kept += 0.0 if spared else size
     return SavedBytes(kept, max(again.values()), widths.r * widths.h / widths.part, _working(widths))
@@ -152,16 +152,16 @@ def _working(w: LayerDims) -> float:
     return max(w.b * (stream + inner), w.scores - w.b * (w.h / w.part + kept))
 
 
-def _divisor(row: OpRow, formats: DtypesAndGroups, accounting: MemoryProfile) -> int:
+def _divisor(row: OpRow, dtypes: DtypesAndGroups, accounting: MemoryProfile) -> int:
     """Rows divided by tp have their widths divided already."""
-    if row.divided != "sequence" or not formats.sequence_parallel:
+    if row.divided != "sequence" or not dtypes.sequence_parallel:
         return 1
     gathered = row.name.startswith("normed, input of") and not accounting.gathers_again
-    return 1 if gathered else formats.tp
+    return 1 if gathered else dtypes.tp
 
 
 @lru_cache(maxsize=1024)
-def head_bytes(model: ModelSpec, formats: DtypesAndGroups, accounting: MemoryProfile) -> float:
+def head_bytes(model: ModelSpec, dtypes: DtypesAndGroups, accounting: MemoryProfile) -> float:
     """Bytes a token that the last norm and the head keep."""
-    widths = layer_dims(model, Layer(0, experts=False, window=None, mtp=False), formats, accounting)
-    return sum(row.bytes(widths) / _divisor(row, formats, accounting) for row in ENDS)
+    widths = layer_dims(model, Layer(0, experts=False, window=None, mtp=False), dtypes, accounting)
+    return sum(row.bytes(widths) / _divisor(row, dtypes, accounting) for row in ENDS)

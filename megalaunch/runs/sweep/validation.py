@@ -51,8 +51,8 @@ class PointValidator:
     `starts`: the trials start on this machine now, so it must have what they need.
     """
 
-    def __init__(self, words: SweepOverrides, folder: SweepFolder, machine: Machine, starts: bool) -> None:
-        self._words, self._folder, self._machine, self._starts = words, folder, machine, starts
+    def __init__(self, overrides: SweepOverrides, folder: SweepFolder, machine: Machine, starts: bool) -> None:
+        self._words, self._folder, self._machine, self._starts = overrides, folder, machine, starts
         self._composer = Composer()
         self._seen: dict[RunSpec, int] = {}
         self._corpora: dict[DataSpec, list[Finding]] = {}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from engine_variants.shape import Work
-from megalaunch.engine.collectives import AsyncCollective, all_gather_async, start_reduce_scatter
+from megalaunch.engine.collectives import AsyncCollective, all_gather_async, reduce_scatter_async
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.parallel import tensor_parallel
@@ -39,7 +39,7 @@ def region(work: Work, *, rings: bool = False, waits: bool = False) -> Callable[
     def waiting() -> float:
         with (
             mock.patch.object(tensor_parallel, "all_gather_async", _at_once(all_gather_async)),
-            mock.patch.object(tensor_parallel, "start_reduce_scatter", _at_once(start_reduce_scatter)),
+            mock.patch.object(tensor_parallel, "start_reduce_scatter", _at_once(reduce_scatter_async)),
         ):
             return one()
 

@@ -34,7 +34,7 @@ class KVCaches(Protocol):
 
     def __getitem__(self, layer: int, /) -> KVCache: ...
 
-    def attention(self, held: int, windows: Sequence[int | None]) -> Sequence[AttentionFn]:
+    def attention(self, num_tokens: int, windows: Sequence[int | None]) -> Sequence[AttentionFn]:
         """Of the last `held` positions, in layers with these windows (None: all tokens)."""
 
 
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         rotation: RopeCache | None,
         attend: AttentionFn,
         store: KVCache | None = None,
-        words_BN: Tensor | None = None,
+        seeds_BN: Tensor | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]; with a store the keys of earlier positions are seen too.
 
@@ -82,20 +82,20 @@ class Attention(nn.Module):
         v_BGTD = self._heads(values)
         if store is not None:
             k_BGTD, v_BGTD = store.extend(k_BGTD, v_BGTD)
-        out_BNSD = self.core_attention(attend, q_BNSD, k_BGTD, v_BGTD, words_BN)
+        out_BNSD = self.core_attention(attend, q_BNSD, k_BGTD, v_BGTD, seeds_BN)
         return self.tp_region.row_parallel_linear(out_BNSD.transpose(1, 2).flatten(2), self.o_proj)
 
     def core_attention(
-        self, attend: AttentionFn, queries: Tensor, keys: Tensor, values: Tensor, words_BN: Tensor | None = None
+        self, attend: AttentionFn, queries: Tensor, keys: Tensor, values: Tensor, seeds_BN: Tensor | None = None
     ) -> Tensor:
         """What lies between the projections."""
-        return attend(queries, keys, values, self.scoring(words_BN))
+        return attend(queries, keys, values, self.scoring(seeds_BN))
 
-    def scoring(self, words_BN: Tensor | None = None) -> ScoreMod:
+    def scoring(self, seeds_BN: Tensor | None = None) -> ScoreMod:
         """How its scores become weights."""
         sinks = None if self.sinks is None else local_param(self.sinks)
         return ScoreMod(
-            self.config.query_pre_attn_scalar**-0.5, self.config.soft_cap, sinks, words_BN, self.config.dropout
+            self.config.query_pre_attn_scalar**-0.5, self.config.soft_cap, sinks, seeds_BN, self.config.dropout
         )
 
     def _normed(self, projected: Tensor, norm: nn.Module | None) -> Tensor:

@@ -115,7 +115,7 @@ class _BlockwiseAttention(torch.autograd.Function):
             log_sums.append(merged.log_sum)
         # Token by token in memory, so that the projection behind reads it as it is.
         out, log_sum = torch.cat(outputs, dim=1).transpose(1, 2), torch.cat(log_sums, dim=2)
-        ctx.sight, ctx.scoring = mask, scoring
+        ctx.mask, ctx.scoring = mask, scoring
         ctx.save_for_backward(q, k, v, out, log_sum, sinks)
         return out
 
@@ -129,7 +129,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         for first in range(0, q.shape[2], _QUERIES):
             part = slice(first, first + _QUERIES)
             backward = BlockwiseBackward(*(x[:, :, part] for x in (whole.dout, whole.share, log_sum)))
-            seen = ctx.sight.slice_queries(part.start, part.stop)
+            seen = ctx.mask.slice_queries(part.start, part.stop)
             more_dq, more_dk, more_dv = backward.block(q[:, :, part], keys, values, seen, ctx.scoring)
             dq.append(more_dq.to(q.dtype))
             dk += more_dk

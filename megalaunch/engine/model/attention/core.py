@@ -30,11 +30,11 @@ class AttentionFn(Protocol):
 class ContextParallelism(Protocol):
     """A sample's tokens as they lie over ranks."""
 
-    def position_ids(self, held: int, device: torch.device) -> Tensor:
+    def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Where the `held` tokens of this rank stand in their sample, [s] int64."""
 
     def make_attention(
-        self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
+        self, num_tokens: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
     ) -> Sequence[AttentionFn]:
         """Causal attention of layers with these windows (None: all tokens), within documents where they are given.
 
@@ -45,22 +45,24 @@ class ContextParallelism(Protocol):
 class NoContextParallel:
     """Every rank holds all tokens of its samples."""
 
-    def position_ids(self, held: int, device: torch.device) -> Tensor:
+    def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """0, 1, ..."""
-        return torch.arange(held, device=device)
+        return torch.arange(num_tokens, device=device)
 
     def make_attention(
-        self, held: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
+        self, num_tokens: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
     ) -> Sequence[AttentionFn]:
         """One for each window, shared by its layers."""
-        made = {window: self._attend(held, documents_Bs, window, device) for window in set(windows)}
+        made = {window: self._attend(num_tokens, documents_Bs, window, device) for window in set(windows)}
         return [made[window] for window in windows]
 
-    def _attend(self, held: int, documents_Bs: Tensor | None, window: int | None, device: torch.device) -> AttentionFn:
+    def _attend(
+        self, num_tokens: int, documents_Bs: Tensor | None, window: int | None, device: torch.device
+    ) -> AttentionFn:
         if documents_Bs is None:
             return partial(causal_attention, window=window)
-        places = self.position_ids(held, device)
-        return masked_attention(make_mask(places, places, documents_Bs, documents_Bs, window))
+        positions = self.position_ids(num_tokens, device)
+        return masked_attention(make_mask(positions, positions, documents_Bs, documents_Bs, window))
 
 
 NO_CP = NoContextParallel()
@@ -80,8 +82,8 @@ def causal_attention(
         return F.scaled_dot_product_attention(
             q_BNSD, k_BGTD, v_BGTD, is_causal=queries > 1, scale=scoring.scale, enable_gqa=grouped
         )
-    places = torch.arange(keys, device=q_BNSD.device)
-    mask = AttentionMask(places[keys - queries :], places, window=window)
+    positions = torch.arange(keys, device=q_BNSD.device)
+    mask = AttentionMask(positions[keys - queries :], positions, window=window)
     return attention(q_BNSD, k_BGTD, v_BGTD, mask, scoring)
 
 

@@ -39,8 +39,8 @@ class AttentionMask:
 
 
 def causal_document_mask(
-    places_q: Tensor,
-    places_k: Tensor,
+    q_positions: Tensor,
+    k_positions: Tensor,
     documents_q: Tensor | None,
     documents_k: Tensor | None,
     window: int | None = None,
@@ -49,7 +49,7 @@ def causal_document_mask(
 
     `places` [s] and [T] are where they stand in the sample; equal `documents` [B, s], [B, T] need not be neighbours.
     """
-    distance = places_q[:, None] - places_k[None, :]
+    distance = q_positions[:, None] - k_positions[None, :]
     shown = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     if documents_q is None or documents_k is None:
         return shown
@@ -57,15 +57,18 @@ def causal_document_mask(
 
 
 def make_mask(
-    places_q: Tensor,
-    places_k: Tensor,
+    q_positions: Tensor,
+    k_positions: Tensor,
     documents_q: Tensor | None,
     documents_k: Tensor | None,
     window: int | None = None,
 ) -> AttentionMask:
     """With the mask of `visible`, made once for all layers that share it."""
     return AttentionMask(
-        places_q, places_k, causal_document_mask(places_q, places_k, documents_q, documents_k, window), window
+        q_positions,
+        k_positions,
+        causal_document_mask(q_positions, k_positions, documents_q, documents_k, window),
+        window,
     )
 
 

@@ -50,8 +50,8 @@ class ScoreMod:
     def shard_heads(self, rank: int, ranks: int) -> ScoreMod:
         """That of one of `ranks` equal parts of the heads."""
         sinks = None if self.sinks is None else self.sinks.chunk(ranks)[rank]
-        words = None if self.dropout_seeds is None else self.dropout_seeds.chunk(ranks, dim=1)[rank]
-        return replace(self, sinks=sinks, dropout_seeds=words)
+        seeds = None if self.dropout_seeds is None else self.dropout_seeds.chunk(ranks, dim=1)[rank]
+        return replace(self, sinks=sinks, dropout_seeds=seeds)
 
 
 PLAIN = ScoreMod()
