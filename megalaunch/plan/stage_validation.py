@@ -116,7 +116,10 @@ def _uneven_faults(division: PipelineSplit) -> Iterator[StageViolation]:
     numbers: dict[str, Any] = {"num_layers": layers, "pp": pp, **given}
     named = " and ".join(f"{name} {value}" for name, value in given.items())
     if division.embedding_counts or division.head_counts:
-        message = f"{named} says what the ends hold, and account_for_embedding_in_pipeline_split or account_for_loss_in_pipeline_split says it again"
+        message = (
+            f"{named} says what the ends hold, and account_for_embedding_in_pipeline_split "
+            "or account_for_loss_in_pipeline_split says it again"
+        )
         yield StageViolation("parallel.one_division", path, message, numbers)
         return
     if pp == 1:

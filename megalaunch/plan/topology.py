@@ -51,8 +51,9 @@ class Topology:
 
     `shards` is how many data-parallel ranks share one copy of what is sharded, `replicas` how many copies there
     are (dp = replicas * shards); without sharding every rank is a replica. `microbatches` is per rank and step.
-    `last_stage_rank` is the pp rank that holds the head; `cp_hierarchy` the sizes of cp inside and outside, if any;
-    `cp_dynamic` says that documents are dealt out to context-parallel ranks by their length.
+    `last_stage_rank` is the pp rank that holds the head; `hierarchical_context_parallel_sizes` the sizes of cp inside
+    and outside, if any; `dynamic_context_parallel` says that documents are assigned to
+    context-parallel ranks by their length.
     """
 
     tp: int
@@ -69,8 +70,8 @@ class Topology:
     devices_per_node: int
     nodes: int
     last_stage_rank: int
-    cp_hierarchy: tuple[int, ...] = ()
-    cp_dynamic: bool = False
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    dynamic_context_parallel: bool = False
 
     @classmethod
     def from_spec(cls, spec: RunSpec) -> Topology:
@@ -97,8 +98,8 @@ class Topology:
             devices_per_node=spec.cluster.devices_per_node,
             nodes=spec.cluster.nodes,
             last_stage_rank=0 if p.schedule in V_SCHEDULES else p.pp - 1,
-            cp_hierarchy=p.hierarchical_context_parallel_sizes if p.cp > 1 else (),
-            cp_dynamic=p.dynamic_context_parallel and p.cp > 1,
+            hierarchical_context_parallel_sizes=p.hierarchical_context_parallel_sizes if p.cp > 1 else (),
+            dynamic_context_parallel=p.dynamic_context_parallel and p.cp > 1,
         )
 
     @property

@@ -136,7 +136,7 @@ class Pass:
         """The mean loss; reading and dealing out are not left out."""
         if self._way not in FIXED:
             dynamic_context_parallel.partition_documents = dealing(self._way)  # type: ignore[assignment]
-        one = shard_for_context_parallel(microbatch([row]), self._mesh.cp, self._mesh.topology.cp_dynamic)
+        one = shard_for_context_parallel(microbatch([row]), self._mesh.cp, self._mesh.topology.dynamic_context_parallel)
         loss = self._passes.train(StepBatch((range(1),), (one,)), len(row.tokens) - 1).sum()
         dist.all_reduce(loss)
         for parameter in self._model.parameters():

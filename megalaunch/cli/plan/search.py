@@ -136,7 +136,8 @@ def _short_layout(spec: RunSpec) -> str:
         parts.append(f"layout of {p.pipeline_layout.count('|') + 1} stages")
     if p.num_layers_in_first_pipeline_stage is not None or p.num_layers_in_last_pipeline_stage is not None:
         parts.append(
-            f"ends of {p.num_layers_in_first_pipeline_stage or 'an even share'} and {p.num_layers_in_last_pipeline_stage} layers"
+            f"ends of {p.num_layers_in_first_pipeline_stage or 'an even share'} "
+            f"and {p.num_layers_in_last_pipeline_stage} layers"
         )
     if p.account_for_embedding_in_pipeline_split or p.account_for_loss_in_pipeline_split:
         parts.append("embedding and head as layers" if p.account_for_embedding_in_pipeline_split else "head as a layer")

@@ -25,8 +25,8 @@ class LauncherSpec:
     hang_timeout: float = setting(600.0, "Longest time without progress, in a collective too.", "seconds", minimum=1)
     step_timeout: float | None = setting(
         None,
-        "Longest time without progress within a step, at most launcher.hang_timeout; null: 10 x the median step, at least "
-        "15 s, or launcher.hang_timeout while that is not known and with train.compile.",
+        "Longest time without progress within a step, at most launcher.hang_timeout; null: 10 x the median step, "
+        "at least 15 s, or launcher.hang_timeout while that is not known and with train.compile.",
         "seconds",
         minimum=1,
     )

@@ -8,7 +8,7 @@ from megalaunch.config.schema.model import GATED, ModelSpec
 from megalaunch.engine.families.family import FamilyWeights
 from megalaunch.engine.families.weight_mapping import WeightMapping, rename
 
-# By block_norms: what our norms of a layer are called.
+# By norm_placement: what our norms of a layer are called.
 _NORMS = {
     "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     "post": {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},

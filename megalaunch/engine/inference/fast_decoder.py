@@ -127,7 +127,7 @@ class FastDecoder:
             x_RH = layer(x_RH, batch, turns[config.rope], attends[number], stores[number])
         last_BH = x_RH if num_tokens == 1 else x_RH.view(batch, num_tokens, -1)[:, -1]
         logits_BV = self._head(self._norm(last_BH))
-        cap = self.config.logit_soft_cap
+        cap = self.config.final_logit_softcapping
         return (logits_BV if cap is None else softcap(logits_BV, cap)).unsqueeze(1)
 
 

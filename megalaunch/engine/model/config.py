@@ -84,14 +84,14 @@ class DecoderConfig:
     attention: AttentionConfig
     mlp: MLPConfig
     norm: NormConfig
-    block_norms: str = "pre"
+    norm_placement: str = "pre"
     parallel_residual: bool = False
     learned_positions: int | None = None
     embedding_scale: float = 1.0
-    logit_soft_cap: float | None = None
+    final_logit_softcapping: float | None = None
     hidden_dropout: float = 0.0
     embedding_dropout: float = 0.0
-    tied_embeddings: bool
+    tie_word_embeddings: bool
     init_std: float
     embedding_init_std: float
 

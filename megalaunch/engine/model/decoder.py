@@ -39,7 +39,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, tp_region: TPRegion) -> None:
         super().__init__()
         self.parallel = config.parallel_residual
-        before, after = config.block_norms != "post", config.block_norms != "pre"
+        before, after = config.norm_placement != "post", config.norm_placement != "pre"
         self.attention_norm = _norm(config, before)
         self.attention = Attention(config.hidden_size, config.attention, config.norm, tp_region)
         self.attention_out_norm = _norm(config, after)
@@ -113,7 +113,7 @@ class Decoder(nn.Module):
 
     def tie(self) -> None:
         """Let the head share the embedding's matrix, if the config says so; again after `to_empty`, which unties."""
-        if self.config.tied_embeddings and self.head is not None and self.embedding is not None:
+        if self.config.tie_word_embeddings and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
 
     @property
@@ -179,7 +179,7 @@ class Decoder(nn.Module):
 
     def softcap_logits(self, logits: Tensor) -> Tensor:
         """What the head gives, kept below the config's soft cap if it has one."""
-        cap = self.config.logit_soft_cap
+        cap = self.config.final_logit_softcapping
         return logits if cap is None else softcap(logits, cap)
 
     def forward_layers(

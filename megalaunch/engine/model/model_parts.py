@@ -35,7 +35,7 @@ class ModelParts:
     def tied_head(self) -> nn.Parameter | None:
         """The head's own copy of the embedding's matrix: tied, and on a stage without the embedding."""
         last = self.parts[-1]
-        if not self.config.tied_embeddings or last.head is None or last.embedding is not None:
+        if not self.config.tie_word_embeddings or last.head is None or last.embedding is not None:
             return None
         return last.head.weight
 

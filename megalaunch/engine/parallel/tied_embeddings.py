@@ -18,7 +18,7 @@ _FIRST = 0  # the pp rank of the embedding, under every schedule
 @torch.no_grad()
 def reduce_tied_embedding_grad(model: ModelParts, mesh: Mesh) -> None:
     """Once a step: the copy's gradient is added to the embedding's, and dropped. Collective over pp."""
-    if not model.config.tied_embeddings or mesh.pp.size == 1:
+    if not model.config.tie_word_embeddings or mesh.pp.size == 1:
         return
     source, copy = model.embedding_weight, model.tied_head
     if copy is not None:
@@ -39,7 +39,7 @@ def reduce_tied_embedding_grad(model: ModelParts, mesh: Mesh) -> None:
 @torch.no_grad()
 def broadcast_tied_embedding(model: ModelParts, mesh: Mesh) -> None:
     """After weights have changed: the copy becomes the embedding's matrix again. Collective over pp."""
-    if not model.config.tied_embeddings or mesh.pp.size == 1:
+    if not model.config.tie_word_embeddings or mesh.pp.size == 1:
         return
     source, copy = model.embedding_weight, model.tied_head
     if source is not None and copy is not None:

@@ -75,6 +75,8 @@ def run_instrumented_step(
 def make_batch(spec: RunSpec, mesh: Mesh, microbatches: int) -> StepBatch:
     """So many microbatches of this rank, on the CPU."""
     size = mesh.topology.micro_batch_size
-    one = shard_for_context_parallel(microbatch([ConstantDataset(spec)[0]] * size), mesh.cp, mesh.topology.cp_dynamic)
+    one = shard_for_context_parallel(
+        microbatch([ConstantDataset(spec)[0]] * size), mesh.cp, mesh.topology.dynamic_context_parallel
+    )
     indices = tuple(range(number * size, (number + 1) * size) for number in range(microbatches))
     return StepBatch(indices, (one,) * microbatches, microbatches * one.labels.numel())

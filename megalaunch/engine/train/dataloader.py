@@ -100,7 +100,9 @@ class BatchSampler:
 def batch_shape(global_batch_size: int, mesh: Mesh) -> BatchSampler:
     """This rank's share of every global batch."""
     t = mesh.topology
-    return BatchSampler(global_batch_size, t.micro_batch_size, mesh.dp_rank, mesh.dp_size, mesh.cp, t.cp_dynamic)
+    return BatchSampler(
+        global_batch_size, t.micro_batch_size, mesh.dp_rank, mesh.dp_size, mesh.cp, t.dynamic_context_parallel
+    )
 
 
 class PrefetchingDataLoader:

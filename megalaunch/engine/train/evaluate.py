@@ -52,7 +52,7 @@ def evaluate_loss_sum(
         if not may_go_on(problem) or batch is None:
             passes.release()
             return None
-        batch = shard_for_context_parallel(batch, mesh.cp, mesh.topology.cp_dynamic).map(
+        batch = shard_for_context_parallel(batch, mesh.cp, mesh.topology.dynamic_context_parallel).map(
             lambda part: part.to(mesh.device)
         )
         sums[0] += passes.evaluate(batch)

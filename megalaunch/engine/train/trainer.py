@@ -235,9 +235,9 @@ class Trainer:
         return RunEnd(code, f"stopped by {stop.name} after step {self.step}", self.step, details)
 
     def _done_reason(self) -> str:
-        steps, stop_at = self._spec.train.steps, self._spec.train.exit_at_step
+        steps, exit_at_step = self._spec.train.steps, self._spec.train.exit_at_step
         if self.step > self._last_step:
-            key = f"train.steps={steps}" if self._last_step == steps else f"train.exit_at_step={stop_at}"
+            key = f"train.steps={steps}" if self._last_step == steps else f"train.exit_at_step={exit_at_step}"
             return f"nothing to do: the run is at step {self.step}, past {key}"
         if self.step == steps:
             return f"finished all {steps} steps"

@@ -76,7 +76,8 @@ def hierarchical_cp_by_cp(at: RuleContext) -> Iterator[Violation]:
         fixes += [{"parallel.cp": whole}, {"parallel.hierarchical_context_parallel_sizes": ()}]
         yield Violation(
             "parallel.hierarchical_context_parallel_sizes",
-            f"hierarchical_context_parallel_sizes {' x '.join(map(str, p.hierarchical_context_parallel_sizes))} = {whole} is not cp {p.cp}",
+            f"hierarchical_context_parallel_sizes {' x '.join(map(str, p.hierarchical_context_parallel_sizes))} "
+            f"= {whole} is not cp {p.cp}",
             {
                 "hierarchical_context_parallel_sizes": list(p.hierarchical_context_parallel_sizes),
                 "product": whole,
@@ -93,7 +94,8 @@ def hierarchical_cp_unused(at: RuleContext) -> Iterator[Violation]:
     if p.hierarchical_context_parallel_sizes and "a2a+p2p" not in _exchanges(at):
         yield Violation(
             "parallel.hierarchical_context_parallel_sizes",
-            f"hierarchical_context_parallel_sizes has no effect: cp_comm_type is {' and '.join(_exchanges(at)) or 'an empty list'}",
+            "hierarchical_context_parallel_sizes has no effect: "
+            f"cp_comm_type is {' and '.join(_exchanges(at)) or 'an empty list'}",
             {"hierarchical_context_parallel_sizes": list(p.hierarchical_context_parallel_sizes)},
             ({"parallel.hierarchical_context_parallel_sizes": ()}, {"parallel.cp_comm_type": "a2a+p2p"}),
             "warning",
@@ -167,7 +169,11 @@ def dynamic_cp_needs_cp(at: RuleContext) -> Iterator[Violation]:
     if at.spec.parallel.dynamic_context_parallel and at.spec.parallel.cp == 1:
         fixes = ({"parallel.dynamic_context_parallel": False},)
         yield Violation(
-            "parallel.dynamic_context_parallel", "cp_dynamic has no effect: cp is 1", {"cp": 1}, fixes, "warning"
+            "parallel.dynamic_context_parallel",
+            "dynamic_context_parallel has no effect: cp is 1",
+            {"cp": 1},
+            fixes,
+            "warning",
         )
 
 
@@ -176,7 +182,10 @@ def dynamic_cp_compile(at: RuleContext) -> Iterator[Violation]:
     """Every microbatch has documents of its own, and a graph of its own would be compiled for each."""
     p = at.spec.parallel
     if p.dynamic_context_parallel and p.cp > 1 and at.spec.train.compile:
-        message = "cp_dynamic attends in other pieces in every microbatch, and train.compile would compile each anew"
+        message = (
+            "dynamic_context_parallel attends in other pieces in every microbatch, "
+            "and train.compile would compile each anew"
+        )
         yield _dynamic(at, message, {}, {"train.compile": False})
 
 
@@ -184,7 +193,9 @@ def dynamic_cp_compile(at: RuleContext) -> Iterator[Violation]:
 def dynamic_cp_latent(at: RuleContext) -> Iterator[Violation]:
     """Latent attention gathers its latent over one fixed group."""
     if at.spec.parallel.dynamic_context_parallel and at.spec.model.mla.kv_lora_rank is not None:
-        yield _dynamic(at, f"cp_dynamic does not go with the latent attention of {at.spec.model.name}", {})
+        yield _dynamic(
+            at, f"dynamic_context_parallel does not go with the latent attention of {at.spec.model.name}", {}
+        )
 
 
 @rule("parallel.dynamic_cp_dropout", "Dropout is drawn where a rank's row of tokens is of one sample.")
@@ -194,7 +205,10 @@ def dynamic_cp_dropout(at: RuleContext) -> Iterator[Violation]:
     keys = ("hidden_dropout", "embedding_dropout", "attention_dropout")
     rates = {key: getattr(model, key) for key in keys if getattr(model, key)}
     if at.spec.parallel.dynamic_context_parallel and at.spec.parallel.cp > 1 and rates:
-        message = f"cp_dynamic mixes samples in a rank's rows, and {' and '.join(rates)} draws by sample and place"
+        message = (
+            "dynamic_context_parallel mixes samples in a rank's rows, "
+            f"and {' and '.join(rates)} draws by sample and position"
+        )
         yield _dynamic(at, message, {}, {f"model.{key}": 0.0 for key in rates})
 
 
@@ -203,7 +217,8 @@ def dynamic_cp_documents(at: RuleContext) -> Iterator[Violation]:
     """A sample whose attention crosses documents has one length, and one group."""
     if at.spec.parallel.dynamic_context_parallel and not at.spec.data.reset_attention_mask:
         message = (
-            "cp_dynamic sorts documents by length, and data.reset_attention_mask is off: samples are of one length"
+            "dynamic_context_parallel sorts documents by length, "
+            "and data.reset_attention_mask is off: samples are of one length"
         )
         yield _dynamic(at, message, {}, {"data.reset_attention_mask": True})
 
@@ -213,7 +228,10 @@ def dynamic_cp_comm_type(at: RuleContext) -> Iterator[Violation]:
     """Keys go straight to the ranks whose queries see them: neither all to all, nor around, nor heads for tokens."""
     others = [kind for kind in _exchanges(at) if kind != "p2p"]
     if at.spec.parallel.dynamic_context_parallel and others:
-        message = f"dynamic_context_parallel sends keys where they are seen, and cp_comm_type={'+'.join(others)} would not be followed"
+        message = (
+            "dynamic_context_parallel sends keys to the ranks that attend to them, "
+            f"and cp_comm_type={'+'.join(others)} would not be followed"
+        )
         yield _dynamic(
             at, message, {}, {"parallel.cp_comm_type": "p2p", "parallel.hierarchical_context_parallel_sizes": ()}
         )

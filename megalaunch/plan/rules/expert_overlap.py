@@ -86,7 +86,8 @@ def mtp(at: RuleContext) -> Iterator[Violation]:
     if _overlaps(at) and depths > 1:
         yield Violation(
             "model.mtp.num_layers",
-            f"overlap_moe_expert_parallel_comm needs at most one depth of multi-token prediction, and there are {depths}",
+            "overlap_moe_expert_parallel_comm needs at most one depth of multi-token prediction, "
+            f"and there are {depths}",
             {"num_layers": depths},
             ({"model.mtp.num_layers": 1}, _OFF),
         )

@@ -53,8 +53,8 @@ def cores(at: RuleContext) -> Iterator[Violation]:
     if workers > _WORKERS_A_CORE * at.local_machine.cores:
         yield Violation(
             "cluster.devices_per_node",
-            f"{workers} workers share the {at.local_machine.cores} core{'s' if at.local_machine.cores > 1 else ''} of this machine, "
-            f"{workers / at.local_machine.cores:.0f} a core: each step takes that much longer",
+            f"{workers} workers share the {at.local_machine.cores} core{'s' if at.local_machine.cores > 1 else ''} "
+            f"of this machine, {workers / at.local_machine.cores:.0f} a core: each step takes that much longer",
             {"workers": workers, "cores": at.local_machine.cores},
             _fewer_workers(at, at.local_machine.cores),
             severity="warning",

@@ -174,7 +174,8 @@ def microbatch_group_needs_vpp(at: RuleContext) -> Iterator[Violation]:
     if p.microbatch_group_size_per_vp_stage is not None and not _interleaved(at):
         yield Violation(
             "parallel.microbatch_group_size_per_vp_stage",
-            f"microbatch_group_size_per_vp_stage {p.microbatch_group_size_per_vp_stage} has no effect: the schedule is not interleaved",
+            f"microbatch_group_size_per_vp_stage {p.microbatch_group_size_per_vp_stage} has no effect: "
+            "the schedule is not interleaved",
             {"microbatch_group_size_per_vp_stage": p.microbatch_group_size_per_vp_stage},
             ({"parallel.microbatch_group_size_per_vp_stage": None}, {"parallel.vpp": 2}),
             "warning",

@@ -113,7 +113,8 @@ def compile_offload(at: RuleContext) -> Iterator[Violation]:
     if at.spec.train.compile and at.spec.recompute.cpu_offloading_num_layers:
         yield Violation(
             "train.compile",
-            f"cpu_offloading_num_layers={at.spec.recompute.cpu_offloading_num_layers} sends away what a compiled layer keeps to itself",
+            f"cpu_offloading_num_layers={at.spec.recompute.cpu_offloading_num_layers} sends away what a compiled layer "
+            "keeps to itself",
             {"cpu_offloading_num_layers": at.spec.recompute.cpu_offloading_num_layers},
             ({"train.compile": False}, {"recompute.cpu_offloading_num_layers": 0}),
         )

@@ -24,11 +24,8 @@ def dry_run_text(planned: PlannedSweep) -> str:
     lines = []
     for point in planned.judged:
         said = "runs" if point.number in running else "not among the trials"
-        lines.append(
-            _cut(
-                f"  {point.number:>4}  {point.label:<{width}}  {said if point.is_valid else _skipped_lines(point, shared)}"
-            )
-        )
+        text = said if point.is_valid else _skipped_lines(point, shared)
+        lines.append(_cut(f"  {point.number:>4}  {point.label:<{width}}  {text}"))
     return "\n".join([*lines, "", *counts(planned)])
 
 
