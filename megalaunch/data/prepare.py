@@ -35,7 +35,7 @@ class PreparedData:
 
     `train_prefix` is None for blends (their entries are then absolute) and made-up tokens. `validation_prefix` is
     None when there is nothing to validate on, and equals `train_prefix` when one file is shared out between both
-    (see split.py and source.py). Made-up tokens have no tokenizer unless one is given.
+    (see split.py and samples/build_datasets.py). Made-up tokens have no tokenizer unless one is given.
     """
 
     train_prefix: Path | None

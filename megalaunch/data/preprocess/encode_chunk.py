@@ -136,7 +136,7 @@ class ChunkEncoder:
         return result
 
     def _check_size(self, record: Record) -> None:
-        """A line is measured with its end, as it is where lines are only counted (input_chunks.py)."""
+        """A line is measured with its end, as it is where lines are only counted (chunking.py)."""
         if isinstance(record.source, bytes) and len(record.source) >= self._recipe.record_bytes:
             long = too_long(len(record.source) + 1, self._recipe.record_bytes)
             raise DataError(long.cause, fix=long.fix)

@@ -55,7 +55,7 @@ def preprocess(
 
     Inputs are files, folders, globs and `-`; documents keep their order whatever the number of workers.
     `show` is called after each chunk, `note` gets what the user should know. Raises DataError; then nothing
-    stands under the final names, and what was done is kept for `settings.resume` (see preprocess_output.py).
+    stands under the final names, and what was done is kept for `settings.resume` (see work_dir.py).
     `early` has begun to load the tokenizer of these settings; it is closed.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:

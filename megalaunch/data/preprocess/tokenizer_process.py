@@ -51,7 +51,7 @@ class TokenizerProcess:
         return known
 
     def check(self, texts: Sequence[str]) -> Callable[[], Checked]:
-        """Begin to encode probes and `texts` (see engine_check.py); what is given back waits for the ids."""
+        """Begin to encode probes and `texts` (see backend_check.py); what is given back waits for the ids."""
         if self._process is None:
             return lambda: self._here.check(texts)
         answer = self._process.call_deferred(_check_there, texts)

@@ -1,7 +1,7 @@
 """Text to token ids and back; and the training of a byte-level BPE on a corpus.
 
 Whatever kind of file a tokenizer comes in, it is turned into the one form of `tokenizer.json` (see
-tokenizer_conversion.py). Nothing from beside a tokenizer is ever run.
+conversion.py). Nothing from beside a tokenizer is ever run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The one file that reads pickles: what a Megatron checkpoint says of itself, as JSON on standard output.
 
-Run alone, by path, in a process of its own (`python -I -S unpickled.py DIRECTORY`). Names in a pickle are looked up in
-tables of inert stand-ins, never imported; each name that stands in no table is told, and then nothing else is.
+Run alone, by path, in a process of its own (`python -I -S safe_unpickler.py DIRECTORY`). Names in a pickle are looked
+up in tables of inert stand-ins, never imported; each name that stands in no table is told, and then nothing else is.
 """
 
 from __future__ import annotations

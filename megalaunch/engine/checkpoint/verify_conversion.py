@@ -1,6 +1,6 @@
 """The proof of a conversion: is config.json read as transformers reads it, and did every tensor arrive?
 
-The first is asked of a cut-down model with the same config.json (checkpoint/twin.py), at every size; the second of the
+The first is asked of a cut-down model with the same config.json (checkpoint/verify_config.py), at every size; the second of the
 real weights on both sides, which read the same tokens.
 """
 

@@ -1,6 +1,6 @@
 """Initial weights as a pure function of (seed, parameter name, place): the same under every layout.
 
-Each rank draws its own part only (model/draws.py).
+Each rank draws its own part only (model/counter_rng.py).
 """
 
 from __future__ import annotations

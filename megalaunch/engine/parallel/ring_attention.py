@@ -1,6 +1,6 @@
 """Ring attention: keys and values travel round the context-parallel ranks, one part ahead of the arithmetic.
 
-Each part is a block of model/blocks.py. On the way back the gradients of keys and values travel with them, and are
+Each part is a block of model/attention/blockwise.py. On the way back the gradients of keys and values travel with them, and are
 home after a full turn.
 """
 

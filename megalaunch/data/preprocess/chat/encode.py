@@ -16,7 +16,7 @@ Span = tuple[int, int]
 def encode_with_mask(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
     """The same tokenizer, which finds `names` in texts, where they are in its vocabulary, and adds nothing to a text.
 
-    Those of SentencePiece, tiktoken and tekken files it does not look for by itself (see tokenizer_conversion.py).
+    Those of SentencePiece, tiktoken and tekken files it does not look for by itself (see tokenizer/conversion.py).
     """
     content = json.loads(tokenizer.to_json())
     content["post_processor"] = None  # which may also move offsets
