@@ -20,7 +20,7 @@ from megalaunch.engine.checkpoint.safetensors_file import DTYPES
 from megalaunch.rundir.checkpoint.manifest import is_plain_name
 from megalaunch.rundir.checkpoint.tensor_index import StoredTensor, stored_tensor
 
-_READER = Path(__file__).with_name("unpickled.py")
+_READER = Path(__file__).with_name("safe_unpickler.py")
 _TIMEOUT_SECONDS = 900
 _SHOWN = 20  # names in one error
 _MOST_LAYERS = 10_000

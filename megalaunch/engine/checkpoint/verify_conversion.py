@@ -1,7 +1,7 @@
 """The proof of a conversion: is config.json read as transformers reads it, and did every tensor arrive?
 
-The first is asked of a cut-down model with the same config.json (checkpoint/verify_config.py), at every size; the second of the
-real weights on both sides, which read the same tokens.
+The first is checked on a shrunk model with the same config.json (verify_config.py), at every size; the second on the
+full weights of both sides, given the same tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Context parallelism over documents that are dealt out by length (document_partition.py): keys go only where they are seen.
+"""Context parallelism over documents partitioned by length (document_partition.py): keys go only where they are needed.
 
 One uneven all-to-all a layer carries the keys and values of cut documents, beside the attention of whole ones.
 Shapes as in model/context.py; c tokens of this rank in one row (c = B s), R tokens whose keys arrive.

@@ -1,7 +1,7 @@
 """Ring attention: keys and values travel round the context-parallel ranks, one part ahead of the arithmetic.
 
-Each part is a block of model/attention/blockwise.py. On the way back the gradients of keys and values travel with them, and are
-home after a full turn.
+Each part is a block of model/attention/blockwise.py. In the backward pass the gradients of keys and values travel with
+them, and are back at their own rank after a full turn.
 """
 
 from __future__ import annotations
