@@ -162,7 +162,7 @@ def _local_kv_heads(dtypes: DtypesAndGroups, groups: float) -> float:
 
 
 def _seen(dtypes: DtypesAndGroups) -> float:
-    """Keys of a token's mask. A rank that a document is dynamic_cp to has two pieces of it, and no keys behind either."""
+    """Keys of a token's mask. With dynamic cp a rank has two chunks of a document, and no keys behind either."""
     return dtypes.keys * (1 + 1 / (2 * dtypes.cp)) / 2 if dtypes.dynamic_cp else dtypes.keys
 
 

@@ -132,7 +132,8 @@ def offload_needs_adam(at: RuleContext) -> Iterator[Violation]:
     if optimizer.optimizer_offload_fraction > 0 and optimizer.name != "adamw":
         yield Violation(
             "optimizer.optimizer_offload_fraction",
-            f"optimizer_offload_fraction {optimizer.optimizer_offload_fraction:g} needs optimizer.name=adamw, and it is {optimizer.name}",
+            f"optimizer_offload_fraction {optimizer.optimizer_offload_fraction:g} needs optimizer.name=adamw, "
+            f"and it is {optimizer.name}",
             {"optimizer_offload_fraction": optimizer.optimizer_offload_fraction},
             ({"optimizer.optimizer_offload_fraction": 0.0}, {"optimizer.name": "adamw"}),
         )

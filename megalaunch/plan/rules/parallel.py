@@ -168,7 +168,8 @@ def dp_replicate_needs_sharding(at: RuleContext) -> Iterator[Violation]:
     if p.data_sharding == "no_shard" and p.dp_replicate > 1:
         yield Violation(
             "parallel.dp_replicate",
-            f"dp_replicate {p.dp_replicate} has no meaning with data_sharding=no_shard: every data-parallel rank is one",
+            f"dp_replicate {p.dp_replicate} has no meaning with data_sharding=no_shard: "
+            "every data-parallel rank is one",
             {"dp_replicate": p.dp_replicate},
             ({"parallel.dp_replicate": 1}, {"parallel.data_sharding": "optim"}),
         )
