@@ -80,7 +80,7 @@ def layout_name(values: Mapping[str, Any]) -> str | None:
     for key, value in values.items():
         if key in ("tp", "pp", "cp", "ep", "etp", "vpp", "dp") and isinstance(value, int):
             parts.append(f"{key}{value}")
-        elif key == "replicas":
+        elif key == "dp_replicate":
             parts.append(f"hsdp{value}")
         elif key == "data_sharding" and value in names:
             parts.append(names[value])

@@ -9,7 +9,7 @@ from megalaunch.config.schema.model import Activation
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary positions of a layer: the first `width` numbers of each head are turned.
+    """Rotary positions of a layer: the first `rotary_dim` numbers of each head are rotated.
 
     The rest is read by the scaling that needs it (config/schema/rope.py says what each means).
     """
@@ -33,7 +33,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class NormConfig:
-    """`layer`: a LayerNorm with its bias, else RMSNorm; `plus_one`: the factor is 1 + weight."""
+    """`layer`: a LayerNorm with its bias, else RMSNorm; `zero_centered_gamma`: the factor is 1 + weight."""
 
     epsilon: float
     layer: bool = False
@@ -50,7 +50,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Scores are q k / sqrt(scale_dim), capped, and weighed beside a sink where there are any."""
+    """Scores are q k / sqrt(query_pre_attn_scalar), softcapped, and weighed beside a sink where there are any."""
 
     num_heads: int
     num_groups: int
