@@ -129,7 +129,7 @@ def dtype_from_name(word: str) -> torch.dtype:
 def generate(source: Path, prompt: str, max_new_tokens: int = 200, sampling: Sampling | None = None) -> str:
     """What the model of a run or checkpoint directory writes after `prompt` (the prompt is not repeated).
 
-    Raises as `open_model` and `continue_text` do.
+    Raises as `open_model` and `stream_text` do.
     """
     return "".join(stream_text(open_model(source), prompt, max_new_tokens, sampling))
 

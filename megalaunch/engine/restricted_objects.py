@@ -43,7 +43,7 @@ class _Unpickler(distributed_c10d._unpickler):
     """Torch's, with names looked up in the list above; nothing is imported for them."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle names; raises ForeignObject."""
+        """What a pickle names; raises DisallowedObject."""
         found: Any = sys.modules.get(module)
         for part in name.split("."):
             found = getattr(found, part, None)

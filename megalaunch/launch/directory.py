@@ -89,7 +89,7 @@ def _saved_specs(directory: RunDirectory) -> list[Path]:
 
 
 def lock_run(directory: RunDirectory) -> RunLock:
-    """Create the directory if needed and lock it; raises RunDirectoryError or RunLocked. Release with `leave_run`."""
+    """Create the directory if needed and lock it; raises RunDirectoryError or RunLocked. Release with `unlock_run`."""
     try:
         make_directory(directory.root)
         return RunLock(directory.lock)

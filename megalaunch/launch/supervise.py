@@ -29,7 +29,7 @@ SAME_FAILURES = 3
 
 
 class Display(Protocol):
-    """Draws a RunView; neither call may block for long."""
+    """Draws a RunState; neither call may block for long."""
 
     def say(self, line: str) -> None:
         """Show one line that stays."""

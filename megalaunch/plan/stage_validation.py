@@ -1,6 +1,6 @@
 """How layers are divided over pipeline stages, and everything that can be wrong with a division.
 
-Each `StageFault` is named after the rule that reports it (plan/rules/stages.py).
+Each `StageViolation` is named after the rule that reports it (plan/rules/stages.py).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PipelineSplit:
 
 @lru_cache(maxsize=4096)
 def find_stage_violations(division: PipelineSplit) -> tuple[StageViolation, ...]:
-    """Everything that is wrong with a division; empty when `stages_of` gives its stages."""
+    """Everything that is wrong with a division; empty when `build_stages` gives its stages."""
     if division.layout is not None:
         return tuple(_layout_faults(division, division.layout))
     if division.pp == 1 and (division.vpp or 1) > 1:

@@ -126,7 +126,7 @@ class DecompressedStream:
         self._blocks = self._read()
 
     def blocks(self) -> Iterator[bytes]:
-        """Blocks of any size above 0; raises DamagedStream, and DataError when reading itself fails."""
+        """Blocks of any size above 0; raises CorruptStream, and DataError when reading itself fails."""
         try:
             yield from self._blocks
         except _DAMAGE as error:

@@ -33,8 +33,9 @@ def is_single_threaded() -> bool:
 class WorkerProcess:
     """A process at work; `prepare(*words)` runs in it first.
 
-    It is spawned, or `forked`, which is quicker and shares memory: only for who `is_alone`, as a fork of a process
-    with threads (a tokenizer library's, say) may hang. Nobody is asked before all are forked: then a thread starts.
+    It is spawned, or `forked`, which is quicker and shares memory: only where `is_single_threaded`, as a fork of
+    a process with threads (a tokenizer library's, say) may hang. No call is sent before all are forked: then a thread
+    starts.
 
     It shares no lock and no pipe with another worker, unlike those of a pool: killed at any moment, in the middle
     of an answer too, it leaves nobody waiting.

@@ -77,6 +77,6 @@ def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
 
 
 def run_on_rank0(work: Callable[[], T]) -> T:
-    """Rank 0's result of `work`, on every rank. Collective; errors as in `on_every_rank`."""
+    """Rank 0's result of `work`, on every rank. Collective; errors as in `run_on_all_ranks`."""
     answers = run_on_all_ranks(lambda: work() if rank_and_world()[0] == 0 else None)
     return cast(T, answers[0])

@@ -141,7 +141,7 @@ def load_checkpoint(
     The names of all ranks together must be the names of the checkpoint, with the same shapes and dtypes;
     `shapes` as for `save_checkpoint`, and what lies outside of them is filled with zeros. Else it
     raises one CheckpointError that lists every difference, the same on all ranks. Hashes are not compared
-    here: choose the checkpoint with `newest_valid`, or call `verify_checkpoint`.
+    here: choose the checkpoint with `latest_valid_checkpoint`, or call `verify_checkpoint`.
     """
     catalogue = run_on_all_ranks(lambda: read_tensor_index(directory))[0]
     _require_match(directory, catalogue, tensors, shapes)

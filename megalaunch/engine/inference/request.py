@@ -15,7 +15,7 @@ from megalaunch.engine.inference.sampling import Sampling
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """`stop`: strings that end a text and are no part of it; `likeliest`: as in `Writing`. Raises ValueError."""
+    """`stop`: strings that end a text, not part of it; `likeliest`: as in `GenerationConfig`. Raises ValueError."""
 
     max_new_tokens: int = 200
     sampling: Sampling = field(default_factory=Sampling)
@@ -51,7 +51,7 @@ def tokenize_prompts(model: ModelSource, prompts: Sequence[str | Sequence[dict[s
 def validate_prompts(
     model: ModelSource, prompts: Sequence[str | Sequence[dict[str, str]]], ask: GenerationRequest
 ) -> list[list[int]]:
-    """As `tokens_of`, of prompts that the model has room for; weights are not needed. Raises ValueError."""
+    """As `tokenize_prompts`, of prompts that the model has room for; weights are not needed. Raises ValueError."""
     tokens = tokenize_prompts(model, prompts)
     check_context_length(model.spec.model, tokens, ask.max_new_tokens)
     return tokens

@@ -29,7 +29,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: [..., in], [out, in] -> [..., out]; with gradients."""
     if not use_fp32_matmul(x):
         return F.linear(x, weight, bias)
-    # A view, since a backward pass cannot tell whether it is run for a leaf (`is_wanted`).
+    # A view, since a backward pass cannot tell whether it is run for a leaf (`needs_grad`).
     projected: Tensor = _Fp32AccumLinear.apply(x, weight.view_as(weight))  # type: ignore[no-untyped-call]
     return projected if bias is None else projected + bias
 

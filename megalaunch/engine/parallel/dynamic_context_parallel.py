@@ -199,7 +199,7 @@ class _KVExchange:
 
 
 class _StartKVExchange(torch.autograd.Function):
-    """kv [2, G, c, D] -> [2, G, R, D], not to be read before `_Arrive`; backward: the gradients of one's own keys."""
+    """kv [2, G, c, D] -> [2, G, R, D], not to be read before `_FinishKVExchange`; backward: the local keys' gradients."""
 
     @staticmethod
     def forward(ctx: Any, kv: Tensor, kv_exchange: _KVExchange) -> Tensor:

@@ -36,7 +36,7 @@ def grad_reduce_dtype(precision: PrecisionSpec) -> torch.dtype:
 def mixed_precision_policy(precision: PrecisionSpec) -> MixedPrecisionPolicy:
     """FSDP2's view: parameters are cast when gathered, gradients kept and added up in `precision.grad_dtype`.
 
-    In which format ranks exchange them is said apart (`reduce_format`), for which FSDP2 has no word of its own.
+    In which format ranks exchange them is said apart (`grad_reduce_dtype`), for which FSDP2 has no word of its own.
     A layer's input is cast as well, unless it is a stream that is to stay wide.
     """
     compute = compute_dtype(precision)

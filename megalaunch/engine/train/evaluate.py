@@ -27,7 +27,7 @@ def validation_loss(
     mesh: Mesh,
     may_go_on: Callable[[RankError | None], bool],
 ) -> float | None:
-    """Mean loss in nats per token, or None when it was cut short. Collective; the arguments of `summed_loss`."""
+    """Mean loss in nats per token, or None when it was cut short. Collective; the arguments of `evaluate_loss_sum`."""
     sums = evaluate_loss_sum(passes, rows, rows_at_once, mesh, may_go_on)
     return None if sums is None else float(sums[0] / sums[1])
 

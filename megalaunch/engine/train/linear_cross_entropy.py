@@ -20,7 +20,7 @@ from megalaunch.engine.train.loss import cross_entropy_sum
 
 @dataclass(frozen=True)
 class LinearCrossEntropy:
-    """The summed token loss of what a decoder (or the last stage of one) gives; see `of_logits` for what that is."""
+    """The summed token loss of what a decoder (or the last stage of one) gives; see `takes_logits` for what that is."""
 
     model: Decoder
     chunks: int

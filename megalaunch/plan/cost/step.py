@@ -113,7 +113,7 @@ class _RankTime:
 def step_time(spec: RunSpec) -> StepTime:
     """Seconds of one step of a resolved spec.
 
-    Raises UnknownCost for a chip without figures, ValueError (StageError among them) where the spec does not divide.
+    Raises UnknownChipSpeed for a chip without figures, ValueError (StageError too) where the spec does not divide.
     """
     chip = CHIPS.get(spec.platform.chip)
     device = _device(chip, spec.precision.compute_dtype)

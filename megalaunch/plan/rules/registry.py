@@ -1,4 +1,4 @@
-"""How a rule is written: a small function of a `Situation` that yields what is broken, under an id.
+"""How a rule is written: a small function of a `RuleContext` that yields what is broken, under an id.
 
 A rule offers fixes freely; the checker shows only those that it has proven to work. The function's docstring says
 why the rule holds: the reference page of the rules prints it.
@@ -82,7 +82,7 @@ class RuleContext:
 
     @cached_property
     def stage_faults(self) -> tuple[StageViolation, ...]:
-        """All that is wrong with how layers are divided over stages; empty: `stages_of` gives them."""
+        """All that is wrong with how layers are divided over stages; empty: `build_stages` gives them."""
         return find_stage_violations(PipelineSplit.from_spec(self.spec))
 
     @cached_property

@@ -13,9 +13,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """`mask` (bool, [..., s, T]) shows keys to queries; None: places and `window` say it all.
+    """`mask` (bool, [..., s, T]): the keys a query attends to; None: positions and `window` decide alone.
 
-    `places_q` [s] and `places_k` [T] are where they stand in the sample.
+    `q_positions` [s] and `k_positions` [T] are positions in the sample.
     """
 
     q_positions: Tensor
