@@ -249,7 +249,7 @@ def circles(tree: Tree) -> Iterator[str]:
 
 
 def bare_to_local(tree: Tree) -> Iterator[str]:
-    """`.to_local(` outside the files that decide what a gradient through it means (param_layout) or shard it (dtensor)."""
+    """`.to_local(` outside the files that say what a gradient through it means (param_layout) or shard it (dtensor)."""
     for module in tree.modules.values():
         if module.name in ("engine.param_layout", "engine.dtensor"):
             continue

@@ -108,14 +108,16 @@ EXPERTS = {
         (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.moe_token_dispatcher_type=flex"),
     ),
     "moe.flex_needs_gpu": Case(
-        "parallel.moe_token_dispatcher_type=flex", "parallel.moe_token_dispatcher_type=alltoall", (*MIXTRAL, "parallel=dp2ep2")
+        "parallel.moe_token_dispatcher_type=flex", "parallel.moe_token_dispatcher_type=alltoall",
+        (*MIXTRAL, "parallel=dp2ep2")
     ),
     "moe.flex_router": Case(
         "model.moe.router_dtype=fp64", "model.moe.router_dtype=fp32",
         (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.moe_token_dispatcher_type=flex", "parallel.ep=2"),
     ),
     "moe.dispatcher_without_ep": Case(
-        "parallel.moe_token_dispatcher_type=allgather", "parallel.moe_token_dispatcher_type=allgather parallel.ep=2", MIXTRAL
+        "parallel.moe_token_dispatcher_type=allgather",
+        "parallel.moe_token_dispatcher_type=allgather parallel.ep=2", MIXTRAL
     ),
 }  # fmt: skip
 ROUTER = {
@@ -162,7 +164,8 @@ HIDDEN = (*MIXTRAL, *H100, "batch.global_batch_size=16", "parallel.overlap_moe_e
 OVERLAP = {
     "overlap_moe.all_to_all": Case("parallel.ep=1", "parallel.ep=2", HIDDEN),
     "overlap_moe.dispatcher": Case(
-        "parallel.moe_token_dispatcher_type=allgather", "parallel.moe_token_dispatcher_type=flex", (*HIDDEN, "parallel.ep=2")
+        "parallel.moe_token_dispatcher_type=allgather", "parallel.moe_token_dispatcher_type=flex",
+        (*HIDDEN, "parallel.ep=2")
     ),
     "overlap_moe.stages": Case(
         "parallel=pp2ep2", "parallel=pp2ep2vpp2", (*HIDDEN, "model.num_layers=4")
@@ -170,7 +173,9 @@ OVERLAP = {
     "overlap_moe.recompute": Case(
         "recompute.granularity=full", "recompute.granularity=selective", (*HIDDEN, "parallel.ep=2")
     ),
-    "overlap_moe.precision": Case("precision.compute_dtype=fp32", "precision.compute_dtype=bf16", (*HIDDEN, "parallel.ep=2")),
+    "overlap_moe.precision": Case(
+        "precision.compute_dtype=fp32", "precision.compute_dtype=bf16", (*HIDDEN, "parallel.ep=2")
+    ),
     "overlap_moe.mtp": Case(
         "model.mtp.num_layers=2", "model.mtp.num_layers=1", (*HIDDEN, "parallel.ep=2", "model.family=deepseek")
     ),

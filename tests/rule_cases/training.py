@@ -64,8 +64,12 @@ OPTIMIZER = {
 }
 PRECISION = {
     "precision.loss_scale_idle": Case("precision.loss_scale.window=10", "precision.loss_scale.window=1000"),
-    "precision.residual_idle": Case("precision.residual_dtype=fp32", "precision.residual_dtype=fp32 precision.compute_dtype=bf16"),
-    "precision.main_params_narrower": Case("precision.main_params_dtype=bf16", "precision.main_params_dtype=bf16 precision.compute_dtype=bf16"),
+    "precision.residual_idle": Case(
+        "precision.residual_dtype=fp32", "precision.residual_dtype=fp32 precision.compute_dtype=bf16"
+    ),
+    "precision.main_params_narrower": Case(
+        "precision.main_params_dtype=bf16", "precision.main_params_dtype=bf16 precision.compute_dtype=bf16"
+    ),
     "precision.scale_limits": Case(
         "precision.loss_scale.initial=2 precision.loss_scale.minimum=4",
         "precision.loss_scale.initial=4 precision.loss_scale.minimum=4",
@@ -77,8 +81,12 @@ PRECISION = {
     "precision.scale_falls": Case(
         "precision.loss_scale.window=2", "precision.loss_scale.window=3", (*TINY, *FP16)
     ),
-    "precision.grad_reduce_narrower": Case("precision.grad_reduce_dtype=bf16", "precision.grad_reduce_dtype=bf16 precision.compute_dtype=bf16"),
-    "precision.grad_narrower": Case("precision.grad_dtype=bf16", "precision.grad_dtype=bf16 precision.compute_dtype=bf16"),
+    "precision.grad_reduce_narrower": Case(
+        "precision.grad_reduce_dtype=bf16", "precision.grad_reduce_dtype=bf16 precision.compute_dtype=bf16"
+    ),
+    "precision.grad_narrower": Case(
+        "precision.grad_dtype=bf16", "precision.grad_dtype=bf16 precision.compute_dtype=bf16"
+    ),
     "precision.grad_rounding": Case(
         "precision.grad_dtype=bf16 precision.compute_dtype=bf16 batch.global_batch_size=260",
         "precision.grad_dtype=bf16 precision.compute_dtype=bf16 batch.global_batch_size=256",
@@ -88,7 +96,8 @@ PRECISION = {
     ),
     "fp8.idle": Case("precision.fp8.recipe=mxfp8", "precision.fp8.recipe=tensorwise"),
     "fp8.history_idle": Case(
-        "precision.fp8.amax_history_len=16", "precision.fp8.amax_history_len=16 precision.fp8.recipe=delayed", (*TINY, *FP8)
+        "precision.fp8.amax_history_len=16", "precision.fp8.amax_history_len=16 precision.fp8.recipe=delayed",
+        (*TINY, *FP8)
     ),
     "fp8.chip": Case(
         "platform=a100_80gb cluster.devices_per_node=8 precision.compute_dtype=fp8 batch.global_batch_size=16",
@@ -126,7 +135,8 @@ PRECISION = {
         "precision.fp8.format=e4m3", "precision.fp8.format=e4m3 precision.fp8.recipe=rowwise", (*TINY, *FP8)
     ),
     "fp8.history_length": Case(
-        "precision.fp8.amax_history_len=3", "precision.fp8.amax_history_len=4", (*TINY, *FP8, "precision.fp8.recipe=delayed")
+        "precision.fp8.amax_history_len=3", "precision.fp8.amax_history_len=4",
+        (*TINY, *FP8, "precision.fp8.recipe=delayed")
     ),
     "fp8.gather_needs_shards": Case(
         "precision.fp8.param_gather=true parallel=zero0", "precision.fp8.param_gather=true", (*TINY, *FP8)

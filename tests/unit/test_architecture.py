@@ -166,7 +166,10 @@ NEIGHBOURS = {
             "importers may not import config.compose",
         ),
         ("importers/megatron/x.py", "from megalaunch.engine.mesh import Mesh", "importers may not import engine.mesh"),
-        ("importers/huggingface/x.py", "from megalaunch.plan.check import check", "importers may not import plan.check"),
+        (
+            "importers/huggingface/x.py", "from megalaunch.plan.check import check",
+            "importers may not import plan.check",
+        ),
         ("launch/x.py", "from megalaunch.rundir.paths import RunDirectory", None),
         ("launch/x.py", "from megalaunch.engine import api", "launch may not import engine.api"),
         ("engine/x.py", "from megalaunch.config.spec_file import read_spec", None),

@@ -39,7 +39,7 @@ def region(work: Work, *, rings: bool = False, waits: bool = False) -> Callable[
     def waiting() -> float:
         with (
             mock.patch.object(tensor_parallel, "all_gather_async", _at_once(all_gather_async)),
-            mock.patch.object(tensor_parallel, "start_reduce_scatter", _at_once(reduce_scatter_async)),
+            mock.patch.object(tensor_parallel, "reduce_scatter_async", _at_once(reduce_scatter_async)),
         ):
             return one()
 

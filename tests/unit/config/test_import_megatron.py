@@ -125,8 +125,13 @@ def test_what_a_variable_is_set_to_fills_what_is_open(tmp_path):
         ("", "parallel.data_sharding", "no_shard"),
         ("--swiglu", "model.ffn_hidden_size", 128),
         ("--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2", "parallel.vpp", 2),
-        ("--fp8-format hybrid --fp8-amax-compute-algo max --fp8-amax-history-len 16", "precision.fp8.amax_history_len", 16),
-        ("--fp8-format hybrid --fp8-amax-history-len 16", "precision.fp8.amax_history_len", 1),  # Megatron's most_recent
+        (
+            "--fp8-format hybrid --fp8-amax-compute-algo max --fp8-amax-history-len 16",
+            "precision.fp8.amax_history_len", 16,
+        ),
+        (  # Megatron's most_recent
+            "--fp8-format hybrid --fp8-amax-history-len 16", "precision.fp8.amax_history_len", 1,
+        ),
         ("--fp8-format hybrid --fp8-amax-compute-algo most_recent", "precision.fp8.amax_history_len", 1),
         ("--squared-relu", "model.activation", "squared_relu"),
         ("--quick-geglu --glu-linear-offset 1.0", "model.activation", "quick_geglu"),

@@ -154,7 +154,8 @@ def test_ranks_hold_every_parameter_once(run):
 
 def test_uneven_stages_are_counted_as_they_are():
     spec, _ = resolved(
-        "model=llama3_8b", "parallel=pp4", "parallel.num_layers_in_first_pipeline_stage=5", "parallel.num_layers_in_last_pipeline_stage=7",
+        "model=llama3_8b", "parallel=pp4", "parallel.num_layers_in_first_pipeline_stage=5",
+        "parallel.num_layers_in_last_pipeline_stage=7",
         "platform=h100", "cluster.devices_per_node=4", "batch.sequence_length=1024", "batch.global_batch_size=8",
         "train.steps=1", "precision=bf16",
     )  # fmt: skip

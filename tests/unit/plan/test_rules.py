@@ -147,7 +147,8 @@ def test_many_findings_are_proven_fast():
     words = "parallel=tp3pp7cp6ep5etp2vpp2hsdp3sp batch.sequence_length=9001 optimizer.beta1=1 optimizer.beta2=1 "
     words += "train.exit_at_step=99999999 schedule.warmup_steps=99999999 schedule.min_lr=1 model.num_query_groups=5 "
     words += "model.head_dim=127 model.hidden_dropout=1 model.norm_epsilon=0 parallel.cp_comm_type=a2a+p2p "
-    words += "parallel.dynamic_context_parallel=true run.name=a/b platform.chip=h1000 model.moe.top_k=9 parallel.num_layers_in_first_pipeline_stage=1"
+    words += "parallel.dynamic_context_parallel=true run.name=a/b platform.chip=h1000 "
+    words += "model.moe.top_k=9 parallel.num_layers_in_first_pipeline_stage=1"
     spec, composition = resolved("recipe=mixtral_8x22b", *words.split())
     check(spec, composition.origins)
     began = time.process_time()
