@@ -115,8 +115,8 @@ def make_mesh(topology: Topology, device: torch.device, rank: int) -> Mesh:
     if t.cp > 1:
         samples = init_device_mesh(device.type, (t.pp * t.dp, t.cp, t.tp), mesh_dim_names=("samples", "cp", "tp"))
     levels = None
-    if t.cp_hierarchy:
-        inner, outer = t.cp_hierarchy
+    if t.hierarchical_context_parallel_sizes:
+        inner, outer = t.hierarchical_context_parallel_sizes
         names = ("samples", "cp_outer", "cp_inner", "tp")
         levels = init_device_mesh(device.type, (t.pp * t.dp, outer, inner, t.tp), mesh_dim_names=names)
     for mesh in (grid, samples, levels):
