@@ -56,7 +56,7 @@ class HangDiagnostics:
             self.dump()
 
     def dump(self, error: BaseException | None = None) -> None:
-        """Write the trail of now; what cannot be written or is not known is left out.
+        """Write the trace of now; what cannot be written or is not known is left out.
 
         Where an `error` ends the rank, its place is the one that it was raised at.
         """

@@ -20,7 +20,7 @@ _QUESTIONS = (DUMP_STACKS_SIGNAL, DUMP_TRACE_SIGNAL)
 
 
 def request_traces(ranks: Sequence[Rank], directory: RunDirectory) -> dict[int, CollectiveTrace]:
-    """The trails of those that answer in time; a stopped process cannot, nor one that holds the interpreter's lock."""
+    """The traces of those that answer in time; a stopped process cannot, nor one that holds the interpreter's lock."""
     asked: dict[int, Rank] = {}
     began = time.time()
     for rank in ranks:

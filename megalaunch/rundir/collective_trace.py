@@ -15,7 +15,7 @@ from megalaunch.rundir.files import create_file
 DUMP_STACKS_SIGNAL = signal.SIGUSR2
 """A worker writes the stacks of its threads into its log, whatever they are stuck in."""
 DUMP_TRACE_SIGNAL = signal.SIGUSR1
-"""A worker writes its trail."""
+"""A worker writes its trace."""
 
 StackLine = tuple[str, int, str]
 """One line of a stack: file, line number, function."""
@@ -83,7 +83,7 @@ def write_collective_trace(path: Path, trace: CollectiveTrace) -> None:
 
 
 def read_collective_trace(path: Path, attempt: int, since: float = 0.0) -> CollectiveTrace | None:
-    """The trail that a worker of this attempt left (not before `since`), or None."""
+    """The trace that a worker of this attempt left (not before `since`), or None."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         groups = tuple(
