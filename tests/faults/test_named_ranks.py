@@ -27,9 +27,9 @@ import os, sys, threading, time
 
 def spoil():
     name = "megalaunch.engine.train.train_step"
-    while not hasattr(sys.modules.get(name), "Step"):
+    while not hasattr(sys.modules.get(name), "TrainStep"):
         time.sleep(0.01)
-    real = sys.modules[name].Step.run
+    real = sys.modules[name].TrainStep.run
 
     def run(self, number, *rest):
         if number == 4:
@@ -37,7 +37,7 @@ def spoil():
             {fault}
         return real(self, number, *rest)
 
-    sys.modules[name].Step.run = run
+    sys.modules[name].TrainStep.run = run
 
 if os.environ.get("RANK") == "{rank}":
     threading.Thread(target=spoil, daemon=True).start()
@@ -79,7 +79,7 @@ def test_a_rank_that_dies_and_one_that_stalls(tmp_path, shared):
     assert [line["step"] for line in read_lines(directory.metrics) if "loss" in line] == list(range(1, 41))
 
 
-IN_TP = "dist.all_reduce(torch.ones(7), group=self._mesh.grid['tp'].get_group())"
+IN_TP = "dist.all_reduce(torch.ones(7), group=self._mesh.world_mesh['tp'].get_group())"
 FAULTS = {
     "another_collective": (
         "tp2cp2",
