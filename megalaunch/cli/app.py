@@ -104,7 +104,7 @@ def load_command(name: str) -> Any:
 
 def _command_class(function: Any) -> type[TyperCommand] | None:
     """What answers unknown options of the commands that take KEY=VALUE arguments; None: Typer's own."""
-    if "words" not in function.__annotations__:
+    if "overrides" not in function.__annotations__:
         return None
     from megalaunch.cli.unknown_options import OverridesCommand
 

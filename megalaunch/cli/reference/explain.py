@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-PAGE = Path(__file__).resolve().parent.parent / "reference" / "rules.md"
+PAGE = Path(__file__).resolve().parents[2] / "reference" / "rules.md"
 _WIDTH = 116
 _HEADING = re.compile(r"^### `(.+)`$", re.MULTILINE)
 _BEHIND = re.compile(r'^(<a id=".*"></a>|## .*)$', re.MULTILINE)

@@ -16,7 +16,7 @@ def topology(**degrees):
 
 def test_megatrons_dense_order_of_16_ranks():
     """Golden: produced by Megatron-LM's own rank generator for tp2 cp2 dp2 pp2."""
-    grid = topology(tp=2, cp=2, dp=2, pp=2).dense
+    grid = topology(tp=2, cp=2, dp=2, pp=2).dense_grid
     assert grid.world == 16
     assert grid.group(0, "tp") == [0, 1]
     assert grid.group(0, "cp") == [0, 2]
