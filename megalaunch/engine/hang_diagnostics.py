@@ -48,7 +48,7 @@ class HangDiagnostics:
         faulthandler.enable()
         faulthandler.register(DUMP_STACKS_SIGNAL, all_threads=True)
         signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_TRACE_SIGNAL})  # threads to come inherit it: only ours takes it
-        threading.Thread(target=self._answer, name="witness", daemon=True).start()
+        threading.Thread(target=self._answer, name="hang_diagnostics", daemon=True).start()
 
     def _answer(self) -> None:
         while True:

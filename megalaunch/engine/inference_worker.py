@@ -80,7 +80,7 @@ def run_inference_worker(
 def run_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger) -> None:
     """Lay the model out, load its weights and answer the job of the directory. Collective.
 
-    Raises an Ending, the same on every rank, for what is wrong with the source, the job or its data.
+    Raises a RunEnd, the same on every rank, for what is wrong with the source, the job or its data.
     """
     path = Path(spec.checkpoint.load_pretrained or "")
     record.phase("building")

@@ -38,7 +38,7 @@ from megalaunch.rundir.outcome import ExitCode
 def build_train_state(spec: RunSpec, mesh: Mesh) -> TrainState:
     """Build and open everything but the weights, which the loop draws or loads. Collective.
 
-    Raises an Ending on every rank when any cannot open the tokens.
+    Raises a RunEnd on every rank when any cannot open the tokens.
     """
     model = parallelize_on_meta(spec, mesh)
     materialize(model, mesh)

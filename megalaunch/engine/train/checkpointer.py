@@ -48,7 +48,7 @@ class Checkpointer:
         return RankError(ExitCode.CHECKPOINT, str(error)) if error else None
 
     def save(self, position: TrainProgress) -> None:
-        """Save now, and return when it is done; raises CheckpointError (or an Ending) alike on all ranks."""
+        """Save now, and return when it is done; raises CheckpointError (or a RunEnd) alike on all ranks."""
         started = time.perf_counter()
         if self._begin(position):
             self._record.phase("saving", position.step)

@@ -28,7 +28,7 @@ class StepReduction:
 
 
 def total_valid_tokens(mine: int, problem: RankError | None, step: int, device: torch.device) -> int:
-    """Labels with a loss over all ranks; raises an Ending on every rank when any has a problem."""
+    """Labels with a loss over all ranks; raises a RunEnd on every rank when any has a problem."""
     sums = torch.tensor([mine, int(problem is not None)], dtype=torch.int64, device=device)
     dist.all_reduce(sums)
     tokens, problems = sums.tolist()
@@ -49,7 +49,7 @@ def reduce_step_stats(loss: Tensor, squared_norm: Tensor, received: signal.Signa
 def sync_stop_signal(
     received: signal.Signals | None, problem: RankError | None, step: int, device: torch.device
 ) -> signal.Signals | None:
-    """The signal that any rank received, on every rank; raises an Ending on every rank when any has a problem."""
+    """The signal that any rank received, on every rank; raises a RunEnd on every rank when any has a problem."""
     trouble = torch.tensor([float(problem is not None)], dtype=torch.float64)
     shares = torch.cat((trouble, _encode_stop_signal(received))).to(device)
     dist.all_reduce(shares)
@@ -71,7 +71,7 @@ def _decode_stop_signal(votes: list[float]) -> signal.Signals | None:
 
 
 def raise_on_all_ranks(problem: RankError | None, step: int) -> None:
-    """Raise an Ending after `step` on every rank when any has a problem: the lowest such rank's. Collective."""
+    """Raise a RunEnd after `step` on every rank when any has a problem: the lowest such rank's. Collective."""
     for found in all_gather_objects(problem):
         if isinstance(found, RankError):
             raise RunEnd(found.exit_code, found.reason, step)

@@ -64,7 +64,7 @@ class TrainStep:
     def run(
         self, step: int, batch: StepBatch, received: signal.Signals | None, problem: RankError | None = None
     ) -> StepResult:
-        """Step number `step`; raises Ending on every rank, before the update, when a batch or a number is bad.
+        """Step number `step`; raises RunEnd on every rank, before the update, when a batch or a number is bad.
 
         `received` and `problem` are what this rank alone knows so far.
         """

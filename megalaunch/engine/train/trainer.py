@@ -58,7 +58,7 @@ class TrainState:
 
 
 class Trainer:
-    """One worker's view of a run; every method is called on all ranks alike, and may raise an Ending on all alike."""
+    """One worker's view of a run; every method is called on all ranks alike, and may raise a RunEnd on all alike."""
 
     def __init__(self, state: TrainState, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> None:
         self._state, self._directory, self._record, self._stop = state, directory, record, stop
@@ -127,7 +127,7 @@ class Trainer:
             self._record.event("note", message=reading)
 
     def run(self) -> RunEnd:
-        """Train to `train.steps`, `train.exit_at_step` or a stop signal; returns how it ended (or raises an Ending)."""
+        """Train to `train.steps`, `train.exit_at_step` or a stop signal; returns how it ended (or raises a RunEnd)."""
         batches = PrefetchingDataLoader(
             self._state.training,
             self._shape,

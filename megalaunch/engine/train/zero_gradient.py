@@ -23,7 +23,7 @@ class ZeroGradientGuard:
         return self._limit > 0 and self._row > 0
 
     def update(self, step: int, result: StepResult, record: RunLogger) -> None:
-        """Warn at the first of a row; raise an Ending, the same on every rank, at the last that is allowed."""
+        """Warn at the first of a row; raise a RunEnd, the same on every rank, at the last that is allowed."""
         if result.tokens == 0:
             return
         self._row = self._row + 1 if result.grad_norm == 0.0 else 0
