@@ -320,7 +320,7 @@ def test_texts_of_many_prompts_end_each_in_its_own_way(tmp_path: Path):
     model = api.open_model(make_run(tmp_path / "run").root)
     prompts = ["the cat", "the dog lay by", "näh"]
 
-    def written(**ask: object) -> list[api.Written]:
+    def written(**ask: object) -> list[api.Completion]:
         events = list(
             api.generate_texts(model, api.tokenize_prompts(model, prompts), api.GenerationRequest(20, GREEDY, **ask))
         )
