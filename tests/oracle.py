@@ -167,7 +167,7 @@ def _plain_loss(model: torch.nn.Module, row: Sample, streams: torch.Tensor | Non
     tokens = torch.from_numpy(row.tokens)
     documents = np.zeros(SEQUENCE, np.int64) if row.document_ids is None else row.document_ids
     pieces = np.split(np.arange(SEQUENCE), np.flatnonzero(np.diff(documents)) + 1)
-    logits = torch.cat([model(tokens[None, :-1][:, piece], streams_B=streams)[0] for piece in pieces])
+    logits = torch.cat([model(tokens[None, :-1][:, piece], seeds_B=streams)[0] for piece in pieces])
     losses = F.cross_entropy(logits, tokens[1:], reduction="none")
     return losses.sum() if row.loss_mask is None else losses[torch.from_numpy(row.loss_mask)].sum()
 

@@ -99,7 +99,7 @@ def forward_on(device: torch.device, spec: RunSpec, rank: int) -> list[Tensor]:
             if part.embedding is None:
                 shape = (len(x), part.tp_region.local_seq_len(x.shape[1]), spec.model.hidden_size)
                 x = torch.empty(shape, dtype=residual_dtype(spec.precision), device=device)
-            output = part(x, **inputs, logits=loss.takes_logits, streams_B=streams)
+            output = part(x, **inputs, logits=loss.takes_logits, seeds_B=streams)
             found.append(output if part.head is None else loss(output, microbatch.labels))
         return found
 

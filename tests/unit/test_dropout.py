@@ -118,19 +118,19 @@ def test_attention_by_blocks_is_attention(cap, sinks, rate, seen, monkeypatch):
 def test_evaluation_drops_nothing():
     plain, dropping = tiny_decoder(), tiny_decoder(hidden_dropout=0.5, attention_dropout=0.5)
     assert torch.equal(plain(TOKENS), dropping(TOKENS))
-    drawn = dropping(TOKENS, streams_B=sample_seeds(0, range(3), CPU))
+    drawn = dropping(TOKENS, seeds_B=sample_seeds(0, range(3), CPU))
     assert (drawn - plain(TOKENS)).abs().max() > 0.1
-    assert torch.equal(plain(TOKENS, streams_B=sample_seeds(0, range(3), CPU)), plain(TOKENS))
+    assert torch.equal(plain(TOKENS, seeds_B=sample_seeds(0, range(3), CPU)), plain(TOKENS))
 
 
 @pytest.mark.parametrize("only", ["hidden_dropout", "attention_dropout"])
 def test_each_alone(only):
     dropping = tiny_decoder(**{only: 0.3})
     streams = sample_seeds(0, range(3), CPU)
-    first = dropping(TOKENS, streams_B=streams)
-    assert torch.equal(first, dropping(TOKENS, streams_B=streams))
+    first = dropping(TOKENS, seeds_B=streams)
+    assert torch.equal(first, dropping(TOKENS, seeds_B=streams))
     assert (first - dropping(TOKENS)).abs().max() > 0.01
-    other = dropping(TOKENS, streams_B=sample_seeds(0, [3, 1, 2], CPU))
+    other = dropping(TOKENS, seeds_B=sample_seeds(0, [3, 1, 2], CPU))
     assert [torch.equal(a, b) for a, b in zip(first, other, strict=True)] == [False, True, True]
 
 
@@ -168,7 +168,7 @@ def test_masks_are_applied_where_gpt2_applies_them(monkeypatch):
     calls = iter([drops.embedded, *itertools.chain(*each)])
     monkeypatch.setattr(torch.nn.functional, "dropout", lambda x, *_, **__: next(calls)(x))
     expected = theirs(TOKENS).logits
-    torch.testing.assert_close(ours(TOKENS, streams_B=streams), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours(TOKENS, seeds_B=streams), expected, rtol=1e-4, atol=1e-4)
     assert next(calls, None) is None
 
 

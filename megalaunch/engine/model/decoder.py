@@ -143,7 +143,7 @@ class Decoder(nn.Module):
         these tokens, [S] or [B, S]; None: 0, 1, ..., on the first stage only. `stores`: for generation, in which
         every rank holds all of a sample; then logits are those after the last position alone, [B, 1, V].
         `documents_BS`: numbers of the documents the tokens belong to, which do not see each other; all see all when
-        None. `streams_B`: what dropout is drawn from (model/dropout.py); nothing is dropped when None.
+        None. `seeds_B`: what dropout is drawn from (model/dropout.py); nothing is dropped when None.
         `logits` False: not they but what the head makes them from, [B, s, H].
         """
         held = x.shape[1] if positions is None else positions.shape[-1]

@@ -86,7 +86,7 @@ class SingleStage:
             batch.positions,
             documents_BS=batch.documents,
             logits=self.loss.takes_logits,
-            streams_B=seeds_B,
+            seeds_B=seeds_B,
         )
         return self.loss(output, batch.labels)
 
@@ -114,7 +114,7 @@ class PipelineForwardBackward:
             self.model.parts[0], self.seed, [index for indices in batch.indices for index in indices]
         )
         if seeds is not None:
-            inputs["streams_B"] = seeds
+            inputs["seeds_B"] = seeds
         losses = self.pipeline.train(inputs, joined.labels, len(batch.microbatches), max(total_tokens, 1))
         return torch.stack(losses) if losses else torch.zeros(len(batch.microbatches), device=self.mesh.device)
 
