@@ -37,8 +37,8 @@ def latest_valid_checkpoint(
 def require_never_saved(checkpoints: Path, refused: Sequence[str], last_saved: Callable[[], int | None]) -> None:
     """Raise CheckpointError where none of a run's checkpoints is valid, or those it has saved are gone.
 
-    For one process, after `latest_valid_checkpoint` found none: training from step 0 would truncate the
-    metrics and overwrite checkpoints that may still be repaired. `refused` says what is wrong with each, the newest first;
+    For one process, after `latest_valid_checkpoint` found none: training from step 0 would truncate the metrics
+    and overwrite checkpoints that may still be repaired. `refused` says what is wrong with each, the newest first;
     `last_saved` is the step of the newest save on record.
     """
     remedy = "nothing was changed: bring one back from a copy, or start again in another run.directory"

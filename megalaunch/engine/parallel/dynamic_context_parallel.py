@@ -199,7 +199,7 @@ class _KVExchange:
 
 
 class _StartKVExchange(torch.autograd.Function):
-    """kv [2, G, c, D] -> [2, G, R, D], not to be read before `_FinishKVExchange`; backward: the local keys' gradients."""
+    """kv [2, G, c, D] -> [2, G, R, D], not read before `_FinishKVExchange`; backward: gradients of local keys."""
 
     @staticmethod
     def forward(ctx: Any, kv: Tensor, kv_exchange: _KVExchange) -> Tensor:
