@@ -34,7 +34,8 @@ def test_groups_of_microbatches(ranks, group, microbatches):
     """The last group is smaller in the first and the last; torch's own rounds could not be of 7 microbatches."""
     _held_to_one_process(
         parallel__pp=ranks, parallel__vpp=2, parallel__schedule="interleaved", model__num_layers=2 * ranks,
-        parallel__microbatch_group_size_per_vp_stage=group, batch__micro_batch_size=1, batch__global_batch_size=microbatches,
+        parallel__microbatch_group_size_per_vp_stage=group, batch__micro_batch_size=1,
+        batch__global_batch_size=microbatches,
     )  # fmt: skip
 
 
