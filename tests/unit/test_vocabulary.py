@@ -1,4 +1,4 @@
-"""The code speaks the field's language: terms of the glossary are found by a search, retired words are gone from names."""
+"""Terms of the glossary are found by a search in code and docs; retired words are gone from names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ TERMS = (
     "microbatch", "activation offload", "loss scal", "master weights", "flash attention", "grouped-query",
     "attention mask", "sliding window", "softcap", "RoPE", "RMSNorm", "SwiGLU", "cross-entropy", "indexed dataset",
     "shuffle index", "fill-in-the-middle", "chat template", "FSDP", "HSDP", "ZeRO", "MFU", "rendezvous",
-    "elastic agent", "flight recorder", "override", "config group", "warmup", "weight decay", "rampup", "token dispatcher",
+    "elastic agent", "flight recorder", "override", "config group", "warmup", "weight decay", "rampup",
+    "token dispatcher",
     "column parallel", "row parallel", "tied embedding", "pipeline schedule", "async save", "device mesh",
 )  # fmt: skip
 
@@ -91,7 +92,7 @@ def test_the_glossary_names_keys_that_exist():
     from megalaunch.config.schema import RunSpec
 
     sections = set(RunSpec.__dataclass_fields__)
-    keys = {key for key in re.findall(r"`(\w+\.[\w.]+?)(?:=\w+|\.\*)?`", (ROOT / "docs/glossary.md").read_text())}
+    keys = set(re.findall(r"`(\w+\.[\w.]+?)(?:=\w+|\.\*)?`", (ROOT / "docs/glossary.md").read_text()))
     named = {key for key in keys if key.split(".")[0] in sections}
     assert len(named) > 20
     known = set(schema_keys()) | sections
