@@ -80,7 +80,10 @@ def as_override(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple | list):
         return f"[{','.join(_item(item) for item in value)}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):  # all digits where `:g` would show another number, which might break the rule again
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    return str(value)
 
 
 def _item(value: Any) -> str:

@@ -158,6 +158,11 @@ def test_many_findings_are_proven_fast():
     assert sum(bool(finding.fixes) for finding in found if finding.severity == "error") >= 16
 
 
+@pytest.mark.parametrize("value", [2 / 1024, 1 / 3, 1e-5, 0.5, 3e-4])
+def test_a_fix_shows_every_digit_that_counts(value):
+    assert float(as_override(value)) == value
+
+
 @pytest.mark.parametrize(
     "items",
     [("2 x", "0"), ("a,b", "x"), ("null", "1e3", "true"), ('q"uo', "b\\c", 'b\\"', "end\\"), ("/a/b-c.d", "~/x"),
