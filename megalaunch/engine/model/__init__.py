@@ -1,1 +1,1 @@
-"""The decoder, one concept a file; no process group appears here."""
+"""The decoder, one concept per file. No file here uses a process group."""

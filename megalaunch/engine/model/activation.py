@@ -1,4 +1,4 @@
-"""What stands between the matrices of a feed-forward block, by the words of model.activation."""
+"""Activation functions of the feed-forward block, by their names in `model.activation`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalaunch.kernels.swiglu import swiglu
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    """Hendrycks and Gimpel's approximation, which GPT-2 uses."""
+    """GELU with the tanh approximation of Hendrycks and Gimpel, as in GPT-2."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -33,9 +33,9 @@ GATED: Mapping[Activation, Callable[[Tensor, Tensor], Tensor]] = {
     "geglu_tanh": lambda gate, up: _gelu_tanh(gate) * up,
     "quick_geglu": lambda gate, up: _quick_gelu(gate) * (up + 1),
 }
-"""Gate and up to what goes down (Shazeer, 2020)."""
+"""Gated activations: (gate, up) -> input of the down projection (Shazeer, 2020)."""
 
 
 def is_gated(word: Activation, gate: Tensor, up: Tensor, *, spend: bool) -> Tensor:
-    """By its word; `spend`: nobody reads gate and up after the backward pass."""
+    """Apply the gated activation `word`; `spend`: its backward may overwrite its inputs (kernels/swiglu.py)."""
     return swiglu(gate, up, spend=spend) if word == "swiglu" else GATED[word](gate, up)

@@ -1,4 +1,4 @@
-"""Everything a decoder's shape depends on, with no null left: what a family's model section comes to."""
+"""The decoder's config: a model section with every value resolved (no null left), independent of the model family."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megalaunch.config.schema.model import Activation
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary positions of a layer: the first `rotary_dim` numbers of each head are rotated.
+    """Rotary position embedding (RoPE) of a layer: the first `rotary_dim` features of each head are rotated.
 
-    The rest is read by the scaling that needs it (config/schema/rope.py says what each means).
+    Each of the other fields is read by the scaling that needs it; config/schema/rope.py documents them.
     """
 
     theta: float
@@ -33,7 +33,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class NormConfig:
-    """`layer`: a LayerNorm with its bias, else RMSNorm; `zero_centered_gamma`: the factor is 1 + weight."""
+    """A norm: LayerNorm with bias if `layer`, else RMSNorm; `zero_centered_gamma`: the scale is 1 + weight."""
 
     epsilon: float
     layer: bool = False
@@ -42,7 +42,7 @@ class NormConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What layers differ in: the tokens that a query sees (None: all), and how it is rotated (None: not)."""
+    """Settings that differ between layers: sliding window in tokens (None: full attention) and RoPE (None: without)."""
 
     window: int | None
     rope: RopeConfig | None
@@ -50,7 +50,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Scores are q k / sqrt(query_pre_attn_scalar), softcapped, and weighed beside a sink where there are any."""
+    """Attention: scores are softcap(q k / sqrt(query_pre_attn_scalar)); `sinks`: a logit per head joins the softmax."""
 
     num_heads: int
     num_groups: int
@@ -76,7 +76,7 @@ class MLPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The whole decoder; `learned_positions` is the rows of their table, None: there is none."""
+    """The whole decoder. `learned_positions`: rows of the learned position embedding; None: there is none."""
 
     layers: tuple[LayerConfig, ...]
     hidden_size: int
@@ -97,10 +97,10 @@ class DecoderConfig:
 
     @property
     def has_dropout(self) -> bool:
-        """Whether anything is dropped in training."""
+        """True if any dropout rate is above 0."""
         return max(self.hidden_dropout, self.embedding_dropout, self.attention.dropout) > 0
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole decoder."""
+        """Number of layers of the whole decoder."""
         return len(self.layers)

@@ -1,8 +1,8 @@
-"""Normal numbers by counter: each is a function of a key and its place in a tensor, so that any part is drawn alone.
+"""Counter-based normal random numbers: each depends on a key and its index only, so that any shard can be drawn alone.
 
-A place is hashed by 32-bit integer arithmetic that wraps, the word becomes a uniform number and that a normal one by
-the inverse of the normal distribution. Every operator works on single numbers and gives the same bits wherever in a
-tensor they stand, which `tests/unit/test_draws.py` holds.
+The flat index is hashed in wrapping 32-bit integer arithmetic. The hash becomes a uniform number, and that a normal one
+by the inverse of the normal distribution. Every operator is elementwise and gives the same bits at any offset in a
+tensor, which `tests/unit/test_draws.py` verifies.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ import torch
 from torch import Tensor
 
 Range = tuple[int, int]
-"""First index along a dimension, and how many."""
+"""First index along a dim, and the number of indices."""
 
-_BLOCK = 1 << 16  # numbers at a time: what they pass through stays in a processor's cache
+_BLOCK = 1 << 16  # numbers per block: intermediates stay in the CPU's cache
 _LARGEST = 1 - 2**-24  # the largest fp32 number below 1: a draw is at most 5.42 standard deviations away
 
 
 def fill_normal(out: Tensor, part: Sequence[Range], shape: Sequence[int], key: str, std: float) -> None:
-    """Fill `out` with its part of a tensor of `shape`; `part` is a range for each dimension.
+    """Fill `out` with its part of the normal random tensor that `key` defines.
 
-    Drawn on the processor in fp32, so that every device and format has the same numbers.
+    The numbers are drawn on the CPU in fp32, so that every device and dtype gets the same ones.
+
+    Args:
+        out: The tensor to fill, on any device and in any dtype.
+        part: The range of the global tensor that `out` is, for each dim.
+        shape: The shape of the global tensor.
+        key: Identifies the random tensor, such as seed and parameter name.
+        std: The standard deviation.
     """
     if out.numel() == 0:
         return
@@ -36,7 +43,7 @@ def fill_normal(out: Tensor, part: Sequence[Range], shape: Sequence[int], key: s
     for (start, count), stride in zip(rest, strides[1:], strict=True):
         columns = columns[..., None] + torch.arange(start, start + count) * stride
     starts = (torch.arange(first, first + rows) * strides[0]).view(-1, *[1] * columns.dim())
-    # A place times an odd number: 64-bit products keep their lower half right when they wrap.
+    # Index times an odd number: the lower 32 bits of a 64-bit product are right even if it wraps.
     row_words, column_words = ((numbers * keys.step).to(torch.int32) for numbers in (starts, columns))
     at_once = max(1, _BLOCK // max(1, columns.numel()))
     for row in range(0, rows, at_once):
@@ -49,7 +56,7 @@ def fill_normal(out: Tensor, part: Sequence[Range], shape: Sequence[int], key: s
 
 
 class _Keys(NamedTuple):
-    """Words of a key: where counting starts, the odd number it goes in steps of, and one for places past 32 bits."""
+    """32-bit hashes of a key: the counter's start, its odd step, and one that is mixed in for indices past 32 bits."""
 
     start: int
     step: int
@@ -63,13 +70,13 @@ class _Keys(NamedTuple):
 
 
 def _normal(seeds: Tensor) -> Tensor:
-    """Normal numbers of variance 1/2 by words, which are used up."""
+    """Return normal numbers of variance 1/2 for these hashes, which are overwritten."""
     uniform = _mix(seeds).float().mul_(2**-31).clamp_(-_LARGEST, _LARGEST)
     return uniform.erfinv_()
 
 
 def _mix(seeds: Tensor) -> Tensor:
-    """In place, MurmurHash3's last step (Appleby): every bit of the result depends on every bit of the word."""
+    """Apply MurmurHash3's finalizer (Appleby) in place: each output bit depends on every input bit."""
     spare = torch.empty_like(seeds)
     for shift, factor in ((16, -2048144789), (13, -1028477387), (16, 1)):
         torch.bitwise_right_shift(seeds, shift, out=spare)

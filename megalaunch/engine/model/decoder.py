@@ -1,7 +1,8 @@
 """The decoder: embedding, layers, final norm and head, assembled from a plain config.
 
-Layers sit in a ModuleDict under their global index, so that names stay the same on a pipeline stage
-that holds only some of them.
+Layers are in a ModuleDict under their global index, so that parameter names are the same on a pipeline stage that
+holds only some of them.
+Shapes: B batch, S sequence, s a rank's shard of it between tensor-parallel regions, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ from megalaunch.plan.parameters import vocabulary_rows
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the feed-forward block, each added to the stream; or both added at once."""
+    """Transformer layer: attention and the feed-forward block, each added to the residual stream.
+
+    Sequential: h = x + attention(norm(x)), y = h + mlp(norm(h)). Parallel: y = x + attention(norm(x)) + mlp(norm(x)).
+    Norms are applied to the inputs of both blocks (`norm_placement` pre), to their outputs (post), or to both.
+    """
 
     def __init__(self, config: DecoderConfig, tp_region: TPRegion) -> None:
         super().__init__()
@@ -55,7 +60,7 @@ class DecoderLayer(nn.Module):
         store: KVCache | None = None,
         dropout_masks: LayerDropoutMasks = NOTHING,
     ) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
+        """Apply the layer, [B, s, H] -> [B, s, H]; `rotation` None: no RoPE; `store`: the KV cache, in generation."""
         attended = self.attention(self.attention_norm(x_BSH), rotation, attend, store, dropout_masks.weights)
         between = x_BSH + _maybe_dropout(self.attention_out_norm(attended), dropout_masks.attended)
         fed = self.mlp_out_norm(self.mlp(self.mlp_norm(x_BSH if self.parallel else between)))
@@ -63,11 +68,11 @@ class DecoderLayer(nn.Module):
 
 
 DIVIDED_BY_VOCABULARY = ("embedding.weight", "head.weight")
-"""Parameters with a row for each token."""
+"""Parameters with one row per token of the vocabulary, sharded by row."""
 
 
 def strip_vocab_padding(name: str, shape: torch.Size, vocab_size: int) -> torch.Size:
-    """The shape of a parameter, or of a moment that is named after it, without rows that pad the vocabulary."""
+    """Return the shape of a parameter, or an optimizer moment named after it, without the vocabulary's padding rows."""
     if not any(name == own or name.endswith(f".{own}") for own in DIVIDED_BY_VOCABULARY):
         return shape
     return torch.Size((min(shape[0], vocab_size), *shape[1:]))
@@ -82,11 +87,15 @@ def _norm(config: DecoderConfig, present: bool) -> nn.Module:
 
 
 class Decoder(nn.Module):
-    """Token ids [B, S] -> logits [B, S, V]; of a rank's part of the vocabulary where a boundary divides it.
+    """The decoder: token ids [B, S] -> logits [B, S, V], or this rank's vocabulary shard of them.
 
-    Where its ranks cannot share the vocabulary out, embedding and head have `vocabulary_rows` > V rows.
+    If tp does not divide V, embedding and head are padded to `vocabulary_rows` > V rows.
 
-    `narrow` is the format of blocks beside a residual stream in fp32; None: the stream has the blocks' format.
+    Args:
+        config: Shapes and settings of the whole decoder.
+        tp_region: Tensor parallelism.
+        context: Context parallelism.
+        narrow: The dtype of the blocks if the residual stream is fp32; None: the stream has the blocks' dtype.
     """
 
     def __init__(
@@ -99,8 +108,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.tp_region, self.context, self.block_dtype = config, tp_region, context, narrow
         self.vocabulary_rows = vocabulary_rows(config.vocab_size, tp_region.vocab_axis.size)
-        self.num_tokens = config.vocab_size  # fewer where the weights, and the tokenizer, know fewer
-        # A pipeline stage has the first and the last parts only if it is the first or the last.
+        self.num_tokens = config.vocab_size  # fewer where the weights and the tokenizer have fewer
+        # Only the first pipeline stage keeps the embedding, and only the last one the final norm and the head.
         self.embedding: Embedding | None = Embedding(
             self.vocabulary_rows, config.hidden_size, config.learned_positions, config.embedding_scale
         )
@@ -108,24 +117,24 @@ class Decoder(nn.Module):
         self.norm: Norm | None = Norm(config.hidden_size, config.norm)
         self.head: Linear | None = Linear(config.hidden_size, self.vocabulary_rows, COLUMN_PARALLEL)
         self.spans: Sequence[Sequence[str]] = ()
-        """Names of layers that `through` passes at once; empty: each by itself."""
+        """Names of the layers that one call of `forward_layers` runs; empty: one layer per call."""
         self.tie()
 
     def tie(self) -> None:
-        """Let the head share the embedding's matrix, if the config says so; again after `to_empty`, which unties."""
+        """Tie the head to the embedding's weight, if the config says so. Call again after `to_empty` unties them."""
         if self.config.tie_word_embeddings and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
 
     @property
     def vocabulary_columns(self) -> int:
-        """How many of this rank's logits are those of tokens: the first ones; what follows is padding."""
+        """How many of this rank's logits belong to tokens: the first ones. The rest are padding."""
         axis = self.tp_region.vocab_axis
         width = self.vocabulary_rows // axis.size
         return min(max(self.num_tokens - axis.rank * width, 0), width)
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters are."""
+        """The device of the parameters."""
         return next(self.parameters()).device
 
     def forward(
@@ -137,14 +146,16 @@ class Decoder(nn.Module):
         logits: bool = True,
         seeds_B: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the token after each position; on a pipeline stage before the last, what the next one needs.
+        """Return the next token's logits at each position, or the hidden states [B, s, H] for the next pipeline stage.
 
-        `x`: token ids [B, S], or on a stage after the first what the one before it gave, [B, s, H]. `positions` of
-        these tokens, [S] or [B, S]; None: 0, 1, ..., on the first stage only. `stores`: for generation, in which
-        every rank holds all of a sample; then logits are those after the last position alone, [B, 1, V].
-        `documents_BS`: numbers of the documents the tokens belong to, which do not see each other; all see all when
-        None. `seeds_B`: what dropout is drawn from (model/dropout.py); nothing is dropped when None.
-        `logits` False: not they but what the head makes them from, [B, s, H].
+        Args:
+            x: Token ids [B, S]; after the first pipeline stage the previous stage's hidden states [B, s, H].
+            positions: Position ids [S] or [B, S]; None, on the first stage only: 0, 1, ...
+            stores: KV caches, for generation: every rank holds full sequences, and only the last logits [B, 1, V]
+                are returned.
+            documents_BS: Document ids: tokens attend within their document; None: to all earlier tokens.
+            logits: False: return the head's input [B, s, H] in place of the logits.
+            seeds_B: Dropout seeds (model/dropout.py); None: no dropout.
         """
         held = x.shape[1] if positions is None else positions.shape[-1]
         if positions is None:
@@ -170,7 +181,7 @@ class Decoder(nn.Module):
         if self.norm is None or self.head is None:
             return x
         if stores is not None:
-            x = x[:, -1:]  # what text goes on with
+            x = x[:, -1:]  # only the last position's logits are sampled from
         x = self.norm(x)
         if not logits:
             return x
@@ -178,7 +189,7 @@ class Decoder(nn.Module):
         return self.softcap_logits(logits_BSV)
 
     def softcap_logits(self, logits: Tensor) -> Tensor:
-        """What the head gives, kept below the config's soft cap if it has one."""
+        """Return the logits, soft-capped if the config has a cap."""
         cap = self.config.final_logit_softcapping
         return logits if cap is None else softcap(logits, cap)
 
@@ -191,7 +202,7 @@ class Decoder(nn.Module):
         stores: KVCaches | None,
         dropout_masks: DropoutMasks,
     ) -> Tensor:
-        """The layers of these names, one after the other."""
+        """Run the layers `names` in order, [B, s, H] -> [B, s, H]."""
         for name in names:
             index = int(name)
             rotation = rotations[self.config.layers[index].rope]

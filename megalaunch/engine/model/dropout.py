@@ -1,7 +1,7 @@
-"""Dropout whose masks are a function of (seed, sample, layer, site, place, feature), whatever the layout.
+"""Dropout whose masks are a function of (seed, sample, layer, site, position, feature), the same under every layout.
 
-A mask is a hash of numbers that every rank knows, in 32-bit arithmetic that wraps: it is the same on every device, in a
-recomputed forward pass and in the backward pass, which draws it anew instead of keeping it.
+A mask is a hash of these numbers in wrapping 32-bit arithmetic. It is the same on every device, in a recomputed
+forward pass and in the backward pass, which recomputes it, so that no mask is saved.
 
 Shapes: B batch, s tokens of this rank between regions, H hidden, n query heads of this rank, L layers.
 """
@@ -19,11 +19,11 @@ from torch import Tensor
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.tp_region import TPRegion
 
-_SITES = 3  # of a layer: what attention adds, what the feed-forward block adds, attention's weights
+_SITES = 3  # of a layer: the output of attention, the output of the feed-forward block, attention weights
 
 
 def sample_seeds(seed: int, samples: Sequence[int], device: torch.device) -> Tensor:
-    """A random word for each sample of the training order, [B] int32; every mask of its tokens follows from it."""
+    """Return a random seed for each sample index of the training order, [B] int32; its tokens' masks depend on it."""
     digests = (hashlib.sha256(f"{seed}:dropout:{sample}".encode()).digest() for sample in samples)
     seeds = [int.from_bytes(digest[:4], "little", signed=True) for digest in digests]
     return torch.tensor(seeds, dtype=torch.int32).to(device, non_blocking=True)
@@ -31,21 +31,21 @@ def sample_seeds(seed: int, samples: Sequence[int], device: torch.device) -> Ten
 
 @dataclass(frozen=True)
 class DropoutMask:
-    """Dropout at one site: a word for each token [B, s] and for each feature [H]."""
+    """Dropout at one site, given by a hash for each token (`rows` [B, s]) and each feature (`columns` [H])."""
 
     rows: Tensor
     columns: Tensor
     rate: float
 
     def __call__(self, x_BsH: Tensor) -> Tensor:
-        """Zeros at `rate`, and the rest divided by 1 - rate."""
+        """Zero elements with probability `rate`, and divide the others by 1 - rate."""
         dropped: Tensor = _Drop.apply(x_BsH, self.rows, self.columns, self.rate)  # type: ignore[no-untyped-call]
         return dropped
 
 
 @dataclass(frozen=True)
 class LayerDropoutMasks:
-    """What one layer drops of the blocks' outputs, and the words [B, n] by which it drops attention's weights."""
+    """Dropout in one layer: of both blocks' outputs, and the seeds [B, n] for dropout of attention weights."""
 
     attended: DropoutMask | None = None
     fed: DropoutMask | None = None
@@ -57,28 +57,33 @@ NOTHING = LayerDropoutMasks()
 
 @dataclass(frozen=True)
 class DropoutMasks:
-    """What a forward pass drops; layers by name."""
+    """Dropout in a forward pass: of the embedding's output, and in each layer by name."""
 
     embedded: DropoutMask | None
     layers: Mapping[str, LayerDropoutMasks]
 
 
 def no_dropout(names: Iterable[str]) -> DropoutMasks:
-    """No dropout at all, as in evaluation."""
+    """Return masks that drop nothing, for evaluation."""
     return DropoutMasks(None, dict.fromkeys(names, NOTHING))
 
 
 def make_dropout_masks(
     config: DecoderConfig, tp_region: TPRegion, seeds_B: Tensor, positions: Tensor, names: Sequence[str]
 ) -> DropoutMasks:
-    """Those of the layers of these names, for samples with these streams.
+    """Return the dropout masks of the layers `names`.
 
-    `places` [S] are where the tokens of this rank stand in their sample.
+    Args:
+        config: The decoder's config, with the dropout rates.
+        tp_region: Shards positions (sequence parallelism) and heads over tensor-parallel ranks.
+        seeds_B: The samples' seeds (`sample_seeds`).
+        positions: Position ids [S] of this rank's tokens, inside a tensor-parallel region.
+        names: Names of layers, which are their global indices.
     """
     if not config.has_dropout:
         return no_dropout(names)
     sites = torch.tensor([0, *(_SITES * int(name) + site for name in names for site in range(1, _SITES + 1))])
-    seeds = mix_seed(seeds_B, sites.to(seeds_B.device)[:, None])  # for each site one a sample
+    seeds = mix_seed(seeds_B, sites.to(seeds_B.device)[:, None])  # one seed for each site and sample
     attended, fed, weights = seeds[1:].view(-1, _SITES, len(seeds_B)).unbind(1)  # [L, B] each
     dropout_masks: list[tuple[DropoutMask | None, DropoutMask | None]] = [(None, None)] * len(names)
     embedded = None
@@ -100,7 +105,7 @@ def make_dropout_masks(
 
 
 class _Drop(torch.autograd.Function):
-    """x * kept / (1 - rate); its own backward."""
+    """y = x * mask / (1 - rate). Backward: dx = dy * mask / (1 - rate), with the mask recomputed from its hashes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
@@ -115,9 +120,9 @@ class _Drop(torch.autograd.Function):
 
 
 def keep_mask(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
-    """What stays of a table with these hashed rows [...] and columns [C]: bool [..., C], false at `rate`.
+    """Return the keep mask, bool [..., C], of hashed rows [...] and columns [C]: False with probability `rate`.
 
-    A word is the exclusive or of its row's and column's, mixed by two multiplications (as in MurmurHash3, Appleby).
+    An element's hash is its row's xor its column's, mixed by two multiplications (as in MurmurHash3, Appleby).
     """
     seeds = rows.unsqueeze(-1) ^ columns
     seeds.mul_(-2048144789)
@@ -128,17 +133,17 @@ def keep_mask(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
 
 
 def mix_seed(seeds: Tensor, numbers: Tensor) -> Tensor:
-    """A word for each pair of a word and a number, broadcast."""
+    """Hash each seed with each number (from 0), broadcast."""
     return _mix(seeds ^ hash_ids(numbers))
 
 
 def hash_ids(numbers: Tensor) -> Tensor:
-    """A word for each number from 0."""
+    """Hash numbers from 0 to int32."""
     return _mix(numbers.to(torch.int32) + 0x1E3779B9)
 
 
 def _mix(seeds: Tensor) -> Tensor:
-    """MurmurHash3's last step: every bit of the result depends on every bit of the word."""
+    """Apply MurmurHash3's finalizer: each output bit depends on every input bit."""
     seeds = (seeds ^ ((seeds >> 16) & 0xFFFF)) * -2048144789
     seeds = (seeds ^ ((seeds >> 13) & 0x7FFFF)) * -1028477387
     return seeds ^ ((seeds >> 16) & 0xFFFF)

@@ -1,4 +1,4 @@
-"""The table of token vectors, and that of learned positions."""
+"""The token embedding, and learned position embeddings."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED, local_pa
 
 
 class Embedding(nn.Module):
-    """`weight` [V, H], divided by row: a boundary looks tokens up in it, since a rank may hold a part only.
+    """Token embedding `weight` [V, H], sharded by row, and `positions` [P, H] where positions are learned.
 
-    `positions` [P, H] where positions are learned.
+    Tokens are looked up by the `TPRegion`, since a rank may hold only a shard of the vocabulary.
     """
 
     layout = COLUMN_PARALLEL
@@ -25,7 +25,7 @@ class Embedding(nn.Module):
         self.positions = None if positions is None else nn.Parameter(torch.empty(positions, hidden_size))
 
     def lookup(self, tokens_BS: Tensor, positions: Tensor, tp_region: TPRegion) -> Tensor:
-        """Tokens [B, S] at `positions`, [S] or [B, S] -> [B, s, H]."""
+        """Embed token ids [B, S] at position ids [S] or [B, S] -> [B, s, H]."""
         x_BsH = tp_region.embed(tokens_BS, self)
         if self.scale != 1:
             x_BsH = x_BsH * torch.tensor(self.scale, dtype=x_BsH.dtype)

@@ -1,6 +1,6 @@
-"""Initial weights as a pure function of (seed, parameter name, place): the same under every layout.
+"""Initial weights as a pure function of (seed, parameter name, index): the same under every layout.
 
-Each rank draws its own part only (model/counter_rng.py).
+Each rank draws only its own shard (model/counter_rng.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megalaunch.engine.model.counter_rng import Range, fill_normal
 from megalaunch.engine.model.decoder import Decoder, strip_vocab_padding
 from megalaunch.engine.model.model_parts import ModelParts
 
-# Projections that write into the residual stream; their spread shrinks with depth (GPT-2, Megatron).
+# Projections that add to the residual stream: std is divided by sqrt(2 * num_layers) (GPT-2, Megatron).
 _RESIDUAL_WRITERS = ("attention.o_proj.weight", "mlp.down_proj.weight")
 _EMBEDDINGS = ("embedding.weight", "embedding.positions")
 _SINKS = ".sinks"
 
 
 def init_value(name: str, shape: torch.Size, config: DecoderConfig, seed: int) -> Tensor:
-    """The global fp32 tensor of one parameter: zeros for biases, norms that change nothing, else a normal draw."""
+    """Return the global fp32 tensor of a parameter: 0 for biases, a scale of 1 for norms, else normal numbers."""
     whole = torch.empty(shape)
     _init_parameter(whole, [(0, size) for size in shape], name, shape, config, seed)
     return whole
@@ -32,12 +32,12 @@ def init_value(name: str, shape: torch.Size, config: DecoderConfig, seed: int) -
 
 @torch.no_grad()
 def init_weights(model: Decoder | ModelParts, seed: int) -> None:
-    """Fill every parameter of a model that has memory, sharded or not."""
+    """Initialise every parameter of a model in place, sharded or not. The model must be off the meta device."""
     for name, parameter in model.named_parameters():
         shape = strip_vocab_padding(name, parameter.shape, model.config.vocab_size)
         own, part = to_local_no_grad(parameter), local_slice(parameter)
         (first, count), *rest = part
-        drawn = max(0, min(count, shape[0] - first))  # rows that pad a vocabulary are zeros
+        drawn = max(0, min(count, shape[0] - first))  # the vocabulary's padding rows are zeros
         own[drawn:].zero_()
         _init_parameter(own[:drawn], [(first, drawn), *rest], name, shape, model.config, seed)
 

@@ -1,4 +1,4 @@
-"""A matrix multiplication whose weight and bias know how they lie over tensor-parallel ranks."""
+"""A linear layer that declares how its weight and bias are sharded over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megalaunch.engine.param_layout import REPLICATED, ParamLayout, local_param
 class Linear(nn.Module):
     """x -> x W^T (+ b); `weight` is [out, in] as in torch.
 
-    The bias is divided with the outputs; where the inputs are, every rank adds all of it to the sum.
+    Column parallel (outputs sharded): the bias is sharded with the outputs. Row parallel (inputs sharded): the bias is
+    replicated, and every rank adds it after the sum over ranks.
     """
 
     def __init__(self, in_features: int, out_features: int, layout: ParamLayout, bias: bool = False) -> None:
@@ -23,5 +24,5 @@ class Linear(nn.Module):
         self.bias_layout = layout if layout.shard_dim == 0 else REPLICATED
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], where one device holds all."""
+        """Apply the layer on one device that holds the whole weight: [..., in] -> [..., out]."""
         return linear(x, local_param(self.weight), None if self.bias is None else local_param(self.bias))

@@ -1,7 +1,7 @@
-"""Products of matrices, in the format in which the device multiplies fastest.
+"""Matrix multiplication in the dtype that the device multiplies fastest.
 
-A processor without a unit for bf16 takes twice as long over a product of bf16 matrices as over the same in fp32. There
-they are widened first. Both ways sum in fp32 and round to bf16 once, so that only the order of the sums differs.
+A CPU without bf16 instructions takes twice as long for a matmul in bf16 as in fp32; there bf16 operands are converted
+to fp32 first. Both ways accumulate in fp32 and round to bf16 once, so that only the order of the sums differs.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch import Tensor
 from megalaunch.platform.detect import cpu_bf16_unit
 
 _unit = cache(cpu_bf16_unit)
-_ROWS = 64  # fewer do not make up for the time that it takes to widen the other matrix
+_ROWS = 64  # with fewer rows, converting the other matrix takes longer than is saved
 
 
 def use_fp32_matmul(x: Tensor) -> bool:
-    """Whether x times a matrix is to be computed in fp32, for its format, device and number of rows."""
+    """Return whether to compute x times a matrix in fp32, by the dtype, device and number of rows of x."""
     narrow = x.dtype == torch.bfloat16 and x.is_cpu and _unit() is None
     return narrow and x.numel() >= _ROWS * x.shape[-1]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b: [..., in], [out, in] -> [..., out]; with gradients."""
+    """Return x W^T + b: [..., in], [out, in] -> [..., out]. Differentiable."""
     if not use_fp32_matmul(x):
         return F.linear(x, weight, bias)
-    # A view, since a backward pass cannot tell whether it is run for a leaf (`needs_grad`).
+    # A view is no leaf: for a leaf, `needs_grad` cannot tell whether a pass computes its gradient.
     projected: Tensor = _Fp32AccumLinear.apply(x, weight.view_as(weight))  # type: ignore[no-untyped-call]
     return projected if bias is None else projected + bias
 
 
 def matmul(a: Tensor, b_KN: Tensor, onto: Tensor | None = None) -> Tensor:
-    """a b, or onto + a b: [..., K] -> [..., N]; inside functions that form their gradients themselves."""
+    """Return a b, or onto + a b: [..., K] -> [..., N]. For autograd functions, which define their own backward."""
     if not use_fp32_matmul(a):
         return a @ b_KN if onto is None else torch.addmm(onto.flatten(0, -2), a.flatten(0, -2), b_KN).view_as(onto)
     found = a.float() @ b_KN.float()
@@ -43,11 +43,11 @@ def matmul(a: Tensor, b_KN: Tensor, onto: Tensor | None = None) -> Tensor:
 
 
 def needs_grad(ctx: Any, number: int) -> bool:
-    """Inside a backward function: whether this pass needs the gradient of the tensor input of this number.
+    """Return whether this backward pass computes the gradient of tensor input `number`; call it inside `backward`.
 
-    Zero-bubble schedules ask for the inputs' gradients first and for those of weights later, in two passes over one
-    graph. `ctx.needs_input_grad` says in both which gradients could be asked for at all. A leaf that
-    `torch.autograd.grad` is called for cannot be told from others: it is taken as wanted.
+    Zero-bubble schedules compute input gradients first and weight gradients later, in two passes over one graph;
+    `ctx.needs_input_grad` is true for both kinds in both passes. A leaf passed to `torch.autograd.grad` cannot be
+    distinguished from other leaves: the result is then True.
     """
     if torch.compiler.is_compiling():  # one graph for all passes
         return True
@@ -59,7 +59,11 @@ def needs_grad(ctx: Any, number: int) -> bool:
 
 
 class _Fp32AccumLinear(torch.autograd.Function):
-    """x W^T of matrices that are widened for each product, and kept as they are."""
+    """Linear layer of bf16 tensors that are converted to fp32 for each matmul, and saved for backward in bf16.
+
+    Forward:   y = x W^T
+    Backward:  dx = dy W,  dW = dy^T x
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

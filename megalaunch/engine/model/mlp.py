@@ -1,4 +1,4 @@
-"""The feed-forward block, with a gate beside its up projection or without."""
+"""The feed-forward block, gated or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class MLP(nn.Module):
     """down(activation(up(x))), or down(activation(gate(x), up(x)))."""
 
     recompute_activation = (
-        False  # the activation's output, for a backward pass that comes later than the activation's own
+        False  # True: backward recomputes the activation's output, maybe after the activation's own backward
     )
 
     def __init__(self, hidden_size: int, config: MLPConfig, tp_region: TPRegion = NO_TP) -> None:
@@ -27,14 +27,14 @@ class MLP(nn.Module):
         self.down_proj = Linear(width, hidden_size, ROW_PARALLEL, bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
+        """Apply the block, [B, s, H] -> [B, s, H]."""
         entries = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
         return self.tp_region.row_parallel_linear(
             self.activation(*self.tp_region.column_parallel_linear(x_BSH, *entries)), self.down_proj
         )
 
     def activation(self, *entered: Tensor) -> Tensor:
-        """Of up alone, or of gate and up, which may be clamped (gpt-oss: the gate from above only)."""
+        """Apply the activation to up, or to gate and up, which may be clamped (gpt-oss: the gate from above only)."""
         if self.gate_proj is None:
             (up,) = entered
             return PLAIN[self.config.activation](up)

@@ -13,19 +13,24 @@ from megalaunch.plan.attention_factor import attention_factor
 
 
 class RopeCache(NamedTuple):
-    """Cosines and sines of every position's angles, [S, R] or [B, 1, S, R], for the first R numbers of each head."""
+    """Cosines and sines of each position's angles, [S, R] or [B, 1, S, R], for the first R features of each head."""
 
     cos: Tensor
     sin: Tensor
 
 
 def rope_cos_sin(positions: Tensor, rope: RopeConfig, dtype: torch.dtype, last: Tensor | None = None) -> RopeCache:
-    """The rotation at integer `positions`, [S] for all samples or [B, S] for each.
+    """Compute cosines and sines for integer position ids. Angles are always computed in fp32.
 
-    `last` [] or [B] is the last position of the whole text, of which these may be a part; None: it is among them.
-    Angles are computed in fp32, never in a half format.
+    They are computed in each forward pass and are no buffer: a buffer would be lost when a model that was built on the
+    meta device is materialised by `to_empty`.
 
-    It is a function and no buffer: a buffer is lost when a model made on the meta device is given memory.
+    Args:
+        positions: Position ids, [S] for all samples or [B, S] for each.
+        rope: The rotation's frequencies and scaling.
+        dtype: The dtype of the result.
+        last: The last position of the full sequence, [] or [B], where `positions` are only a part of it; None: their
+            maximum. LongRoPE depends on it.
     """
     exponents = torch.arange(0, rope.rotary_dim, 2, device=positions.device, dtype=torch.float32) / rope.rotary_dim
     last = positions.amax(dim=-1) if last is None else last
@@ -33,13 +38,13 @@ def rope_cos_sin(positions: Tensor, rope: RopeConfig, dtype: torch.dtype, last: 
     angles = positions.to(torch.float32)[..., None] * frequencies
     both_halves = torch.cat((angles, angles), dim=-1)
     if positions.dim() == 2:
-        both_halves = both_halves.unsqueeze(1)  # alike for all heads
+        both_halves = both_halves.unsqueeze(1)  # broadcast over heads
     size = attention_factor(rope)
     return RopeCache((both_halves.cos() * size).to(dtype), (both_halves.sin() * size).to(dtype))
 
 
 def apply_rope(x_BNSD: Tensor, rotation: RopeCache) -> Tensor:
-    """Rotate the pairs (i, i + R/2) of each head's first R numbers by their position's angle."""
+    """Rotate the pairs (i, i + R/2) of each head's first R features by their position's angle."""
     width = rotation.cos.shape[-1]
     turned: Tensor = _ApplyRope.apply(x_BNSD[..., :width], *rotation)  # type: ignore[no-untyped-call]
     rest = x_BNSD[..., width:]
@@ -47,7 +52,7 @@ def apply_rope(x_BNSD: Tensor, rotation: RopeCache) -> Tensor:
 
 
 class _ApplyRope(torch.autograd.Function):
-    """By the angles, and in the backward pass back by them: in three passes over the numbers each."""
+    """Rotation by the angles; backward rotates by the negative angles. Three passes over memory each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

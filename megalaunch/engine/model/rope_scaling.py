@@ -1,4 +1,4 @@
-"""Rotary frequencies stretched beyond the length of training: linear, llama3, yarn and longrope."""
+"""RoPE scaling for sequences longer than the original training length: linear, llama3, yarn and longrope."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from megalaunch.engine.model.config import RopeConfig
 
 
 def scaled_inv_freq(frequencies: Tensor, rope: RopeConfig, last: Tensor) -> Tensor:
-    """Radians a position of each pair, [R / 2] fp32, as the scaling has them; [B, 1, R / 2] where `last` is [B].
+    """Return the scaled inverse frequencies in radians per position, [R / 2] fp32; [B, 1, R / 2] where `last` is [B].
 
-    `last` is the last position of the text, on which longrope depends.
+    Args:
+        frequencies: The unscaled inverse frequencies, [R / 2].
+        rope: The scaling and its parameters.
+        last: The last position of the sequence, [] or [B]; only longrope depends on it.
     """
     if rope.scaling == "longrope":
         return _longrope(rope, last)
@@ -27,7 +30,7 @@ def scaled_inv_freq(frequencies: Tensor, rope: RopeConfig, last: Tensor) -> Tens
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Long waves are stretched, short ones kept, those between blended (Llama 3.1)."""
+    """Llama 3.1: low frequencies are divided by `factor`, high ones unchanged, those in between interpolated."""
     turns = rope.original_positions * frequencies / (2 * math.pi)
     low, high = rope.low_frequency_factor, rope.high_frequency_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -35,9 +38,10 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _longrope(rope: RopeConfig, last: Tensor) -> Tensor:
-    """A divisor for each pair, of two lists: one for texts within the original context (Ding et al. 2024).
+    """LongRoPE (Ding et al. 2024): a divisor for each pair, by whether the sequence exceeds the original context.
 
-    Periods are multiplied and then inverted: another order rounds otherwise, which shows at far positions.
+    Periods are multiplied by the divisors and then inverted: another order rounds differently, which shows at large
+    positions.
     """
     exponents = torch.arange(0, rope.rotary_dim, 2, device=last.device, dtype=torch.float32) / rope.rotary_dim
     short, long = (
@@ -49,7 +53,7 @@ def _longrope(rope: RopeConfig, last: Tensor) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """A ramp over the pairs, from those that turn often to those that hardly do (Peng et al. 2023, section 3.2)."""
+    """YaRN (Peng et al. 2023, section 3.2): a ramp from unscaled high frequencies to fully scaled low ones."""
     pairs = len(frequencies)
 
     def pair_of(turns: float) -> float:

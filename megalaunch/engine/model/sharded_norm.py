@@ -1,4 +1,4 @@
-"""A norm over all heads together, which tensor-parallel ranks divide: their statistics are averaged."""
+"""Norm over the features of all heads, which are sharded over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from megalaunch.engine.param_layout import ParamLayout
 
 
 class ShardedRMSNorm(Norm):
-    """A norm inside a tensor-parallel region: every rank has as many of the features as any other."""
+    """RMSNorm, or LayerNorm, inside a tensor-parallel region.
+
+    Every rank has an equal shard of the features, so that the mean over all features is the mean of the ranks' means:
+    one all-reduce of [B, S, 1] for the variance, and one for the mean of a LayerNorm.
+    """
 
     def __init__(self, size: int, config: NormConfig, layout: ParamLayout, tp_region: TPRegion) -> None:
         super().__init__(size, config, layout)
         self.tp_region = tp_region
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, f] -> [B, S, f], in fp32 inside."""
+        """Normalise [B, S, f] -> [B, S, f], computed in fp32."""
         wide = x.float()
         if self.config.layer:
             wide = wide - self.tp_region.all_reduce_mean(wide.mean(-1, keepdim=True))

@@ -1,1 +1,1 @@
-"""Attention: the module, its masks, score modification and implementations."""
+"""Attention: the module, attention masks, score modification and implementations of core attention."""

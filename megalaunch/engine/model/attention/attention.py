@@ -1,6 +1,7 @@
 """Grouped-query self-attention.
 
-Shapes: B batch, S queries, T keys, H hidden, N query heads, G key/value groups, D head dim.
+Shapes: B batch, S queries, s a rank's shard of them outside a tensor-parallel region, T keys, H hidden, N query heads,
+G key/value groups, D head dim.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED_PER_HEAD,
 
 
 class KVCache(Protocol):
-    """What one layer remembers of earlier positions while text is generated."""
+    """The KV cache of one layer: keys and values of earlier positions, for generation."""
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [B, G, S, D] of the new positions; return those of all positions, [B, G, T, D]."""
+        """Append keys and values [B, G, S, D] of new positions; return those of all positions, [B, G, T, D]."""
 
 
 class KVCaches(Protocol):
-    """Those of all layers, which know what the rows of a batch may look at."""
+    """The KV caches of all layers, which also make the attention masks of a batch in generation."""
 
     def __getitem__(self, layer: int, /) -> KVCache: ...
 
     def attention(self, num_tokens: int, windows: Sequence[int | None]) -> Sequence[AttentionFn]:
-        """Of the last `held` positions, in layers with these windows (None: all tokens)."""
+        """Return each layer's attention of the last `num_tokens` positions; `windows`: sliding windows (None: full)."""
 
 
 class Attention(nn.Module):
-    """Causal attention; each of the G key/value heads serves N / G query heads."""
+    """Causal grouped-query attention: each of the G key/value heads serves N / G query heads."""
 
     sinks_layout = COLUMN_PARALLEL
 
@@ -72,9 +73,14 @@ class Attention(nn.Module):
         store: KVCache | None = None,
         seeds_BN: Tensor | None = None,
     ) -> Tensor:
-        """[B, S, H] -> [B, S, H]; with a store the keys of earlier positions are seen too.
+        """Apply attention and its projections, [B, s, H] -> [B, s, H].
 
-        `words_BN` of this rank's heads are those by which weights are dropped; None: none is.
+        Args:
+            x_BSH: The normed input.
+            rotation: Cosines and sines of the position ids; None: no RoPE.
+            attend: Core attention, with its mask.
+            store: The KV cache, for generation: it is updated, and queries also attend to the earlier positions.
+            seeds_BN: Dropout seeds of this rank's heads; None: no attention weight is dropped.
         """
         queries, keys, values = self.tp_region.column_parallel_linear(x_BSH, self.q_proj, self.k_proj, self.v_proj)
         q_BNSD = self._apply_rope(self._normed(queries, self.q_norm), rotation)
@@ -88,18 +94,18 @@ class Attention(nn.Module):
     def core_attention(
         self, attend: AttentionFn, queries: Tensor, keys: Tensor, values: Tensor, seeds_BN: Tensor | None = None
     ) -> Tensor:
-        """What lies between the projections."""
+        """Compute core attention, between the projections. Activation checkpointing wraps this method."""
         return attend(queries, keys, values, self.scoring(seeds_BN))
 
     def scoring(self, seeds_BN: Tensor | None = None) -> ScoreMod:
-        """How its scores become weights."""
+        """Return the score modification: scale, soft cap, sinks and dropout."""
         sinks = None if self.sinks is None else local_param(self.sinks)
         return ScoreMod(
             self.config.query_pre_attn_scalar**-0.5, self.config.soft_cap, sinks, seeds_BN, self.config.dropout
         )
 
     def _normed(self, projected: Tensor, norm: nn.Module | None) -> Tensor:
-        """[B, S, f] -> heads [B, n, S, D], normed one by one or all together."""
+        """Split into heads, [B, S, f] -> [B, n, S, D], normed per head or over all heads together."""
         if isinstance(norm, ShardedRMSNorm):
             return self._heads(norm(projected))
         heads = self._heads(projected)

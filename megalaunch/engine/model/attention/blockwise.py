@@ -1,6 +1,7 @@
-"""Attention by blocks, each merged by its log-sum-exp; scores are made again in the backward pass, and never kept.
+"""Blockwise attention: blocks are merged by online softmax (log-sum-exp), and scores are recomputed in backward.
 
-Liu et al. 2023; Dao 2023 for the backward pass. Scores are fp32; what is as large as they are is changed in place.
+Liu et al. 2023; Dao 2023 for the backward pass. No scores are saved for backward. They are fp32, and tensors of their
+size are modified in place.
 Shapes: B batch, N query heads, G key/value groups, S queries, T keys, D head dim.
 """
 
@@ -16,26 +17,29 @@ from torch import Tensor
 from megalaunch.engine.model.attention.mask import AttentionMask
 from megalaunch.engine.model.attention.score_mod import ScoreMod
 
-_QUERIES = 512  # of a block on one device
+_QUERIES = 512  # per block, on one device
 
 
 @dataclass
 class OnlineSoftmax:
-    """The output [B, N, S, D] of the blocks of keys so far, and the log-sum of their scores [B, N, S, 1], in fp32."""
+    """Online softmax over key blocks: output [B, N, S, D] and log-sum-exp of scores [B, N, S, 1] so far, in fp32."""
 
     output: Tensor
     log_sum: Tensor
 
     @classmethod
     def empty(cls, q: Tensor, sinks: Tensor | None) -> OnlineSoftmax:
-        """Before the first block."""
+        """Return the state before the first block; the log-sum-exp starts at the sinks' logits, if there are any."""
         log_sum = torch.full((*q.shape[:-1], 1), -torch.inf, device=q.device)
         if sinks is not None:
             log_sum = log_sum.maximum(sinks.float()[:, None, None])
         return cls(torch.zeros_like(q, dtype=torch.float32), log_sum)
 
     def add(self, q: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, scoring: ScoreMod) -> None:
-        """One more block of keys [B, N, T, D]."""
+        """Merge a block of keys and values [B, N, T, D].
+
+        With its masked scores s: L' = logaddexp(L, logsumexp(s)), out' = exp(L - L') out + exp(s - L') v.
+        """
         kept = scoring.dropout_mask(mask)
         scores = scoring.scores(q, keys).masked_fill_(~mask.allowed, -torch.inf)
         merged = torch.logaddexp(self.log_sum, scores.logsumexp(dim=-1, keepdim=True))
@@ -47,7 +51,10 @@ class OnlineSoftmax:
 
 @dataclass(frozen=True)
 class BlockwiseBackward:
-    """What the gradients of every block need: of the whole output, its gradient in fp32, and the log-sum."""
+    """Inputs that the gradients of all blocks share.
+
+    `dout` is the gradient of the output in fp32, `share` = rowsum(dout * out), `log_sum` the log-sum-exp of all scores.
+    """
 
     dout: Tensor
     share: Tensor
@@ -55,15 +62,19 @@ class BlockwiseBackward:
 
     @classmethod
     def start(cls, out: Tensor, dout: Tensor, log_sum: Tensor) -> BlockwiseBackward:
-        """`share` is how much of each softmax's gradient its normalisation takes away."""
+        """Compute `share` [B, N, S, 1], which the softmax's normalisation subtracts from its weights' gradients."""
         dout = dout.float()
         return cls(dout, (dout * out.float()).sum(dim=-1, keepdim=True), log_sum)
 
     def block(
         self, q: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, scoring: ScoreMod
     ) -> tuple[Tensor, ...]:
-        """What a block adds to the gradients of queries, keys and values, [B, N, ...] in fp32 each."""
-        kept = scoring.dropout_mask(mask)  # before there are scores: its words are as large
+        """Return a block's contributions to the gradients of queries, keys and values, [B, N, ...] in fp32.
+
+        Without dropout: p = exp(s - L), ds = p (dout v^T - share) scale (1 - (s / cap)^2 if capped);
+        dq = ds k, dk = ds^T q, dv = p^T dout.
+        """
+        kept = scoring.dropout_mask(mask)  # before the scores exist: its hashes are as large
         keys, values = keys.float(), values.float()
         scores = scoring.scores(q, keys)
         capping = None if scoring.soft_cap is None else 1 - (scores / scoring.soft_cap).square()
@@ -75,7 +86,7 @@ class BlockwiseBackward:
         return dscores @ keys, dscores.mT @ q.float(), apply_dropout(weights, kept, scoring).mT @ self.dout
 
     def sinks(self, sinks: Tensor | None) -> Tensor | None:
-        """The gradient of the sinks: their value is 0, so that only their share of the sum is left."""
+        """Return the sinks' gradient, -sum(exp(sink - L) share): a sink adds to the sum and has no value vector."""
         if sinks is None:
             return None
         weights = (sinks.float()[:, None, None] - self.log_sum).exp()
@@ -83,12 +94,12 @@ class BlockwiseBackward:
 
 
 def apply_dropout(weights: Tensor, kept: Tensor | None, scoring: ScoreMod) -> Tensor:
-    """In place: zeros where not kept, and the rest divided by what is kept of all."""
+    """Apply a keep mask to attention weights, in place, and divide them by 1 - dropout."""
     return weights if kept is None else weights.mul_(kept).mul_(1 / (1 - scoring.dropout))
 
 
 def attention(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: AttentionMask, scoring: ScoreMod) -> Tensor:
-    """Attention over the keys that a sight shows: [B, N, S, D]."""
+    """Return attention over the keys that the mask allows, [B, N, S, D]: torch's own if it supports the scoring."""
     if scoring.is_default:
         grouped = q_BNSD.shape[1] != k_BGTD.shape[1]
         return F.scaled_dot_product_attention(
@@ -99,7 +110,10 @@ def attention(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: AttentionMas
 
 
 class _BlockwiseAttention(torch.autograd.Function):
-    """Attention on one device, a block of queries at a time; `sinks` are the scoring's, as what gets a gradient."""
+    """Attention on one device, one block of queries at a time.
+
+    `sinks` are those of `scoring`: autograd returns gradients only to tensors that are inputs of their own.
+    """
 
     @staticmethod
     def forward(
@@ -113,7 +127,7 @@ class _BlockwiseAttention(torch.autograd.Function):
             merged.add(q[:, :, part], keys, values, mask.slice_queries(part.start, part.stop), scoring)
             outputs.append(merged.output.to(q.dtype).transpose(1, 2))
             log_sums.append(merged.log_sum)
-        # Token by token in memory, so that the projection behind reads it as it is.
+        # Token-major in memory, so that the output projection reads it without a copy.
         out, log_sum = torch.cat(outputs, dim=1).transpose(1, 2), torch.cat(log_sums, dim=2)
         ctx.mask, ctx.scoring = mask, scoring
         ctx.save_for_backward(q, k, v, out, log_sum, sinks)
@@ -146,10 +160,10 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 
 def repeat_kv(x_BGTD: Tensor, q_BNSD: Tensor) -> Tensor:
-    """Keys or values for each query head, [B, N, T, D]."""
+    """Repeat keys or values for each query head, [B, G, T, D] -> [B, N, T, D]."""
     return x_BGTD.repeat_interleave(q_BNSD.shape[1] // x_BGTD.shape[1], dim=1)
 
 
 def sum_over_kv_group(gradient_BNTD: Tensor, groups: int) -> Tensor:
-    """The gradient of a group: the sum over the heads it serves."""
+    """Sum gradients over the query heads of each key/value group, [B, N, T, D] -> [B, G, T, D]."""
     return gradient_BNTD.view(gradient_BNTD.shape[0], groups, -1, *gradient_BNTD.shape[2:]).sum(dim=2)

@@ -1,6 +1,6 @@
-"""Which part of every sample a rank holds, and how its queries reach the keys: the one-device form.
+"""Core attention, and the interface between model code and context parallelism with its form without sharding.
 
-Shapes: B batch, N query heads, G key/value groups, S all tokens of a sample, s those of this rank, T keys at hand,
+Shapes: B batch, N query heads, G key/value groups, S all tokens of a sample, s a rank's shard of them, T keys,
 D head dim.
 """
 
@@ -21,38 +21,42 @@ from megalaunch.engine.model.attention.score_mod import PLAIN, ScoreMod
 
 
 class AttentionFn(Protocol):
-    """What lies between the projections."""
+    """Core attention, between the projections: softmax(q k^T) v under a causal mask."""
 
     def __call__(self, q_BNsD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
-        """Queries [B, N, s, D], keys and values [B, G, T, D] -> [B, N, s, D]."""
+        """Attend with queries [B, N, s, D] to keys and values [B, G, T, D] -> [B, N, s, D]."""
 
 
 class ContextParallelism(Protocol):
-    """A sample's tokens as they lie over ranks."""
+    """How the tokens of a sample are sharded over context-parallel ranks, and attention over the shards."""
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Where the `held` tokens of this rank stand in their sample, [s] int64."""
+        """Return the position ids in the sample of this rank's `num_tokens` tokens, [s] int64."""
 
     def make_attention(
         self, num_tokens: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
     ) -> Sequence[AttentionFn]:
-        """Causal attention of layers with these windows (None: all tokens), within documents where they are given.
+        """Return the causal attention of each layer.
 
-        `device`: where queries, keys and `documents_Bs` lie, so that masks and places are made there.
+        Args:
+            num_tokens: The number s of this rank's tokens.
+            documents_Bs: Document ids: tokens attend within their document; None: to all earlier tokens.
+            windows: The sliding window of each layer in tokens; None: full attention.
+            device: The device of queries, keys and `documents_Bs`, on which masks and position ids are created.
         """
 
 
 class NoContextParallel:
-    """Every rank holds all tokens of its samples."""
+    """No context parallelism: every rank holds all tokens of its samples."""
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
-        """0, 1, ..."""
+        """Return 0, 1, ..."""
         return torch.arange(num_tokens, device=device)
 
     def make_attention(
         self, num_tokens: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
     ) -> Sequence[AttentionFn]:
-        """One for each window, shared by its layers."""
+        """Return the attention of each layer; layers with the same window share one."""
         made = {window: self._attend(num_tokens, documents_Bs, window, device) for window in set(windows)}
         return [made[window] for window in windows]
 
@@ -71,7 +75,7 @@ NO_CP = NoContextParallel()
 def causal_attention(
     q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: ScoreMod = PLAIN, /, window: int | None = None
 ) -> Tensor:
-    """Attention of the last S of T positions over all T, or the last `window` of them: [B, N, S, D]."""
+    """Return causal attention of the last S of T positions, over all or the last `window` positions: [B, N, S, D]."""
     if window is not None and q_BNSD.shape[2] == 1:
         k_BGTD, v_BGTD, window = k_BGTD[:, :, -window:], v_BGTD[:, :, -window:], None
     queries, keys = q_BNSD.shape[2], k_BGTD.shape[2]
@@ -88,7 +92,7 @@ def causal_attention(
 
 
 def masked_attention(mask: AttentionMask) -> AttentionFn:
-    """Attention over the keys that a sight shows, on the device where it was made."""
+    """Return attention over the keys that the mask allows, on the mask's device."""
 
     def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
         return attention(q_BNSD, k_BGTD, v_BGTD, mask, scoring)

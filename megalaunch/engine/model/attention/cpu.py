@@ -1,10 +1,10 @@
-"""Causal attention on a processor, a few queries at a time, so that their scores never leave its cache.
+"""Causal attention on a CPU, in blocks of a few queries, whose scores never leave the cache.
 
-Torch's own kernel there multiplies more slowly than matmuls do, in bf16 by half. Scores are fp32. The weights are kept
-for the backward pass where they are few, else made again (Dao 2023). Key/value heads are not repeated: the queries of
-all heads of a group are rows of one matmul.
+Torch's own CPU kernel multiplies more slowly than matmuls do, in bf16 by half. Scores are fp32. The softmax weights are
+saved for backward where they are few, else recomputed (Dao 2023). Key/value heads are not repeated: the queries of all
+heads of a group are rows of one matmul.
 Shapes: B batch, N query heads, G key/value groups, R = N / G, S tokens, D head dim, q queries of a block, T keys before
-its end. Rows are queries token by token, and of a token head by head.
+its end. Rows are token-major: the R heads of a token are adjacent.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from megalaunch.engine.model.matmul import use_fp32_matmul
 
-_ROWS = 128  # of a block: fewer multiply slowly, more waste work on keys that their queries do not see
-_LONGEST = 1024  # tokens of fp32: scores over more keys outgrow the cache, and torch's kernel wins
-_KEPT = 512  # tokens of fp32: weights over more keys take more memory than what else a layer keeps
+_ROWS = 128  # per block: fewer multiply slowly, more waste work on masked keys
+_LONGEST = 1024  # tokens in fp32: scores over more keys outgrow the cache, and torch's kernel is faster
+_KEPT = 512  # tokens in fp32: weights over more keys take more memory than all else that a layer saves for backward
 
 
 def is_faster(q_BNSD: Tensor) -> bool:
-    """Whether this is faster than torch's kernel: never in bf16 where the processor multiplies that itself."""
+    """Return whether this is faster than torch's kernel: never in bf16 on a CPU with bf16 instructions."""
     tokens = q_BNSD.shape[2]
     if not q_BNSD.is_cpu or tokens == 1 or torch.compiler.is_compiling():  # a compiler would unroll the blocks
         return False
@@ -31,29 +31,29 @@ def is_faster(q_BNSD: Tensor) -> bool:
 
 
 def causal_attention_cpu(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float) -> Tensor:
-    """Every token attends to itself and those before it: [B, N, S, D], token by token in memory."""
+    """Return causal attention, [B, N, S, D], token-major in memory."""
     out: Tensor = _Causal.apply(q_BNSD, k_BGSD, v_BGSD, scale)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Block(NamedTuple):
-    """Queries from `first` to `end`, which see the keys before `end`; `heads` rows each."""
+    """A block of the queries from `first` to `end`, with `heads` rows each, that attend to the keys before `end`."""
 
     first: int
     end: int
     heads: int
 
     def allocate(self, rows: Tensor) -> Tensor:
-        """Its rows, [B G, q R, f] of [B G, S R, f]."""
+        """Return a view of the block's rows, [B G, q R, f], of [B G, S R, f]."""
         return rows[:, self.first * self.heads : self.end * self.heads]
 
     def put(self, rows: Tensor, x_BGSRD: Tensor) -> None:
-        """Into their places."""
+        """Copy the block's rows into a tensor of all tokens."""
         place = x_BGSRD[:, :, self.first : self.end]
         place.copy_(rows.view(place.shape))
 
     def weights(self, queries: Tensor, keys_DT: Tensor, behind: Tensor) -> Tensor:
-        """How its rows weigh their keys, fp32 [B G, q R, T]. `behind`: -inf where a key is, [q R, q]."""
+        """Return the rows' softmax weights, fp32 [B G, q R, T]. `behind`: the causal mask within a block, [q R, q]."""
         scores = torch.bmm(self.allocate(queries), keys_DT[..., : self.end])
         scores[..., self.first :].add_(behind[: scores.shape[1], : self.end - self.first])
         return torch.softmax(scores, dim=-1, out=scores)
@@ -65,40 +65,47 @@ def _blocks(tokens: int, heads: int) -> Sequence[_Block]:
 
 
 def _causal_block_mask(block: _Block, like: Tensor) -> Tensor:
-    """What hides the keys behind the queries of a block as wide as the first one, fp32 [q R, q]."""
+    """Return the causal mask within the first block, which no block exceeds, to add to scores: 0 or -inf [q R, q]."""
     hidden = like.new_full((block.end, block.end), -torch.inf, dtype=torch.float32).triu_(1)
     return hidden.repeat_interleave(block.heads, dim=0)
 
 
 def _token_major(x_BNSD: Tensor, groups: int) -> Tensor:
-    """The heads of each group side by side, token by token: a view, [B, G, S, R, D]."""
+    """Return a token-major view of the heads of each group, [B, G, S, R, D]."""
     return x_BNSD.view(x_BNSD.shape[0], groups, -1, *x_BNSD.shape[2:]).transpose(2, 3)
 
 
 def _rows(x_BNSD: Tensor, groups: int) -> Tensor:
-    """A copy of them, [B G, S R, D]."""
+    """Return a token-major copy of the heads of each group, [B G, S R, D]."""
     return _token_major(x_BNSD, groups).flatten(2, 3).flatten(0, 1)
 
 
 def _keys(k_BGSD: Tensor, scale: float) -> Tensor:
-    """Keys in fp32 whose products with queries are their scores, [B G, S, D]."""
+    """Return the keys times `scale` in fp32, [B G, S, D]: their products with queries are the scores."""
     return torch.mul(k_BGSD, scale, out=k_BGSD.new_empty(k_BGSD.shape, dtype=torch.float32)).flatten(0, 1)
 
 
 def _token_by_token(x_BNSD: Tensor) -> Tensor:
-    """An empty tensor of its shape and format, whose heads lie side by side as a projection reads them."""
+    """Return an empty tensor of this shape and dtype that is token-major in memory, as a projection reads it."""
     batch, heads, tokens, width = x_BNSD.shape
     return x_BNSD.new_empty(batch, tokens, heads, width).transpose(1, 2)
 
 
 class _Causal(torch.autograd.Function):
+    """Causal attention, one block of queries at a time.
+
+    Forward:   p = softmax(scale q k^T + mask), out = p v
+    Backward:  dv = p^T dout, ds = p (dout v^T - rowsum(p dout v^T)), dq = scale ds k, dk = scale ds^T q
+    Backward starts with the last block: it covers all keys, so that its products initialise dk and dv.
+    """
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         groups, tokens = k.shape[1:3]
         keep, blocks = q.dtype == torch.float32 and tokens <= _KEPT, _blocks(tokens, q.shape[1] // groups)
         rows, out, behind = _rows(q, groups), _token_by_token(q), _causal_block_mask(blocks[0], q)
         queries, values = rows.float(), v.float().flatten(0, 1)
-        keys_DT = _keys(k, scale).mT.contiguous()  # matmuls of so few rows are a quarter faster over it
+        keys_DT = _keys(k, scale).mT.contiguous()  # makes matmuls of so few rows a quarter faster
         kept = []
         for block in blocks:
             weights = block.weights(queries, keys_DT, behind)
@@ -124,7 +131,7 @@ class _Causal(torch.autograd.Function):
                 block.allocate(dout),
                 slice(block.end),
                 int(block.end < tokens),
-            )  # the last sees all keys
+            )  # 0: the last block covers all keys
             weights = kept.pop() if kept else block.weights(queries, keys_DT, behind)
             dvalues[:, seen].baddbmm_(weights.mT, own, beta=sum_so_far)
             dscores = torch.bmm(own, values_DT[..., seen])

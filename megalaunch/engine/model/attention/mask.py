@@ -1,4 +1,4 @@
-"""Which keys each query sees, and where both stand in their sample.
+"""Attention masks: which keys each query attends to, and the position ids of both.
 
 Shapes: B batch, s queries, T keys.
 """
@@ -13,9 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """`mask` (bool, [..., s, T]): the keys a query attends to; None: positions and `window` decide alone.
+    """An attention mask, explicit or given by position ids.
 
-    `q_positions` [s] and `k_positions` [T] are positions in the sample.
+    Args:
+        q_positions: Position ids of the queries in the sample, [s].
+        k_positions: Position ids of the keys, [T].
+        mask: True where a query attends to a key, bool [..., s, T]; None: causal by position ids and `window`.
+        window: The sliding window in tokens; None: full attention.
     """
 
     q_positions: Tensor
@@ -25,7 +29,7 @@ class AttentionMask:
 
     @property
     def allowed(self) -> Tensor:
-        """The mask, made where there is none."""
+        """The explicit mask, or the causal mask of the position ids."""
         return (
             causal_document_mask(self.q_positions, self.k_positions, None, None, self.window)
             if self.mask is None
@@ -33,7 +37,7 @@ class AttentionMask:
         )
 
     def slice_queries(self, first: int, end: int) -> AttentionMask:
-        """That of some of the queries."""
+        """Return the mask of the queries `first` to `end`."""
         mask = None if self.mask is None else self.mask[..., first:end, :]
         return replace(self, q_positions=self.q_positions[first:end], mask=mask)
 
@@ -45,9 +49,17 @@ def causal_document_mask(
     documents_k: Tensor | None,
     window: int | None = None,
 ) -> Tensor:
-    """Which keys each query sees: itself and the `window` - 1 before it, of its own document. [q, k] or [B, 1, q, k].
+    """Return where a query attends to a key: to itself and the `window` - 1 positions before it, within its document.
 
-    `places` [s] and [T] are where they stand in the sample; equal `documents` [B, s], [B, T] need not be neighbours.
+    Args:
+        q_positions: Position ids of the queries in the sample, [s].
+        k_positions: Position ids of the keys, [T].
+        documents_q: Document ids of the queries, [B, s]; tokens of a document need not be adjacent. None: one document.
+        documents_k: Document ids of the keys, [B, T].
+        window: The sliding window in tokens; None: all earlier positions.
+
+    Returns:
+        A bool mask, [s, T], or [B, 1, s, T] with documents.
     """
     distance = q_positions[:, None] - k_positions[None, :]
     shown = distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -63,7 +75,7 @@ def make_mask(
     documents_k: Tensor | None,
     window: int | None = None,
 ) -> AttentionMask:
-    """With the mask of `visible`, made once for all layers that share it."""
+    """Return a mask with an explicit `causal_document_mask`, computed once for all layers that share it."""
     return AttentionMask(
         q_positions,
         k_positions,
@@ -73,6 +85,6 @@ def make_mask(
 
 
 def from_mask(mask: Tensor) -> AttentionMask:
-    """By a mask alone, where nothing is dropped: nobody asks for places."""
+    """Build from an explicit mask; positions are only needed for attention dropout."""
     nowhere = torch.empty(0, dtype=torch.int64, device=mask.device)
     return AttentionMask(nowhere, nowhere, mask)

@@ -1,4 +1,4 @@
-"""How scores become weights: their scale, a soft cap on their size, a sink that takes a part of the softmax, dropout.
+"""Modification of attention scores: scale, soft cap, attention sinks and dropout.
 
 Shapes: B batch, N query heads, G key/value groups, S queries, T keys, D head dim.
 """
@@ -16,8 +16,15 @@ from megalaunch.engine.model.dropout import hash_ids, keep_mask, mix_seed
 
 @dataclass(frozen=True)
 class ScoreMod:
-    """`scale` None: 1 / sqrt(D); `soft_cap`: cap * tanh(score / cap) (Gemma 2); `sinks` [N]: one logit a head
-    that joins its softmax and is dropped (gpt-oss); `words` [B, N]: by which weights are dropped at `dropout`."""
+    """How attention scores become weights.
+
+    Args:
+        scale: The factor of q k; None: 1 / sqrt(D).
+        soft_cap: The cap of cap * tanh(score / cap) (Gemma 2); None: no cap.
+        sinks: One logit per head, [N], that joins the softmax and has no value vector (gpt-oss).
+        dropout_seeds: Seeds of the dropout masks, [B, N]; None: no dropout.
+        dropout: The probability with which a weight is dropped.
+    """
 
     scale: float | None = None
     soft_cap: float | None = None
@@ -27,20 +34,20 @@ class ScoreMod:
 
     @property
     def is_default(self) -> bool:
-        """True when torch's own attention computes it."""
+        """True if torch's own attention supports it: there is no soft cap, sink or dropout."""
         return self.soft_cap is None and self.sinks is None and self.dropout_seeds is None
 
     def softmax_scale(self, q_BNSD: Tensor) -> float:
-        """The scale, or what stands for it."""
+        """Return the scale, by default 1 / sqrt(D)."""
         return float(q_BNSD.shape[-1] ** -0.5) if self.scale is None else self.scale
 
     def scores(self, q_BNSD: Tensor, k_BNTD: Tensor) -> Tensor:
-        """[B, N, S, T] in fp32, capped, before any mask."""
+        """Return the scaled and capped scores before masking, fp32 [B, N, S, T]."""
         raw = (q_BNSD.float() @ k_BNTD.float().mT).mul_(self.softmax_scale(q_BNSD))
         return raw if self.soft_cap is None else softcap(raw, self.soft_cap)
 
     def dropout_mask(self, mask: AttentionMask) -> Tensor | None:
-        """Which weights dropout leaves, bool [B, N, S, T]; None: all."""
+        """Return which weights dropout keeps, bool [B, N, S, T]; None: all."""
         if self.dropout_seeds is None:
             return None
         return keep_mask(
@@ -48,7 +55,7 @@ class ScoreMod:
         )
 
     def shard_heads(self, rank: int, ranks: int) -> ScoreMod:
-        """That of one of `ranks` equal parts of the heads."""
+        """Return the score modification of rank `rank`'s shard of the heads."""
         sinks = None if self.sinks is None else self.sinks.chunk(ranks)[rank]
         seeds = None if self.dropout_seeds is None else self.dropout_seeds.chunk(ranks, dim=1)[rank]
         return replace(self, sinks=sinks, dropout_seeds=seeds)
@@ -58,5 +65,5 @@ PLAIN = ScoreMod()
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """Kept below `cap` in size, and hardly changed where it is small."""
+    """Return cap * tanh(x / cap): bounded by `cap`, and nearly x for small x."""
     return cap * torch.tanh(x / cap)
