@@ -1,1 +1,1 @@
-"""Saving and loading, under any layout."""
+"""Distributed checkpoints: save under one parallel layout, load under any other."""

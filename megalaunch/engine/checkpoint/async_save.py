@@ -1,4 +1,4 @@
-"""Saving beside training: the state of a moment in host memory, and one thread that writes it."""
+"""Async save: stage the state in host memory, then write it on a thread while training continues."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ _LOOK_SECONDS = 1.0
 
 
 class PinnedStaging:
-    """This rank's parts of tensors, copied into buffers that are kept from one save to the next."""
+    """Host copies of this rank's shards. The buffers are allocated once and reused by every save."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def stage(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The values of now, in host memory when this returns; good until the next call."""
+        """Copy the shards to host memory and return the buffers. Their values are valid until the next call.
+
+        `tensors` are plain tensors or DTensors. On return every device-to-host copy is complete.
+        """
         on_device = False
         for name, tensor in tensors.items():
             values = to_local_no_grad(tensor)
             on_device = on_device or values.is_cuda
             if name not in self._buffers:
-                # pinned: a device writes into it without a detour, and without waiting for each tensor
+                # pinned: the copies from the device run asynchronously; one synchronize waits for all
                 self._buffers[name] = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
             self._buffers[name].copy_(values, non_blocking=values.is_cuda)
         if on_device:
@@ -35,7 +38,7 @@ class PinnedStaging:
 
 
 class SaveThread:
-    """Work on a thread of its own. A process that crashes does not wait for it."""
+    """A daemon thread that writes one checkpoint. A process that crashes does not wait for it."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -46,12 +49,12 @@ class SaveThread:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # whatever it is, the main thread has to hear of it
+        except BaseException as error:  # of any type: the main thread raises it again
             self._failure = error
 
     @property
     def error(self) -> CheckpointError | None:
-        """Why the work failed, once it has; raises what is no CheckpointError."""
+        """The CheckpointError that ended the thread, or None. Raises any other exception of the thread."""
         if self._thread.is_alive() or self._failure is None:
             return None
         if isinstance(self._failure, CheckpointError):
@@ -59,7 +62,7 @@ class SaveThread:
         raise self._failure
 
     def wait(self, waiting: Callable[[], None]) -> None:
-        """Return when the work is over; calls `waiting` every second until then."""
+        """Block until the thread ends; call `waiting` every second until then."""
         self._thread.join(_LOOK_SECONDS)
         while self._thread.is_alive():
             waiting()

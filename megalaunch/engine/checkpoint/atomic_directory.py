@@ -1,4 +1,4 @@
-"""A directory that is there as a whole or not at all: what imports and exports write into."""
+"""A directory that appears complete or not at all: the output of imports and exports."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from megalaunch.engine.checkpoint.errors import CheckpointError, free_bytes, no_
 
 
 def require_new(output: Path) -> None:
-    """Raises CheckpointError when the name is taken."""
+    """Raise CheckpointError if `output` exists."""
     if output.exists():
         raise CheckpointError(f"{output} exists; name another directory")
 
 
 Wrote = Callable[[int, int], None]
-"""Hears how many bytes of how many are written."""
+"""Progress callback: (bytes written, total bytes)."""
 
 
 def count_bytes(total: int, wrote: Wrote) -> Callable[[int], None]:
-    """What to call with the bytes of each piece that is written; headers are no part of the total."""
+    """Return a callback that takes the size of each write and reports the running total to `wrote`.
+
+    `total` counts tensor data only. File headers may push the sum past it, so the reported count is capped at `total`.
+    """
     written = 0
 
     def count(size: int) -> None:
@@ -34,9 +37,14 @@ def count_bytes(total: int, wrote: Wrote) -> Callable[[int], None]:
 
 @contextmanager
 def atomic_directory(output: Path, needed: int) -> Iterator[Path]:
-    """A directory to fill with about `needed` bytes: named `output` when the body ends well, else removed.
+    """Yield a temporary directory; rename it to `output` on success, remove it on failure.
 
-    Raises CheckpointError when they are not free, and in place of an OSError.
+    Args:
+        output: the final path. Must not exist (`require_new`).
+        needed: estimated size in bytes, checked against the free space before anything is written.
+
+    Raises:
+        CheckpointError: too little space is free; also in place of any OSError of the body.
     """
     if free_bytes(output.parent) < needed:
         raise no_space(output, needed, free_bytes(output.parent))

@@ -1,7 +1,7 @@
-"""How a checkpoint directory comes into being: under a temporary name, then by one rename.
+"""Atomic commit of a checkpoint directory: write under a temporary name, then rename once.
 
-A reader sees the old directory or the new one, never a part; whatever a killed save leaves starts with
-`.unfinished-`.
+A reader sees the old directory or the new one, never a partial one. The names of temporary directories that a killed
+save leaves behind start with `.unfinished-`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def create_temp(directory: Path) -> Path:
-    """A fresh, empty directory beside `directory`. Raises OSError."""
+    """Create an empty temporary directory with the same parent as `directory`. Raises OSError."""
     make_directory(directory.parent)
     fresh = directory.parent / f"{UNFINISHED}{directory.name}-{secrets.token_hex(4)}"
     fresh.mkdir(mode=DIRECTORY_MODE)
@@ -27,8 +27,8 @@ def create_temp(directory: Path) -> Path:
 
 
 def commit(unfinished: Path, directory: Path) -> None:
-    """Give the finished directory its name, in place of whatever had it. Raises OSError."""
-    sync_tree(unfinished)  # what was synced when it was written costs nothing more
+    """Sync the temporary directory to disk and rename it to `directory`, replacing an existing one. Raises OSError."""
+    sync_tree(unfinished)  # files that were synced when they were written cost nothing more
     if directory.exists():
         _swap_directories(unfinished, directory)
         discard(unfinished)
@@ -38,25 +38,29 @@ def commit(unfinished: Path, directory: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Remove a finished directory; a kill in the middle leaves a leftover, never half a checkpoint."""
+    """Remove a committed directory, renamed first: a kill leaves a temporary directory, never half a checkpoint."""
     leftover = create_temp(directory)
     directory.rename(leftover)
     discard(leftover)
 
 
 def discard(directory: Path) -> None:
-    """Remove a temporary directory with all it holds."""
+    """Remove a temporary directory and its contents."""
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def remove_stale(parent: Path) -> None:
-    """Remove what killed saves left in `parent`; only when no save can be under way there."""
+    """Remove the temporary directories of killed saves in `parent`. No save may be in progress there."""
     for leftover in leftovers(parent):
         discard(leftover)
 
 
 def _swap_directories(first: Path, second: Path) -> None:
-    """Swap two directories: at no moment is there none called `second`, where the filesystem can do that."""
+    """Exchange two directories.
+
+    renameat2(RENAME_EXCHANGE) does it atomically. Without it (an old kernel, some filesystems) three renames do, and
+    `second` is missing for a moment.
+    """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename and rename(_AT_FDCWD, bytes(first), _AT_FDCWD, bytes(second), _RENAME_EXCHANGE) == 0:
         return

@@ -1,4 +1,4 @@
-"""How the ranks of a run agree about a checkpoint: small objects in memory, over a group on the CPU."""
+"""Coordination of the ranks of a save or load: object collectives over a gloo group on the CPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megalaunch.engine.hang_diagnostics import BESIDE
 from megalaunch.engine.mesh import world_timeout
 
 T = TypeVar("T")
-_WRITING = datetime.timedelta(days=1)  # a disk takes its time, and a rank that dies is noticed at once
+_WRITING = datetime.timedelta(days=1)  # a disk may be slow; a rank that dies is detected at once
 
 
 def coordination_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks (collective when first called), or None without a process group.
+    """Return a gloo group of all ranks, or None without a process group. Collective on the first call.
 
-    Object collectives on a device's backend need device memory when it is scarcest.
+    Object collectives over the device's backend would need device memory, which may be nearly full during a save.
     """
     if not dist.is_initialized():
         return None
@@ -39,7 +39,10 @@ def _gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def background_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for a thread beside training; None without a process group. Collective."""
+    """Create a gloo group of all ranks for the async save threads; None without a process group. Collective.
+
+    The main thread and the save thread run collectives at the same time: on one group their order would differ by rank.
+    """
     if not dist.is_initialized():
         return None
     group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc=BESIDE)
@@ -48,14 +51,14 @@ def background_group() -> dist.ProcessGroup | None:
 
 
 def rank_and_world() -> tuple[int, int]:
-    """(rank, ranks); (0, 1) without a process group."""
+    """Return (rank, world size); (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
-    """Every rank's result of `work`, on every rank. Collective.
+    """Run `work` on every rank and return all ranks' results, in rank order. Collective (all-gather of objects).
 
-    A CheckpointError or OSError on any rank becomes the same CheckpointError on all of them.
+    A CheckpointError or OSError on any rank raises the same CheckpointError on all ranks.
     """
     result: T | CheckpointError
     try:
@@ -77,6 +80,6 @@ def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
 
 
 def run_on_rank0(work: Callable[[], T]) -> T:
-    """Rank 0's result of `work`, on every rank. Collective; errors as in `run_on_all_ranks`."""
+    """Run `work` on rank 0 and return its result on every rank. Collective; errors as in `run_on_all_ranks`."""
     answers = run_on_all_ranks(lambda: work() if rank_and_world()[0] == 0 else None)
     return cast(T, answers[0])

@@ -1,6 +1,6 @@
-"""DCP's storage, ours: a safetensors file a rank, JSON for all else, published by one rename.
+"""DCP storage backend: one safetensors file per rank, JSON for everything else, committed by one rename.
 
-DCP plans who writes and reads which part under any layout; its default storage pickles, so it is not used.
+DCP plans which rank writes and reads which chunk under any layout. Its default storage pickles, so it is not used.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _RankFiles:
-    """What the coordinator tells a rank: where to write, and the size in bytes of the whole checkpoint."""
+    """Sent by the coordinator to a rank: its file, and the size of the checkpoint over all ranks in bytes."""
 
     path: str
     needed: int
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes one checkpoint. DCP calls the methods in order; an exception in one reaches every rank through it."""
+    """Writes one checkpoint. DCP calls the methods in order and raises an exception of one rank on every rank."""
 
     def __init__(
         self,
@@ -71,25 +71,25 @@ class CheckpointWriter(StorageWriter):
         self._directory, self._files, self._wrote = directory, files, wrote
         self._texts = {f"{name}.json": json.dumps(document, indent=1) + "\n" for name, document in documents.items()}
         self._needed = 0
-        self.unfinished: Path | None = None  # known to the coordinator only
+        self.unfinished: Path | None = None  # set on the coordinator only
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """DCP never chooses this storage by itself."""
+        """Return False: DCP never selects this storage by path."""
         return False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A writer serves one save."""
+        """Do nothing: a writer is used for one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The coordinator is known from what it is called for."""
+        """Do nothing: DCP calls the coordinator's methods on the coordinator only."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Every part is written as planned."""
+        """Return the local plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: see that there is space, make the temporary directory, name everyone's file."""
+        """Check the free space, create the temporary directory, and assign a file to each rank. Coordinator only."""
         self._needed = sum(_source(item, None).size for plan in plans for item in plan.items)
         try:
             self._needed += sum(path.stat().st_size for path in self._files.values())
@@ -105,7 +105,7 @@ class CheckpointWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's parts into its own file."""
+        """Write this rank's chunks to its file."""
         share: _RankFiles = plan.storage_data
         results = []
         if plan.items:
@@ -122,7 +122,7 @@ class CheckpointWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when every rank has written: everything that is no tensor, the manifest, the rename."""
+        """Write the JSON documents, copied files and manifest, then commit. Coordinator only, after all ranks wrote."""
         assert self.unfinished is not None
         places = {result.index: result.storage_data for share in results for result in share}
         shards: set[FileRecord] = set(places.values())
@@ -139,9 +139,10 @@ class CheckpointWriter(StorageWriter):
 
 
 class CheckpointReader(StorageReader):
-    """Reads the parts that a rank needs. The catalogue was read and checked before.
+    """Reads the chunks that a rank needs.
 
-    `shapes` are those of tensors that are longer here than what is stored of them: no part of theirs fills the rest.
+    `catalogue` is the validated tensor index. `shapes` gives the runtime shapes of tensors that are larger than their
+    stored ones (a padded vocabulary); no stored chunk covers the padding rows.
     """
 
     def __init__(self, directory: Path, catalogue: Catalogue, shapes: Mapping[str, torch.Size]) -> None:
@@ -150,30 +151,30 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """DCP never chooses this storage by itself."""
+        """Return False: DCP never selects this storage by path."""
         return False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A reader serves one load."""
+        """Do nothing: a reader is used for one load."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds."""
+        """Return DCP's metadata of the checkpoint."""
         return _make_metadata(self._catalogue, self._shapes)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Remember which file holds which part."""
+        """Save the map from chunk to file."""
         self._places = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Every part is read as planned."""
+        """Return the local plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Ranks read on their own."""
+        """Return the plans unchanged: ranks read independently."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy each part from its file into the tensor that waits for it."""
+        """Copy each planned slice from its file into its target tensor."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self._places[item.storage_index], []).append(item)
@@ -192,7 +193,7 @@ class CheckpointReader(StorageReader):
 
 
 def _make_tensor_index(metadata: Metadata, files: Mapping[MetadataIndex, str]) -> dict[str, StoredTensor]:
-    """The catalogue of what DCP planned; `files` says where each chunk was written."""
+    """Build the tensor index from DCP's metadata. `files` maps each chunk to the name of its file."""
     catalogue = {}
     for name, stored in metadata.state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata)
@@ -205,7 +206,7 @@ def _make_tensor_index(metadata: Metadata, files: Mapping[MetadataIndex, str]) -
 
 
 def _make_metadata(catalogue: Catalogue, shapes: Mapping[str, torch.Size]) -> Metadata:
-    """What DCP needs to plan a load. `storage_data` maps each chunk to its file."""
+    """Build the metadata that DCP plans a load from. `storage_data` maps each chunk to its file."""
     stored = {
         name: TensorStorageMetadata(
             properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
@@ -223,6 +224,7 @@ def _make_metadata(catalogue: Catalogue, shapes: Mapping[str, torch.Size]) -> Me
 
 
 def _stored_part(file: MappedFile, index: MetadataIndex, catalogue: Catalogue) -> torch.Tensor:
+    """Return one stored chunk, checked against the tensor index."""
     stored = catalogue[index.fqn]
     shape = next(chunk.shape for chunk in stored.chunks if chunk.offsets == index.offset)
     return stored_slice(file, index.fqn, DTYPES[stored.dtype], shape)
@@ -234,6 +236,8 @@ def _data(item: WriteItem) -> TensorWriteData:
 
 
 def _source(item: WriteItem, planner: SavePlanner | None) -> TensorSource:
+    """Return a chunk as a TensorSource. Without a planner only its dtype and shape can be used."""
+
     def data() -> torch.Tensor:
         assert planner is not None
         tensor = planner.resolve_data(item)
@@ -244,6 +248,7 @@ def _source(item: WriteItem, planner: SavePlanner | None) -> TensorSource:
 
 
 def _require_visible(unfinished: Path, directory: Path, shards: set[FileRecord]) -> None:
+    """Raise CheckpointError if rank 0 cannot see the other ranks' files: the filesystem is not shared."""
     hidden = sorted(record.name for record in shards if not (unfinished / record.name).exists())
     if hidden:
         raise CheckpointError(

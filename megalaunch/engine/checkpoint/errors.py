@@ -1,7 +1,4 @@
-"""What goes wrong with a checkpoint, in a user's words.
-
-One exception type; the messages name the path, the numbers and what to do.
-"""
+"""Checkpoint errors for users: one exception type, whose messages give the path, the numbers and the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def format_bytes(count: int) -> str:
-    """`72.3 MB`, decimal units."""
+    """Format a size in decimal units: `72.3 MB`."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -27,16 +24,20 @@ def format_bytes(count: int) -> str:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that a user may still write on the filesystem of `path` (or of its nearest existing parent)."""
+    """Return the bytes available to this user on the filesystem of `path`, or of its nearest existing parent."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
 
 
 def write_error(directory: Path, unfinished: Path | None, needed: int, error: OSError) -> CheckpointError:
-    """The error for a failed write of the checkpoint `directory`, which needs `needed` bytes in all.
+    """Make the CheckpointError for a failed write.
 
-    What stands in `unfinished` will be removed, so its bytes count as free.
+    Args:
+        directory: the checkpoint that was being written.
+        unfinished: its temporary directory. It will be removed, so its bytes count as free.
+        needed: size of the checkpoint in bytes.
+        error: the cause.
     """
     if error.errno in _FULL:
         own = directory_size(unfinished) if unfinished else 0
@@ -51,7 +52,7 @@ def write_error(directory: Path, unfinished: Path | None, needed: int, error: OS
 
 
 def no_space(directory: Path, needed: int, free: int) -> CheckpointError:
-    """The error for a full disk: needed and free bytes, and what may be removed."""
+    """Make the error for a full disk: the needed and the free bytes, and a checkpoint that may be removed."""
     missing = max(needed - free, 0)
     wanted = f"free {format_bytes(missing)} or more" if missing else "free some space"
     return CheckpointError(
@@ -61,7 +62,7 @@ def no_space(directory: Path, needed: int, free: int) -> CheckpointError:
 
 
 def _removable(directory: Path) -> str:
-    """Older checkpoints beside this one; the newest of them is what a resume needs, so it is not offered."""
+    """Suggest the oldest checkpoint for removal, or nothing if there is only one: a resume needs the newest."""
     others = sorted(path for path in directory.parent.glob("step_*") if path.is_dir() and path.name < directory.name)
     if len(others) < 2:
         return ""

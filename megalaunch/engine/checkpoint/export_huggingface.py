@@ -1,4 +1,4 @@
-"""A checkpoint of ours becomes a Hugging Face folder, tensor by tensor, in shards of a size to choose."""
+"""Export a checkpoint to a Hugging Face folder, one tensor at a time, in shards of a chosen size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Prove = Callable[["StoredWeights", Path], dict[str, Any]]
 
 
 class StoredWeights:
-    """The decoder's parameters in a verified checkpoint, without the rows that only fill up the vocabulary."""
+    """The decoder's parameters in a verified checkpoint, without the padding rows of the vocabulary."""
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
@@ -49,16 +49,16 @@ class StoredWeights:
             raise CheckpointError(f"the checkpoint {checkpoint} holds no {', '.join(missing)}")
 
     def read(self, name: str) -> Tensor:
-        """One parameter, in the stored format."""
+        """Read one parameter in its stored dtype."""
         whole = full_tensor(self.checkpoint, WEIGHTS + name, self._catalogue, {})
         return whole[: self.shapes[name][0]] if name in DIVIDED_BY_VOCABULARY else whole
 
     def dtype(self, name: str) -> torch.dtype:
-        """Its stored format."""
+        """Return the stored dtype of a parameter."""
         return DTYPES[self._catalogue[WEIGHTS + name].dtype]
 
     def companions(self) -> dict[str, Path]:
-        """Files that came with the weights; at least the tokenizer."""
+        """Return the files that came with the weights (tokenizer, generation config); at least the run's tokenizer."""
         inside = {name: self.checkpoint / (ORIGIN_FILE + name) for name in COMPANIONS}
         found = {name: path for name, path in inside.items() if path.is_file()}
         tokenizer = self.checkpoint / TOKENIZER_FILE
@@ -67,6 +67,7 @@ class StoredWeights:
         return found
 
     def _origin(self) -> Mapping[str, Any]:
+        """Return the document about the weights' origin (true vocabulary size, original config.json), validated."""
         if not (self.checkpoint / f"{ORIGIN}.json").is_file():
             return {}
         document = read_document(self.checkpoint, ORIGIN)
@@ -79,7 +80,7 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class Export:
-    """What was asked for; `dtype` None: as stored."""
+    """The options of an export. `dtype` None keeps the stored dtype."""
 
     output: Path
     dtype: torch.dtype | None = None
@@ -87,7 +88,11 @@ class Export:
 
 
 def export_folder(weights: StoredWeights, asked: Export, prove: Prove, wrote: Wrote) -> dict[str, Any]:
-    """Write the folder; returns the proof's report. Raises CheckpointError, and then nothing is left behind."""
+    """Write and verify a Hugging Face folder; return the verification report.
+
+    Raises:
+        CheckpointError: the model has no Hugging Face family, the verification failed or a write did. Nothing is left.
+    """
     require_new(asked.output)
     try:
         config = to_hf_config(weights.model)
@@ -108,6 +113,7 @@ def export_folder(weights: StoredWeights, asked: Export, prove: Prove, wrote: Wr
 
 
 def _require_all_named(weights: StoredWeights, pairs: list[WeightMapping]) -> None:
+    """Raise CheckpointError unless the family maps every parameter of the decoder, and no other."""
     named = {name for pair in pairs for name in pair.ours}
     unnamed = [f"{name} has no name there" for name in weights.shapes if name not in named]
     unnamed += [f"the model has no {name}" for name in named if name not in weights.shapes]
@@ -118,6 +124,7 @@ def _require_all_named(weights: StoredWeights, pairs: list[WeightMapping]) -> No
 def _sources(
     weights: StoredWeights, pair: WeightMapping, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, TensorSource]]:
+    """Yield the Hugging Face tensors of one mapping. Each is converted when it is written."""
     shapes, kind = pair.shapes_of_theirs(weights.shapes), dtype or weights.dtype(pair.ours[0])
     for index, name in enumerate(pair.theirs):
 
@@ -131,6 +138,7 @@ def _sources(
 def _write_shards(
     unfinished: Path, sources: Mapping[str, TensorSource], limit: int, count: Callable[[int], None]
 ) -> None:
+    """Write safetensors shards of at most `limit` bytes and their index; a single shard needs no index."""
     shards: list[list[str]] = [[]]
     held = 0
     for name, source in sources.items():
@@ -152,11 +160,11 @@ def _write_shards(
 
 
 def _token_ids(weights: StoredWeights, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of special tokens: as the original file does, else as the tokenizer does.
+    """Return the special token ids of config.json: from the original file, else from the tokenizer.
 
-    Nothing is left to transformers' defaults, which are those of the family's first model. The padding token's is
-    always null: transformers gives its row of the embedding no gradient (nn.Embedding's padding_idx), and refuses an
-    id beyond the vocabulary. What pads a batch stands in the tokenizer's files.
+    They are always written, because transformers' defaults are those of the family's first model. `pad_token_id` is
+    always null: transformers gives the padding token's embedding row no gradient (nn.Embedding's padding_idx), and
+    refuses an id beyond the vocabulary. The tokenizer's files define the padding token.
     """
     kept = decoder_config(weights.origin.get("config") or {})
     if kept.get("model_type") == config["model_type"]:

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder under our names: checked as a whole, then read tensor by tensor."""
+"""Weights of a Hugging Face folder under the decoder's names: validated together, then read one tensor at a time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from megalaunch.importers.huggingface.registry import FamilyError, from_hf_confi
 
 
 class HuggingFaceWeights(MappedWeights):
-    """Raises one CheckpointError with every unknown word and every missing, unexpected or mis-shaped tensor."""
+    """A Hugging Face folder mapped to the decoder's parameters.
+
+    Raises CheckpointError that lists every unknown key of config.json, and every missing, unexpected or mis-shaped
+    tensor.
+    """
 
     def __init__(self, folder: HuggingFaceFolder) -> None:
         self._folder = folder
         self.notes: list[str] = []
-        """What was ignored, and why: keys of config.json, and tensors of other parts than the decoder."""
+        """Ignored items with the reason: keys of config.json, and tensors outside the decoder."""
         try:
             model = from_hf_config(folder.config, folder.directory.resolve().name, self.notes)
         except FamilyError as error:
             raise _family_error(folder, error.problems) from error
-        if model.num_layers > len(folder.tensors):  # before a model of so many is made
+        if model.num_layers > len(folder.tensors):  # before a decoder of that many layers is built
             held = len(folder.tensors)
             raise _family_error(
                 folder, [f"config.json means {model.num_layers:,} layers, and the files hold {held:,} tensors"]
@@ -46,19 +50,26 @@ class HuggingFaceWeights(MappedWeights):
 
     @property
     def origin(self) -> Mapping[str, object]:
-        """What a checkpoint keeps of the folder: its true vocabulary and its config.json."""
+        """The document that a checkpoint saves about the folder: its true vocabulary size and its config.json."""
         return {"vocab_size": self.model.vocab_size, "config": self._folder.config}
 
     def companions(self) -> Mapping[str, Path]:
-        """Files that travel with the weights."""
+        """Return the folder's tokenizer and generation files."""
         return self._folder.companions()
 
     def tensor_infos(self, name: str) -> str:
-        """Files of a bare model leave the family's prefix out; those of a model around the decoder have another."""
+        """Return the name of a tensor in this folder.
+
+        Files of a bare model omit the family's prefix; those of a multimodal model have another one.
+        """
         return stored_name(name.removeprefix(self._weights.prefix) if self._bare else name, self._layout)
 
     def is_ignorable(self, name: str) -> bool:
-        """Buffers of old files, tensors of images, and a tied head kept once more: it has to be the same matrix."""
+        """Return True for a tensor that may be skipped.
+
+        Those are buffers of old files, tensors of the vision tower, and a tied head stored twice (which must equal the
+        embedding).
+        """
         if name.endswith(self._weights.dropped) or self._is_vision_tensor(name):
             return True
         if not self.model.tie_word_embeddings or name not in ("lm_head.weight", "embed_out.weight", self._head()):

@@ -1,4 +1,4 @@
-"""A Hugging Face folder: its config.json, and its tensors one at a time. Only safetensors; nothing in it is run."""
+"""A Hugging Face folder: config.json and safetensors, read one tensor at a time. No code of the folder is run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalaunch.importers.huggingface.folder import CONFIG, INDEX, WEIGHTS_FILE
 from megalaunch.rundir.checkpoint.header import Entry, read_header
 from megalaunch.rundir.checkpoint.manifest import is_plain_name
 
-# What belongs to a model beside its weights, and travels with it.
+# Files that belong to a model in addition to its weights; copied with it.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -33,7 +33,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class HuggingFaceFolder:
-    """The folder, opened: headers are read and checked, tensors not yet. Raises CheckpointError."""
+    """An opened folder: headers are read and checked, tensor data is not read yet. Raises CheckpointError."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -61,11 +61,14 @@ class HuggingFaceFolder:
 
     @property
     def tensors(self) -> Mapping[str, Entry]:
-        """Kind and shape of every tensor."""
+        """Dtype and shape of every tensor."""
         return {name: entry for name, (_, entry) in self._entries.items()}
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in memory of its own (a mapped file would count as ours). Raises CheckpointError."""
+        """Read one tensor into memory that it owns (mapped pages would count as this process's memory).
+
+        Raises CheckpointError.
+        """
         path, entry = self._entries[name]
         held = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
         try:
@@ -79,10 +82,11 @@ class HuggingFaceFolder:
         return held.view(DTYPES[entry.dtype]).reshape(entry.shape)
 
     def companions(self) -> dict[str, Path]:
-        """Tokenizer files, generation config and the like, by name."""
+        """Return the tokenizer files, generation config and the like, by name."""
         return {name: self.directory / name for name in COMPANIONS if (self.directory / name).is_file()}
 
     def _files(self) -> list[str]:
+        """Return the names of the safetensors files: from the index, or the single file. Raises CheckpointError."""
         index = self.directory / INDEX
         if index.is_file():
             named = _json(index).get("weight_map")
@@ -110,7 +114,7 @@ class HuggingFaceFolder:
 
 
 def other_format(path: Path) -> str | None:
-    """Why a file or folder in a known format that is not read here is refused; None for anything else."""
+    """Return why a known but unsupported weight format is refused; None for any other path."""
     try:
         return importer.other_format(path)
     except importer.FolderError as error:
@@ -118,7 +122,7 @@ def other_format(path: Path) -> str | None:
 
 
 def is_huggingface(directory: Path) -> bool:
-    """Is this a folder with a config.json, and no checkpoint of ours?"""
+    """Return True if `directory` has a config.json and no manifest.json (which a megalaunch checkpoint has)."""
     return (directory / CONFIG).is_file() and not (directory / "manifest.json").exists()
 
 

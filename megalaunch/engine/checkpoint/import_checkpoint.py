@@ -1,4 +1,4 @@
-"""A checkpoint of ours from somebody else's weights: written tensor by tensor, proved, then named."""
+"""Write a checkpoint from foreign weights: one tensor at a time, verified, then committed by a rename."""
 
 from __future__ import annotations
 
@@ -26,29 +26,40 @@ _SHARD_BYTES = 5_000_000_000
 
 
 class SourceWeights(Protocol):
-    """Somebody's weights, checked as a whole and not yet read."""
+    """Foreign weights mapped to the decoder's parameters: validated, not yet read."""
 
     model: ModelSpec
     shapes: Mapping[str, torch.Size]
 
     @property
     def origin(self) -> Mapping[str, object]:
-        """What a checkpoint keeps of where it came from."""
+        """The document about the weights' origin that the checkpoint saves."""
 
     def companions(self) -> Mapping[str, Path]:
-        """Files that travel with the weights."""
+        """Return the files to copy with the weights."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """The stored format of one of the decoder's parameters."""
+        """Return the stored dtype of a parameter."""
 
     def read(self, name: str) -> Tensor:
-        """The parameter itself."""
+        """Read a parameter."""
 
 
 def write_imported_checkpoint(
     weights: SourceWeights, tokenizer: str | None, output: Path, prove: Callable[[Path], dict[str, Any]], wrote: Wrote
 ) -> None:
-    """Write the checkpoint `output` with what `prove` says of it; raises CheckpointError and then leaves nothing."""
+    """Write a checkpoint, verify it with `prove`, and save its report as proof.json.
+
+    Args:
+        weights: the source weights.
+        tokenizer: text of a tokenizer.json, or None.
+        output: the directory to create.
+        prove: compares the source with the written directory; returns a report, or raises CheckpointError.
+        wrote: progress callback in bytes.
+
+    Raises:
+        CheckpointError: nothing is left behind.
+    """
     sources = {
         WEIGHTS + name: TensorSource(weights.dtype(name), tuple(shape), partial(weights.read, name))
         for name, shape in weights.shapes.items()
@@ -68,6 +79,7 @@ def _write(
     sources: dict[str, TensorSource],
     count: Callable[[int], None],
 ) -> Iterator[FileRecord]:
+    """Write shards, tensor index, spec, origin, companion files and tokenizer; yield a record of each file."""
     catalogue = {}
     for number, names in enumerate(_shards(sources)):
         file = f"shard_{number:05d}.safetensors"
@@ -85,6 +97,7 @@ def _write(
 
 
 def _shards(sources: dict[str, TensorSource]) -> Iterator[list[str]]:
+    """Group tensor names into files of at most `_SHARD_BYTES`."""
     names: list[str] = []
     held = 0
     for name, source in sources.items():
@@ -97,7 +110,7 @@ def _shards(sources: dict[str, TensorSource]) -> Iterator[list[str]]:
 
 
 def make_spec(model: ModelSpec) -> RunSpec:
-    """A spec with the model and nothing else of its own: enough to generate, to export and to begin a run from."""
+    """Make a RunSpec of `model` with defaults elsewhere: enough to generate, to export and to start a run from."""
     length = min(model.max_position_embeddings, 4096)
     return build_run_spec(
         {

@@ -1,4 +1,4 @@
-"""A Hugging Face folder becomes a checkpoint of ours, tensor by tensor, in the format that they are stored in."""
+"""Import a Hugging Face folder as a checkpoint, one tensor at a time, in the stored dtypes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.import_checkpoint import write_imported_checkpoint
 
 Prove = Callable[[HuggingFaceWeights, Path], dict[str, Any]]
-"""Compares the folder with what was written; raises CheckpointError where they differ, else gives the report."""
+"""Compares the folder with the written checkpoint; raises CheckpointError if they differ, else returns the report."""
 
 
 def import_folder(directory: Path, output: Path, prove: Prove, wrote: Wrote) -> HuggingFaceWeights:
-    """Write the checkpoint `output` and its proof; raises CheckpointError, and then nothing is left behind."""
+    """Write and verify the checkpoint `output`. Raises CheckpointError and then leaves nothing behind."""
     require_new(output)
     folder = HuggingFaceFolder(directory)
     weights = HuggingFaceWeights(folder)
@@ -30,7 +30,7 @@ def import_folder(directory: Path, output: Path, prove: Prove, wrote: Wrote) -> 
 
 
 def tokenizer_text(folder: HuggingFaceFolder) -> str | None:
-    """The folder's tokenizer as a tokenizer.json, None where it has none; raises CheckpointError when it is damaged."""
+    """Return the folder's tokenizer as the text of a tokenizer.json, or None. Raises CheckpointError if damaged."""
     for name in ("tokenizer.json", "tokenizer.model", "vocab.json"):
         path = folder.directory / name
         if path.is_file():

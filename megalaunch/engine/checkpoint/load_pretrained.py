@@ -1,4 +1,4 @@
-"""The weights that a run begins with, read from elsewhere straight into whatever layout the run has."""
+"""Load pretrained weights into a run's parameters under any layout."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 
 def load_pretrained(source: Path, model: ModelSpec, parts: ModelParts) -> None:
-    """Fill this rank's parameters from a Hugging Face folder, a checkpoint or a run. Collective.
+    """Fill this rank's parameters from a Hugging Face folder, a checkpoint or a run directory. Collective.
 
-    Rows of a larger vocabulary than the source's are filled with zeros. Raises the same CheckpointError on every
-    rank, with every difference between the run's model and the source's.
+    Rows beyond the source's vocabulary are filled with zeros. Raises the same CheckpointError on every rank, with every
+    difference between the run's model and the source's.
     """
     run_on_all_ranks(lambda: _load(source, model, parts))
 
 
 def save_source_files(source: Path, directory: RunDirectory, num_tokens: int) -> None:
-    """Copy into the run what the source's weights came with, which each of its checkpoints then carries. Collective.
+    """Copy the files that came with the source's weights into the run directory. Collective.
 
-    That is the true vocabulary (the run's tokenizer may have more tokens, `num_tokens`), the tokenizer's files and the
-    like; raises CheckpointError alike on all ranks.
+    Every checkpoint of the run includes them: the tokenizer's files and the like, and the true vocabulary size (the
+    larger of the source's and `num_tokens`, the token count of the run's tokenizer). Raises the same CheckpointError on
+    all ranks.
     """
 
     def keep() -> None:
@@ -64,6 +65,7 @@ def _load(source: Path, model: ModelSpec, parts: ModelParts) -> None:
 
 
 def _open(source: Path) -> HuggingFaceWeights | StoredWeights:
+    """Open the source by its kind. Raises CheckpointError if it is none of the three, or damaged."""
     other = other_format(source)
     if other is not None:
         raise CheckpointError(f"checkpoint.load_pretrained: {other}")
@@ -84,7 +86,7 @@ def _open(source: Path) -> HuggingFaceWeights | StoredWeights:
 
 
 def _newest(checkpoints: Path) -> Path | None:
-    """Every rank looks for itself, since each is inside its own part of the work."""
+    """Return the newest valid checkpoint, without a collective: another rank may already have failed."""
     named = sorted((p for p in checkpoints.iterdir() if checkpoint_step(p) is not None), reverse=True)
     return next((path for path in named if not verify_checkpoint(path)), None)
 
@@ -92,12 +94,14 @@ def _newest(checkpoints: Path) -> Path | None:
 def _iter_weights(
     weights: HuggingFaceWeights | StoredWeights, wanted: dict[str, torch.nn.Parameter]
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield the wanted parameters; each stored tensor is read once."""
     if isinstance(weights, HuggingFaceWeights):
         return weights.iter_mapped(wanted.keys())
     return ((name, weights.read(name)) for name in wanted)
 
 
 def _require_same(source: Path, model: ModelSpec, there: ModelSpec) -> None:
+    """Raise CheckpointError that lists the differences between two models; a larger vocabulary is allowed."""
     own, its = model.vocab_size or 0, there.vocab_size or 0
     found = differences(replace(model, vocab_size=its, family=there.family), there)
     if own < its:

@@ -1,6 +1,6 @@
-"""Read a checkpoint in one process: whole tensors put together from their parts.
+"""Read full tensors of a checkpoint in one process, assembled from their chunks.
 
-Nothing here needs a process group or DCP, whose import takes longer than reading a small checkpoint.
+Uses neither a process group nor DCP, whose import takes longer than reading a small checkpoint.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES, MappedFile
 from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE, Catalogue, read_tensor_index
 
-_SHOWN = 8  # names of tensors in one error
+_SHOWN = 8  # names of tensors per error message
 
 
 def read_tensors(directory: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Whole tensors on the CPU, in one process without a process group; `names=None` reads all of them.
+    """Read full tensors to the CPU, without a process group.
 
-    Raises CheckpointError when one is missing or a file is not what the catalogue says.
+    Args:
+        directory: the checkpoint.
+        names: the tensors to read; None reads all.
+
+    Raises:
+        CheckpointError: a tensor is missing, or a file contradicts the tensor index.
     """
     catalogue = read_tensor_index(directory)
     wanted = list(catalogue) if names is None else list(names)
@@ -32,10 +37,10 @@ def read_tensors(directory: Path, names: Collection[str] | None = None) -> dict[
 
 
 def full_tensor(directory: Path, name: str, catalogue: Catalogue, files: dict[str, MappedFile]) -> torch.Tensor:
-    """One tensor of a read catalogue; `files` keeps what was opened for the next one."""
+    """Assemble one tensor from its chunks. `files` caches the opened files across calls."""
     stored, dtype = catalogue[name], DTYPES[catalogue[name].dtype]
     parts = []
-    for chunk in stored.chunks:  # every part is checked before memory is taken for the whole
+    for chunk in stored.chunks:  # check every chunk before allocating the full tensor
         if chunk.file not in files:
             files[chunk.file] = MappedFile(directory / chunk.file)
         parts.append(stored_slice(files[chunk.file], name, dtype, chunk.shape))
@@ -47,7 +52,7 @@ def full_tensor(directory: Path, name: str, catalogue: Catalogue, files: dict[st
 
 
 def stored_slice(file: MappedFile, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of a file. Raises CheckpointError when it is not what the catalogue says."""
+    """Return a tensor of a file. Raises CheckpointError if its dtype or shape contradicts the tensor index."""
     part = file.tensor(name)
     if part.dtype != dtype or part.shape != shape:
         raise CheckpointError(f"{file.path}: {name!r} is {part.dtype} {list(part.shape)}, {CATALOGUE} says otherwise")

@@ -1,4 +1,4 @@
-"""Somebody's tensors under our names, by a table of pairs: checked as a whole, then read one by one."""
+"""Foreign tensors under the decoder's names, by a list of weight mappings: validated together, read one at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalaunch.engine.families.weight_mapping import WeightMapping
 
 
 class TensorInfo(Protocol):
-    """Kind (by safetensors' name) and shape of a stored tensor."""
+    """Dtype (safetensors' name) and shape of a stored tensor."""
 
     @property
     def dtype(self) -> str: ...
@@ -35,7 +35,7 @@ class TensorSource(Protocol):
 
 
 class MappedWeights:
-    """The tensors of `folder` as the decoder's parameters, each in its stored format."""
+    """The decoder's parameters, read from the tensors of `folder` in their stored dtypes."""
 
     def __init__(self, folder: TensorSource, model: ModelSpec, pairs: list[WeightMapping]) -> None:
         self.model, self.pairs = model, pairs
@@ -44,29 +44,32 @@ class MappedWeights:
         self._pair_of = {name: pair for pair in pairs for name in pair.ours}
 
     def read(self, name: str) -> Tensor:
-        """One of the decoder's parameters."""
+        """Read one parameter of the decoder."""
         return self._our_shape(self._pair_of[name])[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Its stored format."""
+        """Return the stored dtype of a parameter."""
         return DTYPES[self._tensors.tensors[self.tensor_infos(self._pair_of[name].theirs[0])].dtype]
 
     def iter_mapped(self, wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """The wanted ones, each stored tensor read once."""
+        """Yield the wanted parameters; each stored tensor is read once."""
         for pair in self.pairs:
             if any(name in wanted for name in pair.ours):
                 yield from ((name, tensor) for name, tensor in self._our_shape(pair).items() if name in wanted)
 
     def tensor_infos(self, name: str) -> str:
-        """What a table's name is called in this folder."""
+        """Translate a name of the mapping to the name in this folder."""
         return name
 
     def is_ignorable(self, name: str) -> bool:
-        """A stored tensor that no parameter is made of, and that may be there."""
+        """Return True for a stored tensor that maps to no parameter but is allowed."""
         return False
 
     def problems(self, source: str) -> Iterator[str]:
-        """Every missing, mis-shaped, quantised or unexpected tensor; `source` gives the shapes: `config.json means`."""
+        """Yield every missing, mis-shaped, quantised or unexpected tensor.
+
+        `source` starts the clause that gives the expected shape: `config.json means`.
+        """
         found = self._tensors.tensors
         expected: dict[str, torch.Size] = {}
         for pair in self.pairs:
@@ -88,10 +91,10 @@ class MappedWeights:
 
 
 def parameter_shapes(model: ModelSpec) -> Mapping[str, torch.Size]:
-    """Global shapes of the decoder's parameters by name."""
+    """Return the global shapes of the decoder's parameters by name. Raises CheckpointError for impossible sizes."""
     try:
         with torch.device("meta"):
             decoder = build_decoder(model)
-    except (RuntimeError, OverflowError, TypeError, ValueError) as error:  # sizes that torch cannot count
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:  # sizes that overflow torch's integers
         raise CheckpointError(f"no model has these sizes: {str(error).splitlines()[0][:200]}") from error
     return {name: parameter.shape for name, parameter in decoder.named_parameters()}

@@ -1,4 +1,4 @@
-"""A torch_dist checkpoint of Megatron-LM: described by a child that unpickles, read here as plain bytes."""
+"""Read a torch_dist checkpoint of Megatron-LM: a subprocess unpickles its description, this process reads raw bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megalaunch.rundir.checkpoint.tensor_index import StoredTensor, stored_tenso
 
 _READER = Path(__file__).with_name("safe_unpickler.py")
 _TIMEOUT_SECONDS = 900
-_SHOWN = 20  # names in one error
+_SHOWN = 20  # names per error message
 _MOST_LAYERS = 10_000
 _TRACKER = "latest_checkpointed_iteration.txt"
 _STACKED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -30,16 +30,17 @@ _STACKED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class LayerTensor:
-    """Kind and shape of one tensor, or of one layer of a stacked one."""
+    """Dtype and shape of one tensor, or of one layer of a stacked tensor."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class MegatronCheckpoint:
-    """The checkpoint, described and checked, its tensors unread; one layer of a stack has a name of its own.
+    """An opened and validated checkpoint whose tensors are not read yet. Layers of a stacked tensor get separate names.
 
-    Raises CheckpointError for what is no such checkpoint, and for each name in its pickles that stands for code.
+    Raises CheckpointError for any other directory, and for pickles that reference classes or functions not on the
+    allow list.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -54,7 +55,7 @@ class MegatronCheckpoint:
 
     @property
     def tensors(self) -> Mapping[str, LayerTensor]:
-        """Kind and shape of every tensor, by its name in a checkpoint that stacks nothing."""
+        """Dtype and shape of every tensor, by its name in an unstacked checkpoint."""
         found = {}
         for name, stored in self._stored.items():
             if _is_stack(name):
@@ -66,13 +67,14 @@ class MegatronCheckpoint:
         return found
 
     def read(self, name: str) -> Tensor:
-        """One tensor; raises CheckpointError when its file ends early or cannot be read."""
+        """Read one tensor. Raises CheckpointError if its file is truncated or unreadable."""
         layer = _STACKED.fullmatch(name)
         if layer is None or name in self._stored:
             return self._concatenate(name, None)
         return self._concatenate(f"decoder.layers.{layer[2]}", int(layer[1]))
 
     def _concatenate(self, name: str, layer: int | None) -> Tensor:
+        """Assemble a tensor, or one layer of a stacked tensor, from its chunks."""
         stored = self._stored[name]
         first = 0 if layer is None else layer
         wanted = stored.shape if layer is None else (1, *stored.shape[1:])
@@ -89,6 +91,7 @@ class MegatronCheckpoint:
         return whole if layer is None else whole[0]
 
     def _take(self, name: str, entry: dict[str, Any]) -> None:
+        """Record one tensor of the description. Raises CheckpointError if it is malformed."""
         try:
             self._stored[name] = stored_tensor(name, entry)
             self._begins[name] = [chunk["begin"] for chunk in entry["chunks"]]
@@ -101,11 +104,12 @@ class MegatronCheckpoint:
 
 
 def _is_stack(name: str) -> bool:
+    """Return True for a tensor that stacks all layers along dim 0, as Megatron saves homogeneous layers."""
     return name.startswith("decoder.layers.") and _STACKED.fullmatch(name) is None
 
 
 def _iteration(directory: Path) -> Path:
-    """The folder of the newest iteration, where the folder of a whole run was named."""
+    """Return the folder of the newest iteration if `directory` is that of a run."""
     tracker = directory / _TRACKER
     if (directory / ".metadata").exists() or not tracker.is_file():
         return directory
@@ -117,6 +121,7 @@ def _iteration(directory: Path) -> Path:
 
 
 def _describe(directory: Path) -> dict[str, Any]:
+    """Unpickle the description in an isolated subprocess and return it. Raises CheckpointError."""
     for name in (".metadata", "common.pt"):
         if not (directory / name).is_file():
             raise CheckpointError(
@@ -130,7 +135,7 @@ def _describe(directory: Path) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired as error:
         raise CheckpointError(f"{directory}: reading its pickles took over {_TIMEOUT_SECONDS} s") from error
-    if done.returncode == -signal.SIGXCPU:  # its limit on processor time
+    if done.returncode == -signal.SIGXCPU:  # its limit on CPU time
         raise CheckpointError(
             f"{directory} is refused: reading its pickles takes longer than honest ones of their size ever do"
         )
@@ -155,6 +160,7 @@ def _describe(directory: Path) -> dict[str, Any]:
 
 
 def _values(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
+    """Read one contiguous chunk at byte `begin` of a file."""
     part = torch.empty(shape, dtype=dtype)
     flat = part.reshape(-1).view(torch.uint8).numpy().data if part.numel() else memoryview(bytearray())
     try:

@@ -1,4 +1,4 @@
-"""Megatron's GPT tensors under our names: the fused ones taken apart, norms by either of their two names."""
+"""Megatron's GPT tensors under the decoder's names: fused tensors are split, norms have either of two names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megalaunch.engine.families.build import resolve_head_dim
 from megalaunch.engine.families.weight_mapping import WeightMapping, concat_rows, rename
 from megalaunch.importers.huggingface.registry import FAMILIES, FamilyError, to_hf_config
 
-# Norms that Transformer Engine keeps inside the matrix after them, and what they are called apart from it.
+# Norm names of Transformer Engine's fused layernorm-linear modules, and of Megatron's local layers.
 _INSIDE = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -26,16 +26,17 @@ _INSIDE = {
 
 
 class MegatronWeights(MappedWeights):
-    """Raises one CheckpointError with every missing, unexpected or mis-shaped tensor.
+    """A Megatron checkpoint mapped to the decoder's parameters.
 
-    `vocabulary` is the true one, without the rows that Megatron filled up; None: all rows are meant.
+    `vocabulary` is the true size without Megatron's padding rows; None keeps all rows. Raises CheckpointError that
+    lists every missing, unexpected or mis-shaped tensor.
     """
 
     def __init__(self, checkpoint: MegatronCheckpoint, model: ModelSpec, vocabulary: int | None) -> None:
         rows = checkpoint.tensors.get("embedding.word_embeddings.weight")
         if rows is not None and rows.shape:
             model = replace(model, vocab_size=rows.shape[0])
-        if model.num_layers > len(checkpoint.tensors):  # before a model of so many is made
+        if model.num_layers > len(checkpoint.tensors):  # before a decoder of that many layers is built
             raise CheckpointError(
                 f"{checkpoint.directory} holds fewer tensors than its {model.num_layers:,} layers need"
             )
@@ -52,15 +53,15 @@ class MegatronWeights(MappedWeights):
 
     @property
     def origin(self) -> Mapping[str, object]:
-        """What the checkpoint keeps: the true vocabulary."""
+        """The document that the checkpoint saves: the true vocabulary size."""
         return {"vocab_size": self._vocabulary, "config": None}
 
     def companions(self) -> Mapping[str, Path]:
-        """Nothing travels with Megatron's weights."""
+        """Return no files: a Megatron checkpoint contains only weights."""
         return {}
 
     def tensor_infos(self, name: str) -> str:
-        """Norms stand apart in a model of Megatron's local layers."""
+        """Return the stored name. Megatron's local layers name norms separately from the linear layer."""
         if self._apart:
             for inside, apart in _INSIDE.items():
                 name = name.replace(inside, apart)
@@ -68,7 +69,7 @@ class MegatronWeights(MappedWeights):
 
 
 def _with_family(model: ModelSpec) -> ModelSpec:
-    """The family that has words for all of the model, so that it can be exported; as it is where none has."""
+    """Return the model with the family that can express it, so that it can be exported; unchanged if none can."""
     for name in FAMILIES:
         as_one = replace(model, family=cast(Family, name))
         try:
@@ -121,7 +122,7 @@ def _parts(bias: bool) -> tuple[str, ...]:
 
 
 def _interleaved_qkv(theirs: str, ours: Sequence[str], model: ModelSpec) -> WeightMapping:
-    """The queries of the first group, its key, its value, then those of the second group, ..."""
+    """Map the fused QKV matrix. Its rows are: queries of group 0, its key, its value, queries of group 1, ..."""
     groups, width = model.num_query_groups or model.num_attention_heads, resolve_head_dim(model)
     rows = [model.num_attention_heads // groups * width, width, width]
 

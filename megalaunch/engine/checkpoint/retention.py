@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which one to continue from, and which ones to remove."""
+"""The checkpoints of a run: which one to resume from, and which ones to remove."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ def latest_valid_checkpoint(
     refused: Callable[[Path, list[str]], None],
     read: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path | None:
-    """The checkpoint of the highest step whose every file has its size and sha256, or None. Collective.
+    """Return the checkpoint of the highest step in which every file has its size and SHA-256, or None. Collective.
 
-    The ranks share the reading, and all get the same answer. Invalid ones are passed over; `refused` is told
-    of each with its problems, on rank 0; `read` hears how many of this rank's bytes are read.
+    The files of a checkpoint are split over the ranks; all ranks get the same result. Invalid checkpoints are skipped.
+
+    Args:
+        checkpoints: the directory of a run's checkpoints.
+        refused: called on rank 0 with each invalid checkpoint and its problems.
+        read: progress callback: (bytes read, total bytes) of this rank.
     """
     for directory in run_on_rank0(lambda: list(checkpoints_by_step(checkpoints).values())):
         shares = run_on_all_ranks(partial(verify_checkpoint, directory, part=rank_and_world(), read=read))
@@ -35,11 +39,15 @@ def latest_valid_checkpoint(
 
 
 def require_never_saved(checkpoints: Path, refused: Sequence[str], last_saved: Callable[[], int | None]) -> None:
-    """Raise CheckpointError where none of a run's checkpoints is valid, or those it has saved are gone.
+    """Raise CheckpointError if a run has saved checkpoints before, but none of them is valid or present.
 
-    For one process, after `latest_valid_checkpoint` found none: training from step 0 would truncate the metrics
-    and overwrite checkpoints that may still be repaired. `refused` says what is wrong with each, the newest first;
-    `last_saved` is the step of the newest save on record.
+    Call in one process after `latest_valid_checkpoint` returned None: training from step 0 would truncate the metrics
+    and overwrite checkpoints that may be repairable.
+
+    Args:
+        checkpoints: the directory of a run's checkpoints.
+        refused: the problems of each invalid checkpoint, newest first.
+        last_saved: returns the step of the newest recorded save, or None.
     """
     remedy = "nothing was changed: bring one back from a copy, or start again in another run.directory"
     if refused:
@@ -53,12 +61,16 @@ def require_never_saved(checkpoints: Path, refused: Sequence[str], last_saved: C
 def prune_checkpoints(
     checkpoints: Path, keep_last: int, known_valid: Path | None = None, keep_every: int = 0
 ) -> list[Path]:
-    """Remove all but the newest `keep_last` checkpoints (0: none) and what killed saves left; returns the removed.
+    """Remove old checkpoints and the temporary directories of killed saves; return the removed checkpoints.
 
-    Those of every `keep_every`-th step (0: no such steps) stay, and count among the newest as long as they are.
+    Call in one process while no save is in progress. The newest valid checkpoint is never removed.
 
-    For one process, while no save is under way. The newest valid one is never removed; `known_valid` (one just
-    saved) spares reading the newest again to find out whether it is.
+    Args:
+        checkpoints: the directory of a run's checkpoints.
+        keep_last: number of newest checkpoints to keep; 0 keeps all.
+        known_valid: a checkpoint just saved, which is not read again for validation.
+        keep_every: also keep the checkpoints of every `keep_every`-th step; 0: no such steps. While they are among
+            the newest, they count towards `keep_last`.
     """
     commit.remove_stale(checkpoints)
     steps = checkpoints_by_step(checkpoints)

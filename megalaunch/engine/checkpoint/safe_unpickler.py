@@ -1,7 +1,7 @@
-"""The one file that reads pickles: what a Megatron checkpoint says of itself, as JSON on standard output.
+"""Read the pickles of a Megatron checkpoint and print their description as JSON. No other file unpickles.
 
-Run alone, by path, in a process of its own (`python -I -S safe_unpickler.py DIRECTORY`). Names in a pickle are looked
-up in tables of inert stand-ins, never imported; each name that stands in no table is told, and then nothing else is.
+Run by path in an isolated process (`python -I -S safe_unpickler.py DIRECTORY`). Names in a pickle are looked up in a
+table of inert replacements and never imported. If any name is not in the table, the output lists those names only.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _MEMORY_BYTES = 4 << 30
-# Processor time: a start, and what files of their size may take (measured: 0.3 ms a part, of 150 bytes or more).
+# CPU time: a start, plus the time for files of their size (measured: 0.3 ms a chunk, of 150 bytes or more).
 _START_SECONDS, _BYTES_A_SECOND, _MOST_SECONDS = 20, 50_000, 600
-# What honest arguments and sizes stay far below. A pickle of some hundred bytes can mean a value that is written out in
-# the age of the universe: a list of twice the same list, of twice the same list, and so on.
+# Limits far above what real arguments and sizes need. A pickle of some hundred bytes can describe a value whose output
+# would never end: a list of twice the same list, of twice the same list, and so on.
 _MOST_VALUES, _MOST_TEXT, _DEEPEST, _MOST_NAME = 100_000, 4_000_000, 20, 1000
 _LARGEST = 2**62
 _DTYPES = {
@@ -37,12 +37,12 @@ _DTYPES = {
     "torch.uint8": ("U8", 1, "ByteStorage"),
     "torch.bool": ("BOOL", 1, "BoolStorage"),
 }
-# Of the optimizer, schedules and random numbers nothing is read.
+# Names that are no weights (optimizer, schedules, random states): skipped.
 _NOT_WEIGHTS = ("optimizer.", "chained_", "opt_param_scheduler", "rng_state", "rerun_state")
 
 
 class InertRecord:
-    """Stands in for an object of some class: keeps what it was made with, does nothing, has no method to call."""
+    """Replaces an object of any class: stores its constructor arguments and state, has no methods to call."""
 
     name = ""
 
@@ -54,25 +54,28 @@ class InertRecord:
         self.state = state
 
     def __new__(cls, *_: Any, **__: Any) -> InertRecord:
-        """By whatever opcode it is made, all parts are there."""
+        """Set all attributes, whichever opcode creates the object."""
         made = super().__new__(cls)
         made.arguments, made.state = (), None
         return made
 
 
 class CorruptCheckpoint(ValueError):
-    """A file is not what Megatron writes; the text says how."""
+    """A file that Megatron did not write, or a damaged one; the message says how."""
 
 
 def _stand_in(name: str) -> type[InertRecord]:
+    """Make the inert class that replaces the class `name`."""
     return type("Record", (InertRecord,), {"name": name})
 
 
 def _latin(text: str, encoding: str = "latin1") -> bytes:
+    """Replace `_codecs.encode`, with which pickle protocol 2 stores bytes."""
     return text.encode("latin1")
 
 
 def _first(value: Any, *_: Any) -> Any:
+    """Return the first argument."""
     return value
 
 
@@ -132,13 +135,13 @@ ALLOWED: dict[str, Any] = {
 
 
 class _PlainUnpickler:
-    """Values as JSON has them, until there are more of them than arguments have: then Damaged is raised."""
+    """Converts values to JSON types, up to a limit on their number and text: beyond it, CorruptCheckpoint is raised."""
 
     def __init__(self) -> None:
         self._values, self._text = _MOST_VALUES, _MOST_TEXT
 
     def value(self, value: Any, depth: int = 0) -> Any:
-        """Numbers, texts and lists; of all else the kind."""
+        """Convert numbers, strings and lists; anything else becomes `<its type>`."""
         self._values -= 1
         if self._values < 0 or depth > _DEEPEST:
             raise CorruptCheckpoint("common.pt: its arguments hold lists in lists without an end")
@@ -155,7 +158,7 @@ class _PlainUnpickler:
         return self.text(f"<{value.name}>" if isinstance(value, InertRecord) else f"<{type(value).__name__}>")
 
     def text(self, text: str) -> str:
-        """The text itself, which may be shared and then counts each time."""
+        """Return the string and count its length; a shared string counts each time."""
         self._text -= len(text)
         if self._text < 0:
             raise CorruptCheckpoint("common.pt: its arguments hold texts without an end")
@@ -163,29 +166,29 @@ class _PlainUnpickler:
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Finds nothing but ALLOWED; other names go to `refused` and become stand-ins, so that all of them are found."""
+    """Resolves only names in ALLOWED. Other names are added to `refused` and replaced, so that all are found."""
 
     def __init__(self, file: BinaryIO, where: str, refused: dict[str, str]) -> None:
         super().__init__(file)
         self._where, self._refused = where, refused
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in of a name."""
-        full = f"{'builtins' if module == '__builtin__' else module}.{name}"  # what protocol 2 calls them
+        """Return the replacement of a class or function."""
+        full = f"{'builtins' if module == '__builtin__' else module}.{name}"  # Python 2's name, which protocol 2 uses
         if full not in ALLOWED:
             self._refused.setdefault(full, self._where)
             return _stand_in(full)
         return ALLOWED[full]
 
     def persistent_load(self, pid: Any) -> Any:
-        """A tensor's storage: ("storage", kind, key, device, values)."""
+        """Return a tensor's storage reference: ("storage", dtype, key, device, length)."""
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
             raise CorruptCheckpoint(f"{self._where}: a storage of an unknown kind")
         return pid
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a file."""
+    """A byte range of a file, as a file."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._at = file, begin, length, 0
@@ -212,7 +215,7 @@ class _Window(io.RawIOBase):
 
 
 class TorchZipReader:
-    """What torch.save wrote at one place of a file: a zip whose entries are stored as they are."""
+    """One torch.save archive inside a file: a zip with uncompressed entries."""
 
     def __init__(self, path: Path, begin: int, length: int, refused: dict[str, str]) -> None:
         self.path, self.begin, self._refused = path, begin, refused
@@ -232,7 +235,7 @@ class TorchZipReader:
         self._file.close()
 
     def content(self) -> Any:
-        """The unpickled object, tensors and all else as stand-ins."""
+        """Return the unpickled object, with tensors and all other objects replaced by inert records."""
         if "byteorder" in self._entries and self._zip.read(self._entries["byteorder"]) != b"little":
             raise CorruptCheckpoint(f"{self.path.name}: written by a machine with another byte order")
         if "data.pkl" not in self._entries:
@@ -244,7 +247,7 @@ class TorchZipReader:
         ).load()
 
     def offset_of(self, key: str) -> tuple[int, int]:
-        """Where in the file a storage begins, and its bytes."""
+        """Return a storage's position in the file and its size, both in bytes."""
         entry = self._entries.get(f"data/{key}")
         if entry is None or entry.compress_type != zipfile.ZIP_STORED:
             raise CorruptCheckpoint(f"{self.path.name}: at byte {self.begin} lacks the values of its tensor")
@@ -260,7 +263,10 @@ def _load(path: Path, refused: dict[str, str]) -> Any:
 
 
 def describe(directory: Path, refused: dict[str, str]) -> dict[str, Any]:
-    """Arguments and tensors of the checkpoint; raises Damaged. What it says counts only while `refused` is empty."""
+    """Return the arguments, iteration and tensors of the checkpoint. Raises CorruptCheckpoint.
+
+    The result is valid only if `refused` is empty.
+    """
     with TorchZipReader(directory / "common.pt", 0, (directory / "common.pt").stat().st_size, refused) as archive:
         shared = archive.content()
     metadata = _load(directory / ".metadata", refused)
@@ -289,7 +295,7 @@ def _is_weight(name: Any) -> bool:
 
 
 def _sizes(values: Any, what: str) -> tuple[int, ...]:
-    """Whole numbers from 0 that torch can count, few of them; raises Damaged."""
+    """Validate sizes: a short list of integers from 0 that fit torch's integers. Raises CorruptCheckpoint."""
     if not isinstance(values, tuple | list) or len(values) > 64:
         raise CorruptCheckpoint(f".metadata: {what} that is no short list of numbers")
     if not all(type(value) is int and 0 <= value < _LARGEST for value in values):
@@ -298,6 +304,7 @@ def _sizes(values: Any, what: str) -> tuple[int, ...]:
 
 
 def _fields(record: Any, kind: str, *names: str) -> dict[str, Any]:
+    """Return the state of a record of class `kind`, which must have the fields `names`. Raises CorruptCheckpoint."""
     state = record.state if isinstance(record, InertRecord) and record.name.endswith(f".{kind}") else None
     if not isinstance(state, dict) or any(name not in state for name in names):
         raise CorruptCheckpoint(f".metadata: something else than a {kind}")
@@ -305,6 +312,7 @@ def _fields(record: Any, kind: str, *names: str) -> dict[str, Any]:
 
 
 def _tensor(directory: Path, name: str, entry: InertRecord, places: Any, refused: dict[str, str]) -> dict[str, Any]:
+    """Return dtype, shape and chunks of one tensor, each chunk with the byte where its values begin."""
     fields = _fields(entry, "TensorStorageMetadata", "properties", "size", "chunks")
     state = fields["properties"].state
     dtype = state[0] if isinstance(state, tuple) and state else None
@@ -328,7 +336,7 @@ def _tensor(directory: Path, name: str, entry: InertRecord, places: Any, refused
 
 
 def _values(archive: TorchZipReader, name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """The first byte of a part's values; raises Damaged when they are not whole and in order."""
+    """Return the file position of a chunk's values. Raises CorruptCheckpoint unless they are complete and in order."""
     made = archive.content()
     if archive._refused:
         return 0
@@ -352,6 +360,7 @@ def _values(archive: TorchZipReader, name: str, dtype: str, shape: tuple[int, ..
 
 
 def _arguments(shared: Any, plain: _PlainUnpickler) -> Iterator[tuple[str, Any]]:
+    """Yield Megatron's saved arguments as JSON types."""
     given = shared.get("args") if isinstance(shared, dict) else None
     if not isinstance(given, InertRecord) or not isinstance(given.state, dict):
         raise CorruptCheckpoint("common.pt: holds no arguments of Megatron-LM (`args`)")
@@ -360,7 +369,7 @@ def _arguments(shared: Any, plain: _PlainUnpickler) -> Iterator[tuple[str, Any]]
             yield plain.text(name), plain.value(value)
 
 
-# What a pickle that means something else leads to: wrong types where others are expected, an end too early, too much.
+# Exceptions that a damaged pickle causes: wrong types, an early end of file, too much data.
 _DAMAGE: tuple[type[Exception], ...] = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
@@ -376,7 +385,7 @@ _DAMAGE: tuple[type[Exception], ...] = (
 
 
 def main(directory: Path) -> dict[str, Any]:
-    """What to say of the checkpoint: its description, the names that are refused, or what is wrong with it."""
+    """Return the JSON output: a description, the refused names, or a problem."""
     refused: dict[str, str] = {}
     said: dict[str, Any] = {}
     try:
@@ -391,13 +400,13 @@ def main(directory: Path) -> dict[str, Any]:
 
 
 def seconds_for(directory: Path) -> int:
-    """Seconds of processor time that suffice for honest pickles of their size."""
+    """Return the CPU seconds that suffice for pickles of this size."""
     size = sum((directory / name).stat().st_size for name in (".metadata", "common.pt") if (directory / name).exists())
     return min(_START_SECONDS + size // _BYTES_A_SECOND, _MOST_SECONDS)
 
 
 def _limit(set_limit: Callable[[int, tuple[int, int]], None], seconds: int) -> None:
-    """Bytes and seconds that suffice for any honest file; no file can be written."""
+    """Set resource limits: memory, CPU seconds, no writable files and no core dumps."""
     for kind, most in (
         (resource.RLIMIT_AS, _MEMORY_BYTES),
         (resource.RLIMIT_CPU, seconds),

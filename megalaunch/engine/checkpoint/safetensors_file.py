@@ -1,7 +1,7 @@
-"""Tensors to and from safetensors files: written streaming and hashed, read through bounds of our own.
+"""Read and write safetensors files: streamed and hashed on write, memory-mapped and bounds-checked on read.
 
-The library writes from whole dictionaries, hides errno and has no checksum; the format itself is small:
-8 bytes of header length, a JSON header, then the tensors' bytes without gaps.
+The safetensors library writes from a complete dict, hides errno and has no checksum. The file format is small: 8 bytes
+of header length, a JSON header, then the tensors' bytes without gaps.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_PIECE_BYTES = 1 << 22  # hashed and written at a time, so that the second pass finds it in the cache
+_PIECE_BYTES = 1 << 22  # hashed, then written: the write finds each piece in the CPU cache
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor to write: its kind is known at once, its data only when its turn comes (it may be on a device)."""
+    """A tensor to write: dtype and shape are known now, `data` is called when it is written (it may be on a device)."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -51,18 +51,27 @@ class TensorSource:
 
     @property
     def size(self) -> int:
-        """Bytes of the data."""
+        """Size of the data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_file(
     path: Path, sources: Mapping[str, TensorSource], wrote: Callable[[int], None] = lambda count: None
 ) -> FileRecord:
-    """Write the tensors, sync the file to disk, and return its record; `wrote` hears of bytes as they are written.
+    """Write tensors to a new file and sync it to disk.
 
-    Raises OSError.
+    Args:
+        path: the file, which must not exist.
+        sources: the tensors by name.
+        wrote: called with the size of every write in bytes.
+
+    Returns:
+        Name, size and hash of the file.
+
+    Raises:
+        OSError: as `os.open`, `os.write` and `os.fsync`.
     """
-    # widest first keeps every tensor aligned, as the library does
+    # widest dtype first: every tensor is aligned, as with the library
     names = sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -85,7 +94,7 @@ def write_file(
 
 
 class HashedFile:
-    """A new file that hashes what is written to it and is on disk when closed; `wrote` hears of bytes written."""
+    """A new file that is hashed as it is written and synced when closed. `wrote` gets the size of every write."""
 
     def __init__(self, path: Path, wrote: Callable[[int], None] = lambda count: None) -> None:
         self._path, self._hash, self._size, self._wrote = path, hashlib.sha256(), 0, wrote
@@ -100,7 +109,7 @@ class HashedFile:
         for start in range(0, len(view), _PIECE_BYTES):
             piece = view[start : start + _PIECE_BYTES]
             self._hash.update(piece)
-            while len(piece):  # a full disk takes a part first, and fails at the next call
+            while len(piece):  # a full disk accepts part of the data first, and fails at the next call
                 taken = os.write(self._descriptor, piece)
                 self._wrote(taken)
                 piece = piece[taken:]
@@ -115,7 +124,7 @@ class HashedFile:
 
     @property
     def record(self) -> FileRecord:
-        """What was written."""
+        """Name, size and hash of the written data."""
         return FileRecord(self._path.name, self._size, self._hash.hexdigest())
 
 
@@ -125,21 +134,21 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 class MappedFile:
-    """A file open for reading. Tensors are views of the mapped pages, private to this process; copy what you keep."""
+    """A memory-mapped safetensors file. Its tensors are views of private pages: copy those that must outlive it."""
 
     def __init__(self, path: Path) -> None:
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 self.entries = read_header(path.name, file.read, size)
-                # ACCESS_COPY: torch wants writable memory, the file stays as it is
+                # ACCESS_COPY: torch requires writable memory; writes do not reach the file
                 self._pages = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {os.strerror(error.errno or 0)}") from error
         self.path = path
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor `name`. Raises CheckpointError when the file has none of that name."""
+        """Return a tensor. Raises CheckpointError if the file has none of that name."""
         entry = self.entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self.path}: holds no tensor {name!r}")

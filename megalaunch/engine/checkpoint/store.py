@@ -1,6 +1,7 @@
-"""Save and load checkpoints: layout-free, self-describing, free of pickle.
+"""Save and load distributed checkpoints: independent of the parallel layout, self-describing, without pickle.
 
-A directory of safetensors shards, `tensors.json`, documents as JSON, copied files, and a manifest with hashes.
+A checkpoint is a directory of safetensors shards, `tensors.json`, JSON documents, copied files, and a manifest with
+hashes.
 """
 
 from __future__ import annotations
@@ -61,18 +62,22 @@ def save_checkpoint(
     group: dist.ProcessGroup | None = None,
     wrote: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Save one checkpoint as `directory`. Collective; takes over the name from what had it before.
+    """Save a checkpoint as `directory`, replacing an existing one. Collective.
 
-    `tensors` are plain tensors (the same on all ranks that give them, saved once) or DTensors of any mesh and
-    placements; `documents` become `<name>.json`; `files` are copied (rank 0 reads them; all ranks give the same).
-    `shapes`, by name, are those of tensors that are longer here than what is saved of them: rows that pad a vocabulary
-    belong to a layout, and are no part of a checkpoint.
-    It appears whole, synced to disk, or not at all: then every rank raises the same CheckpointError and the
-    older checkpoints are as before.
+    The directory appears complete and synced to disk, or not at all. In that case every rank raises the same
+    CheckpointError, and older checkpoints are unchanged.
 
-    With `copies` (this rank's part of every tensor) their values are written and `tensors` say only how those lie
-    over the ranks: on a thread beside training, with a gloo `group` of its own. `wrote` hears how many of this
-    rank's bytes are written.
+    Args:
+        directory: the checkpoint to create.
+        tensors: plain tensors (equal on all ranks that pass them, saved once) or DTensors of any mesh and placements.
+        documents: JSON values, saved as `<name>.json`.
+        files: files to copy, read by rank 0; equal on all ranks.
+        shapes: saved shapes, by name, of tensors that are larger at run time. The rows that pad a vocabulary belong to
+            a layout and are not saved.
+        copies: this rank's shard of every tensor, for an async save: these values are written, and `tensors` only
+            describe the sharding.
+        group: a separate gloo group, for an async save.
+        wrote: progress callback: (bytes written, total bytes) of this rank.
     """
     _require_names(tensors, documents, files)
     writer = CheckpointWriter(directory, documents, files, wrote)
@@ -86,14 +91,14 @@ def save_checkpoint(
                 no_dist=not dist.is_initialized(),
             )
     finally:
-        if writer.unfinished is not None:  # published: the name is gone, and this does nothing
+        if writer.unfinished is not None:  # after a commit that directory no longer exists, and this does nothing
             discard(writer.unfinished)
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Plans by how tensors lie over the ranks; what is written are their copies, if there are any.
+    """Plans by the tensors' sharding and writes the values of `copies`, if given.
 
-    Of tensors that have another shape in `shapes` only what lies inside of that is written.
+    A tensor in `shapes` is cut to that shape.
     """
 
     def __init__(self, copies: Mapping[str, torch.Tensor] | None, shapes: Shapes) -> None:
@@ -101,12 +106,12 @@ class _SavePlanner(DefaultSavePlanner):
         self._copies, self._shapes = copies, shapes
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank has to write."""
+        """Return the chunks that this rank writes."""
         plan = super().create_local_plan()
         return replace(plan, items=[cut for item in plan.items if (cut := self._cut(item)) is not None])
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The values of a part, as much of them as is written."""
+        """Return the values of a chunk, cut to the saved shape."""
         data = super().resolve_data(write_item)
         if write_item.index.fqn in self._shapes:
             assert isinstance(data, torch.Tensor)
@@ -116,7 +121,7 @@ class _SavePlanner(DefaultSavePlanner):
         return data
 
     def _cut(self, item: WriteItem) -> WriteItem | None:
-        """The part of an item that lies inside of the saved shape, None where nothing does."""
+        """Cut a chunk to the saved shape; None if no element is left."""
         shape, data = self._shapes.get(item.index.fqn), item.tensor_data
         if shape is None or data is None:
             return item
@@ -129,19 +134,25 @@ class _SavePlanner(DefaultSavePlanner):
         )
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The values of a part; a rank holds at most one of a tensor."""
+        """Return the local values of a tensor; a rank holds at most one chunk of it."""
         return super().lookup_object(index) if self._copies is None else self._copies[index.fqn]
 
 
 def load_checkpoint(
     directory: Path, tensors: Mapping[str, torch.Tensor], shapes: Shapes = MappingProxyType({})
 ) -> None:
-    """Fill `tensors` in place from a checkpoint that was saved under any layout. Collective.
+    """Fill `tensors` in place from a checkpoint saved under any layout. Collective.
 
-    The names of all ranks together must be the names of the checkpoint, with the same shapes and dtypes;
-    `shapes` as for `save_checkpoint`, and what lies outside of them is filled with zeros. Else it
-    raises one CheckpointError that lists every difference, the same on all ranks. Hashes are not compared
-    here: choose the checkpoint with `latest_valid_checkpoint`, or call `verify_checkpoint`.
+    Hashes are not verified here: choose the checkpoint with `latest_valid_checkpoint`, or call `verify_checkpoint`.
+
+    Args:
+        directory: the checkpoint.
+        tensors: the tensors to fill. The names of all ranks together must equal those of the checkpoint, with the same
+            shapes and dtypes.
+        shapes: as for `save_checkpoint`; rows beyond them are filled with zeros.
+
+    Raises:
+        CheckpointError: lists every difference; the same on all ranks.
     """
     catalogue = run_on_all_ranks(lambda: read_tensor_index(directory))[0]
     _require_match(directory, catalogue, tensors, shapes)
@@ -158,14 +169,14 @@ def load_checkpoint(
 
 
 def _zero_padding(tensor: torch.Tensor, shape: torch.Size) -> None:
-    """Fill this rank's rows beyond `shape` with zeros: their memory may be uninitialised, and 0 x NaN is NaN."""
+    """Zero this rank's rows beyond `shape`: their memory may be uninitialised, and 0 x NaN is NaN."""
     (first, count), *_ = local_slice(tensor)
     stored = max(0, min(count, shape[0] - first))
     to_local_no_grad(tensor)[stored:].zero_()
 
 
 def _require_names(tensors: Mapping[str, object], documents: Mapping[str, object], files: Mapping[str, object]) -> None:
-    """Programming errors, found before anything is written."""
+    """Raise ValueError for a programming error in the arguments, before anything is written."""
     names = [MANIFEST, CATALOGUE, *files, *(f"{name}.json" for name in documents)]
     if len(set(names)) != len(names) or not all(is_plain_name(name) for name in names):
         raise ValueError(f"documents and files of a checkpoint need names of their own: {sorted(names)}")
@@ -175,6 +186,8 @@ def _require_names(tensors: Mapping[str, object], documents: Mapping[str, object
 
 
 def _require_match(directory: Path, catalogue: Catalogue, tensors: Mapping[str, torch.Tensor], shapes: Shapes) -> None:
+    """Raise CheckpointError that lists all differences between a checkpoint and the ranks' tensors. Collective."""
+
     def differences() -> tuple[set[str], set[str]]:
         found = set()
         for name, tensor in tensors.items():
@@ -197,7 +210,7 @@ def _require_match(directory: Path, catalogue: Catalogue, tensors: Mapping[str, 
 
 @contextmanager
 def _quiet_alone() -> Iterator[None]:
-    """Without DCP's warning that there is no process group; filters belong to all threads, so only then."""
+    """Suppress DCP's warning about a missing process group. Filters affect all threads, so only without a group."""
     if dist.is_initialized():
         yield
         return
@@ -208,7 +221,7 @@ def _quiet_alone() -> Iterator[None]:
 
 @contextmanager
 def _dcp_errors(directory: Path, action: str) -> Iterator[None]:
-    """What failed on any rank, as the same CheckpointError on every rank."""
+    """Convert DCP's exception to the CheckpointError of the lowest failed rank, on every rank."""
     try:
         with _quiet_alone():
             yield

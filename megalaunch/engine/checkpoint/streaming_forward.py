@@ -1,4 +1,4 @@
-"""A forward pass that holds one tensor at a time: how two sets of weights of any size are compared."""
+"""A forward pass that holds one tensor at a time, to compare two sets of weights of any size."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megalaunch.engine.model.embedding import Embedding
 from megalaunch.engine.model.linear import Linear
 
 Read = Callable[[str], Tensor]
-"""A parameter by its name in the decoder."""
-_PIECE_VALUES = 1 << 24  # of a matrix in fp32 at a time: 64 MiB beside the matrix as it is stored
+"""Reads a parameter by its name in the decoder."""
+_PIECE_VALUES = 1 << 24  # values of a matrix converted to fp32 at a time: 64 MiB in addition to the stored matrix
 
 
 @torch.no_grad()
 def streamed_logits(model: ModelSpec, read: Read, tokens_BS: Tensor) -> Tensor:
-    """Logits [B, S, V] in fp32; each tensor is read when its turn comes, and dropped after it."""
+    """Compute logits [B, S, V] in fp32. Each tensor is read when needed and freed after use."""
     with torch.device("meta"):
         decoder = build_decoder(model).eval()
     embedding, norm, head = decoder.embedding, decoder.norm, decoder.head
@@ -37,7 +37,7 @@ def streamed_logits(model: ModelSpec, read: Read, tokens_BS: Tensor) -> Tensor:
 
 
 def _lookup_rows(embedding: Embedding, read: Read, tokens_BS: Tensor) -> Tensor:
-    """The table keeps the rows of these tokens only, which get new numbers."""
+    """Load only the embedding rows of these tokens; return the tokens renumbered to index them, [B, S]."""
     kept, numbers_BS = torch.unique(tokens_BS, return_inverse=True)
     _set_param(embedding, "weight", read("embedding.weight")[kept])
     if embedding.positions is not None:
@@ -46,6 +46,7 @@ def _lookup_rows(embedding: Embedding, read: Read, tokens_BS: Tensor) -> Tensor:
 
 
 def _load_on_demand(part: nn.Module, prefix: str, read: Read) -> None:
+    """Replace the linear layers of a module by streamed ones, and load its other parameters before each forward."""
     for path, module in part.named_modules():
         inside = f"{prefix}{path}." if path else prefix
         if isinstance(module, Linear):
@@ -55,7 +56,7 @@ def _load_on_demand(part: nn.Module, prefix: str, read: Read) -> None:
 
 
 class _StreamedLinear:
-    """x W^T (+ b), with W read anew and multiplied piece by piece."""
+    """x W^T (+ b): reads W on every call and multiplies it in row chunks."""
 
     def __init__(self, prefix: str, read: Read, biased: bool) -> None:
         self._prefix, self._read, self._biased = prefix, read, biased
@@ -68,7 +69,7 @@ class _StreamedLinear:
 
 
 def _load_vectors_on_demand(module: nn.Module, prefix: str, read: Read) -> None:
-    """Vectors that a module holds itself: norms, sinks."""
+    """Load a module's own parameters (norms, attention sinks) before each forward."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
 
     def before(module: nn.Module, inputs: Any) -> None:

@@ -1,7 +1,7 @@
-"""A cut-down twin of a config.json, read by transformers' own class and by ours: is the file read rightly?
+"""Verify the reading of a config.json: compare a shrunk model in transformers with the same in this engine.
 
-Only sizes are cut (layers, heads, vocabulary, windows); every other key stays as it is, so that a key that is read
-wrongly shows in the logits, whatever the size of the real model.
+Only sizes are reduced (layers, heads, vocabulary, windows). All other keys are unchanged, so a key that is misread
+changes the logits, whatever the size of the real model.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megalaunch.importers.huggingface.multimodal import TEXT, TEXT_ALONE, VISION
 from megalaunch.importers.huggingface.registry import decoder_config, family_of, from_hf_config
 
 _LAYERS, _HEADS, _VOCABULARY, _WINDOW, _LENGTH, _HIDDEN = 2, 4, 211, 11, 40, 256
-_TOLERANCE = 1e-4  # of the largest logit; measured: 1e-6 to 6e-6
+_TOLERANCE = 1e-4  # relative to the largest logit; measured: 1e-6 to 6e-6
 _GPT2 = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "intermediate_size": "n_inner"}
 _GPT2 |= {"num_attention_heads": "n_head", "max_position_embeddings": "n_positions"}
-# The smallest vision_config that transformers builds: text alone is compared.
+# The smallest vision_config that transformers builds: only the text decoder is compared.
 _SMALLEST_VISION = {
     "model_type": "siglip_vision_model",
     **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"), 1),
@@ -40,7 +40,7 @@ _SMALLEST_VISION = {
 
 @dataclass(frozen=True)
 class Verification:
-    """What transformers says to a config.json; `reason`: why it says nothing."""
+    """Result of the comparison with transformers; `reason` says why there was none."""
 
     reader: str | None
     difference: float = 0.0
@@ -51,14 +51,16 @@ class Verification:
 
     @property
     def agrees(self) -> bool:
-        """Both compute the same logits; also false when one of them is no number."""
+        """True if both models give the same logits; False for NaN."""
         return self.reader is not None and self.difference <= self.tolerance
 
 
 def verify_config(config: Mapping[str, Any]) -> Verification:
-    """Compare the logits of the twin by transformers and by our decoder.
+    """Compare the logits of the shrunk model in transformers and in this engine.
 
-    Raises FamilyError as `from_hf_config` does, and CheckpointError where a parameter has another shape there.
+    Raises:
+        FamilyError: as `from_hf_config`.
+        CheckpointError: a parameter has another shape in transformers.
     """
     from_hf_config(config, "twin")
     if find_spec("transformers") is None:
@@ -72,7 +74,7 @@ def verify_config(config: Mapping[str, Any]) -> Verification:
     try:
         theirs = _their_model(transformers, small)
         expected = [_their_logits(theirs, *sample) for sample in samples]
-    except Exception as error:  # whatever a class of theirs raises for a file that it does not take
+    except Exception as error:  # any exception: a class of transformers may raise anything for a file that it refuses
         why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         return Verification(None, reason=f"{reader} refuses this config.json: {why:.200}")
     ours = _our_model(model, small, {name: value.detach() for name, value in theirs.state_dict().items()})
@@ -91,9 +93,9 @@ def verify_config(config: Mapping[str, Any]) -> Verification:
 
 
 def describe_verification(source: Path) -> str | None:
-    """Whether transformers reads the config.json of a folder as we do, in a sentence; None for no Hugging Face folder.
+    """Return a sentence about whether transformers reads a folder's config.json alike; None for other sources.
 
-    Raises CheckpointError where it reads it otherwise.
+    Raises CheckpointError if transformers reads it differently.
     """
     if not is_huggingface(source):
         return None
@@ -108,7 +110,7 @@ def describe_verification(source: Path) -> str | None:
 
 
 def require_agreement(verification: Verification, so: str) -> None:
-    """Raises CheckpointError where transformers reads a config.json otherwise; `so` says what follows."""
+    """Raise CheckpointError if transformers reads the config.json differently; `so` names the consequence."""
     if verification.reader is not None and not verification.agrees:
         raise CheckpointError(
             f"{verification.reader} reads this config.json otherwise: logits of a small model with its keys differ "
@@ -117,7 +119,7 @@ def require_agreement(verification: Verification, so: str) -> None:
 
 
 def shrink_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same file with few layers, few heads of the same width, a small vocabulary and short windows."""
+    """Return the config with few layers, few heads of the same width, a small vocabulary and short windows."""
     model, text = from_hf_config(config, "whole"), decoder_config(config)
     small = _shrink(text, model)
     if get_multimodal(config) is None:
@@ -133,7 +135,7 @@ def _shrink(config: Mapping[str, Any], model: ModelSpec) -> dict[str, Any]:
     few = heads // cut
     per_head = max(1, round(model.hidden_size / heads))
     width = config.get("head_dim", family_of(model).defaults.get("head_dim"))
-    if isinstance(width, int):  # else the width of a head follows from the two
+    if isinstance(width, int):  # without head_dim, the head width follows from hidden_size and the number of heads
         per_head = min(per_head, max(1, _HIDDEN // few))
     hidden = per_head * few
     layers = min(model.num_layers, _period(model) + 1 if _period(model) > 1 else _LAYERS)
@@ -144,12 +146,12 @@ def _shrink(config: Mapping[str, Any], model: ModelSpec) -> dict[str, Any]:
         "num_attention_heads": few,
         "num_key_value_heads": groups // cut,
         "vocab_size": min(model.vocab_size or _VOCABULARY, _VOCABULARY),
-        "pad_token_id": None,  # an index into the vocabulary, of which transformers only checks the size
+        "pad_token_id": None,  # an index into the vocabulary; transformers checks only its range
     }
     if model.position_embedding == "learned":
         sizes["max_position_embeddings"] = min(model.max_position_embeddings, _LENGTH + 8)
     if config["model_type"] in ("gpt2", "gpt_neox"):
-        del sizes["num_key_value_heads"]  # they have none
+        del sizes["num_key_value_heads"]  # both have only multi-head attention
     names = _GPT2 if config["model_type"] == "gpt2" else {}
     small = {**config, **{names.get(key, key): value for key, value in sizes.items()}}
     for key in ("layer_types", "no_rope_layers"):
@@ -161,12 +163,16 @@ def _shrink(config: Mapping[str, Any], model: ModelSpec) -> dict[str, Any]:
 
 
 def _period(model: ModelSpec) -> int:
-    """After so many layers every kind has been there."""
+    """Return the number of layers after which every layer type has occurred."""
     return math.lcm(model.sliding_window_pattern or 1, model.no_rope_layer_interval or 1)
 
 
 def _samples(model: ModelSpec) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and positions: a text longer than every window, and places spread over all that the model knows."""
+    """Return (tokens [B, S], position ids [S]) pairs.
+
+    The first is longer than every window. The second spreads its position ids over all positions of the model; it is
+    left out if the first covers them.
+    """
     longest = model.max_position_embeddings
     length = min(_LENGTH, longest)
     spread = torch.linspace(0, longest - 1, length, dtype=torch.float64).round().long()
@@ -176,7 +182,7 @@ def _samples(model: ModelSpec) -> list[tuple[Tensor, Tensor]]:
 
 
 def _their_logits(model: Any, tokens_BS: Tensor, positions: Tensor) -> Tensor:
-    mask = torch.ones_like(tokens_BS)  # without one, jumps in positions are taken for documents
+    mask = torch.ones_like(tokens_BS)  # without it, transformers takes jumps in position ids for document boundaries
     with torch.no_grad():
         made = model(tokens_BS, position_ids=positions.expand(2, -1), attention_mask=mask, use_cache=False)
     logits: Tensor = made.logits.float()
@@ -191,7 +197,7 @@ def _their_model(transformers: Any, config: dict[str, Any]) -> Any:
         for name, parameter in sorted(model.named_parameters()):
             if parameter.ndim == 1:
                 parameter.add_(torch.rand(parameter.shape, generator=generator) * 0.6 - 0.3)
-            else:  # scores of some size, so that caps and scales show
+            else:  # large enough scores that soft caps and scales change the logits
                 size = 0.3 if "emb" in name or ".wte" in name or ".wpe" in name else 2 / math.sqrt(min(parameter.shape))
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
     return model.eval()
@@ -202,7 +208,7 @@ def _our_model(model: ModelSpec, config: Mapping[str, Any], theirs: Mapping[str,
     layout = {} if multimodal is None else multimodal.layout(theirs)
     decoder = build_decoder(model).eval()
     parameters = dict(decoder.named_parameters())
-    named = {"embed_out.weight": theirs["lm_head.weight"], **theirs}  # GPT-NeoX names it so in files
+    named = {"embed_out.weight": theirs["lm_head.weight"], **theirs}  # the name in GPT-NeoX files
     for pair in get_family_weights(model).tensors(model):
         found = [named[stored_name(key, layout)] for key in pair.theirs]
         for name, value in zip(pair.ours, pair.to_ours(found), strict=True):

@@ -1,7 +1,7 @@
-"""The proof of a conversion: is config.json read as transformers reads it, and did every tensor arrive?
+"""Verify a conversion: is config.json read as transformers reads it, and did every tensor arrive?
 
-The first is checked on a shrunk model with the same config.json (verify_config.py), at every size; the second on the
-full weights of both sides, given the same tokens.
+The first is checked on a shrunk model with the same config.json (verify_config.py), at every size; the second by a
+forward pass with the full weights of both sides on the same tokens.
 """
 
 from __future__ import annotations
@@ -20,20 +20,30 @@ from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.streaming_forward import Read, streamed_logits
 from megalaunch.engine.checkpoint.verify_config import Verification, require_agreement, verify_config
 
-TOLERANCE = 1e-4  # of the largest logit; of 1 where that is smaller
+TOLERANCE = 1e-4  # relative to the largest logit, or to 1 if that is larger
 _ROWS, _LENGTH = 2, 24
-# In fp32. Memory stays below 2 GB: beyond it the other side is read with our own decoder, layer by layer.
+# In fp32: memory stays below 2 GB. A larger folder is read by this engine's decoder, layer by layer.
 _TRANSFORMERS_BYTES = 1_000_000_000
 
 
 def verify_logits(
     model: ModelSpec, folder: Path | None, of_folder: Read, of_checkpoint: Read, largest_fault: float = 0.0
 ) -> dict[str, Any]:
-    """The report; raises CheckpointError where logits differ by more than the tolerance.
+    """Compare the logits of a Hugging Face (or Megatron) model and a checkpoint.
 
-    `folder` is the Hugging Face side, if there is one. Its config.json is verified against transformers where that is
-    installed, and its weights are read by it where they are small enough. `largest_fault` is what a coarser format of
-    the output explains, as a part of the largest logit.
+    Args:
+        model: the model of both.
+        folder: the Hugging Face folder, if there is one. Its config.json is verified against transformers if that is
+            installed, and transformers computes its logits if the weights are small enough.
+        of_folder: reads a parameter of the foreign side.
+        of_checkpoint: reads a parameter of the checkpoint.
+        largest_fault: the error that a lower-precision output dtype explains, relative to the largest logit.
+
+    Returns:
+        The report for proof.json.
+
+    Raises:
+        CheckpointError: the logits differ by more than the tolerance.
     """
     verification = Verification(None, reason="there is no Hugging Face folder that transformers could read")
     if folder is not None:
@@ -56,7 +66,7 @@ def verify_logits(
         "verified": verification.agrees,
         "config": asdict(verification),
     }
-    if not difference <= allowed:  # also when it is no number
+    if not difference <= allowed:  # also if it is NaN
         raise CheckpointError(
             f"both sides differ: logits by up to {difference:.3g}, {allowed:.3g} is allowed "
             f"({report['compared']}; the folder read by {reader}); nothing was written"
@@ -65,6 +75,7 @@ def verify_logits(
 
 
 def _reference_logits(model: ModelSpec, folder: Path | None, read: Read, probe: Tensor) -> tuple[Tensor, str]:
+    """Return the foreign side's logits and the name of the software that computed them."""
     if folder is None or _bytes(model) > _TRANSFORMERS_BYTES:
         return streamed_logits(model, read, probe), "megalaunch"
     transformers: Any = import_module("transformers")
@@ -79,6 +90,7 @@ def _reference_logits(model: ModelSpec, folder: Path | None, read: Read, probe: 
 
 
 def _bytes(model: ModelSpec) -> int:
+    """Return the size of the parameters in fp32."""
     from megalaunch.plan.parameters import count_parameters
 
     return 4 * count_parameters(model).total
