@@ -1,1 +1,1 @@
-"""Which decoder a model spec means, and what its tensors are called elsewhere."""
+"""Model families: build the decoder of a model section, and map its parameters to Hugging Face tensors."""

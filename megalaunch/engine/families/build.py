@@ -1,4 +1,4 @@
-"""The decoder that a model section means, whatever its family: every difference between families is a field."""
+"""Build the decoder of a model section. All differences between families are fields of the section."""
 
 from __future__ import annotations
 
@@ -26,12 +26,19 @@ def build_decoder(
     context: ContextParallelism = NO_CP,
     narrow: torch.dtype | None = None,
 ) -> Decoder:
-    """The decoder of a resolved model section, on the current default device (usually meta); `narrow` as Decoder's."""
+    """Build the decoder of a resolved model section on the default device (usually meta).
+
+    Args:
+        model: the resolved model section.
+        tp_region: the tensor-parallel region that all modules share.
+        context: the context parallelism of the attention layers.
+        narrow: as `Decoder`'s.
+    """
     return Decoder(decoder_config(model), tp_region, context, narrow)
 
 
 def decoder_config(model: ModelSpec) -> DecoderConfig:
-    """What a resolved model section comes to; raises ValueError when the vocabulary is still open."""
+    """Convert a resolved model section to a DecoderConfig. Raises ValueError while the vocabulary size is unknown."""
     if model.vocab_size is None:
         raise ValueError("model.vocab_size is still null: the data must be prepared before a model is built")
     learned = model.position_embedding == "learned"
@@ -61,7 +68,7 @@ def decoder_config(model: ModelSpec) -> DecoderConfig:
 
 
 def resolve_head_dim(model: ModelSpec) -> int:
-    """Width of one head."""
+    """Return the width of one attention head."""
     return model.head_dim or model.hidden_size // model.num_attention_heads
 
 

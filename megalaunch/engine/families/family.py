@@ -1,4 +1,4 @@
-"""What the engine knows of a family: the names and forms of its tensors in a Hugging Face folder."""
+"""A family's weights: names and transforms of its tensors in a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megalaunch.engine.families.weight_mapping import WeightMapping
 
 @dataclass(frozen=True)
 class FamilyWeights:
-    """The tensors of one family; `prefix` is what older files leave out before all names but the head's."""
+    """The tensors of one family. Older files omit `prefix` before all names but the head's."""
 
     tensors: Callable[[ModelSpec], Iterator[WeightMapping]]
     prefix: str = ""
     dropped: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    """Endings of stored tensors that hold nothing learned: they are computed again."""
+    """Suffixes of stored buffers, which are computed and not loaded."""
     multimodal: Multimodal | None = None
-    """Names in the model of text and images that this family's decoder is a part of."""
+    """Tensor names in the multimodal model that contains this family's decoder."""

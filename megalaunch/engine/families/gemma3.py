@@ -1,4 +1,4 @@
-"""Gemma 3: the tensors are called as Llama's, and otherwise in a model of text and images."""
+"""Gemma 3: Llama's tensor names, with other prefixes in a multimodal model."""
 
 from __future__ import annotations
 

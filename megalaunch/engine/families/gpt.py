@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-3: matrices kept as [in, out], and a bias of every one."""
+"""GPT-2 and GPT-3: matrices stored as [in, out], and biases everywhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _tensors(model: ModelSpec) -> Iterator[WeightMapping]:
 
 
 def both(theirs: str, ours: str) -> Iterator[WeightMapping]:
-    """Weight and bias."""
+    """Map the weight and the bias of a module."""
     yield rename(f"{theirs}.weight", f"{ours}.weight")
     yield rename(f"{theirs}.bias", f"{ours}.bias")
 

@@ -1,4 +1,4 @@
-"""Pythia and GPT-NeoX: queries, keys and values in one matrix, head by head."""
+"""Pythia and GPT-NeoX: one fused QKV matrix, interleaved by head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 1 to 3.2, SmolLM2 and whatever else calls itself llama: names of tensors, which most later families share."""
+"""Llama 1 to 3.2, SmolLM2 and other models of type llama: tensor names, which most later families share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megalaunch.config.schema.model import GATED, ModelSpec
 from megalaunch.engine.families.family import FamilyWeights
 from megalaunch.engine.families.weight_mapping import WeightMapping, rename
 
-# By norm_placement: what our norms of a layer are called.
+# By norm_placement: the decoder's norm names and Hugging Face's.
 _NORMS = {
     "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     "post": {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
@@ -22,7 +22,7 @@ _NORMS = {
 
 
 def layer_mapping(model: ModelSpec, index: int) -> Iterator[WeightMapping]:
-    """Everything of one layer, each tensor by itself."""
+    """Map all tensors of one layer."""
     theirs, ours = f"model.layers.{index}.", f"layers.{index}."
     for projection in ("q_proj", "k_proj", "v_proj"):
         yield from linear(f"{theirs}self_attn.{projection}", f"{ours}attention.{projection}", model.qkv_bias)
@@ -37,20 +37,20 @@ def layer_mapping(model: ModelSpec, index: int) -> Iterator[WeightMapping]:
 
 
 def norm_mapping(model: ModelSpec, index: int) -> Iterator[WeightMapping]:
-    """The norms around the blocks of a layer."""
+    """Map the norms of one layer."""
     for ours, theirs in _NORMS[model.norm_placement].items():
         yield rename(f"model.layers.{index}.{theirs}.weight", f"layers.{index}.{ours}.weight")
 
 
 def linear(theirs: str, ours: str, bias: bool) -> Iterator[WeightMapping]:
-    """Weight, and bias where there is one."""
+    """Map a linear layer: the weight, and the bias if there is one."""
     yield rename(f"{theirs}.weight", f"{ours}.weight")
     if bias:
         yield rename(f"{theirs}.bias", f"{ours}.bias")
 
 
 def embedding_and_head_mapping(model: ModelSpec) -> Iterator[WeightMapping]:
-    """Embedding, last norm, and the head where it has a matrix of its own."""
+    """Map the embedding, the final norm, and the head if it is not tied."""
     yield rename("model.embed_tokens.weight", "embedding.weight")
     yield rename("model.norm.weight", "norm.weight")
     if not model.tie_word_embeddings:
@@ -58,7 +58,7 @@ def embedding_and_head_mapping(model: ModelSpec) -> Iterator[WeightMapping]:
 
 
 def tensors(model: ModelSpec) -> Iterator[WeightMapping]:
-    """The whole model."""
+    """Map all tensors of the model."""
     yield from embedding_and_head_mapping(model)
     for index in range(model.num_layers):
         yield from layer_mapping(model, index)

@@ -1,4 +1,4 @@
-"""How a published model of text and images calls the tensors of its text decoder, and those of images."""
+"""Tensor names of a published multimodal model: of its text decoder, and of its vision tower."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Multimodal:
-    """How such a model calls what its decoder is made of."""
+    """The naming schemes of a multimodal model."""
 
     layouts: tuple[Mapping[str, str], ...]
-    """How the family's names begin, and how files have it instead; the published layout first."""
+    """Maps from prefixes of the family's names to those in files; the published layout comes first."""
     vision: tuple[str, ...]
-    """How the names of tensors begin that belong to images."""
+    """Prefixes of the vision tower's tensors, which are skipped."""
 
     def layout(self, held: Collection[str]) -> Mapping[str, str]:
-        """That of a folder which holds these tensors."""
+        """Return the layout of a folder that holds these tensors."""
         for layout in self.layouts:
             if any(name.startswith(tuple(layout.values())) for name in held):
                 return layout
@@ -24,6 +24,6 @@ class Multimodal:
 
 
 def stored_name(name: str, layout: Mapping[str, str]) -> str:
-    """A name of the family's own in a layout."""
+    """Return the name in a layout of one of the family's names."""
     start = next((start for start in layout if name.startswith(start)), None)
     return name if start is None else layout[start] + name.removeprefix(start)

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: queries, keys and values in one matrix, gate and up in another."""
+"""Phi-3 and Phi-4: fused QKV, and fused gate and up projections."""
 
 from __future__ import annotations
 

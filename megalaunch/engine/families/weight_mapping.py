@@ -1,6 +1,6 @@
-"""Which tensors of a Hugging Face folder are which of the decoder's parameters, and how the one becomes the other.
+"""Mappings between the tensors of a Hugging Face folder and the decoder's parameters.
 
-Every transform only moves values, so that going there and back gives the same bytes.
+Transforms only move values, so a round trip gives identical bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Transform = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """Tensors that together become each other."""
+    """A group of foreign tensors and the parameters of the decoder that they convert to, in both directions."""
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
@@ -24,18 +24,18 @@ class WeightMapping:
     to_theirs: Transform
 
     def shapes_of_theirs(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-        """Their shapes, from ours by name; raises KeyError where the decoder has no such parameter."""
+        """Return the foreign tensors' shapes, given the parameters' shapes. Raises KeyError for a missing parameter."""
         made = self.to_theirs([torch.empty(shapes[name], device="meta") for name in self.ours])
         return {name: tensor.shape for name, tensor in zip(self.theirs, made, strict=True)}
 
 
 def rename(theirs: str, ours: str) -> WeightMapping:
-    """One tensor under two names."""
+    """Map one tensor under two names, unchanged."""
     return WeightMapping((theirs,), (ours,), list, list)
 
 
 def transposed(theirs: str, ours: str) -> WeightMapping:
-    """A matrix kept as [in, out] there, as GPT-2's are."""
+    """Map a matrix stored as [in, out], as in GPT-2."""
 
     def turn(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensor.T for tensor in tensors]
@@ -44,7 +44,14 @@ def transposed(theirs: str, ours: str) -> WeightMapping:
 
 
 def concat_rows(theirs: str, ours: Sequence[str], rows: Sequence[int], *, turned: bool = False) -> WeightMapping:
-    """Several of ours, of these rows, one under the other in one of theirs; `turned`: kept as [in, out] there."""
+    """Map parameters to one tensor that concatenates their rows.
+
+    Args:
+        theirs: the concatenated tensor.
+        ours: the parameters, in the order of their rows.
+        rows: number of rows of each.
+        turned: the concatenated tensor is stored as [in, out].
+    """
 
     def split(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         (whole,) = tensors
@@ -58,7 +65,7 @@ def concat_rows(theirs: str, ours: Sequence[str], rows: Sequence[int], *, turned
 
 
 def interleave_heads(theirs: str, ours: Sequence[str], heads: int) -> WeightMapping:
-    """Queries, keys and values of the first head, then those of the second, ... as GPT-NeoX keeps them."""
+    """Map Q, K and V to one matrix, interleaved by head as in GPT-NeoX: q, k, v of head 0, then of head 1, ..."""
 
     def split(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         (whole,) = tensors

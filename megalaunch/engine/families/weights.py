@@ -1,4 +1,4 @@
-"""The tensors of every family whose config.json is read (megalaunch/importers/huggingface/registry.py)."""
+"""The weights of every supported family (those of megalaunch/importers/huggingface/registry.py)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _OF: Mapping[Family, FamilyWeights] = {
 
 
 def get_family_weights(model: ModelSpec) -> FamilyWeights:
-    """The tensors of a model's family; raises FamilyError where it has no file."""
+    """Return the weights of a model's family. Raises FamilyError if the family has none."""
     return _OF[family_of(model).name]
 
 
 def get_multimodal(config: Mapping[str, Any]) -> Multimodal | None:
-    """Names in the model of text and images that a config.json means; None: a language model."""
+    """Return the tensor names of a multimodal config.json; None for a language model."""
     family = multimodal_family(config)
     return None if family is None else _OF[family.name].multimodal
