@@ -1,5 +1,5 @@
-"""The run directory: the second half of the door between launcher and engine.
+"""The run directory: the file interface between launcher and engine.
 
-The launcher writes `spec.yaml`; workers write metrics, events, progress and the outcome; the launcher
-draws from them. Both wings import this package, and it imports neither.
+The launcher writes `spec.yaml`; workers write metrics, events, progress and the outcome, which the launcher reads and
+displays. Launcher and engine import this package, and it imports neither.
 """

@@ -1,6 +1,6 @@
-"""Files that are replaced as a whole and are on disk before they have their name: no crash leaves half or an empty one.
+"""Atomic file replacement, synced to disk before the rename: a crash leaves neither a partial nor an empty file.
 
-A rename alone is not enough: after a power cut a file system may know the new name and not yet the bytes.
+A rename alone is not enough: after a power failure a file system may have stored the new name without the data.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from megalaunch.rundir.files import FILE_MODE, create_file
 
 
 def write_file_atomically(path: Path, content: str | bytes, mode: int = FILE_MODE) -> None:
-    """Replace `path` by `content` (text as UTF-8), synced to disk. Raises OSError, and then `path` is as before."""
+    """Replace `path` by `content` (text as UTF-8), synced to disk. Raises OSError and then leaves `path` unchanged."""
     with atomic_file(path, mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def atomic_file(path: Path, mode: int = FILE_MODE) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` when the body ends well, synced to disk; else it is removed.
+    """Yield a file that replaces `path`, synced to disk, if the body succeeds; it is removed otherwise.
 
-    One writer at a time. What a killed writer left is removed first, and a symbolic link in its place not followed.
+    One writer at a time. The temporary file of a killed writer is removed first; a symbolic link in its place is not
+    followed.
     """
     temporary = temporary_path(path)
     descriptor = create_file(temporary, mode)
@@ -42,12 +43,12 @@ def atomic_file(path: Path, mode: int = FILE_MODE) -> Iterator[BinaryIO]:
 
 
 def temporary_path(path: Path) -> Path:
-    """The hidden name beside `path` under which it is written."""
+    """Return the hidden temporary name of `path`, in the same directory."""
     return path.with_name(f".{path.name}.unfinished")
 
 
 def sync_file(path: Path) -> None:
-    """Force an existing file, and its name, to disk; a file that does not exist needs nothing. Raises OSError."""
+    """Sync an existing file and its directory entry to disk; do nothing if it does not exist. Raises OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -57,12 +58,12 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Force the names inside `directory` to disk. Raises OSError."""
+    """Sync the entries of a directory to disk. Raises OSError."""
     _sync(os.open(directory, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def sync_tree(directory: Path) -> None:
-    """Force every file below `directory`, and every name, to disk. Raises OSError."""
+    """Sync all files and directories below `directory` to disk. Raises OSError."""
     for folder, _, files in os.walk(directory, onerror=_reraise):
         for name in files:
             _sync(os.open(Path(folder, name), os.O_RDONLY | os.O_CLOEXEC))

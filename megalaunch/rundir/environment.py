@@ -1,17 +1,17 @@
-"""Environment variables by which the launcher speaks to its workers."""
+"""Environment variables that the launcher sets for its workers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 LAUNCHER_PID_VARIABLE = "MEGALAUNCH_LAUNCHER_PID"
-"""The process whose end ends the workers too."""
+"""Process id of the launcher; workers end when it ends."""
 ROUND_VARIABLE = "MEGALAUNCH_RENDEZVOUS_ROUND"
-"""How often all agents of the run have started workers together; it keeps the rounds apart in a store they share."""
+"""Number of rendezvous of the agents so far; separates the rounds' keys in the shared store."""
 ATTEMPT_VARIABLE = "MEGALAUNCH_ATTEMPT"
-"""How often the launcher has started an agent before this one."""
+"""Number of agents that the launcher has started before this one."""
 
 
 def current_attempt(environment: Mapping[str, str]) -> int:
-    """How often the workers of this launch were started before: by the launcher, or by an agent started by hand."""
+    """Return the number of earlier starts of the workers: by the launcher, or by restarts of the agent."""
     return int(environment.get(ATTEMPT_VARIABLE, "0")) + int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -1,4 +1,4 @@
-"""The events of a run, as data: both wings append to `events.jsonl` through this one function."""
+"""The events of a run: launcher and workers append to `events.jsonl` through `record_event`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from megalaunch.rundir.jsonl import append_line
 from megalaunch.rundir.paths import RunDirectory
 
 EventName = Literal[
-    "launch",  # launcher: words, workers, command
+    "launch",  # launcher: overrides, workers, command
     "phase",  # worker rank 0: phase, elapsed_seconds
     "resumed",  # worker rank 0: step, checkpoint
     "metrics_cut",  # worker rank 0: after_step, lines, last_step
     "metrics_gap",  # worker rank 0: until_step, missing, first, last (steps without a line)
-    "checkpoint",  # worker rank 0: step, path, seconds, waited_seconds (that training stood still for it)
-    "progress",  # worker rank 0, during long work on files: phase, step, done, total (in bytes, its own part)
+    "checkpoint",  # worker rank 0: step, path, seconds, waited_seconds (that training was blocked)
+    "progress",  # worker rank 0, during long file work: phase, step, done, total (bytes of this rank)
     "checkpoint_refused",  # worker rank 0: path, reason
     "zero_gradient",  # worker rank 0, at the first step of a row: step, limit (such steps that end the run; 0: none)
     "stop_requested",  # launcher or worker: signal
     "worker_failed",  # a worker: rank, coordinates, phase, step, exception, message, attempt
-    "restart",  # launcher: attempt, reason, pause_seconds (before it starts)
+    "restart",  # launcher: attempt, reason, pause_seconds (before the start)
     "note",  # either: message
-    "outcome",  # whoever wrote outcome.json: exit_code, reason
+    "outcome",  # the writer of outcome.json: exit_code, reason
 ]
 
 

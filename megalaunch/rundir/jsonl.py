@@ -14,13 +14,13 @@ Record = dict[str, Any]
 
 
 def append_line(path: Path, record: Record) -> None:
-    """Append one record with a single write, so that lines of several processes never mix."""
+    """Append one record in a single write, so that lines of several processes do not mix."""
     line = (json.dumps(record, ensure_ascii=False, allow_nan=True) + "\n").encode()
     append_line_bytes(path, line)
 
 
 def read_lines(path: Path) -> Iterator[Record]:
-    """Every whole record of the file; a torn last line (a killed writer) is passed over."""
+    """Yield every complete record; an incomplete last line (of a killed writer) is skipped."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -36,7 +36,7 @@ def read_lines(path: Path) -> Iterator[Record]:
 
 
 def keep_lines(path: Path, wanted: Callable[[Record], bool]) -> int:
-    """Drop the records that are not wanted by an atomic rewrite; returns how many were dropped."""
+    """Keep the records for which `wanted` is true, by an atomic rewrite; return the number of dropped lines."""
     if not path.exists():
         return 0
     with path.open("rb") as file:

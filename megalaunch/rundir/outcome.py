@@ -1,4 +1,4 @@
-"""How a launch ended: exit codes, and `outcome.json`."""
+"""The end of a launch: exit codes and `outcome.json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RESERVED_BYTES = 4096
 
 
 class ExitCode(IntEnum):
-    """What the launcher's exit code means; the same number stands in outcome.json."""
+    """Exit codes of the launcher, also written to outcome.json."""
 
     DONE = 0
     CONFIGURATION = 2
@@ -32,7 +32,7 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """`step` is the last finished step; `details` what a report shows, all of it plain JSON."""
+    """The outcome of a launch. `step` is the last finished step; `details` is plain JSON for the report."""
 
     exit_code: int
     reason: str
@@ -41,16 +41,16 @@ class Outcome:
 
 
 def reserve_outcome_space(path: Path) -> None:
-    """Take the disk space of an outcome at the start, so that a run which fills the disk can still say so."""
+    """Reserve disk space for the outcome at the start, so that a run that fills the disk can still write it."""
     with os.fdopen(create_file(temporary_path(path)), "wb") as file:
         file.write(b" " * _RESERVED_BYTES)
 
 
 def write_outcome(path: Path, outcome: Outcome) -> None:
-    """Write by an atomic rename: a reader sees the old outcome or the new one. Uses what was reserved, if anything."""
+    """Write the outcome by an atomic rename, in the reserved file if there is one."""
     content = json.dumps(asdict(outcome), indent=2).encode()
     unfinished = temporary_path(path)
-    descriptor = open_file(unfinished, os.O_WRONLY | os.O_CREAT)  # not cut: that would give the space away
+    descriptor = open_file(unfinished, os.O_WRONLY | os.O_CREAT)  # no O_TRUNC: it would release the reserved space
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.truncate()
@@ -61,7 +61,7 @@ def write_outcome(path: Path, outcome: Outcome) -> None:
 
 
 def read_outcome(path: Path) -> Outcome | None:
-    """The recorded outcome, or None when there is none that can be read."""
+    """Return the recorded outcome, or None if there is no readable one."""
     try:
         return Outcome(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

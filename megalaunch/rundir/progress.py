@@ -1,4 +1,4 @@
-"""Where each rank is, readable from outside while it runs and after it was killed."""
+"""Progress records of the ranks, readable by other processes during a run and after a kill."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from megalaunch.rundir.files import open_file
 
-_RECORD_BYTES = 512  # fixed, so that one write replaces the whole record
+_RECORD_BYTES = 512  # fixed size: one write replaces the record
 
 
 @dataclass(frozen=True)
 class Progress:
-    """One rank's position. `ticks` grows with every report; `time` is in seconds since 1970."""
+    """Progress of one rank. `ticks` grows with every report; `time` is in seconds since 1970."""
 
     rank: int
     pid: int
@@ -29,7 +29,7 @@ class Progress:
 
 
 class ProgressWriter:
-    """Rewrites one small file in place (some 10 microseconds), so it may be called several times a step."""
+    """Rewrites one small file in place (about 10 microseconds), so it may be called several times per step."""
 
     def __init__(self, path: Path, rank: int, attempt: int) -> None:
         self._descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
@@ -37,9 +37,10 @@ class ProgressWriter:
         self.coordinates, self.phase, self.step = "", "starting", 0
 
     def report(self, phase: str, step: int | None = None) -> None:
-        """Say that this rank now does `phase` (of step `step`; None: the same step as before). Raises nothing.
+        """Report that this rank is in `phase` of `step` (None: the step is unchanged). Never raises.
 
-        Where nothing can be written any more (read-only by now), the ranks end together on what counts.
+        If nothing can be written any more (a file system that became read-only), the ranks end together at a write that
+        matters.
         """
         self.phase, self.step = phase, self.step if step is None else step
         self._ticks += 1
@@ -51,7 +52,7 @@ class ProgressWriter:
 
 
 def read_progress(path: Path) -> Progress | None:
-    """The newest record of a rank, or None when there is none (yet)."""
+    """Return the newest record of a rank, or None if there is none yet."""
     try:
         return Progress(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""What the agents of a run on several machines know of each other: the run's id and the secret that they share."""
+"""Rendezvous credentials of the agents on several machines: a run id and a shared secret."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Credentials:
-    """Of one run directory. Neither part appears in an argument list, an environment or a log."""
+    """Credentials of one run directory. They appear in no argument list, environment or log."""
 
     run_id: str
     secret: str
 
 
 class CredentialsError(Exception):
-    """The file is not there, or is none of ours."""
+    """The credentials file is missing or invalid."""
 
 
 def keep_credentials(path: Path) -> None:
-    """Write new, random credentials, readable by the user alone, unless there are some that can be read."""
+    """Write new random credentials, readable only by the user, unless valid ones exist."""
     try:
         read_credentials(path)
     except CredentialsError:
@@ -37,7 +37,7 @@ def keep_credentials(path: Path) -> None:
 
 
 def read_credentials(path: Path) -> Credentials:
-    """Read them; raises CredentialsError."""
+    """Read the credentials. Raises CredentialsError."""
     try:
         with os.fdopen(open_file(path, os.O_RDONLY), encoding="utf-8") as file:
             credentials = Credentials(**json.load(file))

@@ -1,1 +1,1 @@
-"""What a checkpoint is on disk, for both wings: its files, their hashes, which tensors they hold. Reads only."""
+"""The checkpoint format on disk, for launcher and engine: files, hashes and tensor index. Read-only."""

@@ -1,4 +1,4 @@
-"""The documents of a checkpoint: everything that is no tensor, as JSON."""
+"""The JSON documents of a checkpoint: all state that is no tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JSON: TypeAlias = Union[Mapping[str, "JSON"], "list[JSON]", str, int, float, boo
 
 
 def read_document(directory: Path, name: str) -> JSON:
-    """The document that was saved as `name`. Raises CheckpointError."""
+    """Read the document `name`. Raises CheckpointError."""
     path = directory / f"{name}.json"
     try:
         document: JSON = json.loads(path.read_text(encoding="utf-8"))

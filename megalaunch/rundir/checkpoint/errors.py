@@ -1,7 +1,7 @@
-"""What goes wrong with a checkpoint, in a user's words."""
+"""The checkpoint exception, whose messages are for users."""
 
 from __future__ import annotations
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read or trusted. Under several ranks, every one raises the same."""
+    """A checkpoint cannot be written, read or trusted. In a distributed call every rank raises the same error."""

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: 8 bytes of its length, then JSON that says where which tensor lies."""
+"""The header of a safetensors file: its length in 8 bytes, then JSON with dtype, shape and offsets of each tensor."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ DTYPE_BYTES: Mapping[str, int] = {
     "U8": 1,
     "BOOL": 1,
 }
-_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file; `dtype` by its name there, `begin` and `end` are bytes from the start of the file."""
+    """One tensor of a file: `dtype` is safetensors' name, `begin` and `end` are byte positions in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,10 +38,15 @@ class Entry:
 
 
 def read_header(name: str, read: Callable[[int], bytes], size: int) -> dict[str, Entry]:
-    """The tensors of a file of `size` bytes, from its first bytes.
+    """Parse and validate the header of a safetensors file.
 
-    Nothing in a header is believed: raises CheckpointError naming `name` when lengths, offsets, shapes
-    or dtypes do not fit the file, overlap, or leave gaps.
+    Args:
+        name: the file's name, for error messages.
+        read: reads the next bytes from the start of the file.
+        size: size of the file in bytes.
+
+    Raises:
+        CheckpointError: lengths, offsets, shapes or dtypes do not fit the file, overlap, or leave gaps.
     """
     length = int.from_bytes(read(8), "little")
     if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
@@ -59,6 +64,7 @@ def read_header(name: str, read: Callable[[int], bytes], size: int) -> dict[str,
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of JSON pairs; raise ValueError for a duplicate key."""
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
         raise ValueError("a name occurs twice")
@@ -80,12 +86,12 @@ def _entry(name: str, value: Any, start: int) -> Entry:
 
 
 def _are_places(offsets: Any) -> bool:
-    """Whether these are two places in a file, whatever its size: their product means nothing."""
+    """Return True for a pair of non-negative file offsets. Each is checked alone: their product has no meaning."""
     return isinstance(offsets, list) and len(offsets) == 2 and all(are_sizes([offset]) for offset in offsets)
 
 
 def are_sizes(values: Any) -> bool:
-    """Whether this is a list of whole numbers from 0 whose product torch can count."""
+    """Return True for a list of non-negative integers whose product fits torch's integers."""
     whole = isinstance(values, list) and len(values) <= 64 and all(type(value) is int for value in values)
     return whole and all(value >= 0 for value in values) and math.prod(max(value, 1) for value in values) < 2**60
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as a list: which there are, how big, whether whole, and what cut-off saves left."""
+"""List the checkpoints of a run: step, size, problems, and the temporary directories of interrupted saves."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from megalaunch.rundir.checkpoint.manifest import verify_checkpoint
 from megalaunch.rundir.paths import checkpoint_step
 
-UNFINISHED = ".unfinished-"  # before the name of a checkpoint while it is written
+UNFINISHED = ".unfinished-"  # prefix of a checkpoint's directory name while it is being written
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint: its bytes on disk, when it was finished (seconds since 1970), what is wrong with it."""
+    """One checkpoint: bytes on disk, time of its commit (seconds since 1970), problems."""
 
     path: Path
     step: int
@@ -24,7 +24,7 @@ class CheckpointInfo:
 
 
 def checkpoints_by_step(folder: Path) -> Mapping[int, Path]:
-    """The directories that have a checkpoint's name, by step, the newest first."""
+    """Return the directories with a checkpoint's name by step, newest first."""
     if not folder.is_dir():
         return {}
     found = [(step, path) for path in folder.iterdir() if (step := checkpoint_step(path)) is not None]
@@ -32,7 +32,7 @@ def checkpoints_by_step(folder: Path) -> Mapping[int, Path]:
 
 
 def checkpoint_info(path: Path) -> CheckpointInfo:
-    """What can be told of a checkpoint without reading its tensors. Raises OSError."""
+    """Describe a checkpoint without reading its tensors. Raises OSError."""
     return CheckpointInfo(
         path,
         checkpoint_step(path) or 0,
@@ -43,10 +43,10 @@ def checkpoint_info(path: Path) -> CheckpointInfo:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Saves that are under way or were cut off."""
+    """Return the temporary directories of saves in progress or interrupted."""
     return sorted(folder.glob(f"{UNFINISHED}*"))
 
 
 def directory_size(directory: Path) -> int:
-    """Size of the files directly inside a directory."""
+    """Return the total size of the files directly inside a directory."""
     return sum(file.stat().st_size for file in directory.iterdir() if file.is_file())

@@ -1,6 +1,6 @@
-"""`manifest.json`: size and sha256 of every file of a checkpoint, written last.
+"""`manifest.json`: size and SHA-256 of every file of a checkpoint, written last.
 
-One flipped byte loads silently in torch, safetensors and DCP alike; here it is found and named.
+A flipped byte loads silently in torch, safetensors and DCP alike; here it is detected, with the file's name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PIECE_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One written file: name inside the checkpoint, size in bytes, sha256 in hexadecimal."""
+    """One written file: name inside the checkpoint, size in bytes, SHA-256 in hexadecimal."""
 
     name: str
     size: int
@@ -32,7 +32,7 @@ class FileRecord:
 
 
 def manifest_text(records: Iterable[FileRecord]) -> str:
-    """The whole text of a manifest; it carries its own digest, so that no byte of it can change unseen."""
+    """Return the text of a manifest. It includes its own digest, so that any change to it is detected."""
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -55,10 +55,13 @@ def verify_checkpoint(
     hashes: bool = True,
     read: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[str]:
-    """Every problem of a checkpoint, each naming its file; an empty list means that it is whole.
+    """Return all problems of a checkpoint, each with its file's name; an empty list means that it is valid.
 
-    `part=(k, n)` reads only the k-th of n shares of the files (n ranks share the work); `hashes=False`
-    compares sizes only. `read` hears how many of the bytes of that share are read.
+    Args:
+        directory: the checkpoint.
+        part: (k, n): verify only the k-th of n parts of the files, so that n ranks share the work.
+        hashes: False compares only the sizes.
+        read: progress callback: (bytes read, total bytes) of this part.
     """
     try:
         records = read_manifest(directory)
@@ -79,9 +82,9 @@ def verify_checkpoint(
 
 
 def _position_problems(directory: Path) -> list[str]:
-    """A copy of a checkpoint under another step's name is no checkpoint of that step."""
+    """Check the saved step against the directory's name: a copy under another step's name is invalid."""
     named = checkpoint_step(directory)
-    if named is None:  # a name of the user's own
+    if named is None:  # a name that the user chose
         return []
     try:
         position = json.loads((directory / POSITION_FILE).read_text(encoding="utf-8"))
@@ -92,7 +95,7 @@ def _position_problems(directory: Path) -> list[str]:
 
 
 def read_manifest(directory: Path) -> list[FileRecord]:
-    """The records of a manifest, biggest file first. Raises ValueError saying what is wrong with it."""
+    """Return the records of a manifest, largest file first. Raises ValueError that says what is wrong with it."""
     path = directory / MANIFEST
     if not path.is_file():
         raise ValueError(f"{MANIFEST}: is missing, so this is no finished checkpoint")
@@ -124,7 +127,7 @@ def _records(files: Any) -> list[FileRecord]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether this names a file directly inside a directory."""
+    """Return True if `name` is that of a file directly inside a directory."""
     return bool(name) and not name.startswith(".") and Path(name).name == name and "\0" not in name
 
 

@@ -1,10 +1,10 @@
-"""What the parts of a run's checkpoint are called; whoever writes or reads one imports the names from here."""
+"""Names of the parts of a run's checkpoint, for all readers and writers."""
 
 from __future__ import annotations
 
 SPEC_FILE = "spec.yaml"
 TOKENIZER_FILE = "tokenizer.json"
-POSITION = "position"  # the document that says how far the run was: step, tokens
-WEIGHTS = "model."  # before the name of each of the decoder's parameters
-ORIGIN = "origin"  # a document: true vocabulary and config.json of the folder that the weights came from
-ORIGIN_FILE = "huggingface."  # before the name of each file that travelled with them
+POSITION = "position"  # the document with the progress of the run: step, tokens
+WEIGHTS = "model."  # prefix of the name of each parameter of the decoder
+ORIGIN = "origin"  # the document about the source of the weights: true vocabulary size, config.json
+ORIGIN_FILE = "huggingface."  # prefix of the name of each file that came with the source's weights

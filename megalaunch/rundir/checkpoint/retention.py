@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay: one rule, for those who remove and those who list."""
+"""The retention rule of a run's checkpoints, shared by pruning and listing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 
 def retention_reasons(steps: Iterable[int], keep_last: int, keep_every: int) -> dict[int, str]:
-    """Why each step's checkpoint stays, in words; those that the next save removes have no entry.
+    """Return the reason for which each step's checkpoint is kept. Steps that the next save removes have no entry.
 
-    The newest `keep_last` stay (0: all), and those of every `keep_every`-th step (0: none of them for that).
+    The newest `keep_last` are kept (0: all), and those of every `keep_every`-th step (0: no such steps).
     """
     reasons = {}
     for place, step in enumerate(sorted(steps, reverse=True)):

@@ -1,6 +1,6 @@
-"""`tensors.json`: which tensors a checkpoint holds, and which file holds which part of each.
+"""`tensors.json`, the tensor index: which tensors a checkpoint holds, and which file holds which chunk of each.
 
-DCP keeps this as a pickle; ours is JSON, and nothing in it is believed unchecked.
+DCP stores this as a pickle; here it is JSON, and every entry is validated.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megalaunch.rundir.checkpoint.header import DTYPE_BYTES, are_sizes
 from megalaunch.rundir.checkpoint.manifest import is_plain_name
 
 CATALOGUE = "tensors.json"
-_MOST_COMPARED = 1_000_000  # pairs of parts of a tensor; 1024 x 8 ranks need 65,536
+_MOST_COMPARED = 1_000_000  # pairs of chunks of a tensor; 1024 x 8 ranks need 65,536
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: where it starts, its shape, and the file that holds it under the tensor's name."""
+    """A rectangular part of a tensor: its offsets, its shape, and the file that holds it under the tensor's name."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint; `dtype` by safetensors' name; its chunks fill it exactly once."""
+    """One tensor of a checkpoint. `dtype` is safetensors' name; the chunks cover the tensor exactly once."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """Bytes of the values."""
+        """Size of the values in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -47,7 +47,7 @@ Catalogue = Mapping[str, StoredTensor]
 
 
 def tensor_index_text(catalogue: Catalogue) -> str:
-    """The JSON text of a catalogue, one tensor a line."""
+    """Return the JSON text of a tensor index, one tensor per line."""
     lines = []
     for name, tensor in sorted(catalogue.items()):
         chunks = [{"offsets": chunk.offsets, "shape": chunk.shape, "file": chunk.file} for chunk in tensor.chunks]
@@ -57,7 +57,7 @@ def tensor_index_text(catalogue: Catalogue) -> str:
 
 
 def read_tensor_index(directory: Path) -> dict[str, StoredTensor]:
-    """Read and check a checkpoint's catalogue. Raises CheckpointError."""
+    """Read and validate a checkpoint's tensor index. Raises CheckpointError."""
     path = directory / CATALOGUE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ def read_tensor_index(directory: Path) -> dict[str, StoredTensor]:
 
 
 def stored_tensor(name: str, entry: Any) -> StoredTensor:
-    """One entry of a catalogue, checked; raises ValueError, TypeError or KeyError."""
+    """Validate one entry of a tensor index. Raises ValueError, TypeError or KeyError."""
     shape, chunks = entry["shape"], tuple(_chunk(chunk) for chunk in entry["chunks"])
     if not are_sizes(shape):
         raise ValueError(f"{name!r} has an impossible shape")
@@ -102,7 +102,7 @@ def _inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
 
 
 def _overlap(chunks: tuple[Chunk, ...]) -> bool:
-    """Whether two chunks share an element: a sweep along the dim that is cut most often."""
+    """Return True if two chunks share an element: a sweep along the dim with the most cuts."""
     if len(chunks) < 2:
         return False
     dims = range(len(chunks[0].shape))
