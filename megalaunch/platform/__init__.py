@@ -1,1 +1,1 @@
-"""What a device is and can do; which implementation of an operator it prefers."""
+"""Platforms: device capabilities, and the preferred implementation of each operator."""

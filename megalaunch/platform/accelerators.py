@@ -1,6 +1,6 @@
-"""Which accelerators this process may use, found without torch.
+"""Find the accelerators available to this process, without torch.
 
-Device nodes first (free), then the driver's tool, then /proc; the visible-devices variable narrows the result.
+Reads device nodes first (cheap), then the driver's tool, then /proc; the visible-devices variable filters the result.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from megalaunch.platform.chips import CHIPS, ChipFacts
 
-TOOL_TIMEOUT = 5.0  # seconds; the tool needs some when no process keeps the driver awake
+TOOL_TIMEOUT = 5.0  # seconds; the tool is slow when no process keeps the driver loaded
 
-# Tried in order on the name the driver gives; a name that fits none is an NVIDIA GPU without facts.
+# Matched in order against the driver's device name. A name without a match is an NVIDIA GPU of unknown specification.
 _NVIDIA_NAMES = (
     (r"A100.*80GB", "a100_80gb"),
     (r"A100.*40GB", "a100_40gb"),
@@ -28,7 +28,7 @@ _NVIDIA_NAMES = (
     (r"\bB200", "b200"),
 )
 
-# Device nodes of accelerators that are not detected further: what to say about each.
+# Device nodes of accelerators that are not detected further, each with a note for the user.
 _OTHER_NODES = (
     (r"kfd", "an AMD GPU driver is loaded; name the chip to use it (platform.chip=mi300x)"),
     (
@@ -40,7 +40,7 @@ _OTHER_NODES = (
 
 @dataclass(frozen=True)
 class Accelerators:
-    """What was found; `chip` None means that the run would use the CPU."""
+    """The accelerators found; `chip` None means that a run uses the CPU."""
 
     chip: ChipFacts | None
     devices: int
@@ -49,7 +49,7 @@ class Accelerators:
 
 @dataclass(frozen=True)
 class _Gpu:
-    """One GPU as its driver describes it; `capability` is CUDA's (9.0), None when not told."""
+    """One GPU as reported by its driver. `capability` is the CUDA compute capability (9.0), None if unknown."""
 
     name: str
     uuid: str
@@ -58,11 +58,14 @@ class _Gpu:
 
 
 def find_accelerators(root: Path, environ: Mapping[str, str]) -> Accelerators:
-    """The accelerators this process may use; `notes` say what could not be used and why."""
+    """Find the accelerators of this process; `notes` say which could not be used and why.
+
+    `root` is the root of the file system, `environ` the environment.
+    """
     nodes = _node_names(root / "dev")
     notes = [f"{note}." for pattern, note in _OTHER_NODES if any(re.fullmatch(pattern, node) for node in nodes)]
     count = sum(1 for node in nodes if re.fullmatch(r"nvidia\d+", node))
-    if count == 0 and "dxg" not in nodes:  # dxg: the node through which WSL passes GPUs on
+    if count == 0 and "dxg" not in nodes:  # dxg: the device node of GPUs in WSL
         return Accelerators(None, 0, tuple(notes))
     gpus, problem = _ask_tool(environ)
     if problem:
@@ -90,7 +93,7 @@ def _node_names(folder: Path) -> list[str]:
 
 
 def _ask_tool(environ: Mapping[str, str]) -> tuple[list[_Gpu], str | None]:
-    """GPUs from nvidia-smi, or the sentence that says why there is no answer."""
+    """Return the GPUs that nvidia-smi lists, or a sentence that says why it failed."""
     tool = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if tool is None:
         return [], "NVIDIA device nodes are present, but nvidia-smi is not on PATH."
@@ -115,7 +118,7 @@ def _parse_gpu(line: str) -> _Gpu:
 
 
 def _read_proc(root: Path) -> list[_Gpu]:
-    """GPUs from the driver's files, which have names but no memory sizes."""
+    """Return the GPUs of the driver's /proc files, which give names but no memory sizes."""
     gpus = []
     for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
         facts = dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", path.read_text(encoding="utf-8"), re.MULTILINE))
@@ -124,7 +127,7 @@ def _read_proc(root: Path) -> list[_Gpu]:
 
 
 def _visible(gpus: Sequence[_Gpu], variable: str | None) -> list[_Gpu]:
-    """The GPUs a CUDA program sees: the variable's list, up to its first entry that names no GPU."""
+    """Apply CUDA_VISIBLE_DEVICES as CUDA does: entries after the first invalid one are ignored."""
     if variable is None:
         return list(gpus)
     seen: list[_Gpu] = []
@@ -141,9 +144,10 @@ def _visible(gpus: Sequence[_Gpu], variable: str | None) -> list[_Gpu]:
 
 
 def _chip_name(gpu: _Gpu) -> ChipFacts:
+    """Return the chip that a GPU's name matches, else an unknown one with its memory and bf16 support."""
     for pattern, name in _NVIDIA_NAMES:
         if re.search(pattern, gpu.name):
             return CHIPS[name]
-    # Ampere (8.0) was the first generation whose tensor cores multiply bf16.
+    # Ampere (8.0) is the first generation with bf16 tensor cores.
     unit = "tensor cores" if gpu.capability is not None and gpu.capability >= 8.0 else None
     return replace(CHIPS["cuda"], memory_bytes=gpu.memory_bytes, native_bf16=unit)

@@ -1,4 +1,4 @@
-"""How many cores and how much memory this process may use: the machine's, within control-group limits."""
+"""CPU cores and memory available to this process: the machine's, within cgroup limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores this process may keep busy: its affinity mask, and the CPU quota of its control groups."""
+    """Return the number of usable cores: the affinity mask, capped by the CPU quota of the cgroups."""
     cores = len(os.sched_getaffinity(0))
     for folder in _group_folders(root, "cpu"):
         quota = _cpu_quota(folder)
@@ -18,7 +18,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def usable_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory this process may fill: the machine's, or the smallest limit of its control groups."""
+    """Return the usable memory in bytes: the machine's, capped by the smallest cgroup limit."""
     total = _machine_memory(root)
     for folder in _group_folders(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -29,18 +29,18 @@ def usable_memory(root: Path = Path("/")) -> int:
 
 
 def free_disk(path: Path) -> int | None:
-    """Bytes that this user may still write on the disk of a path that may not exist yet; None: it cannot be told."""
+    """Return the free bytes on the disk of a path that may not exist yet; None if unknown."""
     try:
         while not path.exists() and path != path.parent:
             path = path.parent
         usage = shutil.disk_usage(path)
-        return usage.free if usage.total else None  # of size 0 are /proc and its like, where nothing can be written
-    except (OSError, ValueError):  # not readable; no path at all
+        return usage.free if usage.total else None  # a total of 0: /proc and the like, which are not writable
+    except (OSError, ValueError):  # unreadable, or no valid path
         return None
 
 
 def _machine_memory(root: Path) -> int:
-    """MemTotal in bytes; 0 where it cannot be read."""
+    """Return MemTotal in bytes; 0 if it cannot be read."""
     try:
         text = (root / "proc/meminfo").read_text(encoding="utf-8")
     except OSError:
@@ -52,10 +52,10 @@ def _machine_memory(root: Path) -> int:
 
 
 def _group_folders(root: Path, controller: str) -> list[Path]:
-    """The control-group folders that limit this process, innermost first, for version 2 and version 1.
+    """Return the cgroup folders that limit this process, innermost first, for cgroup v1 and v2.
 
-    A limit of any parent holds too. In a container the path named in /proc often does not exist: the mount's top
-    is then the container's own group, so the top is always among the folders.
+    The limits of all parents apply. In a container the path in /proc often does not exist: the root of the mount is
+    then the container's own group, so the root is always included.
     """
     try:
         text = (root / "proc/self/cgroup").read_text(encoding="utf-8")
@@ -77,7 +77,7 @@ def _group_folders(root: Path, controller: str) -> list[Path]:
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    """Cores' worth of CPU time this control group may use, or None for no limit."""
+    """Return the CPU quota of a cgroup in cores; None without a limit."""
     quota, period = (_word(folder / "cpu.max", index) for index in (0, 1))
     if not quota:
         quota, period = _word(folder / "cpu.cfs_quota_us"), _word(folder / "cpu.cfs_period_us")
@@ -85,7 +85,7 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _word(path: Path, index: int = 0) -> str:
-    """One word of a small file, "" where there is none."""
+    """Return one whitespace-separated word of a small file; "" if there is none."""
     try:
         words = path.read_text(encoding="utf-8").split()
     except OSError:

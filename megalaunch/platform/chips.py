@@ -1,4 +1,4 @@
-"""What each chip is, as data: memory, dense peak FLOP/s, communication, visible-devices variable.
+"""Specifications of each chip as data: memory, dense peak FLOP/s, communication, visible-devices variable.
 
 Readable on any machine, so that a laptop can plan for a cluster. A chip without a row has no known peak.
 """
@@ -19,15 +19,21 @@ _GIGA = 1e9
 
 @dataclass(frozen=True)
 class ChipFacts:
-    """One kind of device. What is not known is None or missing, never guessed.
+    """Specification of one kind of device. Unknown values are None or absent, never guessed.
 
-    `device` is torch's name of the device type. `memory_bytes` is what the driver reports for one device
-    (None: the host's memory, or unknown). `peak_flops` maps a format ("bf16", "fp16", "fp8", "tf32", "fp32")
-    to dense peak FLOP/s of one device; a format that is absent has no published figure. `native_bf16` names
-    the unit that multiplies bf16, or is None where bf16 would be emulated. `memory_bandwidth` is that of the
-    device's own memory, `link_bandwidth` what one device sends to others of its node, `network_bandwidth` what it
-    usually sends to other nodes, all in bytes/s and one way; `devices_per_node` is the usual number,
-    `link_domain` how many devices the links join where that is more than a node's.
+    Attributes:
+        device: torch's device type.
+        memory_bytes: memory of one device as the driver reports it; None: the host's memory, or unknown.
+        peak_flops: dense peak FLOP/s of one device by dtype ("bf16", "fp16", "fp8", "tf32", "fp32"); a dtype without a
+            published figure is absent.
+        communication: the collective backend.
+        visible_devices_variable: the environment variable that hides devices.
+        native_bf16: the unit that multiplies bf16; None if bf16 would be emulated.
+        memory_bandwidth: of the device's memory, in bytes/s.
+        link_bandwidth: from one device to the others of its node, one way, in bytes/s.
+        network_bandwidth: usual bandwidth from one device to other nodes, one way, in bytes/s.
+        devices_per_node: the usual number.
+        link_domain: number of devices that the links connect, if it is more than a node.
     """
 
     name: str
@@ -50,7 +56,7 @@ def _peaks(**teraflops: float) -> Mapping[str, float]:
 
 @dataclass(frozen=True)
 class _Moves:
-    """How fast a chip moves bytes, in GB/s, one way; data sheets count links both ways."""
+    """Bandwidths in GB/s, one way (data sheets count links both ways), and the sizes of a node and a link domain."""
 
     memory: float | None = None
     link: float | None = None
@@ -88,7 +94,7 @@ def _bytes(giga: float | None) -> float | None:
     return None if giga is None else giga * _GIGA
 
 
-# Communication library, and the variable that hides devices. torch's ROCm build names AMD's chips cuda, RCCL nccl.
+# Communication library, and the variable that hides devices. torch's ROCm build calls AMD's chips cuda and RCCL nccl.
 _SOFTWARE: Mapping[str, tuple[str, str | None]] = {
     "cpu": ("gloo", None),
     "cuda": ("nccl", "CUDA_VISIBLE_DEVICES"),
@@ -97,11 +103,11 @@ _SOFTWARE: Mapping[str, tuple[str, str | None]] = {
 }
 _TENSOR_CORES = "tensor cores"
 
-# Memory is what the vendor's driver tool reports for one device; where no such report is at hand, the data sheet's
+# Memory is the amount that the vendor's driver tool reports for one device; without such a report, the data sheet's
 # figure. Peaks are dense: data sheets headline the doubled figure "with sparsity". fp8 is absent where the chip has
 # no fp8 unit. The network is that of the vendor's own system: one adapter a device, 50 GB/s at 400 Gb/s.
 _ROWS = (
-    # Detection fills in the unit that multiplies bf16 on this processor.
+    # Detection fills in this CPU's bf16 unit.
     _chip("cpu", "cpu", None, _peaks(), None),
     # Any NVIDIA GPU without a row of its own; detection fills in memory and bf16 support.
     _chip("cuda", "cuda", None, _peaks(), None),
@@ -198,9 +204,9 @@ _ROWS = (
         _Moves(768, 120, None, 8),
     ),
     # Moore Threads MTT S5000, as reported in 2026: 80 GB, 1.6 TB/s, 784 GB/s between cards (both ways), 1000 TFLOP/s
-    # with fp8. Figures of other formats were not reported.
+    # in fp8. Figures for other dtypes were not reported.
     _chip("mtt_s5000", "musa", 80 * 1024, _peaks(fp8=1000), _TENSOR_CORES, _Moves(1600, 392, None, 8)),
 )
 
 CHIPS: Mapping[str, ChipFacts] = MappingProxyType({row.name: row for row in _ROWS})
-"""Every chip by the name that `platform.chip` takes."""
+"""All chips by their `platform.chip` name."""

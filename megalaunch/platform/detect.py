@@ -1,6 +1,6 @@
-"""What this machine has, found without torch: accelerators, cores, memory, bf16 unit.
+"""Detect this machine without torch: accelerators, cores, memory, bf16 unit.
 
-Device nodes say that there are accelerators, the driver's tool which, the processor's flags what it multiplies.
+Device nodes show whether there are accelerators, the driver's tool identifies them, and the CPU flags give its units.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from megalaunch.platform.chips import CHIPS, ChipFacts
 
 @dataclass(frozen=True)
 class Machine:
-    """`chip` is the kind of device a run would use here, `devices` how many accelerators it may use (0: CPU only).
+    """A detected machine.
 
-    `cores` and `memory_bytes` are the host's, within this process's limits. `notes` are sentences for the user.
-    `free_disk` tells the bytes that may still be written on a path's disk.
+    Attributes:
+        chip: the kind of device that a run would use.
+        devices: number of usable accelerators; 0: CPU only.
+        cores: usable CPU cores of the host, within this process's limits.
+        memory_bytes: usable memory of the host, within this process's limits.
+        notes: sentences for the user.
+        free_disk: returns the free bytes on the disk of a path.
     """
 
     chip: ChipFacts
@@ -32,9 +37,9 @@ class Machine:
 
 
 def detect_machine(root: Path = Path("/"), environ: Mapping[str, str] | None = None) -> Machine:
-    """Look at this machine. Never raises for what it finds: what cannot be read becomes a note.
+    """Detect this machine. Never raises: anything unreadable becomes a note.
 
-    `root` (the file system's root) and `environ` (None: this process's) are there for tests.
+    `root` (of the file system) and `environ` (None: this process's) are parameters for tests.
     """
     environ = os.environ if environ is None else environ
     found = find_accelerators(root, environ)
@@ -43,7 +48,7 @@ def detect_machine(root: Path = Path("/"), environ: Mapping[str, str] | None = N
 
 
 def cpu_bf16_unit(root: Path = Path("/")) -> str | None:
-    """The processor's unit that multiplies bf16 faster than fp32: "AMX", or None."""
+    """Return the CPU unit that multiplies bf16 faster than fp32 ("AMX"), or None."""
     return "AMX" if "amx_bf16" in _cpu_flags(root) else None
 
 

@@ -1,4 +1,4 @@
-"""Which implementation computes each operator on a kind of device: what the engine picks without a setting."""
+"""The default implementation of each operator on a kind of device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _OTHERS = "matmuls, norms, rotary positions, softmax and loss"
 
 @dataclass(frozen=True)
 class Implementation:
-    """An operator, and the module or function that computes it."""
+    """An operator, and the module or function that implements it."""
 
     operator: str
     implementation: str
 
 
 def implementations(device: str) -> Iterator[Implementation]:
-    """The operators on a device type ("cpu" or torch's name of an accelerator)."""
+    """Yield the operators on a device type ("cpu", or torch's name of an accelerator)."""
     if device == "cpu":
         yield Implementation(
             "causal attention",

@@ -1,7 +1,7 @@
-"""Which of the packages that megalaunch builds on are here, and whether they really work.
+"""Check the packages that megalaunch depends on: installed, recent enough, importable.
 
-Versions come from the installed metadata; whether a package works is asked in a process of its own, so that a
-broken one (a wrong build, a missing library) breaks nothing here, and torch stays out of this process.
+Versions come from the installed metadata. Imports are tested in subprocesses: a broken package (a wrong build, a
+missing library) cannot break this process, and torch is not loaded into it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-IMPORT_TIMEOUT = 60.0  # seconds; torch's first import from a cold disk takes most of it
+IMPORT_TIMEOUT = 60.0  # seconds; the first import of torch from a cold disk may take most of it
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package by its distribution name; `extra` is the extra of ours that brings it (None: always installed).
+    """A package by its distribution name.
 
-    `purpose` says what cannot be done without it, `probe` is Python that fails where it does not work.
+    Attributes:
+        extra: the extra of megalaunch that installs it; None: always installed.
+        purpose: the features that need it.
+        probe: Python code that fails if the package does not work.
     """
 
     name: str
@@ -48,14 +51,17 @@ OPTIONAL = (
     Package("optuna", "sweep", "sweep --sampler tpe", ""),
     Package("triton", "", "fused kernels on NVIDIA GPUs (torch's CUDA build brings it)", ""),
 )
-"""Packages that some commands can do without, or need for one option; they are not imported to look."""
+"""Packages that only some commands or options need. They are not imported for the check."""
 
 
 @dataclass(frozen=True)
 class PackageState:
-    """What was found: `version` None means not installed; `problem` None means that it works.
+    """Result of a check.
 
-    `said` is what the probe printed, "" without one.
+    Attributes:
+        version: None if the package is not installed.
+        problem: None if it works.
+        said: output of the probe, "" without one.
     """
 
     package: Package
@@ -65,7 +71,7 @@ class PackageState:
 
 
 def inspect_packages(packages: Sequence[Package] = PACKAGES) -> list[PackageState]:
-    """The state of each package, in the given order; the probes run side by side."""
+    """Check packages and return their states in the given order. The probes run concurrently."""
     versions = {package.name: installed_version(package.name) for package in packages}
     probes = {
         package.name: subprocess.Popen(
@@ -89,7 +95,7 @@ def inspect_packages(packages: Sequence[Package] = PACKAGES) -> list[PackageStat
 
 
 def installed_version(name: str) -> str | None:
-    """The version of an installed distribution, or None."""
+    """Return the version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -97,7 +103,7 @@ def installed_version(name: str) -> str | None:
 
 
 def least_version(name: str) -> str | None:
-    """The least version that megalaunch's own metadata asks for, or None where it names none."""
+    """Return the minimum version in megalaunch's metadata, or None if it gives none."""
     try:
         required = importlib.metadata.requires("megalaunch") or []
     except importlib.metadata.PackageNotFoundError:
@@ -110,7 +116,7 @@ def least_version(name: str) -> str | None:
 
 
 def _answer(probe: subprocess.Popen[str]) -> tuple[str, str | None]:
-    """What a probe printed, and what is wrong (None: nothing)."""
+    """Return a probe's output and the problem (None: it succeeded)."""
     try:
         said, complaint = probe.communicate(timeout=IMPORT_TIMEOUT)
     except subprocess.TimeoutExpired:
