@@ -1,1 +1,1 @@
-"""Starting, watching and stopping workers; the run directory and what is drawn from it."""
+"""Start, monitor and stop workers; the run directory, and the displays and reports made from it."""

@@ -1,4 +1,4 @@
-"""Where a worker was when native code aborted it, from the stacks that Python leaves in its log then."""
+"""Locate a worker that native code aborted, from the Python stacks that faulthandler wrote to its log."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ _TAIL_BYTES = 256 * 1024
 _ABORTED = b"Fatal Python error: Aborted"  # faulthandler's heading
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_MAIN = f"{os.sep}engine{os.sep}worker.py"  # what the main thread of every worker began with
+_MAIN = f"{os.sep}engine{os.sep}worker.py"  # the file of the outermost frame of every worker's main thread
 
 
 def abort_location(log: Path) -> tuple[str, bool]:
-    """The line that the main thread was at, and whether in a collective there; ("", False) if the log does not say."""
+    """Return (file and line of the main thread when it aborted, True if in a collective); ("", False) without a stack.
+
+    Args:
+        log: the rank's log; its last 256 KiB are searched for faulthandler's newest dump.
+    """
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

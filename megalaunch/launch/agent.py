@@ -1,4 +1,4 @@
-"""The elastic agent's process: started so that it dies with the launcher, and ended with everything below it."""
+"""The elastic agent's process: started with a parent-death signal, and killed together with all its descendants."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ KILL_SECONDS = 5.0
 
 
 class Agent:
-    """One agent, from construction to `end`. Its output goes to `log`, its exit code comes from `poll`.
+    """The process of one elastic agent. Its output goes to `log`; `poll` returns its exit code.
 
-    While it lives this process adopts orphans, so that workers whose agent was killed are still found below us.
+    While it runs, this process is a child subreaper (prctl): workers of an agent that was killed become our children,
+    so `kill_tree` still finds them.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         if threading.current_thread() is not threading.main_thread():
-            # The kernel sends the parent-death signal when the *thread* that started the child ends.
+            # The kernel sends the parent-death signal when the *thread* that forked the child ends.
             raise RuntimeError("the agent must be started from the launcher's main thread")
         set_process_control(PR_SET_CHILD_SUBREAPER, 1)
         self._not_ours = {process.pid for process in descendants(os.getpid())}
@@ -40,7 +41,7 @@ class Agent:
 
         def die_with_launcher() -> None:
             set_process_control(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != launcher:  # it died before the line above
+            if os.getppid() != launcher:  # the launcher died before the line above
                 os._exit(1)
 
         with os.fdopen(open_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
@@ -50,7 +51,7 @@ class Agent:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher alone
+                start_new_session=True,  # Ctrl-C in the terminal reaches only the launcher
                 preexec_fn=die_with_launcher,
             )
         process = find_process(self._child.pid)
@@ -58,13 +59,13 @@ class Agent:
         self.process: Process = process
 
     def poll(self) -> int | None:
-        """Its exit code (negative: by that signal), or None while it runs."""
+        """Return the exit code (negative: ended by that signal), or None while the agent runs."""
         return self._child.poll()
 
     def kill_tree(self) -> list[Process]:
-        """Kill the agent, then all that it ever started; returns what could not be killed in KILL_SECONDS.
+        """Kill the agent and all its descendants; return the processes that survive KILL_SECONDS.
 
-        The agent goes first, or it would start its workers anew.
+        The agent is killed first, because it would restart workers that die.
         """
         if self._child.poll() is None:
             below = descendants(self._child.pid)
@@ -73,7 +74,7 @@ class Agent:
         else:
             below = []
         left = kill_all(below, KILL_SECONDS)
-        for _ in range(3):  # what they started meanwhile; it was given to us as orphans
+        for _ in range(3):  # processes forked meanwhile; as orphans they became our children
             if not (orphans := self._orphans()):
                 break
             left = kill_all(orphans, KILL_SECONDS)

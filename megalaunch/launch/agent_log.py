@@ -1,4 +1,4 @@
-"""What the elastic agent's log says: which worker ended how, and the words it died with when no worker could start."""
+"""Parse the elastic agent's log: exit codes of workers, and the last output of a worker that could not start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EXIT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)
 
 
 def exit_codes(log: Path) -> dict[int, int]:
-    """Exit code (negative: by that signal) of every worker that the agent reported, by pid."""
+    """Return the exit code (negative: ended by that signal) of every worker that the agent reported, by pid."""
     try:
         text = log.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -25,9 +25,10 @@ def exit_codes(log: Path) -> dict[int, int]:
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """The last lines that are not blank, each cut to 160 characters, without the agent's closing report.
+    """Return the last `count` lines that are not blank, each cut to 160 characters, without the agent's closing report.
 
-    That repeats exit codes between two lines of equal signs, and stands after what a worker that could not start said.
+    The closing report repeats exit codes between two lines of equal signs. It follows the output of a worker that could
+    not start, which is what a reader needs.
     """
     lines: deque[str] = deque(maxlen=count)
     in_report = False

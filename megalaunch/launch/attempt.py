@@ -1,4 +1,8 @@
-"""One attempt: an agent, the workers it started, and what is known of how they do."""
+"""One attempt: an elastic agent, its workers, and the diagnosis of their failures and hangs.
+
+Three modules diagnose a hang: `rank_monitor.py` reads the ranks' progress, `hang_clock.py` decides when ranks without
+progress are hung, and `collective_mismatch.py` names the rank that the others wait for.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,12 @@ from megalaunch.rundir.collective_trace import CollectiveTrace, read_collective_
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.paths import RunDirectory
 
-SETTLE_SECONDS = 0.5  # the agent's log names the dead within 0.1 s
-LOST_PEER_SECONDS = 5.0  # workers that hang on after one has died get no more; the agent alone would give them 30
+SETTLE_SECONDS = 0.5  # the agent logs a worker's exit code within 0.1 s
+LOST_PEER_SECONDS = 5.0  # time limit of workers after a peer died; the agent alone would give them 30
 
 
 class Attempt:
-    """From the start of an agent to its end. `look` first, then ask what came of it."""
+    """One attempt, from the start of an agent to its end. Call `poll` first, then `failed`."""
 
     def __init__(self, number: int, spec: RunSpec, directory: RunDirectory, agent: Agent) -> None:
         self.number, self.agent = number, agent
@@ -33,7 +37,7 @@ class Attempt:
         self.ranks = RankMonitor(directory, spec.cluster.nodes * int(spec.cluster.devices_per_node), number)
         self._clock = HangClock(spec, time.monotonic())
         self._events: list[Record] = []  # worker_failed
-        self._asked: set[Process] = set()  # to stop
+        self._asked: set[Process] = set()  # sent a stop signal
         self.agent_code: int | None = None
         self.failing_since: float | None = None
 
@@ -43,25 +47,28 @@ class Attempt:
         return [self.agent.process, *(rank.process for rank in self.ranks.alive if rank.process)]
 
     def add_event(self, event: Record) -> None:
-        """Take an event of the run that may be of this attempt."""
+        """Add an event of the run; only a `worker_failed` event of this attempt is stored."""
         if event.get("event") == "worker_failed" and event.get("attempt", self.number) == self.number:
             self._events.append(event)
 
     def poll(self, now: float) -> None:
-        """See where the agent and every rank are."""
-        self.agent_code = self.agent.poll()  # before the ranks, so that the last look sees all of them
+        """Update the state of the agent, the ranks and the hang clock; `now` is of `time.monotonic`."""
+        self.agent_code = self.agent.poll()  # before the ranks, so that the last refresh includes all of them
         moved = self.ranks.refresh()
         self._clock.poll(now, self.ranks, moved)
         if self.failing_since is None and (self.ranks.ended or self.agent_code is not None):
             self.failing_since = now
 
     def failed(self, now: float) -> Failure | None:
-        """Why the attempt is over, once that is known; None while it goes on, and where all ended without a fault."""
+        """Return why the attempt failed, once that is known; None while it runs, or if it ended without failure.
+
+        Workers that still run LOST_PEER_SECONDS after a peer died are killed, after their traces are requested.
+        """
         if self.failing_since is None:
             return self._hang() if self._clock.is_hung(self.ranks) else None
         waited = now - self.failing_since
         if self.agent_code is None and not is_alive(self.agent.process):
-            return None  # it died a moment ago, and its workers with it: the next look knows how
+            return None  # it died a moment ago with its workers: the next poll has the exit code
         if self.agent_code is not None or (
             not self.ranks.alive and (waited > SETTLE_SECONDS or self._all_exit_codes_known)
         ):
@@ -74,11 +81,11 @@ class Attempt:
         return None
 
     def has_reported(self, rank: int | None) -> bool:
-        """Whether this rank said itself why it failed."""
+        """Return whether this rank recorded its failure itself (a `worker_failed` event)."""
         return any(event.get("rank") == rank for event in self._events)
 
     def forward_signal(self, stop: StopSignals) -> None:
-        """Pass a stop request on, once to each worker."""
+        """Send a stop signal to each worker that has not been sent one."""
         for rank in self.ranks.alive:
             if rank.process and rank.process not in self._asked:
                 self._asked.add(rank.process)
@@ -91,6 +98,7 @@ class Attempt:
         )
 
     def _diagnose(self) -> Failure:
+        """Find the first failure, from exit codes, recorded exceptions, collective traces and logs of aborted ranks."""
         codes = exit_codes(self._directory.agent_log)
         traces: dict[int, CollectiveTrace] = {}
         aborted: set[int] = set()  # in a collective
@@ -109,6 +117,7 @@ class Attempt:
         )
 
     def _hang(self) -> Failure:
+        """Describe a hang: request traces from all ranks, then name the desynchronised rank or else the slowest one."""
         silent = self._clock.silent
         traces = request_traces(self.ranks.alive, self._directory)
         culprit = None if any(rank.is_stopped for rank in self.ranks.alive) else find_desynced_rank(traces)

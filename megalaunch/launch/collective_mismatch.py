@@ -1,6 +1,8 @@
-"""Which rank fell out of step, from the collectives that each rank says it ran last.
+"""Collective mismatch: find the rank that is out of step with its group, from each rank's last collectives.
 
-All members of a group have to run the same collectives in the same order; who runs another one, or none, holds up all.
+All members of a process group must call the same collectives in the same order. A rank that calls another one, or none,
+blocks the group: a hang, or an abort of its peers. The traces are those of PyTorch's flight recorder, read by
+`rundir/collective_trace.py`.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from dataclasses import dataclass
 
 from megalaunch.rundir.collective_trace import Collective, CollectiveTrace, GroupTrace
 
-_SEEN_UNKNOWN = 2  # an aborted rank tells no collectives: less suspect than one that was never run before
+_SEEN_UNKNOWN = 2  # for an aborted rank, which has no trace: less suspect than a first call
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """A rank, and in what way it differs from the others."""
+    """The rank that is out of step, and how it differs from the others."""
 
     rank: int
     message: str
@@ -24,7 +26,10 @@ class Culprit:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """The likelier the culprit, the fewer ranks ran the same there, and the fewer times it was run before."""
+    """A suspected rank, the more likely the smaller (`votes`, `seen`).
+
+    `votes` is the number of ranks that ran the same collective, `seen` how often this rank has run it before and now.
+    """
 
     votes: int
     seen: int
@@ -33,14 +38,18 @@ class _Candidate:
 
 
 def find_desynced_rank(traces: Mapping[int, CollectiveTrace]) -> Culprit | None:
-    """The rank that does not do what the others do, or None when the traces do not say."""
+    """Return the rank that the others of a hung attempt wait for, or None when the traces do not show one.
+
+    Tried in this order: different collectives of the same sequence number; ranks outside of any collective while others
+    wait; a rank waiting alone in a new collective; the rank that most others wait for.
+    """
     return _best_candidate(
         list(_different(traces)) or list(_not_waiting(traces)) or list(_waiting_alone(traces))
     ) or _most_awaited(traces)
 
 
 def find_mismatched_collective(traces: Mapping[int, CollectiveTrace]) -> Culprit | None:
-    """The rank that ran another collective than the others of its group, or None; for ranks that have crashed."""
+    """Return the rank of a crashed attempt that ran another collective than the others of its group, or None."""
     return _best_candidate(list(_different(traces)) or list(_elsewhere(traces)))
 
 
@@ -50,8 +59,10 @@ def _best_candidate(candidates: list[_Candidate]) -> Culprit | None:
 
 
 def _different(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
-    """Members of one group whose collectives of the same number differ."""
-    run: dict[tuple[str, int], Counter[str]] = {}  # group's name and number -> what ranks of all such groups ran
+    """Yield a candidate for each member of a group whose collectives of the same sequence number differ."""
+    run: dict[
+        tuple[str, int], Counter[str]
+    ] = {}  # group's name and sequence number -> collectives of the ranks of all such groups
     for _, group, one in _all_collectives(traces):
         run.setdefault((group.name, one.number), Counter())[one.what] += 1
     members: dict[tuple[tuple[int, ...], str, int], dict[int, tuple[str, int]]] = {}
@@ -67,12 +78,13 @@ def _different(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
             places = _locations(traces, rank, theirs, name, number)
             message = f"it runs {what} where the other ranks of its {name} group run {others}{places}"
             yield _Candidate(run[name, number][what], seen, rank, message)
-        return  # what comes after the first difference follows from it
+        return  # later differences follow from the first one
 
 
 def _elsewhere(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
-    """Ranks that were in a collective at another place than most, where one was aborted in its: gloo does so when
-    messages differ in size, and which of the two sides it ends is chance.
+    """Yield ranks whose collective was called from another source line than that of most, where one rank was aborted.
+
+    Gloo aborts a rank when messages differ in size; which of the two sides it aborts is chance.
     """
     inside = {rank: trace for rank, trace in traces.items() if trace.in_collective and trace.location}
     places = Counter(trace.location for trace in inside.values())
@@ -86,7 +98,7 @@ def _elsewhere(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
 
 
 def _not_waiting(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
-    """Ranks that wait for nobody while others wait."""
+    """Yield ranks that do not wait in a collective while others do."""
     busy = [rank for rank, trace in traces.items() if not trace.is_waiting]
     if busy and len(busy) < len(traces):
         for rank in busy:
@@ -95,7 +107,7 @@ def _not_waiting(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
 
 
 def _waiting_alone(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
-    """Ranks that wait in a collective that no other member has come to, and that they have not run before."""
+    """Yield ranks that wait in a collective which no other member has entered, and which is new to them."""
     newest = _newest(traces)
     for rank, group, one in _all_collectives(traces):
         others = [newest.get((group.ranks, group.name, other), 0) for other in group.ranks if other != rank]
@@ -106,7 +118,7 @@ def _waiting_alone(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate
 
 
 def _most_awaited(traces: Mapping[int, CollectiveTrace]) -> Culprit | None:
-    """The rank that more ranks wait for than for any other."""
+    """Return the rank that more ranks wait for than for any other."""
     newest, missed = _newest(traces), Counter[int]()
     for rank, group, one in _all_collectives(traces):
         if one.waiting:
@@ -121,7 +133,7 @@ def _most_awaited(traces: Mapping[int, CollectiveTrace]) -> Culprit | None:
 
 
 def _locations(traces: Mapping[int, CollectiveTrace], rank: int, others: Sequence[int], group: str, number: int) -> str:
-    """Where `rank` and most of the `others` are, as far as this is still the newest collective of each."""
+    """Describe the source lines of `rank` and of most `others`, if collective `number` is still the newest of each."""
 
     def still_there(one: int) -> bool:
         return any(told.name == group and told.last[-1].number == number for told in traces[one].groups if told.last)
@@ -133,7 +145,7 @@ def _locations(traces: Mapping[int, CollectiveTrace], rank: int, others: Sequenc
 
 
 def _newest(traces: Mapping[int, CollectiveTrace]) -> dict[tuple[tuple[int, ...], str, int], int]:
-    """By ranks and name of a group, and a member: the number of its newest collective."""
+    """Return the sequence number of the newest collective by (ranks of the group, name of the group, member)."""
     return {
         (group.ranks, group.name, rank): group.last[-1].number
         for rank, trace in traces.items()

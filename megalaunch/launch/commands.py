@@ -1,4 +1,4 @@
-"""The command that starts each machine's elastic agent, as argument lists; never a shell string built from values."""
+"""Build the command that starts each node's elastic agent, as an argv list; never a shell string built from values."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
 AGENT_MODULE = "megalaunch.engine.agent"
 WORKER_MODULE = "megalaunch.engine.worker"
 RENDEZVOUS_PORT = 29400  # torchrun's own default
-_FIRST_NODE = "NODE0"  # stands for the first machine's address where no launcher knows it
+_FIRST_NODE = "NODE0"  # placeholder for the first node's address where no launcher sets it
 
 
 def node_commands(
     spec: RunSpec, spec_file: Path, worker_module: str = WORKER_MODULE, max_restarts: int | None = None
 ) -> list[list[str]]:
-    """One argument list a machine, in machine order, for a spec whose `auto` values are resolved.
+    """Return one argv list per node, in node order, for a spec whose `auto` values are resolved.
 
-    The agent is torch's elastic agent behind a rendezvous of ours: torchrun's own listens on every interface and
-    unpickles what it finds there. Everything but this machine's number stands in the spec and beside it.
+    The agent is torch's elastic agent with a rendezvous of this project: torchrun's own listens on every interface and
+    unpickles what it receives. All settings but the node's rank are in the spec and the files next to it.
 
-    `max_restarts` is the agent's own; None is the spec's, where nobody else starts an agent that has ended.
+    Args:
+        max_restarts: the agent's own restarts; None takes the spec's, for launches in which nothing else restarts an
+            agent.
     """
     agent = [sys.executable, "-m", AGENT_MODULE]
     if max_restarts is not None:
@@ -37,7 +39,7 @@ def node_commands(
 
 
 def shown_commands(commands: Sequence[Sequence[str]]) -> list[str]:
-    """The same commands as lines to paste into a shell, each under a comment where there are several."""
+    """Return the commands as shell lines to paste, each below a comment where there are several."""
     if len(commands) == 1:
         return [shlex.join(commands[0])]
     lines = [f"# {_FIRST_NODE} is the address of the first machine, reachable from the others"]
@@ -47,6 +49,9 @@ def shown_commands(commands: Sequence[Sequence[str]]) -> list[str]:
 
 
 def agent_environment(environment: Mapping[str, str], launcher_pid: int, workers: int, cores: int) -> dict[str, str]:
-    """The agent's environment: the user's own, the launcher's pid, and an equal share of the cores for each worker."""
+    """Return the agent's environment: the user's, the launcher's pid, and OMP_NUM_THREADS if it is not set.
+
+    Each worker gets an equal share of the CPU cores, at least one.
+    """
     share = str(max(1, cores // max(1, workers)))
     return {"OMP_NUM_THREADS": share, **environment, LAUNCHER_PID_VARIABLE: str(launcher_pid)}

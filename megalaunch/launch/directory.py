@@ -1,4 +1,4 @@
-"""The run directory before a launch: what is in it, whose it is, and taking hold of it."""
+"""The run directory before a launch: inspect its files, lock it, and create its folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OURS = re.compile(
 
 
 class RunDirectoryError(Exception):
-    """The directory cannot hold this run; `fix` says what to do about it."""
+    """The directory cannot be used for this run; `fix` says what to do."""
 
     def __init__(self, message: str, fix: str) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class RunDirectoryError(Exception):
 
 @dataclass(frozen=True)
 class RunState:
-    """What earlier launches left: `stored` is the frozen spec of a begun run, `step` the last in metrics or outcome."""
+    """The state that earlier launches left: `stored` is the frozen spec of a run that has trained."""
 
     kind: Literal["new", "begun"]
     stored: RunSpec | None = None
@@ -43,9 +43,13 @@ class RunState:
 
 
 def inspect_run(directory: RunDirectory) -> RunState:
-    """Look, without changing anything; raises RunDirectoryError for what is no run, SpecError for a broken spec.yaml.
+    """Inspect a run directory without changing it.
 
     A run counts as begun once it has trained: a launch that ended before the first step left nothing to protect.
+
+    Raises:
+        RunDirectoryError: the path is not a run directory, or cannot be read.
+        SpecError: spec.yaml is invalid.
     """
     root = directory.root
     if not root.exists():
@@ -70,7 +74,7 @@ def inspect_run(directory: RunDirectory) -> RunState:
 
 
 def _stored_spec(directory: RunDirectory) -> RunSpec:
-    """The run's spec.yaml; where a power cut left it empty, the copy in the newest checkpoint that holds one."""
+    """Read the run's spec.yaml; if a power failure left it empty, the copy in the newest checkpoint that has one."""
     try:
         if directory.spec.read_bytes().strip(b"\0\r\n "):
             return read_spec(directory.spec)
@@ -83,7 +87,7 @@ def _stored_spec(directory: RunDirectory) -> RunSpec:
 
 
 def _saved_specs(directory: RunDirectory) -> list[Path]:
-    """The copies of spec.yaml in checkpoints, the newest first."""
+    """Return the copies of spec.yaml in checkpoints, newest first."""
     paths = (directory.checkpoint(step) / SPEC_FILE for step in reversed(_checkpoint_steps(directory)))
     return [path for path in paths if path.is_file()]
 
@@ -103,19 +107,19 @@ def lock_run(directory: RunDirectory) -> RunLock:
 
 
 def unlock_run(directory: RunDirectory, lock: RunLock) -> None:
-    """Let the directory go; one in which nothing was begun disappears again."""
+    """Release the lock, and remove the directory if it is empty."""
     lock.release()
     with contextlib.suppress(OSError):
         directory.root.rmdir()
 
 
 def run_is_held(directory: RunDirectory) -> bool:
-    """Whether a launcher runs it now."""
+    """Return whether a launcher holds the run directory now."""
     return is_held(directory.lock)
 
 
 def unwritable_reason(directory: RunDirectory) -> str | None:
-    """Why the run cannot write what it has to, as far as that shows without taking space; None when it can."""
+    """Return why the run's folders cannot be written, or None; tests with empty files, so a full disk may pass."""
     for folder in (directory.root, directory.logs, directory.checkpoints):
         try:
             with tempfile.TemporaryFile(dir=folder):
@@ -128,7 +132,7 @@ def unwritable_reason(directory: RunDirectory) -> str | None:
 
 
 def create_folders(directory: RunDirectory) -> None:
-    """The folders that workers write into, without what the last launch's workers left to be watched."""
+    """Create the folders that workers write into; remove the outcome, progress and trace files of the last launch."""
     for folder in (directory.logs, directory.checkpoints, directory.plots):
         make_directory(folder)
     for pattern in ("rank_*.progress.json", "rank_*.collectives.json"):

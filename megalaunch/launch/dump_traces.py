@@ -1,4 +1,4 @@
-"""Asking workers that do not move where they are: their stacks go to their logs, their last collectives to a file."""
+"""Request traces from workers without progress: Python stacks go to their logs, their last collectives to a file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from megalaunch.rundir.collective_trace import (
 )
 from megalaunch.rundir.paths import RunDirectory
 
-ANSWER_SECONDS = 10.0  # after the newest answer: on a machine with more to do than cores each takes its time
+ANSWER_SECONDS = 10.0  # after the newest answer: with more busy processes than cores each may be slow
 _QUESTIONS = (DUMP_STACKS_SIGNAL, DUMP_TRACE_SIGNAL)
 
 
 def request_traces(ranks: Sequence[Rank], directory: RunDirectory) -> dict[int, CollectiveTrace]:
-    """The traces of those that answer in time; a stopped process cannot, nor one that holds the interpreter's lock."""
+    """Signal the ranks, and return the traces of those that answer in time, by rank.
+
+    A stopped process cannot answer, nor one that holds the interpreter's lock (GIL) in native code. A process without
+    handlers for the two signals is left out: they would kill it.
+    """
     asked: dict[int, Rank] = {}
     began = time.time()
     for rank in ranks:

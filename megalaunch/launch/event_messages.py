@@ -1,4 +1,4 @@
-"""Events as sentences: the lines that both displays show for what happened besides steps."""
+"""Convert events to sentences: the lines that both displays show besides steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megalaunch.rundir.jsonl import Record
 
 
 def event_message(event: Record) -> str | None:
-    """One line for an event, or None for those that nobody needs to see while the run goes on."""
+    """Return one line for an event, or None for an event that is not shown while the run goes on."""
     match event.get("event"):
         case "launch":
             return f"starting {event.get('workers')} workers"

@@ -1,4 +1,4 @@
-"""Why an attempt failed: the one rank that failed first, among those that only lost their peer."""
+"""Find the cause of a failed attempt: the rank that failed first, not the ranks that only lost their peer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalaunch.launch.collective_mismatch import Culprit
 from megalaunch.launch.rank_monitor import Rank, rank_label
 from megalaunch.rundir.jsonl import Record
 
-# What gloo, NCCL and the store say when a peer went away: the words of a victim, not of a culprit.
+# Errors of gloo, NCCL and the store for a lost peer: they show a consequence of a failure, not its cause.
 _LOST_PEER = re.compile(
     r"connection (was )?(reset|closed|refused)|closed by peer|broken pipe|gloo|nccl|remote process"
     r"|timed out waiting|DistBackendError|DistNetworkError|DistStoreError",
@@ -55,12 +55,12 @@ class Failure:
         return f"{self.exception}: {self.message}" if self.message else self.exception
 
     def same_cause(self, other: Failure) -> bool:
-        """Whether both failed at the same step with the same exception."""
+        """Return whether both failed at the same step with the same exception."""
         return (self.step, self.exception) == (other.step, other.exception)
 
 
 def describe_exit(code: int | None) -> tuple[str, str]:
-    """An exit code in words: (short name, what it means)."""
+    """Return (short name, meaning) of an exit code; negative codes are signals."""
     if code is None:
         return "ended", "how is not known"
     if code >= 0:
@@ -82,12 +82,17 @@ def first_failure(
     agent_code: int | None = None,
     aborted: Collection[int] = (),
 ) -> Failure:
-    """The cause of a failed attempt.
+    """Return the cause of a failed attempt.
 
-    `events` are the attempt's `worker_failed` records, `ranks` its workers, `exit_codes` the agent's by pid. A
-    worker's own exception comes first; then the agent, where a signal ended it (`agent_code`): its workers die with
-    it; then a worker that died without a word; last those who lost a peer, of whom one may be a `suspect`: it ran
-    other collectives than they. Ranks that native code `aborted` in a collective count among these.
+    In this order: a worker's own exception; the agent, if a signal ended it, as its workers die with it; `culprit`, if
+    all killed ranks are in `aborted`; a rank that outlived its peers (a hang); a worker that ended without an
+    exception; a peer-loss error.
+
+    Args:
+        events: `worker_failed` records of the attempt.
+        exit_codes: of workers by pid, from the agent's log.
+        culprit: the rank whose collectives differ from its group's.
+        aborted: ranks that native code aborted in a collective.
     """
     by_time = sorted(events, key=lambda event: event.get("time", 0.0))
     own = [event for event in by_time if not _lost_peer(event)]
@@ -102,11 +107,11 @@ def first_failure(
         rank for rank in ranks.values() if rank.ended and not rank.outlived_peer and rank.progress.rank not in spoke
     ]
     ends = {rank.progress.rank: exit_description(rank, exit_codes) for rank in silent}
-    # The agent ends the others by SIGTERM, so a death by any other signal came before.
+    # The agent ends the other workers by SIGTERM, so a death by any other signal came first.
     killed = [rank for rank in silent if ends[rank.progress.rank] not in (None, 0, -signal.SIGTERM)]
     if culprit is not None and culprit.rank in ranks and all(rank.progress.rank in aborted for rank in killed):
         return _failure_location(attempt, ranks[culprit.rank], "out of step", culprit.message)
-    if held_on and not silent:  # the others' collectives timed out on it
+    if held_on and not silent:  # the collectives of the others timed out waiting for it
         behind = min(held_on, key=lambda rank: rank.progress.step)
         return _failure_location(
             attempt, behind, "hang", "the other ranks waited for it until their collectives timed out"
@@ -121,7 +126,7 @@ def first_failure(
 
 
 def hang_failure(attempt: int, behind: Rank | None, step: int, silent_seconds: float, reason: str = "") -> Failure:
-    """No rank has moved for `silent_seconds`; `behind` is the one that the others wait for, `reason` how one knows."""
+    """Describe a hang of `silent_seconds`; `behind` is the rank that the others wait for, `reason` the evidence."""
     message = f"no progress on any rank for {silent_seconds:.0f} s" + (f": {reason}" if reason else "")
     if behind is None:
         return Failure(attempt, None, "", "starting", step, "hang", message)
@@ -134,11 +139,12 @@ def _failure_location(attempt: int, rank: Rank, exception: str, message: str) ->
 
 
 def _lost_peer(event: Record) -> bool:
+    """Return whether an event is a peer-loss error."""
     return bool(_LOST_PEER.search(f"{event.get('exception', '')} {event.get('message', '')}"))
 
 
 def exit_description(rank: Rank, exit_codes: Mapping[int, int]) -> int | None:
-    """How a rank ended: its exit code, negative for a signal; None where nobody knows."""
+    """Return a rank's exit code, negative for a signal; None if it is not known."""
     return exit_codes.get(rank.progress.pid, rank.return_code)
 
 

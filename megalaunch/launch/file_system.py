@@ -1,4 +1,4 @@
-"""What the file system of a folder can be relied on for: whose locks it knows, and what time it has."""
+"""Properties of a folder's file system: whether its locks reach other machines, and the clock that stamps its files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 
 _MOUNTS = Path("/proc/self/mountinfo")
-# Shared with other machines, with an flock that only this kernel knows: always so, or by an option of nfs(5),
+# File systems shared with other machines whose flock is local to this kernel: by type, or by an option of nfs(5),
 # mount.lustre(8) or mount.cifs(8).
 _LOCAL_LOCK_TYPES = re.compile(r"fuse(\..*)?|9p|virtiofs|vboxsf")
 _LOCAL_LOCK_OPTIONS = {"nolock", "local_lock=flock", "local_lock=all", "localflock", "nobrl"}
 
 
 def has_local_locks(path: Path, mounts: Path = _MOUNTS) -> bool:
-    """Whether other machines may share the file system of `path` without seeing who holds an flock there."""
+    """Return whether other machines may share the file system of `path` without honouring an flock held here."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -26,7 +26,7 @@ def has_local_locks(path: Path, mounts: Path = _MOUNTS) -> bool:
         fields, _, rest = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
         covers = place == point or place.startswith(point.rstrip("/") + "/")
-        if covers and len(point) >= len(found[0]):  # a later mount at the same place lies on top
+        if covers and len(point) >= len(found[0]):  # a later mount at the same place hides the earlier one
             kind, *more = rest.split()
             found = (point, kind, set(",".join([fields.split()[5], *more[1:]]).split(",")))
     _, kind, options = found
@@ -34,7 +34,10 @@ def has_local_locks(path: Path, mounts: Path = _MOUNTS) -> bool:
 
 
 def file_system_time(folder: Path) -> float:
-    """Seconds since 1970 by the clock that stamps files there, which may be a server's; ours where we cannot write."""
+    """Return the time of the clock that stamps files in `folder`, seconds since 1970; local if not writable.
+
+    A network file system stamps files by its server's clock.
+    """
     probe = folder / ".lock.unfinished"
     try:
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)

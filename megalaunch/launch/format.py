@@ -1,4 +1,4 @@
-"""Numbers as people read them, in the display, the summary and the failure report alike."""
+"""Format numbers for people: the same in the display, the summary and the failure report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def format_duration(seconds: float) -> str:
-    """`45 s`, `3 min 05 s`, `2 h 07 min`."""
+    """Format seconds as `45 s`, `3 min 05 s`, `2 h 07 min`."""
     if not math.isfinite(seconds):
         return "-"
     whole = round(seconds)
@@ -18,14 +18,14 @@ def format_duration(seconds: float) -> str:
 
 
 def format_memory(count: float) -> str:
-    """`512 MiB`, `1.4 GiB`."""
+    """Format bytes as `512 MiB`, `1.4 GiB`."""
     if not math.isfinite(count):
         return "-"
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def format_file_size(count: float) -> str:
-    """`72.3 MB`, decimal units as disks have them."""
+    """Format bytes as `72.3 MB`: decimal units, as for disks."""
     if not math.isfinite(count):
         return "-"
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -35,17 +35,17 @@ def format_file_size(count: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """`12,345`."""
+    """Format a count as `12,345`."""
     return f"{value:,.0f}" if math.isfinite(value) else "-"
 
 
 def format_flops(rate: float | None) -> str:
-    """FLOP/s of one device: `412 TFLOP/s`, `85.3 GFLOP/s`."""
+    """Format FLOP/s of one device as `412 TFLOP/s`, `85.3 GFLOP/s`."""
     if not rate or not math.isfinite(rate):
         return "- TFLOP/s"
     return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.3g} GFLOP/s"
 
 
 def format_loss(value: float) -> str:
-    """A loss in nats to four digits; NaN and infinity by name."""
+    """Format a loss in nats with four decimals; NaN and infinity by name."""
     return f"{value:.4f}"

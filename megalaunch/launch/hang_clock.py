@@ -1,4 +1,4 @@
-"""When ranks that do not move are hung: how long they have stood still, and how long they may at what they do."""
+"""Hang detection: measure how long no rank has made progress, and the time limit for the phase that they are in."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from statistics import median
 from megalaunch.config.schema import RunSpec
 from megalaunch.launch.rank_monitor import STEPPING, RankMonitor
 
-STEP_SECONDS = 15.0  # the least that a step is given
+STEP_SECONDS = 15.0  # minimum time limit of a step
 STEP_MEDIANS = 10
-_KNOWN_SAMPLES = 5  # before that the median says little: first steps compile, allocate and connect
+_KNOWN_SAMPLES = 5  # with fewer the median is unreliable: first steps compile, allocate and connect
 _LONGEST_GAP = 2.0
-_POINTLESS_BELOW = 1.0  # no limit can be shorter
+_POINTLESS_BELOW = 1.0  # seconds; every limit is longer, so none is computed below this
 
 
 class HangClock:
-    """Told of every look at an attempt's ranks; `silent` is for how many seconds none of them has moved.
+    """Time since any rank made progress (`silent`, in seconds), compared to the limit of the current phase.
 
-    Time in which this process itself did not run does not count: a scheduler that suspends a job stops the launcher
-    together with its workers.
+    A gap between two polls counts for at most 2 s, so time in which this process itself was suspended does not count: a
+    scheduler that suspends a job stops the launcher together with its workers.
     """
 
     def __init__(self, spec: RunSpec, now: float) -> None:
         self._launcher, self._compiled = spec.launcher, spec.train.compile
         self._looked, self.silent = now, 0.0
         self._seconds_per_step: deque[float] = deque(maxlen=100)
-        self._last: tuple[int, float] | None = None  # step and time of the first rank's last report
+        self._last: tuple[int, float] | None = None  # step and time of the lowest rank's last report
 
     def poll(self, now: float, ranks: RankMonitor, moved: bool) -> None:
-        """Go on to `now`; `moved` says whether any rank has reported since the last look."""
+        """Advance to `now`, and record step times; `moved` says whether any rank has reported since the last poll."""
         gap, self._looked = now - self._looked, now
         self.silent = 0.0 if moved else self.silent + min(gap, _LONGEST_GAP)
         first = ranks.known.get(min(ranks.known, default=0))
@@ -42,14 +42,16 @@ class HangClock:
             self._last = (step, time)
 
     def is_hung(self, ranks: RankMonitor) -> bool:
-        """Whether they have stood still for too long."""
+        """Return whether the ranks have made no progress for longer than `limit`."""
         return self.silent > _POINTLESS_BELOW and self.silent > self.limit(ranks)
 
     def limit(self, ranks: RankMonitor) -> float:
-        """Seconds that the ranks may stand still where they are.
+        """Return the seconds without progress that the current phase may take.
 
-        Steps are alike, so a step has a limit of its own as soon as their length is known; not while a debugger holds
-        a rank, nor for layers that are compiled: a new shape may compile them anew.
+        While ranks start: the larger of start_timeout and hang_timeout. Within steps: step_timeout if given, else
+        max(STEP_SECONDS, STEP_MEDIANS x median step time), at most hang_timeout. In all other cases hang_timeout:
+        outside of steps, before enough step times are known, while a debugger holds a rank, and with train.compile,
+        since a new shape may compile the layers again.
         """
         if ranks.are_starting:
             return max(self._launcher.start_timeout, self._launcher.hang_timeout)

@@ -1,4 +1,4 @@
-"""A line every few seconds while something else works without saying anything."""
+"""Print a line every few seconds while a long operation prints nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INTERVAL = 9.0
 
 
 class Heartbeat:
-    """A context in which `say` prints, and repeats what goes on when nothing was printed for SILENCE seconds."""
+    """A context whose `say` prints a line, and repeats the current operation after INTERVAL seconds without output."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._print = say
@@ -33,7 +33,7 @@ class Heartbeat:
         self._thread.join()
 
     def say(self, line: str) -> None:
-        """Print a line; it is what goes on from now."""
+        """Print a line; it names the current operation from now on."""
         self._doing = line
         self._since = self._last = time.monotonic()
         self._print(line)

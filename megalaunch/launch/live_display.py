@@ -1,4 +1,4 @@
-"""The display in a terminal: a panel that is redrawn in place, with what happens printed above it."""
+"""The display in a terminal: a panel that is redrawn in place, with events printed above it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _SPARK_WIDTH = 48
 _FRAME = 4  # the panel's border and padding
 _GAP = 3  # columns between two figures
 KEPT_FREE = 3
-"""Columns at the right that nothing is drawn in: a terminal writes `^C` behind the cursor, and a line that wraps
-would move the drawing down, so that its first line stayed behind."""
+"""Columns at the right that stay empty: a terminal writes `^C` after the cursor, and a line that wraps
+would move the panel down, so that its first line would remain on the screen."""
 
 
 class LiveDisplay:
-    """Redraws when told to; it starts no thread, since the agent dies with the thread that started it."""
+    """The panel of a run, redrawn by `update`: no thread, since the agent dies with the thread that forked it."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -40,7 +40,7 @@ class LiveDisplay:
         self._live.console.print(line, markup=False, highlight=False)
 
     def update(self, view: RunState) -> None:
-        """Print what happened and redraw the panel."""
+        """Print new events and redraw the panel."""
         for event in view.fresh_events:
             if (line := event_message(event)) and event.get("event") != "phase":
                 self.say(line)
@@ -50,13 +50,13 @@ class LiveDisplay:
         self._live.update(panel(view, self._console.width - KEPT_FREE), refresh=True)
 
     def close(self) -> None:
-        """Take the panel away."""
+        """Remove the panel."""
         with contextlib.suppress(OSError):
             self._live.stop()
 
 
 def panel(view: RunState, width: int) -> Panel:
-    """The whole picture of a run, so many columns wide."""
+    """Draw the state of a run as a panel of `width` columns."""
     doing = doing_now(view)
     bar = Table.grid(padding=(0, 1), expand=True)
     bar.add_column(ratio=1)
@@ -73,13 +73,13 @@ def panel(view: RunState, width: int) -> Panel:
 
 
 def doing_now(view: RunState) -> str:
-    """What a run is at: `training`, `stopping` after a stop request, or the phase it is in."""
+    """Return a run's activity: `training`, `stopping` after a stop request, or its phase."""
     doing = "training" if view.stepping else view.phase
     return "stopping" if view.ending and view.stepping else doing
 
 
 def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
-    """The values as a row of blocks, the newest on the right; what is not finite is a blank."""
+    """Draw values as a row of blocks, newest on the right; a blank for a value that is not finite."""
     recent = list(values)[-width:]
     finite = [value for value in recent if value == value and abs(value) != float("inf")]
     if not finite:
@@ -120,6 +120,6 @@ def _figures(view: RunState, width: int) -> Table:
 
 
 def _width(shown: Sequence[Text], columns: int) -> int:
-    """Columns of a terminal that so many figures side by side take."""
+    """Return the terminal columns that the figures need in a table of `columns` columns."""
     widest = [max((text.cell_len for text in shown[column::columns]), default=0) for column in range(columns)]
     return sum(widest) + _GAP * (columns - 1)

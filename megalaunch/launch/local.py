@@ -1,4 +1,4 @@
-"""Launching on this machine: freeze the spec, start the agent, watch it, and leave nothing running."""
+"""Launch on this machine: write the frozen spec, start the agent, supervise it, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megalaunch.rundir.paths import RunDirectory
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a resolved spec into a directory that this process holds; `words` are the user's."""
+    """One launch of a resolved spec into a directory that this process has locked; `words` are the user's overrides."""
 
     spec: RunSpec
     directory: RunDirectory
@@ -36,12 +36,16 @@ class Launch:
 
 
 def record_overrides(directory: RunDirectory, overrides: Sequence[str]) -> None:
-    """Append the words of a launch to the run's history. Raises OSError."""
+    """Append the overrides of a launch to the run's history (overrides.txt). Raises OSError."""
     append_line_bytes(directory.overrides, f"{shlex.join(overrides)}\n".encode())
 
 
 def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunState], Display | None]) -> LaunchResult:
-    """Run to the end; call it from the main thread. Raises RunDirectoryError when the directory takes no files."""
+    """Launch and supervise a run until it ends; call from the main thread.
+
+    Raises:
+        RunDirectoryError: the run directory cannot be written.
+    """
     spec, directory = launch.spec, launch.directory
     command = node_commands(spec, directory.spec, launch.worker_module, max_restarts=0)[0]
     workers = int(spec.cluster.devices_per_node)
@@ -61,7 +65,7 @@ def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunSt
     def start_agent(attempt: int) -> Agent:
         return Agent(command, {**environment, ATTEMPT_VARIABLE: str(attempt)}, directory.agent_log)
 
-    stop.watching = True  # from here on a signal is for the workers; after them there is nothing left to stop
+    stop.watching = True  # from here on a stop signal is forwarded to the workers
     try:
         return Supervisor(spec, directory, launch.lock, start_agent, stop, view, display).watch()
     finally:

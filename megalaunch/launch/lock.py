@@ -1,7 +1,8 @@
-"""One launcher a run directory: a lock that names its holder and ends with it, however it ends.
+"""One launcher per run directory: a lock that names its holder and ends with the holder's process.
 
-The kernel's flock decides, and it goes with its process; the file's contents only say who holds it. Where flock is
-not supported, or holds on one machine of several, the holder's heartbeat decides: how long ago it touched the file.
+The kernel's flock decides, and is released when its process ends; the file's contents only name the holder. Where flock
+is not supported, or is local to one of several machines, the holder's heartbeat decides: the time since it touched the
+file.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from megalaunch.launch.file_system import file_system_time, has_local_locks
 from megalaunch.launch.process import Process, find_process, is_alive
 from megalaunch.rundir.files import open_file
 
-SILENT_SECONDS = 60.0  # a holder on another machine that has not touched its lock for so long is dead
+SILENT_SECONDS = 60.0  # a holder on another machine counts as dead after so long without a touch
 TOUCH_SECONDS = 10.0
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_PROBE_SECONDS = 0.1  # `is_held` takes the lock for a moment: whoever asks in that moment asks again
+_PROBE_SECONDS = 0.1  # `is_held` takes the lock for a moment, so a failed attempt is repeated for so long
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a run directory; `since` is in seconds since 1970, `started` in clock ticks since boot."""
+    """The process that holds a run directory; `since` is in seconds since 1970, `started` in clock ticks since boot."""
 
     pid: int
     started: int
@@ -36,7 +37,7 @@ class Holder:
     since: float
 
     def describe(self) -> str:
-        """`process 12 on host since 2026-11-21 10:00:00`."""
+        """Return `process 12 on host since 2026-11-21 10:00:00`."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"process {self.pid} on {self.host} since {since}"
 
@@ -51,7 +52,7 @@ class RunLocked(Exception):
 
 
 class RunLock:
-    """Held from creation to `release`; raises RunLocked, or OSError when the file cannot be written."""
+    """A lock from construction to `release`. Raises RunLocked, or OSError when the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -65,9 +66,10 @@ class RunLock:
                 raise
             if self._is_at_its_path():
                 return
-            os.close(self._descriptor)  # its last holder removed it between our opening and locking it
+            os.close(self._descriptor)  # its last holder removed the file between our open and our flock
 
     def _take(self) -> None:
+        """Take the flock and write this process as the holder; check the heartbeat if flock is not decisive."""
         decided = _flock(self._descriptor, fcntl.LOCK_EX)
         if decided is False:
             raise RunLocked(self._path, read_holder(self._path))
@@ -88,14 +90,14 @@ class RunLock:
             return False
 
     def touch(self) -> None:
-        """Give a heartbeat to machines that cannot see this process; cheap, call it often. Raises nothing."""
+        """Update the heartbeat for machines that cannot see this process; cheap to call often, raises nothing."""
         if time.monotonic() - self._touched > TOUCH_SECONDS:
             self._touched = time.monotonic()
-            with contextlib.suppress(OSError):  # read-only by now: whoever writes something that counts says so
+            with contextlib.suppress(OSError):  # the file system may be read-only by now: writes that matter report it
                 os.utime(self._descriptor)
 
     def release(self) -> None:
-        """Remove the file and let it go. Raises nothing: a file that cannot be removed holds nobody up."""
+        """Remove the file and release the lock; raises nothing, as a file that remains blocks no other launcher."""
         with contextlib.suppress(OSError):
             if self._is_at_its_path():
                 self._path.unlink(missing_ok=True)
@@ -105,7 +107,7 @@ class RunLock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a launcher holds the lock at `path` now; does not change the file."""
+    """Return whether a launcher holds the lock at `path` now; does not change the file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -123,7 +125,7 @@ def is_held(path: Path) -> bool:
 
 
 def _flock(descriptor: int, kind: int) -> bool | None:
-    """Whether the lock could be taken; None where the file system has no locks."""
+    """Take an flock without blocking: True if taken, False if held elsewhere, None if the file system has no locks."""
     deadline = time.monotonic() + _PROBE_SECONDS
     while True:
         try:
@@ -139,7 +141,7 @@ def _flock(descriptor: int, kind: int) -> bool | None:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """The holder that the file names, alive or not, or None when it names none."""
+    """Return the holder that the file names, alive or not, or None when it names none."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -147,9 +149,9 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def _has_heartbeat(holder: Holder, path: Path) -> bool:
-    """Looked up here when it is of this machine, else judged by how long ago it touched its lock.
+    """Return whether a holder is alive: by its process on this machine, else by the time since it touched the lock.
 
-    That is measured by the file system's own clock: those of two machines differ, by an hour at times.
+    That time is measured by the file system's own clock, since the clocks of two machines may differ by an hour.
     """
     if holder.host == socket.gethostname():
         same_process = holder.pid == os.getpid()

@@ -1,4 +1,4 @@
-"""The display where stdout is no terminal: one line every log interval, and a line for all that happens."""
+"""The display where stdout is not a terminal: one line per log interval, and one per event."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megalaunch.launch.format import format_count, format_duration, format_flops
 from megalaunch.launch.run_state import RunState, number
 from megalaunch.rundir.jsonl import Record
 
-STARTING_SILENCE = 9.0  # outside of steps a reader must never wonder for 10 s whether anything happens
+STARTING_SILENCE = 9.0  # seconds; outside of steps there must be output within 10 s
 TRAINING_SILENCE = 60.0
 _BEFORE_STEPS = (
     "launch",
@@ -21,11 +21,11 @@ _BEFORE_STEPS = (
     "metrics_cut",
     "metrics_gap",
     "checkpoint_refused",
-)  # the rest comes after them
+)  # other events are printed after the new steps
 
 
 class PlainDisplay:
-    """Prints lines to `stream`; one that is gone (a closed pipe or terminal) stops the printing, not the run."""
+    """Print lines to `stream`. A stream that is closed (pipe or terminal) ends the printing, not the run."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
@@ -42,7 +42,7 @@ class PlainDisplay:
                 self._gone = True
 
     def update(self, view: RunState) -> None:
-        """Print what is new since the last call."""
+        """Print the events, steps and validations since the last call."""
         for event in view.fresh_events:
             if event.get("event") == "restart":
                 self._steps_seen = False
@@ -62,7 +62,7 @@ class PlainDisplay:
         self._break_silence(view)
 
     def _say_event(self, event: Record) -> None:
-        # Between steps a phase shows in what it leaves: a validation loss, a checkpoint.
+        # Between steps a phase is visible by its result: a validation loss, a checkpoint.
         if (line := event_message(event)) and not (self._steps_seen and event.get("event") == "phase"):
             self.say(line)
 
@@ -73,16 +73,16 @@ class PlainDisplay:
             self.say(f"still {doing} (step {view.step}, {format_duration(view.elapsed)} since the launch)")
 
     def close(self) -> None:
-        """Nothing to put back."""
+        """Do nothing: there is no terminal state to restore."""
 
 
 def validation_line(record: Record) -> str:
-    """A validation's line."""
+    """Return the line of a validation record."""
     return f"step {record['step']}  validation loss {format_loss(number(record, 'validation_loss'))}"
 
 
 def step_line(view: RunState, record: Record) -> str:
-    """One step's line."""
+    """Return the line of a step record."""
     width = len(str(view.last_step))
     parts = [
         f"step {int(record['step']):>{width}}/{view.last_step}",

@@ -1,4 +1,4 @@
-"""Which display fits where stdout goes."""
+"""Select the display that suits stdout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megalaunch.launch.supervise import Display
 
 
 def open_display(view: RunState) -> Display:
-    """A panel in a terminal, lines elsewhere."""
+    """Return a panel for a terminal, else a display that prints lines."""
     if sys.stdout.isatty():
         from megalaunch.launch.live_display import LiveDisplay
 

@@ -1,4 +1,4 @@
-"""plots/loss.png: training and validation loss over the steps, and the learning rate below them."""
+"""Draw plots/loss.png: training and validation loss over the steps, and the learning rate below them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalaunch.rundir.paths import RunDirectory
 
 
 def plot_run(directory: RunDirectory, title: str) -> Path | None:
-    """Draw the metrics, None when there are none. Raises ImportError without matplotlib, OSError on a full disk."""
+    """Draw the metrics of a run; None without steps. Raises ImportError without matplotlib, OSError on a full disk."""
     records = list(read_lines(directory.metrics))
     steps = [record for record in records if "loss" in record]
     validations = [record for record in records if "validation_loss" in record]
@@ -47,7 +47,7 @@ def plot_run(directory: RunDirectory, title: str) -> Path | None:
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Means over a window that ends at each value, a fiftieth of the whole wide."""
+    """Return the trailing moving average; the window is 1/50 of the number of values."""
     width = max(1, len(values) // 50)
     return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
 

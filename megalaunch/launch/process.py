@@ -1,6 +1,6 @@
-"""Processes as /proc shows them: who lives, whose child it is, how it ended; and killing exactly that one.
+"""Processes by /proc: state, descendants and exit code of a process, and signals to exactly that process.
 
-A pid alone may be reused, so a process is named by its pid and its start time together.
+A pid may be reused, so a process is identified by its pid and its start time together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Process:
-    """One process for as long as it exists: `started` is in clock ticks since boot."""
+    """One process, identified by pid and start time; `started` is in clock ticks since boot."""
 
     pid: int
     started: int
@@ -38,38 +38,38 @@ class _Stat:
 
 
 def set_process_control(option: int, value: int) -> None:
-    """prctl(2) with one argument; raises OSError when the kernel refuses."""
+    """Call prctl(2) with one argument; raises OSError when the kernel refuses."""
     if _libc.prctl(option, value, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
 
 
 def find_process(pid: int) -> Process | None:
-    """The process that has this pid now, zombies included, or None."""
+    """Return the process that has this pid now, zombies included, or None."""
     stat = _read_stat(pid)
     return Process(pid, stat.started) if stat else None
 
 
 def is_alive(process: Process) -> bool:
-    """Whether it still runs (a zombie does not)."""
+    """Return whether a process still runs (a zombie does not)."""
     stat = _stat(process)
     return stat is not None and stat.state not in "ZX"
 
 
 def is_stopped(process: Process) -> bool:
-    """Whether it is held by a stop signal or a debugger."""
+    """Return whether a process is stopped by a signal or a debugger."""
     stat = _stat(process)
     return stat is not None and stat.state in "Tt"
 
 
 def is_traced(process: Process) -> bool:
-    """Whether a debugger holds it."""
+    """Return whether a debugger holds a process."""
     stat = _stat(process)
     return stat is not None and stat.state == "t"
 
 
 def expects(process: Process, number: signal.Signals) -> bool:
-    """Whether it handles, holds or ignores this signal, so that it would not die of it."""
+    """Return whether a process handles, blocks or ignores a signal, so that the signal would not kill it."""
     try:
         text = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -79,7 +79,7 @@ def expects(process: Process, number: signal.Signals) -> bool:
 
 
 def return_code(process: Process) -> int | None:
-    """How a process ended that nobody has waited for yet (negative: by that signal), else None."""
+    """Return the exit code of a zombie (negative: ended by that signal), else None."""
     stat = _stat(process)
     if stat is None or stat.state != "Z":
         return None
@@ -87,7 +87,7 @@ def return_code(process: Process) -> int | None:
 
 
 def descendants(root: int) -> list[Process]:
-    """Every process below `root`, parents before children, zombies left out."""
+    """Return every process below `root`, parents before children, without zombies."""
     children: dict[int, list[Process]] = {}
     for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
         if (stat := _read_stat(pid)) and stat.state not in "ZX":
@@ -102,9 +102,9 @@ def descendants(root: int) -> list[Process]:
 
 
 def send_signal(process: Process, number: signal.Signals) -> bool:
-    """Signal exactly this process; False when it is gone."""
+    """Send a signal to exactly this process; False when it is gone."""
     try:
-        handle = os.pidfd_open(process.pid)  # from here on the pid cannot come to mean another process
+        handle = os.pidfd_open(process.pid)  # from here on the handle cannot refer to another process
     except OSError:
         return False
     try:
@@ -119,7 +119,7 @@ def send_signal(process: Process, number: signal.Signals) -> bool:
 
 
 def kill_all(processes: Iterable[Process], timeout: float) -> list[Process]:
-    """SIGKILL to each; waits up to `timeout` seconds and returns those that still run."""
+    """Send SIGKILL to each process, wait up to `timeout` seconds, and return those that still run."""
     left = [process for process in processes if send_signal(process, signal.SIGKILL)]
     deadline = time.monotonic() + timeout
     while (left := [process for process in left if is_alive(process)]) and time.monotonic() < deadline:
@@ -128,7 +128,7 @@ def kill_all(processes: Iterable[Process], timeout: float) -> list[Process]:
 
 
 def wait_for_any_end(processes: Iterable[Process], timeout: float) -> None:
-    """Sleep until one of them ends, at most `timeout` seconds."""
+    """Sleep until one of the processes ends, at most `timeout` seconds."""
     poll = select.poll()
     handles = []
     for process in processes:
@@ -149,7 +149,7 @@ def _stat(process: Process) -> _Stat | None:
 
 
 def _read_stat(pid: int) -> _Stat | None:
-    """proc_pid_stat(5); the command's name may hold blanks and brackets, so fields count from its last bracket."""
+    """Parse /proc/PID/stat, see proc_pid_stat(5); a command's name may hold blanks and brackets: split after it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         fields = text[text.rindex(")") + 2 :].split()

@@ -1,4 +1,4 @@
-"""The ranks of this machine as their progress files and /proc show them: where each is, and whether it lives."""
+"""Monitor the ranks of this machine, by their progress files and /proc: the phase and step of each, and if it runs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ STARTING = frozenset(
 
 @dataclass
 class Rank:
-    """One worker of an attempt."""
+    """One worker of an attempt: its newest progress record and its process."""
 
     progress: Progress
     process: Process | None
     ended: bool = False
     return_code: int | None = None
-    outlived_peer: bool = False  # it still ran when others had died, and the launcher ended it
+    outlived_peer: bool = False  # it still ran after a peer had died, and the launcher killed it
 
     @property
     def is_stopped(self) -> bool:
-        """Whether its process is held by a stop signal or a debugger."""
+        """True if the rank's process is stopped by a signal or a debugger."""
         return self.process is not None and is_stopped(self.process)
 
     @property
     def is_traced(self) -> bool:
-        """Whether a debugger holds its process."""
+        """True if a debugger holds the rank's process."""
         return self.process is not None and is_traced(self.process)
 
     @property
@@ -42,19 +42,19 @@ class Rank:
 
 
 def rank_label(rank: int, coordinates: str) -> str:
-    """`rank 1 (dp1)`, or `rank 0` where the coordinates are not known yet."""
+    """Return `rank 1 (dp1)`, or `rank 0` where the coordinates are not known yet."""
     return f"rank {rank} ({coordinates})" if coordinates else f"rank {rank}"
 
 
 class RankMonitor:
-    """The ranks of one attempt that have reported; refreshed by `look`."""
+    """The ranks of one attempt that have written a progress record; `refresh` updates them."""
 
     def __init__(self, directory: RunDirectory, world: int, attempt: int) -> None:
         self._directory, self._world, self._attempt = directory, world, attempt
         self.known: dict[int, Rank] = {}
 
     def refresh(self) -> bool:
-        """Read every rank's position; True when any has reported since the last look."""
+        """Read every rank's progress; True when any rank has progressed since the last call."""
         moved = False
         for number in range(self._world):
             record = read_progress(self._directory.progress(number))
@@ -82,7 +82,7 @@ class RankMonitor:
 
     @property
     def are_starting(self) -> bool:
-        """Whether any of them is still on its way to its first step."""
+        """True while any rank has not reached its first step."""
         return len(self.known) < self._world or any(rank.progress.phase in STARTING for rank in self.alive)
 
     @property
@@ -97,11 +97,14 @@ class RankMonitor:
 
     @property
     def step(self) -> int:
-        """The step that the ranks are at, 0 before the first."""
+        """The highest step of any rank, 0 before the first."""
         return max((rank.progress.step for rank in self.known.values()), default=0)
 
     def slowest(self) -> Rank | None:
-        """Who holds the others up: a stopped process, else the lowest step, else who has been silent longest."""
+        """Return the rank that probably blocks the others.
+
+        A stopped process comes first, then the lowest step, then the longest time without progress.
+        """
 
         def order(rank: Rank) -> tuple[bool, int, float]:
             return (not rank.is_stopped, rank.progress.step, rank.progress.time)

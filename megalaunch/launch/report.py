@@ -1,4 +1,4 @@
-"""The last lines of a launch that failed: what failed first, why, where its log is, what to do. At most 15 lines."""
+"""The failure report, the last lines of a failed launch (at most 15): first failure, reason, log, next action."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ _NEXT = {
 
 
 def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchResult, advice: str | None = None) -> list[str]:
-    """The lines; none for a run that is done. `advice`: what to do next, where that is not what a run's user does."""
+    """Return the lines of the report; none for a run that is done.
+
+    Args:
+        advice: the next action, where it is not that of a training run.
+    """
     outcome, failure = end.outcome, end.failure
     if outcome.exit_code == ExitCode.DONE:
         return []
@@ -99,7 +103,7 @@ def _failure_lines(failure: Failure, directory: RunDirectory) -> list[str]:
 
 
 def _details(details: dict[str, object]) -> list[str]:
-    """What can be said in a line; deeper evidence stays in outcome.json."""
+    """Return the details of an outcome that fit in a line; longer evidence is in outcome.json."""
     lines: list[str] = []
     for key, value in details.items():
         if isinstance(value, (str, int, float)) and len(lines) < 6:

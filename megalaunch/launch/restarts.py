@@ -1,4 +1,4 @@
-"""How often a launch starts its workers again, and after what pause."""
+"""How often a launch restarts its workers, and after what delay."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ LONGEST_PAUSE = 300.0
 
 
 class RestartBudget:
-    """`max_restarts` in a row; each new checkpoint refills it.
+    """At most `max_restarts` restarts in a row; each new checkpoint resets the count.
 
-    The first restart comes at once: most faults strike once. The second waits `backoff` seconds, each further one twice
-    as long as the one before, up to LONGEST_PAUSE: what is wrong with the machine may pass.
+    The first restart is immediate, since most faults occur once. The second waits `backoff` seconds, and each further
+    one twice as long as the one before, up to LONGEST_PAUSE, since a fault of the machine may pass.
     """
 
     def __init__(self, max_restarts: int, backoff: float, saved_step: int = 0) -> None:
@@ -17,12 +17,12 @@ class RestartBudget:
         self.used = 0
 
     def checkpoint_saved(self, step: int) -> None:
-        """A checkpoint is finished; one of a step that had been saved before is no progress."""
+        """Reset the count after a checkpoint of a new step; a checkpoint of an earlier step is no progress."""
         if step > self._saved_step:
             self._saved_step, self.used = step, 0
 
     def take(self) -> float | None:
-        """Use one restart: the seconds to wait before it, or None when none is left."""
+        """Use one restart: return the seconds to wait before it, or None when none is left."""
         if self.used >= self._max:
             return None
         pause = 0.0 if self.used == 0 else min(LONGEST_PAUSE, self._backoff * 2.0 ** (self.used - 1))

@@ -1,4 +1,4 @@
-"""Whether a launch starts a run, continues it, or only reports it: `run.resume` against what is in the directory."""
+"""Decide whether a launch starts a run, continues it, or only reports it: `run.resume` and the directory's state."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megalaunch.rundir.outcome import ExitCode
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and sentences for the user about what a continued run keeps."""
+    """The action of a launch, and sentences for the user about what a continued run keeps."""
 
     action: Literal["start", "continue", "report"]
     notes: tuple[str, ...] = ()
 
 
 def decide(state: RunState, spec: RunSpec) -> Decision:
-    """Raises RunDirectoryError when `run.resume` forbids what would have to be done.
+    """Decide the action; raises RunDirectoryError when `run.resume` forbids it.
 
-    Which changed keys a begun run allows is not decided here (plan.run_changes).
+    Which keys a begun run may change is decided by plan.resume_compatibility.
     """
     if state.kind == "new" or state.stored is None:
         if spec.run.resume == "required":

@@ -1,4 +1,4 @@
-"""What a run looks like right now, gathered from its metrics.jsonl and events.jsonl; both displays draw this."""
+"""The current state of a run, read from metrics.jsonl and events.jsonl; both displays draw it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megalaunch.rundir.paths import RunDirectory
 
 _RECENT_STEPS = 50
 _ENDS_WORK = ("phase", "checkpoint", "checkpoint_refused", "resumed", "restart", "outcome")
-_PACE_STEPS = 20  # before that the wall clock says little
+_PACE_STEPS = 20  # with fewer the wall clock is unreliable
 
 
 @dataclass(frozen=True)
 class ThroughputBasis:
-    """What turns step times into FLOP/s: per step over all devices, devices, and dense peak of one (None: unknown)."""
+    """Converts step times to FLOP/s: FLOPs of a step over all devices, devices, dense peak of one (None: unknown)."""
 
     step_flops: int
     devices: int
@@ -30,18 +30,19 @@ class ThroughputBasis:
 
 
 def throughput_basis(spec: RunSpec) -> ThroughputBasis:
-    """The scale of a resolved spec."""
+    """Return the throughput basis of a resolved spec."""
     chip = CHIPS.get(spec.platform.chip)
     peak = chip.peak_flops.get(spec.precision.compute_dtype) if chip else None
     return ThroughputBasis(step_flops(spec), spec.cluster.nodes * int(spec.cluster.devices_per_node), peak)
 
 
 class RunState:
-    """Refreshed by `refresh`; `fresh_*` hold what came since the last refresh, `stepping` is true while steps come in.
+    """The state of a run, updated by `refresh`. `fresh_*` hold the records since the last refresh.
 
-    `ending` is true from a stop request on; launcher and workers both record it, and only the first is fresh.
-    What the files hold at the beginning is history: it is in the figures, but not fresh. `attach` takes the phase
-    from it too, for a launch that goes on elsewhere.
+    `stepping` is true while steps arrive, `ending` from a stop request on; launcher and workers both record the
+    request, and only the first record is fresh. Records present at construction are history: they count in the figures,
+    but are not fresh. With `attach` the phase is taken from the history too, for a launch supervised by another
+    process.
     """
 
     def __init__(self, spec: RunSpec, directory: RunDirectory, scale: ThroughputBasis, attach: bool = False) -> None:
@@ -55,11 +56,11 @@ class RunState:
         self._clear()
         self._known = (0, 0)
         self.phase, self.stepping, self.ending = "starting", False, False
-        self._files: Record | None = None  # the newest word about long work on files
+        self._files: Record | None = None  # the newest progress event of a long file operation
         self.refresh()
         self.fresh_metrics: list[Record] = []
         self.fresh_events: list[Record] = []
-        self._pace_from = None  # history came all at once
+        self._pace_from = None  # the history was read at once, so it gives no pace
         if not attach:
             self.phase, self.stepping, self.ending, self._files = "starting", False, False, None
             self._launched_at = None
@@ -72,7 +73,7 @@ class RunState:
         self._pace_from = None
 
     def refresh(self) -> None:
-        """Read what was appended; a rewritten metrics file replaces what was known, its cut steps come anew."""
+        """Read appended records; a rewritten metrics file replaces all records, its truncated steps arrive again."""
         records, rewritten = self._metrics.read_new()
         records = [record for record in records if "step" in record and (_is_step(record) or _is_validation(record))]
         known_step, known_validation = self._known
@@ -116,24 +117,24 @@ class RunState:
 
     @property
     def step(self) -> int:
-        """The last step that is in the metrics, 0 before the first."""
+        """The last step in the metrics, 0 before the first."""
         return int(number(self.latest, "step")) if self.latest else 0
 
     @property
     def last_step(self) -> int:
-        """Where this launch ends."""
+        """The step at which this launch ends."""
         train = self.spec.train
         return min(train.steps, train.exit_at_step or train.steps)
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the launch, the same for whoever looks."""
+        """Seconds since the launch, the same for every process that reads the files."""
         since = self._created if self._launched_at is None else self._launched_at
         return max(0.0, time.time() - since)
 
     @property
     def files(self) -> str | None:
-        """Long work on files that goes on: `saving step 20: 45% of 84.2 GB`."""
+        """The long file operation in progress: `saving step 20: 45% of 84.2 GB`."""
         if self._files is None:
             return None
         done, total, step = (number(self._files, key) for key in ("done", "total", "step"))
@@ -142,9 +143,9 @@ class RunState:
 
     @property
     def seconds_left(self) -> float | None:
-        """Steps to go at the pace seen so far, validations and checkpoints included.
+        """Estimated seconds to the last step, at the recent pace, validations and checkpoints included.
 
-        None before the first step, and once a stop is asked for: how long saving takes, no pace of steps tells.
+        None before the first step, and after a stop request: the pace of steps does not predict the time to save.
         """
         if self._mean_step is None or self.ending:
             return None
@@ -174,7 +175,7 @@ class RunState:
 
 
 def number(record: Record | None, key: str) -> float:
-    """A number of a record, or NaN where it has none."""
+    """Return a number of a record, or NaN where it has none."""
     value = record.get(key) if record else None
     return float(value) if isinstance(value, (int, float)) else float("nan")
 

@@ -1,4 +1,4 @@
-"""Requests to stop that reach the launcher as signals: the first is passed on, a second ends everything at once."""
+"""Stop requests that reach the launcher as signals: the first is forwarded to the workers, a second ends the launch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from types import FrameType, TracebackType
 
 from megalaunch.rundir.outcome import ExitCode
 
-# A closed terminal and a scheduler's early warning ask for the same as SIGTERM: save, and be resumable.
+# A closed terminal and a scheduler's early warning are handled as SIGTERM: save a checkpoint, and be resumable.
 _AS_TERMINATE = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _DOUBLE_SECONDS = 0.1
 
 
 class StopBeforeLaunch(BaseException):
-    """A stop signal came while there were no workers to ask: leave at once."""
+    """A stop signal arrived while there were no workers to forward it to: end the command at once."""
 
     def __init__(self, exit_code: ExitCode) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class StopBeforeLaunch(BaseException):
 
 
 class StopSignals:
-    """A context: inside it the launcher outlives stop signals, counts them, and remembers the first.
+    """A context that handles stop signals: it counts them and stores the first one.
 
     Until `watching` is set, a signal raises StopBeforeLaunch in the main thread instead.
     """
@@ -38,11 +38,11 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, *_AS_TERMINATE):
             before = signal.getsignal(number)
-            # nohup starts us with SIGHUP ignored; that is the user's word.
+            # nohup starts this process with SIGHUP ignored; that is the user's choice.
             if not (number == signal.SIGHUP and before == signal.SIG_IGN):
                 self._previous[number] = before
                 signal.signal(number, self._received)
-        # Who starts us may have blocked some for itself, and a mask is inherited: they would never arrive.
+        # The parent process may have blocked some, and a mask is inherited: they would never arrive.
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
         return self
 
@@ -67,10 +67,10 @@ class StopSignals:
 
     @property
     def exit_code(self) -> ExitCode:
-        """Interrupted for Ctrl-C, preempted for the others."""
+        """INTERRUPTED for Ctrl-C, PREEMPTED for the other signals."""
         return ExitCode.INTERRUPTED if self.first == signal.SIGINT else ExitCode.PREEMPTED
 
     @property
     def signal_for_workers(self) -> signal.Signals:
-        """What the workers get: SIGINT as it came, SIGTERM for all others."""
+        """The signal to forward: SIGINT for SIGINT, SIGTERM for all others."""
         return signal.SIGINT if self.first == signal.SIGINT else signal.SIGTERM

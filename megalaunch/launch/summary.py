@@ -1,4 +1,4 @@
-"""What a launch came to: final losses, tokens, speed, where checkpoint and plot are, and what the model wrote."""
+"""Summarise a launch: final losses, tokens, speed, paths of checkpoint and plot, and a sample of the model's text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAMPLE_LINES = 12
 
 
 def run_summary(spec: RunSpec, directory: RunDirectory, outcome: Outcome) -> list[str]:
-    """The lines for a run that reached an end on purpose; figures are read from the run directory."""
+    """Return the lines for a run that ended on purpose; figures are read from the run directory."""
     done = outcome.exit_code == ExitCode.DONE
     lines = [f"{spec.run.name}: {outcome.reason}" if done else f"{spec.run.name}: stopped at step {outcome.step}"]
     lines += _metrics_lines(directory)
@@ -29,7 +29,7 @@ def run_summary(spec: RunSpec, directory: RunDirectory, outcome: Outcome) -> lis
 
 
 def newest_checkpoint(directory: RunDirectory) -> Path | None:
-    """The checkpoint of the highest step, valid or not, or None."""
+    """Return the checkpoint of the highest step, valid or not, or None."""
     from megalaunch.rundir.paths import checkpoint_step
 
     if not directory.checkpoints.is_dir():
@@ -63,7 +63,7 @@ def _sample_lines(directory: RunDirectory) -> list[str]:
         text = directory.sample.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    # A model may write anything, and a terminal obeys control characters.
+    # A model may generate control characters, which a terminal would execute.
     lines = [
         "".join(c if c.isprintable() or c == "\t" else "\N{MIDDLE DOT}" for c in line)
         for line in text.rstrip().splitlines()
@@ -73,7 +73,7 @@ def _sample_lines(directory: RunDirectory) -> list[str]:
 
 
 def finished_report(spec: RunSpec, directory: RunDirectory, state: RunState) -> list[str]:
-    """What is said instead of starting a finished run anew."""
+    """Return the lines that are printed instead of restarting a finished run."""
     assert state.outcome is not None
     return [
         *run_summary(spec, directory, state.outcome),

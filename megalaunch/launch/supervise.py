@@ -1,4 +1,4 @@
-"""Watching a launch from start to end: attempts, restarts, stop requests, and what its end means."""
+"""Supervise a launch from start to end: attempts, restarts, stop requests, and its outcome and exit code."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ SAME_FAILURES = 3
 
 
 class Display(Protocol):
-    """Draws a RunState; neither call may block for long."""
+    """Draws a RunState; no call may block for long."""
 
     def say(self, line: str) -> None:
-        """Show one line that stays."""
+        """Print one line that stays on the screen."""
 
     def update(self, view: RunState) -> None:
-        """Show what is new."""
+        """Draw the new state."""
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """How a launch ended; `failure` is the last failed attempt where the launcher, not a worker, judged the end."""
+    """The outcome of a launch; `failure` is the last failed attempt if the launcher wrote the outcome."""
 
     outcome: Outcome
     failure: Failure | None = None
 
 
 class Supervisor:
-    """Starts agents one after the other by `start_agent` (told how many there were before) until the launch is over.
+    """Runs attempts one after the other, each with an agent from `start_agent(attempt)`, until the launch is over.
 
-    An agent never restarts its workers: whether, when and how often they start again is decided here.
+    An agent never restarts its workers: the supervisor decides whether, when and how often they restart.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Supervisor:
         self._stop_deadline: float | None = None
 
     def watch(self) -> LaunchResult:
-        """Block until the launch is over and its processes are gone, then say how it ended in outcome.json too."""
+        """Block until the launch is over and its processes are gone, then write outcome.json and return the result."""
         while self._run(self._attempts) and self._may_restart(self._attempts):
             pass
         self._show(None)
         return self._finish()
 
     def _run(self, number: int) -> bool:
-        """One attempt, to the end of all its processes; True when it failed in a way that a restart may mend."""
+        """Run one attempt until all its processes have ended; True when it failed and a restart may help."""
         self._attempts += 1
         try:
             attempt = Attempt(number, self._spec, self._directory, self._start_agent(number))
@@ -107,7 +107,7 @@ class Supervisor:
         return not (could_not_start or self._keeps_failing() or unwritable_reason(self._directory))
 
     def _poll(self, attempt: Attempt, now: float) -> bool:
-        """One look at everything; True when this is the end of the attempt."""
+        """Poll the attempt once; True when it is over."""
         attempt.poll(now)
         if self._outcome_since is None and self._directory.outcome.exists():
             self._outcome_since = now
@@ -115,7 +115,7 @@ class Supervisor:
         agent_ended = attempt.agent_code is not None
         if self._outcome_since is not None:
             late = now - self._outcome_since > TEARDOWN_SECONDS
-            aborted = any(rank.return_code for rank in attempt.ranks.ended)  # during teardown it is no failure
+            aborted = any(rank.return_code for rank in attempt.ranks.ended)  # an abort during teardown is no failure
             return agent_ended or aborted or late or self._stop.count > 1
         failure = attempt.failed(now)
         if failure is not None:
@@ -135,7 +135,7 @@ class Supervisor:
         try:
             self._view.refresh()
             self._display.update(self._view)
-        except Exception as error:  # whatever goes wrong with drawing, the training goes on
+        except Exception as error:  # an error of the display must not stop the training
             self._display = None
             self._record("note", message=f"the display stopped: {type(error).__name__}: {error}")
 
@@ -162,12 +162,13 @@ class Supervisor:
         return last if last and last.attempt == self._attempts - 1 else None
 
     def _keeps_failing(self) -> bool:
+        """Return whether the last SAME_FAILURES attempts had the same failure of a worker, hangs not counted."""
         last = self._failures[-SAME_FAILURES:]
         same = len(last) == SAME_FAILURES and all(failure.same_cause(last[0]) for failure in last)
         return same and last[0].rank is not None and last[0].exception != "hang"
 
     def _may_restart(self, number: int) -> bool:
-        """Wait until attempt `number` may start; False when the restarts are used up, or a stop request came."""
+        """Wait until attempt `number` may start; False without restarts left, or after a stop request."""
         pause = self._budget.take()
         if pause is None:
             return False
@@ -182,14 +183,14 @@ class Supervisor:
     # -- stop requests
 
     def _forward_stop(self, attempt: Attempt, now: float) -> bool:
-        """Pass the request on; True when waiting any longer is no use."""
+        """Forward the stop request to the workers; True when further waiting is useless."""
         if self._stop_deadline is None:
             self._stop_deadline = now + self._spec.launcher.stop_grace_period
             self._record("stop_requested", signal=self._stop.first.name if self._stop.first else "")
         if self._stop.count > 1 or now > self._stop_deadline or not attempt.ranks.known:
             return True
         attempt.forward_signal(self._stop)
-        # A worker that is gone without an outcome cannot save any more, nor can the others without it.
+        # A worker that ended without an outcome cannot save, and the others cannot save without it.
         return attempt.failing_since is not None and now - attempt.failing_since > LOST_PEER_SECONDS
 
     # -- the end
@@ -216,13 +217,13 @@ class Supervisor:
         if failure is not None:
             details["restarts_in_a_row"] = self._budget.used
         outcome = Outcome(int(code), reason, self._view.step, details)
-        with contextlib.suppress(OSError):  # a full disk: the exit code and the report still say it
+        with contextlib.suppress(OSError):  # a full disk: the exit code and the report still show the outcome
             write_outcome(self._directory.outcome, outcome)
         self._record("outcome", exit_code=outcome.exit_code, reason=reason)
         return LaunchResult(outcome, failure)
 
     def _record(self, event: EventName, **details: Any) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not keep the launcher from its duty
+        with contextlib.suppress(OSError):  # a full disk must not stop the launcher
             record_event(self._directory, event, **details)
 
 

@@ -1,4 +1,4 @@
-"""Reading a growing file of JSON lines, also when a resume cuts it by an atomic rewrite."""
+"""Read a growing file of JSON lines, also when a resume truncates it by an atomic rewrite."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megalaunch.rundir.jsonl import Record
 
 
 class JsonlTail:
-    """Gives each whole line once; `at_end` starts behind what is there already."""
+    """Reads each complete line once; `at_end` skips the lines that exist at construction."""
 
     def __init__(self, path: Path, at_end: bool = False) -> None:
         self._path = path
@@ -23,7 +23,7 @@ class JsonlTail:
                 pass
 
     def read_new(self) -> tuple[list[Record], bool]:
-        """(new records, rewritten): when the file was replaced, all of its records from the beginning."""
+        """Return (new records, rewritten). When the file was replaced, these are all of its records."""
         try:
             with self._path.open("rb") as file:
                 file.seek(0, 2)

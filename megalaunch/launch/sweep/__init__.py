@@ -1,1 +1,1 @@
-"""Sweeps: many runs that differ in a few words, the impossible ones left out, the others ranked."""
+"""Sweeps: runs that differ in a few overrides; invalid points are skipped, the others are ranked."""

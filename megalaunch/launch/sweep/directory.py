@@ -1,4 +1,4 @@
-"""A sweep's folder: what is swept stands in sweep.json, each trial is a run directory of its own."""
+"""A sweep's folder: sweep.json defines the sweep, and each trial is a run directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SweepFolderError(Exception):
 
 @dataclass(frozen=True)
 class Definition:
-    """What makes a sweep the same sweep when it is continued."""
+    """The settings that identify a sweep: they must be equal when it is continued."""
 
     words: tuple[str, ...]
     sampler: Sampler
@@ -44,27 +44,27 @@ class SweepFolder:
 
     @property
     def definition(self) -> Path:
-        """Words, sampler, seed and metric."""
+        """Overrides, sampler, seed and metric."""
         return self.root / "sweep.json"
 
     @property
     def started(self) -> Path:
-        """One line a trial that was begun: its number and values."""
+        """One line per started trial: its number and values."""
         return self.root / "trials.jsonl"
 
     @property
     def lock(self) -> Path:
-        """Held by the process that runs the sweep."""
+        """The lock of the process that runs the sweep."""
         return self.root / "lock"
 
     @property
     def results(self) -> Path:
-        """One row a point, the best first."""
+        """One row per point, the best first."""
         return self.root / "results.csv"
 
     @property
     def picture(self) -> Path:
-        """The ranked trials, drawn."""
+        """A bar chart of the ranked trials."""
         return self.root / "results.png"
 
     @property
@@ -73,12 +73,12 @@ class SweepFolder:
         return self.root / "best.yaml"
 
     def trial(self, number: int) -> RunDirectory:
-        """The run directory of a point (counted from 1)."""
+        """Return the run directory of a point; numbers count from 1."""
         return RunDirectory(self.root / f"trial_{number:04d}")
 
 
 def open_folder(folder: SweepFolder, wanted: Definition) -> bool:
-    """Create the folder, or go on with it (True); raises SweepFolderError when it holds anything else."""
+    """Create the folder, or open it to continue the same sweep (True); raises SweepFolderError for other content."""
     if not folder.definition.exists():
         if folder.root.exists() and any(path.name != "lock" for path in folder.root.iterdir()):
             raise SweepFolderError(f"{folder.root} exists and holds no sweep", "name another one with --name")
@@ -121,11 +121,11 @@ def _changes(stored: dict[str, Any], wanted: Definition) -> list[str]:
 
 
 def record_started(folder: SweepFolder, number: int, values: Values) -> None:
-    """Remember which point a number is, before its first launch."""
+    """Record the values of a trial number before its first launch."""
     if number not in started_trials(folder):
         append_line(folder.started, {"number": number, "values": dict(values)})
 
 
 def started_trials(folder: SweepFolder) -> dict[int, Values]:
-    """The trials begun so far, by number."""
+    """Return the values of the started trials by number."""
     return {int(record["number"]): record["values"] for record in read_lines(folder.started)}

@@ -1,4 +1,4 @@
-"""What a person sees of a sweep: a table that is redrawn in a terminal, lines elsewhere."""
+"""The display of a sweep: a table that is redrawn in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ _SILENCE = 20.0
 
 
 class SweepDisplay(Protocol):
-    """Shows a sweep; as the display of the trial that runs it is called by the launcher."""
+    """Shows a sweep. The launcher also uses it as the display of the running trial."""
 
     def begin(self, results: Sequence[TrialResult], current: TrialResult) -> None:
-        """A trial starts; `results` are all trials as they are now."""
+        """Show that a trial starts; `results` are the current results of all trials."""
 
     def say(self, line: str) -> None:
-        """Show one line that stays."""
+        """Print one line that stays on the screen."""
 
     def update(self, view: RunState) -> None:
-        """The running trial has news."""
+        """Show new records of the running trial."""
 
     def close(self) -> None:
-        """The running trial is over."""
+        """Show that the running trial is over."""
 
     def end(self, result: TrialResult) -> None:
-        """What it came to."""
+        """Show the result of the trial."""
 
     def skip(self) -> None:
-        """The sweep is over: leave the terminal as it was."""
+        """End the display of the sweep and restore the terminal."""
 
 
 def open_board(metric: Metric, terminal: bool, stream: TextIO) -> SweepDisplay:
-    """The table where there is a terminal, lines on `stream` elsewhere."""
+    """Return the table for a terminal, else a display that prints lines to `stream`."""
     return LiveSweepDisplay(metric) if terminal else LogSweepDisplay(metric, stream)
 
 
 class LogSweepDisplay:
-    """A line when a trial starts and ends, one every 20 s between, and one for all that happens to it."""
+    """Prints a line when a trial starts and ends, every 20 s between, and at failures, restarts and stop requests."""
 
     def __init__(self, metric: Metric, stream: TextIO) -> None:
         self._metric, self._stream = metric, stream
         self._spoke = time.monotonic()
 
     def begin(self, results: Sequence[TrialResult], current: TrialResult) -> None:
-        """`trial 3 (2 of 8): parallel=tp2`."""
+        """Print `trial 3 (2 of 8): parallel=tp2`."""
         place = [result.number for result in results].index(current.number) + 1
         again = ", continued" if current.state == "unfinished" else ""
         self.say(f"trial {current.number} ({place} of {len(results)}){again}: {label(current)}")
@@ -63,11 +63,11 @@ class LogSweepDisplay:
     def say(self, line: str) -> None:
         """Print one line now."""
         self._spoke = time.monotonic()
-        with contextlib.suppress(OSError, ValueError):  # a reader that is gone stops the printing, not the sweep
+        with contextlib.suppress(OSError, ValueError):  # a closed stream ends the printing, not the sweep
             print(line, file=self._stream, flush=True)
 
     def update(self, view: RunState) -> None:
-        """Failures and checkpoints at once, figures now and then."""
+        """Print failures, restarts and stop requests at once, and figures every 20 s."""
         for event in view.fresh_events:
             if event.get("event") in ("worker_failed", "restart", "stop_requested") and (line := event_message(event)):
                 self.say(f"  {line}")
@@ -77,19 +77,19 @@ class LogSweepDisplay:
             self.say(f"  step {view.step}/{view.last_step}, loss {loss}, {rate} tokens/s")
 
     def close(self) -> None:
-        """Nothing to clear away."""
+        """Do nothing: there is no terminal state to restore."""
 
     def end(self, result: TrialResult) -> None:
-        """The figures, or the reason why there are none."""
+        """Print the figures, or the reason why the trial is not ranked."""
         reason = unranked_reason(result, self._metric)
         self.say(f"  {result.state}: {reason or figures(result)}")
 
     def skip(self) -> None:
-        """Nothing to clear away."""
+        """Do nothing: there is no terminal state to restore."""
 
 
 class LiveSweepDisplay:
-    """A table of the trials; it starts no thread, since the agent dies with the thread that started it."""
+    """The table of the trials, redrawn in its calls: no thread, since the agent dies with the thread that forked it."""
 
     def __init__(self, metric: Metric) -> None:
         from rich.console import Console
@@ -104,7 +104,7 @@ class LiveSweepDisplay:
         self._view: RunState | None = None
 
     def begin(self, results: Sequence[TrialResult], current: TrialResult) -> None:
-        """Mark it in the table."""
+        """Mark the trial as running in the table."""
         self._results, self._running, self._view = list(results), current.number, None
         self._draw()
 
@@ -118,17 +118,17 @@ class LiveSweepDisplay:
         self._draw()
 
     def close(self) -> None:
-        """The table stays for the next trial."""
+        """Forget the trial's state; the table stays for the next trial."""
         self._view = None
 
     def end(self, result: TrialResult) -> None:
-        """Put its figures into the table."""
+        """Add the trial's figures to the table."""
         self._results = [result if old.number == result.number else old for old in self._results]
         self._running = None
         self._draw()
 
     def skip(self) -> None:
-        """Take the table away."""
+        """Remove the table."""
         with contextlib.suppress(OSError):
             self._live.stop()
 
@@ -156,11 +156,11 @@ class LiveSweepDisplay:
 
     @property
     def _rows(self) -> int:
-        """Trials that fit on the screen, between heading and caption."""
+        """Number of trials that fit on the screen, between heading and caption."""
         return max(4, min(_ROWS, self._live.console.height - 3))
 
     def _visible(self) -> list[TrialResult]:
-        """The best ones, the running one and what comes next, in order."""
+        """Return the best trials, the running one and the next ones, in order, as many as fit."""
         if len(self._results) <= self._rows:
             return self._results
         kept = {result.number for result in rank_results(self._results, self._metric)[: self._rows // 2]}
@@ -169,7 +169,7 @@ class LiveSweepDisplay:
         return [result for result in self._results if result.number in kept]
 
     def _cells(self, result: TrialResult, running: bool) -> list[str]:
-        """State, tokens/s, its middle half, loss, validation loss, time."""
+        """Return state, tokens/s, its interquartile range, loss, validation loss, time."""
         if not running:
             rate, *others = _figure_cells(result)
             rate, _, spread = rate.partition(" ")
@@ -186,19 +186,19 @@ class LiveSweepDisplay:
 
 
 def label(result: TrialResult) -> str:
-    """The values that set a trial apart."""
+    """Return the overrides in which a trial differs from the others."""
     return " ".join(f"{key}={value}" for key, value in result.values.items())
 
 
 def short_label(result: TrialResult) -> str:
-    """The same with the last part of each key, where that tells the keys apart."""
+    """Return the label with only the last part of each key, if that is unique."""
     names = {key: key.rpartition(".")[2] for key in result.values}
     whole = len(set(names.values())) < len(names)
     return " ".join(f"{key if whole else names[key]}={value}" for key, value in result.values.items())
 
 
 def figures(result: TrialResult) -> str:
-    """The figures of one trial in a line."""
+    """Return the figures of one trial in a line."""
     rate, loss, validation, seconds = _figure_cells(result)
     parts = [f"{rate} tokens/s" if rate else "", f"loss {loss}" if loss else ""]
     parts += [f"validation loss {validation}" if validation else "", f"{seconds} of steps"]

@@ -1,6 +1,6 @@
-"""What a trial came to, read from its run directory, and which of them is best.
+"""Read a trial's result from its run directory, and rank the trials.
 
-A trial ranks only when its outcome says that it was done; what a failed one measured before counts for nothing.
+Only a trial whose outcome is DONE is ranked; measurements of a failed one do not count.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megalaunch.rundir.outcome import ExitCode, read_outcome
 from megalaunch.rundir.paths import RunDirectory
 
 State = Literal["waiting", "unfinished", "done", "failed"]
-WARM_UP_STEPS = 2  # at least; a tenth of the steps in a longer run
+WARM_UP_STEPS = 2  # minimum; a tenth of the steps in a longer run
 _NOT_VALIDATED = "no validation loss was measured; the same command with --metric loss ranks by the training loss"
 _RESUMABLE = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second of all devices: the median over `steps` steady steps, and the middle half around it."""
+    """Tokens per second of all devices over `steps` steps after warm-up: median and interquartile range."""
 
     median: float
     low: float
@@ -36,7 +36,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """One trial; `reason` says why it does not rank. `seconds` is the time in steps, `loss` the last one."""
+    """The result of one trial. `seconds` is the time in steps, `loss` the last one, `reason` why it is not ranked."""
 
     number: int
     values: Values
@@ -50,7 +50,7 @@ class TrialResult:
     validation_loss: float | None = None
 
     def score(self, metric: Metric) -> float | None:
-        """The metric of a trial that is done; None for any other, and for what is no number."""
+        """Return the metric of a trial that is done; None for any other trial, or if the metric is not finite."""
         if self.state != "done":
             return None
         speed = self.speed.median if self.speed else None
@@ -59,7 +59,7 @@ class TrialResult:
 
 
 def read_result(trial: int, values: Values, directory: RunDirectory) -> TrialResult:
-    """Read a trial's outcome and metrics; "waiting" when it was never launched."""
+    """Read a trial's outcome and metrics; state "waiting" if it was never launched."""
     outcome = read_outcome(directory.outcome)
     steps = [record for record in read_lines(directory.metrics) if "loss" in record]
     if outcome is None and not steps:
@@ -82,7 +82,7 @@ def read_result(trial: int, values: Values, directory: RunDirectory) -> TrialRes
 
 
 def read_speed(steps: Sequence[Record]) -> Speed | None:
-    """Over the steps after warm-up; None when fewer than two are left."""
+    """Return the speed over the steps after warm-up; None when fewer than two are left."""
     skipped = max(WARM_UP_STEPS, len(steps) // 10)
     rates = [rate for record in steps[skipped:] if math.isfinite(rate := number(record, "tokens_per_second"))]
     if len(rates) < 2:
@@ -98,14 +98,14 @@ def _last_validation(directory: RunDirectory) -> float | None:
 
 
 def rank_results(results: Sequence[TrialResult], metric: Metric) -> list[TrialResult]:
-    """Those that rank, the best first; equal ones in the order of their numbers."""
+    """Return the ranked trials, best first; ties in the order of their numbers."""
     scored = [(score, result) for result in results if (score := result.score(metric)) is not None]
     sign = 1 if metric in LOWER_IS_BETTER else -1
     return [result for _, result in sorted(scored, key=lambda pair: (sign * pair[0], pair[1].number))]
 
 
 def unranked_reason(result: TrialResult, metric: Metric) -> str:
-    """Why it has no rank; "" when it has one."""
+    """Return why a trial is not ranked; "" if it is."""
     if result.score(metric) is not None:
         return ""
     if result.state != "done":

@@ -1,4 +1,4 @@
-"""Which points of a sweep are tried, in which order: all of them, or some by chance."""
+"""Select the points of a sweep and their order: the full grid, or random points."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from random import Random
 from megalaunch.config.search_space import Categorical, Range, Values
 
 Axes = Mapping[str, Categorical | Range]
-_REPEATS = 1000  # draws in a row that bring nothing new: the space is used up
+_REPEATS = 1000  # repeated draws in a row after which the space counts as exhausted
 
 
 def grid(axes: Axes) -> Iterator[Values]:
-    """Every point, the last axis fastest; raises ValueError when an axis is an interval."""
+    """Yield every point, the last axis fastest; raises ValueError when an axis is an interval."""
     columns = []
     for key, axis in axes.items():
         if isinstance(axis, Range):
@@ -24,7 +24,7 @@ def grid(axes: Axes) -> Iterator[Values]:
 
 
 def random_points(axes: Axes, seed: int) -> Iterator[Values]:
-    """Points by chance, none twice; the same for the same seed, so that a sweep can be continued."""
+    """Yield random points without repetition; the same for the same seed, so that a sweep can be continued."""
     random = Random(seed)
     seen: set[tuple[str, ...]] = set()
     repeats = 0

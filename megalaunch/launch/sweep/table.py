@@ -1,4 +1,4 @@
-"""results.csv and results.png: every point of a sweep, the best first."""
+"""Write results.csv and results.png: every point of a sweep, the best first."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class SkippedPoint(Protocol):
 
     @property
     def values(self) -> Values:
-        """Its words."""
+        """Its value on each axis."""
         ...
 
     @property
     def reason(self) -> str:
-        """Why, in one line."""
+        """Why it cannot run, in one line."""
         ...
 
 
 def write_results(
     folder: SweepFolder, results: Sequence[TrialResult], left_out: Sequence[SkippedPoint], metric: Metric
 ) -> None:
-    """Write results.csv by an atomic rename: ranked trials, then the others, then the points left out."""
+    """Write results.csv by an atomic rename: ranked trials, then the others, then the skipped points."""
     order = rank_results(results, metric)
     ranks = {result.number: place for place, result in enumerate(order, 1)}
     others = sorted((result for result in results if result.number not in ranks), key=lambda result: result.number)

@@ -1,4 +1,4 @@
-"""Points proposed from what earlier ones came to (tree-structured Parzen estimator), by optuna."""
+"""Propose points from the scores of earlier ones: tree-structured Parzen estimator (TPE), by optuna."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megalaunch.launch.sweep.sampling import Axes
 
 
 class TreeSampler:
-    """Proposes values and learns from scores; raises ImportError without optuna.
+    """Proposes points and learns from scores; raises ImportError without optuna.
 
-    It keeps nothing on disk: a sweep that is continued teaches it the finished trials again.
+    It stores nothing on disk: a continued sweep passes it the finished trials again.
     """
 
     def __init__(self, axes: Axes, metric: Metric, seed: int) -> None:
@@ -26,14 +26,14 @@ class TreeSampler:
         self._study = optuna.create_study(direction=direction, sampler=sampler)
 
     def propose(self) -> Values:
-        """The next point. It is forgotten unless `learn` is told what it came to."""
+        """Return the next point. The sampler forgets it unless its score is passed to `learn`."""
         trial = self._study.ask()
         values = {key: self._suggest(trial, key) for key in self._axes}
         self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
         return values
 
     def learn(self, values: Values, score: float | None) -> None:
-        """What a point came to; None: it cannot run, or failed."""
+        """Add the score of a point; None: it cannot run, or failed."""
         states = self._optuna.trial.TrialState
         distributions = {key: self._distribution(key) for key in self._axes}
         parameters = {key: self._parameter(key, word) for key, word in values.items()}

@@ -1,4 +1,4 @@
-"""The table of a sweep's trials in a terminal: every figure whole, at any width."""
+"""The table of a sweep's trials in a terminal: no figure is truncated at any width."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from rich.table import Table
 
 _GAP = 2
-_LEAST_NAME = 12  # columns for what sets a trial apart; below that, figures are left out
+_LEAST_NAME = 12  # minimum width of a trial's values; below it, columns of figures are left out
 _LEFT = ("mark", "values", "state")
 _TITLES = {"mark": "", "rate": "tokens/s", "spread": "middle half"}
 _LEFT_OUT = ("spread", "time", "loss", "rate")
-"""The columns that go first where a terminal is narrow."""
+"""The columns that are left out first on a narrow terminal."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class TrialRow:
 
 
 def trial_table(rows: Sequence[TrialRow], width: int) -> Table:
-    """A table so many columns wide; only `values` is ever cut short, and columns are left out whole."""
+    """Return a table of at most `width` columns; only `values` is truncated, other columns are shown or left out."""
     names = list(rows[0].cells) if rows else []
     for name in ("", *_LEFT_OUT):
         names = [kept for kept in names if kept != name]
@@ -47,7 +47,7 @@ def trial_table(rows: Sequence[TrialRow], width: int) -> Table:
 
 
 def _room(rows: Sequence[TrialRow], names: Sequence[str], width: int) -> int:
-    """Columns that are left for `values` beside the others."""
+    """Return the width that remains for `values`."""
     return width - sum(_widest(rows, name) + _GAP for name in names if name != "values") - _GAP
 
 
