@@ -1,4 +1,4 @@
-"""Looks at the corpus of a run before anything else is done for it: is it there, and does it hold anything?"""
+"""Check before anything else that a run's corpus exists and is not empty."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def check_corpus(spec: RunSpec, origins: Mapping[str, HasOrigin] | None = None) -> list[Finding]:
-    """An error for a corpus or conversations that cannot be read on this machine, or are empty; [] for other data.
+    """Return errors for a corpus or conversations that cannot be read on this machine or are empty; [] for other data.
 
-    A note for each thing that is left out of a dataset folder. Files are found as the preparation finds them.
+    A note is added for each file that is skipped in a dataset folder. Files are found as by the preparation of data.
     """
     from megalaunch.config.schema.data import STANDARD_LIBRARY
     from megalaunch.config.schema.remote import is_address
@@ -23,7 +23,7 @@ def check_corpus(spec: RunSpec, origins: Mapping[str, HasOrigin] | None = None) 
     found = []
     for key in ("corpus", "sft_data"):
         source = getattr(spec.data, key)
-        if source is None or source == STANDARD_LIBRARY or is_address(source):  # rules/remote.py says so
+        if source is None or source == STANDARD_LIBRARY or is_address(source):  # rules/remote.py reports addresses
             continue
         origin = origins.get(f"data.{key}") if origins else None
         where = origin.where if origin and origin.kind != "default" else ""

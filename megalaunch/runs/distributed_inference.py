@@ -1,4 +1,4 @@
-"""A language model over several workers of this machine: its layout is checked, they are started, they answer."""
+"""Run inference with a model sharded over workers of this machine: check the layout, start workers, stream answers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,22 @@ if TYPE_CHECKING:
     from megalaunch.platform.detect import Machine
 
 WORKER_MODULE = "megalaunch.engine.inference.worker"
-_PLANNED_LENGTH = 4096  # of a text whose length is not known before
-_MICROBATCHES = 4  # for each stage: enough for every schedule's rules; none of them is run
+_PLANNED_LENGTH = 4096  # tokens, for a text of unknown length
+_MICROBATCHES = 4  # per stage: enough for the rules of every schedule; inference runs none
 
 
 def run_distributed(source: Path, overrides: Sequence[str], job: Job, take: Callable[[Any], None]) -> None:
-    """Have a job done under the layout of the words; `take` gets each answer as it comes, notes go to standard error.
+    """Run a job with the layout of the overrides; warnings are printed to standard error.
 
-    Ends the command where the layout, the job or a worker fails. Raises CheckpointError and NotADirectoryError as
-    `open_model` does, ValueError for prompts that cannot be, and the OSError of `take`.
+    Ends the command if the layout, the job or a worker fails.
+
+    Args:
+        take: called with each answer as it arrives.
+
+    Raises:
+        CheckpointError, NotADirectoryError: as `open_model`.
+        ValueError: a prompt is invalid.
+        OSError: raised by `take`.
     """
     from megalaunch.engine import api
     from megalaunch.launch.directory import RunDirectoryError
@@ -43,7 +50,7 @@ def run_distributed(source: Path, overrides: Sequence[str], job: Job, take: Call
 
     layout = _layout(overrides)
     opened = api.open_source(source, lambda message: typer.echo(message, err=True))
-    if isinstance(job, api.GenerateJob):  # before workers load anything
+    if isinstance(job, api.GenerateJob):  # before workers load the model
         source_of_tokens = replace(opened, add_special_tokens=False) if job.no_bos else opened
         api.validate_prompts(source_of_tokens, job.prompts, job.ask)
     machine = detect_machine()
@@ -65,12 +72,12 @@ def run_distributed(source: Path, overrides: Sequence[str], job: Job, take: Call
     except StopBeforeLaunch as stopped:
         refuse("", stopped.exit_code)
     finally:
-        if not crashed:  # else the logs that the report names are there
+        if not crashed:  # after a crash the report names logs in it
             shutil.rmtree(directory.root, ignore_errors=True)
 
 
 def _layout(overrides: Sequence[str]) -> ParallelSpec:
-    """What the words say of `parallel`; refuses other words, and what is no layout."""
+    """Return the `parallel` section of the overrides; end the command for other overrides or an invalid layout."""
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.plan.report import problems_text
@@ -84,20 +91,20 @@ def _layout(overrides: Sequence[str]) -> ParallelSpec:
                 "and only words such as parallel=tp2pp2 may follow its path"
             )
     try:
-        return compose(["recipe=tiny", *overrides]).spec.parallel  # the recipe stands in for what the model tells
+        return compose(["recipe=tiny", *overrides]).spec.parallel  # only its parallel section is used
     except ConfigError as error:
         refuse(problems_text(error.problems))
 
 
 def _spec(source: ModelSource, layout: ParallelSpec, job: Job, directory: RunDirectory) -> RunSpec:
-    """A spec of the model under the layout, for workers that only look: nothing of how it was trained is in it."""
+    """Build the spec of an inference job: model and layout, without training settings."""
     from megalaunch.config.schema import build_run_spec
     from megalaunch.engine import api
 
     stored, dp = source.spec, layout.dp or 1
     model, data = stored.model, stored.data
     if isinstance(job, api.GenerateJob):
-        unit = 2 * layout.tp * layout.cp  # so that ranks could share it; a text's own length is free
+        unit = 2 * layout.tp * layout.cp  # divisible by tp and cp; the text's own length need not be
         length = max(1, min(model.max_position_embeddings, _PLANNED_LENGTH) // unit) * unit
     else:
         length = job.sequence_length or stored.batch.sequence_length
@@ -130,18 +137,18 @@ def _spec(source: ModelSource, layout: ParallelSpec, job: Job, directory: RunDir
 
 
 def _check_spec(spec: RunSpec, machine: Machine) -> RunSpec:
-    """The resolved spec; refuses a layout that the model, the engine or this machine does not have."""
+    """Return the resolved spec; end the command for a layout that the model, engine or machine does not support."""
     from megalaunch.config.schema.paths import with_value
     from megalaunch.plan.check import check
     from megalaunch.plan.report import findings_text
     from megalaunch.plan.resolve import machine_mismatch, resolve
     from megalaunch.runs.errors import refuse
 
-    if machine.chip.device == "cpu":  # as on one process: a token at a time is bound by memory
+    if machine.chip.device == "cpu":  # as in a single process: decoding one token at a time is memory-bound
         spec = with_value(spec, {"precision.compute_dtype": "fp32"})
     spec = resolve(spec, machine, None).spec
     findings = [*check(spec, None, "train"), *machine_mismatch(spec, machine)]
-    # The memory that is planned is that of training.
+    # The memory model predicts training, not inference.
     wrong = [one for one in findings if one.severity == "error" and not one.rule.startswith("memory.")]
     if wrong:
         refuse(findings_text([replace(one, fixes=tuple(filter(_is_parallel_fix, one.fixes))) for one in wrong]))
@@ -153,7 +160,7 @@ def _is_parallel_fix(fix: str) -> bool:
 
 
 class _InferenceDisplay:
-    """Hands the workers' answers on. An output that takes no more (a reader that left) ends the workers."""
+    """Passes the workers' answers on. A closed output (a reader that ended) stops the workers."""
 
     def __init__(self, directory: RunDirectory, take: Callable[[Any], None]) -> None:
         from megalaunch.engine import api
@@ -164,10 +171,10 @@ class _InferenceDisplay:
         self.error: OSError | None = None
 
     def say(self, line: str) -> None:
-        """Nothing but answers is shown."""
+        """Do nothing: only answers are shown."""
 
     def update(self, view: RunState) -> None:
-        """Hand on what is new."""
+        """Pass new answers on; print warnings to standard error."""
         records, _ = self._lines.read_new()
         try:
             for record in records if self.error is None else []:
@@ -178,10 +185,10 @@ class _InferenceDisplay:
                     self._take(answer)
         except OSError as error:
             self.error = error
-            signal.raise_signal(signal.SIGTERM)  # which the launcher passes on
+            signal.raise_signal(signal.SIGTERM)  # the launcher forwards it to the workers
 
     def close(self) -> None:
-        """All is shown as it comes."""
+        """Do nothing: every answer is shown when it arrives."""
 
 
 def run_workers(
@@ -192,7 +199,7 @@ def run_workers(
     stop: StopSignals,
     display: _InferenceDisplay,
 ) -> LaunchResult:
-    """Start the workers of a resolved spec, and show their answers until they are done."""
+    """Start the workers of a resolved spec, and pass their answers on until they end."""
     from megalaunch.launch.directory import lock_run, unlock_run
     from megalaunch.launch.local import Launch, run_locally
     from megalaunch.launch.run_state import throughput_basis
@@ -205,7 +212,11 @@ def run_workers(
         unlock_run(directory, lock)
 
 
-_SAID = (ExitCode.CONFIGURATION, ExitCode.DATA, ExitCode.CHECKPOINT)  # the reason is all there is to say
+_SAID = (
+    ExitCode.CONFIGURATION,
+    ExitCode.DATA,
+    ExitCode.CHECKPOINT,
+)  # no failure report, only the reason
 _NEXT = "read the log; the same command tries again"
 _STOPPED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
 
@@ -215,7 +226,7 @@ def _is_crash(end: LaunchResult) -> bool:
 
 
 def _conclude(spec: RunSpec, directory: RunDirectory, end: LaunchResult) -> None:
-    """Return where all is answered, else end the command."""
+    """Return if the job is done, else end the command with the worker's exit code."""
     from megalaunch.launch.report import failure_report
     from megalaunch.runs.errors import fail, refuse
 

@@ -1,4 +1,4 @@
-"""Says before a launch when a run reads its tokens more than once, with the numbers."""
+"""Report before a launch if a run trains on its tokens for more than one epoch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megalaunch.plan.findings import Finding
 if TYPE_CHECKING:
     from megalaunch.config.schema import RunSpec
 
-# Up to four epochs a repeated token is worth nearly as much as a new one (Muennighoff et al., 2023).
+# For up to four epochs repeated tokens are worth nearly as much as new ones (Muennighoff et al., 2023).
 _HARMLESS_EPOCHS = 4
 
 
 def check_epochs(spec: RunSpec) -> list[Finding]:
-    """A note or warning for each source of prepared tokens here that is read more than once; [] for other data."""
+    """Return a note or warning for each prepared source that is read for more than one epoch; [] for other data."""
     data = spec.data
     if data.mock or not (data.blend or data.train_prefix is not None):
         return []
@@ -25,7 +25,7 @@ def check_epochs(spec: RunSpec) -> list[Finding]:
     samples = max(samples_requested(spec), data.num_samples or 0)
     try:
         requests = tokens_needed(spec, samples)
-    except DataError:  # a rule of the checker says why
+    except DataError:  # a rule of the checker reports it
         return []
     findings = []
     for request in requests:

@@ -1,4 +1,4 @@
-"""How a command refuses: the reason on standard error, and an exit code that says what kind it is."""
+"""End a command with an error: the reason on standard error, and an exit code for its kind."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def refuse(text: str, code: ExitCode = ExitCode.CONFIGURATION) -> NoReturn:
 
 
 def fail(reason: str, code: ExitCode = ExitCode.CONFIGURATION) -> NoReturn:
-    """The same with `error:` before a reason that is no report of its own."""
+    """Print `error: ` and the reason, and end the command with `code`."""
     refuse(f"error: {reason}", code)

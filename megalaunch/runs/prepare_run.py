@@ -1,4 +1,4 @@
-"""From command-line words to a run that may start: composed, checked, held against its directory, its data prepared."""
+"""Prepare a run from command-line overrides: compose, check, compare to its directory, prepare its data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that may start: resolved, checked, and held against what is in its directory."""
+    """A run that may start: resolved, checked, and compatible with the run in its directory."""
 
     composition: Composition
     spec: RunSpec
@@ -36,7 +36,11 @@ class PreparedRun:
 
 
 def prepare_run(overrides: list[str], starts: bool) -> PreparedRun:
-    """Compose, resolve, check and show; refuses with every problem at once. `starts`: here and now."""
+    """Compose, resolve and check a run, and print it; end the command with every problem at once.
+
+    Args:
+        starts: the run starts on this machine now, so it must match the spec.
+    """
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.config.schema import SpecError
@@ -75,7 +79,7 @@ def prepare_run(overrides: list[str], starts: bool) -> PreparedRun:
 
 
 def _check(planned: PreparedRun, starts: bool) -> None:
-    """Refuse what is wrong, show what is doubtful and what will run."""
+    """End the command with all errors; else print warnings and the table of the run."""
     from megalaunch.plan.check import check
     from megalaunch.plan.findings import has_errors
     from megalaunch.plan.report import findings_text, problems_as_findings, run_table
@@ -86,7 +90,7 @@ def _check(planned: PreparedRun, starts: bool) -> None:
     from megalaunch.runs.errors import refuse
 
     spec, stored = planned.spec, planned.state.stored
-    doubts = [finding for finding in planned.derived if finding.severity != "note"]  # an emulated format
+    doubts = [finding for finding in planned.derived if finding.severity != "note"]  # an emulated dtype
     machine = planned.machine if starts else None
     findings = [*check(spec, planned.composition.origins, "train", machine), *doubts]
     if planned.decision.action != "report":
@@ -94,14 +98,14 @@ def _check(planned: PreparedRun, starts: bool) -> None:
     findings += problems_as_findings(planned.composition.repeated, "warning")
     if starts:
         findings += machine_mismatch(spec, planned.machine)
-    else:  # other machines, or the user's own hands, may start it
+    else:  # the user may start it on other machines
         findings = [
             _downgrade_to_note(finding) if finding.rule == "launcher.multi_node" else finding for finding in findings
         ]
     if stored is not None:
-        if spec.model.vocab_size == stored.model.vocab_size:  # its tokenizer is trained, and may have come out smaller
+        if spec.model.vocab_size == stored.model.vocab_size:  # the trained tokenizer may be smaller than asked
             findings = [finding for finding in findings if finding.rule != "model.vocab_covers_tokenizer"]
-        if planned.state.checkpoints:  # it has its weights, so where they came from may be gone
+        if planned.state.checkpoints:  # the checkpoint has the weights, so their source may be gone
             findings = [finding for finding in findings if finding.rule != "checkpoint.load_pretrained"]
         findings += incompatible_changes(spec, stored)
     if has_errors(findings):
@@ -127,16 +131,19 @@ def _downgrade_to_note(finding: Finding) -> Finding:
 
 
 def command_lines(planned: PreparedRun) -> list[str]:
-    """What starts the agent of each machine, to read or to paste."""
+    """Return the commands that start each node's agent, as lines to paste."""
     from megalaunch.launch.commands import node_commands, shown_commands
 
     return ["", "command", *shown_commands(node_commands(planned.spec, planned.directory.spec))]
 
 
 def prepare_data(planned: PreparedRun, say: Callable[[str], None] = typer.echo) -> RunSpec:
-    """The spec with the paths of its prepared data; refuses data that cannot be used, or that the run had not.
+    """Prepare the data and return the spec with its paths.
 
-    `say` shows a line of what is done.
+    Ends the command for data that cannot be used, or that differs from the data with which the run began.
+
+    Args:
+        say: prints a line of progress.
     """
     from megalaunch.data.errors import DataError
     from megalaunch.data.prepare import prepare
@@ -164,6 +171,7 @@ def prepare_data(planned: PreparedRun, say: Callable[[str], None] = typer.echo) 
 
 
 def _apply_prepared(planned: PreparedRun, prepared: PreparedData) -> RunSpec:
+    """Set the prepared paths in the spec, and vocab_size where it is not given."""
     from megalaunch.config.schema import with_values
     from megalaunch.data.prepare import data_overrides
     from megalaunch.runs.errors import fail
@@ -184,7 +192,7 @@ def _apply_prepared(planned: PreparedRun, prepared: PreparedData) -> RunSpec:
 
 
 def refuse_directory(error: RunDirectoryError) -> NoReturn:
-    """End the command: the directory cannot hold this run."""
+    """End the command because the directory cannot hold this run."""
     from megalaunch.runs.errors import fail
 
     fail(f"{error}\nfix:  {error.fix}")

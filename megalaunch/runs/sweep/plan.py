@@ -1,4 +1,4 @@
-"""Which points of a sweep may run: all are composed and checked before the first starts."""
+"""Plan a sweep: compose and check all points before the first trial starts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megalaunch.plan.findings import Finding
 from megalaunch.platform.detect import Machine, detect_machine
 from megalaunch.runs.sweep.validation import PointValidator, ValidatedPoint
 
-_DRAWS_PER_TRIAL = 20  # points drawn in vain for each that was asked for
+_DRAWS_PER_TRIAL = 20  # draws per requested trial, invalid points included
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for; `trials` None: all."""
+    """The settings of a sweep; `trials` None: all points."""
 
     words: SweepOverrides
     name: str
@@ -33,18 +33,18 @@ class Request:
 
     @property
     def folder(self) -> SweepFolder:
-        """Where the sweep is."""
+        """The sweep's folder, `sweeps/<name>`."""
         return SweepFolder(Path("sweeps") / self.name)
 
     @property
     def definition(self) -> Definition:
-        """What must be the same when it is continued."""
+        """The settings that must be equal when the sweep is continued."""
         return Definition(self.words.typed, self.sampler, self.seed, self.metric)
 
 
 @dataclass(frozen=True)
 class PlannedSweep:
-    """The points known before the start; tpe proposes its own while it goes, with the same judge."""
+    """The points known before the start; tpe proposes its own during the sweep, validated by the same `judge`."""
 
     request: Request
     machine: Machine
@@ -53,7 +53,7 @@ class PlannedSweep:
 
     @property
     def runnable(self) -> list[ValidatedPoint]:
-        """The points that may run, as many as were asked for."""
+        """The valid points, at most `trials`."""
         return list(islice((point for point in self.judged if point.is_valid), self.request.trials))
 
     @property
@@ -63,7 +63,7 @@ class PlannedSweep:
 
     @property
     def shared(self) -> tuple[Finding, ...]:
-        """What is wrong at every point, so that no swept word is at fault; nothing where there is one point only."""
+        """Findings common to all points, so not caused by a swept override; none if there is only one point."""
         if len(self.judged) < 2:
             return ()
         said = Counter((finding.rule, finding.message) for point in self.judged for finding in point.reasons)
@@ -72,16 +72,16 @@ class PlannedSweep:
 
     @property
     def reasons(self) -> Counter[str]:
-        """How many points each rule leaves out; a point may break several."""
+        """The number of skipped points by rule; a point may break several rules."""
         return Counter(rule for point in self.skipped for rule in {finding.rule for finding in point.reasons})
 
 
 def plan_sweep(request: Request, starts: bool) -> PlannedSweep:
-    """Judge the points of a grid, or as many drawn ones as are needed; for tpe the points of the grid or a sample."""
+    """Validate the points: of the full grid, or random ones until enough are valid. For tpe: only in a dry run."""
     machine = detect_machine()
     planned = PlannedSweep(request, machine, PointValidator(request.words, request.folder, machine, starts))
     if request.sampler == "tpe" and starts:
-        return planned  # it proposes what to judge
+        return planned  # tpe proposes its points during the sweep
     wanted = request.trials if request.sampler != "grid" else None
     found = 0
     for number, values in enumerate(_points(request), 1):

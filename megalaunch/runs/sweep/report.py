@@ -1,4 +1,4 @@
-"""A sweep's points as text and JSON, before it starts and when it is over."""
+"""Report a sweep's points as text and JSON, before it starts and when it is over."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BEST_SHOWN = 10
 
 
 def dry_run_text(planned: PlannedSweep) -> str:
-    """A line a point, then the counts."""
+    """Return one line per point, then the counts."""
     width = max((len(point.label) for point in planned.judged), default=0)
     running = {point.number for point in planned.runnable}
     shared = planned.shared
@@ -30,7 +30,7 @@ def dry_run_text(planned: PlannedSweep) -> str:
 
 
 def _skipped_lines(point: ValidatedPoint, shared: Sequence[Finding]) -> str:
-    """The first reason of this point's own."""
+    """Return the first reason for which this point, and not all points, is skipped."""
     known = {(finding.rule, finding.message) for finding in shared}
     own = [finding for finding in point.reasons if (finding.rule, finding.message) not in known]
     if not own:
@@ -44,7 +44,7 @@ def _cut(line: str) -> str:
 
 
 def counts(planned: PlannedSweep) -> list[str]:
-    """How many run, and how many each rule leaves out."""
+    """Return how many points run, and how many each rule excludes."""
     request = planned.request
     ranking = f"each in a run directory below {request.folder.root}, ranked by {request.metric}"
     if request.sampler == "tpe" and not planned.judged:
@@ -61,7 +61,7 @@ def counts(planned: PlannedSweep) -> list[str]:
 
 
 def dry_run_json(planned: PlannedSweep) -> str:
-    """One object: points with their reasons, and counts."""
+    """Return one object: points with their reasons, and counts."""
     running = {point.number for point in planned.runnable}
     points = [
         {
@@ -90,7 +90,7 @@ def _head(planned: PlannedSweep) -> dict[str, Any]:
 
 
 def results_text(planned: PlannedSweep, results: Sequence[TrialResult], files: Mapping[str, str]) -> str:
-    """The best trials, the ones that did not rank with their reasons, and where the files are."""
+    """Return the best trials, the trials that are not ranked with their reasons, and the paths of the files."""
     metric = planned.request.metric
     order = rank_results(results, metric)
     lines = [f"{len(order)} of {len(results)} trials ranked by {metric}"]
@@ -107,7 +107,7 @@ def results_text(planned: PlannedSweep, results: Sequence[TrialResult], files: M
 
 
 def results_json(planned: PlannedSweep, results: Sequence[TrialResult], files: Mapping[str, str]) -> str:
-    """One object: ranked trials first, then the others, then the points left out."""
+    """Return one object: ranked trials first, then the others, then the skipped points."""
     metric = planned.request.metric
     order = rank_results(results, metric)
     places = {result.number: place for place, result in enumerate(order, 1)}

@@ -1,4 +1,4 @@
-"""Runs the trials of a sweep one after the other, through the launch code of `train`, and ranks them."""
+"""Run the trials of a sweep one after the other, by the launch code of `train`, and rank them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PROPOSALS_PER_TRIAL = 20
 
 
 def run_sweep(planned: PlannedSweep, as_json: bool) -> ExitCode:
-    """Run what has not been run, then write and show the results; the exit code of the whole sweep."""
+    """Run the trials that have not run, write and print the results; return the exit code of the sweep."""
     request, folder = planned.request, planned.request.folder
     if not planned.runnable and request.sampler != "tpe":
         refuse("\n".join([*_all_reasons(planned), *counts(planned)]))
@@ -67,13 +67,13 @@ def run_sweep(planned: PlannedSweep, as_json: bool) -> ExitCode:
 
 def _all_reasons(planned: PlannedSweep) -> list[str]:
     if planned.shared:
-        return []  # `counts` says them once
+        return []  # `counts` shows them once
     shown = planned.skipped[:10]
     return [f"  {point.label}: {point.reasons[0].rule}: {point.reasons[0].message}" for point in shown]
 
 
 def _lock_sweep(planned: PlannedSweep) -> RunLock:
-    """Hold the sweep's folder, which must be new or hold this very sweep."""
+    """Lock the sweep's folder, which must be new or belong to the same sweep."""
     folder = planned.request.folder
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
@@ -92,14 +92,14 @@ def _lock_sweep(planned: PlannedSweep) -> RunLock:
 
 
 class _TrialRunner:
-    """The trials of one sweep, in order, until all are run or a stop is asked for."""
+    """Runs the trials of one sweep in order, until all have run or a stop is requested."""
 
     def __init__(self, planned: PlannedSweep, stop: StopSignals, terminal: bool) -> None:
         self._planned, self._stop = planned, stop
         self._board: SweepDisplay = open_board(planned.request.metric, terminal, sys.stdout)
 
     def run(self) -> ExitCode:
-        """DONE when every trial was run, whatever it came to."""
+        """Run the trials; DONE when every trial has run, failed ones included."""
         typer.echo("\n".join(counts(self._planned)))
         try:
             for point in self._points():
@@ -119,6 +119,7 @@ class _TrialRunner:
             self._board.skip()
 
     def _points(self) -> Iterator[ValidatedPoint]:
+        """Yield valid points; for tpe first the trials that have started, then proposals that learn from the scores."""
         request = self._planned.request
         if request.sampler != "tpe":
             yield from self._planned.runnable
@@ -154,7 +155,7 @@ class _TrialRunner:
         write_results(planned.request.folder, _results(planned), planned.skipped, planned.request.metric)
 
     def _trial(self, point: ValidatedPoint) -> None:
-        """Launch one trial; whatever keeps it from starting becomes its outcome."""
+        """Launch one trial; an error that prevents its start becomes its outcome."""
         folder = self._planned.request.folder
         directory = folder.trial(point.number)
         record_started(folder, point.number, point.values)
@@ -183,7 +184,7 @@ class _TrialRunner:
             unlock_run(directory, lock)
 
     def _prepare(self, point: ValidatedPoint) -> PreparedRun:
-        """The trial's frozen values and data; raises _NoStart with the reason why it cannot start."""
+        """Return the trial with its frozen spec and prepared data; raises _TrialNotStarted with the reason."""
         assert point.spec is not None, "only sound points run"
         assert point.composition is not None, "only sound points run"
         directory, machine = self._planned.request.folder.trial(point.number), self._planned.machine
@@ -226,7 +227,7 @@ def _results(planned: PlannedSweep) -> list[TrialResult]:
 
 
 def _write(planned: PlannedSweep, results: list[TrialResult]) -> dict[str, str]:
-    """results.csv, results.png and best.yaml; returns the paths of those that were written."""
+    """Write results.csv, results.png and best.yaml; return the paths of the files written."""
     from megalaunch.config.write_recipe import recipe_text
 
     request, folder = planned.request, planned.request.folder

@@ -1,4 +1,4 @@
-"""Composes and checks the points of a sweep before anything starts, and says why one is left out."""
+"""Compose and check the points of a sweep before a trial starts, with the reasons why points are skipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megalaunch.runs.corpus_check import check_corpus
 
 @dataclass(frozen=True)
 class ValidatedPoint:
-    """One point: its resolved spec and composition, or the findings for which it is left out."""
+    """One point: its resolved spec and composition, or the findings for which it is skipped."""
 
     number: int
     values: Values
@@ -31,24 +31,24 @@ class ValidatedPoint:
 
     @property
     def is_valid(self) -> bool:
-        """Whether nothing speaks against it."""
+        """True without findings against the point."""
         return not self.reasons
 
     @property
     def reason(self) -> str:
-        """Why it is left out, in one line."""
+        """Why the point is skipped, in one line."""
         return "; ".join(f"{finding.rule}: {finding.message}" for finding in self.reasons)
 
     @property
     def label(self) -> str:
-        """What sets it apart, as words."""
+        """The point's overrides."""
         return " ".join(f"{key}={value}" for key, value in self.values.items())
 
 
 class PointValidator:
-    """Judges points one by one; of points that come to the same run, only the first may run.
+    """Validates points one by one; of points with equal specs, only the first is valid.
 
-    `starts`: the trials start on this machine now, so it must have what they need.
+    `starts`: the trials start on this machine now, so it must match the spec.
     """
 
     def __init__(self, overrides: SweepOverrides, folder: SweepFolder, machine: Machine, starts: bool) -> None:
@@ -67,12 +67,12 @@ class PointValidator:
             reasons = [Finding("config.schema", "error", p.path, p.message, origin=p.where) for p in error.problems]
             return ValidatedPoint(number, values, None, None, tuple(reasons))
         spec = resolve(composition.spec, self._machine, composition.choices.get("recipe")).spec
-        with suggestions_disabled():  # a sweep has other points
+        with suggestions_disabled():  # a sweep tries other values anyway
             findings = check(spec, composition.origins, "train", self._machine if self._starts else None)
         findings += self._corpus_reason(spec, composition)
         if self._starts:
             findings += machine_mismatch(spec, self._machine)
-        else:  # a dry run: other machines may start it
+        else:  # a dry run: the sweep may start on other machines
             findings = [finding for finding in findings if finding.rule != "launcher.multi_node"]
         errors = [finding for finding in findings if finding.severity == "error"]
         if not errors:
@@ -80,12 +80,13 @@ class PointValidator:
         return ValidatedPoint(number, values, spec, composition, tuple(errors))
 
     def _corpus_reason(self, spec: RunSpec, composition: Composition) -> list[Finding]:
-        """What is said of the corpus, which most points share and is looked at once."""
+        """Return the findings about the corpus; checked once, since most points share it."""
         if spec.data not in self._corpora:
             self._corpora[spec.data] = check_corpus(spec, composition.origins)
         return self._corpora[spec.data]
 
     def _duplicate_reason(self, number: int, spec: RunSpec) -> Finding | None:
+        """Return a finding if an earlier point has the same spec."""
         nameless = with_values(spec, {"run.name": None, "run.directory": None})
         first = self._seen.setdefault(nameless, number)
         if first == number:
