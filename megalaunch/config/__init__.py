@@ -1,1 +1,1 @@
-"""From YAML groups and command-line words to one typed run spec."""
+"""Compose YAML config groups, recipes and command-line overrides to one typed run spec."""

@@ -1,7 +1,8 @@
-"""From command-line words to one typed run spec; the only file that touches Hydra.
+"""Compose command-line overrides to one typed run spec; the only file that imports Hydra.
 
-Groups, recipes and words are Hydra's and mean what they mean there, but only words that need its grammar wait for it
-to be imported. Our schema checks every key and type, so that all problems of words and files are reported at once.
+Config groups, recipes and overrides have Hydra's meaning, but Hydra is imported only for overrides that need its
+grammar, to save start-up time. Keys and types are checked against the schema, so that all problems of overrides and
+files are reported at once.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from; `where` is a file:line:column, an option, or the words "command line".
+    """The source of a value; `where` is a file:line:column, an option, or "command line".
 
-    `open` is true when null or auto stands there: the value is derived later.
+    `open` is true for a value that is null or auto there: it is derived later.
     """
 
     kind: Literal["default", "group", "recipe", "command line"]
@@ -45,9 +46,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Composition:
-    """A typed spec, where each of its values comes from, the option chosen in each group, and the words.
+    """A typed spec, the origin of each value, the option of each config group, and the overrides.
 
-    `repeated` are keys that the words give several values; `notes` say what a model folder gives and does not give.
+    `repeated` are keys that the overrides set more than once; `notes` are about values that a model folder lacks.
     """
 
     spec: RunSpec
@@ -60,7 +61,7 @@ class Composition:
 
 @dataclass
 class _Sources:
-    """All that is read before it is merged."""
+    """The files and overrides of a composition, before they are merged."""
 
     words: Overrides
     options: dict[tuple[str, str], ConfigValues] = field(default_factory=dict)
@@ -69,20 +70,20 @@ class _Sources:
 
 
 def compose(overrides: Sequence[str]) -> Composition:
-    """Compose a run spec; raises ConfigError with every problem of the words and the files they name."""
+    """Compose a run spec; raises ConfigError with every problem of the overrides and the files they name."""
     return Composer().compose(overrides)
 
 
 class Composer:
-    """Composes many lists of words; files are read once, so that only the first composition is slow."""
+    """Composes many lists of overrides; files are cached, so only the first composition is slow."""
 
     def __init__(self) -> None:
         self._chains: dict[str, list[Recipe]] = {}
-        # By the recipe that is given by path, since options may lie beside it; None: all recipes that have a name.
+        # By the recipe if given by path, since options may be in its folder; None: all recipes that have a name.
         self._options: dict[str | None, dict[tuple[str, str], ConfigValues]] = {}
 
     def compose(self, overrides: Sequence[str]) -> Composition:
-        """As the function of that name."""
+        """Compose a run spec; see `compose`."""
         problems: list[SpecProblem] = []
         chosen = parse_overrides(overrides, problems)
         recipe = chosen.choices.get("recipe")
@@ -119,7 +120,7 @@ def _notes(sources: _Sources, spec: RunSpec) -> tuple[SpecProblem, ...]:
 
 @cache
 def _primary_options() -> Mapping[str, str | None]:
-    """The option of each group that conf/config.yaml names."""
+    """Return the option of each config group in conf/config.yaml."""
     path = CONF / "config.yaml"
     try:
         entries = load_yaml(path, display_path(path)).data["defaults"]
@@ -129,6 +130,7 @@ def _primary_options() -> Mapping[str, str | None]:
 
 
 def _read_files(sources: _Sources, chains: dict[str, list[Recipe]], problems: list[SpecProblem]) -> None:
+    """Read the recipe with its parents, and the chosen option of each config group."""
     sources.primary = dict(_primary_options())
     chosen = sources.words.choices
     if "recipe" in chosen:
@@ -144,7 +146,7 @@ def _read_files(sources: _Sources, chains: dict[str, list[Recipe]], problems: li
     beside = sources.chain[-1].path.parent if sources.chain and is_path(sources.chain[-1].name) else None
     for group, option, where in wanted:
         if (group, option) not in sources.options:
-            # A recipe names no path: only the word that was typed may be one.
+            # Only an override may be a path; a recipe names options.
             is_folder = group == "model" and where == COMMAND_LINE and names_folder(option, beside)
             values = (
                 load_model_folder(option, where, problems)
@@ -155,16 +157,17 @@ def _read_files(sources: _Sources, chains: dict[str, list[Recipe]], problems: li
 
 
 def _choose_options(sources: _Sources) -> dict[str, str | None]:
-    """The option of each group: the words' before the recipe's before the primary file's."""
+    """Return the option of each config group: from the overrides, else the recipe, else conf/config.yaml."""
     picked: dict[str, str | None] = {group: sources.primary.get(group) for group in GROUPS}
     picked |= {group: option for recipe in sources.chain for group, (option, _) in recipe.options.items()}
     return picked | {"recipe": None} | sources.words.choices
 
 
 def _merge(sources: _Sources, choices: Mapping[str, str | None]) -> dict[str, Any]:
-    """The schema's defaults, over them one option of each group, over those the recipes, ancestors first.
+    """Merge the schema's defaults, the chosen options and the recipes, parents first; later values win.
 
-    Hydra merges the same files to the same values, to which a test holds every shipped recipe, in half a second more.
+    Hydra merges the same files to the same values, but takes half a second more; a test compares both for every shipped
+    recipe.
     """
     data = schema_defaults()
     options = [sources.options[group, option].values for group, option in choices.items() if group in GROUPS and option]
@@ -175,7 +178,7 @@ def _merge(sources: _Sources, choices: Mapping[str, str | None]) -> dict[str, An
 
 
 def _apply_values(data: dict[str, Any], overrides: Overrides, problems: list[SpecProblem]) -> dict[str, Any]:
-    """Write the typed values into the data, the last of a key wins; returns them by key."""
+    """Write the values of the overrides into `data`, the last one of a key wins; return them by key."""
     typed: dict[str, Any] = {}
     for path, raw in overrides.values:
         value, problem = _text_value(path, raw) if schema_keys()[path].is_text else _plain_value(path, raw)
@@ -188,7 +191,7 @@ def _apply_values(data: dict[str, Any], overrides: Overrides, problems: list[Spe
 
 
 def _text_value(path: str, raw: str) -> tuple[str | None, str | None]:
-    """Text is taken as typed (a path may hold commas and brackets); one pair of quotes around it is dropped."""
+    """Return free text as typed (a path may hold commas and brackets), without one pair of quotes around it."""
     if raw == "null" and schema_keys()[path].takes_null:
         return None, None
     if len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "'\"":
@@ -197,9 +200,13 @@ def _text_value(path: str, raw: str) -> tuple[str | None, str | None]:
 
 
 def read_axis(path: str, raw: str) -> Categorical | Range | None:
-    """What a sweep word ranges over (Hydra's choice, range, interval, glob, and values with commas); None: one value.
+    """Parse the values of a sweep override: Hydra's choice, range, interval, glob, or values with commas.
 
-    Raises ValueError with the reason for a sweep that cannot be read.
+    Returns:
+        None for an override with a single value.
+
+    Raises:
+        ValueError: the sweep cannot be parsed; the message has the reason.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Glob, IntervalSweep
@@ -226,7 +233,7 @@ def read_axis(path: str, raw: str) -> Categorical | Range | None:
 
 
 def plain_scalar(text: str) -> tuple[bool, Any]:
-    """Whether a text is a number, true, false, null or one word, and its value: as Hydra's grammar reads it."""
+    """Parse a number, true, false, null or one bare word as Hydra's grammar does: (True if it is one, its value)."""
     lower = text.lower()
     if lower in _CONSTANTS:
         return True, _CONSTANTS[lower]
@@ -238,6 +245,7 @@ def plain_scalar(text: str) -> tuple[bool, Any]:
 
 
 def _plain_value(path: str, raw: str) -> tuple[Any, str | None]:
+    """Return (value, None) or (None, problem); Hydra's parser is used only if the text is not a plain scalar."""
     filled, problem = interpolate(raw)
     if problem:
         return None, problem
@@ -261,7 +269,7 @@ def _plain_value(path: str, raw: str) -> tuple[Any, str | None]:
 
 
 def _origins(sources: _Sources, choices: Mapping[str, str | None], typed: Mapping[str, Any]) -> dict[str, Origin]:
-    """Where each leaf of the schema comes from: the last of the sources in order of composition that sets it."""
+    """Return the origin of each leaf of the schema: the last source, in order of composition, that sets it."""
     origins = {path: Origin("default", "default") for path in schema_keys()}
     for group in GROUPS:
         option = choices.get(group)
@@ -277,6 +285,7 @@ def _origins(sources: _Sources, choices: Mapping[str, str | None], typed: Mappin
 
 
 def _reopen_derived(origins: Mapping[str, Origin], data: Mapping[str, Mapping[str, Any]]) -> dict[str, Origin]:
+    """Mark the origins of values that are null or auto as open."""
     marked = {}
     for path, origin in origins.items():
         marked[path] = replace(origin, open=entry_at(data, path) in (None, "auto"))
@@ -286,7 +295,10 @@ def _reopen_derived(origins: Mapping[str, Origin], data: Mapping[str, Mapping[st
 def _locate(
     found: list[SpecProblem], origins: Mapping[str, Origin], sources: _Sources, incomplete: bool
 ) -> list[SpecProblem]:
-    """Give each problem its place; leave out missing values that follow from other problems or from no choice."""
+    """Add the origin to each problem.
+
+    Missing values are omitted if other problems may cause them, or if no recipe is chosen, which is reported instead.
+    """
     missing = {p.path for p in found if p.message.startswith("has no value")}
     located = []
     for problem in found:

@@ -1,4 +1,4 @@
-"""The one exception of composition: every problem of the words and files at once."""
+"""The exception of composition: it has every problem of the overrides and files at once."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__ = ["ConfigError", "SpecProblem"]
 
 
 class ConfigError(SpecError):
-    """The words and files do not compose to a run spec; `problems` lists every reason."""
+    """The overrides and files do not compose to a run spec; `problems` lists every reason."""

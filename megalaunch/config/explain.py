@@ -1,4 +1,4 @@
-"""What a key means and takes (`explain KEY`), its value and where it comes from (`validate-config --explain KEY`)."""
+"""Explain a key: its meaning and type (`explain KEY`), its value and origin (`validate-config --explain KEY`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalaunch.config.shown import to_yaml
 
 
 def explain_key(path: str, composition: Composition, resolved: RunSpec) -> str:
-    """A few lines about one key, or about every key of a section; raises ConfigError for an unknown one."""
+    """Return lines about a key, or every key of a section, in a composition; raises ConfigError for an unknown key."""
     keys = [key for name, key in schema_keys().items() if name == path or name.startswith(f"{path}.")]
     if not keys:
         raise ConfigError([SpecProblem(path, f"unknown key{suggestion(path)}", "command line")])
@@ -22,7 +22,7 @@ def explain_key(path: str, composition: Composition, resolved: RunSpec) -> str:
 
 
 def describe_keys(path: str) -> list[str]:
-    """The same of a key or a section without a run: meaning, what it takes, default; [] for an unknown one."""
+    """Return meaning, type and default of a key or of each key of a section, without a run; [] for an unknown one."""
     keys = [key for name, key in schema_keys().items() if name == path or name.startswith(f"{path}.")]
     return [f"{key.path}{_unit(key)}\n  {key.field.metadata['meaning']}\n  {_takes(key)}" for key in keys]
 

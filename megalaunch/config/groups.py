@@ -1,4 +1,4 @@
-"""Config groups: the option file `conf/<group>/<name>.yaml` holds values of one section of the run spec."""
+"""Config groups: the option file `conf/<group>/<name>.yaml` has values of one section of the run spec."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megalaunch.config.unknown_names import unknown_key, unknown_option
 from megalaunch.config.yaml_file import YamlFile, YamlProblem, load_yaml
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-_MAX_SUGGESTIONS = 20  # each looks through all keys
-OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")  # no longer than a file may be called
+_MAX_SUGGESTIONS = 20  # each one searches all keys
+OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")  # within the length limit of file names
 
 
 @dataclass(frozen=True)
 class ConfigValues:
-    """The leaves that a file sets, by dotted path, where each stands, and notes on what was ignored."""
+    """The leaves that a file sets, by dotted path, the position of each, and notes on ignored entries."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class ConfigValues:
 
 
 def display_path(path: Path) -> str:
-    """A path as a person would type it: relative when it is below the current folder."""
+    """Return a path as a person would type it: relative if it is below the current folder."""
     for base in (path.resolve(), path):
         try:
             return str(base.relative_to(Path.cwd()))
@@ -40,19 +40,19 @@ def display_path(path: Path) -> str:
 
 
 def option_folders(beside: Path | None = None) -> list[Path]:
-    """Where option files are looked up: those of this package, `./conf`, and `conf` beside a recipe given by path."""
+    """Return the folders with option files: this package's, `./conf`, and `conf` in the folder of a recipe's path."""
     folders = [CONF, Path("conf"), *([beside / "conf"] if beside else [])]
     return list({folder.resolve(): folder for folder in reversed(folders)}.values())[::-1]
 
 
 def option_names(group: str, beside: Path | None = None) -> list[str]:
-    """The options of a group that have a file, sorted."""
+    """Return the options of a config group that have a file, sorted."""
     found = {path.stem for folder in option_folders(beside) for path in (folder / group).glob("*.yaml")}
     return sorted(found)
 
 
 def option_files(group: str, name: str, beside: Path | None = None) -> list[Path]:
-    """The files of one option: one, or none where the name is none."""
+    """Return the files of one option, none for an invalid name; `load_option` rejects several."""
     if not OPTION_NAME.fullmatch(name):
         return []
     return [path for folder in option_folders(beside) if (path := folder / group / f"{name}.yaml").is_file()]
@@ -61,10 +61,13 @@ def option_files(group: str, name: str, beside: Path | None = None) -> list[Path
 def load_option(
     group: str, name: str, where: str, problems: list[SpecProblem], beside: Path | None = None
 ) -> ConfigValues | None:
-    """The values of one option; None and a problem when there is no such option. `where` names who asked for it.
+    """Return the values of one option; None and a problem if it does not exist.
 
-    A file of one's own may not have the name of one that comes with megalaunch, nor of a layout: neither would be what
-    is meant.
+    A user's file may not have the name of a shipped option, nor of a layout: the option would be ambiguous.
+
+    Args:
+        where: the origin of the choice, for the problem.
+        beside: the folder of a recipe given by path.
     """
     paths = option_files(group, name, beside)
     if len(paths) > 1:
@@ -95,9 +98,9 @@ def load_option(
 
 
 def file_values(file: YamlFile, prefix: str, problems: list[SpecProblem]) -> ConfigValues:
-    """The known leaves of a file; unknown keys and values that are no scalars become problems.
+    """Return the known leaves of a file; unknown keys and values that are not scalars become problems.
 
-    `prefix` is "" for a recipe (all sections) and `model.` for an option file of that group.
+    `prefix` is "" for a recipe (all sections) and `model.` for an option file of that config group.
     """
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
@@ -134,7 +137,7 @@ def file_values(file: YamlFile, prefix: str, problems: list[SpecProblem]) -> Con
 
 
 def _interpolate(value: Any) -> tuple[Any, str | None]:
-    """A value with its text filled in, that of a list's items too."""
+    """Interpolate a value, and the items of a list."""
     if isinstance(value, str):
         return interpolate(value)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""`${oc.env:NAME}` in values: a few variables that name places on a machine, and no other interpolation."""
+"""Interpolate `${oc.env:NAME}` in values: an allow-list of variables that name paths and users, nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PATTERN = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*(?:,([^{}$]*))
 
 
 def interpolate(text: str) -> tuple[str, str | None]:
-    """The text with every `${oc.env:NAME}` or `${oc.env:NAME,default}` filled in, and a problem or None."""
+    """Return the text with every `${oc.env:NAME}` or `${oc.env:NAME,default}` replaced, and a problem or None."""
     problem: str | None = None
 
     def fill(match: re.Match[str]) -> str:

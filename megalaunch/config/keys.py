@@ -1,4 +1,4 @@
-"""The schema as a table of dotted keys: what exists, what it means, and the nearest key to a misspelt one."""
+"""The schema as a table of dotted keys: its leaves, defaults, and the nearest key to a misspelt one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUPS = ("model", "parallel", "precision", "platform", "recompute", "optimizer"
 SECTIONS = tuple(entry.name for entry in fields(RunSpec))
 
 MISSING_VALUE = "???"
-"""What stands for a key without a default until a file or a word gives it a value."""
+"""The placeholder for a key without a default, until a file or an override sets it."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Key:
 
     @property
     def is_text(self) -> bool:
-        """True for keys that hold free text (or null): their words are taken as they are typed."""
+        """True for keys of free text (or null): their overrides are taken as typed."""
         options = getattr(self.annotation, "__args__", (self.annotation,))
         return str in options and all(option in (str, type(None)) for option in options)
 
@@ -50,12 +50,12 @@ class Key:
 
 @cache
 def schema_keys() -> Mapping[str, Key]:
-    """Every leaf of the run spec by dotted path, in schema order."""
+    """Return every leaf of the run spec by dotted path, in schema order."""
     return MappingProxyType({path: Key(path, annotation, entry) for path, annotation, entry in leaves(RunSpec)})
 
 
 def schema_defaults() -> dict[str, dict[str, Any]]:
-    """The defaults as nested plain data; `???` where a key has none."""
+    """Return the defaults as nested plain data; `???` where a key has none."""
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for path, key in schema_keys().items():
         put(values, path, MISSING_VALUE if key.field.default is MISSING else key.field.default)
@@ -63,12 +63,12 @@ def schema_defaults() -> dict[str, dict[str, Any]]:
 
 
 def is_section(path: str) -> bool:
-    """True for `model` and `model.moe`: what holds keys."""
+    """Return True for `model` and `model.moe`: prefixes of keys."""
     return any(key.startswith(f"{path}.") for key in schema_keys())
 
 
 def nearest_key(word: str) -> str | None:
-    """The key or group that a misspelt word most likely means, or None."""
+    """Return the key or config group that is nearest to a misspelt one, or None."""
     section, _, name = word.rpartition(".")
     words = [*schema_keys(), *GROUPS, "recipe"] if section else [*GROUPS, "recipe", *SECTIONS]
     best, best_score = None, 0.6
@@ -85,7 +85,7 @@ def nearest_key(word: str) -> str | None:
 
 
 def _key_named_like(name: str) -> str | None:
-    """The key whose last part is nearest to a word without a section: `stepz` means train.steps."""
+    """Return the key whose last part is nearest to a name without a section: `stepz` for train.steps."""
 
     def likeness(path: str) -> float:
         last = path.rpartition(".")[2]
@@ -97,6 +97,6 @@ def _key_named_like(name: str) -> str | None:
 
 
 def suggestion(word: str) -> str:
-    """`; did you mean 'x'?` for the nearest key, or nothing."""
+    """Return `; did you mean 'x'?` for the nearest key, or ""."""
     near = nearest_key(word)
     return f"; did you mean {near!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""`model=FOLDER`: a Hugging Face folder as the option of the group `model`, whose config.json is its file."""
+"""`model=FOLDER`: a Hugging Face folder as the option of the config group `model`; its config.json has the values."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megalaunch.config.schema import SpecProblem
 
 
 def names_folder(override: str, beside: Path | None = None) -> bool:
-    """Is the option a path to something that is there? A name with an option file is that option."""
+    """Return whether an option is an existing path; a name with an option file is that option."""
     return exists(override) and not option_files("model", override, beside)
 
 
 def exists(path: str) -> bool:
-    """Is there anything at a path as it is typed?"""
+    """Return whether a path, as typed, exists."""
     try:
         return Path(path).expanduser().exists()
     except (OSError, ValueError, RuntimeError):  # too long, a NUL byte, no such home
@@ -22,9 +22,9 @@ def exists(path: str) -> bool:
 
 
 def load_model_folder(override: str, where: str, problems: list[SpecProblem]) -> ConfigValues | None:
-    """The model section that a folder means; None, and every reason as a problem, where it means none.
+    """Return the model section of a Hugging Face folder; None, and every reason as a problem, if it has none.
 
-    `where` names who asked for it.
+    `where` is the origin of the choice, for the problems.
     """
     from megalaunch.importers.huggingface.model_section import ModelFolderError, read_model_section
 
@@ -40,7 +40,7 @@ def load_model_folder(override: str, where: str, problems: list[SpecProblem]) ->
 
 
 def no_weights_note(override: str) -> SpecProblem:
-    """What a folder does not give, and the word that does."""
+    """Return a note that the folder gives no weights, with the override that loads them."""
     said = (
         f"model={override} gives the architecture only, and the run begins with random weights; "
         f"add checkpoint.load_pretrained={override} to begin with those of the folder"

@@ -1,4 +1,4 @@
-"""Command-line words: `group=option` and `section.key=value`, taken apart and checked against the schema."""
+"""Parse command-line overrides, `group=option` and `section.key=value`, and check them against the schema."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True)
 class Overrides:
-    """What the words ask for: an option by group (`recipe` among them), and (key, raw value) in the order typed."""
+    """Parsed overrides: an option by config group (`recipe` included), and (key, raw value) in the order typed."""
 
     choices: dict[str, str] = field(default_factory=dict)
     values: list[tuple[str, str]] = field(default_factory=list)
 
     def duplicates(self) -> list[SpecProblem]:
-        """Keys that were given several values; the last one holds, as in Hydra."""
+        """Return keys that are set to several values; the last one wins, as in Hydra."""
         given: dict[str, list[str]] = {}
         for key, value in self.values:
             given.setdefault(key, []).append(value)
@@ -37,7 +37,7 @@ class Overrides:
 
 
 def parse_overrides(overrides: Sequence[str], problems: list[SpecProblem]) -> Overrides:
-    """Sort the words; unknown, unfinished and refused ones become problems."""
+    """Parse overrides; unknown, incomplete and rejected ones become problems."""
     result = Overrides()
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -55,6 +55,7 @@ def parse_overrides(overrides: Sequence[str], problems: list[SpecProblem]) -> Ov
 
 
 def _reject(override: str, key: str, equals: str, value: str) -> str:
+    """Return why an override is rejected, or ""."""
     if override.startswith("+"):
         return _plus(override.lstrip("+"))
     if override.startswith("~"):
@@ -105,7 +106,7 @@ def _instead_of_removing(key: str) -> str:
 
 
 def _word_hint(override: str) -> str:
-    """What a word without = most likely stands for: a recipe before a model, since a run starts from one."""
+    """Suggest what an argument without = means: a recipe before a model, since a run starts from a recipe."""
     if override in schema_keys() or override in (*GROUPS, "recipe"):
         return f"; write {override}=VALUE"
     if override in ("help", "-h"):

@@ -1,4 +1,4 @@
-"""Layout names: `tp4pp4`, `zero3dp2sp` and the like are options of the group `parallel` without a file."""
+"""Layout names: `tp4pp4`, `zero3dp2sp` and the like are options of the config group `parallel` without a file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ GRAMMAR = "any of tp<N> pp<N> cp<N> ep<N> etp<N> vpp<N> dp<N> hsdp<N>, sp, zero0
 
 
 class LayoutError(ValueError):
-    """The name is written like a layout, and says something twice."""
+    """The name has the form of a layout, but sets a key twice."""
 
 
 def layout_values(name: str) -> dict[str, Any] | None:
-    """The `parallel` keys that a layout name means, or None when it is no layout name.
+    """Return the `parallel` keys of a layout name, or None when it is not a layout name.
 
     >>> layout_values("tp4pp4")
     {'tp': 4, 'pp': 4}
@@ -38,7 +38,7 @@ def layout_values(name: str) -> dict[str, Any] | None:
 
 
 def is_layout_name(name: str) -> bool:
-    """True for a name that is written like a layout, also for one that says something twice."""
+    """Return True for a name that has the form of a layout, even if it sets a key twice."""
     try:
         return layout_values(name) is not None
     except LayoutError:
@@ -46,9 +46,9 @@ def is_layout_name(name: str) -> bool:
 
 
 def merge_layout_names(text: str) -> str | None:
-    """The layout name that was meant by one with separators or capitals, or None.
+    """Return the layout name for one with separators or capitals, or None.
 
-    >>> one_layout("TP4, pp=2")
+    >>> merge_layout_names("TP4, pp=2")
     'tp4pp2'
     """
     name = re.sub(r"[^a-z0-9]", "", text.lower())
@@ -70,7 +70,7 @@ def _meaning(match: re.Match[str]) -> tuple[str, Any]:
 
 
 def layout_name(values: Mapping[str, Any]) -> str | None:
-    """The name that means these `parallel` keys, or None when there is none; the inverse of `layout_values`.
+    """Return the name that sets these `parallel` keys, or None; the inverse of `layout_values`.
 
     >>> layout_name({"tp": 4, "data_sharding": "optim_grads_params"})
     'tp4zero3'

@@ -27,7 +27,7 @@ _MAX_PARENTS = 16
 
 @dataclass(frozen=True)
 class Recipe:
-    """One recipe file: the recipes it starts from, the options it picks (with their places), the values it sets."""
+    """One recipe file: its parent recipes, the options it picks (with their positions), the values it sets."""
 
     name: str
     path: Path
@@ -38,7 +38,7 @@ class Recipe:
 
 
 def read_summary(path: Path) -> str:
-    """The comment below the header of a recipe file; "" when there is none or the file cannot be read."""
+    """Return the comment below the header of a recipe file; "" when there is none or the file cannot be read."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             lines = [file.readline(500).strip() for _ in range(2)]
@@ -48,7 +48,7 @@ def read_summary(path: Path) -> str:
 
 
 def recipe_folders() -> list[Path]:
-    """Where names are looked up, the first found wins."""
+    """Return the folders in which recipes are looked up; the first match wins."""
     folders = [Path(part).expanduser() for part in os.environ.get("MEGALAUNCH_RECIPES", "").split(os.pathsep) if part]
     folders += [Path("recipes"), PACKAGED]
     seen: dict[Path, Path] = {}
@@ -59,7 +59,7 @@ def recipe_folders() -> list[Path]:
 
 
 def recipe_files() -> dict[str, Path]:
-    """Every recipe that has a name, by name, sorted."""
+    """Return every recipe that has a name, by name, sorted."""
     found: dict[str, Path] = {}
     for folder in recipe_folders():
         for path in sorted(folder.rglob("*.yaml")):
@@ -68,21 +68,21 @@ def recipe_files() -> dict[str, Path]:
 
 
 def is_path(override: str) -> bool:
-    """True for `recipe=./mine.yaml`: what is no name is a file."""
+    """Return True for `recipe=./mine.yaml`: a path, not a name."""
     return override.endswith((".yaml", ".yml"))
 
 
 def find_recipe(name: str) -> Path | None:
-    """The file of a recipe's name, or None."""
+    """Return the file of a recipe's name, or None."""
     if not _NAME.fullmatch(name):
         return None
     return next((path for folder in recipe_folders() if (path := folder / f"{name}.yaml").is_file()), None)
 
 
 def load_chain(override: str, where: str, problems: list[SpecProblem]) -> list[Recipe]:
-    """The recipe and all it starts from, ancestors first; problems for what is missing or not allowed.
+    """Return a recipe and all recipes that it starts from, ancestors first.
 
-    Raises nothing: a recipe that cannot be read is left out, with a problem.
+    Raises nothing: a recipe that cannot be read is omitted, with a problem.
     """
     chain: list[Recipe] = []
     _collect(override, where, (), chain, problems)
@@ -111,7 +111,7 @@ def _collect(
 
 
 def _starts_from_itself(links: list[str], where: str) -> str:
-    """The circle, what breaks it, and whether a recipe of the same name was hidden by the user's own."""
+    """Describe a cycle, how to break it, and a shipped recipe of the same name that is hidden by the user's."""
     said = f"starts from itself: {' -> '.join(links)}; take {links[-1]!r} out of the defaults of {where}"
     own = find_recipe(links[-1])
     packaged = PACKAGED / f"{links[-1]}.yaml"
@@ -140,7 +140,7 @@ def _unknown(override: str, typed: bool) -> str:
 
 
 def read_recipe(name: str, path: Path, file: YamlFile, problems: list[SpecProblem]) -> Recipe:
-    """Check the file's form and take it apart; what is not allowed becomes problems."""
+    """Check and parse a recipe file; rejected entries become problems."""
     if file.text.split("\n", 1)[0].strip() != HEADER:
         problems.append(SpecProblem("recipe", f"a recipe's first line is `{HEADER}`", f"{file.path}:1:1"))
     data = dict(file.data)
@@ -184,7 +184,7 @@ def _defaults(defaults: Any, file: YamlFile) -> Iterator[_Entry]:
 def _picked_options(place: str, key: str, option: Any) -> _Entry:
     override, _, target = key.partition(" ")
     group = target.strip().removeprefix("/") if override == "override" else key.removeprefix("/")
-    if group == "recipe":  # as the command line says it, recipe=NAME
+    if group == "recipe":  # as on the command line: recipe=NAME
         return (place, "", option, None) if isinstance(option, str) else (place, "recipe needs a name", "", None)
     if group not in GROUPS:
         return place, f"there is no group {group!r}{suggestion(group)} (groups: {', '.join(GROUPS)})", "", None
@@ -196,6 +196,7 @@ def _picked_options(place: str, key: str, option: Any) -> _Entry:
 
 
 def _drop_shadowed(body: ConfigValues, problems: list[SpecProblem]) -> ConfigValues:
+    """Drop values of PICKED_ONLY sections, each with a problem: they would mask an option that the user types."""
     kept = {}
     for key, value in body.values.items():
         group = key.partition(".")[0]

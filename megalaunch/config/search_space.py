@@ -1,4 +1,4 @@
-"""What a sweep word ranges over: a list of values, or an interval to draw from."""
+"""The values of a sweep's axis: a list, or an interval to sample from."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from random import Random
 
 Values = Mapping[str, str]
-"""One point of a sweep: the value of each axis, as a word's right side."""
+"""One point of a sweep: the value of each axis, as the right side of an override."""
 
 
 @dataclass(frozen=True)
 class Categorical:
-    """Values as words (`1e-4`, `tp2`), in the order typed."""
+    """Values as typed (`1e-4`, `tp2`), in that order."""
 
     values: tuple[str, ...]
 
     def draw(self, random: Random) -> str:
-        """One of them."""
+        """Return a random value."""
         return random.choice(self.values)
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`; `log`: every factor is as likely; `whole`: whole numbers, both ends included."""
+    """Numbers from `low` to `high`, log-uniform if `log`; `whole`: integers, both ends included."""
 
     low: float
     high: float
@@ -32,7 +32,7 @@ class Range:
     whole: bool = False
 
     def draw(self, random: Random) -> str:
-        """A number as a word; one of four significant digits, since no sweep resolves more."""
+        """Return a random number as an override value, with four significant digits: no sweep resolves more."""
         if self.log:
             number = math.exp(random.uniform(math.log(self.low), math.log(self.high)))
         else:
@@ -40,7 +40,7 @@ class Range:
         return self.override(number)
 
     def override(self, number: float) -> str:
-        """A number of the interval as a word that can be typed."""
+        """Return a number of the interval as an override value."""
         if self.whole:
             return str(round(number))
         return str(min(max(float(f"{number:.4g}"), self.low), self.high))

@@ -1,4 +1,4 @@
-"""Masking: a recipe's own values are merged after the options, so they could hide what the user typed."""
+"""Detect shadowed overrides: a recipe's own values are merged after the options, so they could mask a typed option."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def shadowed_overrides(
     data: Mapping[str, Mapping[str, Any]],
     typed: Mapping[str, Any],
 ) -> list[SpecProblem]:
-    """A problem for each value of a typed option that a recipe replaced, unless the key itself was typed too."""
+    """Return a problem for each value of a typed option that a recipe replaced, unless the key itself is overridden."""
     problems = []
     for group, option in overrides.choices.items():
         if group == "recipe":

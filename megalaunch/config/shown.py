@@ -1,4 +1,4 @@
-"""How a value of a run is shown to a person: as YAML would write it."""
+"""Format a value of a run for people: as in YAML."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def to_yaml(value: Any) -> str:
-    """`null`, `true`, `[mlp, norm]`, `0.0003`."""
+    """Return `null`, `true`, `[mlp, norm]`, `0.0003`."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""`spec.yaml`: the run spec on disk, whole, resolved and versioned."""
+"""`spec.yaml`: the complete, resolved and versioned run spec on disk."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _MAX_BYTES = 256 * 1024  # a recipe's keys with all defaults
 
 
 def spec_to_text(spec: RunSpec) -> str:
-    """The YAML text of a spec file."""
+    """Return the YAML text of a spec file."""
     return yaml.safe_dump({"version": SPEC_VERSION, **spec_to_dict(spec)}, sort_keys=False, allow_unicode=True)
 
 
 def write_spec(spec: RunSpec, path: Path) -> None:
-    """Replace a spec file as a whole, synced to disk: no reader sees half of it, no power cut leaves it empty."""
+    """Write a spec file atomically and sync it: no reader sees a part of it, no power failure leaves it empty."""
     write_file_atomically(path, spec_to_text(spec))
 
 
 def read_spec(path: Path) -> RunSpec:
-    """Read a spec file; raises SpecError when it is no spec or of an unknown version."""
+    """Read a spec file; raises SpecError when it is invalid or of an unknown version, FileNotFoundError."""
     if not path.exists():
         raise FileNotFoundError(path)
     try:

@@ -1,4 +1,4 @@
-"""The words of a sweep: those that name several values become axes, the others hold for every point."""
+"""Parse the overrides of a sweep: those with several values become axes, the others apply to every point."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _GIVEN_BY_SWEEP = ("run.directory", "run.name")
 
 @dataclass(frozen=True)
 class SweepOverrides:
-    """The words as typed, and the axes among them by key, in the order typed."""
+    """The overrides as typed, and the axes among them by key, in the order typed."""
 
     typed: tuple[str, ...]
     axes: Mapping[str, Categorical | Range]
 
     def point(self, values: Values) -> tuple[str, ...]:
-        """The words of one run: each axis has its value, in its place."""
+        """Return the overrides of one run, with the value of each axis at its position."""
         keys = [override.partition("=")[0] for override in self.typed]
         return tuple(
             f"{key}={values[key]}" if key in values else override
@@ -32,7 +32,7 @@ class SweepOverrides:
 
     @property
     def size(self) -> int | None:
-        """Points of the whole grid; None when an axis is an interval."""
+        """Number of points of the full grid; None when an axis is an interval."""
         size = 1
         for axis in self.axes.values():
             if isinstance(axis, Range):
@@ -42,7 +42,7 @@ class SweepOverrides:
 
 
 def parse_sweep(overrides: Sequence[str]) -> SweepOverrides:
-    """Find the axes; raises ConfigError with every sweep that cannot be read, or when there is none."""
+    """Find the axes; raises ConfigError with every sweep that cannot be parsed, or when there is none."""
     problems: list[SpecProblem] = []
     axes: dict[str, Categorical | Range] = {}
     keys = [override.partition("=")[0] for override in overrides]
@@ -51,7 +51,7 @@ def parse_sweep(overrides: Sequence[str]) -> SweepOverrides:
         if key in _GIVEN_BY_SWEEP:
             problems.append(_problem(key, "is given to each trial by the sweep; name the sweep with --name"))
         if not equals or (key not in (*GROUPS, "recipe") and key not in schema_keys()):
-            continue  # composition says what is wrong with it
+            continue  # composition reports it
         try:
             axis = read_axis(key, raw)
         except ValueError as error:

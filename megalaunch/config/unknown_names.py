@@ -1,4 +1,4 @@
-"""What to type in place of a key, an option or a recipe that does not exist."""
+"""Suggest a replacement for a key, an option or a recipe that does not exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DOWNLOAD = (
 
 
 def unknown_key(key: str, value: str = "") -> str:
-    """Say that there is no such key, and the nearest one; Megatron-LM's name of a setting is translated."""
+    """Describe an unknown key and suggest the nearest one; a Megatron-LM argument is translated."""
     translated = _from_megatron(key.rpartition(".")[2], value)
     if translated:
         return f"unknown key; {translated}"
@@ -45,7 +45,7 @@ def _keys(overrides: Sequence[str]) -> list[str]:
 
 
 def unknown_option(group: str, name: str, names: Sequence[str]) -> str:
-    """Say that a group has no such option, and what its kind of name stands for."""
+    """Describe an unknown option of a config group, with a hint that suits the group."""
     text = f"there is no {group}={name}"
     if group == "parallel":
         joined = merge_layout_names(name)
@@ -68,7 +68,7 @@ def unknown_option(group: str, name: str, names: Sequence[str]) -> str:
 
 
 def unknown_recipe(name: str, names: Sequence[str]) -> str:
-    """Say that there is no such recipe, and the nearest one."""
+    """Describe an unknown recipe and suggest the nearest one."""
     near = did_you_mean(name, list(names))
     if not near and is_hub_name(name):
         near = "; a recipe is a whole run, and a model's name on a hub names none"
@@ -76,7 +76,7 @@ def unknown_recipe(name: str, names: Sequence[str]) -> str:
 
 
 def _own_text(name: str) -> str:
-    """How text of one's own is named, where `data=NAME` cannot but mean text; "" elsewhere."""
+    """Return how to name the user's own text, if `data=NAME` can only mean that; else ""."""
     if is_address(name):
         return "nothing is downloaded: fetch the text first, then name the file or folder by data.corpus=PATH"
     if _exists(f"{name}.idx"):
@@ -97,7 +97,10 @@ def _exists(path: str) -> bool:
 
 
 def _same_model(name: str, names: Sequence[str]) -> str | None:
-    """The option whose letters and digits the name begins with (`meta-llama/Llama-3.1-8B-Instruct`: llama31_8b)."""
+    """Return the option with which the name begins, letters and digits compared.
+
+    `meta-llama/Llama-3.1-8B-Instruct` gives llama31_8b.
+    """
     wanted = _letters(name.rpartition("/")[2]).removeprefix("meta")
     begins = [option for option in names if wanted.startswith(_letters(option))]
     if begins:

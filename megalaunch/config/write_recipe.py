@@ -1,4 +1,4 @@
-"""A composition written as a recipe that composes to the same spec, with the option files that it needs beside it."""
+"""Write a composition as a recipe that composes to the same spec, with the option files that it needs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ _OF_ONE_RUN = ("run.name", "run.directory")
 
 @dataclass(frozen=True)
 class RecipeText:
-    """A recipe file's text, and those of the option files that belong beside it, by relative path."""
+    """The text of a recipe file, and those of its option files by path relative to the recipe."""
 
     text: str
     option_files: Mapping[str, str]
 
 
 def recipe_text(composition: Composition, name: str, summary: str) -> RecipeText:
-    """Write a composition down, without its run.name and run.directory.
+    """Return a composition as a recipe, without its run.name and run.directory.
 
-    `name` is that of option files where no shipped option will do (a recipe may not set keys of parallel, precision
-    and platform itself); `summary` is the line below the header.
+    Args:
+        name: of option files where no shipped option fits (a recipe may not set keys of parallel, precision and
+            platform).
+        summary: the comment below the header.
     """
     picks: dict[str, str] = {}
     body: dict[str, dict[str, Any]] = {}
@@ -58,7 +60,7 @@ def recipe_text(composition: Composition, name: str, summary: str) -> RecipeText
 
 
 def _option(composition: Composition, group: str) -> str | None:
-    """The option to pick: the chosen one, or where values were typed over it the one that holds all of them."""
+    """Return the option to pick: the chosen one, or one that includes the values overridden in its section."""
     chosen = composition.choices.get(group)
     if group not in PICKED_ONLY:
         return chosen if chosen and _option_values(group, chosen) is not None else None
@@ -76,7 +78,7 @@ def _option(composition: Composition, group: str) -> str | None:
 
 
 def _option_text(composition: Composition, group: str) -> str:
-    """What differs from the defaults, as an option file."""
+    """Return an option file with the values of a section that differ from the defaults."""
     defaults, values = _defaults(), dict[str, Any]()
     for path in schema_keys():
         value = _plain(value_at(composition.spec, path))
@@ -86,14 +88,14 @@ def _option_text(composition: Composition, group: str) -> str:
 
 
 def _option_values(group: str, option: str) -> Mapping[str, Any] | None:
-    """None when it is not found here: it lies beside the recipe that chose it."""
+    """Return the values of an option; None when it is not found: it is in the folder of the recipe that chose it."""
     problems: list[SpecProblem] = []
     found = load_option(group, option, "", problems)
     return None if found is None else {path: _plain(value) for path, value in found.values.items()}
 
 
 def _defaults() -> dict[str, Any]:
-    """The schema's defaults by path."""
+    """Return the schema's defaults by path."""
     nested = schema_defaults()
     return {path: _plain(entry_at(nested, path)) for path in schema_keys()}
 

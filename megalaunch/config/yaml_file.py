@@ -1,6 +1,6 @@
-"""Reads a YAML file as pure data, and remembers on which line each key stands.
+"""Read a YAML file as plain data, with the line and column of each key.
 
-Tags, anchors, duplicate keys, `_target_` and endless files are refused: a recipe is data, never code.
+Tags, anchors, duplicate keys, `_target_` and unbounded files are rejected: a recipe is data, never code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FLOAT = re.compile(
 
 
 class YamlProblem(ValueError):
-    """The file is no plain data; `where` is `file:line:column`."""
+    """The file is not plain data; `where` is `file:line:column`."""
 
     def __init__(self, where: str, message: str) -> None:
         self.where, self.message = where, message
@@ -44,16 +44,16 @@ class YamlFile:
     places: Mapping[str, str] = field(default_factory=dict)
 
     def place(self, path: str) -> str:
-        """Where the key stands; the file alone for a path that is not in it."""
+        """Return the position of a key; the file alone for a path that is not in it."""
         return self.places.get(path, str(self.path))
 
 
 class _Refusal(yaml.MarkedYAMLError):
-    """YAML that is not used here."""
+    """A YAML feature that is rejected here."""
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, with 1e-3 read as a number, dates and 1:30 (YAML's base 60) left as text, and no anchors."""
+    """The safe loader, but 1e-3 is a number, dates and 1:30 (base 60 in YAML 1.1) are text, anchors are rejected."""
 
     yaml_implicit_resolvers = {  # a copy without dates and numbers
         first: [(tag, pattern) for tag, pattern in rows if not tag.endswith((":timestamp", ":int", ":float"))]
@@ -65,9 +65,9 @@ class _Loader(yaml.SafeLoader):
         self.nodes = self.depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse anchors and aliases before they are followed: a few lines of them can unfold without end.
+        """Reject anchors and aliases before they are expanded: a few lines of them can expand without bound.
 
-        So are too many values and too deep ones before they are read.
+        Too many values and too deep nesting are rejected before they are read.
         """
         event = self.peek_event()  # type: ignore[no-untyped-call]
         self.nodes += 1
