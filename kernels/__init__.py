@@ -1,1 +1,1 @@
-"""Fused operators: each file holds the plain-torch reference, the Triton kernel and the dispatch."""
+"""Fused operators: each file has the plain-torch reference, the Triton kernel and the dispatch."""

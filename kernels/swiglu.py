@@ -1,7 +1,7 @@
-"""SwiGLU's elementwise half, silu(gate) * up: the plain-torch reference, the Triton kernel and a processor's form.
+"""The elementwise part of SwiGLU, silu(gate) * up: the plain-torch reference, a Triton kernel and an in-place CPU form.
 
-Plain torch keeps three activations for the backward pass (gate, up, silu(gate)); the kernel keeps two and reads
-and writes each value once. Source: Shazeer 2020, "GLU Variants Improve Transformer".
+Plain torch saves three activations for backward (gate, up, silu(gate)); the kernel saves two, and reads and writes each
+value once. Source: Shazeer 2020, "GLU Variants Improve Transformer".
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from torch import Tensor
 
 
 def swiglu(gate: Tensor, up: Tensor, *, spend: bool = False) -> Tensor:
-    """silu(gate) * up, elementwise, of the shape and dtype of both: each device in its fastest way.
+    """Return silu(gate) * up, elementwise, by the fastest implementation for the device.
 
-    `spend`: the backward pass may write over `up` in fp32, since nobody reads it afterwards.
+    Args:
+        gate: The gate, of the shape and dtype of `up` and the result.
+        up: The values that are gated.
+        spend: Nothing reads `up` after the backward pass, which may overwrite it in fp32.
     """
     if gate.is_cuda and _has_triton():
         return swiglu_fused(gate, up)
@@ -28,17 +31,17 @@ def swiglu(gate: Tensor, up: Tensor, *, spend: bool = False) -> Tensor:
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """What every other implementation is held to."""
+    """Compute SwiGLU in plain torch, the reference for the other implementations."""
     return F.silu(gate) * up
 
 
 def swiglu_fused(gate: Tensor, up: Tensor) -> Tensor:
-    """The Triton kernel, with its own backward pass; arithmetic in fp32 whatever the dtype."""
+    """Compute SwiGLU with the Triton kernels for forward and backward, in fp32 arithmetic whatever the dtype."""
     return _FusedSwiglu.apply(gate.contiguous(), up.contiguous())
 
 
 def swiglu_in_place(gate: Tensor, up: Tensor, spend: bool) -> Tensor:
-    """The reference's arithmetic; gradients take the place of what it keeps, since a processor waits for new memory."""
+    """Compute SwiGLU as the reference does; backward overwrites the saved tensors, as new memory is slow on a CPU."""
     return _InPlaceSwiglu.apply(gate, up, spend)
 
 
@@ -48,6 +51,8 @@ def _has_triton() -> bool:
 
 
 class _FusedSwiglu(torch.autograd.Function):
+    """SwiGLU by Triton kernels: saves gate and up, and recomputes silu(gate) in backward."""
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         from megalaunch.kernels.swiglu_triton import forward
@@ -64,6 +69,12 @@ class _FusedSwiglu(torch.autograd.Function):
 
 
 class _InPlaceSwiglu(torch.autograd.Function):
+    """SwiGLU that saves gate, up and silu(gate), and in fp32 writes gradients over the last, and over up if `spend`.
+
+    Forward:   y = silu(gate) up
+    Backward:  dgate = dy up silu'(gate),  dup = dy silu(gate)
+    """
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, spend: bool) -> Tensor:
         silu = F.silu(gate)
@@ -74,7 +85,7 @@ class _InPlaceSwiglu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up, silu = ctx.saved_tensors
-        in_place = silu.dtype == torch.float32  # torch's products in place take twice as long in 16 bits
+        in_place = silu.dtype == torch.float32  # torch's in-place products take twice as long in 16 bits
         dsilu = up.mul_(gradients[0]) if in_place and ctx.spend else gradients[0] * up
         dgate = torch.ops.aten.silu_backward.grad_input(dsilu, gate, grad_input=dsilu)
         return dgate, silu.mul_(gradients[0]) if in_place else silu * gradients[0], None

@@ -1,4 +1,4 @@
-"""The Triton side of swiglu.py; imported only where Triton is installed and wanted."""
+"""The Triton kernels of swiglu.py; imported only where Triton is installed and the kernels are used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # elements a program handles
+_BLOCK = 1024  # elements per program
 
 
 @triton.jit
@@ -32,14 +32,14 @@ def _backward(d_out_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, size, BLOCK: tl
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of two contiguous tensors; arithmetic in fp32 whatever the dtype."""
+    """Return silu(gate) * up of two contiguous tensors; arithmetic in fp32 whatever the dtype."""
     out = torch.empty_like(gate)
     _forward[_programs(gate)](gate, up, out, gate.numel(), BLOCK=_BLOCK)
     return out
 
 
 def backward(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up from that of the output, all contiguous."""
+    """Return the gradients of gate and up, given that of the output. All tensors are contiguous."""
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
     _backward[_programs(gate)](d_out, gate, up, d_gate, d_up, gate.numel(), BLOCK=_BLOCK)
     return d_gate, d_up
