@@ -1,1 +1,1 @@
-"""Number formats of a step."""
+"""Precision: the dtypes of a training step."""

@@ -1,4 +1,4 @@
-"""In which number formats a step runs: fp32 or bf16, with fp32 master weights either way."""
+"""The dtypes of a step: compute in fp32 or bf16, with fp32 master weights (main params) either way."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def compute_dtype(precision: PrecisionSpec) -> torch.dtype:
-    """The format of matmuls; raises ValueError while it is still `auto`."""
+    """Return the dtype of matmuls. Raises ValueError while it is still `auto`."""
     if precision.compute_dtype == "auto":
         raise ValueError("precision.compute_dtype is still auto: the launcher resolves it before workers start")
     return _FORMATS[precision.compute_dtype]
 
 
 def residual_dtype(precision: PrecisionSpec) -> torch.dtype:
-    """The format of the residual stream, and of what one pipeline stage hands to the next."""
+    """Return the dtype of the residual stream, and of activations sent between pipeline stages."""
     return torch.float32 if precision.residual_dtype == "fp32" else compute_dtype(precision)
 
 
 def block_dtype(precision: PrecisionSpec) -> torch.dtype | None:
-    """The format of blocks beside a wider residual stream; None where the two are one."""
+    """Return the dtype of the blocks if the residual stream is wider; None if both have the same dtype."""
     compute = compute_dtype(precision)
     return None if residual_dtype(precision) == compute else compute
 
 
 def grad_reduce_dtype(precision: PrecisionSpec) -> torch.dtype:
-    """The format in which ranks exchange gradients."""
+    """Return the dtype in which gradients are reduced over ranks."""
     return _FORMATS[precision.grad_reduce_dtype]
 
 
 def mixed_precision_policy(precision: PrecisionSpec) -> MixedPrecisionPolicy:
-    """FSDP2's view: parameters are cast when gathered, gradients kept and added up in `precision.grad_dtype`.
+    """Return FSDP2's policy: parameters are all-gathered in the compute dtype, gradients are `precision.grad_dtype`.
 
-    In which format ranks exchange them is said apart (`grad_reduce_dtype`), for which FSDP2 has no word of its own.
-    A layer's input is cast as well, unless it is a stream that is to stay wide.
+    FSDP2 has one `reduce_dtype`, for accumulating gradients over microbatches and for reducing them over ranks. Here it
+    is the first; the second is set separately (`grad_reduce_dtype`, by `parallel/fsdp.py`). Layer inputs are cast to
+    the compute dtype too, unless they are a wider residual stream.
     """
     compute = compute_dtype(precision)
     return MixedPrecisionPolicy(
