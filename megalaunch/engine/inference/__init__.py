@@ -1,1 +1,1 @@
-"""Text out of a trained model."""
+"""Inference: text generation with a KV cache, log-likelihoods, and the jobs that workers run."""

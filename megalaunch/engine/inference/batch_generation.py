@@ -1,4 +1,4 @@
-"""Texts of many prompts at once: batches of rows, each with its own end, as pieces and as finished records."""
+"""Batched generation for many prompts, streamed as pieces of text and finished completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """One written token, and the likeliest ones in its place."""
+    """A generated token, and the most likely ones at its position."""
 
     chosen: TokenLogprob
     best: tuple[TokenLogprob, ...]
@@ -29,7 +29,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """Text that a row has grown by; rows are counted prompt by prompt, sample by sample."""
+    """New text of a row. Rows are numbered prompt by prompt, and within a prompt sample by sample."""
 
     row: int
     text: str
@@ -37,10 +37,15 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished text: `finish` is `end` (the model's own), `stop` (one of the stop strings) or `length`.
+    """A finished text.
 
-    `tokens` are all that were drawn but an end; the text of the last ones may lie behind a stop string. `places` None:
-    log-probabilities were not asked for.
+    Args:
+        row: The number of the row.
+        text: The text, without a stop string.
+        tokens: All sampled tokens but an end token; the last ones may decode to text at or after a stop string.
+        finish: `end` (an end token), `stop` (a stop string) or `length` (the maximum number of tokens).
+        stop: The stop string that was found.
+        places: Log-probabilities of each token; None: they were not requested.
     """
 
     row: int
@@ -53,6 +58,8 @@ class Completion:
 
 @dataclass
 class _SequenceState:
+    """The state of a row while it is generated."""
+
     number: int
     growing: IncrementalDetokenizer
     stops: StopStrings
@@ -62,14 +69,14 @@ class _SequenceState:
     finished: bool = False
 
     def grow(self, piece: str, last: bool = False) -> Iterator[TextDelta]:
-        """The piece as far as it is certain."""
+        """Add a piece; yield the text that is certain to precede any stop string."""
         shown = self.stops.add(piece, last)
         self.text += shown
         if shown:
             yield TextDelta(self.number, shown)
 
     def finish(self, reason: str) -> Iterator[TextDelta | Completion]:
-        """The rest, and the record."""
+        """Yield the remaining text and the completion."""
         self.finished = True
         if self.stops.found is None:
             yield from self.grow(self.growing.rest(), last=True)
@@ -87,7 +94,7 @@ class _SequenceState:
 
 @dataclass(frozen=True)
 class BatchGenerator:
-    """A model and its tokenizer; `stop`: strings that end a text and are no part of it."""
+    """Generates texts with a model and its tokenizer. `stop`: strings that end a text and are not part of it."""
 
     model: TextModel
     tokenizer: Tokenizer
@@ -97,7 +104,7 @@ class BatchGenerator:
     def generate(
         self, prompts: Sequence[Sequence[int]], num_samples: int, batch_size: int
     ) -> Iterator[TextDelta | Completion]:
-        """`num_samples` texts of each prompt, `batch_size` rows at once; a row ends with its record."""
+        """Generate `num_samples` texts per prompt, `batch_size` rows at once; a row's last item is its completion."""
         rows = [(prompt, sample) for prompt in prompts for sample in range(num_samples)]
         for first in range(0, len(rows), batch_size):
             yield from self._batch(first, rows[first : first + batch_size])

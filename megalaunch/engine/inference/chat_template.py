@@ -1,4 +1,4 @@
-"""What stands beside weights and says how they are to be asked: ends of a text, and the chat template."""
+"""The chat template and the end-of-text tokens of a model, from the files that come with its weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 
 
 def chat_text(files: Mapping[str, Path], messages: Sequence[Mapping[str, str]]) -> str:
-    """The prompt of a conversation, up to where the answer begins, by the template among `files`."""
+    """Render a conversation with the chat template among `files`, up to the start of the answer."""
     return chat_texts(files, [messages])[0]
 
 
 def chat_texts(files: Mapping[str, Path], conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
-    """The prompt of each conversation, up to where the answer begins, by the template among `files`.
+    """Render conversations with the chat template among `files`, each up to the start of the answer.
 
-    Raises ValueError when there is none, or when it fails, does not end or refuses the messages.
+    Raises:
+        ValueError: There is no template, or it fails, does not terminate or refuses the messages.
+        CheckpointError: A file cannot be read.
     """
     try:
         template, named = chat_template(files), named_tokens(files)
@@ -43,7 +45,7 @@ def chat_texts(files: Mapping[str, Path], conversations: Sequence[Sequence[Mappi
 
 
 def stop_token_ids(files: Mapping[str, Path], config: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's own, and those that generation_config.json or config.json name."""
+    """Return the tokens that end a text: the tokenizer's, and those of generation_config.json or config.json."""
     declared = _json(files, "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
     found = {one for one in (declared if isinstance(declared, list) else [declared]) if type(one) is int}
     named = tokenizer.token_id(text) if (text := named_token(files, "eos_token")) is not None else None
@@ -51,7 +53,7 @@ def stop_token_ids(files: Mapping[str, Path], config: Mapping[str, Any], tokeniz
 
 
 def named_token(files: Mapping[str, Path], name: str) -> str | None:
-    """The token that tokenizer_config.json names as `bos_token`, `eos_token`, ...; raises CheckpointError."""
+    """Return the token that tokenizer_config.json names as `bos_token`, `eos_token`, ... Raises CheckpointError."""
     try:
         return token_named(files, name)
     except DataError as error:

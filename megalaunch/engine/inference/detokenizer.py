@@ -1,4 +1,4 @@
-"""Text from tokens as they come: a character is shown once all of its bytes are there, a stop string never."""
+"""Incremental detokenization: a character is returned once all of its bytes are complete, a stop string never."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megalaunch.data.tokenizer.tokenizer import Tokenizer
 
-_UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no whole character (yet)
+_UNFINISHED = "\ufffd"  # a decoder's output for bytes that are not (yet) a complete character
 _CONTEXT = 8  # tokens decoded before the new ones: some decoders treat the first token of a text specially
 
 
 class IncrementalDetokenizer:
-    """The text that tokens add to a prompt, piece by piece; the pieces join to the whole."""
+    """Converts the tokens after a prompt to pieces of text, which concatenate to the full text."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -19,7 +19,7 @@ class IncrementalDetokenizer:
         self._shown = len(tokenizer.decode(self._window))
 
     def add(self, token: int) -> str:
-        """What is certain now and was not before; often nothing."""
+        """Add a token; return the text that is complete now and was not before, often empty."""
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         if len(text) <= self._shown or text.endswith(_UNFINISHED):
@@ -30,19 +30,19 @@ class IncrementalDetokenizer:
         return piece
 
     def rest(self) -> str:
-        """What is left when no token follows."""
+        """Return the remaining text, after the last token."""
         return self._tokenizer.decode(self._window)[self._shown :]
 
 
 class StopStrings:
-    """Passes text on up to the first of some strings, which may come in pieces."""
+    """Passes text through up to the first stop string, which may be split over pieces."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings, self._kept = strings, ""
         self.found: str | None = None
 
     def add(self, piece: str, last: bool = False) -> str:
-        """What is certainly before any of the strings; `last`: nothing follows. `found` tells when one is there."""
+        """Add a piece; return the text certain to precede any stop string. `last`: no piece follows. Sets `found`."""
         text = self._kept + piece
         places = [(text.find(string), -len(string), string) for string in self._strings if string in text]
         if places:
@@ -55,13 +55,13 @@ class StopStrings:
 
 
 def _overlap(text: str, string: str) -> int:
-    """How many characters at the end of the text begin the string."""
+    """Return how many characters at the end of the text are a prefix of the string."""
     longest = min(len(text), len(string) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(string[:length])), 0)
 
 
 def detokenize_stream(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text that `tokens` add to the prompt, piece by piece; the pieces join to the whole."""
+    """Yield the text of the tokens after a prompt, in pieces."""
     growing = IncrementalDetokenizer(tokenizer, prompt)
     pieces = (growing.add(token) for token in tokens)
     yield from (piece for piece in pieces if piece)

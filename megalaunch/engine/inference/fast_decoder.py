@@ -1,9 +1,9 @@
-"""A decoder on one device, arranged to write text: few calls a token, and matmuls as small batches want them.
+"""A decoder on one device, optimised for generation: few operator calls per token, and matmuls for small batches.
 
-It computes what `Decoder` computes, from the same parameters. A token is a few hundred small operations between
-matmuls that read every weight once, so that on processors each call saved counts.
+It computes the same function as `Decoder`, from the same parameters. A token takes a few hundred small operations
+between matmuls that read every weight once, so that on a CPU each saved call counts.
 Shapes: B batch, S new positions, R rows B * S, H hidden, F features, N query heads, G key/value groups, D head dim,
-W the rotated width of a head.
+W the rotated features of a head.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megalaunch.engine.model.tp_region import NO_TP
 class _RopeCache(NamedTuple):
     """Cosines, and sines whose first half is negative, [S, W] or [B, 1, S, W].
 
-    Of one position a row all heads are turned by one call, with the rotation as a matrix [B, D, D].
+    For one new position per row, the rotation is also a matrix [B, D, D]: one bmm rotates all heads.
     """
 
     cos: Tensor
@@ -39,15 +39,15 @@ class _RopeCache(NamedTuple):
     matrix_BDD: Tensor | None
 
 
-_BLOCK = 96  # outputs of a matrix that are computed at once for a few rows
-_SMALL_BATCH = range(2, 25)  # rows for which that is faster: one reads the matrix once anyway, many repay a copy of it
+_BLOCK = 96  # output features per block of a small-batch matmul
+_SMALL_BATCH = range(2, 25)  # rows for which blocks are faster: one reads the matrix once anyway, many repay its copy
 
 
 class FusedLinear:
-    """Projections of one input as one matmul; their parameters become views of its matrix.
+    """Linear layers that share their input, fused into one matmul. Their weights become views of the fused matrix.
 
-    On a processor a few rows are multiplied by it block by block, as a batch: for one large product MKL copies it
-    first (SmolLM2's matrices in fp32 by 8 rows on one thread: 62 ms in place of 110).
+    On a CPU a few rows are multiplied block by block, in one bmm: for a single large matmul MKL copies the matrix first
+    (SmolLM2's matrices in fp32 times 8 rows on one thread: 62 ms instead of 110).
     """
 
     def __init__(self, *projections: Linear) -> None:
@@ -64,7 +64,7 @@ class FusedLinear:
         self._few = _SMALL_BATCH if self._blocked and self._matrix_FH.device.type == "cpu" else range(0)
 
     def __call__(self, x_RH: Tensor) -> Tensor:
-        """[R, H] -> [R, F], one projection after the other."""
+        """Apply all projections, [R, H] -> [R, F]; their outputs are concatenated."""
         if x_RH.shape[0] in self._few:
             made = self._in_blocks(x_RH)
             return made if self._bias_F is None else made.add_(self._bias_F)
@@ -73,7 +73,7 @@ class FusedLinear:
         return torch.addmm(self._bias_F, x_RH, self._matrix_HF)
 
     def add_to(self, residual_RF: Tensor, x_RH: Tensor) -> Tensor:
-        """The same, added to a residual stream."""
+        """Return `residual_RF` plus the projections of x."""
         if self._bias_F is None and residual_RF.dtype == x_RH.dtype and x_RH.shape[0] not in self._few:
             return torch.addmm(residual_RF, x_RH, self._matrix_HF)
         return residual_RF + self(x_RH)
@@ -87,7 +87,7 @@ class FusedLinear:
 
 
 class FastDecoder:
-    """Tokens and a cache -> logits of what comes next."""
+    """The decoder for generation: token ids and KV caches -> logits of the next token."""
 
     def __init__(self, decoder: Decoder) -> None:
         assert decoder.embedding is not None
@@ -104,17 +104,17 @@ class FastDecoder:
 
     @property
     def config(self) -> DecoderConfig:
-        """The decoder's."""
+        """The decoder's config."""
         return self._decoder.config
 
     @property
     def device(self) -> torch.device:
-        """The decoder's."""
+        """The decoder's device."""
         return self._decoder.device
 
     @torch.inference_mode()
     def __call__(self, tokens_BS: Tensor, positions: Tensor, stores: KVCache) -> Tensor:
-        """Logits [B, 1, V] after the last of these tokens."""
+        """Run the tokens at `positions`, update the KV caches and return the last token's logits [B, 1, V]."""
         batch, num_tokens = tokens_BS.shape
         x_BSH, narrow = self._embedding.lookup(tokens_BS, positions, NO_TP), self._decoder.block_dtype
         windows = [layer.window for layer in self.config.layers]
@@ -155,7 +155,7 @@ def _add_residual(residual_RH: Tensor, x_RF: Tensor, leave: FusedLinear, norm: n
 
 
 class _SingleRowRMSNorm:
-    """RMSNorm, of a single row on a processor by three calls in place of torch's ten."""
+    """RMSNorm that normalises a single row on a CPU by three operator calls in place of torch's ten."""
 
     def __init__(self, norm: Norm) -> None:
         self._norm, self._weight_H = norm, norm.weight.detach()
@@ -163,14 +163,14 @@ class _SingleRowRMSNorm:
 
     @staticmethod
     def from_norm(norm: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Of a norm that is nothing else, in fp32; any other one is itself."""
+        """Return the single-row form of an RMSNorm in fp32 on a CPU; return any other norm unchanged."""
         if not isinstance(norm, Norm) or norm.config.layer or norm.config.zero_centered_gamma:
             return norm
         here = norm.weight.dtype == torch.float32 and norm.weight.device.type == "cpu"
         return _SingleRowRMSNorm(norm) if here else norm
 
     def __call__(self, x_RH: Tensor) -> Tensor:
-        """[R, H] -> [R, H]."""
+        """Normalise [R, H] -> [R, H]."""
         if x_RH.shape[0] != 1:
             return self._norm(x_RH)
         x_H = x_RH[0]
@@ -190,7 +190,7 @@ class _FeedForward:
         self.leave = FusedLinear(mlp.down_proj)
 
     def __call__(self, x_RH: Tensor) -> Tensor:
-        """[R, H] -> what `leave` takes."""
+        """Return the input [R, F] of the down projection (`leave`)."""
         return self._mlp.activation(*torch.split_with_sizes(self._enter(x_RH), self._enter.sizes, dim=-1))
 
 
@@ -205,7 +205,7 @@ class _Attention:
     def __call__(
         self, x_RH: Tensor, batch: int, turn: _RopeCache | None, attend: AttentionFn, store: LayerKVCache
     ) -> Tensor:
-        """[R, H] -> what `leave` takes."""
+        """Update the KV cache; return attention's output [R, N D], the input of the output projection (`leave`)."""
         turned_heads, rows = self._heads + self._groups, x_RH.shape[0]
         projected = self._normed(self._enter(x_RH)).view(batch, -1, turned_heads + self._groups, self._width)
         qk_BnSD = heads_BnSD = projected.transpose(1, 2)
@@ -218,7 +218,7 @@ class _Attention:
         return out_BNSD.transpose(1, 2).reshape(rows, -1)
 
     def _normed(self, projected: Tensor) -> Tensor:
-        """[R, F] -> [R, F], queries and keys normed where they are."""
+        """Apply QK norms, if there are any, to fused queries, keys and values, [R, F] -> [R, F]."""
         if self._attention.q_norm is None or self._attention.k_norm is None:
             return projected
         queries, keys, values = torch.split_with_sizes(projected, self._enter.sizes, dim=-1)
@@ -242,11 +242,11 @@ def _rope_for(
     if positions.shape[-1] != 1:
         return turn
     unit = torch.eye(width, dtype=dtype, device=positions.device).view(1, width, 1, width).expand(batch, -1, -1, -1)
-    return turn._replace(matrix_BDD=_apply_rope(unit, turn).squeeze(2))  # each number as a head of its own
+    return turn._replace(matrix_BDD=_apply_rope(unit, turn).squeeze(2))  # rotate the rows of the identity as heads
 
 
 def _apply_rope(heads: Tensor, turn: _RopeCache) -> Tensor:
-    """The rotation of `model.rope.rotate`: the other number of a pair stands half a width away, either way round."""
+    """Rotate as `model.rope.apply_rope`; a roll by W / 2 pairs i with i + W / 2, in both directions."""
     width = turn.cos.shape[-1]
     part = heads if width == heads.shape[-1] else heads[..., :width]
     new = torch.addcmul(part * turn.cos, part.roll(width // 2, -1), turn.sin)

@@ -1,6 +1,6 @@
-"""Token after token from a decoder, each step over the new positions only.
+"""Autoregressive generation with a KV cache: each forward pass runs over the new positions only.
 
-Shapes: B batch, S prompt length, V vocabulary, n likeliest tokens.
+Shapes: B batch, S prompt length, V vocabulary, n most likely tokens.
 """
 
 from __future__ import annotations
@@ -16,30 +16,34 @@ from megalaunch.engine.inference.kv_cache import KVCache
 from megalaunch.engine.inference.sampling import Sampler, Sampling
 from megalaunch.engine.model.config import DecoderConfig
 
-_FILLER = 0  # the token in front of shorter prompts; nobody sees it
+_FILLER = 0  # left padding of shorter prompts; it is masked
 
 
 class TextModel(Protocol):
-    """A decoder, or one that lies over ranks."""
+    """A decoder on one device, or one sharded over ranks."""
 
     @property
     def config(self) -> DecoderConfig:
-        """Its shape."""
+        """The decoder's config."""
 
     @property
     def device(self) -> torch.device:
-        """Where tokens have to be."""
+        """The device that tokens must be on."""
 
     def __call__(self, tokens_BS: Tensor, positions: Tensor, stores: KVCache) -> Tensor:
-        """Logits [B, 1, V] of the token after the last position."""
+        """Run new tokens [B, S] at `positions`, update the KV caches and return the next token's logits [B, 1, V]."""
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """What is wanted of every row: at most so many tokens, up to one of `ends`.
+    """Settings of generation, for every row.
 
-    Ids from `vocabulary` on are never written (a model's table may be larger than its tokenizer). `likeliest`: how
-    many of the likeliest tokens are told at each place, with the log-probability of the one that was chosen.
+    Args:
+        max_new_tokens: Maximum number of new tokens.
+        sampling: The sampling parameters.
+        ends: Ids of the tokens that end a text.
+        vocabulary: Ids from here on are never sampled: a model's embedding may have more rows than its tokenizer.
+        likeliest: Return log-probabilities of the sampled token and of this many most likely tokens; None: of none.
     """
 
     max_new_tokens: int
@@ -50,7 +54,7 @@ class GenerationConfig:
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities by the model itself, before penalty and temperature: the chosen tokens' [B], the n best's."""
+    """Log-probabilities before penalty and temperature: of the sampled tokens [B], and of the n most likely [B, n]."""
 
     chosen_B: Tensor
     best_ids_Bn: Tensor
@@ -58,7 +62,7 @@ class Logprobs(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """The next token of every row, [B] int64 on the CPU; of rows that had ended before it means nothing."""
+    """The next token of every row, [B] int64 on the CPU. Tokens of rows that had ended before are meaningless."""
 
     tokens_B: Tensor
     likelihoods: Logprobs | None
@@ -73,8 +77,15 @@ def generate_tokens(
 ) -> Iterator[SampledTokens]:
     """Yield the next token of every prompt, up to `max_new_tokens` times, until all rows have ended.
 
-    `samples`: which of its prompt's texts each row is (default: the first). `ended` is set when a row has written one
-    of the ends, and may be set by the caller for other reasons. Raises ValueError for an empty prompt.
+    Args:
+        model: Computes the logits.
+        prompts: Token ids of each row; shorter prompts are left-padded.
+        writing: The settings.
+        samples: The index of each row among the completions of its prompt, for its random seed (default: 0).
+        ended: Set to True here for rows that sampled an end; the caller may also set rows, such as at a stop string.
+
+    Raises:
+        ValueError: A prompt is empty.
     """
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
@@ -97,16 +108,15 @@ def generate_tokens(
         tokens_BS = next_B[:, None]
         for text, token in zip(texts, next_B.tolist(), strict=True):
             text.append(token)
-        if any(
-            len(text) - 1 in borders for text in texts
-        ):  # what is rotated from here on is so from the first token on
+        if any(len(text) - 1 in borders for text in texts):
+            # LongRoPE rotates all positions differently from this length on: recompute the KV cache.
             cache = KVCache(model.config.num_layers, longest + writing.max_new_tokens, starts)
             tokens_BS = torch.tensor([[_FILLER] * start + text for start, text in zip(starts, texts, strict=True)])
 
 
-@torch.no_grad()  # not inference_mode: a sharded model keeps what it gathers
+@torch.no_grad()  # not inference_mode: a sharded model keeps gathered parameters
 def next_logits(model: TextModel, tokens_BS: Tensor, cache: KVCache) -> Tensor:
-    """Logits [B, V] of the token after the last of these; they follow what the cache holds, and are added to it."""
+    """Run new tokens after those in the KV cache, update it and return the next token's logits [B, V]."""
     tokens_BS = tokens_BS.to(model.device)
     return model(tokens_BS, cache.begin(tokens_BS.shape[1], tokens_BS.device), cache)[:, -1]
 

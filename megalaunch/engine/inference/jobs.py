@@ -1,6 +1,6 @@
-"""What workers are asked to do with a language model, and what they answer, as JSON in the run directory.
+"""Jobs of inference workers and their answers, as JSON in the run directory.
 
-`job.json` holds the job; the first rank appends its answers to `answers.jsonl`, a line each.
+`job.json` has the job; the first rank appends its answers to `answers.jsonl`, one per line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Prompt = str | Sequence[dict[str, str]]
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """Continue these prompts."""
+    """Generate continuations of prompts."""
 
     prompts: tuple[Prompt, ...]
     ask: GenerationRequest
@@ -35,7 +35,7 @@ class GenerateJob:
 
 @dataclass(frozen=True)
 class EvaluateJob:
-    """Tell the loss on these data sets; the arguments of `engine.perplexity.evaluate_perplexity`."""
+    """Evaluate the loss on data sets. The fields are arguments of `engine.perplexity.evaluate_perplexity`."""
 
     data: tuple[str, ...]
     sequence_length: int | None
@@ -49,7 +49,7 @@ Job = GenerateJob | EvaluateJob
 
 @dataclass(frozen=True)
 class Warning:
-    """What the one who asked should know besides."""
+    """A warning for the user."""
 
     message: str
 
@@ -58,23 +58,23 @@ Answer = Union[TextDelta, Completion, "Score", Warning]
 
 
 def job_file(directory: RunDirectory) -> Path:
-    """Where the job is."""
+    """Return the path of the job file."""
     return directory.root / "job.json"
 
 
 def answers_file(directory: RunDirectory) -> Path:
-    """Where the answers are."""
+    """Return the path of the answers file."""
     return directory.root / "answers.jsonl"
 
 
 def write_job(directory: RunDirectory, job: Job) -> None:
-    """Put a job where the workers look for it. Raises OSError."""
+    """Write a job for the workers. Raises OSError."""
     kind = "write" if isinstance(job, GenerateJob) else "score"
     write_file_atomically(job_file(directory), json.dumps({"kind": kind, **asdict(job)}))
 
 
 def read_job(directory: RunDirectory) -> Job:
-    """The job of a directory. Raises OSError; KeyError, TypeError and ValueError for a file that is none."""
+    """Read the job of a run directory. Raises OSError, and KeyError, TypeError or ValueError for an invalid file."""
     data = json.loads(job_file(directory).read_text(encoding="utf-8"))
     if data.pop("kind") == "score":
         return EvaluateJob(**{**data, "data": tuple(data["data"])})
@@ -84,17 +84,17 @@ def read_job(directory: RunDirectory) -> Job:
 
 
 def to_record(answer: Answer) -> Record:
-    """An answer as a line."""
+    """Convert an answer to a JSON Lines record."""
     return {"kind": type(answer).__name__, **asdict(answer)}
 
 
 def from_record(record: Record) -> Answer:
-    """The answer that a line holds. Raises KeyError and TypeError for other lines."""
+    """Convert a record to the answer. Raises KeyError and TypeError if it is none."""
     values = {key: value for key, value in record.items() if key != "kind"}
     if record["kind"] == "Completion":
         return _completion(values)
     if record["kind"] == "Score":
-        from megalaunch.engine.perplexity import Score  # what only writes text needs no trainer
+        from megalaunch.engine.perplexity import Score  # imported late: generation needs no trainer
 
         return Score(**values)
     kinds: dict[str, type[TextDelta] | type[Warning]] = {"TextDelta": TextDelta, "Warning": Warning}

@@ -1,6 +1,10 @@
-"""The key/value cache: what every layer remembers of the positions it has seen, and who may look at what.
+"""The KV cache: keys and values of all earlier positions in every layer, and attention over them.
 
-One contiguous block a layer, of a size known from the start, so that a step copies nothing but its own keys.
+One contiguous buffer per layer, allocated at full size, so that a step copies only its new keys and values.
+
+The KV cache is updated in `LayerKVCache.extend`, which attention calls once per layer and forward pass, after RoPE:
+cached keys are already rotated. `KVCache.begin` is called before each pass and returns the position ids.
+
 Shapes: B batch, N query heads, G key/value groups, S new positions, T all positions so far, D head dim.
 """
 
@@ -20,9 +24,9 @@ from megalaunch.engine.model.attention.score_mod import PLAIN, ScoreMod
 
 
 class LayerKVCache:
-    """Keys and values of one layer, [B, G, capacity, D]; `length` positions of them are filled.
+    """The KV cache of one layer: keys and values [B, G, capacity, D], of which `length` positions are filled.
 
-    Memory is taken with the first keys, in their format and on their device.
+    The buffers are allocated by the first `extend`, with the dtype and on the device of its keys.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -32,9 +36,13 @@ class LayerKVCache:
         self.length = 0
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [B, G, S, D] of the next positions; returns views of all positions so far, [B, G, T, D].
+        """Update the KV cache: append keys and values [B, G, S, D] of the next S positions.
 
-        Raises ValueError when they do not fit.
+        Returns:
+            Views of the keys and the values of all positions so far, [B, G, T, D].
+
+        Raises:
+            ValueError: The positions exceed the capacity.
         """
         start, count = self.length, keys.shape[2]
         end = start + count
@@ -50,10 +58,13 @@ class LayerKVCache:
 
 
 class KVCache:
-    """The caches of all layers, for rows of up to `capacity` tokens.
+    """The KV caches of all layers, for rows of up to `capacity` tokens.
 
-    `starts`: how many tokens at the front of each row only fill it up (prompts of different lengths end together);
-    nobody sees them. Positions are counted from there.
+    Args:
+        num_layers: The number of layers.
+        capacity: Tokens per row, padding included.
+        starts: The number of padding tokens at the front of each row: prompts of different lengths are left-padded. The
+            padding is masked, and position ids are counted from its end.
     """
 
     def __init__(self, num_layers: int, capacity: int, starts: Sequence[int] = ()) -> None:
@@ -62,11 +73,11 @@ class KVCache:
         self._length = 0
 
     def __getitem__(self, layer: int) -> LayerKVCache:
-        """That of one layer."""
+        """Return the KV cache of one layer."""
         return self._layers[layer]
 
     def begin(self, count: int, device: torch.device) -> Tensor:
-        """The positions of the next `count` tokens, [S], or [B, S] where rows differ; a pass over them follows."""
+        """Start a forward pass over the next `count` tokens; return position ids, [S], or [B, S] with padding."""
         slots_S = torch.arange(self._length, self._length + count, device=device)
         self._length += count
         if self._starts_B is None:
@@ -75,7 +86,7 @@ class KVCache:
         return (slots_S - self._starts_B[:, None]).clamp(min=0)
 
     def attention(self, num_tokens: int, windows: Sequence[int | None]) -> Sequence[AttentionFn]:
-        """Of the last `held` positions over all so far, in layers with these windows (None: all tokens)."""
+        """Return each layer's attention of the last `num_tokens` positions over all so far; `windows`: None is full."""
         made = {window: self._attend(num_tokens, window) for window in set(windows)}
         return [made[window] for window in windows]
 
@@ -91,7 +102,7 @@ class KVCache:
         )
 
     def _attention_mask(self, starts_B: Tensor, num_tokens: int, window: int | None) -> Tensor:
-        """Which slots each query sees, [B, 1, S, T]; fillers see themselves: a softmax needs something."""
+        """Return the mask [B, 1, S, T] of left-padded rows. Padding attends to itself: a softmax over no key is NaN."""
         keys = torch.arange(self._length, device=starts_B.device)
         distance = keys[self._length - num_tokens :, None] - keys
         near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
@@ -112,7 +123,10 @@ def _decode_attention(
     first: int,
     shown: Tensor | None = None,
 ) -> Tensor:
-    """One query a row. Those of the heads that share keys stand as positions of one head: no key is repeated."""
+    """Attention of one query per row, over the keys from `first` on.
+
+    The query heads of a key/value group are passed as positions of one head, so that no key is repeated.
+    """
     if first:
         k_BGTD, v_BGTD = k_BGTD[:, :, first:], v_BGTD[:, :, first:]
     if not scoring.is_default:

@@ -1,4 +1,4 @@
-"""A language model from what training left: decoder, tokenizer and spec, all out of one checkpoint directory."""
+"""Load a language model from a checkpoint or a Hugging Face folder: decoder, tokenizer and spec."""
 
 from __future__ import annotations
 
@@ -37,10 +37,15 @@ from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 @dataclass(frozen=True)
 class ModelSource:
-    """All of a language model but its weights; `checkpoint` is where these are.
+    """A language model without its weights.
 
-    `files` stand beside the weights, by the names of Hugging Face folders; `ends` are the tokens that end a text.
-    `add_special_tokens`: a text gets what the tokenizer's post-processor puts around one, such as BOS.
+    Args:
+        checkpoint: The directory of the weights.
+        spec: The spec of its training run, or one made from a Hugging Face config.
+        tokenizer: The tokenizer.
+        files: Companion files of the weights, by their names in Hugging Face folders.
+        ends: Ids of the tokens that end a text.
+        add_special_tokens: Whether texts get the special tokens of the tokenizer's post-processor, such as BOS.
     """
 
     checkpoint: Path
@@ -51,35 +56,41 @@ class ModelSource:
     add_special_tokens: bool = field(default=True, kw_only=True)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text as the model is to read it: as transformers by default."""
+        """Tokenize a text, by default with special tokens, as transformers does."""
         return self.tokenizer.encode(text, self.add_special_tokens)
 
 
 @dataclass(frozen=True)
 class LanguageModel(ModelSource):
-    """A decoder ready to be asked, with its tokenizer."""
+    """A language model with its weights loaded."""
 
     decoder: Decoder
 
     @cached_property
     def fast_decoder(self) -> FastDecoder:
-        """The decoder as it writes text; its parameters stay those of `decoder`."""
+        """The decoder optimised for generation; it shares the parameters of `decoder`."""
         return FastDecoder(self.decoder)
 
 
 def open_model(
     source: Path, report: Callable[[str], None] = lambda message: None, device: torch.device | None = None
 ) -> LanguageModel:
-    """The model of a run's newest valid checkpoint, a checkpoint or a Hugging Face folder; None: on the best device.
+    """Load a language model.
 
-    `report` hears of checkpoints that are passed over. Raises NotADirectoryError when `source` is neither, and
-    CheckpointError when there is no valid checkpoint.
+    Args:
+        source: A run directory (its newest valid checkpoint is loaded), a checkpoint or a Hugging Face folder.
+        report: Called with a message for each skipped checkpoint, and with notes.
+        device: The device; None: a GPU if there is one, else the CPU.
+
+    Raises:
+        NotADirectoryError: `source` is none of these.
+        CheckpointError: There is no valid checkpoint, or it cannot be loaded.
     """
     return load_weights(open_source(source, report), device)
 
 
 def open_source(source: Path, report: Callable[[str], None] = lambda message: None) -> ModelSource:
-    """As `open_model`, without the weights: they stay where they are."""
+    """Read a language model as `open_model` does, without loading its weights."""
     other = other_format(source)
     if other is not None:
         raise CheckpointError(other)
@@ -96,7 +107,7 @@ def open_source(source: Path, report: Callable[[str], None] = lambda message: No
 
 
 def not_verified_warning(folder: Path) -> str:
-    """What nobody has checked of a folder that is read as it is: transformers takes seconds to import."""
+    """Return a note that a folder's config was not verified against transformers, whose import takes seconds."""
     return (
         f"{folder / 'config.json'} is read by megalaunch alone, not verified against transformers "
         f"(megalaunch convert import {folder} verifies it)"
@@ -104,10 +115,15 @@ def not_verified_warning(folder: Path) -> str:
 
 
 def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
-    """The checkpoint meant by a run directory (its newest valid one) or a checkpoint directory; it is verified.
+    """Return the verified checkpoint of a run directory (its newest valid one), or of a checkpoint directory.
 
-    `report` hears of those passed over. Raises NotADirectoryError when it is neither, and CheckpointError when
-    nothing there is valid.
+    Args:
+        source: A run directory or a checkpoint.
+        report: Called with a message for each skipped checkpoint.
+
+    Raises:
+        NotADirectoryError: `source` is neither.
+        CheckpointError: There is no valid checkpoint.
     """
     if (source / MANIFEST).exists() or (source / CATALOGUE).exists() or checkpoint_step(source) is not None:
         problems = verify_checkpoint(source)
@@ -132,9 +148,10 @@ def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
 
 
 def read_source(directory: Path) -> ModelSource:
-    """What a Hugging Face folder or a checkpoint holds beside its weights, which are not read.
+    """Read a Hugging Face folder or a checkpoint without its weights.
 
-    Raises CheckpointError for what is missing there, or is not what it has to be.
+    Raises:
+        CheckpointError: A file is missing or invalid.
     """
     if is_huggingface(directory):
         folder = HuggingFaceFolder(directory)
@@ -143,15 +160,18 @@ def read_source(directory: Path) -> ModelSource:
 
 
 def load_language_model(checkpoint: Path, device: torch.device) -> LanguageModel:
-    """Load a verified checkpoint; raises CheckpointError when something in it is missing or does not fit."""
+    """Load a verified checkpoint. Raises CheckpointError if something in it is missing or does not match."""
     return load_weights(_source_from_checkpoint(checkpoint), device)
 
 
 def load_weights(source: ModelSource, device: torch.device | None = None) -> LanguageModel:
-    """A model whose other parts are read already, on a device (None: the best one).
+    """Load the weights of a model source onto a device (None: a GPU if there is one, else the CPU).
 
-    On a CPU the decoder computes in fp32 (one token a step is bound by memory), elsewhere in the run's format.
-    Raises CheckpointError with everything that keeps a folder from being exact, or is wrong with a checkpoint.
+    On a CPU the decoder computes in fp32, since decoding one token per step is memory-bound; elsewhere in the compute
+    dtype of the run.
+
+    Raises:
+        CheckpointError: A folder cannot be read exactly, with all reasons, or a checkpoint is damaged.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = _inference_dtype(source.spec, device)
@@ -201,12 +221,12 @@ def _source_from_checkpoint(checkpoint: Path) -> ModelSource:
         raise _load_error(checkpoint, error) from error
     files = stored.companions()
     ends = stop_token_ids(files, decoder_config(stored.origin.get("config") or {}), tokenizer)
-    around = spec.data.add_special_tokens  # as the documents of the run were
+    around = spec.data.add_special_tokens  # as in the run's training data
     return ModelSource(checkpoint, spec, tokenizer, files, ends, add_special_tokens=around)
 
 
 def _strip_padding(model: ModelSpec, stored: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
-    """The model with the rows of tokens alone: those of the weights that the run began with, and the tokenizer's."""
+    """Cut vocab_size down to real tokens: of the weights that the run started from, and of the tokenizer."""
     known = max(stored.vocab_size or 0, tokenizer.vocab_size)
     return replace(model, vocab_size=min(model.vocab_size or known, known))
 
@@ -218,12 +238,11 @@ def _load_error(checkpoint: Path, error: Exception) -> CheckpointError:
 def _inference_dtype(spec: RunSpec, device: torch.device) -> torch.dtype:
     if device.type == "cpu":
         return torch.float32
-    if (
-        spec.precision.compute_dtype == "auto"
-    ):  # of weights that no run of ours was launched with; as a launch resolves it
+    if spec.precision.compute_dtype == "auto":
+        # Weights that were never launched as a run: resolve it as a launch does.
         slow = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.float32 if slow else torch.bfloat16
-    from megalaunch.engine.precision.policy import compute_dtype  # FSDP2 comes with it, a second of imports
+    from megalaunch.engine.precision.policy import compute_dtype  # imported late: FSDP2's import takes a second
 
     return compute_dtype(spec.precision)
 

@@ -1,6 +1,6 @@
-"""How likely texts are after others: log-probabilities of given tokens, many pairs at once.
+"""Log-likelihoods of continuations given their contexts, for many pairs in batches.
 
-Shapes: B batch, S positions, H hidden, V vocabulary, C positions that are asked for.
+Shapes: B batch, S positions, H hidden, V vocabulary, C positions that are scored.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from megalaunch.engine.model.decoder import Decoder
 
-_FILLER = 0  # behind shorter rows, where no token before it looks
+_FILLER = 0  # right padding; with causal attention no real token attends to it
 
 
 class LogLikelihood(NamedTuple):
-    """`logprob` in nats, over all tokens; `greedy`: whether each of them is the likeliest one in its place."""
+    """`logprob`: nats, summed over tokens; `greedy`: whether each token is the most likely one at its position."""
 
     logprob: float
     greedy: bool
@@ -27,11 +27,19 @@ class LogLikelihood(NamedTuple):
 def loglikelihoods(
     model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], batch_size: int, longest: int
 ) -> Iterator[tuple[int, LogLikelihood]]:
-    """Yield of each pair of tokens (before, after), by its number, how likely the second is after the first.
+    """Yield the index and the log-likelihood of each pair (context, continuation).
 
-    `batch_size` rows of like length are read at once, the longest first; what was there before is cut from the left
-    where a row were longer than `longest` tokens. Pairs that differ in their last token alone are read once, as the
-    answers to a question of one letter. Raises ValueError for a pair without tokens, or with too many to follow.
+    Rows are batched by length, the longest first. Pairs that differ only in their last token share one forward pass,
+    such as the one-letter answers to a question.
+
+    Args:
+        model: The decoder; it holds the whole model.
+        pairs: Tokens of context and continuation.
+        batch_size: Rows per forward pass.
+        longest: Maximum tokens of a row; longer contexts are truncated from the left.
+
+    Raises:
+        ValueError: A context or continuation is empty, or a continuation is longer than `longest`.
     """
     rows: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, (before, after) in enumerate(pairs):
@@ -51,7 +59,7 @@ def loglikelihoods(
 
 @torch.inference_mode()
 def _states(model: Decoder, rows: Sequence[Sequence[int]]) -> Tensor:
-    """What the head makes logits from, [B, S, H]."""
+    """Return the head's input of padded rows, [B, S, H]."""
     width = max(map(len, rows))
     tokens_BS = torch.tensor([[*row, *[_FILLER] * (width - len(row))] for row in rows], device=model.device)
     states_BSH: Tensor = model(tokens_BS, logits=False)
@@ -60,7 +68,7 @@ def _states(model: Decoder, rows: Sequence[Sequence[int]]) -> Tensor:
 
 @torch.inference_mode()
 def _logprobs(model: Decoder, states_SH: Tensor, count: int) -> Tensor:
-    """[C, V] in fp32, of the token after each of the last `count` positions."""
+    """Return the next token's log-probabilities at each of the last `count` positions, fp32 [C, V]."""
     assert model.head is not None, "a whole model"
     (logits_CV,) = model.tp_region.column_parallel_linear(states_SH[None, -count:], model.head)
     return model.softcap_logits(logits_CV)[0].float().log_softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""What is asked of a language model: prompts of any number and length, and how their continuations are written."""
+"""Generation requests: prompts of any number and length, and the settings of their continuations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,19 @@ from megalaunch.engine.inference.sampling import Sampling
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """`stop`: strings that end a text, not part of it; `likeliest`: as in `GenerationConfig`. Raises ValueError."""
+    """Settings of a generation request.
+
+    Args:
+        max_new_tokens: Maximum number of tokens per completion.
+        sampling: The sampling parameters.
+        stop: Strings that end a text and are not part of it.
+        num_samples: Completions per prompt.
+        batch_size: Rows per forward pass.
+        likeliest: The number of top log-probabilities per token, as in `GenerationConfig`.
+
+    Raises:
+        ValueError: A setting is out of range; the message names it.
+    """
 
     max_new_tokens: int = 200
     sampling: Sampling = field(default_factory=Sampling)
@@ -36,9 +48,9 @@ class GenerationRequest:
 
 
 def tokenize_prompts(model: ModelSource, prompts: Sequence[str | Sequence[dict[str, str]]]) -> list[list[int]]:
-    """The tokens of each prompt; a conversation goes through the chat template. Raises ValueError.
+    """Tokenize prompts; a conversation is rendered by the chat template first. Raises as `chat_texts` does.
 
-    A text gets the special tokens that the source says, such as BOS; a template writes its own.
+    A text gets special tokens such as BOS as `ModelSource.add_special_tokens` says; a template writes its own.
     """
     chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
     rendered = iter(chat_texts(model.files, chats) if chats else ())
@@ -51,14 +63,14 @@ def tokenize_prompts(model: ModelSource, prompts: Sequence[str | Sequence[dict[s
 def validate_prompts(
     model: ModelSource, prompts: Sequence[str | Sequence[dict[str, str]]], ask: GenerationRequest
 ) -> list[list[int]]:
-    """As `tokenize_prompts`, of prompts that the model has room for; weights are not needed. Raises ValueError."""
+    """Tokenize prompts and check their length (`check_context_length`); needs no weights. Raises ValueError."""
     tokens = tokenize_prompts(model, prompts)
     check_context_length(model.spec.model, tokens, ask.max_new_tokens)
     return tokens
 
 
 def check_context_length(spec: ModelSpec, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Raises ValueError for the first prompt that is empty, or too long for the model."""
+    """Raise ValueError for the first prompt that is empty, or exceeds the model's context with its new tokens."""
     for number, tokens in enumerate(prompts, 1):
         which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
         if not tokens:
@@ -76,9 +88,16 @@ def check_context_length(spec: ModelSpec, prompts: Sequence[Sequence[int]], max_
 def generate_texts(
     model: LanguageModel, prompts: Sequence[Sequence[int]], ask: GenerationRequest, by: TextModel | None = None
 ) -> Iterator[TextDelta | Completion]:
-    """Pieces and finished texts of every prompt's samples; raises ValueError at once for prompts without room.
+    """Generate completions of all prompts, as pieces of text and finished completions.
 
-    `by`: what computes instead of the model's own decoder.
+    Args:
+        model: The language model.
+        prompts: Token ids.
+        ask: The settings.
+        by: A model that computes the logits in place of `model.fast_decoder`.
+
+    Raises:
+        ValueError: A prompt is empty or too long; raised before the first forward pass.
     """
     return generate_with(by or model.fast_decoder, model, prompts, ask)
 
@@ -86,7 +105,7 @@ def generate_texts(
 def generate_with(
     computing: TextModel, source: ModelSource, prompts: Sequence[Sequence[int]], ask: GenerationRequest
 ) -> Iterator[TextDelta | Completion]:
-    """As `answers`, by anything that computes the logits of the source's model."""
+    """Generate completions as `generate_texts` does, with `computing` for the logits of the source's model."""
     check_context_length(source.spec.model, prompts, ask.max_new_tokens)
     writing = GenerationConfig(
         ask.max_new_tokens, ask.sampling, source.ends, source.tokenizer.vocab_size, ask.likeliest
@@ -96,7 +115,7 @@ def generate_with(
 
 
 def length_note(model: ModelSource, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> str | None:
-    """A warning when a text may outgrow the samples that the model was trained on, else None."""
+    """Return a warning if a text may become longer than the model's training sequences, else None."""
     trained, asked = model.spec.batch.sequence_length, max(map(len, prompts), default=0) + max_new_tokens
     if asked <= trained:
         return None

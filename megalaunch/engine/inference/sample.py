@@ -1,4 +1,4 @@
-"""The text that a model writes when its training is done, on all ranks in step."""
+"""Sample text from a model at the end of training, collectively on all ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from megalaunch.engine.inference.sampling import Sampling
 
 
 def sample_text(spec: RunSpec, model: TextModel, tokenizer: Tokenizer) -> str:
-    """`train.sample_prompt` and what the model adds to it.
+    """Return `train.sample_prompt` with the model's continuation.
 
-    Every rank computes the same text, since each pass through a sharded model needs all of them. Raises ValueError
-    on all of them when the prompt fills the model's context.
+    Call it on every rank: each forward pass of a sharded model is collective. All ranks return the same text.
+
+    Raises:
+        ValueError: The prompt is empty or fills the model's context; raised on all ranks.
     """
     prompt = spec.train.sample_prompt or ""
     tokens, longest = tokenizer.encode(prompt, spec.data.add_special_tokens), spec.model.max_position_embeddings

@@ -1,4 +1,4 @@
-"""From logits to the next token: penalty, temperature, top-k, top-p, min-p, and a stream of draws for each row.
+"""Sampling of the next token: repetition penalty, temperature, top-k, top-p, min-p; one random generator per row.
 
 Shapes: B batch, V vocabulary.
 """
@@ -16,13 +16,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Temperature 0 always takes the likeliest one (then only the penalty matters besides).
+    """Sampling parameters.
 
-    `top_k` keeps the k likeliest tokens; of these, `top_p` keeps the smallest number of likeliest tokens that
-    hold at least that share of the probability (Holtzman et al., 2019); `min_p` drops those less likely than that
-    part of the likeliest one (Nguyen et al., 2024). `repetition_penalty` divides the positive logits of tokens that
-    the text holds already, prompt included, and multiplies the negative ones (Keskar et al., 2019).
-    Raises ValueError, naming the setting.
+    Args:
+        temperature: Divides the logits. 0 is greedy decoding, where only the repetition penalty still has an effect.
+        top_k: Keep the k most likely tokens; None: all.
+        top_p: Of these, keep the smallest number of most likely tokens whose probabilities add up to at least this
+            (nucleus sampling, Holtzman et al., 2019).
+        seed: Seed of the rows' random generators.
+        min_p: Drop tokens less likely than this fraction of the most likely one (Nguyen et al., 2024).
+        repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens that the text already
+            has, prompt included (Keskar et al., 2019).
+
+    Raises:
+        ValueError: A parameter is out of range; the message names it.
     """
 
     temperature: float = 0.8
@@ -48,15 +55,15 @@ class Sampling:
 
 
 class Sampler:
-    """Draws one token a row, and remembers what each row holds where a penalty asks for it.
+    """Samples one token per row, and tracks the tokens of each row if there is a repetition penalty.
 
-    A row's stream of draws depends on the seed, its prompt and which sample of it this is, so that its text does not
-    depend on the rows beside it.
+    A row's generator is seeded by the seed, its prompt and the index of its sample, so that its text does not depend on
+    the other rows of the batch.
     """
 
     def __init__(self, sampling: Sampling, prompts: Sequence[Sequence[int]], samples: Sequence[int]) -> None:
         self._sampling, self._prompts = sampling, prompts
-        # Drawn on the CPU: the same seed then means the same draws on every device.
+        # On the CPU, so that the same seed gives the same random numbers on every device.
         self._generators = [
             torch.Generator().manual_seed(row_seed(sampling.seed, prompt, sample))
             for prompt, sample in zip(prompts, samples, strict=True)
@@ -64,7 +71,7 @@ class Sampler:
         self._held_BV: Tensor | None = None
 
     def next_tokens(self, logits_BV: Tensor) -> Tensor:
-        """Token ids [B], int64, on the CPU."""
+        """Sample a token of each row from logits [B, V]; return token ids [B], int64, on the CPU."""
         wide_BV = self.apply_repetition_penalty(logits_BV.float())
         next_B = self._sample(wide_BV)
         if self._held_BV is not None:
@@ -82,7 +89,7 @@ class Sampler:
         return torch.cat(drawn)
 
     def apply_repetition_penalty(self, logits_BV: Tensor) -> Tensor:
-        """The logits with the penalty on what each row holds."""
+        """Return the logits with the repetition penalty applied to the tokens of each row."""
         penalty = self._sampling.repetition_penalty
         if penalty == 1:
             return logits_BV
@@ -96,31 +103,31 @@ class Sampler:
 
 
 def row_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
-    """The seed of one row's draws."""
+    """Return the seed of a row's generator, a hash of seed, sample index and prompt."""
     text = f"{seed} {sample} {' '.join(map(str, prompt))}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 2**63
 
 
 def sampling_probs(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """The probabilities [B, V], fp32, that tokens are drawn with (temperature over 0)."""
-    # The largest is subtracted first: a tiny temperature must not make inf - inf.
+    """Return the probabilities [B, V], fp32, that tokens are sampled with. The temperature must not be 0."""
+    # Subtract the maximum before the division: with a tiny temperature, softmax would compute inf - inf.
     logits_BV = logits_BV.float()
     scaled = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / sampling.temperature
     whole = torch.softmax(scaled, dim=-1)
     left = whole if sampling.top_k is None and sampling.top_p == 1 else _top_k_top_p(whole, sampling)
-    if sampling.min_p > 0:  # seen from the likeliest token, which top-k and top-p always leave
+    if sampling.min_p > 0:  # relative to the most likely token, which top-k and top-p always keep
         left = _normalize(left.masked_fill(whole < sampling.min_p * whole.amax(dim=-1, keepdim=True), 0))
     return left
 
 
 def _top_k_top_p(probabilities_BV: Tensor, sampling: Sampling) -> Tensor:
-    """What top-k and then top-p leave."""
+    """Apply top-k, then top-p, to probabilities, and normalise them."""
     ranked, order = probabilities_BV.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k is not None:
         ranked[:, sampling.top_k :] = 0
         ranked = _normalize(ranked)
     if sampling.top_p < 1:
-        before = ranked.cumsum(dim=-1) - ranked  # what the likelier tokens hold already
+        before = ranked.cumsum(dim=-1) - ranked  # the total probability of more likely tokens
         ranked = _normalize(ranked.masked_fill(before >= sampling.top_p, 0))
     return torch.zeros_like(ranked).scatter_(1, order, ranked)
 

@@ -1,4 +1,4 @@
-"""What one torchrun worker of `generate` and `evaluate` executes: run spec and job.json in, answers.jsonl out."""
+"""Entry point of a torchrun worker of `generate` and `evaluate`: reads spec and job.json, writes answers.jsonl."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def run_worker(spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWriter, stop: StopSignal) -> None:
-    """The life of a rank that answers."""
-    from megalaunch.engine.inference_worker import run_inference_worker as answer_job  # torch comes with it
+    """Run the job of the run directory on this rank."""
+    from megalaunch.engine.inference_worker import run_inference_worker as answer_job  # imports torch
 
     answer_job(spec, directory, rank, progress, stop)
 
