@@ -37,5 +37,5 @@ GATED: Mapping[Activation, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def is_gated(word: Activation, gate: Tensor, up: Tensor, *, spend: bool) -> Tensor:
-    """Apply the gated activation `word`; `spend`: its backward may overwrite its inputs (kernels/swiglu.py)."""
+    """Apply the gated activation `word`; `spend`: its backward may overwrite `up` (kernels/swiglu.py)."""
     return swiglu(gate, up, spend=spend) if word == "swiglu" else GATED[word](gate, up)

@@ -14,9 +14,8 @@ from megalaunch.engine.param_layout import COLUMN_PARALLEL, ROW_PARALLEL
 class MLP(nn.Module):
     """down(activation(up(x))), or down(activation(gate(x), up(x)))."""
 
-    recompute_activation = (
-        False  # True: backward recomputes the activation's output, maybe after the activation's own backward
-    )
+    recompute_activation = False
+    """True: backward recomputes the activation's output, maybe after the activation's own backward pass."""
 
     def __init__(self, hidden_size: int, config: MLPConfig, tp_region: TPRegion = NO_TP) -> None:
         super().__init__()

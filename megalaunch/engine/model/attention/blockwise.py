@@ -94,7 +94,7 @@ class BlockwiseBackward:
 
 
 def apply_dropout(weights: Tensor, kept: Tensor | None, scoring: ScoreMod) -> Tensor:
-    """Apply a keep mask to attention weights, in place, and divide them by 1 - dropout."""
+    """Apply dropout in place: zero the weights that are not kept, and divide the others by 1 - dropout."""
     return weights if kept is None else weights.mul_(kept).mul_(1 / (1 - scoring.dropout))
 
 
