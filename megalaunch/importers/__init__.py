@@ -1,1 +1,1 @@
-"""Runs and models of other programs, read into sections of a run spec (no torch)."""
+"""Import runs and models of other programs as sections of a run spec, without torch."""

@@ -1,1 +1,1 @@
-"""A Hugging Face config.json <-> the model section."""
+"""Convert between a Hugging Face config.json and the model section."""

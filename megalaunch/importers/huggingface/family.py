@@ -1,4 +1,4 @@
-"""What a family file holds: its keys of config.json, both ways."""
+"""A model family: its keys of config.json, read and written."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megalaunch.config.schema.model import ModelSpec
 from megalaunch.importers.huggingface.hf_config import ConfigFile
 
 Values: TypeAlias = dict[str, Any]
-"""Fields of a ModelSpec by name; `rope` a dictionary of those of its section."""
+"""Fields of a ModelSpec by name; `rope` is a dict of the fields of its section."""
 
 
 @dataclass(frozen=True)
 class FamilySpec:
-    """One family: how config.json names it, and how its keys are read and written."""
+    """One family: its names in config.json, and functions that read and write its keys."""
 
     name: schema.Family
     model_type: str
@@ -24,11 +24,11 @@ class FamilySpec:
     read: Callable[[ConfigFile], Values]
     write: Callable[[ModelSpec], dict[str, Any]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """transformers' values of keys that published files leave out."""
+    """transformers' defaults of keys that published files omit."""
     multimodal_type: str | None = None
-    """model_type of the model of text and images that this family's decoder is a part of."""
+    """model_type of the multimodal model that contains this family's decoder."""
 
 
 def invert(words: Mapping[str, schema.Activation]) -> dict[schema.Activation, str]:
-    """The first word of each meaning."""
+    """Invert a map; the first of several names for an activation wins."""
     return {meaning: word for word, meaning in reversed(list(words.items()))}

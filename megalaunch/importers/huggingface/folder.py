@@ -1,4 +1,4 @@
-"""What kind of folder stands at a path, and its JSON files. Nothing in it is run."""
+"""Detect the kind of a model folder and read its JSON files. No code of the folder is run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_JSON_BYTES = 100_000_000
 
 
 class FolderError(ValueError):
-    """A file that cannot be read, or is not what its name says; `line` and `column` where JSON breaks off."""
+    """An unreadable or invalid file; `line` and `column` give the position of a JSON syntax error."""
 
     def __init__(self, message: str, line: int | None = None, column: int | None = None) -> None:
         self.line, self.column = line, column
@@ -20,9 +20,9 @@ class FolderError(ValueError):
 
 
 def other_format(path: Path) -> str | None:
-    """Why a file or folder in a known format that is not read here is refused; None for anything else.
+    """Return why a known but unsupported weight format is refused; None for any other path.
 
-    Raises FolderError where the description of an adapter cannot be read.
+    Raises FolderError if an adapter's config cannot be read.
     """
     inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
     has_weights = any((path / name).is_file() for name in (INDEX, WEIGHTS_FILE))
@@ -43,12 +43,12 @@ def other_format(path: Path) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; raises FolderError."""
+    """Read a JSON object from a file. Raises FolderError."""
     return parse_json(path, read_text(path))
 
 
 def read_text(path: Path) -> str:
-    """The text of a JSON file; raises FolderError."""
+    """Read the text of a JSON file. Raises FolderError."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise FolderError(f"{path} is too big to be what its name says")
@@ -60,7 +60,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(path: Path, text: str) -> dict[str, Any]:
-    """The object that a text holds; raises FolderError."""
+    """Parse a JSON object. Raises FolderError."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""Gemma 2: soft caps, norms before and after each block, every second layer with a window, scaled token vectors."""
+"""Gemma 2: soft caps, pre- and post-norms, sliding window in every second layer, scaled embeddings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from megalaunch.importers.huggingface.sliding_window import read_windows, write_
 
 
 def read_gemma(file: ConfigFile, caps: tuple[float | None, float | None], every: int) -> Values:
-    """What Gemma 2 and 3 share; `caps` of scores and logits where a file has none."""
+    """Read the keys that Gemma 2 and 3 share.
+
+    Args:
+        file: the config.json.
+        caps: default soft caps of attention scores and logits.
+        every: every `every`-th layer has full attention; the others have a sliding window.
+    """
     if file.pop("use_bidirectional_attention", None):
         file.problems.append("config.json: use_bidirectional_attention is true; a decoder sees the past alone")
     if file.pop("hidden_act", None) is not None and file.pop("hidden_activation", None) is None:
@@ -34,7 +40,7 @@ def read_gemma(file: ConfigFile, caps: tuple[float | None, float | None], every:
 
 
 def write_gemma(model: ModelSpec) -> dict[str, Any]:
-    """The same keys back."""
+    """Write the keys that Gemma 2 and 3 share."""
     scale = model.query_pre_attn_scalar or model.head_dim or 256
     own = {
         "attention_bias": model.qkv_bias,
@@ -43,7 +49,7 @@ def write_gemma(model: ModelSpec) -> dict[str, Any]:
         "final_logit_softcapping": model.final_logit_softcapping,
     }
     windows = write_windows(model)
-    if windows["sliding_window"] is None:  # transformers wants a number, also where no layer has a window
+    if windows["sliding_window"] is None:  # transformers requires a number, even if no layer has a window
         windows["sliding_window"] = 4096
     return write_common(model, "hidden_activation") | own | windows
 

@@ -1,4 +1,4 @@
-"""Gemma 3's language models: norms of queries and keys, no caps, windowed layers with a rotary base of their own."""
+"""Gemma 3 language models: QK norms, no soft caps, a separate RoPE base for sliding-window layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _read(file: ConfigFile) -> Values:
 
 
 def _rope(file: ConfigFile) -> dict[str, Any]:
-    """Two bases: older files have them as keys, newer ones a dictionary for each kind of layer."""
+    """Read the two RoPE bases: older files have them as keys, newer files have a dict for each layer type."""
     new, old = file.pop("rope_parameters", None) or {}, file.pop("rope_scaling", None) or {}
     theta, local = file.number("rope_theta", 1e6), file.number("rope_local_base_freq", 1e4)
     if not isinstance(new, dict) or not isinstance(old, dict):
@@ -44,7 +44,7 @@ def _write(model: ModelSpec) -> dict[str, Any]:
     return write_gemma(model) | write_rope(model.rope) | local
 
 
-# Published files of 4B to 27B hold what differs from these.
+# transformers' defaults: published files of 4B to 27B contain only the values that differ.
 _DEFAULTS = {
     "vocab_size": 262208,
     "hidden_size": 2304,

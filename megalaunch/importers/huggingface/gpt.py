@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-3: learned positions, LayerNorm, biases everywhere."""
+"""GPT-2 and GPT-3: learned position embeddings, LayerNorm, biases everywhere."""
 
 from __future__ import annotations
 

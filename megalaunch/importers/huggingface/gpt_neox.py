@@ -1,4 +1,4 @@
-"""Pythia and GPT-NeoX: both blocks read the same stream, a part of each head is rotated."""
+"""Pythia and GPT-NeoX: parallel residual (attention and MLP read the same input), partial rotary embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face config.json: every key that changes the function is read, or the file is refused."""
+"""Read a Hugging Face config.json: every key that changes the model's output is read, or the file is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MISSING = object()
 
 
 class ConfigFile:
-    """The keys of one file, everything that keeps it from being carried over exactly, and notes on ignored keys."""
+    """The keys of one file, with the problems that prevent an exact conversion and notes on ignored keys."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self._data = data
@@ -20,7 +20,7 @@ class ConfigFile:
         self.notes: list[str] = []
 
     def pop(self, key: str, default: Any = _MISSING) -> Any:
-        """The value of a key, null where it is; `default` where there is none, or a problem without a default."""
+        """Return the value of a key (None for null). A missing key gives `default`; without one it is a problem."""
         self._taken.add(key)
         if key in self._data:
             return self._data[key]
@@ -30,7 +30,13 @@ class ConfigFile:
         return default
 
     def number(self, key: str, default: Any = _MISSING, null: Any = _MISSING) -> Any:
-        """A number above 0; a missing key gives `default`, and null gives `null`, or a problem where there is none."""
+        """Return a positive number.
+
+        Args:
+            key: the key.
+            default: value for a missing key; without one it is a problem.
+            null: value for null; without one it is a problem.
+        """
         value = self.pop(key, default)
         if value is None and key in self._data:
             if null is _MISSING:
@@ -43,7 +49,7 @@ class ConfigFile:
         return None if wrong else value
 
     def integer(self, key: str, default: Any = _MISSING, null: Any = _MISSING) -> Any:
-        """A whole number above 0; else as `number`."""
+        """Return a positive integer; arguments as for `number`."""
         value = self.number(key, default, null)
         if isinstance(value, float):
             self.problems.append(f"config.json: {key} is {value!r}, and has to be a whole number")
@@ -51,7 +57,7 @@ class ConfigFile:
         return value
 
     def rate(self, key: str, default: float) -> float:
-        """A dropout rate, from 0 to 1; null is 0."""
+        """Return a dropout rate from 0 to 1; null is 0."""
         value = self.pop(key, default)
         if value is None:
             return 0.0
@@ -61,14 +67,14 @@ class ConfigFile:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """true or false; anything else is a problem."""
+        """Return a boolean; any other value is a problem."""
         value = self.pop(key, default)
         if not isinstance(value, bool):
             self.problems.append(f"config.json: {key} is {value!r}, and has to be true or false")
         return value is True
 
     def pop_choice(self, key: str, choices: Mapping[str, Any], default: str) -> Any:
-        """What a word means; a problem when it is none of the choices."""
+        """Return the value of `choices` for a key's string; any other string is a problem."""
         word = self.pop(key, default)
         if not isinstance(word, str) or word not in choices:
             self.problems.append(f"config.json: {key} is {word!r}; this family's are {', '.join(choices)}")
@@ -76,18 +82,18 @@ class ConfigFile:
         return choices[word]
 
     def expect(self, key: str, value: Any) -> None:
-        """A key that may only have one value: the others have no counterpart here."""
+        """Require a key to be missing or to have one value; other values are not supported."""
         found = self.pop(key, value)
         if found != value:
             self.problems.append(f"config.json: {key} is {found!r}; only {value!r} has a counterpart here")
 
     def ignore(self, key: str, why: str) -> None:
-        """A key that transformers does not read for this family, whatever its value: noted where it is set."""
+        """Ignore a key that transformers does not read for this family, and note it if it is set."""
         if self.pop(key, None) is not None:
             self.notes.append(f"config.json: {key} ({self._data[key]!r:.80}) is ignored: {why}")
 
     def reject_unknown_keys(self) -> None:
-        """Every key that was not read and may change the function becomes a problem; else a note, or nothing."""
+        """Make a problem of every unread key that may change the model's output; others give a note or nothing."""
         for key, value in self._data.items():
             if key == "quantization_config" and isinstance(value, Mapping):
                 method, bits = value.get("quant_method", "a method that is not named"), value.get("bits")
@@ -106,7 +112,7 @@ class ConfigFile:
 
 
 def every_nth(marks: list[bool], what: str, problems: list[str]) -> int | None:
-    """n where exactly the items n - 1, 2 n - 1, ... are marked, None where none is."""
+    """Return n if exactly the items n - 1, 2n - 1, ... are marked, None if no item is. Another pattern is a problem."""
     if not any(marks):
         return None
     every = marks.index(True) + 1

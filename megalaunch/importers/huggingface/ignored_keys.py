@@ -1,6 +1,7 @@
-"""Keys of config.json that change no logit: metadata, and keys that change none at the value that they have.
+"""Keys of config.json that do not change the logits: metadata, and keys without effect at their value.
 
-Held to transformers: tests/parity/families/test_published_configs.py compares published files with and without them.
+Tested against transformers: tests/parity/families/test_published_configs.py compares published files with and without
+them.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Keys that name, initialise, train, serve or store a model, at any value: they are in nearly every file.
+# Keys about names, initialisation, training, serving or storage, ignored at any value: nearly every file has them.
 METADATA = frozenset(
     {
         "_attn_implementation",
@@ -60,7 +61,7 @@ METADATA = frozenset(
 )
 _GENERATION = "a setting of text generation (generation_config.json)"
 _TRAINING = "it says how the model was trained or loaded"
-# Any value: why.
+# Keys ignored at any value, with the reason.
 _ANYWHERE: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -136,7 +137,7 @@ _ANYWHERE: Mapping[str, str] = {
     "num_labels": "of a classifier; this is a language model",
     "sliding_window_size": "transformers reads sliding_window",
 }
-# At these values alone: why.
+# Keys ignored at these values only, with the reason.
 _AT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "_sliding_window_pattern": ((6,), "the family's own"),
     "add_cross_attention": ((False,), "the model has no encoder"),
@@ -167,7 +168,7 @@ _AT: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def ignore_reason(key: str, value: Any) -> str | None:
-    """Why a key changes nothing at this value; None: it may change the model."""
+    """Return why a key has no effect at this value; None if it may change the model."""
     if key in _ANYWHERE:
         return _ANYWHERE[key]
     values, why = _AT.get(key, ((), ""))

@@ -1,4 +1,4 @@
-"""On which line and column each key of a JSON object stands."""
+"""Line and column of each key of a JSON object."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]', re.DOTALL)
 
 
 def key_positions(text: str) -> dict[str, tuple[int, int]]:
-    """By dotted path; of a text that json reads. Objects inside of lists have no path, and are left out."""
+    """Return (line, column) of each key by dotted path. `text` must be valid JSON; objects inside lists are skipped."""
     found: dict[str, tuple[int, int]] = {}
-    path: list[str] = []  # the key that is open at each level of objects
-    nested = 0  # lists, and whatever is inside of them
+    path: list[str] = []  # the current key at each level of nested objects
+    nested = 0  # depth inside lists
     awaits_key = False
     line, line_start, last = 1, 0, 0
     for token in _TOKEN.finditer(text):

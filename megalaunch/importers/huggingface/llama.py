@@ -1,4 +1,4 @@
-"""Llama 1 to 3.2, SmolLM2 and whatever else calls itself llama; also the keys that later families share."""
+"""Llama 1 to 3.2, SmolLM2 and other models of type llama; also the keys that later families share."""
 
 from __future__ import annotations
 
@@ -28,9 +28,15 @@ def read_common(
     activation: str = "silu",
     head_dim: int | None = None,
 ) -> Values:
-    """The fields that all these families have, with a family's defaults where a file leaves a key out.
+    """Read the fields that Llama-like families share.
 
-    `head_dim` is that of a family whose heads have a width of their own; the others derive it where it is null.
+    Args:
+        file: the config.json.
+        epsilon: the family's default rms_norm_eps.
+        tied: the family's default tie_word_embeddings.
+        activation_key: the key of the activation.
+        activation: its default.
+        head_dim: default head width of a family that sets it; None: hidden_size / num_attention_heads.
     """
     hidden, heads = file.integer("hidden_size"), file.integer("num_attention_heads")
     derived = (hidden or 0) // (heads or 1) or None
@@ -53,13 +59,13 @@ def read_common(
 
 
 def read_biases(file: ConfigFile) -> Values:
-    """`attention_bias` is that of all four projections."""
+    """Read `attention_bias`, which applies to all four projections."""
     attention = file.flag("attention_bias", False)
     return {"qkv_bias": attention, "attention_output_bias": attention}
 
 
 def write_common(model: ModelSpec, activation_key: str = "hidden_act") -> dict[str, Any]:
-    """The same keys back."""
+    """Write the keys of `read_common`."""
     return {
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,

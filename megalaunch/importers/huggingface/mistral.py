@@ -1,4 +1,4 @@
-"""Mistral 7B and what is built like it: a Llama whose layers may all see a window only."""
+"""Mistral 7B and similar models: Llama with an optional sliding window in all layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model section that a Hugging Face folder means: every field, where config.json says it, and what is ignored."""
+"""Read the model section from a Hugging Face folder, with the position of each value and notes on ignored keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalaunch.importers.huggingface.registry import FamilyError, from_hf_confi
 from megalaunch.importers.huggingface.rope import FIELD_OF
 
 _OWN_SHAPE = "take another folder, or write the shape yourself as conf/model/NAME.yaml and choose model=NAME"
-# Our field: the keys that may say it, the deciding one first.
+# Field of the model section: the keys that can set it, the first match wins.
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "family": ("model_type",),
     "num_layers": ("num_hidden_layers", "n_layer"),
@@ -70,7 +70,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 class ModelFolderError(ValueError):
-    """The folder gives no model section; `problems` has every reason, each with its place."""
+    """A folder gives no model section; `problems` lists every reason with its position."""
 
     def __init__(self, problems: list[SpecProblem]) -> None:
         self.problems = problems
@@ -79,7 +79,7 @@ class ModelFolderError(ValueError):
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Fields by dotted path below `model`, the `file:line:column` of each, and notes on keys that change nothing."""
+    """Fields by dotted path below `model`, the `file:line:column` of each, and notes on keys without effect."""
 
     values: Mapping[str, Any]
     places: Mapping[str, str]
@@ -87,7 +87,7 @@ class ModelSection:
 
 
 def read_model_section(folder: Path, shown: str) -> ModelSection:
-    """What a folder means; `shown` is its name in messages. Raises ModelFolderError."""
+    """Read a folder's model section; `shown` is the folder's name in messages. Raises ModelFolderError."""
     config_shown = str(Path(shown) / CONFIG)
     try:
         refused = other_format(folder) or _no_config(folder, shown)
@@ -110,7 +110,7 @@ def read_model_section(folder: Path, shown: str) -> ModelSection:
 
 
 def _no_config(folder: Path, shown: str) -> str | None:
-    """Why a path without a config.json is none, with the folder that is most likely meant."""
+    """Return why a path has no config.json, with the folder that was probably meant; None if it has one."""
     if folder.is_file():
         if folder.name == CONFIG:
             return f"{shown} is a file; name its folder: model={Path(shown).parent}"
@@ -125,7 +125,7 @@ def _no_config(folder: Path, shown: str) -> str | None:
 
 
 def _located(said: str, positions: Mapping[str, tuple[int, int]], shown: str) -> SpecProblem:
-    """A problem with the place of the key that it begins with, and what to do about it."""
+    """Make a SpecProblem with the position of the key that the message begins with, and a remedy."""
     key = re.match(r"config\.json: (\w+)", said)
     place = _place((key.group(1),) if key else (), positions, shown)
     if re.search(r"unknown to this family|no counterpart|none of the families|no every n-th", said):
@@ -136,6 +136,7 @@ def _located(said: str, positions: Mapping[str, tuple[int, int]], shown: str) ->
 
 
 def _place(keys: tuple[str, ...], positions: Mapping[str, tuple[int, int]], shown: str) -> str:
+    """Return `file:line:column` of the first key that the file has, else the file."""
     for key in keys:
         for path in (key, f"{TEXT}.{key}"):
             if path in positions:

@@ -1,4 +1,4 @@
-"""A published model of text and images around a family's decoder: its text decoder is read, alone."""
+"""Multimodal models (text and images): only the text decoder is read."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ TEXT_ALONE = "it is a model of text and images, of which the text decoder is rea
 
 
 def split_config(config: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], ConfigFile]:
-    """The keys of the decoder, as a config.json of its own `model_type` has them, and the file of those around it."""
+    """Split a multimodal config into the decoder's keys (as a config.json of type `model_type`) and the other keys."""
     file = ConfigFile(config)
     text = file.pop(TEXT, None)
     if text is None:
-        text = {}  # transformers then makes one of its defaults
+        text = {}  # transformers then uses the text decoder's defaults
     if not isinstance(text, Mapping):
         file.problems.append(f"config.json: {TEXT} is {text!r:.80}, and has to be an object or null")
         text = {}
@@ -24,8 +24,8 @@ def split_config(config: Mapping[str, Any], model_type: str) -> tuple[dict[str, 
         file.problems.append(f"config.json: {TEXT} is of the model_type {text['model_type']!r}, not {model_type!r}")
     for key in (VISION, "mm_tokens_per_image"):
         file.ignore(key, "the text decoder is read, and nothing of images")
-    file.pop("initializer_range", None)  # as METADATA: the weights are there
-    # Whether the head is tied is asked of the whole model, whatever text_config says.
+    file.pop("initializer_range", None)  # ignored as in METADATA: the weights exist already
+    # tie_word_embeddings is read from the outer config, whatever text_config contains.
     around = {"model_type": model_type, "tie_word_embeddings": file.pop("tie_word_embeddings", True)}
     around |= {key: config[key] for key in ("bos_token_id", "eos_token_id", "use_cache") if key in config}
     file.reject_unknown_keys()

@@ -1,4 +1,4 @@
-"""OLMo 2: norms after each block and none before it, and a norm over all heads of queries and keys together."""
+"""OLMo 2: post-norms only, and QK norms over all heads together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _read(file: ConfigFile) -> Values:
 
 def _write(model: ModelSpec) -> dict[str, Any]:
     shape = write_common(model)
-    del shape["head_dim"]  # always hidden_size / heads
+    del shape["head_dim"]  # always hidden_size / num_attention_heads
     return shape | {"attention_bias": model.qkv_bias} | write_rope(model.rope)
 
 

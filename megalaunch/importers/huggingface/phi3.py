@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: a part of each head may be rotated, and its rotation stretched by longrope."""
+"""Phi-3 and Phi-4: partial rotary embedding, LongRoPE scaling."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _write(model: ModelSpec) -> dict[str, Any]:
 
 
 def _write_rope(model: ModelSpec) -> dict[str, Any]:
-    """Older transformers take three keys of a scaling only, and derive the factor from the two lengths."""
+    """Write the rope keys. Older transformers accept three keys of a scaling and derive the factor from the lengths."""
     rope = write_rope(model.rope)
     scaling = rope["rope_scaling"]
     if scaling is not None and model.rope.scaling == "longrope":

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases of queries, keys and values; windows from some layer on, which published models lack."""
+"""Qwen2 and Qwen2.5: QKV biases; sliding windows from some layer on, which published models do not use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalaunch.importers.huggingface.sliding_window import read_windows, write_
 
 
 def read_some_windows(file: ConfigFile) -> Values:
-    """`max_window_layers` layers without a window come first, so that all or none have one here."""
+    """Read the windows. The first `max_window_layers` layers have none; here all layers or none can have one."""
     asked, width = file.flag("use_sliding_window", False), file.integer("sliding_window", 4096, null=None)
     first, layers = file.pop("max_window_layers", 28), file.pop("num_hidden_layers", 0) or 0
     if asked and width and file.pop("layer_types", None) is None and isinstance(first, int) and 0 < first < layers:
@@ -25,7 +25,7 @@ def read_some_windows(file: ConfigFile) -> Values:
 
 
 def write_some_windows(model: ModelSpec) -> dict[str, Any]:
-    """All layers may have windows; the list says which do."""
+    """Write the windows with `max_window_layers` 0: `layer_types` says which layers have one."""
     windows = write_windows(model)
     return windows | {"use_sliding_window": model.sliding_window is not None, "max_window_layers": 0}
 

@@ -1,4 +1,4 @@
-"""Qwen3: a norm of each query's and key's head, and heads of a width of their own."""
+"""Qwen3: QK norms per head, and a head width independent of the hidden size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All family files, and the two questions to them: which model a config.json means, and which config.json a model."""
+"""The registry of families: convert a config.json to a model section, and a model section to a config.json."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _FILES = (gpt, llama, mistral, qwen2, qwen3, smollm3, gemma2, gemma3, phi3, olmo
 FAMILIES: Mapping[str, FamilySpec] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 _BY_TYPE = {family.model_type: family for family in FAMILIES.values()}
 _AROUND = {family.multimodal_type: family for family in FAMILIES.values() if family.multimodal_type is not None}
-# What a model computes does not depend on these.
+# Fields that do not change the model's output.
 _OTHERWISE = frozenset(
     {"name", "init_std", "embedding_init_std", "hidden_dropout", "embedding_dropout", "attention_dropout"}
 )
 
 
 class FamilyError(ValueError):
-    """A model that cannot be carried over; `problems` says everything that keeps it from being."""
+    """A model that cannot be converted; `problems` lists every reason."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
@@ -46,9 +46,15 @@ class FamilyError(ValueError):
 
 
 def from_hf_config(config: Mapping[str, Any], name: str, notes: list[str] | None = None) -> ModelSpec:
-    """The resolved model section that a config.json means; raises FamilyError with every reason why there is none.
+    """Convert a config.json to a resolved model section.
 
-    `notes` hears of keys that are ignored because they change nothing.
+    Args:
+        config: the parsed file.
+        name: name of the model.
+        notes: receives a note for each ignored key, if given.
+
+    Raises:
+        FamilyError: lists every reason why there is no such section.
     """
     try:
         return _read(config, name, notes)
@@ -81,19 +87,19 @@ def _read(config: Mapping[str, Any], name: str, notes: list[str] | None) -> Mode
 
 
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config.json of the decoder alone: the file itself, or what a model of text and images holds of it."""
+    """Return the decoder's config.json: the file itself, or its part of a multimodal config."""
     whole = multimodal_family(config)
     return config if whole is None else split_config(config, whole.model_type)[0]
 
 
 def multimodal_family(config: Mapping[str, Any]) -> FamilySpec | None:
-    """The family of the text decoder in a model of text and images; None: a config.json of a language model."""
+    """Return the family of a multimodal config's text decoder; None for a language model's config."""
     kind = config.get("model_type")
     return _AROUND.get(kind) if isinstance(kind, str) else None
 
 
 def to_hf_config(model: ModelSpec) -> dict[str, Any]:
-    """The config.json of a resolved model; raises FamilyError where its family has no words for what it is."""
+    """Convert a resolved model section to a config.json. Raises FamilyError if its family cannot express the model."""
     family = family_of(model)
     config = {"model_type": family.model_type, "architectures": [family.architecture], **family.write(model)}
     lost = differences(model, from_hf_config(config, model.name))
@@ -103,14 +109,14 @@ def to_hf_config(model: ModelSpec) -> dict[str, Any]:
 
 
 def family_of(model: ModelSpec) -> FamilySpec:
-    """The file of a model's family; raises FamilyError where there is none."""
+    """Return a model's family. Raises FamilyError if it is not supported."""
     if model.family not in FAMILIES:
         raise FamilyError([f"family {model.family} is not exported yet; these are: {', '.join(FAMILIES)}"])
     return FAMILIES[model.family]
 
 
 def _one_form(rope: RopeSpec) -> dict[str, Any]:
-    """The section with the attention factor that mscale comes to, since config.json has one number for both."""
+    """Return the section with mscale folded into the attention factor: config.json has one number for both."""
     values = asdict(rope)
     if rope.scaling == "yarn" and not rope.mscale_all_dim:
         values |= {"attention_factor": attention_factor(rope), "mscale": 1.0}
@@ -118,7 +124,7 @@ def _one_form(rope: RopeSpec) -> dict[str, Any]:
 
 
 def differences(model: ModelSpec, other: ModelSpec) -> list[str]:
-    """Every field in which the two compute something else: `model.qk_norm=head (not none)`."""
+    """List every field in which two models compute something else: `model.qk_norm=head (not none)`."""
     found = []
     for field in fields(ModelSpec):
         if field.name in _OTHERWISE:

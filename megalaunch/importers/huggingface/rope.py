@@ -1,4 +1,4 @@
-"""Rotary positions in config.json: `rope_theta` and `rope_scaling`, or `rope_parameters` as newer files have them."""
+"""RoPE keys of config.json: `rope_theta` and `rope_scaling`, or `rope_parameters` in newer files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from megalaunch.config.schema.rope import RopeSpec
 from megalaunch.importers.huggingface.hf_config import ConfigFile
 
-FIELD_OF = {  # theirs: ours
+FIELD_OF = {  # Hugging Face's key: field of RopeSpec
     "factor": "factor",
     "original_max_position_embeddings": "original_positions",
     "low_freq_factor": "low_frequency_factor",
@@ -21,7 +21,7 @@ FIELD_OF = {  # theirs: ours
     "long_factor": "long_factors",
     "attention_factor": "attention_factor",
 }
-_OF = {  # which of them a scaling has
+_OF = {  # the keys of each scaling
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": (
@@ -51,18 +51,23 @@ def read_rope(
     scalings: Sequence[str] = SCALINGS,
     original: int | None = None,
 ) -> dict[str, Any]:
-    """The rope section of a file without layers that rotate in different ways.
+    """Read the rope section of a file whose layers all have the same rotary embedding.
 
-    `fraction` is the default part of a head that is rotated; None: a family that rotates whole heads. `original` is
-    the family's default context before a stretch; None: that of the scaling, or max_position_embeddings.
+    Args:
+        file: the config.json.
+        theta: the family's default base.
+        fraction: the family's default fraction of a head that is rotated; None: the family rotates full heads.
+        scalings: the scalings that the family supports.
+        original: the family's default context length before scaling; None: that of the scaling, else
+            max_position_embeddings.
     """
     old, new = _mapping(file, "rope_scaling"), _mapping(file, "rope_parameters")
     base = file.number("rope_theta", None, null=None)
     if old and new and old != {key: value for key, value in new.items() if key != "rope_theta"}:
         file.problems.append("config.json: rope_scaling and rope_parameters are both there, and differ")
-    given = {**(old or new)}  # as transformers: the older key wins
+    given = {**(old or new)}  # the older key wins, as in transformers
     given.setdefault("rope_theta", base or theta)
-    file.pop(_LENGTH, None)  # without a scaling it says nothing
+    file.pop(_LENGTH, None)  # without a scaling it has no effect
     part = given.pop("partial_rotary_factor", None)
     if part is None:
         part = file.number("partial_rotary_factor", None, null=None)
@@ -77,6 +82,7 @@ def _mapping(file: ConfigFile, key: str) -> dict[str, Any]:
 
 
 def _fraction(file: ConfigFile, given: Mapping[str, Any], part: Any, default: float | None) -> dict[str, Any]:
+    """Read the rotated fraction of a head; a partial one is a problem in a family without `default`."""
     if default is not None:
         return {"fraction": float(default if part is None else part)}
     if part is not None and part != 1:
@@ -92,14 +98,15 @@ def _fraction(file: ConfigFile, given: Mapping[str, Any], part: Any, default: fl
 
 
 def _kind(given: Mapping[str, Any]) -> str:
+    """Return the scaling type, "default" without one."""
     kind = given.get("rope_type") or given.get("type") or "default"
-    return "longrope" if kind == "su" else str(kind)  # its name in the first files of Phi-3
+    return "longrope" if kind == "su" else str(kind)  # its name in the first Phi-3 files
 
 
 def scaling_values(
     file: ConfigFile, given: Mapping[str, Any], scalings: Sequence[str] = SCALINGS, original: int | None = None
 ) -> dict[str, Any]:
-    """Fields of RopeSpec from one dictionary of rotary parameters, `rope_theta` among them."""
+    """Convert one dict of rotary parameters (with `rope_theta`) to fields of RopeSpec."""
     rest = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_type", "type")}
     kind, theta = _kind(given), given["rope_theta"]
     if isinstance(theta, bool) or not isinstance(theta, int | float):
@@ -130,7 +137,7 @@ def scaling_values(
 
 
 def _read_lengths(file: ConfigFile, values: dict[str, Any], default: int | None) -> None:
-    """The context before the stretch: transformers prefers the key beside the scaling to the one inside of it."""
+    """Read the context length before scaling. transformers prefers the top-level key to the one inside the scaling."""
     longest = file.pop("max_position_embeddings", None)
     original = file.integer(_LENGTH, default, null=None)
     values["original_positions"] = original or values.get("original_positions") or longest
@@ -142,7 +149,7 @@ def _read_lengths(file: ConfigFile, values: dict[str, Any], default: int | None)
 
 
 def _read_yarn(file: ConfigFile, rest: Mapping[str, Any]) -> dict[str, Any]:
-    """A beta of 0 is none; mscale counts only in a pair, and where there is no attention_factor."""
+    """Read YaRN's values: a beta of 0 is the default; mscale needs both keys and no attention_factor."""
     values: dict[str, Any] = {}
     if "factor" not in rest:
         file.problems.append("config.json: the rotary scaling yarn has no factor")
@@ -156,12 +163,12 @@ def _read_yarn(file: ConfigFile, rest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_rope(rope: RopeSpec) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`: what every version of transformers reads."""
+    """Write `rope_theta` and `rope_scaling`, which every version of transformers reads."""
     return {"rope_theta": rope.theta, "rope_scaling": write_scaling(rope)}
 
 
 def write_scaling(rope: RopeSpec) -> dict[str, Any] | None:
-    """The scaling alone, null where nothing is stretched."""
+    """Write the scaling; None without one."""
     if rope.scaling == "none":
         return None
     values: dict[str, Any] = {"rope_type": rope.scaling}

@@ -1,4 +1,4 @@
-"""Sliding windows in config.json: one width, and a list of which layers have it."""
+"""Sliding windows in config.json: one width, and a list of the layers that have it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def read_windows(file: ConfigFile, width: int | None, every: int | None = None) -> Values:
-    """Window and sliding_window_pattern from `layer_types`, or from a family's own rule where a file has no list."""
+    """Read sliding_window and sliding_window_pattern.
+
+    Args:
+        file: the config.json.
+        width: window of the layers that have one.
+        every: without a `layer_types` list, every `every`-th layer has full attention; None: all layers have
+            the window.
+    """
     types = file.pop("layer_types", None)
     layers = file.pop("num_hidden_layers", None)
     if isinstance(types, list) and isinstance(layers, int) and len(types) != layers:
@@ -36,6 +43,6 @@ def read_windows(file: ConfigFile, width: int | None, every: int | None = None) 
 
 
 def write_windows(model: ModelSpec) -> dict[str, Any]:
-    """The width, and the list."""
+    """Write the width and the `layer_types` list."""
     types = [_FULL if layer.window is None else _SLIDING for layer in list_layers(model) if not layer.mtp]
     return {"sliding_window": model.sliding_window, "layer_types": types}

@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama of which every n-th layer leaves queries and keys unrotated."""
+"""SmolLM3: Llama without rotary embedding in every n-th layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalaunch.plan.layers import list_layers
 def _read(file: ConfigFile) -> Values:
     every, rotated = file.integer("no_rope_layer_interval", 4), file.pop("no_rope_layers", None)
     file.ignore("max_window_layers", "SmolLM3 has windows on all layers or on none")
-    if isinstance(rotated, list):  # 1: rotated, whatever the name says
+    if isinstance(rotated, list):  # 1 means rotated, in spite of the key's name
         every = every_nth([not mark for mark in rotated], "rotation", file.problems)
     windowed = file.flag("use_sliding_window", False)
     width = file.integer("sliding_window", None, null=None)

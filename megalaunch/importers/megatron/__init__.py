@@ -1,1 +1,1 @@
-"""Megatron-LM launch scripts read as data, and turned into recipes."""
+"""Convert Megatron-LM launch scripts to recipes. A script is parsed, never run."""

@@ -1,4 +1,4 @@
-"""Megatron's arguments as given: which flags with which words, and what became of each."""
+"""Megatron arguments of a command: each flag with its values, and the result of its conversion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLAG = re.compile(r"--?[A-Za-z]")
 
 @dataclass(frozen=True)
 class Report:
-    """What became of one flag: `text` is what it set, or the reason why it set nothing."""
+    """Result of one flag's conversion: `text` is what it set, or the reason why it set nothing."""
 
     flag: str
     words: tuple[str, ...]
@@ -30,14 +30,14 @@ class Report:
 
 @dataclass
 class Arguments:
-    """The flags of a command, by name without dashes; `fates` says why one was not taken as it stands."""
+    """The flags of a command, by name without dashes. `fates` records why a flag was not converted as given."""
 
     given: dict[str, tuple[str, ...]]
     fates: dict[str, tuple[Fate, str]] = field(default_factory=dict)
     stray: list[str] = field(default_factory=list)
 
     def has(self, name: str) -> bool:
-        """True when a flag was given and its value is known."""
+        """Return True if a flag was given and its value is known."""
         return name in self.given and not self._is_open(name)
 
     def _is_open(self, name: str) -> bool:
@@ -45,16 +45,16 @@ class Arguments:
         return fate is not None and fate[0] == "open"
 
     def value(self, name: str) -> str | None:
-        """The one word after a flag, None when it was not given (or is not known)."""
+        """Return the single value of a flag; None if it was not given or its value is unknown."""
         words = self.given.get(name)
         return words[0] if words and self.has(name) else None
 
     def values(self, name: str) -> tuple[str, ...]:
-        """All words after a flag."""
+        """Return all values of a flag."""
         return self.given.get(name, ()) if self.has(name) else ()
 
     def integer(self, name: str, default: int | None = None) -> int | None:
-        """A whole number (`1e6` is one too), or the default."""
+        """Return an integer (`1e6` is accepted), or the default. Another value marks the flag as unsupported."""
         number = self.number(name)
         if number is None:
             return default
@@ -64,7 +64,7 @@ class Arguments:
         return int(number)
 
     def number(self, name: str, default: float | None = None) -> float | None:
-        """A number, or the default; what is none is told."""
+        """Return a number, or the default. Another value marks the flag as unsupported."""
         word = self.value(name)
         if word is None:
             return default
@@ -75,33 +75,33 @@ class Arguments:
             return default
 
     def mark_unsupported(self, name: str, reason: str) -> None:
-        """Say that a flag's meaning is not carried over."""
+        """Record that a flag's meaning is lost in the conversion."""
         if name in self.given:
             self.fates.setdefault(name, ("lost", reason))
 
     def mark_ignored(self, name: str, reason: str) -> None:
-        """Say that a flag means nothing in this run."""
+        """Record that a flag has no effect on this run."""
         if name in self.given:
             self.fates.setdefault(name, ("dropped", reason))
 
 
 @cache
 def known_flags() -> dict[str, int]:
-    """Every flag that sets something, and how many words follow it."""
+    """Return every flag that sets a key, with the number of its values."""
     rows = {name: 0 if kind is bool else 1 for name, _, kind, _ in (*DIRECT, *EXPERTS, *LATENT)}
     return rows | {name: arity for name, (arity, _) in JOINT.items()}
 
 
 @cache
 def flag_keys(name: str) -> tuple[str, ...]:
-    """The keys of the run spec that a flag has a say in."""
+    """Return the run spec keys that a flag affects."""
     direct = [key for flag, key, _, _ in (*DIRECT, *EXPERTS, *LATENT) if flag == name]
     return tuple(direct) or tuple(JOINT.get(name, (0, ""))[1].split())
 
 
 @cache
 def drop_reason(name: str) -> tuple[Fate, str] | None:
-    """Why a flag sets nothing, or None for one that is not known."""
+    """Return why a flag sets nothing; None for an unknown flag."""
     rows: tuple[tuple[Fate, dict[str, str]], ...] = (("lost", LOST), ("dropped", DROPPED))
     for exact in (True, False):
         for fate, table in rows:
@@ -113,12 +113,12 @@ def drop_reason(name: str) -> tuple[Fate, str] | None:
 
 
 def is_flag(word: str) -> bool:
-    """True for `--num-layers`, false for values, negative numbers among them."""
+    """Return True for a flag (`--num-layers`), False for a value, including a negative number."""
     return _FLAG.match(word) is not None
 
 
 def parse_arguments(words: Sequence[str]) -> Arguments:
-    """Sort words into flags and their values; the last of a flag given twice wins, as in Megatron."""
+    """Parse command-line words into flags and values. The last occurrence of a flag wins, as in Megatron."""
     given: dict[str, tuple[str, ...]] = {}
     stray: list[str] = []
     name: str | None = None
@@ -144,6 +144,7 @@ def _is_full(name: str, values: tuple[str, ...]) -> bool:
 
 
 def _judge(arguments: Arguments, name: str, values: tuple[str, ...]) -> None:
+    """Record a flag that is unknown, has no known value, or lacks its value."""
     arity = known_flags().get(name)
     if arity is None:
         arguments.fates[name] = drop_reason(name) or ("unknown", "")
@@ -154,7 +155,7 @@ def _judge(arguments: Arguments, name: str, values: tuple[str, ...]) -> None:
 
 
 def reports(arguments: Arguments, values: dict[str, Any]) -> Iterable[Report]:
-    """One entry for each flag given, in order."""
+    """Yield a report of each given flag, in order."""
     for name, words in arguments.given.items():
         sets = [f"{key} = {to_yaml(values[key])}" for key in flag_keys(name) if key in values]
         if name in arguments.fates:

@@ -1,6 +1,6 @@
-"""Fills in bash variables, arrays and whole-number arithmetic from what a script assigns; nothing else is known.
+"""Expand bash variables, arrays and integer arithmetic from a script's own assignments; nothing else is known.
 
-What only a running shell could know stays visible in the text as `${NAME}` or `$(command)`.
+What only a running shell could expand stays in the text as `${NAME}` or `$(command)`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Word = tuple[Part, ...]
 
 
 def is_open(text: str) -> bool:
-    """True when a part of the text is known to a running shell only."""
+    """Return True if a part of the text can be expanded only by a running shell."""
     return "${" in text or "$(" in text
 
 
 @dataclass
 class Variables:
-    """What the script has assigned so far: text by name, and arrays by name."""
+    """The variables that the script has assigned so far: strings and arrays, by name."""
 
     texts: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, tuple[str, ...]] = field(default_factory=dict)
     depth: int = 0
 
     def assign(self, name: str, value: str, add: bool) -> None:
-        """`NAME=value` or `NAME+=value`."""
+        """Assign `NAME=value` or, with `add`, `NAME+=value`."""
         value = self.texts.get(name, "") + value if add else value
         if len(value) > MAX_BYTES:
             raise ScriptProblem(0, f"the variable {name} grows beyond {MAX_BYTES:,} characters")
@@ -48,7 +48,7 @@ class Variables:
         self.texts[name] = value
 
     def assign_array(self, name: str, items: tuple[str, ...], add: bool) -> None:
-        """`NAME=( ... )` or `NAME+=( ... )`."""
+        """Assign `NAME=( ... )` or, with `add`, `NAME+=( ... )`."""
         before = self.arrays.get(name, tuple(filter(None, [self.texts.get(name)]))) if add else ()
         items = (*before, *items)
         if sum(map(len, items)) + len(items) > MAX_BYTES:
@@ -57,12 +57,12 @@ class Variables:
         self.arrays[name] = items
 
     def unset(self, name: str) -> None:
-        """`unset NAME`."""
+        """Remove a variable: `unset NAME`."""
         self.texts.pop(name, None)
         self.arrays.pop(name, None)
 
     def fields(self, word: Word) -> list[str]:
-        """A word as bash would pass it on: no field, one, or several where it splits."""
+        """Expand a word into fields as bash does: none, one, or several by word splitting."""
         fields, solid = [""], False
         for part in word:
             if part.kind == "text":
@@ -83,7 +83,7 @@ class Variables:
         return fields if solid and (len(fields) > 1 or fields[0] or any(part.quoted for part in word)) else []
 
     def text(self, word: Word) -> str:
-        """A word as one text, as in an assignment."""
+        """Expand a word to one string, without word splitting, as in an assignment."""
         pieces = [part.text if part.kind == "text" else " ".join(self._values(part)) for part in word]
         return "".join(pieces)
 
@@ -124,7 +124,7 @@ class Variables:
         return [self.texts[name]] if name in self.texts else None
 
     def _other(self, text: str) -> list[str]:
-        """The words after `:-`."""
+        """Expand the default value of `${NAME:-default}` and its variants."""
         if self.depth >= _MAX_DEPTH:
             raise ScriptProblem(0, f"defaults are nested deeper than {_MAX_DEPTH} levels")
         self.depth += 1
@@ -140,7 +140,7 @@ class Variables:
 
 
 def whole_number(text: str) -> int | None:
-    """The value of an expression of whole numbers, + - * / % and parentheses; None for anything else."""
+    """Evaluate an expression of integers, + - * / % and parentheses; None for anything else."""
     if len(text) > 200:
         return None
     try:
@@ -164,5 +164,5 @@ def _evaluate(node: ast.AST) -> int:
 
 
 def known_texts(variables: Variables) -> Mapping[str, str]:
-    """Every variable as one text, arrays joined."""
+    """Return every variable as a string, with the elements of arrays joined."""
     return variables.texts | {name: " ".join(items) for name, items in variables.arrays.items()}

@@ -1,7 +1,7 @@
-"""Follows a bash script far enough to know the arguments of the command it would launch; runs nothing.
+"""Interpret a bash script far enough to find the arguments of the command that it would launch; nothing is executed.
 
-Assignments, arrays and tests of known values are followed; a loop around a launch is followed once; other loops,
-sourced files and unknown tests are left out. A note says so.
+Assignments, arrays and tests of known values are interpreted. A loop around a launch is interpreted as one pass. Other
+loops, sourced files and unknown tests are skipped, with a note.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SLURM = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Command:
-    """One command with its words filled in."""
+    """One command with its words expanded."""
 
     line: int
     words: tuple[str, ...]
@@ -30,7 +30,7 @@ class Command:
 
 @dataclass
 class Script:
-    """What a script says: its commands, its variables in the end, `#SBATCH` words, exports, and what was left out."""
+    """An interpreted script: commands, final variables, `#SBATCH` words, exports, and notes on what was skipped."""
 
     commands: list[Command] = field(default_factory=list)
     variables: Variables = field(default_factory=Variables)
@@ -40,9 +40,14 @@ class Script:
 
 
 def read_script(text: str, given: Mapping[str, str]) -> Script:
-    """Follow a script; `given` sets variables that it expects from outside (`1` is its first argument).
+    """Interpret a script.
 
-    Raises ScriptProblem with the line where the text is no script.
+    Args:
+        text: the script.
+        given: values of variables that are set outside of the script (`1` is its first argument).
+
+    Raises:
+        ScriptProblem: the text is no script; gives the line.
     """
     script = Script()
     for name, value in given.items():
@@ -55,7 +60,7 @@ def read_script(text: str, given: Mapping[str, str]) -> Script:
 
 @dataclass
 class _Branch:
-    """An if: whether this branch runs, and whether an earlier one has."""
+    """An `if`: whether the current branch runs, and whether a branch has run before."""
 
     runs: bool
     done: bool
@@ -63,6 +68,8 @@ class _Branch:
 
 
 class _Reader:
+    """Interprets a token list; appends commands and notes to `script`."""
+
     def __init__(self, script: Script, tokens: Sequence[Token], given: Mapping[str, str]) -> None:
         self.script, self.tokens, self.given = script, tokens, given
         self.at = 0
@@ -121,7 +128,7 @@ class _Reader:
             branch.runs, branch.done, branch.unknown_line = not branch.done, True, 0
 
     def _skip_loop(self, opening: str, closing: str) -> None:
-        """Leave a loop or a case out; a loop that holds a command with flags is followed once instead."""
+        """Skip a loop or a `case`. A loop that contains a command with flags is entered for one pass instead."""
         line, end = self.tokens[self.at].line, self._end_of_loop()
         inside = self.tokens[self.at : end]
         variable = inside[1].plain if opening in ("for", "select") and len(inside) > 1 else None
@@ -141,7 +148,7 @@ class _Reader:
         self.at = end
 
     def _end_of_loop(self) -> int:
-        """The place behind the `done` or `esac` of the loop that begins here."""
+        """Return the index after the `done` or `esac` of the loop that starts at the current token."""
         depth = 0
         for index in range(self.at, len(self.tokens)):
             token = self.tokens[index]
@@ -151,7 +158,7 @@ class _Reader:
         return len(self.tokens)
 
     def _simple(self) -> None:
-        """One simple command, up to an operator."""
+        """Interpret one simple command, up to an operator."""
         start = self.at
         words: list[Token] = []
         double = False
@@ -189,7 +196,7 @@ class _Reader:
             branch.unknown_line = 0
 
     def _run(self, words: list[Token]) -> bool | None:
-        """Follow one command; returns whether it succeeds where that is known."""
+        """Interpret one command; return whether it succeeds, None if unknown."""
         variables = self.script.variables
         head = words[0].plain
         if head in ("[", "[[", "test"):
@@ -232,7 +239,7 @@ class _Reader:
         return True
 
     def _heredoc(self, token: Token) -> None:
-        """A here-document is often a script of its own (sbatch <<EOF): what it says counts."""
+        """Interpret a here-document as a script, which it often is (sbatch <<EOF)."""
         self.at += 1
         literal = bool(token.parts and token.parts[0].quoted)
         if self.active and "--" in token.text and not literal:
@@ -241,7 +248,7 @@ class _Reader:
             _Reader(self.script, list(tokenize(token.text)), self.given).follow()
 
     def _holds(self, condition: Sequence[Token]) -> bool | None:
-        """The value of `[ ... ] || [[ ... ]] && ...`, None where it cannot be known."""
+        """Evaluate `[ ... ] || [[ ... ]] && ...`; None if unknown."""
         outcome: bool | None = None
         joined_by, group = "", list[Token]()
         depth = False
@@ -275,13 +282,13 @@ class _Reader:
         return None if outcome is None else outcome != negated
 
     def _operand(self, word: Token) -> str:
-        """A variable that the script never sets is empty here, as it is in a fresh shell."""
+        """Expand an operand. A variable that the script never sets is empty, as in a fresh shell."""
         text = self.script.variables.text(word.parts or ())
         return re.sub(r"\$\{\w+\}", "", text)
 
 
 def _has_flags(tokens: Sequence[Token]) -> bool:
-    """True when a word is a long flag, and no pattern of a case (`--help)`)."""
+    """Return True if a token is a long flag, and not a `case` pattern (`--help)`)."""
     followed = zip(tokens, [*tokens[1:], Token(0, "\n")], strict=True)
     return any(
         token.plain is not None
@@ -293,7 +300,7 @@ def _has_flags(tokens: Sequence[Token]) -> bool:
 
 
 def _uses(tokens: Sequence[Token], variable: str) -> bool:
-    """True when a later word takes the variable's value."""
+    """Return True if a token expands the variable."""
     parts = (part for token in tokens for words in (token.parts or (), *(token.items or ())) for part in words)
     return any(part.kind == "name" and part.text == variable for part in parts)
 
@@ -311,7 +318,7 @@ def _join(left: bool | None, by: str, right: bool | None) -> bool | None:
 
 
 def _comparison(words: Sequence[str]) -> bool | None:
-    """`-n text`, `-z text`, `a == b`, `a -eq b` and their kin; None for files and what is open."""
+    """Evaluate `-n text`, `-z text`, `a == b`, `a -eq b` and the like; None for file tests and unknown values."""
     negated = bool(words) and words[0] == "!"
     words = words[1:] if negated else words
     value = _compare(list(words))
@@ -352,6 +359,6 @@ def _numbers(left: str, how: str, right: str) -> bool | None:
 
 
 def split_text(script: Script, text: str) -> Iterator[str]:
-    """The words of a text that is itself a command line (`bash -c "..."`)."""
+    """Yield the words of a string that is a command line (`bash -c "..."`)."""
     for word in split_words(text):
         yield from script.variables.fields(word)

@@ -1,6 +1,6 @@
-"""Takes a bash script apart into words and operators, without running anything.
+"""Split a bash script into words and operators, without running anything.
 
-A word is a row of parts (text, variable, arithmetic, command), each quoted or not, so that bash's splitting can follow.
+A word is a sequence of parts (text, variable, arithmetic, command), each quoted or not, as needed for word splitting.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _OPERATORS = ("&&", "||", ";;", "<<<", "<<-", "<<", ">>", ">&", "&>", "<", ">", 
 
 
 class ScriptProblem(ValueError):
-    """The text cannot be read as a script; `line` counts from 1."""
+    """The text cannot be parsed as a script; `line` counts from 1."""
 
     def __init__(self, line: int, message: str) -> None:
         self.line, self.message = line, message
@@ -24,7 +24,7 @@ class ScriptProblem(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a word: plain text, the inside of `${...}`, of `$((...))`, or of `$(...)` and backticks."""
+    """A piece of a word: plain text, or the content of `${...}`, of `$((...))`, or of `$(...)` and backticks."""
 
     kind: Literal["text", "name", "arithmetic", "command"]
     text: str
@@ -35,7 +35,7 @@ class Part:
 class Token:
     """A word (`parts`), an array literal (`NAME=( ... )`, elements in `items`), or an operator (neither).
 
-    `text` is an operator, the `NAME=` or `NAME+=` before an array, or the body of a here-document.
+    `text` is an operator, the `NAME=` or `NAME+=` of an array, or the body of a here-document.
     """
 
     line: int
@@ -46,7 +46,7 @@ class Token:
 
     @property
     def plain(self) -> str | None:
-        """A word's text when it is one unquoted piece (a keyword, a name), else None."""
+        """The text of a word that is one unquoted piece (a keyword, a name), else None."""
         if (
             self.parts is not None
             and len(self.parts) == 1
@@ -58,21 +58,23 @@ class Token:
 
 
 def tokenize(script: str) -> Iterator[Token]:
-    """The script's tokens in order; raises ScriptProblem where a quote or bracket stays open."""
+    """Yield the tokens of a script. Raises ScriptProblem for an unclosed quote or bracket."""
     return _Lexer(script).tokens()
 
 
 def split_words(text: str) -> list[tuple[Part, ...]]:
-    """The words of a piece of text (`a "b c" $d`), operators left out."""
+    """Return the words of a text (`a "b c" $d`), without operators."""
     return [token.parts for token in tokenize(text) if token.parts is not None]
 
 
 class _Lexer:
+    """Scans a script from left to right and counts its lines."""
+
     def __init__(self, script: str) -> None:
         self.text = script
         self.at = 0
         self.line = 1
-        self.waiting: list[tuple[str, bool]] = []  # here-documents whose body follows the line
+        self.waiting: list[tuple[str, bool]] = []  # here-documents whose body follows the current line
 
     def tokens(self) -> Iterator[Token]:
         while self.at < len(self.text):
@@ -250,7 +252,7 @@ class _Lexer:
 
 
 def _join(parts: list[Part]) -> tuple[Part, ...]:
-    """Neighbouring pieces of text that are quoted alike become one."""
+    """Merge adjacent text parts with the same quoting."""
     runs: list[tuple[Part, list[str]]] = []
     for part in parts:
         if runs and part.kind == "text" == runs[-1][0].kind and runs[-1][0].quoted == part.quoted:

@@ -1,6 +1,7 @@
-"""Megatron's flags that say something here, as data: how many words each takes, and the keys it sets.
+"""Supported Megatron flags as data: the number of their values, and the keys that they set.
 
-A row of DIRECT is one flag, one key, one kind; what depends on several flags stands in JOINT and is converted together.
+A row of DIRECT maps one flag to one key of one type. Keys that depend on several flags are in JOINT, and are converted
+together.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 MANY = -1
-"""Takes all words up to the next flag."""
+"""The flag takes all words up to the next flag."""
 
 DIRECT: tuple[tuple[str, str, type, Any], ...] = (
-    # flag, key, kind, Megatron's own default where it differs from ours or must be said (None: the key is left alone)
+    # flag, key, type, Megatron's default if it differs from megalaunch's or must be explicit (None: key is not set)
     ("num-layers", "model.num_layers", int, None),
     ("hidden-size", "model.hidden_size", int, None),
     ("num-attention-heads", "model.num_attention_heads", int, None),
@@ -72,7 +73,7 @@ DIRECT: tuple[tuple[str, str, type, Any], ...] = (
 )
 
 EXPERTS: tuple[tuple[str, str, type, Any], ...] = (
-    # the same, said only of models with experts
+    # the same, only for models with experts
     ("num-experts", "model.moe.num_experts", int, None),
     ("moe-router-topk", "model.moe.top_k", int, 2),
     ("moe-ffn-hidden-size", "model.moe.ffn_hidden_size", int, None),
@@ -90,7 +91,7 @@ EXPERTS: tuple[tuple[str, str, type, Any], ...] = (
 )
 
 LATENT: tuple[tuple[str, str, type, Any], ...] = (
-    # the same, said only of models with latent attention
+    # the same, only for models with multi-latent attention
     ("kv-lora-rank", "model.mla.kv_lora_rank", int, 32),
     ("q-lora-rank", "model.mla.q_lora_rank", int, None),
     ("qk-head-dim", "model.mla.qk_nope_head_dim", int, 128),
@@ -99,7 +100,7 @@ LATENT: tuple[tuple[str, str, type, Any], ...] = (
 )
 
 JOINT: dict[str, tuple[int, str]] = {
-    # flag: words that follow it, and the keys that it has a say in
+    # flag: (number of values, keys that it affects)
     "group-query-attention": (0, "model.num_query_groups"),
     "num-query-groups": (1, "model.num_query_groups"),
     "kv-channels": (1, "model.head_dim"),
@@ -148,7 +149,7 @@ JOINT: dict[str, tuple[int, str]] = {
     "expert-tensor-parallel-size": (1, "parallel.etp"),
     "num-layers-per-virtual-pipeline-stage": (1, "parallel.vpp"),
     "num-virtual-stages-per-pipeline-rank": (1, "parallel.vpp"),
-    "virtual-pipeline-model-parallel-size": (1, "parallel.vpp"),  # the same in older scripts
+    "virtual-pipeline-model-parallel-size": (1, "parallel.vpp"),  # its name in older scripts
     "no-overlap-p2p-communication": (0, "parallel.overlap_p2p_comm"),
     "cpu-offloading": (0, "recompute.cpu_offloading_num_layers"),
     "cp-comm-type": (MANY, "parallel.cp_comm_type"),
@@ -219,7 +220,7 @@ JOINT: dict[str, tuple[int, str]] = {
 }
 
 LAUNCHER_WORDS: dict[str, str] = {
-    # what comes before the script: torchrun's, Slurm's
+    # flags before the training script: of torchrun and Slurm
     "nproc-per-node": "cluster.devices_per_node",
     "nnodes": "cluster.nodes",
     "nodes": "cluster.nodes",

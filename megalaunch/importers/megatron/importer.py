@@ -1,4 +1,4 @@
-"""From a Megatron-LM launch script or argument list to a recipe, with what became of every flag."""
+"""Convert a Megatron-LM launch script or argument list to a recipe, with a report of every flag."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = ["Imported", "ScriptProblem", "import_script"]
 
 @dataclass(frozen=True)
 class Imported:
-    """The recipe, the value of every key that the script or Megatron's defaults set, and the flags' fates.
+    """An imported recipe, the value of every key set by the script or Megatron's defaults, and the flags' reports.
 
-    `defaults` are keys where Megatron's own default differs from megalaunch's and no flag said otherwise.
+    `defaults` are the keys that no flag set and whose Megatron default differs from megalaunch's.
     """
 
     recipe: RecipeFiles
@@ -42,10 +42,17 @@ class Imported:
 def import_script(
     text: str, name: str, source: str, given: Mapping[str, str] | None = None, platform: str | None = None
 ) -> Imported:
-    """Read a script, an argument list or an argument file; raises ScriptProblem where it is none of them.
+    """Import a script, an argument list or an argument file. Nothing is executed, and no file is opened.
 
-    `given` are values of variables that the script expects (`1` is its first argument), `source` names the file
-    in the recipe's comment. Nothing is executed, and no file is opened.
+    Args:
+        text: the content.
+        name: name of the recipe.
+        source: name of the file in the recipe's comment.
+        given: values of variables that are set outside of the script (`1` is its first argument).
+        platform: the platform option of the recipe; None picks none.
+
+    Raises:
+        ScriptProblem: the text is none of the three.
     """
     if len(text) > MAX_BYTES:
         raise ScriptProblem(1, f"has {len(text):,} characters; a launch script may have {MAX_BYTES:,}")
@@ -66,7 +73,11 @@ def import_script(
 
 
 def _find_launch(script: Script) -> tuple[list[str], list[str], list[str]]:
-    """The words before and after the training script, of the command with the most flags that Megatron knows."""
+    """Find the command with the most known Megatron flags.
+
+    Returns:
+        Its words up to the training script, the words after it, and notes.
+    """
     bare = [word for command in script.commands if is_flag(command.words[0]) for word in command.words]
     rows = [(list(command.words), f"line {command.line}") for command in script.commands]
     candidates = [(bare, "the argument list"), *rows]
@@ -86,7 +97,7 @@ def _find_launch(script: Script) -> tuple[list[str], list[str], list[str]]:
 
 
 def _unwrap_shell(script: Script, words: Sequence[str]) -> list[str]:
-    """The words, with those taken apart that hold a whole command line (`bash -c "..."`)."""
+    """Expand words that contain a command line (`bash -c "..."`)."""
     unfolded: list[str] = []
     for word in words:
         if word.count("--") > 1 and " " in word.strip() and len(words) < 60:
@@ -101,7 +112,7 @@ def _count_known_flags(words: Sequence[str]) -> int:
 
 
 def _cluster(launcher: Sequence[str], batch: Sequence[str]) -> dict[str, int]:
-    """Machines and devices of each, as torchrun, srun or #SBATCH say them."""
+    """Return the number of nodes and of devices per node that torchrun, srun or #SBATCH set."""
     values: dict[str, int] = {}
     words = [*batch, *launcher]
     for index, word in enumerate(words):
@@ -117,6 +128,7 @@ def _cluster(launcher: Sequence[str], batch: Sequence[str]) -> dict[str, int]:
 
 
 def _values(given: Arguments, cluster: Mapping[str, int]) -> dict[str, Any]:
+    """Convert all flags to run spec keys, in the schema's order."""
     values: dict[str, Any] = {}
     rows = list(DIRECT)
     for needed, table in (("num-experts", EXPERTS), ("multi-latent-attention", LATENT)):
@@ -140,7 +152,7 @@ def _values(given: Arguments, cluster: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _drop_invalid(given: Arguments, values: dict[str, Any]) -> None:
-    """Take out what no key takes (a kind of Megatron's that is none of ours, a size of 0), and say so at its flags."""
+    """Drop values that their key does not accept (an unsupported choice, a size of 0), and mark their flags."""
     for key in list(values):
         try:
             check_leaves(RunSpec, {key: values[key]})
@@ -160,6 +172,7 @@ def _direct(given: Arguments, flag: str, kind: type) -> Any:
 
 
 def _implicit_defaults(given: Arguments, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that no flag set and whose Megatron default differs from megalaunch's."""
     said = {key for name in given.given for key in flag_keys(name)}
     nested = schema_defaults()
     return {
@@ -170,7 +183,7 @@ def _implicit_defaults(given: Arguments, values: Mapping[str, Any]) -> dict[str,
 
 
 def _missing(values: Mapping[str, Any], recipe: RecipeFiles) -> tuple[str, ...]:
-    """Keys without a default that neither the script nor the picked model says."""
+    """Return the keys without a default that neither the script nor the chosen model sets."""
     nested = schema_defaults()
     return tuple(
         key
@@ -182,7 +195,7 @@ def _missing(values: Mapping[str, Any], recipe: RecipeFiles) -> tuple[str, ...]:
 
 
 def report_text(imported: Imported) -> str:
-    """What became of each flag, by kind, as aligned lines."""
+    """Format the report of all flags, grouped by result, as aligned lines."""
     titles = {
         "mapped": "mapped",
         "lost": "not carried over: the run differs without it",

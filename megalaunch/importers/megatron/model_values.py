@@ -1,4 +1,4 @@
-"""From Megatron's arguments to keys of the model: what one flag alone does not say."""
+"""Convert Megatron arguments to model keys that depend on more than one flag."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Values = dict[str, Any]
 
 
 def model_values(given: Arguments) -> Values:
-    """The keys of `model` that need more than one flag; says in `given` what cannot be carried over."""
+    """Convert the keys of `model` that depend on several flags; mark flags in `given` that are not supported."""
     values: Values = {}
     _heads(given, values)
     _blocks(given, values)
@@ -83,7 +83,7 @@ def _window(given: Arguments, values: Values) -> None:
     window = given.value("window-size")
     if window is not None:
         try:
-            values["model.sliding_window"] = int(window.strip("()").split(",")[0]) + 1  # Megatron counts the past alone
+            values["model.sliding_window"] = int(window.strip("()").split(",")[0]) + 1  # Megatron counts past tokens
         except ValueError:
             given.mark_unsupported("window-size", f"needs two whole numbers, got {window!r}")
     frequency = given.value("window-attn-skip-freq")
@@ -103,7 +103,7 @@ def _window(given: Arguments, values: Values) -> None:
 
 
 def _every_nth(text: str, mark: int) -> int | None:
-    """n of `n` and of a list of 0 and 1 that has the mark at every n-th place and nowhere else."""
+    """Return n for `n`, or for a list of 0 and 1 that has `mark` at exactly every n-th place; None otherwise."""
     pattern = parse_list(text)
     if pattern is None:
         return int(text) if text.isdigit() and int(text) else None
@@ -204,7 +204,7 @@ def _balance(given: Arguments, values: Values) -> None:
 
 
 def _expert_pattern(text: str) -> tuple[int, int] | None:
-    """(first dense layers, every) of `n` or of a list of 0 (dense) and 1 (experts)."""
+    """Return (first dense layers, layer frequency) for `n` or a list of 0 (dense) and 1 (experts), else None."""
     pattern = parse_list(text)
     if pattern is None:
         return (0, int(text)) if text.isdigit() and int(text) else None
@@ -218,7 +218,7 @@ def _expert_pattern(text: str) -> tuple[int, int] | None:
 
 
 def parse_list(text: str) -> list[int] | None:
-    """`([0]*3+[1]*58)` as a list of whole numbers; None for anything else. Nothing is evaluated but + and *."""
+    """Parse `([0]*3+[1]*58)` to a list of integers; None for anything else. Only + and * are evaluated."""
     if "[" not in text or len(text) > 2000:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Writes imported values as a recipe: options by name where they say it, option files of its own where they do not."""
+"""Write imported values as a recipe: existing options by name where they match, new option files elsewhere."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SHAPE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim",
     "moe.num_experts", "moe.ffn_hidden_size", "mla.kv_lora_rank",
 )  # fmt: skip
-_MAX_CHANGED = 8  # keys of a model that may differ before it is another model of the same size
+_MAX_CHANGED = 8  # keys of a model that may differ; with more it is another model of the same size
 _NAMED_AXES = ("tp", "pp", "cp", "ep", "etp", "vpp", "dp_replicate", "data_sharding", "sequence_parallel")
 
 
 @dataclass(frozen=True)
 class RecipeFiles:
-    """A recipe's text, and the text of each option file that belongs beside it, by path from the recipe's folder."""
+    """The text of a recipe, and of each option file that it needs, by path relative to the recipe's folder."""
 
     name: str
     text: str
@@ -33,7 +33,14 @@ class RecipeFiles:
 
 
 def write_recipe(name: str, values: Mapping[str, Any], platform: str | None, source: str) -> RecipeFiles:
-    """A recipe that composes to `values`; what they do not say is left to megalaunch's defaults."""
+    """Make a recipe that composes to `values`; other keys keep megalaunch's defaults.
+
+    Args:
+        name: name of the recipe and its option files.
+        values: run spec keys and values.
+        platform: the platform option; None picks none.
+        source: name of the imported file, for a comment.
+    """
     picked: dict[str, str] = {}
     files: dict[str, str] = {}
     model = _nearest_model(values)
@@ -63,7 +70,7 @@ def write_recipe(name: str, values: Mapping[str, Any], platform: str | None, sou
 
 
 def infer_family(values: Mapping[str, Any]) -> str:
-    """The family whose blocks and tensor names fit the values best."""
+    """Return the family whose architecture and tensor names fit the values best."""
     if values.get("model.mla.kv_lora_rank"):
         return "deepseek"
     if values.get("model.attention_sinks"):
@@ -80,7 +87,7 @@ def infer_family(values: Mapping[str, Any]) -> str:
 
 
 def _nearest_model(values: Mapping[str, Any]) -> str | None:
-    """The model of conf/ with the same shape; among several, the one that the values change least."""
+    """Return the model of conf/ with the same shape; among several, the one with the fewest changed keys."""
     best: tuple[int, str] | None = None
     for option in option_names("model"):
         known = _group_values("model", option)
@@ -95,7 +102,7 @@ def _nearest_model(values: Mapping[str, Any]) -> str | None:
 
 
 def _same(key: str, ours: Any, other: Any, values: Mapping[str, Any]) -> bool:
-    """Equal as the planner will see them: null is what it is derived to."""
+    """Return True if two values are equal after null is replaced by its derived value, as the planner does."""
     width, heads = values.get("model.hidden_size"), values.get("model.num_attention_heads")
     derived = {
         "model.num_query_groups": heads,
@@ -114,7 +121,7 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _group_values(group: str, option: str) -> Mapping[str, Any]:
-    """All keys of a section as an option sets them, over the schema's defaults."""
+    """Return all keys of a section: an option's values over the schema's defaults."""
     found = load_option(group, option, "", []) or ConfigValues()
     return _defaults(group) | dict(found.values)
 
@@ -126,6 +133,7 @@ def _defaults(group: str) -> dict[str, Any]:
 
 
 def _base(picked: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of all keys that the chosen options and the default options set."""
     from megalaunch.config.yaml_file import load_yaml
 
     entries = load_yaml(CONF / "config.yaml").data["defaults"]
@@ -139,6 +147,7 @@ def _base(picked: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _layout(name: str, values: Mapping[str, Any], files: dict[str, str]) -> str:
+    """Return the parallel option: a generated layout name, or the name of a new option file."""
     defaults = _defaults("parallel")
     changed = {
         key.removeprefix("parallel."): value
@@ -153,6 +162,7 @@ def _layout(name: str, values: Mapping[str, Any], files: dict[str, str]) -> str:
 
 
 def _option_or_file(group: str, name: str, values: Mapping[str, Any], files: dict[str, str]) -> str:
+    """Return the option of a group that sets exactly these values, or the name of a new option file."""
     wanted = {key: value for key, value in values.items() if key.startswith(f"{group}.")}
     whole = _defaults(group) | wanted
     for option in option_names(group):
@@ -164,7 +174,7 @@ def _option_or_file(group: str, name: str, values: Mapping[str, Any], files: dic
 
 
 def _recompute(values: Mapping[str, Any]) -> str | None:
-    """The option that says all of recompute, or None (then the recipe's body does)."""
+    """Return the option that sets all recompute keys; None if the recipe's body must set them."""
     wanted = _defaults("recompute") | {key: value for key, value in values.items() if key.startswith("recompute.")}
     for option in option_names("recompute"):
         if all(_plain(_group_values("recompute", option)[key]) == _plain(value) for key, value in wanted.items()):
@@ -173,7 +183,7 @@ def _recompute(values: Mapping[str, Any]) -> str | None:
 
 
 def _yaml(values: Mapping[str, Any]) -> list[str]:
-    """Dotted keys as nested YAML lines, in the order of the schema where they are its keys."""
+    """Format dotted keys as nested YAML lines, in the schema's order."""
     order = {key: index for index, key in enumerate(schema_keys())}
     lines: list[str] = []
     open_path: list[str] = []
@@ -189,7 +199,7 @@ def _yaml(values: Mapping[str, Any]) -> list[str]:
 
 
 def _scalar(value: Any) -> str:
-    """A value as YAML; text is quoted where YAML would read something else."""
+    """Format a value as YAML; a string is quoted if YAML would parse it as another type."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_scalar, value))}]"
     if isinstance(value, str):

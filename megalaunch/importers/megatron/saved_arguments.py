@@ -1,4 +1,4 @@
-"""The arguments that a Megatron checkpoint keeps, as the model that they mean."""
+"""Convert the arguments saved in a Megatron checkpoint to a model section."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalaunch.importers.megatron.arguments import flag_keys, known_flags, pars
 from megalaunch.importers.megatron.flag_table import DIRECT
 from megalaunch.importers.megatron.model_values import model_values
 
-# What makes another model than the plain GPT that is carried over, with the values that leave it one.
+# Arguments of models other than plain GPT, with the values that leave the model plain.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "multi_latent_attention": (None, False),
@@ -36,7 +36,7 @@ _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 class ArgumentsError(ValueError):
-    """The arguments mean no model that is carried over; `problems` says everything that keeps it from being."""
+    """The saved arguments describe no supported model; `problems` lists every reason."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
@@ -44,7 +44,7 @@ class ArgumentsError(ValueError):
 
 
 def model_from_saved(saved: Mapping[str, Any], name: str) -> ModelSpec:
-    """The model section; raises ArgumentsError with every argument that has no counterpart."""
+    """Convert saved arguments to a model section. Raises ArgumentsError that lists every unsupported argument."""
     problems = [f"--{key.replace('_', '-')} {saved[key]}: only plain GPT models are carried over"
                 for key, plain in _PLAIN.items() if saved.get(key) not in plain]  # fmt: skip
     problems += [f"its arguments have no {key}" for key in _NEEDED if not isinstance(saved.get(key), int)]
@@ -56,7 +56,7 @@ def model_from_saved(saved: Mapping[str, Any], name: str) -> ModelSpec:
     if lost:
         raise ArgumentsError(lost)
     if values["model.activation"] == "gelu" and saved.get("bias_gelu_fusion") and values["model.mlp_bias"]:
-        values["model.activation"] = "gelu_tanh"  # the fused kernel computes the approximation
+        values["model.activation"] = "gelu_tanh"  # Megatron's fused kernel computes the tanh approximation
     values["model.norm_plus_one"] = bool(saved.get("apply_layernorm_1p"))
     heads, groups = saved["num_attention_heads"], values.get("model.num_query_groups")
     values["model.num_query_groups"] = groups or heads
@@ -71,7 +71,7 @@ def model_from_saved(saved: Mapping[str, Any], name: str) -> ModelSpec:
 
 
 def _as_arguments(saved: Mapping[str, Any]) -> list[str]:
-    """The flags that say of a model what the saved values say; a value of None or False is a flag not given."""
+    """Return the model flags that give the saved values; None and False mean that a flag was not given."""
     words: list[str] = []
     for flag, arity in known_flags().items():
         value = saved.get(flag.replace("-", "_"))

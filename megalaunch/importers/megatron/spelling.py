@@ -1,4 +1,4 @@
-"""One setting in Megatron-LM's spelling, typed where ours is expected: what it is called here."""
+"""Translate a single setting in Megatron-LM's spelling, typed where an override is expected."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megalaunch.importers.megatron.training_values import training_values
 
 @dataclass(frozen=True)
 class Translated:
-    """Our override arguments for a flag, or the reason why there are none."""
+    """The overrides for a flag, or the reason why there are none."""
 
     overrides: tuple[str, ...]
     reason: str = ""
 
 
 def translate(flag: str, values: Sequence[str] = ()) -> Translated | None:
-    """What one of Megatron's flags (without its dashes) is here; None for a name that is none of its flags.
+    """Translate one Megatron flag (without dashes) to overrides; None if Megatron has no such flag.
 
     >>> translate("tensor_model_parallel_size", ["4"])
     Translated(overrides=('parallel.tp=4',), reason='')
@@ -42,14 +42,14 @@ def translate(flag: str, values: Sequence[str] = ()) -> Translated | None:
 
 
 def _others(name: str) -> list[str]:
-    """Flags without which Megatron leaves this one out, so that it says what it would say in a script."""
+    """Return flags without which Megatron ignores this one, so that it converts as it does in a script."""
     others = {"tensor-model-parallel-size": "2", "group-query-attention": ""}
     others |= {"num-experts": "8"} if name.startswith(("moe-", "expert-")) else {}
     return [word for flag, value in others.items() if flag != name for word in (f"--{flag}", value) if word]
 
 
 def _values(given: Arguments, name: str) -> dict[str, str]:
-    """The keys that a flag sets when it stands alone."""
+    """Return the keys that a flag sets when it is given alone."""
     for flag, key, kind, _ in (*DIRECT, *EXPERTS, *LATENT):
         if flag == name:
             return {key: "true" if kind is bool else str(given.value(flag))}
@@ -57,12 +57,12 @@ def _values(given: Arguments, name: str) -> dict[str, str]:
 
 
 def _is_off(arity: int, values: Sequence[str]) -> bool:
-    """True for `swiglu=false`: Megatron's switch has no such form, so that nothing is known of its opposite."""
+    """Return True for `swiglu=false`: Megatron's switches have no negated form, so the opposite is undefined."""
     return arity == 0 and bool(values) and values[0].lower() in ("false", "0", "no", "off")
 
 
 def _argument(value: Any) -> str:
-    """A value as it is typed behind KEY=; a list's items with spaces are quoted."""
+    """Format a value for an override; list items with spaces are quoted."""
     if isinstance(value, list | tuple):
         return f"[{','.join(repr(item) if isinstance(item, str) and ' ' in item else str(item) for item in value)}]"
     return to_yaml(value)

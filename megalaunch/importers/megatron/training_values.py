@@ -1,4 +1,4 @@
-"""From Megatron's arguments to keys of layout, precision, batch, schedule, optimizer and data."""
+"""Convert Megatron arguments to the keys of layout, precision, batch, schedule, optimizer and data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ _OPTIMIZERS = {"adam": "adamw", "sgd": "sgd", "lion": "lion", "muon": "muon", "d
 
 
 def training_values(given: Arguments, world: int | None) -> Values:
-    """All keys outside `model` that need more than one flag; `world` is the number of devices where it is known."""
+    """Convert the keys outside `model` that depend on several flags.
+
+    Args:
+        given: the arguments; unsupported and ignored flags are marked.
+        world: the number of devices, None if unknown.
+    """
     values: Values = {}
     _layout(given, values)
     _precision(given, values)
@@ -115,7 +120,7 @@ def _precision(given: Arguments, values: Values) -> None:
 
 
 def _amax_history(given: Arguments) -> int | None:
-    """Steps that the delayed scale looks back: Megatron takes the newest value, unless told to take the max."""
+    """Return the amax history length. Megatron uses the newest value, unless the algorithm is `max`."""
     if given.value("fp8-amax-compute-algo") == "max":
         return given.integer("fp8-amax-history-len", 1)
     given.mark_ignored(
@@ -146,7 +151,7 @@ def _recompute(given: Arguments, values: Values) -> None:
 
 def _batch(given: Arguments, values: Values, world: int | None) -> None:
     size = given.integer("global-batch-size")
-    ramp = " ".join(given.values("step-batch-size-schedule"))  # an unquoted array splits it
+    ramp = " ".join(given.values("step-batch-size-schedule"))  # an unquoted array splits the schedule
     if ramp:
         values["batch.rampup_batch_size"] = ramp
         last = ramp.split()[-1].rpartition(":")[2] if ramp.split() else ""
@@ -251,7 +256,7 @@ def _fill_in(given: Arguments, values: Values) -> None:
 
 
 def _blend(words: tuple[str, ...]) -> list[str]:
-    """`WEIGHT PREFIX` pairs where every other word is a number, else prefixes alone."""
+    """Return `WEIGHT PREFIX` pairs if every second word is a number, else the prefixes alone."""
     weights = words[0::2]
     if len(words) % 2 == 0 and all(re.fullmatch(r"[0-9.eE+-]+", word) for word in weights):
         return [f"{weight} {prefix}" for weight, prefix in zip(weights, words[1::2], strict=True)]

@@ -1,6 +1,6 @@
-"""Megatron's flags that set nothing here, as data: why each may go, or what a run loses without it.
+"""Megatron flags that set no key, as data: why each can be dropped, or what is lost without it.
 
-A word ending in * stands for all flags that begin so.
+A name that ends in * matches all flags with that prefix.
 """
 
 from __future__ import annotations
