@@ -46,7 +46,7 @@ def _lookup_rows(embedding: Embedding, read: Read, tokens_BS: Tensor) -> Tensor:
 
 
 def _load_on_demand(part: nn.Module, prefix: str, read: Read) -> None:
-    """Replace the linear layers of a module by streamed ones, and load its other parameters before each forward."""
+    """Make the linear layers of a module stream their weights; load its other parameters before each forward."""
     for path, module in part.named_modules():
         inside = f"{prefix}{path}." if path else prefix
         if isinstance(module, Linear):

@@ -42,7 +42,7 @@ def read_header(name: str, read: Callable[[int], bytes], size: int) -> dict[str,
 
     Args:
         name: the file's name, for error messages.
-        read: reads the next bytes from the start of the file.
+        read: reads the next n bytes of the file, which is opened at its start.
         size: size of the file in bytes.
 
     Raises:
