@@ -46,8 +46,8 @@ def needs_grad(ctx: Any, number: int) -> bool:
     """Return whether this backward pass computes the gradient of tensor input `number`; call it inside `backward`.
 
     Zero-bubble schedules compute input gradients first and weight gradients later, in two passes over one graph;
-    `ctx.needs_input_grad` is true for both kinds in both passes. A leaf passed to `torch.autograd.grad` cannot be
-    distinguished from other leaves: the result is then True.
+    `ctx.needs_input_grad` is the same in both: it says which gradients may be needed at all. A leaf passed to
+    `torch.autograd.grad` cannot be distinguished from other leaves: the result is then True.
     """
     if torch.compiler.is_compiling():  # one graph for all passes
         return True

@@ -15,7 +15,7 @@ class MLP(nn.Module):
     """down(activation(up(x))), or down(activation(gate(x), up(x)))."""
 
     recompute_activation = False
-    """True: backward recomputes the activation's output, maybe after the activation's own backward pass."""
+    """True: its output is recomputed from its inputs, maybe after its own backward, which must not overwrite them."""
 
     def __init__(self, hidden_size: int, config: MLPConfig, tp_region: TPRegion = NO_TP) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ def attention(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: AttentionMas
 class _BlockwiseAttention(torch.autograd.Function):
     """Attention on one device, one block of queries at a time.
 
-    `sinks` are those of `scoring`: autograd returns gradients only to tensors that are inputs of their own.
+    `sinks` are those of `scoring`: a tensor needs to be a direct input to get a gradient.
     """
 
     @staticmethod
