@@ -1,1 +1,1 @@
-"""Samples drawn from token files, in Megatron's order."""
+"""Datasets of training and validation samples drawn from token files, in Megatron's order."""

@@ -1,4 +1,4 @@
-"""Several sources mixed by weight: which source gives sample i, and which of its samples, as in Megatron's blends."""
+"""Blended dataset: several sources mixed by weight, sample by sample as in Megatron's `BlendedDataset`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megalaunch.data.cached_directory import cached_directory
 from megalaunch.data.errors import DataError
 from megalaunch.data.samples.sample import TokenDataset
 
-# Megatron asks each source for this much more than its share, so that rounding never leaves it short.
+# Megatron requests this fraction more samples of each source than its share, so that rounding never exhausts one.
 _SURPLUS = 0.005
-_MANY_SOURCES = 24  # from here on numpy finds the largest of the shortfalls faster than a plain loop
-_KEPT_FROM = 1 << 18  # samples; fewer are dealt in half a second
-_EXTENSION = 1 << 16  # samples past the request are dealt out in blocks of so many
+_MANY_SOURCES = 24  # from here on numpy finds the source with the largest error faster than a plain loop
+_KEPT_FROM = 1 << 18  # samples from which on the index is cached; fewer take half a second to assign
+_EXTENSION = 1 << 16  # samples past the requested number are assigned in blocks of this size
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,11 @@ class WeightedPrefix:
 
 
 def parse_blend(entries: Sequence[str], key: str = "data.blend") -> tuple[WeightedPrefix, ...]:
-    """The entries as prefixes with weights, all or none of them; DataError otherwise, or for a weight not above 0."""
+    """Parse blend entries into prefixes, with a weight for all of them or for none.
+
+    Raises:
+        DataError: only some entries have a weight, or a weight is not above 0.
+    """
     found = []
     for entry in entries:
         first, _, rest = entry.strip().partition(" ")
@@ -47,7 +51,7 @@ def parse_blend(entries: Sequence[str], key: str = "data.blend") -> tuple[Weight
 
 
 def blend_entries(ingredients: Sequence[WeightedPrefix]) -> tuple[str, ...]:
-    """Entries that `parse_blend` reads as these ingredients."""
+    """Return entries that `parse_blend` parses into these prefixes and weights."""
     return tuple(str(one.prefix) if one.weight is None else f"{one.weight!r} {one.prefix}" for one in ingredients)
 
 
@@ -59,7 +63,7 @@ def _number(word: str) -> float | None:
 
 
 def normalize_weights(weights: Sequence[float]) -> list[float]:
-    """Shares that sum to 1, divided in float64 as Megatron does (which does so twice on the way)."""
+    """Return fractions that sum to 1, computed in float64 as Megatron does (which normalizes twice on the way)."""
     array = np.array(weights, np.float64)
     return [float(share) for share in array / np.sum(array)]
 
@@ -70,10 +74,17 @@ def build_blended_dataset(
     source: Callable[[int, int | None], TokenDataset],
     cache: Path | None = None,
 ) -> TokenDataset:
-    """The samples of several sources; `source(i, n)` opens number i for n samples (None: one epoch).
+    """Build a dataset that blends several sources.
 
-    With weights each source gives its share of `num_samples`. Without, each is asked for one epoch and gives in
-    proportion to what it has. A single source without a weight is given as it is. `cache` keeps large orders.
+    Args:
+        weights: one for each source, all given or all None. With weights each source contributes its fraction of
+            `num_samples`. Without, each source is opened for one epoch and contributes in proportion to its size.
+        num_samples: number of samples requested.
+        source: `source(i, n)` opens source i for n samples (None: one epoch).
+        cache: directory for large blend indices; None: not cached.
+
+    Returns:
+        The blend; for a single source without a weight, that source itself.
     """
     if len(weights) == 1 and weights[0] is None:
         return source(0, num_samples)
@@ -89,9 +100,9 @@ def build_blended_dataset(
 
 
 class BlendedDataset:
-    """`size` samples of several sources, each time from the one that lags furthest behind its share.
+    """`size` samples of several sources; each sample comes from the source furthest below its share.
 
-    Indices past `size` go on in the same way, for ever: what was given is never reordered.
+    Indices past `size` continue in the same way without end; earlier samples do not change.
     """
 
     def __init__(
@@ -104,17 +115,17 @@ class BlendedDataset:
         return len(self._blocks[0])
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """The tokens of sample `index`, int64 [S + 1]."""
+        """Return the tokens of sample `index`, int64 [S + 1]."""
         source, number = self.locate(index)
         return self.sources[source][number]
 
     def describe(self, index: int) -> str:
-        """Where the tokens of sample `index` stand."""
+        """Return one line for reports: the origin of sample `index`."""
         source, number = self.locate(index)
         return f"sample {index} of the blend: {self.sources[source].describe(number)}"
 
     def locate(self, index: int) -> tuple[int, int]:
-        """(source, number of its sample) of sample `index`."""
+        """Return (source, sample number within it) of sample `index`."""
         if index < 0:
             raise IndexError(f"sample {index}: samples count from 0")
         if index < len(self):
@@ -127,7 +138,7 @@ class BlendedDataset:
 
 @dataclass(frozen=True)
 class _BlendIndex:
-    """Consecutive samples of a blend: which source gives each, and which of its samples; both [n]."""
+    """Consecutive samples of a blend: the source of each, and the sample number within that source; both [n]."""
 
     source: NDArray[np.int16]
     number: NDArray[np.int64]
@@ -137,7 +148,7 @@ class _BlendIndex:
 
     @classmethod
     def memory_map(cls, folder: Path) -> _BlendIndex:
-        """The block that is kept in a folder."""
+        """Memory-map the block cached in a directory."""
         load = [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("source", "number")]
         return cls(*(np.asarray(array) for array in load))
 
@@ -146,13 +157,13 @@ class _BlendIndex:
 
 
 class _BlendIndexBuilder:
-    """Deals samples to the source with the largest error `share * max(t, 1) - count`; the first of equals."""
+    """Assigns each sample t to the source with the largest error `share * max(t, 1) - count`; ties go to the first."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         self._shares, self._counts, self._num_built = list(shares), [0] * len(shares), 0
 
     def first(self, size: int, cache: Path | None) -> _BlendIndex:
-        """The first `size` samples; many are dealt once, kept in `cache` and then mapped, if it can be written."""
+        """Build the first `size` samples; large blocks are cached in `cache`, if it is writable, and memory-mapped."""
         if cache is None or size < _KEPT_FROM:
             return self.build(size)
         settings = json.dumps({"version": 1, "shares": [share.hex() for share in self._shares], "size": size})
@@ -178,7 +189,7 @@ class _BlendIndexBuilder:
         return block
 
     def build(self, size: int) -> _BlendIndex:
-        """The next `size` samples."""
+        """Build the next `size` samples."""
         before = list(self._counts)
         source = self._by_numpy(size) if len(self._shares) >= _MANY_SOURCES else self._by_loop(size)
         self._num_built += size

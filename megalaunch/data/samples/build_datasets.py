@@ -1,4 +1,4 @@
-"""The rows that a run spec with prepared data asks for: what the engine opens."""
+"""Training and validation datasets of a run spec with prepared data, as the engine opens them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ORDERS = "orders"
 
 
 class SampleDataset:
-    """Samples of tokens as rows; `borders` say what the end of a document means, None: nothing."""
+    """Wraps token samples as `Sample`s; `borders` defines the treatment of document ends (None: as any token)."""
 
     def __init__(self, samples: TokenDataset, borders: EodPolicy | None) -> None:
         self.samples, self._borders = samples, borders
@@ -38,18 +38,18 @@ class SampleDataset:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Sample:
-        """Row `index`."""
+        """Return sample `index`."""
         tokens = self.samples[index]
         return Sample(tokens) if self._borders is None else self._borders.make_sample(tokens)
 
     def describe(self, index: int) -> str:
-        """Where the tokens of row `index` stand."""
+        """Return one line for reports: the origin of sample `index`."""
         return self.samples.describe(index)
 
 
 @dataclass(frozen=True)
 class DatasetSlice:
-    """Some sequences of a file (None: all), and their weight among the others."""
+    """Some sequences of a file (None: all), and their blend weight."""
 
     prefix: Path
     sequences: range | None
@@ -57,7 +57,7 @@ class DatasetSlice:
 
 
 def build_train_dataset(spec: RunSpec) -> Dataset:
-    """The training rows of a spec with prepared data and `data.num_samples`. Raises DataError."""
+    """Build the training dataset of a spec with prepared data and `data.num_samples`. Raises DataError."""
     data, length, seed = spec.data, spec.batch.sequence_length, spec.train.seed
     if data.sft_data is not None:
         return PackedChatDataset(ConversationFile(_train_prefix(data), length, spec.model.vocab_size), seed)
@@ -72,7 +72,7 @@ def build_train_dataset(spec: RunSpec) -> Dataset:
 
 
 def build_valid_dataset(spec: RunSpec) -> FiniteDataset | None:
-    """The validation rows, or None when the run has none. Raises DataError."""
+    """Build the validation dataset, or return None if the run has no validation data. Raises DataError."""
     data, length = spec.data, spec.batch.sequence_length
     if data.mock:
         mock = _mock(spec, MOCK_VALIDATION_ROWS, spec.train.seed + 1)
@@ -94,14 +94,14 @@ def build_valid_dataset(spec: RunSpec) -> FiniteDataset | None:
 
 
 def train_slices(data: DataSpec) -> tuple[DatasetSlice, ...]:
-    """The sequences that are trained on, of prepared data. Raises DataError."""
+    """Return the sequences of prepared data to train on. Raises DataError."""
     if data.blend:
         return tuple(
             DatasetSlice(one.prefix, _split_datasets(one.prefix, data.split, 0), one.weight)
             for one in parse_blend(data.blend)
         )
     prefix = _train_prefix(data)
-    if data.split is not None and data.validation_prefix is None:  # its validation part holds nothing
+    if data.split is not None and data.validation_prefix is None:  # the validation range of the split is empty
         return (DatasetSlice(prefix, _split_datasets(prefix, data.split, 0), None),)
     validation = None if data.validation_prefix is None else Path(data.validation_prefix)
     count = IndexedTokens(prefix).num_sequences
@@ -109,7 +109,7 @@ def train_slices(data: DataSpec) -> tuple[DatasetSlice, ...]:
 
 
 def validation_parts(data: DataSpec) -> tuple[DatasetSlice, ...]:
-    """The sequences that are validated on; none when the run has none. Raises DataError."""
+    """Return the sequences to validate on; empty if the run has none. Raises DataError."""
     if data.mock:
         return ()
     if data.validation_blend:
@@ -132,7 +132,7 @@ def validation_parts(data: DataSpec) -> tuple[DatasetSlice, ...]:
 
 
 def num_tokens(part: DatasetSlice) -> int:
-    """Tokens of a part of a file. Raises DataError."""
+    """Return the number of tokens of a slice. Raises DataError."""
     file = IndexedTokens(part.prefix)
     return file.num_tokens if part.sequences is None else file.tokens_in(part.sequences)
 
@@ -149,6 +149,7 @@ def _training_samples(spec: RunSpec) -> TokenDataset:
 
 
 def _opener(spec: RunSpec, parts: tuple[DatasetSlice, ...], cache: Path) -> Callable[[int, int | None], TokenDataset]:
+    """Return a function (slice number, samples) -> `GPTDataset` for `build_blended_dataset`."""
     length, vocab_size = spec.batch.sequence_length, spec.model.vocab_size
 
     def opened(number: int, wanted: int | None) -> TokenDataset:
@@ -175,7 +176,7 @@ def _eod_policy(spec: RunSpec) -> EodPolicy | None:
 
 
 def _eod(spec: RunSpec) -> int:
-    """The id that ends a document; made-up tokens without a tokenizer use 0."""
+    """Return the end-of-document id; mock data without a tokenizer uses 0."""
     if spec.data.mock and spec.tokenizer.path is None:
         return 0
     off = "data.reset_position_ids=false data.reset_attention_mask=false data.eod_mask_loss=false"

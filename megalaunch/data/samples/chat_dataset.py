@@ -1,4 +1,4 @@
-"""Rows of packed conversations: no conversation sees another, and only answers have a loss."""
+"""Packed conversations: each attends only to itself, and only answers count in the loss."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _CONVERSATIONS_DESCRIBED = 6
 
 
 class ConversationFile:
-    """The conversations of one prefix, and how a row is made of some of them.
+    """The conversations of one prefix, and the packing of some of them into a sample.
 
-    One longer than a row is cut at its end; one without an answer in what is left of it is left out.
+    A conversation longer than a row is truncated; one without an answer in the remaining part is left out.
     """
 
     def __init__(self, prefix: Path, sequence_length: int, vocab_size: int | None = None) -> None:
@@ -36,11 +36,14 @@ class ConversationFile:
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Tokens of each conversation, uncut."""
+        """Tokens of each conversation before truncation, int32."""
         return self._file.lengths
 
     def sample(self, numbers: list[int]) -> Sample:
-        """These conversations side by side; what is left of the row does not count, and is seen by nothing."""
+        """Pack conversations into one sample: loss mask from the answers file, position ids restart in each.
+
+        The rest of the row is padding with a document id of its own and a loss mask of False.
+        """
         size = self.sequence_length + 1
         tokens, counted = np.zeros(size, np.int64), np.zeros(size, np.bool_)
         positions, documents = np.arange(size, dtype=np.int64), np.full(size, len(numbers), np.int64)
@@ -50,7 +53,7 @@ class ConversationFile:
             first, length = self._file.first_token(number), part.stop - part.start
             tokens[part] = self._tokens.read(first, length)
             counted[part] = self._answers.read(first, length)
-            counted[at] = False  # nothing comes before it that it could be told from
+            counted[at] = False  # the first token has no preceding token to be predicted from
             documents[part] = place
             positions[part] = np.arange(length)
             at = part.stop
@@ -59,12 +62,13 @@ class ConversationFile:
         return Sample(tokens, counted[1:], positions[:-1], documents[:-1])
 
     def describe(self, numbers: list[int]) -> str:
-        """Which conversations these are: for reports."""
+        """Return the conversation numbers as text, for reports."""
         more = len(numbers) - _CONVERSATIONS_DESCRIBED
         shown = ", ".join(str(number) for number in numbers[:_CONVERSATIONS_DESCRIBED])
         return f"conversations {shown} of {self.prefix.name}" + (f" and {more} more" if more > 0 else "")
 
     def _select(self, number: int) -> int:
+        """Return the number of tokens of a conversation after truncation."""
         return min(int(self._file.lengths[number]), self.sequence_length + 1)
 
     def _has_answer(self, number: int) -> bool:
@@ -81,7 +85,7 @@ class ConversationFile:
 
 
 class PackedChatDataset:
-    """Epoch after epoch of all conversations, each epoch shuffled and packed anew from (seed, its number)."""
+    """Endless epochs of all conversations, each shuffled and packed with a generator seeded with (seed, epoch)."""
 
     def __init__(self, conversations: ConversationFile, seed: int) -> None:
         if len(conversations.numbers) == 0:
@@ -92,21 +96,22 @@ class PackedChatDataset:
             )
         self._conversations, self._seed = conversations, seed
         self._epochs: OrderedDict[int, list[list[int]]] = OrderedDict()
-        self._ends = [len(self._epoch(0))]  # rows up to the end of each epoch known so far
+        self._ends = [len(self._epoch(0))]  # cumulative number of rows at the end of each epoch packed so far
 
     def __len__(self) -> int:
-        """Rows of the first epoch; further ones follow."""
+        """Return the rows of the first epoch; indices past it are valid."""
         return self._ends[0]
 
     def __getitem__(self, index: int) -> Sample:
-        """Row `index`."""
+        """Return row `index`."""
         return self._conversations.sample(self._numbers(index))
 
     def describe(self, index: int) -> str:
-        """Which conversations row `index` holds."""
+        """Return one line for reports: the conversations in row `index`."""
         return f"row {index}: {self._conversations.describe(self._numbers(index))}"
 
     def _numbers(self, index: int) -> list[int]:
+        """Return the conversation numbers of row `index`."""
         if index < 0:
             raise IndexError(f"row {index}: rows count from 0")
         while self._ends[-1] <= index:
@@ -115,6 +120,7 @@ class PackedChatDataset:
         return self._epoch(epoch)[index - (self._ends[epoch - 1] if epoch else 0)]
 
     def _epoch(self, number: int) -> list[list[int]]:
+        """Return the rows of an epoch; the last `_EPOCHS_KEPT` stay in memory."""
         if number not in self._epochs:
             random = np.random.RandomState([self._seed, number])
             order = random.permutation(self._conversations.numbers)
@@ -126,7 +132,7 @@ class PackedChatDataset:
 
 
 class ChatValidationDataset:
-    """Every conversation once, packed in the order of the file; at most about `most_tokens` of them."""
+    """Every conversation once, packed in file order; limited to about `most_tokens` tokens."""
 
     def __init__(self, conversations: ConversationFile, most_tokens: int | None) -> None:
         self._conversations = conversations
@@ -140,5 +146,5 @@ class ChatValidationDataset:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Sample:
-        """Row `index`."""
+        """Return row `index`."""
         return self._conversations.sample(self._rows[index])

@@ -1,4 +1,4 @@
-"""How many tokens a run reads from each of its sources, against how many there are."""
+"""Number of epochs: tokens that a run reads from each source, relative to the tokens available."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalaunch.config.schema.data import DataSpec
 
 @dataclass(frozen=True)
 class TokenDemand:
-    """`needed` tokens of the `available` ones that the source named `name` has for training."""
+    """A run reads `needed` tokens of the `available` training tokens of the source `name`."""
 
     name: str
     needed: int
@@ -21,15 +21,18 @@ class TokenDemand:
 
     @property
     def epochs(self) -> float:
-        """How often each token is read on average."""
+        """Number of times each token is read on average."""
         return self.needed / self.available
 
 
 def tokens_needed(spec: RunSpec, samples: int) -> tuple[TokenDemand, ...]:
-    """What `samples` training samples take from each prefix that lies on this machine; others are left out.
+    """Return what `samples` training samples read from each prefix; empty if a prefix is not on this machine.
 
-    Reads headers and sizes alone, so it is quick for any size; of a split file the share of its tokens is taken.
-    Raises DataError for a blend that cannot be read.
+    Reads only headers and file sizes, so the time does not depend on the data size; for a split file the training
+    fraction of its tokens counts as available.
+
+    Raises:
+        DataError: a blend that cannot be parsed.
     """
     needed = samples * spec.batch.sequence_length + 1
     sources = list(_sources(spec.data))
@@ -49,7 +52,7 @@ def tokens_needed(spec: RunSpec, samples: int) -> tuple[TokenDemand, ...]:
 
 
 def count_tokens(prefix: Path) -> int | None:
-    """Tokens in a file by its size and the header of its index; None when it is not there, or no such file."""
+    """Return the tokens of a file from its size and its index header; None if it is missing or not a token file."""
     from megalaunch.data.indexed_dataset.dataset import HEADER, MAGIC, TOKEN_TYPES, bin_path, idx_path
 
     try:
@@ -74,6 +77,7 @@ def _sources(data: DataSpec) -> Iterator[tuple[Path, float | None]]:
 
 
 def _training_share(data: DataSpec) -> float:
+    """Return the fraction of the tokens that the split assigns to training."""
     from megalaunch.data.samples.split import DEFAULT_SPLIT, split_shares
 
     alone = (

@@ -1,8 +1,9 @@
-"""Fill-in-the-middle (Bavarian et al., 2022): part of the documents are reordered so that their middle comes last.
+"""Fill-in-the-middle (FIM, Bavarian et al. 2022): some documents are reordered so that their middle comes last.
 
-The choices, characters and all, are those of Megatron's FIM dataset; each sample has a generator of its own, so that
-it is the same whatever was read before it. What is ours: special tokens stay (Megatron's decoding drops them, here each
-counts as one character), and no part gets a space before it that the text has not.
+The random choices and split points (in characters) are those of Megatron's FIM dataset; each sample has its own
+generator, so that it does not depend on what was read before. Differences from Megatron: special tokens are
+preserved (Megatron's decoding drops them; here each counts as one character), and no part gains a leading space that
+the text does not have.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megalaunch.data.samples.sample import TokenDataset
 from megalaunch.data.tokenizer.prefix_space import without_prefix_space
 from megalaunch.data.tokenizer.tokenizer import Tokenizer
 
-# Nothing in a tokenizer.json says which tokens mark the parts; these are the names that published models use.
+# A tokenizer.json does not name its FIM tokens; these are the names that published models use.
 _KNOWN_MARKS = (
     ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
     ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
@@ -28,13 +29,13 @@ _KNOWN_MARKS = (
     ("<PRE>", "<MID>", "<SUF>"),
     ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581end\uff5c>", "<\uff5cfim\u2581hole\uff5c>"),
 )
-_STREAM = 0xF13  # sets these draws apart from others of the same seed
-_UNREADABLE = "\ufffd"  # what a cut character decodes to
+_STREAM = 0xF13  # separates this random stream from others of the same seed
+_UNREADABLE = "\ufffd"  # an incomplete character decodes to this
 
 
 @dataclass(frozen=True)
 class FIMTokens:
-    """Ids of the tokens before the parts of a document, and of the one that ends it."""
+    """Ids of the tokens before prefix, middle and suffix of a document, and of the end-of-document token."""
 
     prefix: int
     middle: int
@@ -43,7 +44,17 @@ class FIMTokens:
 
 
 def find_fim_tokens(tokenizer: Tokenizer, names: Sequence[str], eod: int, path: Path) -> FIMTokens:
-    """The marks of a tokenizer: `names` for prefix, middle and suffix, or the first known ones that it has."""
+    """Return the FIM tokens of a tokenizer.
+
+    Args:
+        tokenizer: the tokenizer to search.
+        names: names for prefix, middle and suffix; empty: the first known triple that the tokenizer has.
+        eod: id of the end-of-document token.
+        path: file of the tokenizer, for the error.
+
+    Raises:
+        DataError: the tokenizer does not have them as single tokens.
+    """
     for candidate in (tuple(names),) if names else _KNOWN_MARKS:
         ids = [_token(tokenizer, name) for name in candidate]
         if len(ids) == 3 and all(len(tokens) == 1 for tokens in ids):
@@ -58,16 +69,16 @@ def find_fim_tokens(tokenizer: Tokenizer, names: Sequence[str], eod: int, path: 
 
 
 def _token(tokenizer: Tokenizer, name: str) -> list[int]:
-    """The ids of a mark: what stands for it in a text, or an entry of the vocabulary that is in no text."""
+    """Return the ids of a FIM token: encoded from text, or a vocabulary entry that no text encodes to."""
     ids, entry = tokenizer.encode(name), tokenizer.token_id(name)
     return [entry] if len(ids) != 1 and entry is not None else ids
 
 
 class FIMDataset:
-    """The samples of `source`, in which a document (or the part of one that is there) may be reordered.
+    """The samples of `source`, with FIM applied to documents (or to the part of one in the sample).
 
-    With probability `rate` a document becomes prefix, suffix, middle (PSM), or with `spm_rate` of those suffix,
-    prefix, middle (SPM). What does not fit any more is cut off; what is missing is filled with `marks.eod`.
+    With probability `rate` a document becomes prefix, suffix, middle (PSM), or with probability `spm_rate` of those
+    suffix, prefix, middle (SPM). The result is truncated or padded with `marks.eod` to the sample's length.
     """
 
     def __init__(
@@ -80,11 +91,11 @@ class FIMDataset:
         return len(self._source)
 
     def describe(self, index: int) -> str:
-        """Where the tokens of sample `index` stand."""
+        """Return one line for reports: the origin of sample `index`."""
         return self._source.describe(index)
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """The tokens of sample `index`, int64 [S + 1]."""
+        """Return the tokens of sample `index`, int64 [S + 1]."""
         random = np.random.RandomState([self._seed, _STREAM, *divmod(index, 2**32)])
         tokens = self._source[index]
         parts: list[NDArray[np.int64]] = []
@@ -100,20 +111,21 @@ class FIMDataset:
         return np.pad(joined, (0, len(tokens) - len(joined)), constant_values=self._marks.eod)
 
     def _apply_fim(self, document: NDArray[np.int64], random: np.random.RandomState) -> NDArray[np.int64]:
+        """Reorder one document, or return it unchanged if it is not drawn or does not survive re-encoding."""
         if not random.binomial(1, self._rate):
             return document
         runs = self._runs(document.tolist())
         length = sum(len(run) if isinstance(run, str) else 1 for run in runs)
         first, second = sorted(random.randint(low=0, high=length + 1, size=2).tolist())
         suffix_first = random.binomial(1, self._spm_rate)
-        # A sample may begin or end inside a character.
+        # A sample may begin or end within a multi-byte character.
         if not runs or any(isinstance(run, str) and _UNREADABLE in run for run in runs):
             return document
         prefix, middle, suffix = (
             self._encode(_cut(runs, *part)) for part in ((0, first), (first, second), (second, length))
         )
         if self._runs([*prefix, *middle, *suffix]) != runs:
-            return document  # of a tokenizer that does not give back every text
+            return document  # this tokenizer's decoding does not restore every text
         marks = self._marks
         if suffix_first:
             order = [marks.prefix, marks.suffix, *suffix, marks.middle, *prefix, *middle]
@@ -122,7 +134,7 @@ class FIMDataset:
         return np.array(order, np.int64)
 
     def _runs(self, ids: Sequence[int]) -> list[str | int]:
-        """The text of ids, in which each special token stays an id."""
+        """Decode ids to text, with each special token left as an id."""
         runs: list[str | int] = []
         for special, group in groupby(ids, self._tokenizer.textless_ids.__contains__):
             if special:
@@ -139,7 +151,7 @@ class FIMDataset:
 
 
 def _cut(runs: Sequence[str | int], start: int, stop: int) -> list[str | int]:
-    """The part from character `start` to `stop`, where an id is one character."""
+    """Return characters `start` to `stop`, where an id counts as one character."""
     part: list[str | int] = []
     at = 0
     for run in runs:

@@ -1,6 +1,6 @@
-"""Training samples of one token file in Megatron's order, index by index as its `GPTDataset`.
+"""Training samples of one token file in the order of Megatron's `GPTDataset`, index by index.
 
-Past its end the order goes on, and never changes what was given before.
+Indices past its end are valid: more epochs follow, and the samples before them do not change.
 """
 
 from __future__ import annotations
@@ -22,13 +22,23 @@ _EXTENSIONS_KEPT = 2
 
 
 class GPTDataset:
-    """Samples of `sequence_length + 1` tokens: the first S are the input, the last S the labels.
+    """Samples of `sequence_length + 1` tokens: the first S are the inputs, the last S the labels.
 
-    `len()` is what Megatron's order for `num_samples` holds, at least `num_samples`. Indices past it are
-    legal: further epochs follow, each with its own shuffle drawn from (seed, its number), so that a longer
-    run meets the same samples first. `sequences` limits the samples to a part of the file (a split).
-    `cache` keeps large orders. Raises DataError for unusable files, and for a token that is no id of a
-    vocabulary of `vocab_size`.
+    `len()` is the number of samples of Megatron's indices for `num_samples`, at least `num_samples`. Indices past
+    it are valid: further epochs follow, each shuffled with a generator seeded with (seed, extension number), so
+    that a longer run reads the same samples first.
+
+    Args:
+        prefix: token file, without .bin and .idx.
+        sequence_length: S.
+        num_samples: number of samples requested; None: one epoch.
+        seed: seed of the document and shuffle index.
+        sequences: the sequences to sample from (a split); None: all.
+        vocab_size: token ids are checked against it; None: not checked.
+        cache: directory for large indices; None: built in memory.
+
+    Raises:
+        DataError: the files are unusable, hold too few tokens for one sample, or (on reading) an id is out of range.
     """
 
     def __init__(
@@ -57,7 +67,7 @@ class GPTDataset:
                 fix="Give more text or a shorter batch.sequence_length.",
             )
         self._extensions: OrderedDict[int, GPTIndex] = OrderedDict()
-        # An extension holds as many epochs as it takes to fill at least one sample.
+        # An extension has as many epochs as are needed for at least one sample.
         tokens = sequence_length + EXTRA_TOKEN
         self._extension_samples = (-(-tokens // self.epoch_tokens) * self.epoch_tokens - EXTRA_TOKEN) // sequence_length
 
@@ -65,7 +75,7 @@ class GPTDataset:
         return len(self.order.shuffle)
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """The tokens of sample `index`, int64 [sequence_length + 1]."""
+        """Return the tokens of sample `index`, int64 [sequence_length + 1]."""
         order, place = self._place(index)
         pieces = [self._read(*piece) for piece in self._document_spans(order, place)]
         tokens = np.concatenate(pieces).astype(np.int64)
@@ -74,7 +84,7 @@ class GPTDataset:
         return tokens
 
     def describe(self, index: int) -> str:
-        """Where the tokens of sample `index` stand in the file: for reports, a line however many pieces."""
+        """Return one line for reports: the documents and token ranges of sample `index`."""
         order, place = self._place(index)
         pieces = self._document_spans(order, place)
         shown = [f"{sequence} tokens {start}-{stop - 1}" for sequence, start, stop in pieces[:_PIECES_DESCRIBED]]
@@ -90,7 +100,7 @@ class GPTDataset:
         return self._reader.read(self.file.first_token(sequence) + start, stop - start)
 
     def _place(self, index: int) -> tuple[GPTIndex, int]:
-        """The order that holds `index`, and the sample's place in it before the shuffle."""
+        """Return the indices that contain sample `index`, and its row in the sample index."""
         if index < 0:
             raise IndexError(f"sample {index}: samples count from 0")
         if index < len(self):
@@ -100,6 +110,7 @@ class GPTDataset:
         return order, int(order.shuffle[inside])
 
     def _extension(self, number: int) -> GPTIndex:
+        """Return the indices of extension `number`; the last `_EXTENSIONS_KEPT` stay in memory."""
         if number not in self._extensions:
             self._extensions[number] = self._build_index(self._extension_samples, [self.seed, number])
             if len(self._extensions) > _EXTENSIONS_KEPT:
@@ -107,7 +118,7 @@ class GPTDataset:
         return self._extensions[number]
 
     def _document_spans(self, order: GPTIndex, place: int) -> list[tuple[int, int, int]]:
-        """(sequence, first token, end) of each piece of a sample that has tokens."""
+        """Return (sequence, first token, end) of each non-empty part of a sample."""
         (first, offset), (last, shared) = order.sample_index[place].tolist(), order.sample_index[place + 1].tolist()
         pieces = []
         for position in range(first, last + 1):

@@ -1,6 +1,8 @@
-"""Megatron's document, sample and shuffle index: shuffle documents, join them, cut samples, shuffle the samples.
+"""Document, sample and shuffle index of one token file, as in Megatron's `GPTDataset`.
 
-Three arrays that are a pure function of (lengths, sequence length, requested samples, seed); large ones are kept.
+The document index is a shuffled list of documents, repeated for each epoch; the sample index cuts their concatenation
+into samples of S + 1 tokens; the shuffle index permutes the samples. All three are a pure function of (lengths,
+sequence length, requested samples, seed). Large ones are cached on disk and memory-mapped.
 """
 
 from __future__ import annotations
@@ -19,24 +21,25 @@ from megalaunch.data.cached_directory import cached_directory
 from megalaunch.data.errors import DataError
 from megalaunch.data.samples.sample_index import build_sample_index
 
-# A sample shares its last token with the next one: it is the last label here and the first input there.
+# Consecutive samples share one token: the last label of one is the first input of the next.
 EXTRA_TOKEN = 1
-# Megatron shuffles the last epoch apart from the others when less than this share of it is needed.
+# Megatron shuffles the last epoch separately from the others when less than this fraction of it is needed.
 _LAST_EPOCH_APART_BELOW = 0.80
-# Entries from which on an order is kept on disk, where the ranks of a machine share its memory; fewer are made
-# in a few hundredths of a second.
+# Entries from which on an index is cached on disk, so that the ranks of a machine share its pages; smaller ones are
+# built in a few hundredths of a second.
 KEPT_FROM = 1 << 20
-# Raise it when the same inputs would give another order than before.
+# Increment when the same inputs would give a different index.
 _ORDER_VERSION = 1
 
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """Which tokens make up sample i: from entry `sample_index[shuffle[i]]` to entry `sample_index[shuffle[i] + 1]`.
+    """The three indices. Sample i has the tokens from `sample_index[shuffle[i]]` to `sample_index[shuffle[i] + 1]`.
 
-    documents: [epochs * documents] numbers of sequences in the order they are joined;
-    sample_index: [samples + 1, 2] pairs (position in `documents`, token offset in that sequence);
-    shuffle: [samples].
+    Attributes:
+        documents: document index [epochs * documents], sequence numbers in the order they are concatenated.
+        sample_index: [samples + 1, 2], pairs (position in `documents`, token offset in that sequence).
+        shuffle: shuffle index [samples].
     """
 
     documents: NDArray[np.int32]
@@ -46,7 +49,14 @@ class GPTIndex:
 
 @dataclass(frozen=True)
 class IndexSize:
-    """How many epochs and samples a request makes: `before_last` samples lie before the last epoch."""
+    """Size of the indices.
+
+    Attributes:
+        epochs: number of epochs.
+        samples: number of samples in all epochs.
+        before_last: number of samples before the last epoch.
+        last_apart: whether the last epoch is shuffled separately.
+    """
 
     epochs: int
     samples: int
@@ -55,7 +65,7 @@ class IndexSize:
 
 
 def index_size(epoch_tokens: int, sequence_length: int, num_samples: int | None) -> IndexSize:
-    """The numbers of an order that holds at least `num_samples` samples; None asks for one epoch."""
+    """Return the size of the indices for at least `num_samples` samples (None: one epoch), as Megatron computes it."""
     wanted = 1 if num_samples is None else -(-(num_samples * sequence_length + EXTRA_TOKEN) // epoch_tokens)
     epochs = max(wanted, 1)
     samples = (epochs * epoch_tokens - EXTRA_TOKEN) // sequence_length
@@ -73,10 +83,14 @@ def build_index(
     num_samples: int | None,
     random: np.random.RandomState,
 ) -> GPTIndex:
-    """Megatron's three indices for the given sequences; `num_samples` None asks for one epoch.
+    """Build Megatron's document, sample and shuffle index with at least `num_samples` samples.
 
-    `lengths` [num_sequences] are the tokens of every sequence in the file. The order holds at least
-    `num_samples` samples. The draws from `random` (documents first, then samples) are Megatron's.
+    Args:
+        lengths: int32 [num_sequences], tokens of every sequence in the file.
+        sequences: the sequences to use (a split).
+        sequence_length: S.
+        num_samples: number of samples requested; None: one epoch.
+        random: generator; the draws (documents first, then samples) are Megatron's.
     """
     epoch_tokens = int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
     shape = index_size(epoch_tokens, sequence_length, num_samples)
@@ -92,6 +106,7 @@ def build_index(
 
 
 def _shuffle_documents(sequences: range, epochs: int, apart: bool, random: np.random.RandomState) -> NDArray[np.int32]:
+    """Build the document index; `apart` shuffles the last epoch separately."""
     one = np.arange(sequences.start, sequences.stop, dtype=np.int32)
     if not apart:
         documents = np.tile(one, epochs)
@@ -111,13 +126,14 @@ def load_or_build_index(
     num_samples: int | None,
     seed: int | Sequence[int],
 ) -> GPTIndex:
-    """`build_index` with a fresh generator of `seed`; a large one is made once in `folder` and then mapped.
+    """Build the indices with a new generator seeded with `seed`; cache large ones in `folder` and memory-map them.
 
-    Any process may make it: one does, others wait for it. Where the folder cannot be written the order is
-    made in memory; it is the same.
+    Any process may build the cached index: one does, the others wait for it. If the folder is not writable, the
+    same index is built in memory.
     """
 
     def made() -> GPTIndex:
+        """Build the indices in memory."""
         return build_index(lengths, sequences, sequence_length, num_samples, np.random.RandomState(seed))
 
     part = lengths[sequences.start : sequences.stop]
@@ -142,13 +158,13 @@ def load_or_build_index(
 
     try:
         return _memory_map(cached_directory(folder, key, build, lambda found: _is_intact(found, shape), lambda: None))
-    except (DataError, OSError, ValueError):  # a full or read-only disk
+    except (DataError, OSError, ValueError):  # disk full or read-only
         return made()
 
 
 def _memory_map(directory: Path) -> GPTIndex:
     arrays = (np.load(directory / f"{f.name}.npy", mmap_mode="r", allow_pickle=False) for f in fields(GPTIndex))
-    # A plain array over the map: slices of np.memmap itself are several times slower.
+    # A plain array over the memory map: slices of np.memmap itself are several times slower.
     return GPTIndex(*(np.asarray(array) for array in arrays))
 
 

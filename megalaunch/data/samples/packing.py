@@ -1,4 +1,4 @@
-"""Whole conversations laid side by side into rows of one length, with little left over."""
+"""Sequence packing: whole conversations placed in rows of a fixed length with little padding."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# Conversations packed together: enough for rows to be nearly full, few enough that the order stays random.
+# Conversations packed at a time: enough that rows are nearly full, few enough that the order stays random.
 _WINDOW = 1024
 
 
 def pack(lengths: Sequence[int] | NDArray[np.integer], capacity: int, order: NDArray[np.int64]) -> list[list[int]]:
-    """Rows of conversations, as their numbers: each once, no row over `capacity` tokens.
+    """Pack conversations into rows by best-fit decreasing, within windows of `order`.
 
-    `order` is cut into windows; in each the longest is placed first, into the fullest row that has room (best
-    fit decreasing). Lengths over `capacity` count as `capacity`.
+    Args:
+        lengths: tokens of each conversation; longer ones count as `capacity`.
+        capacity: tokens of a row.
+        order: numbers of the conversations to pack. In each window of 1,024 the longest is placed first, in the
+            fullest row that has room.
+
+    Returns:
+        The conversation numbers of each row; each number appears once, and no row exceeds `capacity` tokens.
     """
     rows: list[list[int]] = []
     for start in range(0, len(order), _WINDOW):
@@ -28,7 +34,7 @@ def pack(lengths: Sequence[int] | NDArray[np.integer], capacity: int, order: NDA
 
 def _best_fit(numbers: list[int], lengths: Sequence[int] | NDArray[np.integer], capacity: int) -> list[list[int]]:
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (room left, row), in order
+    free: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for number in numbers:
         length = min(int(lengths[number]), capacity)
         place = bisect_left(free, (length, -1))

@@ -1,4 +1,10 @@
-"""One sample: token ids, the loss mask, and where one document ends and the next begins."""
+"""One sample: token ids, loss mask, position ids and document ids.
+
+The loss mask is made in three places: `EodPolicy.make_sample` below masks the loss after each end-of-document token
+(`data.eod_mask_loss`), `ConversationFile.sample` (chat_dataset.py) keeps only tokens of answers, and
+`ValidationSamples` (validation_dataset.py) masks the padding of its last row. The data loader replaces masked labels by
+`IGNORE_INDEX` (engine/train/dataloader.py).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +17,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Sample:
-    """S + 1 token ids: the first S are the input, the last S the labels.
+    """S + 1 token ids: the first S are the inputs, the last S the labels.
 
-    `loss_mask` bool [S]: labels with a loss, None for all. `positions` int64 [S]: None for 0 to S - 1.
-    `document_ids` int64 [S]: inputs attend only to inputs of the same id, None for no such limit.
+    Attributes:
+        tokens: int64 [S + 1].
+        loss_mask: bool [S], True where the label counts in the loss; None: all labels count.
+        positions: int64 [S] position ids; None: 0 to S - 1.
+        document_ids: int64 [S]; the attention mask lets an input attend only to inputs of the same id. None: one
+            document.
     """
 
     tokens: NDArray[np.int64]
@@ -24,7 +34,7 @@ class Sample:
 
 
 class TokenDataset(Protocol):
-    """An endless order of samples of S + 1 tokens; `len()` is what was asked for, or a little more."""
+    """An endless sequence of token samples, int64 [S + 1]; `len()` is the number requested, or slightly more."""
 
     def __len__(self) -> int: ...
 
@@ -34,7 +44,7 @@ class TokenDataset(Protocol):
 
 
 class Dataset(Protocol):
-    """An endless order of samples, and where each comes from; `len()` is what was asked for, or a little more."""
+    """An endless sequence of samples that it can describe; `len()` is the number requested, or slightly more."""
 
     def __len__(self) -> int: ...
 
@@ -45,9 +55,15 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class EodPolicy:
-    """What the end of a document inside a sample means: the rules of Megatron's flags of the same names.
+    """How to treat documents that end inside a sample: Megatron's flags of the same names.
 
-    A document ends with its token `eod`, which belongs to it still.
+    A document ends with the token `eod`, which is its last token.
+
+    Attributes:
+        eod: id of the end-of-document token.
+        reset_position_ids: position ids restart at 0 after each `eod`.
+        reset_attention_mask: tokens attend only within their document.
+        eod_mask_loss: mask the loss where the input is `eod`, i.e. of predicting the next document's first token.
     """
 
     eod: int
@@ -56,7 +72,12 @@ class EodPolicy:
     eod_mask_loss: bool = False
 
     def make_sample(self, tokens: NDArray[np.int64], loss_mask: NDArray[np.bool_] | None = None) -> Sample:
-        """The sample of S + 1 tokens; `loss_mask` bool [S] is the mask before the rules."""
+        """Build the sample of S + 1 tokens with its loss mask, position ids and document ids.
+
+        Args:
+            tokens: int64 [S + 1].
+            loss_mask: bool [S], a mask to combine with that of `eod_mask_loss`; None: all labels count.
+        """
         inputs = tokens[:-1]
         ends = inputs == self.eod
         positions = documents = None
@@ -71,7 +92,7 @@ class EodPolicy:
 
 
 def positions_within(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Positions [S] that start again at 0 after each true entry of `ends` [S]."""
+    """Return position ids [S] that restart at 0 after each True entry of `ends` [S]."""
     positions = np.arange(len(ends), dtype=np.int64)
     begins = np.zeros(len(ends), np.int64)
     begins[1:] = np.where(ends[:-1], positions[1:], 0)

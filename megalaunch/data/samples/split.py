@@ -1,4 +1,4 @@
-"""Which sequences of a file are for training and which for validation, by Megatron's split string."""
+"""Training, validation and test split of a token file's sequences, by Megatron's split string."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 from megalaunch.data.errors import DataError
 
-# Megatron's own default where a data path is given without a split: training, validation, test.
+# Megatron's default for a data path without a split: training, validation, test.
 DEFAULT_SPLIT = "969, 30, 1"
 
 
 def split_ranges(split: str, count: int) -> tuple[range, range, range]:
-    """The training, validation and test part of `count` sequences; an empty range where a part has none.
+    """Split `count` sequences into training, validation and test ranges; empty where the fraction is 0.
 
-    Follows Megatron: shares normalised in float64, borders rounded half to even.
+    As in Megatron: fractions normalised in float64, boundaries rounded half to even.
     """
     borders = [0.0, *np.cumsum(split_shares(split)).tolist()]
     begin, first, second, end = (round(border * count) for border in borders)
@@ -24,7 +24,11 @@ def split_ranges(split: str, count: int) -> tuple[range, range, range]:
 
 
 def split_shares(split: str) -> list[float]:
-    """The shares of training, validation and test, which sum to 1. DataError for a text without a number above 0."""
+    """Parse a split into the fractions of training, validation and test, which sum to 1.
+
+    Raises:
+        DataError: the text has no number above 0.
+    """
     numbers = [float(number) for number in re.findall(r"\.\d+|\d+(?:\.\d*)?", split)]
     shares = np.array((numbers + [0.0] * 3)[:3])
     if shares.sum() == 0:
@@ -35,10 +39,10 @@ def split_shares(split: str) -> list[float]:
 def training_and_validation(
     train_prefix: Path, validation_prefix: Path | None, count: int, split: str | None = None
 ) -> tuple[range, range]:
-    """The parts of the `count` sequences under `train_prefix` to train on and to validate on.
+    """Return the ranges of the `count` sequences of `train_prefix` for training and for validation.
 
-    Where both prefixes are the same file, `split` (None: Megatron's default) shares it out; else all of it is for
-    training.
+    If both prefixes are the same file, it is split by `split` (None: Megatron's default); otherwise all sequences are
+    for training.
     """
     if validation_prefix == train_prefix:
         training, validation, _ = split_ranges(split or DEFAULT_SPLIT, count)

@@ -1,4 +1,4 @@
-"""Validation rows: every token of the text predicted exactly once, in order, of one file or of several."""
+"""Validation samples: every token of the text is predicted exactly once, in order, in one file or several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megalaunch.data.samples.sample import EodPolicy, Sample
 
 
 class FiniteDataset(Protocol):
-    """Rows that are all read, in order."""
+    """A dataset that is read completely, in order."""
 
     def __len__(self) -> int: ...
 
@@ -26,12 +26,21 @@ class FiniteDataset(Protocol):
 
 
 class ValidationSamples:
-    """Rows of `sequence_length + 1` tokens that overlap by one, over all sequences joined as they stand.
+    """Rows of `sequence_length + 1` tokens that overlap by one token, over all sequences concatenated.
 
-    So each token but the very first is a label once, and a mean over the valid labels is the mean over
-    the text whatever the batch. The last row is padded with its last token, and invalid there.
-    `sequences` limits the rows to a part of the file (a split), `most_tokens` to its first tokens; `borders` say
-    what the end of a document means. Raises DataError as GPTSamples does.
+    So each token except the very first is a label once, and the mean over unmasked labels is the mean over the text,
+    whatever the batch size. The last row is padded with its last token; the loss mask excludes the padding.
+
+    Args:
+        prefix: token file, without .bin and .idx.
+        sequence_length: S.
+        sequences: the sequences to read (a split); None: all.
+        vocab_size: token ids are checked against it; None: not checked.
+        most_tokens: read only this many tokens from the start; None: all.
+        borders: how to treat ends of documents; None: as any token.
+
+    Raises:
+        DataError: the files are unusable, or (on reading) an id is out of range.
     """
 
     def __init__(
@@ -56,7 +65,7 @@ class ValidationSamples:
         return max(0, -(-(self.num_tokens - 1) // self.sequence_length))
 
     def __getitem__(self, index: int) -> Sample:
-        """Row `index`; its last labels do not count where the text has ended."""
+        """Return row `index`; the loss mask is False past the end of the text."""
         if not 0 <= index < len(self):
             raise IndexError(f"validation row {index} of {len(self)}")
         start = self._first + index * self.sequence_length
@@ -77,7 +86,7 @@ class ValidationSamples:
 
 
 class ConcatDataset:
-    """The rows of several parts, one part after the other."""
+    """The rows of several datasets, one after the other."""
 
     def __init__(self, parts: Sequence[FiniteDataset]) -> None:
         self._parts = parts
@@ -87,7 +96,7 @@ class ConcatDataset:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Sample:
-        """Row `index` of all."""
+        """Return row `index` of the concatenation."""
         if not 0 <= index < len(self):
             raise IndexError(f"validation row {index} of {len(self)}")
         part = bisect_right(self._ends, index)
@@ -95,10 +104,14 @@ class ConcatDataset:
 
 
 def num_tokens_in_slices(available: Sequence[int], weights: Sequence[float | None], limit: int | None) -> list[int]:
-    """How many tokens of each part are validated on.
+    """Return the number of tokens to validate on in each slice.
 
-    With weights the parts keep these proportions, so that the mean is the blend's: as many tokens as the scarcest
-    part has, and at most `limit` in all. Without weights all of them, or `limit` in proportion to what is there.
+    Args:
+        available: tokens of each slice.
+        weights: blend weights, all given or all None. With weights the counts keep these proportions, so that the
+            mean loss is the blend's, and are bounded by the slice that runs out first. Without weights all tokens
+            are used, or `limit` in proportion to `available`.
+        limit: maximum number of tokens in total; None: no limit.
     """
     total = sum(available)
     given = [weight for weight in weights if weight is not None]
