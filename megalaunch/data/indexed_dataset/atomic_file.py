@@ -1,7 +1,7 @@
-"""Files that appear under their final name whole or not at all.
+"""Files that appear under their final name complete or not at all.
 
-A file is written beside its place under a hidden name, forced to disk and renamed. Its writer holds a
-lock on it, so that a second writer is refused and what a killed one left behind is written over.
+A file is written under a hidden name in the same directory, flushed to disk and renamed. Its writer holds a lock on it,
+so that a second writer is refused and the leftover of a killed one is overwritten.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megalaunch.data.errors import DataError, cannot
 
 
 class AtomicFile:
-    """The hidden file that becomes `final` when `publish` is called; `discard` leaves nothing behind."""
+    """A hidden file that `publish` renames to `final`; `discard` removes it."""
 
     def __init__(self, final: Path) -> None:
         self.final = final
@@ -28,12 +28,12 @@ class AtomicFile:
             raise cannot("write here", final, error, "Choose a folder that you may write to.") from error
 
     def sync(self) -> None:
-        """Force what was written to disk, so that a later rename never shows a shorter file."""
+        """Flush the file to disk, so that a later rename never publishes a truncated file."""
         self.file.flush()
         os.fsync(self.file.fileno())
 
     def publish(self) -> None:
-        """Give the synced file its final name."""
+        """Rename the synced file to its final name."""
         self.path.replace(self.final)
         self.file.close()
 
@@ -41,12 +41,12 @@ class AtomicFile:
         """Remove the hidden file, if it was not published."""
         if not self.file.closed:
             self.path.unlink(missing_ok=True)
-            with suppress(OSError):  # closing writes what is buffered, and the disk may be full
+            with suppress(OSError):  # closing flushes the buffer, and the disk may be full
                 self.file.close()
 
 
 def _open_exclusive(path: Path) -> BinaryIO:
-    """Open `path` empty for writing, as its only writer; DataError when another process writes it."""
+    """Open `path` empty for writing, as its only writer; DataError if another process is writing it."""
     while True:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "r+b")
         try:
@@ -56,7 +56,7 @@ def _open_exclusive(path: Path) -> BinaryIO:
             raise DataError(
                 "another process is writing this file", file=path, fix="Wait for it, or choose another name."
             ) from None
-        # Between open and lock the former writer may have renamed or removed the file: then it is not ours.
+        # Between open and lock the previous writer may have renamed or removed the file: then open it again.
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             file.truncate(0)
             return file

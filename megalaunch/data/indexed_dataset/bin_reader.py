@@ -1,6 +1,6 @@
-"""Reads tokens of a `.bin` by position: into memory of its own, so that a run's size does not grow with the file.
+"""Reads tokens of a `.bin` by position into new arrays, so that a run's memory does not grow with the file.
 
-A map of the file would count every page it ever touched, and a file cut during the run would end it by a signal.
+A memory map would count every page it ever touched, and a file truncated during the run would kill it by a signal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RESTORE = "Mend the disk or copy the file again; the run continues from its las
 
 
 class TokenReader:
-    """An open `.bin`. May be used by several threads at once."""
+    """An open `.bin` (Megatron's `_FileBinReader`). Thread-safe: `pread` has no shared file position."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self.path, self.dtype = path, dtype
@@ -29,7 +29,7 @@ class TokenReader:
             raise cannot("read it", path, error) from error
 
     def read(self, first: int, count: int) -> NDArray[Any]:
-        """`count` tokens from token `first` on; DataError when the file cannot give them."""
+        """Return `count` tokens starting at token `first`; DataError if the file cannot be read or is too short."""
         tokens = np.empty(count, self.dtype)
         rest, offset = tokens.view(np.uint8).data, first * self.dtype.itemsize
         while rest:

@@ -1,4 +1,4 @@
-"""Hashes of a file block by block, and checksums of their pieces, so that what a check finds altered has a place."""
+"""Block hashes and piece checksums of a file, so that a check can locate altered bytes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BLOCK = 1 << 26  # bytes
-PIECE = 1 << 20  # bytes; a block holds whole pieces
+BLOCK = 1 << 26  # bytes hashed by one sha256
+PIECE = 1 << 20  # bytes of one Adler-32; divides BLOCK
 _READ_AT_ONCE = 1 << 20
 _ADLER_PRIME = 65521
 
 
 class BlockHashes:
-    """The sha256 of each block of what was added so far, and the Adler-32 of each piece."""
+    """The sha256 of each block and the Adler-32 of each piece of the bytes added so far."""
 
     def __init__(self) -> None:
         self._whole: list[str] = []
@@ -24,7 +24,7 @@ class BlockHashes:
         self._pieces: list[int] = []
 
     def add(self, content: bytes | memoryview) -> None:
-        """Append to the file that is hashed."""
+        """Append bytes to the hashed content."""
         left = memoryview(content)
         while left:
             part = left[: PIECE - self._held % PIECE]
@@ -39,16 +39,16 @@ class BlockHashes:
                 self._open, self._held = hashlib.sha256(), 0
 
     def digests(self) -> list[str]:
-        """One hex digest a block, that of the last, shorter one included."""
+        """Return the hex digest of each block, including the last, shorter one."""
         return [*self._whole, self._open.hexdigest()] if self._held else list(self._whole)
 
     def pieces(self) -> str:
-        """The checksums of all pieces, eight hex digits each."""
+        """Return the checksums of all pieces, eight hex digits each."""
         return "".join(f"{piece:08x}" for piece in self._pieces)
 
 
 def hash_file(path: Path, size: int | None = None) -> BlockHashes:
-    """The hashes of a file, or of its first `size` bytes. Raises OSError."""
+    """Hash a file, or its first `size` bytes. Raises OSError."""
     hashes = BlockHashes()
     for part in _parts(path, size):
         hashes.add(part)
@@ -56,7 +56,7 @@ def hash_file(path: Path, size: int | None = None) -> BlockHashes:
 
 
 def describe(path: Path, hashes: BlockHashes | None = None) -> dict[str, Any]:
-    """Size and block hashes of a file as a report holds them; `hashes` when they are known. Raises OSError."""
+    """Return size and block hashes of a file for a report; `hashes` if they are already computed. Raises OSError."""
     known = hash_file(path) if hashes is None else hashes
     sums = {"piece_bytes": PIECE, "adler32": known.pieces()}
     return {"bytes": path.stat().st_size, "block_bytes": BLOCK, "sha256": known.digests(), **sums}
@@ -64,7 +64,13 @@ def describe(path: Path, hashes: BlockHashes | None = None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Altered:
-    """Bytes `first` to `last` of a file are not those that were described; of one byte it is known what it `was`."""
+    """Bytes `first` to `last` (inclusive) of a file differ from the description.
+
+    Attributes:
+        first: first byte that may differ.
+        last: last byte that may differ.
+        was: original value, if a single byte was identified.
+    """
 
     first: int
     last: int
@@ -72,10 +78,13 @@ class Altered:
 
 
 def find_altered(path: Path, described: dict[str, Any]) -> Altered | None:
-    """The first place at which a file is not as `describe` found it; None when it is the same. Raises OSError.
+    """Return the first place where a file differs from its description by `describe`; None if it is the same.
 
-    One altered byte is found itself: the Adler-32 of its piece says by how much it changed, and at which places of the
-    piece it can be; sha256 says which of them it is. More of them are found to the piece.
+    A single altered byte is located exactly: the Adler-32 of its piece gives the difference of its value and the
+    candidate positions, and sha256 selects one of them. Several altered bytes are located to their pieces.
+
+    Raises:
+        OSError: the file cannot be read.
     """
     known, size = hash_file(path), path.stat().st_size
     if size != described["bytes"]:
@@ -100,9 +109,9 @@ def find_altered(path: Path, described: dict[str, Any]) -> Altered | None:
 
 
 def _one_byte(path: Path, block: int, digest: str, first: int, now: int, then: int) -> Altered | None:
-    """The byte of the piece at `first` that explains two checksums, if one alone does.
+    """Return the single byte in the piece at `first` that explains both checksums, if there is one.
 
-    With n bytes b_i, Adler-32 holds 1 + sum(b_i) and n + sum((n - i) b_i), both modulo a prime.
+    With n bytes b_i, Adler-32 consists of 1 + sum(b_i) and n + sum((n - i) b_i), both modulo 65521.
     """
     with path.open("rb") as file:
         file.seek(block * BLOCK)

@@ -1,4 +1,4 @@
-"""Writing token files in Megatron's layout, byte for byte, whole or not at all."""
+"""Writes indexed datasets in Megatron's file format, byte for byte, complete or not at all."""
 
 from __future__ import annotations
 
@@ -17,20 +17,26 @@ from megalaunch.data.indexed_dataset.dataset import bin_path, idx_path
 from megalaunch.data.indexed_dataset.idx_writer import write_documents, write_header, write_offsets
 from megalaunch.rundir.atomic_file import sync_directory
 
-_LARGEST_UINT16_VOCABULARY = 65500  # excluded; Megatron's own border, short of 65,536
+_LARGEST_UINT16_VOCABULARY = 65500  # exclusive; Megatron's limit, less than 65,536
 _LONGEST_SEQUENCE = 2**31 - 1
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
-    """The type Megatron stores the tokens of such a vocabulary in: uint16 below 65,500, else int32."""
+    """Return the dtype in which Megatron stores tokens of a vocabulary: uint16 below 65,500 entries, else int32."""
     return np.dtype("<u2") if vocab_size < _LARGEST_UINT16_VOCABULARY else np.dtype("<i4")
 
 
 class TokenWriter:
-    """Writes one prefix; used in a `with`: its normal end publishes both files, an exception leaves neither.
+    """Writes one prefix (Megatron's `IndexedDatasetBuilder`), as a context manager.
 
-    Files that stood under the prefix stay until then. Raises DataError when the disk is full, the folder
-    not writable, or another process writes the same prefix.
+    A normal exit publishes both files, an exception removes them. Existing files of the prefix stay until then.
+
+    Args:
+        prefix: path without .bin and .idx.
+        dtype: dtype of the stored tokens (`token_type`).
+
+    Raises:
+        DataError: the disk is full, the directory is not writable, or another process is writing the same prefix.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
@@ -44,11 +50,15 @@ class TokenWriter:
 
     @property
     def num_documents(self) -> int:
-        """Documents ended so far."""
+        """Number of documents ended so far."""
         return len(self._documents) - 1
 
     def add_sequence(self, tokens: Sequence[int] | NDArray[np.integer[Any]]) -> None:
-        """Append one sequence, which may be empty, to the present document."""
+        """Append one sequence, which may be empty, to the current document.
+
+        Raises:
+            DataError: a token does not fit the dtype, the sequence has over 2^31 - 1 tokens, or writing failed.
+        """
         ids = np.asarray(tokens, dtype=np.int64)
         if ids.size and (ids.min() < self._range.min or ids.max() > self._range.max):
             worst = int(ids.min() if ids.min() < self._range.min else ids.max())
@@ -65,7 +75,7 @@ class TokenWriter:
         self.num_tokens += ids.size
 
     def end_document(self) -> None:
-        """End the present document; one without a sequence is an empty document."""
+        """End the current document; one without a sequence is an empty document."""
         self._documents.append(len(self._lengths))
 
     def __enter__(self) -> TokenWriter:
@@ -85,7 +95,7 @@ class TokenWriter:
                 self._idx.discard()
 
     def _publish(self) -> None:
-        """Both files, the index last: where it is, the tokens it speaks of are complete."""
+        """Publish both files, the index last: if it exists, its tokens are complete."""
         self._idx = AtomicFile(idx_path(self.prefix))
         self._write_index(self._idx)
         self._bin.sync()

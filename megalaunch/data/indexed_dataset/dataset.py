@@ -1,6 +1,6 @@
-"""Reading token files in Megatron's layout: `PREFIX.bin` holds the tokens, `PREFIX.idx` what they belong to.
+"""Reads indexed datasets in Megatron's file format: `PREFIX.bin` has the tokens, `PREFIX.idx` sequences and documents.
 
-Both are memory-mapped; every invariant of the index is checked when it is opened.
+Both are memory-mapped; all invariants of the index are checked on opening.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megalaunch.data.errors import DataError, cannot
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-# After the magic: version, code of the token type, sequences, entries of the document index; little-endian, no padding.
+# Magic, version, dtype code, sequences, entries of the document index; little-endian, no padding.
 HEADER = struct.Struct("<9sQBQQ")
 TOKEN_TYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("<u1"),
@@ -30,25 +30,32 @@ TOKEN_TYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 REMAKE = "Make the files anew with `megalaunch preprocess`, or copy both again."
-_CHECKED_AT_ONCE = 1 << 20  # entries; bounds the memory that opening a huge index takes
+_CHECKED_AT_ONCE = 1 << 20  # entries; bounds the memory for opening a huge index
 
 
 def bin_path(prefix: Path) -> Path:
-    """`PREFIX.bin`; the prefix may hold dots of its own."""
+    """Return `PREFIX.bin`; the prefix may contain dots."""
     return prefix.with_name(prefix.name + ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    """`PREFIX.idx`; the prefix may hold dots of its own."""
+    """Return `PREFIX.idx`; the prefix may contain dots."""
     return prefix.with_name(prefix.name + ".idx")
 
 
 class IndexedTokens:
-    """The tokens of one prefix: sequences in a row, and documents made of whole sequences.
+    """The tokens of one prefix (Megatron's `IndexedDataset`): consecutive sequences, and documents of whole sequences.
 
-    `lengths` is int32 [num_sequences] in tokens; `documents` int64 [num_documents + 1] gives the first
-    sequence of each document, and at its end num_sequences. Raises DataError for files that are missing,
-    cut, altered in a way the index can tell, or not in this layout.
+    Attributes:
+        prefix: path without .bin and .idx.
+        dtype: dtype of the stored tokens.
+        lengths: int32 [num_sequences], tokens of each sequence.
+        documents: int64 [num_documents + 1], the first sequence of each document, then num_sequences.
+        num_tokens: number of all tokens.
+        stream: all tokens [num_tokens], memory-mapped.
+
+    Raises:
+        DataError: the files are missing, truncated, not in this format, or altered in a way that the index reveals.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -66,27 +73,27 @@ class IndexedTokens:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in the file."""
+        """Number of sequences in the file."""
         return len(self.lengths)
 
     @property
     def num_documents(self) -> int:
-        """Documents in the file, empty ones included."""
+        """Number of documents in the file, including empty ones."""
         return len(self.documents) - 1
 
     def first_token(self, sequence: int) -> int:
-        """Position in `stream` of the first token of a sequence; of its end for `num_sequences`."""
+        """Return the position in `stream` of a sequence's first token; `num_tokens` for `num_sequences`."""
         if sequence == self.num_sequences:
             return self.num_tokens
         return int(self._offsets[sequence]) // self.dtype.itemsize
 
     @property
     def offsets(self) -> NDArray[Any]:
-        """int64 [num_sequences]: the byte of `.bin` at which each sequence begins."""
+        """int64 [num_sequences]: byte offset of each sequence in the `.bin`."""
         return self._offsets
 
     def document_lengths(self) -> Iterator[NDArray[Any]]:
-        """int64 arrays with the tokens of each document, many documents at a time."""
+        """Yield the tokens of each document, as int64 arrays of many documents."""
         end = self.num_tokens * self.dtype.itemsize
         for start in range(0, self.num_documents, _CHECKED_AT_ONCE):
             borders = np.asarray(self.documents[start : start + _CHECKED_AT_ONCE + 1])
@@ -96,11 +103,11 @@ class IndexedTokens:
             yield np.diff(positions) // self.dtype.itemsize
 
     def tokens_in(self, sequences: range) -> int:
-        """Number of tokens of the sequences in a contiguous range."""
+        """Return the number of tokens in a contiguous range of sequences."""
         return self.first_token(sequences.stop) - self.first_token(sequences.start)
 
     def tokens(self, sequence: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Tokens `start` to `stop` (excluded; None: the end) of a sequence, as a view of the file."""
+        """Return tokens `start` to `stop` (exclusive; None: the end) of a sequence, as a view of the memory map."""
         first = self.first_token(sequence)
         end = int(self.lengths[sequence]) if stop is None else stop
         view: NDArray[Any] = self.stream[first + start : first + end]
@@ -142,7 +149,7 @@ class IndexedTokens:
                 raise self._broken(f"document {start + int(falling.argmax())} ends before it begins")
 
     def _check_lengths(self) -> int:
-        """The number of all tokens; DataError when lengths and offsets do not fit each other."""
+        """Return the number of all tokens; DataError if lengths and offsets are inconsistent."""
         total = 0
         for start in range(0, len(self.lengths), _CHECKED_AT_ONCE):
             lengths = self.lengths[start : start + _CHECKED_AT_ONCE]
@@ -194,10 +201,10 @@ def _prefix_hint(prefix: Path) -> str:
 
 
 def _map(path: Path, dtype: np.dtype[Any], offset: int, count: int) -> NDArray[Any]:
-    if count == 0:  # an empty range cannot be mapped
+    if count == 0:  # an empty range cannot be memory-mapped
         return np.empty(0, dtype)
     try:
-        # A plain array over the map: slices of np.memmap itself are several times slower.
+        # A plain array over the memory map: slices of np.memmap itself are several times slower.
         return np.asarray(np.memmap(path, dtype, mode="r", offset=offset, shape=(count,)))
     except OSError as error:
         raise cannot("read it", path, error) from error

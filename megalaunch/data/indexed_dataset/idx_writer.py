@@ -1,4 +1,4 @@
-"""Writing an `.idx` from streams of lengths and document sizes: any number of documents in constant memory."""
+"""Writes an `.idx` from streams of lengths and document sizes, in constant memory for any number of documents."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 
 from megalaunch.data.indexed_dataset.dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION
 
-_AT_ONCE = 1 << 20  # entries
+_AT_ONCE = 1 << 20  # entries read at a time
 
 
 def write_header(file: BinaryIO, dtype: np.dtype[Any], sequences: int, documents: int) -> None:
-    """The head of an index of so many sequences and documents (Megatron counts one entry more)."""
+    """Write the header of an index (Megatron counts one document more: the entries of the document index)."""
     code = next(code for code, known in TOKEN_TYPES.items() if known == dtype)
     file.write(HEADER.pack(MAGIC, VERSION, code, sequences, documents + 1))
 
 
 def write_offsets(file: BinaryIO, dtype: np.dtype[Any], lengths: Iterable[NDArray[Any]]) -> None:
-    """Where each sequence begins in the `.bin`, in bytes, from their lengths in tokens."""
+    """Write the byte offset of each sequence in the `.bin`, from the lengths in tokens."""
     position = 0
     for part in lengths:
         ends = position + np.cumsum(part, dtype=np.int64) * dtype.itemsize
@@ -30,7 +30,7 @@ def write_offsets(file: BinaryIO, dtype: np.dtype[Any], lengths: Iterable[NDArra
 
 
 def write_documents(file: BinaryIO, counts: Iterable[NDArray[Any]]) -> None:
-    """The document index (first sequence of each, then the number of all) from the sequences a document."""
+    """Write the document index (the first sequence of each, then the number of all) from the sequences per document."""
     file.write(np.zeros(1, "<i8").data)
     total = 0
     for part in counts:
@@ -40,7 +40,7 @@ def write_documents(file: BinaryIO, counts: Iterable[NDArray[Any]]) -> None:
 
 
 def copy_index(file: BinaryIO, dtype: np.dtype[Any], lengths: Path, counts: Path) -> None:
-    """A whole index from two files of int32: tokens of each sequence, sequences of each document."""
+    """Write a complete index from two files of int32: tokens of each sequence, sequences of each document."""
     write_header(file, dtype, lengths.stat().st_size // 4, counts.stat().st_size // 4)
     for part in _int32(lengths):
         file.write(part.data)

@@ -1,4 +1,4 @@
-"""Several prefixes of token files made one, and one made several, without reading all of it into memory."""
+"""Merges several prefixes of token files into one and splits one into several, in constant memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ _BYTES_AT_ONCE = 1 << 24
 
 
 def expand_prefixes(sources: Sequence[Path]) -> list[Path]:
-    """The prefixes that are meant, in order: a folder stands for all in it, sorted by name as Megatron does."""
+    """Replace each directory by the prefixes in it, sorted by name as Megatron does.
+
+    Raises:
+        DataError: a directory holds no token files.
+    """
     found: list[Path] = []
     for source in sources:
         if source.is_dir():
@@ -37,10 +41,12 @@ def expand_prefixes(sources: Sequence[Path]) -> list[Path]:
 
 
 def merge(sources: Sequence[Path], target: Path) -> IndexedTokens:
-    """All documents of the sources in their order under `target`, as one pass over their texts would give.
+    """Write all documents of the sources in order under `target`, as if their texts were preprocessed in one run.
 
-    Where each has a report, the target gets one that joins theirs. Raises DataError when a source is unusable,
-    their types or tokenizers differ, or the target is one of them.
+    If each source has a report, `target` gets their merged report.
+
+    Raises:
+        DataError: a source is unusable, dtypes or tokenizers differ, or the target is one of the sources.
     """
     parts = [IndexedTokens(source) for source in expand_prefixes(sources)]
     for part in parts:
@@ -57,10 +63,12 @@ def merge(sources: Sequence[Path], target: Path) -> IndexedTokens:
 
 
 def split(source: Path, target: Path, shares: Sequence[float]) -> list[Path]:
-    """The documents of `source` cut into consecutive parts `target_0`, `target_1`... of these shares.
+    """Split the documents of `source` into consecutive parts `target_0`, `target_1`... of these shares.
 
-    Borders are the rounded running sums of the shares; merging the parts gives the source again. Raises
-    DataError when the source is unusable or a part could not be written.
+    Boundaries are the rounded cumulative sums of the shares; merging the parts gives the source again.
+
+    Raises:
+        DataError: the source is unusable or a part cannot be written.
     """
     whole = IndexedTokens(source)
     sums = np.cumsum(np.array(shares, np.float64))
@@ -75,7 +83,7 @@ def split(source: Path, target: Path, shares: Sequence[float]) -> list[Path]:
 
 
 def _write(target: Path, parts: Sequence[tuple[IndexedTokens, range]]) -> None:
-    """The documents of each range of each source under `target`: both files whole, or neither; and their report."""
+    """Write the documents of each range under `target`: both files complete, or neither; and their report."""
     report = merge_reports([source.prefix for source, _ in parts])
     hashes = BlockHashes()
     unfinished: list[AtomicFile] = []
@@ -97,7 +105,7 @@ def _write(target: Path, parts: Sequence[tuple[IndexedTokens, range]]) -> None:
         for file in unfinished:
             file.sync()
         index.final.unlink(missing_ok=True)
-        report_path(target).unlink(missing_ok=True)  # it would speak of other files
+        report_path(target).unlink(missing_ok=True)  # it describes the replaced files
         tokens.publish()
         index.publish()
         sync_directory(target.parent)
@@ -121,6 +129,7 @@ def _sequences(source: IndexedTokens, documents: range) -> range:
 
 
 def _copy_tokens(source: IndexedTokens, documents: range, target: AtomicFile, hashes: BlockHashes) -> None:
+    """Copy the tokens of some documents and add them to the hashes."""
     sequences, size = _sequences(source, documents), source.dtype.itemsize
     left = source.tokens_in(sequences) * size
     with bin_path(source.prefix).open("rb") as file:

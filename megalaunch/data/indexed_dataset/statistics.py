@@ -1,4 +1,4 @@
-"""Counts of a prefix of token files, and how long its documents are: in constant memory."""
+"""Counts and document lengths of a prefix of token files, in constant memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 
-_BAR = 40  # characters
+_BAR = 40  # characters of the longest bar
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """`histogram[k]` documents have 2^(k-1) to 2^k - 1 tokens; those of [0] are empty."""
+    """Counts of a prefix. `histogram[k]` documents have 2^(k-1) to 2^k - 1 tokens; `histogram[0]` counts empty ones."""
 
     documents: int
     sequences: int
@@ -25,16 +25,16 @@ class Statistics:
 
     @property
     def mean(self) -> float:
-        """Tokens a document."""
+        """Tokens per document."""
         return self.tokens / max(self.documents, 1)
 
 
 def statistics(tokens: IndexedTokens) -> Statistics:
-    """The counts of all documents of a prefix."""
+    """Compute the statistics of a prefix."""
     counts = np.zeros(64, np.int64)
     shortest, longest = None, 0
     for lengths in tokens.document_lengths():
-        # frexp gives the exponent e with 2^(e-1) <= length < 2^e, and 0 for 0.
+        # frexp returns the exponent e with 2^(e-1) <= length < 2^e, and 0 for 0.
         counts += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=64)[:64]
         longest = max(longest, int(lengths.max()))
         shortest = int(lengths.min()) if shortest is None else min(shortest, int(lengths.min()))
@@ -44,7 +44,7 @@ def statistics(tokens: IndexedTokens) -> Statistics:
 
 
 def histogram_lines(found: Statistics) -> list[str]:
-    """The histogram as text, one line a bin from the first that holds a document."""
+    """Format the histogram as text, one line for each bin from the first non-empty one."""
     highest = max(found.histogram, default=0)
     lines: list[str] = []
     for place, count in enumerate(found.histogram):
@@ -55,7 +55,7 @@ def histogram_lines(found: Statistics) -> list[str]:
 
 
 def draw_histogram(found: Statistics, path: Path) -> None:
-    """The histogram as a PNG. Raises ImportError without matplotlib, OSError when it cannot be written."""
+    """Write the histogram as a PNG. Raises ImportError without matplotlib, OSError if the file cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")

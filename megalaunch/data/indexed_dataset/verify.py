@@ -1,4 +1,4 @@
-"""The full check of a prefix of token files: every invariant, every token, every byte that a report vouches for."""
+"""Full verification of a prefix of token files: index invariants, token ids, and the hashes in its report."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ _TOKENS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """What was found good; `vocab_size` None: none is known, so that ids could not be held against it.
+    """Counts of a verified prefix.
 
-    `hashed` says whether a report held hashes to compare with.
+    Attributes:
+        documents: number of documents.
+        sequences: number of sequences.
+        tokens: number of tokens.
+        largest: largest token id; -1 without tokens.
+        vocab_size: vocabulary that the ids were checked against; None if it is not known.
+        hashed: whether a report had hashes to compare with.
     """
 
     documents: int
@@ -35,10 +41,15 @@ class VerificationResult:
 
 
 def verify(prefix: Path, vocab_size: int | None, show: Callable[[int, int], None]) -> VerificationResult:
-    """Check a prefix wholly; `show` gets bytes done and bytes in all.
+    """Check a prefix completely.
 
-    `vocab_size` None: that of the report beside it, or of the tokenizer in a folder of a prepared corpus. Raises
-    DataError for the first thing that is wrong: altered bytes, the index, an id beyond the vocabulary (with its place).
+    Args:
+        prefix: path without .bin and .idx.
+        vocab_size: ids must be below it; None: that of the report, or of the tokenizer in a prepared corpus.
+        show: called with bytes done and bytes in total.
+
+    Raises:
+        DataError: the first error found: altered bytes, the index, or an id outside the vocabulary (with its place).
     """
     report = read_report(prefix)
     hashed = report is not None and _check_hashes(prefix, report)
@@ -57,7 +68,7 @@ def verify(prefix: Path, vocab_size: int | None, show: Callable[[int, int], None
 
 
 def _vocab_size(prefix: Path, report: dict[str, Any] | None) -> int | None:
-    """The size of the vocabulary that the ids are of, where something beside the files says so. Raises DataError."""
+    """Return the vocabulary size from the report or the tokenizer in the same directory, if any. Raises DataError."""
     if report is not None:
         size = report["tokenizer"].get("vocab_size")
         return size if isinstance(size, int) else None
@@ -75,7 +86,7 @@ def _out_of_vocab(tokens: IndexedTokens, position: int, vocab_size: int | None) 
 
 
 def _place(tokens: IndexedTokens, position: int) -> str:
-    """The document of a token, and its offset in that."""
+    """Return a token's document and its offset in the document, as text."""
     sequence = int(np.searchsorted(tokens.offsets, position * tokens.dtype.itemsize, side="right")) - 1
     document = int(np.searchsorted(tokens.documents, sequence, side="right")) - 1
     offset = position - tokens.first_token(int(tokens.documents[document]))
@@ -83,7 +94,7 @@ def _place(tokens: IndexedTokens, position: int) -> str:
 
 
 def _check_hashes(prefix: Path, report: dict[str, Any]) -> bool:
-    """Whether the report vouches for the bytes; DataError when they are not those that it describes."""
+    """Return whether the report has hashes of the files; DataError if they differ."""
     known = report.get("outputs") or {}
     found = False
     for path in (idx_path(prefix), bin_path(prefix)):
@@ -104,7 +115,7 @@ def _altered(prefix: Path, path: Path, altered: Altered, size: int) -> str:
     if path.stat().st_size != size:
         return f"it has {path.stat().st_size:,} bytes, and {size:,} were written"
     inside = ""
-    if path == bin_path(prefix):  # the index was found good before
+    if path == bin_path(prefix):  # the index is checked before the tokens
         tokens = IndexedTokens(prefix)
         first, last = (_place(tokens, byte // tokens.dtype.itemsize) for byte in (altered.first, altered.last))
         inside = f" ({first})" if altered.first == altered.last else f" ({first}, to {last})"
