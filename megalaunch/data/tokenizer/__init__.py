@@ -1,1 +1,1 @@
-"""Tokenizers of every known kind, loaded and trained."""
+"""Tokenizers of all supported file types: loading and training."""

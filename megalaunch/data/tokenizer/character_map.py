@@ -1,8 +1,9 @@
-"""SentencePiece's normalization (nmt_nfkc and its kind) by the normalizers of `tokenizers`.
+"""SentencePiece's normalization (nmt_nfkc and similar maps) expressed as normalizers of `tokenizers`.
 
-SentencePiece replaces the longest sequence that its map knows, from left to right. `tokenizers` looks up a letter with
-all its marks as one, drops the marks where the map knows the letter alone, and composes nothing over 5 bytes. So they
-are composed before, as far as they stand in the order in which the map has them, and parted for the lookup.
+SentencePiece replaces the longest sequence in its character map, from left to right. The `Precompiled` normalizer of
+`tokenizers` looks up a letter together with its combining marks, drops the marks if the map has only the letter, and
+composes no sequence over 5 bytes. So letters and marks are composed before the lookup, where they are in the order of
+the map, and the remaining marks are separated from their letters.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ import unicodedata
 from functools import cache
 from typing import Any
 
-_PARTING = "\ufff8"  # unassigned, a control by the rules of grapheme clusters: it composes with nothing
+_PARTING = "\ufff8"  # separator: unassigned, a control in the grapheme cluster rules, composes with nothing
 _LAST = 0x20000
 _MARKS = range(0x300, 0x370)
 _BEHIND = r"(?<=[\s\S])"
-_JOINERS = r"\x{200c}\x{200d}\n"  # what belongs to the character before it, besides marks
-# Voiced marks of half the width behind what is no syllable for them.
+_JOINERS = r"\x{200c}\x{200d}\n"  # characters other than marks that extend the preceding character
+# Half-width voiced sound marks after a character that they do not combine with.
 _VOICED = r"(?<=[^\x{ff73}\x{ff76}-\x{ff84}\x{ff8a}-\x{ff8e}\x{ff9c}\x{ff66}])(?=\x{ff9e})"
 _VOICED += r"|(?<=[^\x{ff8a}-\x{ff8e}])(?=\x{ff9f})"
 _JAMO = r"\x{1160}-\x{11ff}\x{d7b0}-\x{d7ff}"
 
 
 def character_map_steps(character_map: bytes) -> list[Any]:
-    """The normalizers for a precompiled map of characters."""
+    """Return the normalizers for a precompiled character map."""
     from tokenizers import Regex, normalizers
 
     before, after = _is_boundary_before(), rf"{_BEHIND}(?=[\p{{M}}{_JOINERS}{_JAMO}])|{_VOICED}"
@@ -32,16 +33,17 @@ def character_map_steps(character_map: bytes) -> list[Any]:
         normalizers.NFC(),
         normalizers.Replace(Regex(after), _PARTING),
         normalizers.Precompiled(character_map),
-        normalizers.NFC(),  # of a syllable and a voiced mark that had half the width
+        normalizers.NFC(),  # composes a syllable with a voiced mark that was half-width
         normalizers.Replace(_PARTING, ""),
     ]
 
 
 @cache
 def _is_boundary_before() -> str:
-    """A pattern of the places that nothing is composed or sorted across.
+    """Return a pattern of the positions across which NFC composes and reorders nothing.
 
-    Before marks that compose with no letter, and before one that sorting would bring before the mark it follows.
+    These are before marks that compose with no letter, and before a mark that reordering would move before its
+    predecessor.
     """
     composing = _composing_marks()
     numbers = sorted({unicodedata.combining(mark) for mark in composing})
@@ -58,14 +60,14 @@ def _is_boundary_before() -> str:
 
 
 def _composing_marks() -> list[str]:
-    """Second characters of all pairs that NFC makes one of."""
+    """Return the second characters of all pairs that NFC composes."""
     found = set()
     for point in range(0xA0, _LAST):
         first, _, second = unicodedata.decomposition(chr(point)).partition(" ")
         pair = second and " " not in second and not first.startswith("<")
         if pair and unicodedata.is_normalized("NFC", chr(point)):
             found.add(chr(int(second, 16)))
-    same = {mark for mark in map(chr, _MARKS) if unicodedata.normalize("NFC", mark) in found}  # written otherwise
+    same = {mark for mark in map(chr, _MARKS) if unicodedata.normalize("NFC", mark) in found}  # equivalent code points
     return sorted(found | same)
 
 

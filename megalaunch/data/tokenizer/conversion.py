@@ -1,7 +1,7 @@
-"""Other kinds of tokenizer files turned into the form of tokenizer.json, with the same ids for every text.
+"""Converts other tokenizer files to the form of tokenizer.json, with the same ids for every text.
 
-Special tokens of these kinds are part of the vocabulary but are not looked for in texts, as in the libraries
-that the files come from: the text `</s>` in a web page stays text.
+Special tokens of these files are part of the vocabulary but are not matched in texts, as in the libraries that the
+files come from: the text `</s>` in a web page remains text.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megalaunch.data.tokenizer.sentencepiece_file import Piece, PieceKind, Sente
 if TYPE_CHECKING:
     import tokenizers
 
-PREFIX_PATTERN = r"\A(?=[\s\S])"  # how the pattern begins that puts a space before a text, unless it is a symbol
-# Where the name of a byte is cut in two, so that a unigram model does not take it for the byte.
+PREFIX_PATTERN = r"\A(?=[\s\S])"  # start of the pattern that prepends a space to a text unless it is a symbol
+# Splits the name of a byte in two, so that a unigram model does not encode it as the byte.
 _BYTE_NAME = r"(?<=<0)(?=x[0-9A-F]{2}>)"
 _MERGES = ("merges.txt", "vocab.bpe")
-_SPACE = "\u2581"  # how SentencePiece writes one
+_SPACE = "\u2581"  # a space in SentencePiece's vocabulary
 _AGAIN = "Save it again from its source."
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -37,7 +37,7 @@ _O200K = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL
 )
 _END = "<|endoftext|>"
-# A file of tiktoken ranks names neither its pattern nor its special tokens; its number of ranks tells which it is.
+# A tiktoken file has neither its pattern nor its special tokens; the number of ranks identifies the encoding.
 _TIKTOKEN: dict[int, tuple[str, dict[str, int]]] = {
     50_256: (_GPT2, {_END: 50_256}),
     100_256: (
@@ -57,7 +57,7 @@ _TIKTOKEN: dict[int, tuple[str, dict[str, int]]] = {
 
 
 def find_merges(path: Path) -> Path:
-    """The merges that go with a GPT-2 vocabulary; DataError when there are none beside it."""
+    """Return the merges file in the directory of a GPT-2 vocabulary; DataError if there is none."""
     for name in _MERGES:
         if (path.parent / name).is_file():
             return path.parent / name
@@ -66,7 +66,7 @@ def find_merges(path: Path) -> Path:
 
 
 def convert_gpt2(path: Path, content: bytes, merges: Path) -> tokenizers.Tokenizer:
-    """GPT-2's `vocab.json` (or encoder.json) with its `merges.txt` (or vocab.bpe)."""
+    """Convert GPT-2's `vocab.json` (or encoder.json) with its `merges.txt` (or vocab.bpe)."""
     import json
 
     try:
@@ -92,7 +92,7 @@ def convert_gpt2(path: Path, content: bytes, merges: Path) -> tokenizers.Tokeniz
 
 
 def is_tiktoken(content: bytes) -> bool:
-    """Whether it looks like lines of `base64 rank`."""
+    """Return whether the content looks like lines of `base64 rank`."""
     first = content[:200].split(b"\n", 1)[0].split(b" ")
     try:
         return len(first) == 2 and bool(base64.b64decode(first[0], validate=True)) and first[1].strip().isdigit()
@@ -101,7 +101,7 @@ def is_tiktoken(content: bytes) -> bool:
 
 
 def convert_tiktoken(path: Path, content: bytes) -> tokenizers.Tokenizer:
-    """Ranks in tiktoken's form: of GPT-2 (r50k), cl100k, o200k, Llama 3 or Qwen."""
+    """Convert tiktoken ranks of a known encoding: GPT-2 (r50k), cl100k, o200k, Llama 3 or Qwen."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         try:
@@ -118,19 +118,19 @@ def convert_tiktoken(path: Path, content: bytes) -> tokenizers.Tokenizer:
 
 
 def is_tekken(parsed: dict[str, Any]) -> bool:
-    """Whether parsed JSON is Mistral's tekken."""
+    """Return whether parsed JSON is a Mistral tekken file."""
     config = parsed.get("config")
     return isinstance(config, dict) and "pattern" in config and isinstance(parsed.get("vocab"), list)
 
 
 def convert_tekken(path: Path, parsed: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Mistral's tekken.json: special tokens take the first ids, the ranks follow."""
+    """Convert Mistral's tekken.json: special tokens have the first ids, the ranks follow."""
     try:
         config = parsed["config"]
         special = int(config["default_num_special_tokens"])
         names = {int(token["rank"]): str(token["token_str"]) for token in parsed.get("special_tokens") or []}
         names = {number: names.get(number, f"<SPECIAL_{number}>") for number in range(special)}
-        if not parsed.get("special_tokens"):  # the first files name none; these three never changed
+        if not parsed.get("special_tokens"):  # the first versions list none; these three never changed
             names |= {0: "<unk>", 1: "<s>", 2: "</s>"}
         entries = parsed["vocab"][: int(config["default_vocab_size"]) - special]
         ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) + special for entry in entries}
@@ -141,9 +141,9 @@ def convert_tekken(path: Path, parsed: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def convert_ranks(ranks: dict[bytes, int], pattern: str, special: dict[str, int]) -> tokenizers.Tokenizer:
-    """A byte-level BPE of ranks, for texts that are cut by `pattern`.
+    """Build a byte-level BPE from tiktoken ranks, with the pre-tokenization `pattern`.
 
-    Merges are every split of a token into two others, in the order of the token's rank, then of theirs.
+    The merges are all splits of a token into two others, ordered by the rank of the token, then of its parts.
     """
     written = _byte_names()
     names = {token: "".join(written[byte] for byte in token) for token in ranks}
@@ -158,7 +158,7 @@ def convert_ranks(ranks: dict[bytes, int], pattern: str, special: dict[str, int]
 
 
 def _byte_names() -> list[str]:
-    """How GPT-2 writes each byte: itself where it is printable, else the next code point from 256 on."""
+    """Return GPT-2's character for each byte: itself if printable, else the next code point from 256."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -180,7 +180,7 @@ def _byte_level(
 
 
 def sentencepiece_end(content: bytes) -> str | None:
-    """The piece that ends a text in a SentencePiece model."""
+    """Return the end-of-sentence piece of a SentencePiece model."""
     model = read_sentencepiece(content)
     if model is None or model.kind != "unigram":
         return None if model is None else model.end
@@ -188,13 +188,20 @@ def sentencepiece_end(content: bytes) -> str | None:
 
 
 def _unigram_name(piece: Piece) -> str:
-    """A piece that no text may give gets a name with a space, which is in no text once spaces are replaced."""
+    """Return a piece's vocabulary entry; a piece that no text may encode to is hidden by a leading space.
+
+    After normalization no text contains a space.
+    """
     hidden = piece.kind in (PieceKind.CONTROL, PieceKind.UNUSED, PieceKind.UNKNOWN)
     return " " + piece.text if hidden else piece.text
 
 
 def convert_sentencepiece(path: Path, content: bytes) -> tokenizers.Tokenizer:
-    """A SentencePiece model of kind BPE or unigram; DataError for others and for what cannot be kept exactly."""
+    """Convert a SentencePiece model of type BPE or unigram.
+
+    Raises:
+        DataError: another type, or a model that has no exact equivalent.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 
     model = read_sentencepiece(content)
@@ -208,8 +215,8 @@ def convert_sentencepiece(path: Path, content: bytes) -> tokenizers.Tokenizer:
     inner.normalizer = _sentencepiece_normalizer(model, defined)
     if model.kind == "unigram" and model.byte_fallback:
         inner.pre_tokenizer = pre_tokenizers.Split(Regex(_BYTE_NAME), "isolated")
-    # Looked for behind the normalizer where that puts a space before each part of a text that it is given, or where
-    # they are written with the spaces that it makes.
+    # Match symbols after normalization if the normalizer prepends a space to each part of a text, or if the symbols
+    # contain the character that it replaces spaces by.
     inner.add_tokens([AddedToken(text, normalized=model.dummy_prefix or _SPACE in text) for text in defined])
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     inner.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if model.dummy_prefix else steps)
@@ -217,7 +224,7 @@ def convert_sentencepiece(path: Path, content: bytes) -> tokenizers.Tokenizer:
 
 
 def _why_not_exact(model: SentencePieceModel, defined: Sequence[str]) -> str | None:
-    """What of a model has no counterpart in tokenizer.json that gives the same ids for every text."""
+    """Return why no tokenizer.json gives the same ids for every text; None if one does."""
     spaced = any(" " in text or _SPACE in text for text in defined)
     squeezes = spaced and model.squeezes_spaces
     if model.suffix_spaces or not model.escapes_spaces or squeezes or (spaced and model.dummy_prefix):
@@ -231,7 +238,7 @@ def _why_not_exact(model: SentencePieceModel, defined: Sequence[str]) -> str | N
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether one symbol can begin within another."""
+    """Return whether one symbol can begin within another."""
     return any(one[at:].startswith(other) or other.startswith(one[at:]) for at in range(1, len(one)))
 
 
@@ -254,7 +261,7 @@ def _sentencepiece_model(path: Path, model: SentencePieceModel) -> Any:
 
 
 def _merges_from_scores(model: SentencePieceModel) -> Iterable[tuple[str, str]]:
-    """Every split of a learned piece into two others, by the piece's score, the best first."""
+    """Return all splits of a learned piece into two others, in descending order of the piece's score."""
     scores = {piece.text: piece.score for piece in model.pieces if piece.kind is PieceKind.NORMAL}
     numbers = {piece.text: number for number, piece in enumerate(model.pieces) if piece.text in scores}
     found = []
@@ -270,13 +277,13 @@ def _sentencepiece_normalizer(model: SentencePieceModel, defined: Sequence[str])
 
     prefix: list[Any] = []
     if model.dummy_prefix and defined:
-        # The library normalizes the symbols as well, to look for them in normalized text: they stay as they are.
+        # The library also normalizes the symbols, to match them in normalized text: exclude them from the prefix.
         symbols = "|".join(map(re.escape, defined))
         prefix = [normalizers.Replace(Regex(rf"{PREFIX_PATTERN}(?!(?:{symbols})\z)"), _SPACE)]
     elif model.dummy_prefix:
         prefix = [normalizers.Prepend(_SPACE)]
     mapped = character_map_steps(model.character_map) if model.character_map else []
-    if not model.squeezes_spaces:  # what the map leaves nothing of has its space all the same
+    if not model.squeezes_spaces:  # a text that the map reduces to nothing still gets its prefix
         return normalizers.Sequence([*prefix, *mapped, normalizers.Replace(" ", _SPACE)])
     squeezed = [normalizers.Replace(Regex(rf"\A +|[ {_SPACE}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     return normalizers.Sequence([*mapped, *squeezed, *prefix, normalizers.Replace(" ", _SPACE)])

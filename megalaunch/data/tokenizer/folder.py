@@ -1,4 +1,4 @@
-"""What stands beside a tokenizer: its chat template and the names of its special tokens."""
+"""Files in a tokenizer's directory: its chat template and the names of its special tokens."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from megalaunch.data.errors import DataError, cannot
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
-_MAX_BYTES = 1_000_000  # of a template; of its neighbours a hundred times that
+_MAX_BYTES = 1_000_000  # of a template; the JSON files may have a hundred times as many
 
 
 def companion_files(tokenizer: Path) -> dict[str, Path]:
-    """Those of `FILES` that stand beside a tokenizer's file, by name."""
+    """Return those of `FILES` in the directory of a tokenizer file, by name."""
     return {name: path for name in FILES if (path := tokenizer.parent / name).is_file()}
 
 
 def chat_template(files: Mapping[str, Path]) -> str | None:
-    """The chat template among the files, None without one. Raises DataError."""
+    """Return the chat template in the files, or None. Raises DataError."""
     if "chat_template.jinja" in files:
         return _read(files["chat_template.jinja"], _MAX_BYTES)
     for name in ("tokenizer_config.json", "chat_template.json"):
         found = read_json(files, name).get("chat_template")
-        if isinstance(found, list):  # several by name
+        if isinstance(found, list):  # several named templates
             named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
             found = named.get("default")
         if isinstance(found, str):
@@ -34,19 +34,19 @@ def chat_template(files: Mapping[str, Path]) -> str | None:
 
 
 def named_token(files: Mapping[str, Path], name: str) -> str | None:
-    """The token that tokenizer_config.json names as `bos_token`, `eos_token`, ... Raises DataError."""
+    """Return the token that tokenizer_config.json names `bos_token`, `eos_token`, ... Raises DataError."""
     found = read_json(files, "tokenizer_config.json").get(name)
     found = found.get("content") if isinstance(found, dict) else found
     return found if isinstance(found, str) else None
 
 
 def named_tokens(files: Mapping[str, Path]) -> dict[str, str]:
-    """All of `NAMED_TOKENS` that it names. Raises DataError."""
+    """Return all of `NAMED_TOKENS` that tokenizer_config.json defines. Raises DataError."""
     return {name: text for name in NAMED_TOKENS if (text := named_token(files, name)) is not None}
 
 
 def read_json(files: Mapping[str, Path], name: str) -> dict[str, Any]:
-    """The object in the file of that name, an empty one without it. Raises DataError."""
+    """Return the JSON object in the file `name`, an empty one without the file. Raises DataError."""
     if name not in files:
         return {}
     try:

@@ -1,6 +1,6 @@
-"""A tokenizer without its dummy prefix: the space that SentencePiece's kind puts before a text, and takes off again.
+"""Removes a tokenizer's dummy prefix: the space that SentencePiece prepends to a text and removes on decoding.
 
-Parts of a text that are encoded one by one would each get it.
+Without this, parts of a text that are encoded separately would each get it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from megalaunch.data.tokenizer.tokenizer import Tokenizer, tokenizer_from_json
 
 
 def without_prefix_space(tokenizer: Tokenizer) -> Tokenizer:
-    """One of the same vocabulary for which encoding and decoding parts of a text is encoding and decoding the whole."""
+    """Return a tokenizer with the same vocabulary and no prefix space.
+
+    Encoding or decoding a text in parts then gives the same as encoding or decoding the whole.
+    """
     content = json.loads(tokenizer.to_json())
     changed = {
         "normalizer": _normalizer(content.get("normalizer")),
@@ -55,6 +58,7 @@ def _decoder(part: Any) -> Any:
 
 
 def _never(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a Metaspace step that prepends nothing; other steps unchanged."""
     if part["type"] != "Metaspace":
         return part
     kept = {name: value for name, value in part.items() if name not in ("add_prefix_space", "str_rep")}

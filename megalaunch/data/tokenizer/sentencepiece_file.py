@@ -1,4 +1,4 @@
-"""Reading a SentencePiece model file: a protocol buffer of pieces and settings, by the standard library alone.
+"""Reads a SentencePiece model file, a protocol buffer, with the standard library alone.
 
 Field numbers are those of sentencepiece_model.proto.
 """
@@ -15,7 +15,7 @@ _LONGEST_VARINT = 10  # bytes
 
 
 class PieceKind(IntEnum):
-    """What a piece is for."""
+    """Type of a piece (`SentencePiece.Type`)."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -27,7 +27,7 @@ class PieceKind(IntEnum):
 
 @dataclass(frozen=True)
 class Piece:
-    """One entry of the vocabulary; its id is its place."""
+    """One entry of the vocabulary; its id is its index."""
 
     text: str
     score: float
@@ -36,7 +36,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """A model's pieces and what it does to a text before it is cut; `unknown` is an id, `end` a piece."""
+    """The pieces and the normalization settings of a model.
+
+    Attributes:
+        pieces: the vocabulary, by id.
+        kind: unigram, BPE, word or char.
+        byte_fallback: unknown characters are encoded as bytes.
+        unknown: id of the unknown piece.
+        end: end-of-sentence piece; None if it is not in the vocabulary.
+        character_map: precompiled normalization map.
+        dummy_prefix: a space is prepended to each text.
+        squeezes_spaces: repeated, leading and trailing spaces are removed.
+        escapes_spaces: spaces are replaced by U+2581.
+        suffix_spaces: spaces are attached to the end of a word instead of the start.
+    """
 
     pieces: tuple[Piece, ...]
     kind: str
@@ -51,7 +64,7 @@ class SentencePieceModel:
 
 
 def read_sentencepiece(content: bytes) -> SentencePieceModel | None:
-    """The model in `content`, None when it is no such file."""
+    """Parse a model; return None if the content is not one."""
     pieces: list[Piece] = []
     trainer: dict[int, int | bytes] = {}
     normalizer: dict[int, int | bytes] = {}
@@ -93,7 +106,7 @@ def _piece(fields: dict[int, int | bytes]) -> Piece:
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field: numbers for varints, bytes for all else. ValueError when it is none."""
+    """Yield number and value of each field: int for varints, else bytes. ValueError if it is not a protocol buffer."""
     at = 0
     while at < len(content):
         key, at = _varint(content, at)

@@ -1,4 +1,4 @@
-"""Megatron's own file of tiktoken ranks: a JSON list; special tokens take the ids below them."""
+"""Converts Megatron's own file of tiktoken ranks: a JSON list; special tokens have the ids below the ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENDS = r"\s+(?!\S)|\s+"
 _WORD = r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _PATTERNS = {
-    # The names that Megatron gives them; it says possessively (?+, ++) what atomic groups say here.
+    # Megatron's names; its possessive quantifiers (?+, ++) are written as atomic groups here.
     "v1": rf"(?>{_WORD})\p{{L}}+|\p{{N}}| ?(?>[^\s\p{{L}}\p{{N}}]+)[\r\n]*|\s*[\r\n]|{_ENDS}",
     "v2": rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_ENDS}",
@@ -26,7 +26,7 @@ _PATTERNS = {
 
 
 def convert_tiktoken_list(path: Path, parsed: list[Any], options: TiktokenOptions) -> tokenizers.Tokenizer:
-    """The tokenizer of such a file; unlike those of other ranks, its special tokens are looked for in texts."""
+    """Convert the list to a tokenizer; unlike in other tiktoken files, its special tokens are matched in texts."""
     from tokenizers import AddedToken
 
     special = options.special_tokens

@@ -1,7 +1,7 @@
-"""Text to token ids and back; and the training of a byte-level BPE on a corpus.
+"""Encodes text to token ids and decodes them; trains byte-level BPE tokenizers.
 
-Whatever kind of file a tokenizer comes in, it is turned into the one form of `tokenizer.json` (see
-conversion.py). Nothing from beside a tokenizer is ever run.
+Tokenizer files of all types are converted to `tokenizer.json` (see conversion.py). No code that comes with a tokenizer
+is executed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_DOCUMENT = "<|endoftext|>"
-# Nothing in a tokenizer.json says which token ends a document; these are the names that published base models use.
-# The third from the end is DeepSeek's, with a fullwidth bar and the block that SentencePiece writes for a space.
+# A tokenizer.json does not name its end-of-document token; these are the names that published base models use.
+# The third from the end is DeepSeek's, with a fullwidth bar and SentencePiece's replacement for a space.
 _END_NAMES = (
     END_OF_DOCUMENT,
     "<|end_of_text|>",
@@ -40,7 +40,7 @@ _CONFIG = "tokenizer_config.json"
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids that a tokenizer's post-processor puts before and after every text, such as BOS."""
+    """Ids that a tokenizer's post-processor adds before and after every text, such as BOS."""
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
@@ -54,10 +54,12 @@ class SpecialTokens:
 
 
 class Tokenizer:
-    """A loaded tokenizer. Nothing is put around the text unless asked for: no begin or end token, no template.
+    """A loaded tokenizer. Unless requested, nothing is added to a text: no BOS or EOS token, no template.
 
-    `end_name` is the end-of-document token that the file names itself, if it does; `content` that of the
-    tokenizer.json that it was loaded from.
+    Args:
+        inner: tokenizer of the library `tokenizers`.
+        end_name: the end-of-document token that the file names, if it does.
+        content: the tokenizer.json that it was loaded from, if any.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, end_name: str | None = None, content: str | None = None) -> None:
@@ -65,7 +67,7 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included."""
+        """The largest id plus one, including added tokens."""
         return max(self._vocabulary.values(), default=-1) + 1
 
     @cached_property
@@ -74,54 +76,54 @@ class Tokenizer:
 
     @cached_property
     def eod_id(self) -> int | None:
-        """Id of the token that ends a document; None when no usual name of one is in the vocabulary."""
+        """Id of the end-of-document token; None if the vocabulary has none of the known names."""
         names = _END_NAMES if self.end_name is None else (self.end_name, *_END_NAMES)
         ids = (self._inner.token_to_id(name) for name in names)
         return next((token for token in ids if token is not None), None)
 
     def require_eod(self, path: Path, switch: str) -> int:
-        """`eod_id`, or a DataError that says how to go without: `switch` turns the end token off."""
+        """Return `eod_id`; without one raise a DataError whose fix is `switch`, the setting that disables it."""
         return required_eod(self.eod_id, path, switch)
 
     def encode(self, text: str, around: bool = False) -> list[int]:
-        """The ids of a text; `around`: with the tokens that the file says to put around one, if it does."""
+        """Return the ids of a text; `around` adds the special tokens of the post-processor, if it has any."""
         return self._inner.encode(text, add_special_tokens=around).ids
 
     @cached_property
     def special_tokens_around(self) -> SpecialTokens | None:
-        """What its post-processor puts around every text; None for one that does more than that.
+        """Special tokens that the post-processor adds to every text; None if it does more than that.
 
-        Nothing but tokenizer.json decides over it: transformers 5 passes over `add_bos_token` beside one.
+        Only tokenizer.json decides: transformers 5 ignores `add_bos_token` in tokenizer_config.json.
         """
         return _special_tokens_around(self._inner)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, computed on all cores."""
+        """Return the ids of each text, computed on all cores."""
         return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """The ids of each text, and the characters that each stands for, computed on all cores."""
+        """Return the ids of each text and the character range of each id, computed on all cores."""
         return [(one.ids, one.offsets) for one in self._inner.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """The text of ids, special tokens left out unless `special`."""
+        """Return the text of ids; `special` includes special tokens."""
         return self._inner.decode(ids, skip_special_tokens=not special)
 
     def token(self, token_id: int) -> str | None:
-        """How a token is written in the vocabulary; None for an id that is not in it."""
+        """Return the vocabulary entry of an id; None if there is none."""
         return self._inner.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token that is written so in the vocabulary, None where it is not in it."""
+        """Return the id of a vocabulary entry; None if there is none."""
         return self._vocabulary.get(token)
 
     def special_tokens(self) -> list[str]:
-        """The tokens that stand outside the learned vocabulary, by id."""
+        """Return the added tokens, by id."""
         return [token.content for _, token in sorted(self._inner.get_added_tokens_decoder().items())]
 
     @cached_property
     def textless_ids(self) -> frozenset[int]:
-        """Ids that no text stands for: special tokens, and the one for what is unknown."""
+        """Ids that do not represent text: special tokens and the unknown token."""
         special = {number for number, token in self._inner.get_added_tokens_decoder().items() if token.special}
         unknown = getattr(self._inner.model, "unk_token", None)
         number = None if unknown is None else self.token_id(unknown)
@@ -130,23 +132,23 @@ class Tokenizer:
         return frozenset(special if number is None else {*special, number})
 
     def to_json(self) -> str:
-        """The content of a tokenizer.json of it."""
+        """Return the content of a tokenizer.json."""
         return self._inner.to_str() if self._content is None else self._content
 
     def vocabulary_hash(self) -> str:
-        """A sha256 of all tokens with their ids, the same in whatever form the tokenizer is stored."""
+        """Return a sha256 of all tokens with their ids, independent of the file type."""
         tokens: list[str | None] = [None] * self.vocab_size
         for token, number in self._vocabulary.items():
             tokens[number] = token
         return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
     def kind(self) -> str:
-        """The class of its model (BPE, Unigram, ...)."""
+        """Return the class of the tokenizer's model (BPE, Unigram, ...)."""
         return type(self._inner.model).__name__
 
 
 def required_eod(eod_id: int | None, path: Path, switch: str) -> int:
-    """The end-of-document token of the tokenizer at `path`, or a DataError: `switch` turns that token off."""
+    """Return `eod_id` of the tokenizer at `path`; if None raise a DataError whose fix is `switch`."""
     if eod_id is None:
         names = ", ".join(_END_NAMES)
         raise DataError(f"it has no end-of-document token (known: {names})", file=path, fix=switch)
@@ -154,7 +156,7 @@ def required_eod(eod_id: int | None, path: Path, switch: str) -> int:
 
 
 def required_special_tokens(around: SpecialTokens | None, path: Path) -> SpecialTokens:
-    """`special_tokens_around` of the tokenizer at `path`, or a DataError that says how to go without."""
+    """Return `around` (special tokens of the tokenizer at `path`); DataError if None, with the option to omit them."""
     if around is None:
         fix = "Leave its special tokens out: --no-bos (data.add_special_tokens=false)."
         raise DataError("its post-processor does more than put tokens before and after a text", file=path, fix=fix)
@@ -162,6 +164,7 @@ def required_special_tokens(around: SpecialTokens | None, path: Path) -> Special
 
 
 def _special_tokens_around(inner: tokenizers.Tokenizer) -> SpecialTokens | None:
+    """Compare encodings of three texts with and without special tokens; None if they differ in more than the ends."""
     found = SpecialTokens()
     for number, text in enumerate(("a", "a b c 1 2 3", "")):
         plain = inner.encode(text, add_special_tokens=False).ids
@@ -176,7 +179,7 @@ def _special_tokens_around(inner: tokenizers.Tokenizer) -> SpecialTokens | None:
 
 
 def tokenizer_file(path: Path | str) -> Path:
-    """The file meant by `path`: itself, or in a folder the tokenizer.json or the file of another kind."""
+    """Return the tokenizer file of `path`: the file itself, or in a directory tokenizer.json or another known name."""
     path = Path(path).expanduser()
     if not path.is_dir():
         return path
@@ -189,9 +192,13 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Load a tokenizer.json, a GPT-2 vocabulary with its merges, a SentencePiece model, tiktoken or tekken ranks.
 
-    `merges` defaults to the merges.txt or vocab.bpe beside a GPT-2 vocabulary, `tiktoken` goes with Megatron's JSON
-    list of ranks. Raises DataError when the file
-    is missing or is no such thing.
+    Args:
+        path: the file or its directory.
+        merges: merges of a GPT-2 vocabulary; None: merges.txt or vocab.bpe in its directory.
+        tiktoken: options for Megatron's JSON list of ranks.
+
+    Raises:
+        DataError: the file is missing or is not a tokenizer.
     """
     path = tokenizer_file(path)
     try:
@@ -235,10 +242,12 @@ def _decode_list(path: Path, content: bytes, options: TiktokenOptions) -> tokeni
 
 
 def copy_tokenizer(source: Path | str, target: Path) -> Tokenizer:
-    """Load `source` and write it to `target` as tokenizer.json: byte for byte where it is one, else converted.
+    """Load `source` and write it to `target` as tokenizer.json: byte for byte if it is one, else converted.
 
-    The end-of-document token that stands beside it goes along, in a tokenizer_config.json of that alone.
-    Raises DataError.
+    An end-of-document token from tokenizer_config.json is written to a tokenizer_config.json of its own.
+
+    Raises:
+        DataError: `source` cannot be loaded or `target` cannot be written.
     """
     tokenizer = load_tokenizer(source)
     content = tokenizer_file(source).read_bytes()
@@ -253,7 +262,7 @@ def copy_tokenizer(source: Path | str, target: Path) -> Tokenizer:
 
 
 def tokenizer_from_json(content: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json's content that is known to be good."""
+    """Return the tokenizer of a valid tokenizer.json's content."""
     import tokenizers
 
     return Tokenizer(tokenizers.Tokenizer.from_str(content), content=content)
@@ -274,7 +283,7 @@ def _unwrap(content: bytes) -> tokenizers.Tokenizer | None:
 
     try:
         return tokenizers.Tokenizer.from_str(content.decode())
-    except Exception:  # the library raises no narrower class; what is wrong is found out by who must say it
+    except Exception:  # the library raises no narrower class; `_rejection_reason` finds the cause
         return None
 
 
@@ -283,13 +292,13 @@ def _rejection_reason(content: bytes) -> str:
 
     try:
         tokenizers.Tokenizer.from_str(content.decode())
-    except Exception as error:  # as above
+    except Exception as error:  # as in `_unwrap`
         return str(error)
     return "no reason was given"
 
 
 def _eos_from_config(path: Path) -> str | None:
-    """The `eos_token` of the tokenizer_config.json beside a tokenizer.json, which Megatron goes by."""
+    """Return the `eos_token` of tokenizer_config.json in the same directory, which Megatron uses."""
     try:
         config = json.loads((path.parent / _CONFIG).read_bytes())
     except (OSError, ValueError):
@@ -302,8 +311,8 @@ def _eos_from_config(path: Path) -> str | None:
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> Tokenizer:
     """Train a byte-level BPE with the token `<|endoftext|>` (id 0) and save it to `path`.
 
-    The same texts give the same bytes. The vocabulary is smaller than `vocab_size` when the texts hold
-    too little to fill it, never smaller than the 256 bytes and the end token.
+    The same texts give the same bytes. The vocabulary is smaller than `vocab_size` if the texts are too few to fill
+    it, but always has the 256 bytes and the end-of-document token.
     """
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers, trainers

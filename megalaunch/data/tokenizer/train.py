@@ -1,4 +1,4 @@
-"""The text that a tokenizer learns from: the good records of any inputs, up to a size."""
+"""Selects the text for training a tokenizer: the valid records of any inputs, up to a size."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ from megalaunch.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 def train_tokenizer_on(
     inputs: Sequence[str], keys: tuple[str, ...], vocab_size: int, output: Path, megabytes: float
 ) -> tuple[Tokenizer, int]:
-    """Train a tokenizer on at most so much of the inputs' text and save it whole; with the characters it saw.
+    """Train a tokenizer on at most `megabytes` of the inputs' text and save it atomically.
 
-    Records that cannot be read are passed over. Raises DataError when there is no text.
+    Invalid records are skipped.
+
+    Returns:
+        The tokenizer and the number of characters it was trained on.
+
+    Raises:
+        DataError: the inputs hold no text, cannot be read, or changed meanwhile.
     """
     found, unfinished = find_inputs(inputs, Format.AUTO), AtomicFile(output)
     seen = 0
