@@ -1,4 +1,4 @@
-"""Fills a folder with the tokens of conversations, and beside them which of the tokens are answers."""
+"""Builds the token files of conversations and the files with their loss masks (which tokens belong to answers)."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ _ROWS_BYTES = 1 << 22
 
 
 def loss_mask_prefix(prefix: Path) -> Path:
-    """The files beside `prefix` that hold 1 for each token of an answer, else 0."""
+    """Return the prefix of the loss mask files of `prefix`: 1 for each token of an answer, else 0."""
     return prefix.with_name(prefix.name + _ANSWERS)
 
 
 @dataclass(frozen=True)
 class _ConversationText:
-    """One conversation, and where it stands."""
+    """One parsed conversation with its file, record number and name."""
 
     path: Path
     number: int
@@ -63,7 +63,13 @@ class _ConversationText:
 
 @dataclass(frozen=True)
 class _ConversationEncoder:
-    """Writes conversations down: `tokenizer` finds the `marks` (with what each is) in the text of `write`."""
+    """Renders conversations to text and encodes it.
+
+    Attributes:
+        tokenizer: encodes the rendered text; matches `marks` in it as special tokens.
+        marks: tokens of the template that no message may contain, each with its description.
+        write: renders a conversation.
+    """
 
     tokenizer: Tokenizer
     marks: Mapping[str, str]
@@ -73,8 +79,10 @@ class _ConversationEncoder:
 def build_chat(
     directory: Path, corpus: Corpus, data: DataSpec, tokenizer_path: Path, report: Callable[[str], None]
 ) -> None:
-    """Write tokenizer.json and the files of both sides. DataError for a line that is no conversation,
-    unless `data.on_bad_record` is skip.
+    """Write tokenizer.json, and tokens and loss masks of the training and the validation conversations.
+
+    Raises:
+        DataError: there is nothing to train on, or a record is no conversation and `data.on_bad_record` is not skip.
     """
     tokenizer = load_tokenizer(tokenizer_path)
     (directory / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
@@ -101,7 +109,7 @@ def build_chat(
 
 
 class _ChatWriter:
-    """Writes the conversations of one side: their tokens, and which of them are answers."""
+    """Writes tokens and loss masks of the training or the validation conversations."""
 
     def __init__(self, prefix: Path, tokenizer: Tokenizer) -> None:
         self._stack = ExitStack()
@@ -120,7 +128,7 @@ class _ChatWriter:
         return self._stack.__exit__(*raised)  # type: ignore[arg-type]  # the three values of a `with`
 
     def add(self, ids: Sequence[int], answers: NDArray[np.bool_]) -> None:
-        """One conversation."""
+        """Write one conversation."""
         self._tokens.add_sequence(ids)
         self._answers.add_sequence(answers.astype(np.int64))
         self._tokens.end_document()
@@ -129,7 +137,7 @@ class _ChatWriter:
 
 
 def _make_encoder(tokenizer: Tokenizer, name: str, path: Path, stack: ExitStack) -> _ConversationEncoder:
-    """How conversations are written; DataError when the tokenizer lacks a mark, or has no template."""
+    """Return the encoder for the chat template `name`; DataError if the tokenizer lacks a token or a template."""
     if name == OWN_TEMPLATE:
         return _worker_encoder(tokenizer, path, stack)
     template = TEMPLATES[name]
@@ -137,7 +145,7 @@ def _make_encoder(tokenizer: Tokenizer, name: str, path: Path, stack: ExitStack)
     stop = template.stop
     if stop is None:
         stop = tokenizer.token(tokenizer.require_eod(path, "Choose another data.chat_template.")) or ""
-        stop = stop.removeprefix(" ")  # by which a unigram model's is hidden
+        stop = stop.removeprefix(" ")  # hides the token of a unigram model from texts (tokenizer/conversion.py)
         marks[stop] = "the end-of-document token"
     marked = encode_with_mask(tokenizer, marks)
     for mark in marks:
@@ -152,6 +160,7 @@ def _make_encoder(tokenizer: Tokenizer, name: str, path: Path, stack: ExitStack)
 
 
 def _worker_encoder(tokenizer: Tokenizer, path: Path, stack: ExitStack) -> _ConversationEncoder:
+    """Return the encoder for the tokenizer's own Jinja template."""
     files = companion_files(path)
     program, names = chat_template(files), named_tokens(files)
     if program is None:
@@ -171,7 +180,7 @@ def _worker_encoder(tokenizer: Tokenizer, path: Path, stack: ExitStack) -> _Conv
 def _encode_batch(
     talks: Iterator[_ConversationText], scribe: _ConversationEncoder, refuse: Callable[[DataError], None]
 ) -> Iterator[tuple[_ConversationText, Rendering]]:
-    """Every conversation with its text; those that cannot be written are refused."""
+    """Yield every conversation with its rendered text; refuse those that cannot be rendered."""
     for talk in talks:
         forged = _template_injection(talk.conversation, scribe.marks)
         rendering = Rendering(error=forged) if forged else scribe.write(talk.conversation)
@@ -184,7 +193,7 @@ def _encode_batch(
 
 
 def _conversations(corpus: Corpus, refuse: Callable[[DataError], None]) -> Iterator[_ConversationText]:
-    """Every conversation in order; empty lines are passed over, bad ones refused."""
+    """Yield every conversation in order; skip empty lines, refuse invalid records."""
     for file in corpus.files:
         table = describe(file.path, Format.AUTO).format in TABLES
         for number, read in _rows(file) if table else _lines(file):
@@ -214,13 +223,14 @@ def _rows(file: CorpusFile) -> Iterator[tuple[int, Callable[[], Conversation]]]:
 
 
 def _template_injection(talk: Conversation, marks: Mapping[str, str]) -> str | None:
-    """What is wrong with a conversation of which a message holds a mark of the template."""
+    """Return the error for a message that contains a token of the template; None if there is none."""
     texts = [*_texts([message.given for message in talk.messages]), *_texts(talk.tools)]
     forged = next((mark for mark in marks for text in texts if mark in text), None)
     return None if forged is None else f"a message holds {marks[forged]}, which would begin or end a turn"
 
 
 def _texts(value: Any) -> Iterator[str]:
+    """Yield all strings in a nested value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):

@@ -1,4 +1,4 @@
-"""Conversations: what a record of them holds."""
+"""Conversations and their record formats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROLES = {
     "tool": "tool",
     "function": "tool",
 }
-KEYS = ("messages", "conversations", "prompt", "completion", "tools")  # of a record
+KEYS = ("messages", "conversations", "prompt", "completion", "tools")  # keys of a record
 _SHAPES = (
     '{"messages": [{"role": ..., "content": ...}]}, {"conversations": [{"from": ..., "value": ...}]} '
     'or {"prompt": ..., "completion": ...}'
@@ -32,9 +32,13 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 @dataclass(frozen=True)
 class Message:
-    """One turn: `role` is system, user, assistant or tool, `text` what is said, `counted` whether it has a loss.
+    """One turn of a conversation.
 
-    `given` is what a tokenizer's own template sees of it.
+    Attributes:
+        role: system, user, assistant or tool.
+        text: the content, including tool calls.
+        counted: whether it counts in the loss.
+        given: the message as passed to a tokenizer's own template.
     """
 
     role: str
@@ -45,14 +49,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Its messages, and the tools that the model is offered."""
+    """The messages of a conversation, and the tools offered to the model."""
 
     messages: tuple[Message, ...]
     tools: Any = None
 
 
 def parse_conversation(line: bytes, path: Path, number: int) -> Conversation:
-    """The conversation of one line; DataError naming file, line and what is wrong with it."""
+    """Parse a conversation from a jsonl line; DataError with file, line and cause."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -63,7 +67,7 @@ def parse_conversation(line: bytes, path: Path, number: int) -> Conversation:
 
 
 def conversation(record: Mapping[str, Any], path: Path, number: int) -> Conversation:
-    """The conversation of a record; DataError naming file, record and what is wrong with it."""
+    """Parse a conversation from a record; DataError with file, record and cause."""
     prompt, completion = record.get("prompt"), record.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         turns: Sequence[Any] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
@@ -81,7 +85,7 @@ def conversation(record: Mapping[str, Any], path: Path, number: int) -> Conversa
 
 
 def drop_nulls(value: Any) -> Any:
-    """A value of a table, in which every struct has every key: those that are null are left out, but for `content`."""
+    """Remove null keys, except `content`, from a table's value: in a table every struct has every key."""
     if isinstance(value, dict):
         return {key: drop_nulls(one) for key, one in value.items() if one is not None or key == "content"}
     return [drop_nulls(one) for one in value] if isinstance(value, list) else value
@@ -92,7 +96,7 @@ def _conversation(
 ) -> Conversation:
     messages = tuple(_message(turn, role_key, text_key, path, number) for turn in turns)
     tools = record.get("tools")
-    if isinstance(tools, str):  # as some data sets write them
+    if isinstance(tools, str):  # some datasets have them as JSON text
         try:
             tools = json.loads(tools)
         except ValueError:
@@ -128,6 +132,7 @@ def _message(turn: Any, role_key: str, text_key: str, path: Path, number: int) -
 
 
 def _part(part: Any, wrong: Any) -> str:
+    """Return the text of one part of a message's content list."""
     if isinstance(part, dict) and part.get("type", "text") in _TEXT_PARTS and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -135,11 +140,11 @@ def _part(part: Any, wrong: Any) -> str:
 
 
 def _tool_call(call: Any) -> str:
-    """As Hermes and Qwen write one; templates that came with a tokenizer write their own."""
+    """Format a tool call as Hermes and Qwen do; a tokenizer's own template formats its own."""
     function = call.get("function", call) if isinstance(call, dict) else call
     if isinstance(function, dict):
         arguments = function.get("arguments")
-        if isinstance(arguments, str):  # as OpenAI writes them
+        if isinstance(arguments, str):  # OpenAI's format has them as JSON text
             with suppress(ValueError):
                 arguments = json.loads(arguments)
         function = {"name": function.get("name"), "arguments": arguments}

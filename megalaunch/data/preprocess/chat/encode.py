@@ -1,4 +1,4 @@
-"""A conversation's text to tokens, all of it at once, and which of them are of an answer."""
+"""Encodes a conversation's text as a whole, and masks the tokens of answers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Span = tuple[int, int]
 
 
 def encode_with_mask(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
-    """The same tokenizer, which finds `names` in texts, where they are in its vocabulary, and adds nothing to a text.
+    """Return the same tokenizer, which also matches the vocabulary entries `names` in texts and adds no tokens.
 
-    Those of SentencePiece, tiktoken and tekken files it does not look for by itself (see tokenizer/conversion.py).
+    Special tokens of SentencePiece, tiktoken and tekken files are otherwise not matched (tokenizer/conversion.py).
     """
     content = json.loads(tokenizer.to_json())
-    content["post_processor"] = None  # which may also move offsets
+    content["post_processor"] = None  # it may also change offsets
     model, added = content["model"], content["added_tokens"]
     known = {token["content"] for token in added}
     pieces = {piece: number for number, (piece, _) in enumerate(model["vocab"])} if model["type"] == "Unigram" else None
@@ -27,7 +27,7 @@ def encode_with_mask(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
         number = model["vocab"].get(name) if pieces is None else pieces.get(" " + name, pieces.get(name))
         if name in known or number is None:
             continue
-        if pieces is not None:  # the hidden name of one that no text gives
+        if pieces is not None:  # replace the hidden name of a piece that no text encodes to
             model["vocab"][number][0] = name
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         added.append({"id": number, "content": name, **flags, "special": True})
@@ -36,7 +36,10 @@ def encode_with_mask(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
 
 
 def is_within(offsets: Sequence[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
-    """Which tokens have a character of one of the spans; one without characters goes by where it stands."""
+    """Return bool [tokens]: whether a token overlaps one of the spans.
+
+    A token without characters counts as one character at its position.
+    """
     places = np.array(offsets, np.int64).reshape(-1, 2)
     starts, ends = places[:, 0], np.maximum(places[:, 1], places[:, 0] + 1)
     within = np.zeros(len(places), np.bool_)

@@ -1,7 +1,7 @@
-"""Chat templates of tokenizers: programs in Jinja, which came with a download.
+"""Renders the chat templates of tokenizers: Jinja programs that came with a download.
 
-They run in an immutable sandbox, in a process of their own with bounded time, memory and output, and see the
-conversation and nothing else.
+They run in an immutable sandbox, in a process with limits on time, memory and output, and have access to the
+conversation only.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 
 from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess
 
-_SECONDS = 5.0  # a rendering may take
-_START_SECONDS = 60.0  # the process may take to be there, on a busy machine
-_MEMORY = 1 << 30  # bytes that the process may take in all
-_LONGEST = 1 << 24  # characters of a rendered conversation
-# Around what {% generation %} holds; noncharacters, which no text may hold.
+_SECONDS = 5.0  # time limit of a rendering
+_START_SECONDS = 60.0  # time limit of the first rendering, with the start of the process on a busy machine
+_MEMORY = 1 << 30  # bytes, limit of the process's address space
+_LONGEST = 1 << 24  # characters, limit of a rendered conversation
+# Delimiters of the output of {% generation %}: noncharacters, which conversations must not contain.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """A text; or what went wrong. `spans` are the parts within {% generation %}, in characters."""
+    """A rendered text, or an `error`. `spans` are the character ranges within {% generation %}."""
 
     text: str = ""
     spans: tuple[tuple[int, int], ...] = ()
@@ -36,14 +36,14 @@ class Rendering:
 
 
 class TemplateProcess:
-    """Renders with one template, used in a `with`; `clock`: it may ask what day it is."""
+    """Renders conversations with one template, in a worker process; `clock` allows it to read the date."""
 
     def __init__(self, template: str, clock: bool = False) -> None:
         self._template, self._clock = template, clock
         self._process: WorkerProcess | None = None
 
     def render(self, conversations: Sequence[Mapping[str, Any]]) -> list[Rendering]:
-        """Each by the names that the template is to know (messages, bos_token, ...), which go through JSON."""
+        """Render conversations, each given as the template's variables (messages, bos_token, ...), sent as JSON."""
         answers: list[Rendering] = []
         for given in conversations:
             words = json.dumps(given, ensure_ascii=False)
@@ -67,7 +67,7 @@ class TemplateProcess:
         return found
 
     def close(self) -> None:
-        """End the process; it is begun again when there is more to render."""
+        """End the process; the next rendering starts a new one."""
         process, self._process = self._process, None
         if process is not None:
             process.close()
@@ -80,7 +80,7 @@ class TemplateProcess:
 
 
 def _limit() -> None:
-    """In the process: bound what it may take, once it has what it needs."""
+    """In the process: limit memory and core dumps, after the imports."""
     _check_jinja()
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
@@ -91,11 +91,11 @@ def _limit() -> None:
 def _check_jinja() -> None:
     with suppress(ImportError):
         import jinja2.ext
-        import jinja2.sandbox  # noqa: F401  (before memory is bounded)
+        import jinja2.sandbox  # noqa: F401  (before memory is limited)
 
 
 class _Stopped(BaseException):
-    """No template may catch it: Jinja has no way to."""
+    """Time limit exceeded. No template can catch it: Jinja has no statement for that."""
 
 
 def _timeout_error(*_: object) -> None:
@@ -103,7 +103,7 @@ def _timeout_error(*_: object) -> None:
 
 
 def _render(template: str, words: str, clock: bool) -> Rendering:
-    """In the process: one text, with the parts that the template marks as the model's."""
+    """In the process: render one conversation, with the spans that the template marks as generated."""
     signal.setitimer(signal.ITIMER_REAL, _SECONDS)
     try:
         return _find_template(_program(template, clock), json.loads(words))
@@ -113,13 +113,14 @@ def _render(template: str, words: str, clock: bool) -> Rendering:
         return Rendering(error=f"it takes more than {_MEMORY >> 20} MB of memory")
     except ImportError:
         return Rendering(error="it needs the package jinja2 (pip install jinja2)")
-    except Exception as error:  # a program may raise anything
+    except Exception as error:  # a template may raise anything
         return Rendering(error=f"{error}"[:1000] or type(error).__name__)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _find_template(program: Any, names: dict[str, Any]) -> Rendering:
+    """Run the compiled template and extract the spans between the delimiters."""
     pieces, size = [], 0
     for piece in program.generate(**names):
         pieces.append(piece)
@@ -138,7 +139,7 @@ def _find_template(program: Any, names: dict[str, Any]) -> Rendering:
 
 @lru_cache(maxsize=2)
 def _program(template: str, clock: bool) -> Any:
-    """The template, compiled in a sandbox as transformers sets it up."""
+    """Compile the template in a sandbox configured as in transformers."""
     sandbox = _sandbox()
     sandbox.filters["tojson"] = _as_json
     sandbox.globals["raise_exception"] = _template_error
@@ -153,7 +154,7 @@ def _sandbox() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %}: what the model writes."""
+        """The tag {% generation %}, which encloses the model's output."""
 
         tags = {"generation"}
 
@@ -177,7 +178,7 @@ def _as_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As in transformers: characters stay as they are, and nothing is escaped for HTML."""
+    """The filter `tojson` as in transformers: non-ASCII characters are kept, and nothing is escaped for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""Conversations written down: by templates that are data, or by the one that came with a tokenizer."""
+"""Renders conversations to text: by built-in templates (data), or by the Jinja template of a tokenizer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ from megalaunch.data.preprocess.chat.jinja_process import Rendering, TemplatePro
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A conversation is `begin`, then for each message `header`, its text, `stop` and `after`.
+    """A built-in template: `begin`, then for each message `header`, its text, `stop` and `after`.
 
-    `{role}` in the header is the role. `stop` None stands for the tokenizer's end-of-document token. A model is
-    trained on the text and the `stop` of an answer. `marks` must be single tokens. `trims`: texts lose the space
-    around them.
+    The text and the `stop` of an answer count in the loss.
+
+    Attributes:
+        begin: start of a conversation.
+        header: start of a message; `{role}` is replaced by the role.
+        stop: end of a message; None: the tokenizer's end-of-document token.
+        after: separator after a message.
+        marks: strings that must be single tokens.
+        trims: whether white space around texts is removed.
     """
 
     begin: str
@@ -43,7 +49,7 @@ TEMPLATES: Mapping[str, ChatTemplate] = {
 
 
 def render(template: ChatTemplate, talk: Conversation, stop: str) -> Rendering:
-    """A conversation under a template of ours; the spans are its answers, `stop` ends a turn."""
+    """Render a conversation with a built-in template; the spans are its answers, `stop` ends each turn."""
     text, spans = template.begin, []
     for message in talk.messages:
         text += template.header.replace("{role}", message.role)
@@ -58,10 +64,11 @@ def render(template: ChatTemplate, talk: Conversation, stop: str) -> Rendering:
 def render_jinja(
     process: TemplateProcess, talk: Conversation, names: Mapping[str, str], special: Iterable[str]
 ) -> Rendering:
-    """A conversation under a tokenizer's own template; the spans are its answers.
+    """Render a conversation with a tokenizer's own template; the spans are its answers.
 
-    They are what stands within {% generation %}. Without that an answer is what a conversation up to it has more than
-    the prompt for it, which needs a template that writes the beginning of a conversation as the beginning of the whole.
+    Answers are the parts within {% generation %}. Without these, an answer is the difference between the conversation
+    up to and including it and the generation prompt before it; this needs a template that renders the start of a
+    conversation as a prefix of the whole.
     """
     given = [dict(message.given) for message in talk.messages]
 
@@ -91,14 +98,14 @@ def render_jinja(
 
 
 def _end(text: str, start: int, special: Iterable[str]) -> int:
-    """Where an answer ends: behind its last special token, where only white space follows that."""
+    """Return where an answer ends: after its last special token, if only white space follows."""
     bare = text.rstrip()
     ends = any(bare.endswith(name) for name in special)
     return len(bare) if ends and len(bare) >= start else len(text)
 
 
 def _count_messages(rendering: Rendering, talk: Conversation, answers: Sequence[int]) -> Rendering:
-    """The spans of those answers that are trained on."""
+    """Keep only the spans of answers that count in the loss."""
     if all(talk.messages[number].counted for number in answers):
         return rendering
     if len(rendering.spans) != len(answers):
