@@ -1,4 +1,4 @@
-"""The texts over which two engines must give the same ids before the faster one is trusted."""
+"""Texts for which two encoder backends must give the same ids before the faster one is used."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 from megalaunch.data.tokenizer.tokenizer import Tokenizer
 
-# Characters of the first documents that both engines encode before gigatoken is trusted.
+# Characters of the first documents that both backends encode before gigatoken is used.
 CHECKED_CHARACTERS = 100_000
-# What text corpora hold and tokenizers differ on; the special tokens of the vocabulary are tried besides.
+# Texts that occur in corpora and on which tokenizers differ; the vocabulary's special tokens are also checked.
 _PROBES = (
     "",
     " ",
@@ -29,7 +29,7 @@ Checked: TypeAlias = list[tuple[str, list[int]]]
 
 
 def reference_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> Checked:
-    """The probes and the beginning of `texts`, each with the ids that `tokenizers` gives."""
+    """Return the probes and the start of `texts`, each with its ids by `tokenizers`."""
     checked = [*_PROBES, *(f"a{name}b {name}" for name in tokenizer.special_tokens()[:20])]
     left = CHECKED_CHARACTERS
     for text in texts:

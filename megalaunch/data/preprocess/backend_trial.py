@@ -1,4 +1,4 @@
-"""Whether gigatoken can be trusted with a tokenizer: it is loaded here while `tokenizers` encodes elsewhere."""
+"""Decides whether gigatoken can be used: loads it in this process while another encodes with `tokenizers`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megalaunch.data.preprocess.tokenizer_process import TokenizerProcess
 
 
 class BackendTrial:
-    """One engine, asked for, and the first `texts`; the tokenizer is that of `path`, which is `loading` elsewhere.
+    """Trial of the requested backend on the first `texts`; `loading` loads the tokenizer of `path` in another process.
 
-    Raises DataError for what `load_tokenizer` refuses, where an engine is to be tried at all.
+    Raises DataError for files that `load_tokenizer` refuses, if there is a backend to be tried.
     """
 
     def __init__(self, asked: EngineChoice, loading: TokenizerProcess, path: Path, texts: Sequence[str]) -> None:
@@ -28,21 +28,22 @@ class BackendTrial:
         if asked is EngineChoice.TOKENIZERS:
             return
         expected = loading.check(texts)
-        if path.suffix == ".json":  # nearly always what the content will be known to be
+        if path.suffix == ".json":  # nearly always a tokenizer.json, so start before it is confirmed
             with suppress(OSError, ValueError):
                 self._try(path.read_bytes().decode())
         self._checked = expected()
 
     def gigatoken(self, content: str) -> PreloadedEncoder | None:
-        """It, where it takes the tokenizer.json `content`."""
+        """Return gigatoken's encoder, if gigatoken supports the tokenizer.json `content`."""
         if self._asked is not EngineChoice.TOKENIZERS and self._tried != content:
             self._try(content)
         return self._early
 
     def backend(self) -> EncoderBackend:
-        """What is to encode, asked for once: gigatoken is let go, as freeing it at the end of all would take longer.
+        """Return the selected backend (call once) and drop the gigatoken instance; freeing it at exit is slower.
 
-        Raises DataError when it was asked for by name and cannot be used.
+        Raises:
+            DataError: gigatoken was requested by name and cannot be used.
         """
         if self._asked is EngineChoice.TOKENIZERS:
             return EncoderBackend(self._asked)

@@ -1,15 +1,15 @@
-"""Bringing a growing file to the disk while it is written, so that its end need not wait for all of it."""
+"""Flushes a growing file to disk while it is written, so that the final sync is short."""
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 
-_SYNCED_AT_ONCE = 1 << 23  # bytes; at the end about so many are still to be synced
+_SYNCED_AT_ONCE = 1 << 23  # bytes between syncs, about as many as are left for the final one
 
 
 class BackgroundFsync:
-    """Syncs a file now and then in a thread of its own; `finish` tells what went wrong there."""
+    """Calls fdatasync on a file from time to time in a thread; `finish` raises its errors."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
@@ -17,7 +17,7 @@ class BackgroundFsync:
         self._written = 0
 
     def notify_written(self, file: int, size: int) -> None:
-        """Say that so many bytes were appended to a file descriptor, which stays open until `finish`."""
+        """Count `size` bytes appended to a file descriptor, which must stay open until `finish`."""
         self._written += size
         if self._written < _SYNCED_AT_ONCE or (self._running is not None and not self._running.done()):
             return
@@ -26,11 +26,11 @@ class BackgroundFsync:
         self._running = self._thread.submit(os.fdatasync, file)
 
     def finish(self) -> None:
-        """Wait for what is under way. Raises OSError: the system tells of a failed write once, here or never."""
+        """Wait for the running sync. Raises its OSError, since the kernel reports a failed write only once."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
 
     def close(self) -> None:
-        """Wait, and end the thread; what went wrong no longer matters."""
+        """Wait and end the thread; errors are ignored."""
         self._thread.shutdown()

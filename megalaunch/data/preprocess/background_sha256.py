@@ -1,4 +1,4 @@
-"""The sha256 of each input, computed beside the encoding so that a file is still in the page cache."""
+"""Computes the sha256 of each input asynchronously with the encoding, while the file is still in the page cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megalaunch.data.errors import DataError
 from megalaunch.data.preprocess.inputs import Input
 from megalaunch.data.preprocess.source_files import open_source
 
-_BLOCK = 1 << 20  # bytes, which stay in a processor's cache from the reading to the hashing
-_AHEAD = 1 << 28  # bytes that hashing may run before the encoding
+_BLOCK = 1 << 20  # bytes, which stay in the CPU cache between reading and hashing
+_AHEAD = 1 << 28  # bytes that hashing may be ahead of the encoding
 
 
 class InputHashes:
-    """Hashes the inputs in a thread of its own, from `start` on or else from `finish`, which waits for them."""
+    """Hashes the inputs in a thread, from `start` or else from `finish`, which waits for them."""
 
     def __init__(self, inputs: Sequence[Input]) -> None:
         self._inputs = inputs
@@ -26,17 +26,17 @@ class InputHashes:
         self._thread = threading.Thread(target=self._hash_all, daemon=True)
 
     def start(self) -> None:
-        """Begin. Then this process has a thread more, and is not to be forked."""
+        """Start the thread. From then on this process must not fork."""
         self._thread.start()
 
     def reached(self, position: int) -> None:
-        """Say up to which byte of all inputs the encoding has come."""
+        """Report the number of bytes of all inputs that are encoded, which paces the hashing."""
         with self._moved:
             self._reached = position
             self._moved.notify()
 
     def finish(self) -> list[str]:
-        """The hex digest of each input, empty for standard input. DataError when one could not be read."""
+        """Return the hex digest of each input, empty for standard input. DataError if an input could not be read."""
         self.reached(sum(entry.size for entry in self._inputs))
         if self._thread.ident is None:
             self.start()

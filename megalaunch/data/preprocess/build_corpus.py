@@ -1,4 +1,4 @@
-"""Fills a folder with the tokenizer and the token files of a corpus."""
+"""Builds the tokenizer and the token files of a corpus in a directory."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ from megalaunch.data.preprocess.settings import EngineChoice
 from megalaunch.data.tokenizer.tokenizer import Tokenizer, copy_tokenizer, required_special_tokens, train_tokenizer
 
 TOKENIZER, TRAIN, VALIDATION = "tokenizer.json", "train", "validation"
-_BATCH_CHARACTERS = 1 << 20  # what is encoded at once: enough to keep all cores busy
+_BATCH_CHARACTERS = 1 << 20  # characters encoded at a time: enough to keep all cores busy
 
 
 def is_validation(name: str, every: int) -> bool:
-    """Whether a document is kept for validation: its name's sha256 is a multiple of `every` (0: none is)."""
+    """Return whether a document is for validation: the sha256 of its name is a multiple of `every` (0: never)."""
     return every > 0 and int(hashlib.sha256(name.encode()).hexdigest(), 16) % every == 0
 
 
 def build_corpus(
     directory: Path, corpus: Corpus, data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]
 ) -> None:
-    """Write tokenizer.json, train.bin/.idx and validation.bin/.idx (which may hold nothing).
+    """Write tokenizer.json, train.bin/.idx and validation.bin/.idx (which may be empty).
 
-    A new tokenizer learns from the training documents alone. DataError when no training text is left, and
-    for a bad record unless `data.on_bad_record` is skip.
+    A new tokenizer is trained on the training documents alone.
+
+    Raises:
+        DataError: there is no training text, or a record is bad and `data.on_bad_record` is not skip.
     """
     if not any(document.text for document in _training_documents(corpus, data)):
         raise _no_training_text(corpus, data)
@@ -53,7 +55,7 @@ def build_corpus(
             encoded = encode([document.text for document in batch])
             for document, tokens in zip(batch, encoded, strict=True):
                 writer = validation if is_validation(document.name, data.validation_every) else train
-                # As in Megatron's files, a document without tokens has no sequence and no end token.
+                # As in Megatron's files, a document without tokens has no sequence and no end-of-document token.
                 if len(tokens) or before or after:
                     parts = (before, tokens, after, end)
                     writer.add_sequence(np.concatenate([np.asarray(part, np.int64) for part in parts]))
@@ -64,7 +66,7 @@ def build_corpus(
 def _special_tokens(
     tokenizer: Tokenizer, path: Path, data: DataSpec, report: Callable[[str], None]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Those before and those after every document."""
+    """Return the ids before and after every document."""
     if not data.add_special_tokens:
         return (), ()
     around = required_special_tokens(tokenizer.special_tokens_around, path)
@@ -76,7 +78,7 @@ def _special_tokens(
 def _encode(
     tokenizer: Tokenizer, texts: Sequence[str], report: Callable[[str], None]
 ) -> Callable[[Sequence[str]], Iterable[Sequence[int] | NDArray[Any]]]:
-    """The ids of each of many texts, by the engine that is fastest for them; `texts` are the first of them."""
+    """Return the encoding function of the fastest correct backend; `texts` are the first texts, for the check."""
     engine = select_backend(EngineChoice.AUTO, tokenizer, texts)
     if engine.name is EngineChoice.TOKENIZERS:
         report("encoding the documents" + (f" ({engine.note})" if engine.note else ""))
@@ -86,12 +88,12 @@ def _encode(
 
 
 def bad_record_handler(data: DataSpec, bad: list[DataError]) -> Callable[[DataError], None] | None:
-    """What `Corpus.documents` does with a bad record; those that are left out come into `bad`."""
+    """Return the handler of bad records for `Corpus.documents`: append to `bad`, or None to raise."""
     return bad.append if data.on_bad_record == "skip" else None
 
 
 def report_bad_records(bad: Sequence[DataError], report: Callable[[str], None]) -> None:
-    """A line on the records that were left out, if there are any."""
+    """Report the number of records left out, if any."""
     if bad:
         report(f"note: {len(bad):,} records left out, the first: {bad[0]}")
 

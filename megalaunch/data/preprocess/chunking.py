@@ -1,6 +1,6 @@
-"""Inputs cut into chunks for the workers, so that reading needs little memory and no chunk splits a record.
+"""Splits inputs into chunks for the workers, so that reading needs little memory and no record is split.
 
-A chunk of a plain file is only named: its worker reads it. What must be unpacked on the way travels.
+A chunk of a plain file is only a byte range, which the worker reads itself. Decompressed content is sent to the worker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SEARCHED_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Lines of a plain jsonl file, to be read by the worker."""
+    """Lines of a plain jsonl file, read by the worker."""
 
     offset: int
     size: int
@@ -28,7 +28,7 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines that were unpacked; the first line of the file where `offset` is 0."""
+    """Decompressed lines; they start with the first line of the file if `offset` is 0."""
 
     offset: int
     content: bytes
@@ -36,14 +36,14 @@ class Lines:
 
 @dataclass(frozen=True)
 class Rows:
-    """The values of a table's rows, in the order of the keys."""
+    """Values of a table's rows, in the order of the keys."""
 
     values: list[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class WholeFiles:
-    """Text files, each one document; of packed ones the content travels."""
+    """Text files, each one document; `content` is the decompressed text of a compressed one."""
 
     paths: tuple[Path, ...]
     content: bytes | None = None
@@ -51,7 +51,7 @@ class WholeFiles:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """One record that no worker need look at, and why."""
+    """A record that cannot be read, and the cause; `lines` is the number of lines it stands for."""
 
     cause: str
     fix: str
@@ -63,7 +63,7 @@ Body: TypeAlias = ByteRange | Lines | Rows | WholeFiles | Unreadable
 
 @dataclass(frozen=True)
 class Position:
-    """Where reading goes on: the number of an input, and a byte of its unpacked content or a row."""
+    """A position to resume reading: index of an input, and a byte of its decompressed content or a row."""
 
     file: int
     offset: int
@@ -71,7 +71,14 @@ class Position:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Records in a row; `stored` bytes of the inputs hold them, and the next chunk begins at `end`."""
+    """Consecutive records.
+
+    Attributes:
+        path: their file (the first of several text files).
+        body: the records or where to read them.
+        stored: bytes of the inputs, as stored, that they account for.
+        end: position of the next chunk.
+    """
 
     path: Path
     body: Body
@@ -80,7 +87,7 @@ class Chunk:
 
 
 def chunks(inputs: Sequence[Input], settings: Settings, start: Position) -> Iterator[Chunk]:
-    """All chunks from `start` on. Raises DataError for what cannot be read at all."""
+    """Yield all chunks from `start`. Raises DataError for files that cannot be read at all."""
     number = start.file
     while number < len(inputs):
         offset = start.offset if number == start.file else 0
@@ -112,7 +119,7 @@ def _spans(entry: Input, number: int, settings: Settings, position: int) -> Iter
 
 
 def _split_at_long_line(file: BinaryIO, position: int, end: int, settings: Settings) -> tuple[int, Body]:
-    """The lines before the long last one of a span, or that line when none are left."""
+    """Return the end and body of a chunk before the long last line of a range, or with that line alone."""
     file.seek(position)
     before = file.read(settings.chunk_bytes).rfind(b"\n") + 1
     if before:
@@ -122,7 +129,7 @@ def _split_at_long_line(file: BinaryIO, position: int, end: int, settings: Setti
 
 
 def _line_end(file: BinaryIO, position: int, size: int) -> int:
-    """The end of the line that byte `position - 1` is in."""
+    """Return the end of the line that contains byte `position - 1`."""
     position -= 1
     while position < size:
         file.seek(position)
@@ -138,13 +145,13 @@ def _after(number: int, offset: int, size: int) -> Position:
 
 
 def too_long(size: int, limit: int) -> Unreadable:
-    """What a record over the limit stands as."""
+    """Return the body for a record over the limit."""
     cause = f"the record has {size / 1e6:,.0f} MB, the limit is {limit / 1e6:,.0f} MB"
     return Unreadable(cause, "Raise --max-record-mb if it is text that belongs here.", 1)
 
 
 def _decompressed_chunks(entry: Input, number: int, settings: Settings, start: int) -> Iterator[Chunk]:
-    """Chunks of a stream; what lies before `start` is unpacked and passed over."""
+    """Yield chunks of a stream; content before `start` is decompressed and skipped."""
     stream, held, at, stored, dropped = DecompressedStream(entry), bytearray(), 0, 0, 0
     end = Position(number + 1, 0)
     try:
@@ -154,7 +161,7 @@ def _decompressed_chunks(entry: Input, number: int, settings: Settings, start: i
                 continue
             held += block[max(0, start - at) :] if at - len(block) < start else block
             cut = held.rfind(b"\n") + 1
-            if dropped and cut:  # the end of a line that was too long to hold
+            if dropped and cut:  # the end of a line that was too long to buffer
                 rest = held.find(b"\n") + 1
                 body: Body = too_long(dropped + rest, settings.record_bytes)
                 yield Chunk(entry.path, body, stream.stored - stored, Position(number, at - len(held) + rest))
@@ -184,7 +191,7 @@ def _decompressed_chunks(entry: Input, number: int, settings: Settings, start: i
 
 
 def _texts(inputs: Sequence[Input], number: int, settings: Settings) -> Chunk:
-    """The text file `number`, with those after it while they are small."""
+    """Return a chunk of text file `number` and the files after it, up to the chunk size."""
     first = inputs[number]
     if first.size > settings.record_bytes:
         return Chunk(first.path, too_long(first.size, settings.record_bytes), first.size, Position(number + 1, 0))
@@ -201,6 +208,7 @@ def _texts(inputs: Sequence[Input], number: int, settings: Settings) -> Chunk:
 
 
 def _packed_text(entry: Input, number: int, settings: Settings) -> Chunk:
+    """Return a chunk of one compressed text file."""
     content, end = bytearray(), Position(number + 1, 0)
     try:
         for block in DecompressedStream(entry).blocks():
@@ -214,7 +222,7 @@ def _packed_text(entry: Input, number: int, settings: Settings) -> Chunk:
 
 
 def _rows(entry: Input, number: int, settings: Settings, start: int) -> Iterator[Chunk]:
-    """Chunks of a table's rows, from row `start` on."""
+    """Yield chunks of a table's rows, from row `start`."""
     for part in table_rows(entry, settings.json_keys, settings.chunk_bytes, start):
         end = Position(number + 1, 0) if part.is_last else Position(number, part.end)
         yield Chunk(entry.path, Rows(part.values), part.stored, end)

@@ -1,4 +1,4 @@
-"""The documents of a corpus: Python's own sources, or a user's text and jsonl files, in a stable order."""
+"""The documents of a corpus, in a stable order: Python's standard library, or a user's text, jsonl and table files."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megalaunch.data.preprocess.settings import Format
 from megalaunch.data.preprocess.source_files import CorpusFile, list_files, walk_files
 from megalaunch.data.preprocess.tables import table_rows
 
-# Tests and tables rather than code a person would read; and packages, which differ between machines.
+# Tests and data tables, and site-packages, which differ between machines.
 _STANDARD_LIBRARY_LEAVES_OUT = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# A lone text file is cut into documents after a blank line once this long, after any line once four times as long.
+# A single text file is split into documents of this size at a blank line, of four times this size at any line.
 _SECTION_BYTES = 4096
-_ROWS_BYTES = 2 << 20  # of a table that are held at once
+_ROWS_BYTES = 2 << 20  # bytes of a table in memory at a time
 _ONLY_UTF8 = "Convert it to UTF-8 (iconv -f latin1 -t utf-8 ...), or leave it out by a glob."
 
 
 @dataclass(frozen=True)
 class Document:
-    """`name` is the same wherever the corpus lies; it decides whether the document is for validation."""
+    """One document. `name` does not depend on the corpus's location; its hash selects documents for validation."""
 
     name: str
     text: str
@@ -35,27 +35,29 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files of text (one document each), jsonl and parquet (one a line or row, named `file:line`), packed or plain.
+    """Text files (one document each), jsonl and table files (one document a line or row, named `file:line`).
 
-    A corpus of one text file would be one document, which cannot be split into training and validation:
-    it is cut into sections of about 4 kB, named `file:first line`, after blank lines where it has them.
+    Files may be compressed. A single text file would be one document, which cannot be split into training and
+    validation: it is split into sections of about 4 kB, named `file:first line`, at blank lines if possible.
     """
 
     files: tuple[CorpusFile, ...]
     json_key: str
-    notes: tuple[str, ...] = ()  # on files that were left out
+    notes: tuple[str, ...] = ()  # one for each group of files left out
 
     def size(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return sum(file.size() for file in self.files)
 
     def documents(self, bad: Callable[[DataError], None] | None = None) -> Iterator[Document]:
-        """All documents in order, empty ones included; reads anew on every call.
+        """Yield all documents in order, including empty ones; reads the files again on every call.
 
-        A record that is bad is given to `bad` and left out; without it the DataError is raised.
+        Args:
+            bad: called with the error of each invalid record, which is skipped; None: the error is raised.
 
-        DataError for what is no UTF-8, for a line that is no JSON object with text under `json_key`, and for a
-        packed file that is cut or damaged.
+        Raises:
+            DataError: text that is not UTF-8, a line that is not a JSON object with text under `json_key`, or a
+                compressed file that is truncated or corrupt.
         """
         alone = len(self.files) == 1
         for file in self.files:
@@ -80,14 +82,20 @@ class Corpus:
 
 
 def find_corpus(source: str, json_key: str, split: str | None = TRAIN) -> Corpus:
-    """The corpus that `data.corpus` names: `python-stdlib`, a file, a folder or a glob.
+    """Return the corpus that `data.corpus` names: `python-stdlib`, a file, a directory or a glob.
 
-    Of a dataset folder (dataset_folder.py) the files of `split`; None: one that has several splits is refused.
+    Files are sorted by their path relative to the directory, or to the part of a glob before its first wildcard.
+    Hidden files and directories are left out.
 
-    Files are sorted by their path relative to the folder, or to the part of a glob before its first
-    wildcard. Hidden files and folders are left out. DataError when there is nothing.
+    Args:
+        source: value of `data.corpus`.
+        json_key: key or column of the text.
+        split: split of a dataset directory (dataset_folder.py) to read; None: several splits are an error.
+
+    Raises:
+        DataError: nothing matches.
     """
-    from megalaunch.config.schema.data import STANDARD_LIBRARY  # preprocessing needs no schema, and starts fast
+    from megalaunch.config.schema.data import STANDARD_LIBRARY  # here, so that preprocessing does not import the schema
 
     if source == STANDARD_LIBRARY:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -104,7 +112,7 @@ def find_corpus(source: str, json_key: str, split: str | None = TRAIN) -> Corpus
 
 
 def record_text(line: bytes, json_key: str, path: Path, number: int) -> str:
-    """The text of one jsonl line; DataError naming file, line and what is wrong with it."""
+    """Return the text of one jsonl line; DataError with file, line and cause."""
     return _validate_text(_value(line, json_key, path, number), json_key, path, number)
 
 
@@ -116,12 +124,12 @@ def _validate_text(text: Any, json_key: str, path: Path, number: int) -> str:
 
 
 def record_sentences(line: bytes, json_key: str, path: Path, number: int) -> list[str]:
-    """As `record_text`, for Megatron's records: the value is a text, or a list of texts (sentences)."""
+    """Return the text of one jsonl line as a list; as in Megatron, the value may be a list of texts (sentences)."""
     return split_sentences(_value(line, json_key, path, number), json_key, path, number)
 
 
 def split_sentences(value: Any, json_key: str, path: Path, number: int) -> list[str]:
-    """The sentences that a record's value stands for; DataError when it is neither a text nor a list of texts."""
+    """Return a record's value as a list of sentences; DataError if it is neither a text nor a list of texts."""
     sentences = value if isinstance(value, list) else [value]
     for sentence in sentences:
         if not isinstance(sentence, str):
@@ -147,7 +155,7 @@ def _value(line: bytes, json_key: str, path: Path, number: int) -> Any:
 
 
 def _reject_lone_surrogates(text: str, json_key: str, path: Path, number: int) -> None:
-    """JSON can spell half of a surrogate pair, which no tokenizer takes."""
+    """Raise DataError for half of a surrogate pair, which JSON can encode and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -171,7 +179,7 @@ def _kind(value: object) -> str:
 
 
 def decode_utf8(content: bytes, path: Path, first_line: int = 1) -> str:
-    """UTF-8 text; DataError naming the line, where `content` begins in line `first_line` of the file."""
+    """Decode UTF-8; DataError with the line, where `content` begins in line `first_line` of the file."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -183,7 +191,7 @@ def decode_utf8(content: bytes, path: Path, first_line: int = 1) -> str:
 
 @dataclass(frozen=True)
 class _RawDocument:
-    """A document before it is looked at: text (`line` None, or the first of a section), a line, or a row's value."""
+    """An unparsed document: a text, a section of one (`line` is its first line), a jsonl line, or a row's value."""
 
     file: CorpusFile
     content: Any
@@ -191,7 +199,7 @@ class _RawDocument:
     kind: Format = Format.TEXT
 
     def document(self, json_key: str) -> Document:
-        """DataError when it is bad."""
+        """Parse it; DataError if it is invalid."""
         path, line = self.file.path, self.line
         name = self.file.name if line is None else f"{self.file.name}:{line}"
         if self.kind is Format.TEXT:

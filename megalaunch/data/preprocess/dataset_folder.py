@@ -1,7 +1,7 @@
-"""Which files of a folder are training data: the splits of a Hugging Face dataset, and what stands beside its data.
+"""Selects the training data in a directory: splits of a Hugging Face dataset, without its accompanying files.
 
-Splits are found as the Hub finds them: by the words train, validation, test (and their usual variants) in the name of a
-file or of a folder, by `SPLIT-00000-of-00005`, and by dataset_dict.json and state.json of `save_to_disk`.
+Splits are found as on the Hub: by the words train, validation, test (and their usual variants) in the name of a file or
+directory, by `SPLIT-00000-of-00005`, and by dataset_dict.json and state.json of `save_to_disk`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORDS = {
 }
 _WORD = re.compile(rf"(?:^|[-._ 0-9])({'|'.join(_WORDS)})(?=$|[-._ 0-9])", re.IGNORECASE)
 _SHARD = re.compile(r"^(?:.*[-.])?(?P<split>\w+)[-.]\d{5}-of-\d{5}", re.ASCII)
-_NO_SPLITS = {"data", "part", "shard", "chunk", "file"}  # `part-00000-of-00005` is a part of the whole
+_NO_SPLITS = {"data", "part", "shard", "chunk", "file"}  # `part-00000-of-00005` is a shard, not a split
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "croissant.json"}
 _ABOUT_STEMS = {"readme", "license", "licence", "notice", "copying", "citation", "changelog", "requirements"}
 _ABOUT_SUFFIXES = {".md", ".rst", ".py", ".ipynb", ".yaml", ".yml", ".lock", ".cff", ".sh"}
@@ -35,17 +35,19 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class SelectedFiles:
-    """The files to read, and a sentence each on what is left out."""
+    """The files to read, and one note for each group of files left out."""
 
     files: tuple[CorpusFile, ...]
     notes: tuple[str, ...] = ()
 
 
 def select_files(root: Path, files: Sequence[CorpusFile], default: str | None = TRAIN) -> SelectedFiles:
-    """The data of a folder, of the split `default` where it has several.
+    """Select the data files of a directory, of the split `default` if it has several splits.
 
-    A folder of plain texts without splits is taken whole: there a README is a document like any other. Raises DataError
-    when there are several splits and none is `default`.
+    A directory of plain texts without splits is used completely: a README is then a document like the others.
+
+    Raises:
+        DataError: there are several splits and none is `default`.
     """
     data = _data_files(root, files)
     if not data:
@@ -71,7 +73,7 @@ def select_files(root: Path, files: Sequence[CorpusFile], default: str | None = 
 
 
 def _data_files(root: Path, files: Sequence[CorpusFile]) -> list[CorpusFile]:
-    """The files that may be data; none for a folder of plain texts, of which all are."""
+    """Return the files that may be data; empty for a directory of plain texts, where all files are data."""
     if any(_kind(file) in _TABLES_AND_RECORDS and not _is_about(file) for file in files):
         taken = _TABLES_AND_RECORDS | _TEXTS
         return [file for file in files if _kind(file) in taken and not _is_about(file)]
@@ -81,18 +83,19 @@ def _data_files(root: Path, files: Sequence[CorpusFile]) -> list[CorpusFile]:
 
 
 def _kind(file: CorpusFile) -> str:
-    """The suffix that says what is in it, below that of a compression."""
+    """Return the suffix for a file's content type, without the suffix of a compression."""
     path = PurePosixPath(file.name)
     return (PurePosixPath(path.stem) if path.suffix in COMPRESSIONS else path).suffix.lower()
 
 
 def _is_about(file: CorpusFile) -> bool:
+    """Return whether a file describes the dataset (README, license, metadata)."""
     name = PurePosixPath(file.name).name.lower()
     return name in _ABOUT or re.split(r"[.\-_]", name)[0] in _ABOUT_STEMS
 
 
 def _has_dataset_card(root: Path) -> bool:
-    """Whether README.md begins with the block of metadata that the Hub reads."""
+    """Return whether README.md begins with the Hub's metadata block."""
     try:
         with (root / "README.md").open("rb") as file:
             return file.read(4) == b"---\n"
@@ -106,9 +109,9 @@ def _is_texts_in_splits(files: Sequence[CorpusFile]) -> bool:
 
 
 def _splits(data: Sequence[CorpusFile], saved: dict[str, str], texts: bool) -> dict[str, list[CorpusFile]] | None:
-    """The files by split (those of none under ""), None when it has no splits.
+    """Return the files by split (those without one under ""); None if there are no splits.
 
-    Titles of texts may be words like any: `texts` are in splits only when all of them are, and in more than one.
+    Titles of texts may contain the same words: `texts` have splits only if every file has one and there are several.
     """
     found: dict[str, list[CorpusFile]] = {}
     for file in data:
@@ -133,7 +136,7 @@ def _split_name(file: CorpusFile, saved: dict[str, str]) -> str:
 
 
 def _saved_to_disk(root: Path, data: Sequence[CorpusFile]) -> tuple[dict[str, str], list[CorpusFile]]:
-    """Folders that are splits by dataset_dict.json, and the files that no state.json beside them lists (its cache)."""
+    """Return the splits listed in dataset_dict.json by directory, and the files not listed in state.json (cache)."""
     listed = _read(root / "dataset_dict.json").get("splits")
     saved = {name: name for name in listed if isinstance(name, str)} if isinstance(listed, list) else {}
     unlisted = []
@@ -171,7 +174,7 @@ def _skipped_note(root: Path, others: Sequence[CorpusFile]) -> tuple[str, ...]:
 
 
 def _words_for(root: Path, members: Sequence[CorpusFile], everything: Sequence[CorpusFile]) -> str:
-    """What names these files and no others: a file, a glob, or how many there are."""
+    """Return a name for exactly these files: a file, a glob, or their number."""
     if len(members) == 1:
         return str(members[0].path)
     first, last = min(file.name for file in members), max(file.name for file in members)

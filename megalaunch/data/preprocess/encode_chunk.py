@@ -1,4 +1,4 @@
-"""Chunks of raw records in, token ids out: the part of preprocessing that worker processes do."""
+"""Encodes chunks of raw records to token ids: the work of the preprocessing workers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,23 @@ from megalaunch.data.preprocess.sentence_splitter import make_splitter
 from megalaunch.data.preprocess.settings import EngineChoice
 from megalaunch.data.tokenizer.tokenizer import SpecialTokens
 
-_LONGEST_KEPT = 1 << 20  # bytes of a bad record that are kept for the quarantine
+_LONGEST_KEPT = 1 << 20  # bytes of a bad record that are written to the quarantine
 
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """All that decides the ids: `tokenizer` is a tokenizer.json, `end` the end-of-document token.
+    """All settings that determine the ids.
 
-    `around` are the special tokens of every sequence.
+    Attributes:
+        engine: the encoder backend.
+        tokenizer: path of a tokenizer.json.
+        vocab_size: ids must be below it.
+        keys: JSON keys or columns of the texts.
+        end: end-of-document token appended to each document; None: none.
+        dtype: dtype of the stored tokens.
+        language: language for splitting sentences; None: not split.
+        record_bytes: maximum size of a record.
+        around: special tokens added to every sequence.
     """
 
     engine: EngineChoice
@@ -41,7 +50,16 @@ class EncoderConfig:
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that was left out: `line` counts from 0 within the chunk, or from 1 in a text file (`absolute`)."""
+    """A record that was left out.
+
+    Attributes:
+        path: its file.
+        line: its line, counted from 0 within the chunk, or from 1 in a text file (`absolute`); None if not known.
+        absolute: whether `line` counts from the start of the file.
+        cause: the error.
+        fix: suggestion for the user.
+        content: its first bytes.
+    """
 
     path: Path
     line: int | None
@@ -53,7 +71,7 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class EncodedKey:
-    """The documents of one key: ids, tokens a sequence, sequences a document (int32)."""
+    """The documents of one key: token ids, tokens of each sequence, sequences of each document (both int32)."""
 
     tokens: NDArray[Any]
     lengths: NDArray[np.int32]
@@ -62,9 +80,9 @@ class EncodedKey:
 
 @dataclass
 class Encoded:
-    """One chunk's documents by key, and its bad records; records = written + len(bad), lines are those passed.
+    """The documents of one chunk for each key, and its bad records; records = written + len(bad).
 
-    The ids are in the type that the engine gives, or after `store` in that of the file.
+    `lines` is the number of lines consumed. The ids have the backend's dtype, or after `cast` that of the file.
     """
 
     records: int = 0
@@ -73,16 +91,16 @@ class Encoded:
     bad: list[BadRecord] = field(default_factory=list)
 
     def cast(self, dtype: np.dtype[Any]) -> None:
-        """Bring the ids, which the vocabulary holds, into the type of the file."""
+        """Cast the ids, which are within the vocabulary, to the dtype of the file."""
         self.keys = [replace(key, tokens=key.tokens.astype(dtype, copy=False)) for key in self.keys]
 
 
 class ChunkEncoder:
-    """Turns chunks into documents as Megatron's preprocessing does.
+    """Encodes chunks to documents as Megatron's preprocessing does.
 
-    Every sentence gets the special tokens around it; one without any token is dropped. The end token, if any, is
-    appended to the last sentence of a document that has any token. A record that is bad under one key is left out
-    under all, so that the files stay aligned.
+    Every sentence gets the special tokens around it; a sentence without tokens is dropped. The end-of-document token,
+    if any, is appended to the last sentence of a document that has tokens. A record that is bad under one key is left
+    out under all keys, so that the files remain aligned.
     """
 
     def __init__(self, recipe: EncoderConfig, load: Callable[[EngineChoice, str], Encode]) -> None:
@@ -94,7 +112,7 @@ class ChunkEncoder:
         self._before, self._after = (np.array(ids, np.uint32) for ids in (around.before, around.after))
 
     def encode(self, chunk: Chunk) -> Encoded:
-        """The documents of a chunk. DataError only when its file cannot be read any more."""
+        """Encode a chunk. DataError only if its file cannot be read any more."""
         result = Encoded()
         if isinstance(chunk.body, Unreadable):
             result.records = result.lines = chunk.body.lines
@@ -105,7 +123,7 @@ class ChunkEncoder:
         return self._encode_batch(chunk) or self._one_by_one(chunk)
 
     def _encode_batch(self, chunk: Chunk) -> Encoded | None:
-        """All records together, where nothing is to be said of any of them."""
+        """Encode all records together; None if any of them needs individual treatment."""
         texts = plain_texts(chunk, self._recipe.keys, self._recipe.record_bytes) if self._split is None else None
         if texts is None:
             return None
@@ -118,6 +136,7 @@ class ChunkEncoder:
         return Encoded(len(texts[0]), len(texts[0]), keys)
 
     def _one_by_one(self, chunk: Chunk) -> Encoded:
+        """Encode each record separately and collect the bad ones."""
         result = Encoded()
         documents: list[list[list[NDArray[Any]]]] = []
         for record in records(chunk, self._recipe.keys):
@@ -136,7 +155,7 @@ class ChunkEncoder:
         return result
 
     def _check_size(self, record: Record) -> None:
-        """A line is measured with its end, as it is where lines are only counted (chunking.py)."""
+        """Raise DataError for a record over the limit; a line's end counts, as in chunking.py."""
         if isinstance(record.source, bytes) and len(record.source) >= self._recipe.record_bytes:
             long = too_long(len(record.source) + 1, self._recipe.record_bytes)
             raise DataError(long.cause, fix=long.fix)
@@ -152,7 +171,7 @@ class ChunkEncoder:
         return sequences
 
     def _join(self, documents: list[list[NDArray[Any]]]) -> EncodedKey:
-        """One key's documents in a row; ids in the type that the engine gives them in."""
+        """Concatenate one key's documents; the ids keep the backend's dtype."""
         parts: list[NDArray[Any]] = []
         lengths: list[int] = []
         added = self._before.size + self._after.size

@@ -1,9 +1,9 @@
-"""Tokenizers that isolate digits first, as SmolLM2's, in a form that gigatoken takes.
+"""Adapts tokenizers that isolate digits first, such as SmolLM2's, for gigatoken.
 
-gigatoken has no pre-tokenizer `Digits`, and refuses a vocabulary without a token for every byte (SmolLM2 lacks 21). It
-isolates added tokens before it pre-tokenizes: a copy of the tokenizer.json has every digit as an added token instead,
-with a placeholder id above the vocabulary where it is not one token, and placeholder ids for the missing bytes. A
-digit's placeholder is replaced by its ids; text with a missing byte is left to `tokenizers`.
+gigatoken has no `Digits` pre-tokenizer, and refuses a vocabulary without a token for every byte (SmolLM2 lacks 21). It
+isolates added tokens before pre-tokenization: so a copy of the tokenizer.json has each digit as an added token, with a
+placeholder id above the vocabulary if it is not a single token, and placeholder ids for the missing bytes. The
+placeholder of a digit is replaced by its ids; texts with a missing byte are encoded by `tokenizers`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_DIGITS = '"Digits"'  # in a tokenizer.json with that pre-tokenizer; in others it may be a token, which does no harm
-# Above are ideographs, private use and tags: no digits.
+_DIGITS = '"Digits"'  # in a tokenizer.json with that pre-tokenizer; in others it may be a token, which is harmless
+# Code points above are ideographs, private use and tags: no digits.
 _EXAMINED = 0x20000
 _CODE_POINTS = 0x110000
 
 
 class DigitTokens:
-    """`content` is a tokenizer.json for gigatoken; its ids become those of the original with `replaced`."""
+    """A tokenizer.json for gigatoken (`content`); `replace` maps its ids to those of the original."""
 
     def __init__(self, content: str, first: int, bytes_end: int, ids: list[list[int]]) -> None:
-        """Placeholders: from `first` to `bytes_end` of missing bytes, above it of digits, which have `ids`."""
+        """Placeholder ids from `first` to `bytes_end` are missing bytes, those above are digits, which have `ids`."""
         self.content = content
         self._first, self._bytes_end = first, bytes_end
         self._sizes = np.ones(bytes_end + len(ids), np.int64)
@@ -36,7 +36,7 @@ class DigitTokens:
 
     @classmethod
     def build(cls, content: str) -> DigitTokens | None:
-        """None where the tokenizer.json `content` does not begin with isolating digits, or another step interferes."""
+        """Build from a tokenizer.json; None if it does not start with isolating digits, or another step interferes."""
         if _DIGITS not in content:
             return None
         whole = json.loads(content)
@@ -62,7 +62,7 @@ class DigitTokens:
         return cls(json.dumps(whole), first, bytes_end, [ids[digit] for digit in several])
 
     def replace(self, ids: NDArray[Any]) -> NDArray[Any] | None:
-        """The ids of the original tokenizer; None for text with a byte that it has no token for."""
+        """Return the ids of the original tokenizer; None for text with a byte that has no token."""
         placeholders = ids[ids >= self._first]
         if not placeholders.size:
             return ids
@@ -75,7 +75,7 @@ class DigitTokens:
 
 
 def may_hold_newer_digits(text: str) -> bool:
-    """Whether a character is newer than Python's Unicode, which may be a digit in that of `tokenizers`."""
+    """Return whether a character is newer than Python's Unicode; it may be a digit in that of `tokenizers`."""
     if text.isascii():
         return False
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
@@ -83,7 +83,7 @@ def may_hold_newer_digits(text: str) -> bool:
 
 
 def _interferes(token: dict[str, Any]) -> bool:
-    """Added tokens that are looked for after, or otherwise than, those that stand for digits."""
+    """Return whether an added token is matched after the digits, or in a different way."""
     return token["single_word"] or (token["normalized"] and any(map(str.isnumeric, token["content"])))
 
 
@@ -111,7 +111,7 @@ def _categories() -> list[str]:
 
 @cache
 def _digits() -> list[str]:
-    """What `tokenizers` isolates of the characters that Python has as numbers: its Unicode may be the older one."""
+    """Return the characters that `tokenizers` isolates, of the numbers in Python's Unicode, which may be newer."""
     from tokenizers.pre_tokenizers import Digits
 
     numbers = [chr(point) for point, category in enumerate(_categories()) if category[0] == "N"]

@@ -1,4 +1,4 @@
-"""What turns a text into ids: `tokenizers`, or gigatoken where it gives the same ids many times faster."""
+"""Encoder backends: `tokenizers`, or gigatoken if it gives the same ids many times faster."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EncoderBackend:
-    """The engine that was chosen, and why not the faster one (empty: it is the faster one, or was asked for)."""
+    """The selected backend, and why not the faster one (empty if it is the faster one or was requested)."""
 
     name: EngineChoice
     note: str = ""
 
 
 def select_backend(asked: EngineChoice, tokenizer: Tokenizer, texts: Sequence[str]) -> EncoderBackend:
-    """gigatoken when it is installed, loads the tokenizer and gives the ids of `tokenizers` for probes and `texts`.
+    """Select gigatoken if it is installed, loads the tokenizer and gives the ids of `tokenizers`, else `tokenizers`.
 
-    Raises DataError when gigatoken was asked for by name and cannot be used.
+    The ids are compared for probes and for `texts`.
+
+    Raises:
+        DataError: gigatoken was requested by name and cannot be used.
     """
     if asked is EngineChoice.TOKENIZERS:
         return EncoderBackend(asked)
@@ -41,7 +44,7 @@ def select_backend(asked: EngineChoice, tokenizer: Tokenizer, texts: Sequence[st
 
 
 def resolve_backend(asked: EngineChoice, why_not: str) -> EncoderBackend:
-    """gigatoken unless there is a reason against it. Raises DataError when there is, and it was asked for by name."""
+    """Return gigatoken, or tokenizers if there is a reason `why_not`; DataError if gigatoken was requested by name."""
     if not why_not:
         return EncoderBackend(EngineChoice.GIGATOKEN)
     if asked is EngineChoice.GIGATOKEN:
@@ -52,12 +55,12 @@ def resolve_backend(asked: EngineChoice, why_not: str) -> EncoderBackend:
 
 
 def gigatoken(content: str) -> Encode | str:
-    """gigatoken's encoding function for the content of a tokenizer.json, or why there is none."""
+    """Return gigatoken's encoding function for a tokenizer.json's content, or the reason why there is none."""
     return _try_or_reason(lambda: make_encoder(EngineChoice.GIGATOKEN, content))
 
 
 def find_mismatch(encode: Encode, checked: Checked) -> str:
-    """For which text an engine gives other ids than those that were found for it; empty when for none."""
+    """Return a message for the first text whose ids differ from the reference; empty if all are equal."""
     found = _try_or_reason(lambda: [encode(text) for text, _ in checked])
     if isinstance(found, str):
         return found
@@ -72,17 +75,17 @@ def _try_or_reason(function: Callable[[], T]) -> T | str:
         return function()
     except ImportError:
         return "gigatoken is not installed (pip install 'megalaunch[data]' brings it)"
-    except BaseException as error:  # its Rust code panics with a class of its own below BaseException
+    except BaseException as error:  # panics of its Rust code are a class derived from BaseException
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         return f"gigatoken does not take this tokenizer ({_first_line(error)})"
 
 
 def make_encoder(name: EngineChoice, content: str) -> Encode:
-    """The encoding function of an engine for the tokenizer.json `content`.
+    """Return a backend's encoding function for the tokenizer.json `content`.
 
-    One text a call stays on one thread: the worker processes are the parallelism. Raises ImportError
-    without the package, and whatever gigatoken raises for a tokenizer that it does not take.
+    It encodes one text per call on one thread: the worker processes provide the parallelism. Raises ImportError
+    without the package; gigatoken's own exceptions for unsupported tokenizers are passed on.
     """
     if name is EngineChoice.GIGATOKEN:
         return GigatokenEncoder(content)

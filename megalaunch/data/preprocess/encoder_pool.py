@@ -1,4 +1,4 @@
-"""The processes that encode, and what they are asked."""
+"""The pool of encoding processes."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from megalaunch.data.preprocess.settings import EngineChoice
 from megalaunch.data.preprocess.shared_buffers import SharedBuffers
 from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess, is_single_threaded
 
-_AHEAD = 4  # chunks a worker that are under way or wait to be written
-_SLOT_BYTES = 2  # bytes of tokens a byte of text for which memory is shared; text has about one token a three bytes
-_shared: list[SharedBuffers] = []  # of a worker: the memory that it shares with its parent, if it does
-_early: list[PreloadedEncoder] = []  # of who encodes, a worker or not: what was loaded before it began, if anything was
+_AHEAD = 4  # chunks per worker that are being encoded or wait to be written
+_SLOT_BYTES = 2  # shared bytes of tokens per byte of text; text has about one token per three bytes
+_shared: list[SharedBuffers] = []  # in a worker: the buffers shared with its parent, if forked
+_early: list[PreloadedEncoder] = []  # in the encoding process: the encoder loaded before it started, if any
 
 
 @dataclass(frozen=True)
 class PreloadedEncoder:
-    """What encodes as the tokenizer.json `content` says."""
+    """A loaded encoder for the tokenizer.json `content`."""
 
     content: str
     encode: Encode
 
 
 class Workers:
-    """`count` processes that encode; with one, this process does it itself.
+    """`count` encoding processes; with one, this process encodes itself.
 
-    Where they can be forked, `start` does so: they have what this process loaded, and share memory with it, enough for
-    most chunks of `chunk_bytes`. Else they are spawned at once.
+    Where forking is possible, `start` forks them: they inherit what this process has loaded, and share buffers with it
+    that hold most chunks of `chunk_bytes`. Otherwise they are spawned immediately.
     """
 
     def __init__(self, count: int, chunk_bytes: int) -> None:
@@ -50,8 +50,8 @@ class Workers:
         self._waiting: deque[tuple[Chunk, int | None, Future[tuple[Encoded, list[int] | None]]]] = deque()
 
     def start(self, early: PreloadedEncoder | None) -> None:
-        """Have all processes there, with what was loaded here where they can have it."""
-        if self._count > 1 and not self._workers and not is_single_threaded():  # it no longer is
+        """Start the worker processes; forked workers inherit the preloaded encoder."""
+        if self._count > 1 and not self._workers and not is_single_threaded():  # a thread was started meanwhile
             self._spawn()
         if self._workers:
             return
@@ -59,20 +59,23 @@ class Workers:
         if self._count > 1:
             self._slots = SharedBuffers(_AHEAD * self._count + 1, _SLOT_BYTES * self._chunk_bytes)
             self._workers = [WorkerProcess(True, _init_worker, self._slots) for _ in range(self._count)]
-            _early.clear()  # theirs it stays
+            _early.clear()  # the workers keep their copies
 
     def _spawn(self) -> None:
         self._workers = [WorkerProcess(False, int) for _ in range(self._count)]
 
     def prefetch(self, ahead: Iterator[Chunk], recipe: EncoderConfig) -> None:
-        """Have the first chunks encoded before it is known whether they will be asked for with this recipe."""
+        """Start encoding the first chunks before it is known whether `encode` will use the same recipe."""
         self._begun = recipe
         self._send(ahead, recipe, _AHEAD * len(self._workers))
 
     def encode(self, ahead: Iterator[Chunk], recipe: EncoderConfig) -> Iterator[tuple[Chunk, Encoded]]:
-        """Every chunk with its documents, in order; at most a few chunks are in memory at a time.
+        """Yield every chunk with its documents, in order; at most a few chunks are in memory at a time.
 
-        Those that were begun come first. Raises DataError for a worker that dies, and what reading or encoding raises.
+        Prefetched chunks come first; they are encoded again if the recipe differs.
+
+        Raises:
+            DataError: a worker died, or reading or encoding failed.
         """
         if not self._workers:
             encoder = ChunkEncoder(recipe, _loaded)
@@ -95,7 +98,7 @@ class Workers:
                 self._slots.read(slot, encoded, sizes)
             yield chunk, encoded
             self._slots.free(slot)
-        self._kill()  # there is no more to do: they end while the rest is written
+        self._kill()  # no more work: the processes end while the rest is written
 
     def _send(self, ahead: Iterator[Chunk], recipe: EncoderConfig, count: int) -> None:
         for chunk in islice(ahead, count):
@@ -103,7 +106,7 @@ class Workers:
             self._waiting.append((chunk, slot, self._submit(_encode, recipe, chunk, slot)))
 
     def _requeue(self) -> list[Chunk]:
-        """The chunks that were begun, once no worker is at them any more."""
+        """Wait for the prefetched chunks to finish, free their slots, and return the chunks."""
         begun, self._waiting = self._waiting, deque()
         for _, slot, future in begun:
             future.exception()
@@ -112,7 +115,7 @@ class Workers:
         return [chunk for chunk, _, _ in begun]
 
     def close(self) -> None:
-        """End the processes; what they were to do is dropped."""
+        """End the processes and drop their work."""
         self._kill()
         for worker in self._workers:
             worker.close()
@@ -134,8 +137,8 @@ def _result(future: Future[Any]) -> Any:
 
 
 def _init_worker(slots: SharedBuffers) -> None:
-    """In a forked worker: take over what it has from its parent."""
-    gc.freeze()  # what is never looked through for garbage stays shared
+    """In a forked worker: store the shared buffers."""
+    gc.freeze()  # pages that the garbage collector does not visit stay shared with the parent
     _shared.append(slots)
 
 
@@ -147,7 +150,7 @@ def _loaded(engine: EngineChoice, content: str) -> Encode:
 
 
 def _encode(recipe: EncoderConfig, chunk: Chunk, slot: int | None) -> tuple[Encoded, list[int] | None]:
-    """In a worker: a chunk's documents; with numbers, their tokens lie in the slot, so many of each key."""
+    """In a worker: encode a chunk. With token counts returned, the tokens of each key are in the slot."""
     encoded = _encoder(recipe).encode(chunk)
     left = None if slot is None else _shared[0].write(slot, encoded, recipe.dtype)
     if left is None:

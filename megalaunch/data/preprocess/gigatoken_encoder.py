@@ -1,8 +1,8 @@
-"""gigatoken's encoding within bounds: of memory, and of the Unicode that `tokenizers` knows too.
+"""gigatoken with bounded memory and the Unicode version of `tokenizers`.
 
-It remembers every word that it has met, about 9 bytes for each of text that does not repeat, and never forgets one:
-past a limit it is loaded anew, with the same ids. And its NFC is that of Unicode 17, the one of `tokenizers` that of
-Unicode 9: what newer characters a text holds decides which of the two is asked.
+gigatoken caches every word that it has encoded, about 9 bytes for each byte of text that does not repeat, without a
+limit: past a limit it is loaded again, with the same ids. Its NFC is that of Unicode 17, that of `tokenizers` is
+Unicode 9: texts with characters that differ between the two are encoded by `tokenizers`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from megalaunch.data.preprocess.encode_digits import DigitTokens, may_hold_newer_digits
 from megalaunch.data.tokenizer.tokenizer import Tokenizer, tokenizer_from_json
 
-CACHE_BYTES = 192 << 20  # by which a process may grow before gigatoken forgets what it has met
-_LOOK_EVERY = 1 << 20  # characters
-_RENEW_EVERY = 1 << 25  # characters, where the system does not tell how large a process is
-_NFC = '"NFC"'  # in a tokenizer.json that normalizes so; in others it may be a token, which does no harm
+CACHE_BYTES = 192 << 20  # growth of the process at which gigatoken is reloaded to drop its cache
+_LOOK_EVERY = 1 << 20  # characters between checks of the memory
+_RENEW_EVERY = 1 << 25  # characters between reloads, if the system does not report a process's memory
+_NFC = '"NFC"'  # in a tokenizer.json with that normalizer; in others it may be a token, which is harmless
 _CODE_POINTS = 0x110000
-# Code points that NFC moves or joins in Unicode 17 and not in Unicode 9 (gigatoken 0.10, tokenizers 0.23: a test looks
-# for others), and the blocks of scripts added since in which two characters may become one.
+# Code points that NFC reorders or composes in Unicode 17 and not in Unicode 9 (gigatoken 0.10, tokenizers 0.23; a
+# test looks for others), and blocks of scripts added since in which two characters may compose.
 _NEWER = (
     *((0x897, 0x898), (0x89C, 0x89F), (0x8CA, 0x8CE), (0x9FE, 0x9FE), (0xC3C, 0xC3C), (0xD3B, 0xD3C)),
     *((0xEBA, 0xEBA), (0x1715, 0x1715), (0x1ABF, 0x1AFF), (0x1DF6, 0x1DFA), (0xA82C, 0xA82C), (0x105C0, 0x105FF)),
@@ -38,9 +38,9 @@ _NEWER = (
 
 
 class GigatokenEncoder:
-    """The ids of one text a call, for the content of a tokenizer.json.
+    """Encodes one text per call with gigatoken, for the content of a tokenizer.json.
 
-    Raises ImportError without the package, and whatever gigatoken raises for a tokenizer that it does not take.
+    Raises ImportError without the package; gigatoken's own exceptions for unsupported tokenizers are passed on.
     """
 
     def __init__(self, content: str, cache_bytes: int = CACHE_BYTES) -> None:
@@ -49,7 +49,7 @@ class GigatokenEncoder:
         self._digits = DigitTokens.build(content)
         self._encode = self._load()
         self._held = _bytes_held()
-        self._seen = 0  # characters since it was looked at how much is held
+        self._seen = 0  # characters since the last check of the memory
 
     def __call__(self, text: str) -> NDArray[Any]:
         if self._normalizes and not text.isascii() and has_newer_marks(text):
@@ -73,6 +73,7 @@ class GigatokenEncoder:
         return encode
 
     def _look(self) -> None:
+        """Reload gigatoken if the process has grown by more than `cache_bytes`."""
         held = _bytes_held()
         if held is None or self._held is None:
             if self._seen < _RENEW_EVERY:
@@ -80,7 +81,7 @@ class GigatokenEncoder:
         elif held - self._held <= self._cache_bytes:
             self._seen = 0
             return
-        del self._encode  # first, so that there are never two
+        del self._encode  # free the old one first, so that two never coexist
         self._encode = self._load()
         self._held, self._seen = _bytes_held(), 0
 
@@ -93,7 +94,7 @@ class GigatokenEncoder:
 
 
 def has_newer_marks(text: str) -> bool:
-    """Whether NFC may give another text with gigatoken than with `tokenizers`."""
+    """Return whether gigatoken's NFC may differ from that of `tokenizers` for a text."""
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     return bool(_newer()[points].any())
 
@@ -107,7 +108,7 @@ def _newer() -> NDArray[np.bool_]:
 
 
 def _bytes_held() -> int | None:
-    """What memory this process has to itself, None where the system does not say."""
+    """Return the private memory of this process in bytes; None if the system does not report it."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             _, resident, shared, *_ = file.read().split()

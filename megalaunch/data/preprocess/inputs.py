@@ -1,4 +1,4 @@
-"""The files that preprocessing reads: which, in which order, and how each is packed."""
+"""Input files of preprocessing: which files, their order, format and compression."""
 
 from __future__ import annotations
 
@@ -22,17 +22,25 @@ TABLES = (Format.PARQUET, Format.ARROW)
 _TABLES = {".parquet": Format.PARQUET, ".arrow": Format.ARROW, ".feather": Format.ARROW}
 _BLOCK = 1 << 20
 START_AGAIN = "Start again when nothing writes to it any more, or read a copy."
-# What the decompressors raise for a stream that is cut or altered.
+# Raised by the decompressors for a truncated or corrupt stream.
 _DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, OSError, ValueError)
 
 
 class CorruptStream(Exception):
-    """A compressed file that ends early or does not decompress; the text says how."""
+    """A compressed file that is truncated or does not decompress; the message has the cause."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """One file (or standard input, whose path is `-`), how it is read, and what it looked like at the start."""
+    """One input file, or standard input (path `-`).
+
+    Attributes:
+        path: its path.
+        format: how its records are parsed.
+        compression: suffix of its compression; empty for none.
+        size: bytes as stored, at the start.
+        changed: modification time at the start, ns.
+    """
 
     path: Path
     format: Format
@@ -47,15 +55,17 @@ class Input:
 
     @property
     def is_plain(self) -> bool:
-        """Whether any part of it can be read by its offset."""
+        """Whether it can be read from any offset (not compressed, not standard input)."""
         return not self.compression and not self.is_stdin
 
 
 def find_inputs(sources: Sequence[str], kind: Format, note: Callable[[str], None] = lambda text: None) -> list[Input]:
-    """The files of all sources in order: files, folders, globs (each sorted), `-` for standard input.
+    """Return the files of all sources in order: files, directories, globs (each sorted), `-` for standard input.
 
-    Of a dataset folder the training split (dataset_folder.py); `note` hears what is left out.
-    Raises DataError when a source matches nothing, or standard input is named beside others.
+    Of a dataset directory only the training split is read (dataset_folder.py); `note` is called with what is left out.
+
+    Raises:
+        DataError: a source matches nothing, standard input is given twice, or its format is not jsonl.
     """
     found: list[Input] = []
     for source in sources:
@@ -80,7 +90,7 @@ def find_inputs(sources: Sequence[str], kind: Format, note: Callable[[str], None
 
 
 def describe(path: Path, kind: Format) -> Input:
-    """How a file is read and packed, by its suffixes; DataError when it is not there, or is packed parquet."""
+    """Return format and compression of a file by its suffixes; DataError if it is missing or is a compressed table."""
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     inner = Path(path.stem).suffix if compression else path.suffix
     if kind is Format.AUTO:
@@ -96,10 +106,12 @@ def describe(path: Path, kind: Format) -> Input:
 
 
 def check_unchanged(inputs: Iterable[Input]) -> None:
-    """Hold size and modification time of each input against those at the start.
+    """Compare size and modification time of each input with those at the start.
 
-    What was read of a file that something else wrote to meanwhile may lack lines, or hold halves of them.
-    Raises DataError for the first file that differs.
+    A file that was written to while it was read may lack lines or have partial ones.
+
+    Raises:
+        DataError: an input has changed or is gone.
     """
     for entry in inputs:
         if entry.is_stdin:
@@ -117,7 +129,7 @@ def check_unchanged(inputs: Iterable[Input]) -> None:
 
 
 class DecompressedStream:
-    """The bytes of an input from its beginning, unpacked; `stored` is how many stored bytes they took so far."""
+    """The decompressed bytes of an input from its start; `stored` counts the stored bytes consumed so far."""
 
     def __init__(self, source: Input) -> None:
         self._source = source
@@ -126,7 +138,7 @@ class DecompressedStream:
         self._blocks = self._read()
 
     def blocks(self) -> Iterator[bytes]:
-        """Blocks of any size above 0; raises CorruptStream, and DataError when reading itself fails."""
+        """Yield non-empty blocks; raises CorruptStream, or DataError if reading the file fails."""
         try:
             yield from self._blocks
         except _DAMAGE as error:
@@ -168,14 +180,14 @@ class DecompressedStream:
                 self._count(0)
                 if block:
                     yield block
-                if whole:  # a file may hold several frames
+                if whole:  # a file may have several frames
                     unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
         if not whole:
             raise EOFError("the last frame is not complete")
 
 
 def lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, unpacked, each with its end. DataError when it cannot be read, or is cut or damaged."""
+    """Yield the decompressed lines of a file with their line ends. DataError if it cannot be read or is corrupt."""
     source = describe(path, Format.TEXT)
     if source.is_plain:
         with open_source(path) as file:
@@ -193,7 +205,7 @@ def lines(path: Path) -> Iterator[bytes]:
 
 
 def import_optional(module: str, path: Path) -> Any:
-    """An optional package of the extra `data`; DataError naming it when it is not installed."""
+    """Import an optional package of the extra `data`; DataError naming it if it is not installed."""
     import importlib
 
     try:

@@ -1,4 +1,4 @@
-"""The records of a chunk: where each stands, and the texts it holds under the keys."""
+"""Parses the records of a chunk: their place in the file, and their texts under the JSON keys."""
 
 from __future__ import annotations
 
@@ -15,14 +15,22 @@ from megalaunch.data.preprocess.corpus import decode_utf8, record_sentences, spl
 from megalaunch.data.preprocess.inputs import START_AGAIN
 from megalaunch.data.preprocess.source_files import open_source
 
-# What the quick way raises for a line that is no object with texts under the keys.
+# Raised by the fast path for a line that is not an object with texts under the keys.
 _UNUSUAL = (ValueError, KeyError, TypeError, RecursionError)
-_FIRST, _LATER = 1, 2  # line numbers to record_sentences, which looks for a byte order mark in the first
+_FIRST, _LATER = 1, 2  # line numbers for record_sentences, which removes a byte order mark from line 1
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record before its text is looked at; `number` counts from 0 in the chunk, None: it is a whole file."""
+    """One record before parsing.
+
+    Attributes:
+        path: its file.
+        number: its index in the chunk, from 0; None if it is a whole file.
+        keys: JSON keys or columns of its texts.
+        source: a line or file as bytes, or the values of a table row.
+        first: whether it is the first line of its file.
+    """
 
     path: Path
     number: int | None
@@ -31,7 +39,7 @@ class Record:
     first: bool = False
 
     def sentences(self) -> list[Sequence[str]]:
-        """The sentences under each key; DataError saying what is wrong with the record."""
+        """Return the sentences under each key; DataError with the cause if the record is invalid."""
         if self.number is None:
             assert isinstance(self.source, bytes)
             return [[_text(self.source, self.path)]] * len(self.keys)
@@ -40,23 +48,23 @@ class Record:
         return _row(self.source, self.keys, self.path)
 
     def content(self) -> bytes:
-        """The record as it was read; a row of a table as JSON."""
+        """Return the record as it was read; a table row as JSON."""
         if isinstance(self.source, bytes):
             return self.source
         return json.dumps(dict(zip(self.keys, self.source, strict=True)), default=repr).encode()
 
 
 def read(chunk: Chunk) -> Chunk:
-    """The chunk with the lines in it that it only named. DataError when its file cannot be read any more."""
+    """Return the chunk with its lines read from the file. DataError if the file cannot be read any more."""
     if not isinstance(chunk.body, ByteRange):
         return chunk
     return replace(chunk, body=Lines(chunk.body.offset, _part(chunk.path, chunk.body)))
 
 
 def plain_texts(chunk: Chunk, keys: tuple[str, ...], record_bytes: int) -> list[list[str]] | None:
-    """For each key the texts of all records, where nothing but such records is in the chunk; else None.
+    """Return the texts of all records for each key, or None if any record is not a plain line with texts.
 
-    That is nearly every chunk of jsonl, and an order of magnitude less work than to look at the records one by one.
+    Nearly all jsonl chunks take this path, which is an order of magnitude faster than parsing records one by one.
     """
     if not isinstance(chunk.body, Lines):
         return None
@@ -72,7 +80,7 @@ def plain_texts(chunk: Chunk, keys: tuple[str, ...], record_bytes: int) -> list[
 
 
 def records(chunk: Chunk, keys: tuple[str, ...]) -> Iterator[Record]:
-    """All records of a chunk; DataError when its file cannot be read any more."""
+    """Yield all records of a chunk; DataError if its file cannot be read any more."""
     body = chunk.body
     if isinstance(body, Rows):
         for number, values in enumerate(body.values):
@@ -87,7 +95,7 @@ def records(chunk: Chunk, keys: tuple[str, ...]) -> Iterator[Record]:
 
 
 def valid_texts(chunk: Chunk, keys: tuple[str, ...], characters: int) -> list[str]:
-    """The texts of the records at the beginning of a chunk that are not bad, until they have so many characters."""
+    """Return the texts of the first valid records of a chunk, up to a total of `characters`."""
     texts: list[str] = []
     if isinstance(chunk.body, Unreadable):
         return texts
@@ -111,7 +119,7 @@ def _lines(content: bytes) -> list[bytes]:
 
 
 def _views(content: bytes) -> list[memoryview]:
-    """The same lines, not copied."""
+    """Return the lines as views, without copying."""
     whole, lines, start = memoryview(content), [], 0
     while (end := content.find(b"\n", start)) >= 0:
         lines.append(whole[start:end])
@@ -122,7 +130,7 @@ def _views(content: bytes) -> list[memoryview]:
 
 
 def _line(line: bytes, keys: tuple[str, ...], path: Path, number: int) -> list[Sequence[str]]:
-    try:  # what nearly every line is; all else is looked into by record_sentences, which says what is wrong
+    try:  # fast path for nearly every line; record_sentences handles the others and reports the errors
         record = _parse(line)
         found = [record[key] for key in keys]
         if all(type(text) is str for text in found):
@@ -133,7 +141,7 @@ def _line(line: bytes, keys: tuple[str, ...], path: Path, number: int) -> list[S
 
 
 def _parser() -> Callable[[bytes | memoryview], Any]:
-    """orjson where it is installed: what it takes it reads as `json` does, and it is stricter."""
+    """Return orjson's parser if it is installed: it accepts a subset of `json`'s input, with the same values."""
     try:
         import orjson
     except ImportError:
@@ -144,7 +152,7 @@ def _parser() -> Callable[[bytes | memoryview], Any]:
 
 def _standard_parse(line: bytes | memoryview) -> Any:
     text = str(line, "utf-8")
-    if "\\ud" in text or "\\uD" in text:  # perhaps half of a surrogate pair, which json lets through
+    if "\\ud" in text or "\\uD" in text:  # possibly a lone surrogate, which json accepts
         raise ValueError
     return json.loads(text)
 

@@ -1,4 +1,4 @@
-"""Text to token files in Megatron's layout, in order, by several processes: no torch, no process group."""
+"""Text to token files in Megatron's format, in order, with several processes; needs no torch and no process group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,16 @@ _BEGINNING = Position(0, 0)
 
 @dataclass(frozen=True)
 class Result:
-    """Where the files of each key are, the final counts, and the first bad records as (file, line, cause)."""
+    """Result of a preprocessing run.
+
+    Attributes:
+        prefixes: prefix of each key's files.
+        report: path of the (first) report.
+        quarantine: file of the quarantined records; None if there are none.
+        counts: final counts.
+        bad_records: the first bad records, as (file, line, cause).
+        engine: the encoder backend.
+    """
 
     prefixes: tuple[Path, ...]
     report: Path
@@ -53,10 +62,17 @@ def preprocess(
 ) -> Result:
     """Write `<output_prefix>_<key>_document.bin/.idx` for each key, and `.json` with counts and hashes.
 
-    Inputs are files, folders, globs and `-`; documents keep their order whatever the number of workers.
-    `show` is called after each chunk, `note` gets what the user should know. Raises DataError; then nothing
-    stands under the final names, and what was done is kept for `settings.resume` (see work_dir.py).
-    `early` has begun to load the tokenizer of these settings; it is closed.
+    Documents keep their order for any number of workers.
+
+    Args:
+        inputs: files, directories, globs or `-`.
+        output_prefix, settings: start of the output's names, and settings of the run.
+        show: called with the counts after each chunk.
+        note: called with each note to the user.
+        early: process that is already loading the tokenizer of these settings; closed here.
+
+    Raises:
+        DataError: no file has its final name then, and finished work is saved for `settings.resume` (work_dir.py).
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise DataError("preprocessing was started by torchrun, once a process", fix="Start it by itself, once.")
@@ -101,7 +117,7 @@ def preprocess(
 def _special_tokens(
     settings: Settings, tokenizer: TokenizerInfo, path: Path, note: Callable[[str], None]
 ) -> SpecialTokens:
-    """What goes around every sequence, and a note on it."""
+    """Return the special tokens for every sequence, and note them to the user."""
     if not settings.add_special_tokens:
         return SpecialTokens()
     around = required_special_tokens(tokenizer.around, path)
@@ -112,7 +128,7 @@ def _special_tokens(
 
 
 def _peek_first_texts(inputs: list[Input], settings: Settings) -> tuple[Iterator[Chunk], list[str]]:
-    """All chunks, and the first texts."""
+    """Return an iterator over all chunks, and the texts of the first chunk."""
     ahead = chunks(inputs, settings, _BEGINNING)
     first = list(islice(ahead, 1))
     texts = [text for chunk in first for text in valid_texts(chunk, settings.json_keys, CHECKED_CHARACTERS)]
@@ -120,7 +136,7 @@ def _peek_first_texts(inputs: list[Input], settings: Settings) -> tuple[Iterator
 
 
 class _PreprocessRun:
-    """One run over the inputs: reads, has it encoded, writes and keeps count."""
+    """One run over the inputs: reads chunks, passes them to the workers, writes the results and counts."""
 
     def __init__(
         self,
@@ -142,16 +158,22 @@ class _PreprocessRun:
         output.open(saved)
         self.engine = EncoderBackend(settings.engine)
         self._hashes = InputHashes(inputs)
-        self._checked = 0  # inputs before this one were found unchanged after they were read
-        self._whole = True  # whether the state and the files speak of the same chunks
+        self._checked = 0  # inputs before this index were unchanged after they were read
+        self._whole = True  # whether state and files cover the same chunks
         self._checkpointed = time.monotonic()
         self._seconds_before = self.state.counts.seconds
         self._started = time.monotonic()
 
     def start(self, workers: Workers, trial: BackendTrial, ahead: Iterator[Chunk]) -> None:
-        """Have the workers begin, with gigatoken where it loads, while it is found out whether it is right.
+        """Start the workers, with gigatoken if it loads, while gigatoken's ids are still being verified.
 
-        `ahead` are all chunks from the beginning. Raises DataError.
+        Args:
+            workers: the encoder pool.
+            trial: the trial of the backends.
+            ahead: all chunks from the start of the inputs.
+
+        Raises:
+            DataError: the requested backend cannot be used.
         """
         if self.state.complete:
             return
@@ -162,13 +184,13 @@ class _PreprocessRun:
         workers.start(gigatoken)
         if gigatoken is not None:
             workers.prefetch(self._ahead, self._recipe(EngineChoice.GIGATOKEN))
-        self._hashes.start()  # a thread, so that all that is to be forked must be there
+        self._hashes.start()  # starts a thread, so all workers must be forked before
         self.engine = trial.backend()
         if self.engine.note:
             self._note(self.engine.note)
 
     def run(self, workers: Workers) -> None:
-        """Bring all records from where the state stands to the end into the work folder."""
+        """Encode all records from the saved position to the end, into the work directory."""
         if self.state.complete:
             return
         try:
@@ -178,7 +200,7 @@ class _PreprocessRun:
                     self._checkpoint()
         except (DataError, KeyboardInterrupt) as error:
             if isinstance(error, DataError):
-                self._refuse_changed(self._inputs)  # which explains a bad record better than the record does
+                self._refuse_changed(self._inputs)  # a changed file is the better explanation of a bad record
             if self._whole and self.state.counts.documents:
                 self._checkpoint_best_effort()
             raise
@@ -197,17 +219,17 @@ class _PreprocessRun:
         )
 
     def finish(self) -> list[str]:
-        """Make the whole safe on disk; the hashes of the inputs. DataError when these changed since the start."""
+        """Checkpoint the complete output and return the hashes of the inputs. DataError if an input has changed."""
         self._refuse_changed(self._inputs)
         self.state.complete = True
         self._checkpoint()
         hashes = self._hashes.finish()
-        self._refuse_changed(self._inputs)  # the hashes are of the bytes that were encoded
+        self._refuse_changed(self._inputs)  # so that the hashes are of the bytes that were encoded
         self._count_seconds()
         return hashes
 
     def _refuse_changed(self, inputs: Sequence[Input]) -> None:
-        """DataError when one of them is not as it was at the start; then what was done is not resumed."""
+        """Raise DataError if an input changed since the start; the finished work is then not resumable."""
         try:
             check_unchanged(inputs)
         except DataError:
@@ -215,7 +237,7 @@ class _PreprocessRun:
             raise
 
     def _write_chunk(self, chunk: Chunk, encoded: Encoded) -> None:
-        """Write a chunk and count it; DataError for its first bad record when these stop the run."""
+        """Write and count a chunk; DataError for its first bad record if bad records stop the run."""
         self._whole = False
         try:
             quarantined = self.state.count_chunk(chunk, encoded, self._settings)
@@ -239,13 +261,14 @@ class _PreprocessRun:
         self._checkpointed = time.monotonic()
 
     def _checkpoint_best_effort(self) -> None:
-        """Keep what was done before an error; the error is what the user should see."""
+        """Save finished work after an error; a second error must not hide the first."""
         try:
             self._checkpoint()
         except DataError:
             return
 
     def _saved_state(self) -> dict[str, Any] | None:
+        """Return the state to resume from; None starts from the beginning."""
         saved = self._output.saved_state()
         if not self._settings.resume:
             if saved is not None:

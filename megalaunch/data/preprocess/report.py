@@ -1,4 +1,4 @@
-"""The report beside the output of a preprocessing: counts, settings, hashes and what was left out."""
+"""The report next to preprocessed files: counts, settings, hashes and left-out records."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _RESULT_SETTINGS = (
 
 
 def report_path(prefix: Path) -> Path:
-    """The report that belongs to a prefix."""
+    """Return the path of a prefix's report."""
     return prefix.with_name(prefix.name + ".json")
 
 
 def read_report(prefix: Path) -> dict[str, Any] | None:
-    """The report beside the files of a prefix; None when there is none, or it cannot be read."""
+    """Return the report of a prefix; None if there is none or it cannot be read."""
     try:
         report = json.loads(report_path(prefix).read_bytes())
     except (OSError, ValueError):
@@ -42,10 +42,10 @@ def read_report(prefix: Path) -> dict[str, Any] | None:
 
 
 def check_report(prefix: Path, tokenizer: Tokenizer) -> str | None:
-    """A line on how the files of a prefix were made, None without a report.
+    """Check a prefix against its report and return one line on how it was made; None without a report.
 
-    Raises DataError when they were made with another vocabulary than that of `tokenizer`, or have not the sizes
-    that they were written with.
+    Raises:
+        DataError: the files were made with another vocabulary than that of `tokenizer`, or their sizes have changed.
     """
     report = read_report(prefix)
     if report is None:
@@ -84,9 +84,18 @@ def write_reports(
     state: State,
     outputs: dict[str, Any],
 ) -> list[Path]:
-    """One for each prefix (of which each holds one key), with the tokens of that; DataError when that fails.
+    """Write one report for each prefix (one for each JSON key), with that prefix's token count.
 
-    `outputs` describes each file that was made, `around` the special tokens that every sequence was given.
+    Args:
+        prefixes: the prefixes of the output.
+        inputs, hashes: the files that were read, and the sha256 of each.
+        settings, tokenizer, vocabulary_hash, engine: how the tokens were made.
+        around: special tokens added to every sequence.
+        state: counts and bad records.
+        outputs: size and hashes of each file written.
+
+    Raises:
+        DataError: a report cannot be written.
     """
     path = tokenizer_file(settings.tokenizer)
     chosen = asdict(settings)
@@ -123,9 +132,10 @@ def write_reports(
 
 
 def merge_reports(prefixes: Sequence[Path]) -> dict[str, Any] | None:
-    """What the report of files made of others says besides counts and outputs; None unless all of them have one.
+    """Return the merged report of several prefixes without counts and outputs; None unless each has a report.
 
-    Raises DataError when they were made with different vocabularies.
+    Raises:
+        DataError: they were made with different vocabularies.
     """
     reports = [read_report(prefix) for prefix in prefixes]
     known = [(prefix, report) for prefix, report in zip(prefixes, reports, strict=True) if report is not None]
@@ -149,7 +159,7 @@ def merge_reports(prefixes: Sequence[Path]) -> dict[str, Any] | None:
 
 
 def write_report(prefix: Path, content: dict[str, Any]) -> Path:
-    """Write it whole or not at all; DataError when that fails."""
+    """Write a report atomically; DataError if that fails."""
     report = report_path(prefix)
     unfinished = AtomicFile(report)
     try:

@@ -1,4 +1,4 @@
-"""Cutting texts into sentences for `--split-sentences`, as Megatron does: with NLTK's Punkt models."""
+"""Splits texts into sentences for `--split-sentences`, as Megatron does: with NLTK's Punkt models."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Callable
 
 from megalaunch.data.errors import DataError
 
-_PIECE = 1_000_000  # characters cut at once, as Megatron does
+_PIECE = 1_000_000  # characters split at a time, as in Megatron
 
 
 def make_splitter(language: str) -> Callable[[str], list[str]]:
-    """A function from a text to its sentences.
+    """Return a function that splits a text into its sentences.
 
-    The model is read from NLTK's `punkt_tab` tables (plain text; the older pickled ones are never read).
-    Raises DataError when the package or the model is missing.
+    The model is read from NLTK's `punkt_tab` tables (plain text; the older pickled models are never read).
+
+    Raises:
+        DataError: the package nltk or the model is missing.
     """
     try:
         from nltk.tokenize.punkt import PunktTokenizer

@@ -1,4 +1,4 @@
-"""What `preprocess` can be told; light, so that the command line can import it."""
+"""Settings of `preprocess`; a light module, so that the command line can import it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Format(StrEnum):
-    """How inputs are read: `auto` goes by the suffix (below that of a compression): see inputs.py."""
+    """Format of the inputs; `auto` goes by the suffix (before that of a compression): see inputs.py."""
 
     AUTO = "auto"
     JSONL = "jsonl"
@@ -18,7 +18,7 @@ class Format(StrEnum):
 
 
 class OnBadRecord(StrEnum):
-    """What a record that cannot be read does: end everything, be left out, or be left out and kept aside."""
+    """Treatment of an invalid record: stop the run, skip it, or skip it and save it to the quarantine file."""
 
     STOP = "stop"
     SKIP = "skip"
@@ -26,7 +26,7 @@ class OnBadRecord(StrEnum):
 
 
 class EngineChoice(StrEnum):
-    """What encodes: `auto` takes gigatoken where it is installed and gives the ids of `tokenizers`."""
+    """Encoder backend; `auto` uses gigatoken if it is installed and gives the ids of `tokenizers`."""
 
     AUTO = "auto"
     GIGATOKEN = "gigatoken"
@@ -35,14 +35,14 @@ class EngineChoice(StrEnum):
 
 @dataclass(frozen=True)
 class MaxBad:
-    """How many bad records may be left out before preprocessing fails: a number, a share of all, or any (both None)."""
+    """Maximum of bad records before preprocessing fails: a number, a fraction of all, or no limit (both None)."""
 
     count: int | None = None
     share: float | None = None
 
     @staticmethod
     def parse(text: str) -> MaxBad:
-        """`100` is a number of records, `1%` a share. ValueError for anything else."""
+        """Parse `100` as a number of records, `1%` as a fraction. ValueError for anything else."""
         if text.endswith("%"):
             percent = float(text[:-1])
             if not 0 <= percent <= 100:
@@ -60,7 +60,7 @@ class MaxBad:
 
 @dataclass(frozen=True)
 class TiktokenOptions:
-    """What Megatron's JSON list of tiktoken ranks does not say itself; the defaults are Megatron's."""
+    """Options that Megatron's JSON list of tiktoken ranks does not contain; the defaults are Megatron's."""
 
     pattern: str = "v2"
     vocab_size: int = 1 << 17
@@ -69,12 +69,25 @@ class TiktokenOptions:
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the bytes that are written, and how they are made; a text file is one document.
+    """Settings of a preprocessing run. A text file is one document.
 
-    `add_special_tokens`: every sequence gets what the tokenizer's post-processor puts around a text (BOS), as
-    Megatron's tool does. `merges` goes with a GPT-2 vocabulary file. `language` is that of the sentences to split,
-    None: do not split. A record over `record_bytes` is a bad one. About `chunk_bytes` are encoded at a time, and at
-    least every `checkpoint_seconds` the work is made safe for `resume`.
+    Attributes:
+        tokenizer: tokenizer file or its directory.
+        workers: number of encoding processes.
+        append_eod: append the end-of-document token to each document.
+        add_special_tokens: add the post-processor's special tokens (BOS) to every sequence, as Megatron's tool does.
+        json_keys: keys or columns of the texts; each gets its own files.
+        format: format of the inputs.
+        on_bad_record: treatment of invalid records.
+        max_bad: maximum of invalid records.
+        merges: merges of a GPT-2 vocabulary file.
+        tiktoken: options for Megatron's list of tiktoken ranks.
+        engine: encoder backend.
+        language: language for splitting sentences; None: do not split.
+        resume: continue an interrupted run.
+        record_bytes: larger records are invalid.
+        chunk_bytes: approximate size of the chunks that are encoded at a time.
+        checkpoint_seconds: interval of checkpoints for `resume`.
     """
 
     tokenizer: Path

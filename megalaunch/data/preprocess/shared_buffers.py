@@ -1,4 +1,4 @@
-"""Memory that forked workers share with their parent: tokens are left in it, instead of being sent through a pipe."""
+"""Memory shared between forked workers and their parent: workers write tokens to it instead of sending them by pipe."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from megalaunch.data.preprocess.encode_chunk import Encoded
 
 
 class SharedBuffers:
-    """`count` places of `size` bytes; a chunk's tokens lie in one until `free` says that they are written."""
+    """`count` slots of `size` bytes; a chunk's tokens occupy one until `free`, when they are written to the file."""
 
     def __init__(self, count: int, size: int) -> None:
         self._size = size
-        self._memory = mmap.mmap(-1, count * size)  # pages that are never touched take no memory
+        self._memory = mmap.mmap(-1, count * size)  # untouched pages take no memory
         self._free = list(range(count))
 
     def take(self) -> int:
-        """A place that nothing lies in."""
+        """Return a free slot."""
         return self._free.pop()
 
     def free(self, slot: int) -> None:
-        """Give a place back."""
+        """Release a slot."""
         self._free.append(slot)
 
     def write(self, slot: int, encoded: Encoded, dtype: np.dtype[Any]) -> list[int] | None:
-        """In a worker: put the tokens of each key there as `dtype`, and how many they are; None: they are too many."""
+        """In a worker: write the tokens of each key as `dtype` and return their numbers; None if they do not fit."""
         sizes = [key.tokens.size for key in encoded.keys]
         if sum(sizes) * dtype.itemsize > self._size:
             return None
@@ -42,7 +42,7 @@ class SharedBuffers:
         return sizes
 
     def read(self, slot: int, encoded: Encoded, sizes: Sequence[int]) -> None:
-        """In the parent: give each key its tokens, which stay where they lie."""
+        """In the parent: give each key a view of its tokens in the slot."""
         start = slot * self._size
         for number, (key, size) in enumerate(zip(encoded.keys, sizes, strict=True)):
             tokens = self._view(start, size, key.tokens.dtype)

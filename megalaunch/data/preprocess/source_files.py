@@ -1,4 +1,4 @@
-"""The files that a path, folder or glob names, in a stable order."""
+"""Files named by a path, directory or glob, in a stable order."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ CORRECT_PATH = "Correct the path, or allow reading."
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """One file of a corpus, under the name its documents carry."""
+    """One file of a corpus; `name` is the prefix of its documents' names."""
 
     path: Path
     name: str
 
     def size(self) -> int:
-        """Bytes in it."""
+        """Return the size in bytes."""
         try:
             return self.path.stat().st_size
         except OSError as error:
             raise cannot("read it", self.path, error, CORRECT_PATH) from error
 
     def sha256(self) -> str:
-        """Hash of its content."""
+        """Return the hash of the content."""
         with open_source(self.path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def list_files(source: str) -> tuple[CorpusFile, ...]:
-    """The files that a path or glob names, in their order, none when there is nothing of that name."""
+    """Return the files of a path or glob in order; empty if nothing matches."""
     path = Path(source).expanduser()
     try:
         if path.is_dir():
@@ -56,14 +56,14 @@ def list_files(source: str) -> tuple[CorpusFile, ...]:
 
 
 def refuse_special(path: Path) -> None:
-    """DataError for a device, a pipe or a socket, which may never end. Raises OSError when nothing is there."""
+    """Raise DataError for a device, a pipe or a socket, which may never end; OSError if the path does not exist."""
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise DataError("it is no regular file or folder", file=path, fix="Name a file.")
 
 
 def open_source(path: Path) -> BufferedReader:
-    """Open a file of the corpus; DataError when that fails."""
+    """Open a file of the corpus; DataError if that fails."""
     try:
         return path.open("rb")
     except OSError as error:
@@ -71,14 +71,14 @@ def open_source(path: Path) -> BufferedReader:
 
 
 def walk_files(root: Path, left_out: set[str], suffix: str) -> tuple[CorpusFile, ...]:
-    """The files below a folder, by their paths; without hidden ones, and without folders of the names in `left_out`."""
+    """Return the files below a directory by path, without hidden ones and directories named in `left_out`."""
 
     def fail(error: OSError) -> None:
-        raise error  # os.walk would pass over a folder that it may not list
+        raise error  # os.walk would skip a directory that cannot be listed
 
     found = []
     for folder, folders, names in os.walk(root, onerror=fail):
-        # Pruned in place, so that a folder left out is not even listed.
+        # Pruned in place, so that os.walk does not enter directories left out.
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         paths = (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith("."))
         found += [CorpusFile(path, path.relative_to(root).as_posix()) for path in paths if path.is_file()]
@@ -91,7 +91,7 @@ def _matching(pattern: str) -> tuple[CorpusFile, ...]:
     parts = Path(pattern).parts
     fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
-    # Unlike Path.glob, this leaves hidden files out and lets a last ** match files.
+    # Unlike Path.glob, this excludes hidden files and lets a final ** match files.
     matches = glob.iglob(pattern, recursive=True)  # noqa: PTH207
     paths = [path for path in map(Path, matches) if path.is_file()]
     if not paths:

@@ -1,4 +1,4 @@
-"""How far a preprocessing has come: its counts, its bad records, and where in the inputs it stands."""
+"""Progress of a preprocessing run: counts, bad records, and the position in the inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalaunch.data.preprocess.inputs import Input
 from megalaunch.data.preprocess.settings import OnBadRecord, Settings
 
 _BAD_RECORDS_LISTED = 1000
-# Raise it when the same inputs and settings would give other files than before.
+# Increment when the same inputs and settings would give different files.
 _RECIPE_VERSION = 2
 _MORE_BAD = "Mend the input, or raise --max-bad."
 
@@ -36,7 +36,7 @@ class Progress:
 
 @dataclass
 class State:
-    """All that a later run needs to go on; `line` is that of `position` in its file, from 0."""
+    """Everything that a resumed run needs; `line` is the line of `position` in its file, counted from 0."""
 
     counts: Progress
     position: Position = field(default_factory=lambda: Position(0, 0))
@@ -45,7 +45,11 @@ class State:
     complete: bool = False
 
     def count_chunk(self, chunk: Chunk, encoded: Encoded, settings: Settings) -> list[bytes]:
-        """Count a chunk, and give the lines for the quarantine. DataError for a bad record that stops the run."""
+        """Count a chunk and return its lines for the quarantine.
+
+        Raises:
+            DataError: a bad record stops the run, or there are more than `max_bad`. Nothing is counted then.
+        """
         on_bad_record = settings.on_bad_record
         lines: list[bytes] = []
         listed: list[dict[str, Any]] = []
@@ -75,7 +79,7 @@ class State:
         return lines
 
     def check_complete(self, sources: str, settings: Settings) -> None:
-        """DataError when all inputs are read and there is nothing to train on, or more was bad than may be."""
+        """Raise DataError if the inputs had no valid documents, or more bad ones than `max_bad` allows."""
         counts = self.counts
         left_out = counts.skipped + counts.quarantined
         if not counts.documents:
@@ -91,12 +95,12 @@ class State:
             raise DataError(cause, file=sources, fix=_MORE_BAD)
 
     def to_save(self) -> dict[str, Any]:
-        """What `load` takes."""
+        """Return the state as JSON data for `load`."""
         return asdict(self)
 
     @staticmethod
     def load(saved: dict[str, Any]) -> State:
-        """The state that was saved."""
+        """Return the state from the data of `to_save`."""
         return State(
             counts=Progress(**saved["counts"]),
             position=Position(**saved["position"]),
@@ -120,7 +124,10 @@ def _quarantine_line(bad: BadRecord, line: int | None) -> bytes:
 
 
 def resume_fingerprint(inputs: Sequence[Input], settings: Settings, tokenizer: str) -> dict[str, str]:
-    """What must be the same for a resumed run to give the same bytes, by name; `tokenizer` is the content of one."""
+    """Hash everything that must be unchanged for a resumed run to write the same bytes, by name.
+
+    `tokenizer` is the content of a tokenizer.json.
+    """
     files = [[str(entry.path.absolute()), entry.format, entry.size, entry.changed] for entry in inputs]
     written = [settings.append_eod, settings.add_special_tokens, list(settings.json_keys), settings.language]
     options = [_RECIPE_VERSION, *written, settings.record_bytes]

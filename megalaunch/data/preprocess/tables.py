@@ -1,6 +1,6 @@
-"""The rows of parquet and arrow files, some at a time.
+"""Reads the rows of parquet and arrow files in parts.
 
-An arrow file is a stream, as `save_to_disk` of the package datasets writes it, or a random-access file.
+An arrow file is a stream, as written by `save_to_disk` of the package datasets, or a random-access file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ _FILE_MAGIC = b"ARROW1"
 
 @dataclass(frozen=True)
 class TablePart:
-    """Rows in a row as the values under the keys; they end before row `end` and took `stored` bytes of the file."""
+    """Consecutive rows of a table.
+
+    Attributes:
+        values: the values under the keys, for each row.
+        end: row after the last one.
+        stored: bytes of the file that the rows account for.
+        is_last: whether the table ends here.
+    """
 
     values: list[tuple[Any, ...]]
     end: int
@@ -30,7 +37,14 @@ class TablePart:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A record batch that begins at row `first`, and the shares of the file before its beginning and its end."""
+    """A record batch.
+
+    Attributes:
+        columns: the batch.
+        first: its first row.
+        before: fraction of the file before the batch.
+        share: fraction of the file up to its end.
+    """
 
     columns: Any
     first: int
@@ -39,14 +53,14 @@ class _Batch:
 
 
 def table_rows(entry: Input, keys: Sequence[str], part_bytes: int, start: int = 0) -> Iterator[TablePart]:
-    """All rows from `start` on, in parts of about `part_bytes`. Raises DataError."""
+    """Yield all rows from `start`, in parts of about `part_bytes`. Raises DataError."""
     arrow = import_optional("pyarrow", entry.path)
     read = _parquet if entry.format is Format.PARQUET else _arrow
     held: list[tuple[Any, ...]] = []
     size, row, share, told = 0, start, 0.0, -1
     try:
         for batch in read(entry.path, keys, start):
-            if held and size >= part_bytes:  # now it is known that these were not the last
+            if held and size >= part_bytes:  # another batch follows, so these rows are not the last
                 yield TablePart(held, row, int(entry.size * share) - told, is_last=False)
                 held, size, told = [], 0, int(entry.size * share)
             columns = [batch.columns.column(batch.columns.schema.get_field_index(key)) for key in keys]
@@ -67,7 +81,7 @@ def table_rows(entry: Input, keys: Sequence[str], part_bytes: int, start: int = 
 
 
 def table_columns(entry: Input) -> list[str]:
-    """The names of its columns. Raises DataError."""
+    """Return the names of a table's columns. Raises DataError."""
     arrow = import_optional("pyarrow", entry.path)
     try:
         if entry.format is Format.PARQUET:
@@ -86,7 +100,7 @@ def _parquet(path: Path, keys: Sequence[str], start: int) -> Iterator[_Batch]:
     table = import_optional("pyarrow.parquet", path).ParquetFile(path)
     _check_columns(path, table.schema_arrow.names, keys)
     total = table.metadata.num_rows
-    # Whole row groups before the start are not read at all.
+    # Skip row groups that end before the start.
     group, row = 0, 0
     while group < table.num_row_groups and row + table.metadata.row_group(group).num_rows <= start:
         row += table.metadata.row_group(group).num_rows

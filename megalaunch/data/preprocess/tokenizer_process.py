@@ -1,6 +1,6 @@
-"""The tokenizer, loaded by a process of its own while this one imports and loads what else it needs.
+"""Loads the tokenizer in another process while this one imports and loads other things.
 
-Libraries of tokenizers load under Python's lock, so that a thread would not do.
+Tokenizer libraries hold Python's GIL while loading, so a thread would not overlap.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from megalaunch.data.tokenizer.tokenizer import SpecialTokens, Tokenizer, load_t
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """What preprocessing must know of a tokenizer; `content` is that of a tokenizer.json of it.
+    """The properties of a tokenizer that preprocessing needs.
 
-    `around` is what its post-processor puts around every text (see `Tokenizer.special_tokens_around`).
+    Attributes:
+        content: its tokenizer.json.
+        vocab_size: size of the vocabulary.
+        eod_id: id of the end-of-document token; None if there is none.
+        around: special tokens added to every text (see `Tokenizer.special_tokens_around`).
     """
 
     content: str
@@ -34,9 +38,9 @@ class TokenizerInfo:
 
 
 class TokenizerProcess:
-    """A tokenizer that is loaded from the beginning on, used in a `with`.
+    """A tokenizer that starts loading on construction; a context manager.
 
-    It is loaded here, when it is asked for, where another process could not be forked.
+    If this process cannot fork, the tokenizer is loaded here on first use.
     """
 
     def __init__(self, path: Path, merges: Path | None, tiktoken: TiktokenOptions | None = None) -> None:
@@ -44,21 +48,21 @@ class TokenizerProcess:
         self._process = WorkerProcess(True, _load_there, self._here) if is_single_threaded() else None
 
     def known(self) -> TokenizerInfo:
-        """What is to be known of it. Raises DataError for what `load_tokenizer` refuses."""
+        """Return the tokenizer's properties. Raises DataError for files that `load_tokenizer` refuses."""
         if self._process is None:
             return self._here.known
         known: TokenizerInfo = _answer(self._process.call_deferred(_known_there))
         return known
 
     def check(self, texts: Sequence[str]) -> Callable[[], Checked]:
-        """Begin to encode probes and `texts` (see backend_check.py); what is given back waits for the ids."""
+        """Start encoding the probes and `texts` (see backend_check.py); return a function that waits for the ids."""
         if self._process is None:
             return lambda: self._here.check(texts)
         answer = self._process.call_deferred(_check_there, texts)
         return lambda: _answer(answer)
 
     def vocabulary_hash(self) -> str:
-        """That of `Tokenizer`; who asks for it last finds it computed."""
+        """Return `Tokenizer.vocabulary_hash`; called last, it is already computed."""
         if self._process is None:
             return self._here.vocabulary_hash
         computed: str = _answer(self._process.call_deferred(_hash_there))
@@ -79,7 +83,7 @@ class TokenizerProcess:
 
 
 class _LazyTokenizer:
-    """A tokenizer that is loaded when it is needed first."""
+    """A tokenizer that is loaded on first use."""
 
     def __init__(self, path: Path, merges: Path | None, tiktoken: TiktokenOptions | None) -> None:
         self._path, self._merges, self._tiktoken = path, merges, tiktoken
@@ -101,12 +105,12 @@ class _LazyTokenizer:
         return reference_ids(self._tokenizer, texts)
 
 
-_there: list[_LazyTokenizer] = []  # in the other process: what it loads
+_there: list[_LazyTokenizer] = []  # in the other process: its tokenizer
 
 
 def _load_there(loading: _LazyTokenizer) -> None:
     _there.append(loading)
-    with suppress(Exception):  # whatever it is, it is raised again for who asks
+    with suppress(Exception):  # raised again by the call that needs the tokenizer
         _ = loading.known
 
 
@@ -116,7 +120,7 @@ def _known_there() -> TokenizerInfo:
 
 def _check_there(texts: Sequence[str]) -> Checked:
     checked = _there[0].check(texts)
-    _ = _there[0].vocabulary_hash  # kept until it is asked for
+    _ = _there[0].vocabulary_hash  # cached until it is requested
     return checked
 
 

@@ -1,7 +1,7 @@
-"""What preprocessing writes: a hidden work folder that survives any end, and from it the final files.
+"""Output of preprocessing: a hidden work directory that survives any interruption, and the final files made from it.
 
-The folder holds, for each key, the tokens, the length of each sequence and the number of sequences of each
-document, and `state.json`, which says up to where all of them are safe on disk.
+The directory holds for each key the tokens, the length of each sequence and the number of sequences of each document,
+and `state.json` with the sizes up to which all of them are safely on disk.
 """
 
 from __future__ import annotations
@@ -30,9 +30,15 @@ _FREE_SPACE = "Free space there, then go on with --resume; nothing stands under 
 
 
 class WorkDir:
-    """The work folder of one output prefix, held by one process; `finals` are the prefixes of its keys' files.
+    """The work directory of one output prefix, locked by one process.
 
-    Raises DataError when another process writes the same prefix, or the folder cannot be written.
+    Args:
+        output_prefix: start of the output's names.
+        finals: prefix of each key's files.
+        dtype: dtype of the stored tokens.
+
+    Raises:
+        DataError: another process is writing the same prefix, or the directory is not writable.
     """
 
     def __init__(self, output_prefix: Path, finals: Sequence[Path], dtype: np.dtype[Any]) -> None:
@@ -54,7 +60,7 @@ class WorkDir:
             raise cannot("write here", output_prefix, error, "Choose a folder that you may write to.") from error
 
     def saved_state(self) -> dict[str, Any] | None:
-        """What the last `checkpoint` was given; None when there was none."""
+        """Return the state of the last `checkpoint`; None if there was none."""
         try:
             state = json.loads(self._state.read_bytes())
         except (OSError, ValueError):
@@ -62,13 +68,13 @@ class WorkDir:
         return state if isinstance(state, dict) and "sizes" in state else None
 
     def discard_state(self) -> None:
-        """Drop what the last `checkpoint` kept, so that nothing can be resumed."""
+        """Remove the state of the last `checkpoint`, so that it cannot be resumed."""
         self._state.unlink(missing_ok=True)
 
     def open(self, saved: dict[str, Any] | None) -> None:
-        """Open the files for writing: empty, or as long as they were at the checkpoint `saved`."""
+        """Open the files for writing: empty, or truncated to their sizes at the checkpoint `saved`."""
         if saved is not None and saved["complete"]:
-            return  # nothing is added any more, and publishing may already have begun to move the files
+            return  # nothing more is added, and an interrupted publish may already have renamed files
         sizes = {} if saved is None else saved["sizes"]
         try:
             if saved is None:
@@ -82,7 +88,7 @@ class WorkDir:
             raise cannot("write here", self.folder, error, _FREE_SPACE) from error
 
     def save_tokenizer(self, content: str) -> Path:
-        """Put a tokenizer.json where the workers find it."""
+        """Write a tokenizer.json for the workers and return its path."""
         path = self.folder / "tokenizer.json"
         try:
             path.write_text(content, encoding="utf-8")
@@ -112,7 +118,7 @@ class WorkDir:
             raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
 
     def checkpoint(self, state: dict[str, Any]) -> None:
-        """Make all that was added safe, and keep `state` with it."""
+        """Flush everything that was added to disk, and save `state` with the sizes of the files."""
         try:
             for sync in self._syncs:
                 sync.finish()
@@ -129,7 +135,7 @@ class WorkDir:
             raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
 
     def build_indexes(self) -> dict[str, Any]:
-        """Make the indexes; size and hashes of all files by their final names, as the report holds them."""
+        """Build the index files; return size and hashes of all files by final name, for the report."""
         described = {}
         try:
             for number, final in enumerate(self.finals):
@@ -150,7 +156,7 @@ class WorkDir:
         return described
 
     def publish(self, quarantine: Path | None) -> None:
-        """Give all files their final names, each index last; called again, it goes on where it was stopped."""
+        """Rename all files to their final names, each index last; a repeated call continues an interrupted one."""
         try:
             for number, final in enumerate(self.finals):
                 tokens, index = self._parts(number)
@@ -169,7 +175,7 @@ class WorkDir:
         return self.folder / f"{number}.bin", self.folder / f"{number}.idx"
 
     def close(self, keep: bool) -> None:
-        """Let go of the folder; it goes too, unless it is to be kept for a later resume."""
+        """Close the files and release the lock; remove the directory unless `keep` (for a later resume)."""
         for sync in self._syncs:
             sync.close()
         for file in self._files.values():

@@ -1,4 +1,4 @@
-"""One process that does what it is asked, in order, and the pipe to it."""
+"""A process that executes function calls in order, and the pipe to it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import Any
 
 
 class WorkerDied(Exception):
-    """The process is gone, and with it what it had been asked."""
+    """The process has ended, and its pending calls are lost."""
 
 
 def is_single_threaded() -> bool:
-    """Whether this process has no other thread, so that it can be forked; False where that cannot be told."""
+    """Return whether this process has one thread and can be forked; False if the system does not report it."""
     try:
         return sum(1 for _ in Path("/proc/self/task").iterdir()) == 1
     except OSError:
@@ -31,14 +31,14 @@ def is_single_threaded() -> bool:
 
 
 class WorkerProcess:
-    """A process at work; `prepare(*words)` runs in it first.
+    """A worker process; `prepare(*words)` runs in it first.
 
-    It is spawned, or `forked`, which is quicker and shares memory: only where `is_single_threaded`, as a fork of
-    a process with threads (a tokenizer library's, say) may hang. No call is sent before all are forked: then a thread
-    starts.
+    It is spawned, or `forked`, which is faster and shares memory. Fork only if `is_single_threaded`: a fork of a
+    process with threads (of a tokenizer library, for example) may hang. `submit` starts a thread, so fork all workers
+    before the first call.
 
-    It shares no lock and no pipe with another worker, unlike those of a pool: killed at any moment, in the middle
-    of an answer too, it leaves nobody waiting.
+    Unlike the workers of a pool it shares no lock and no pipe with others: killed at any moment, even while it sends
+    a result, it blocks no other process.
     """
 
     def __init__(self, forked: bool, prepare: Callable[..., object], *words: object) -> None:
@@ -55,11 +55,11 @@ class WorkerProcess:
 
     @property
     def is_busy(self) -> int:
-        """How much it has yet to answer."""
+        """Number of calls without a result."""
         return len(self._asked)
 
     def submit(self, function: Callable[..., Any], *words: object) -> Future[Any]:
-        """Have it call an importable function; the future raises what that raised, or WorkerDied."""
+        """Call an importable function in the process; the future raises its exception, or WorkerDied."""
         future: Future[Any] = Future()
         with self._lock:
             if self._gone:
@@ -73,15 +73,15 @@ class WorkerProcess:
         return future
 
     def call_deferred(self, function: Callable[..., Any], *words: object) -> Callable[[], Any]:
-        """The same without a thread, for who is yet to fork: what is given back waits for the answer.
+        """Call a function without starting a thread (before a fork); return a function that waits for the result.
 
-        Answers are to be waited for in the order of the questions, and none may come from `submit`.
+        Wait for results in the order of the calls, and do not mix with `submit`.
         """
         self._send(function, words)
         return self._answer
 
     def _send(self, function: Callable[..., Any], words: tuple[object, ...]) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # who reads the answer sees the death too, and says so
+        with suppress(BrokenPipeError, ConnectionResetError):  # reading the result raises WorkerDied
             self._pipe.send((function, words))
 
     def _answer(self) -> Any:
@@ -94,11 +94,11 @@ class WorkerProcess:
         raise answer
 
     def kill(self) -> None:
-        """Have the process end now, which `close` waits for."""
+        """Kill the process; `close` waits for its end."""
         self._process.kill()
 
     def close(self) -> None:
-        """End the process now; what it was doing is dropped."""
+        """Kill the process and wait for its end; pending calls are dropped."""
         self.kill()
         self._process.join()
         if self._reader is not None:
@@ -109,7 +109,7 @@ class WorkerProcess:
         while True:
             try:
                 succeeded, answer = self._pipe.recv()
-            except (EOFError, OSError):  # the end, between two answers or within one
+            except (EOFError, OSError):  # the process ended, possibly while sending a result
                 break
             future = self._asked.popleft()
             if succeeded:
@@ -124,7 +124,7 @@ class WorkerProcess:
 
 @contextmanager
 def _block_sigint() -> Iterator[None]:
-    """Ctrl-C waits; a process that is started meanwhile inherits that."""
+    """Block SIGINT; a process that is started meanwhile inherits the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -133,7 +133,7 @@ def _block_sigint() -> Iterator[None]:
 
 
 class _Forked(ForkProcess):
-    """It begins with all that is loaded here."""
+    """A forked process; it inherits everything that is loaded here."""
 
     def start(self) -> None:
         with _block_sigint():
@@ -141,9 +141,9 @@ class _Forked(ForkProcess):
 
 
 class _Spawned(SpawnProcess):
-    """It begins anew, and needs no main module.
+    """A spawned process that does not import the main module.
 
-    Without a main module it does not import the command line anew, nor the script of who uses this as a library.
+    So it imports neither the command line again, nor the script of a library user.
     """
 
     def start(self) -> None:
@@ -161,10 +161,10 @@ class _Spawned(SpawnProcess):
 def _worker_main(
     pipe: Connection, inherited: Connection | None, prepare: Callable[..., object], words: tuple[object, ...]
 ) -> None:
-    """The process's whole life: leave Ctrl-C to the parent, get ready, answer.
+    """Main function of the process: ignore SIGINT (the parent handles it), prepare, execute calls.
 
-    A pipe ends when nobody has its other end. A fork `inherited` that of its own, and those of the workers before
-    it: after the parent's death the last one ends first.
+    A pipe is closed when no process holds its other end. A forked process inherits the parent's end of its own pipe
+    (`inherited`, closed here) and of the workers' before it: after the parent's death the last worker ends first.
     """
     if inherited is not None:
         inherited.close()
@@ -176,13 +176,13 @@ def _worker_main(
         function, given = questions.get()
         try:
             answer: tuple[bool, Any] = True, function(*given)
-        except Exception as error:  # whatever it is, it belongs to the one who asked
+        except Exception as error:  # raised in the caller
             answer = False, error
         pipe.send(answer)
 
 
 def _read_questions(pipe: Connection, questions: SimpleQueue[Any]) -> None:
-    """Read at all times, so that the parent never waits for an answer to be done before it can ask; die with it."""
+    """Read calls at all times, so that the parent never blocks on sending; exit when the parent dies."""
     while True:
         try:
             questions.put(pipe.recv())
