@@ -1,4 +1,4 @@
-"""Directories made once and then found by a key: published by one rename, safe against kills and rivals."""
+"""Directories built once and then found by key: published by one rename, safe against kills and concurrent builds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,19 @@ _OTHER_PLACE = "Free space there, or choose another folder with data.cache_direc
 def cached_directory(
     root: Path, key: str, build: Callable[[Path], None], intact: Callable[[Path], bool], waiting: Callable[[], None]
 ) -> Path:
-    """`root/key`, filled by `build` when it is missing or not `intact`.
+    """Return `root/key`; call `build` to fill it if it is missing or not `intact`.
 
-    `build` gets an empty folder, which appears under its name only when `build` returns. Of two processes
-    with the same key one builds, the other calls `waiting` once and waits; what a killed one left is
-    removed. DataError when the folder cannot be written or the disk is full.
+    Args:
+        root: directory of all cached directories.
+        key: name of this one, a hash of everything that its content depends on.
+        build: fills the empty directory that it is given, which gets its final name only when `build` returns.
+        intact: whether an existing directory is complete.
+        waiting: called once if another process builds the same key; this process then waits for it.
+
+    Raises:
+        DataError: the directory is not writable or the disk is full.
+
+    Leftovers of killed processes are removed.
     """
     final = root / key
     if intact(final):
@@ -39,14 +47,15 @@ def cached_directory(
 
 
 def _build_and_publish(root: Path, key: str, build: Callable[[Path], None]) -> None:
+    """Build in a temporary directory, flush it to disk, and rename it to `root/key`."""
     for leftover in root.glob(f".{key}.unfinished-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{key}.unfinished-", dir=root))
     try:
         build(unfinished)
-        sync_tree(unfinished)  # else a power cut may leave files of zeros under the final name
+        sync_tree(unfinished)  # otherwise a power failure may leave files of zeros under the final name
         unfinished.chmod(0o755)
-        if (root / key).exists():  # damaged: put aside under a name that the next build removes
+        if (root / key).exists():  # damaged: renamed so that the next build removes it
             (root / key).rename(Path(tempfile.mkdtemp(prefix=f".{key}.unfinished-", dir=root), "damaged"))
         unfinished.rename(root / key)
         sync_directory(root)
@@ -56,7 +65,7 @@ def _build_and_publish(root: Path, key: str, build: Callable[[Path], None]) -> N
 
 @contextmanager
 def _file_lock(lock: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold `lock`; the kernel lets go of it when the holder dies."""
+    """Hold an exclusive lock on the file `lock`; the kernel releases it when the holder dies."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:

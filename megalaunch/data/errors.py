@@ -1,4 +1,4 @@
-"""The one error of the data wing: where it is, what is wrong, what to do."""
+"""The error of the data package: where it occurred, the cause, and a fix."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from pathlib import Path
 
 
 class DataError(Exception):
-    """A corpus, a tokenizer or a token file that cannot be used (exit code 3).
+    """A corpus, tokenizer or token file that cannot be used (exit code 3). The message contains all fields.
 
-    `file` and `record` say where (a record is the line of a jsonl file, from 1), `cause` what is wrong
-    there, and `fix` what the user can do about it. The text of the error holds all of them.
+    Attributes:
+        cause: description of the error.
+        file: the file with the error.
+        record: the record with the error, counted from 1 (a line of a jsonl file).
+        fix: suggestion for the user.
     """
 
     def __init__(self, cause: str, *, file: Path | str | None = None, record: int | None = None, fix: str = "") -> None:
@@ -18,7 +21,7 @@ class DataError(Exception):
         super().__init__(f"{where}{cause}." + (f" {fix}" if fix else ""))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Let the error cross a process boundary with all its fields."""
+        """Pickle the error with all its fields, to pass it between processes."""
         return _rebuild, (self.cause, self.file, self.record, self.fix)
 
 
@@ -27,5 +30,5 @@ def _rebuild(cause: str, file: Path | str | None, record: int | None, fix: str) 
 
 
 def cannot(action: str, file: Path, error: OSError, fix: str = "") -> DataError:
-    """The DataError of a failed file operation, in the operating system's words."""
+    """Return the DataError of a failed file operation, with the operating system's message."""
     return DataError(f"cannot {action}: {error.strerror or error}", file=file, fix=fix)

@@ -1,4 +1,4 @@
-"""From `data` and `tokenizer` of a run spec to token files: made once, then found by content."""
+"""Prepares the token files of a run from `data` and `tokenizer` of its spec: built once, then found by content hash."""
 
 from __future__ import annotations
 
@@ -25,17 +25,27 @@ from megalaunch.data.samples.split import DEFAULT_SPLIT
 from megalaunch.data.tokenizer.folder import companion_files
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer, tokenizer_file
 
-# Raise it when the same corpus and settings would give other files than before.
+# Increment when the same corpus and settings would give different files.
 _RECIPE_VERSION = 4
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a run trains on: `documents` and `train_tokens` are the training side, the others validation.
+    """The prepared data of a run.
 
-    `train_prefix` is None for blends (their entries are then absolute) and made-up tokens. `validation_prefix` is
-    None when there is nothing to validate on, and equals `train_prefix` when one file is shared out between both
-    (see split.py and samples/build_datasets.py). Made-up tokens have no tokenizer unless one is given.
+    Attributes:
+        train_prefix: token file for training; None for blends and mock data.
+        validation_prefix: token file for validation; None without validation data. Equal to `train_prefix` if one
+            file is split between both (see samples/split.py and samples/build_datasets.py).
+        tokenizer_path: None for mock data without a tokenizer.
+        vocab_size: size of the vocabulary.
+        eod_id: id of the end-of-document token; None if the tokenizer has none.
+        documents: training documents.
+        validation_documents: validation documents.
+        train_tokens: training tokens.
+        validation_tokens: validation tokens.
+        blend: training blend with absolute paths.
+        validation_blend: validation blend with absolute paths.
     """
 
     train_prefix: Path | None
@@ -52,7 +62,7 @@ class PreparedData:
 
 
 def data_overrides(prepared: PreparedData) -> dict[str, Any]:
-    """The keys of a run spec that preparation fills in, by dotted path."""
+    """Return the run spec keys that preparation sets, by dotted path."""
     paths = {
         "data.train_prefix": prepared.train_prefix,
         "data.validation_prefix": prepared.validation_prefix,
@@ -63,11 +73,18 @@ def data_overrides(prepared: PreparedData) -> dict[str, Any]:
 
 
 def prepare(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]) -> PreparedData:
-    """Token files for training: those of `data.train_prefix` or `data.blend`, or made from `data.corpus` or
-    `data.sft_data` and cached.
+    """Return token files for training: existing ones (`data.train_prefix`, `data.blend`), or built from a corpus.
 
-    `report` gets a line for each step that takes time, and for whatever the user should know. Made files
-    are kept in `data.cache_directory` under a hash of all they depend on. Raises DataError.
+    Files built from `data.corpus` or `data.sft_data` are cached in `data.cache_directory` under a hash of everything
+    they depend on.
+
+    Args:
+        data: the data section of the run spec.
+        tokenizer: the tokenizer section.
+        report: called with a line before each step that takes time, and for each note to the user.
+
+    Raises:
+        DataError: the data or the tokenizer cannot be used.
     """
     if data.mock:
         return _mock_data(tokenizer)
@@ -93,7 +110,7 @@ def prepare(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], No
             else:
                 build_corpus(unfinished, corpus, data, tokenizer, report)
         except DataError:
-            _refuse_changed(corpus, hashes)  # which explains it better
+            _refuse_changed(corpus, hashes)  # a changed file is the better explanation
             raise
         _refuse_changed(corpus, hashes)
 
@@ -120,7 +137,7 @@ def _chat_tokenizer(tokenizer: TokenizerSpec) -> Path:
 
 
 def _mock_data(tokenizer: TokenizerSpec) -> PreparedData:
-    """Nothing to prepare: tokens of a vocabulary."""
+    """Return the data of a mock run: only a vocabulary, no files."""
     path = None if tokenizer.path is None else tokenizer_file(tokenizer.path).absolute()
     loaded = None if path is None else load_tokenizer(path)
     return PreparedData(
@@ -137,14 +154,14 @@ def _mock_data(tokenizer: TokenizerSpec) -> PreparedData:
 
 
 def _refuse_changed(corpus: Corpus, hashes: Sequence[str]) -> None:
-    """DataError when a file is not as it was hashed: what was made of it would be found under that hash."""
+    """Raise DataError if a file changed since it was hashed; its result would be cached under the wrong hash."""
     for file, before in zip(corpus.files, hashes, strict=True):
         if file.sha256() != before:
             raise DataError("it changed while it was read", file=file.path, fix=START_AGAIN)
 
 
 def _cache_key(corpus: Corpus, hashes: Sequence[str], data: DataSpec, tokenizer: TokenizerSpec) -> str:
-    """A hash of all that the files depend on: names and bytes of the corpus, settings, versions."""
+    """Hash everything the files depend on: names and bytes of the corpus, settings, versions."""
     import tokenizers
 
     digest = hashlib.sha256()
@@ -177,7 +194,7 @@ def _hash_file(path: Path) -> str:
 
 
 def _is_intact(directory: Path, chat: bool) -> bool:
-    """Whether a cached folder holds all its files in full length; a damaged one is made anew."""
+    """Return whether a cached directory has all its files at full length; otherwise it is rebuilt."""
     try:
         _describe(directory)
         if chat:
@@ -189,6 +206,7 @@ def _is_intact(directory: Path, chat: bool) -> bool:
 
 
 def _describe(directory: Path) -> PreparedData:
+    """Return the data in a cached directory."""
     train, validation = IndexedTokens(directory / TRAIN), IndexedTokens(directory / VALIDATION)
     path = directory / TOKENIZER
     tokenizer = load_tokenizer(path)
@@ -206,7 +224,7 @@ def _describe(directory: Path) -> PreparedData:
 
 
 def _use_existing_tokens(data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]) -> PreparedData:
-    """Token files that the user made; a single prefix without validation files is split as Megatron does."""
+    """Return the user's token files; a single prefix without validation files is split as in Megatron."""
     if tokenizer.path is None:
         raise DataError(
             "token files were given without their tokenizer",
@@ -246,7 +264,7 @@ def _use_existing_tokens(data: DataSpec, tokenizer: TokenizerSpec, report: Calla
 
 
 def _with_absolute_prefixes(data: DataSpec) -> DataSpec:
-    """The same files under absolute paths; a single prefix shares itself out where nothing else is for validation."""
+    """Make all paths absolute; a single prefix without other validation data is also its own validation file."""
     blend = blend_entries(parse_blend(data.blend))
     validation_blend = blend_entries(parse_blend(data.validation_blend, "data.validation_blend"))
     train = None if data.train_prefix is None or blend else _absolute(data.train_prefix)
