@@ -1,4 +1,4 @@
-"""Where the values of a DTensor are: making, filling and reading the tensors that lie over a mesh at rest."""
+"""DTensor helpers: shard a parameter over the tp axis; read and fill the local shard of a parameter or moment."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megalaunch.engine.param_layout import ParamLayout
 
 
 def shard_param(parameter: nn.Parameter, layout: ParamLayout, axis_mesh: DeviceMesh) -> nn.Parameter:
-    """The parameter (on meta) as a DTensor over the tensor-parallel axis."""
+    """Return the parameter (on meta) as a DTensor over the tp axis: sharded or replicated, as its layout says."""
     split = layout.shard_dim
     placement = Shard(split) if split is not None and layout.is_sharded(axis_mesh.size()) else Replicate()
     return nn.Parameter(distribute_tensor(parameter.detach(), axis_mesh, [placement], src_data_rank=None))
 
 
 def to_local_no_grad(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter, gradient or moment, sharing its memory; no gradient flows through it."""
+    """Return this rank's shard of a parameter, gradient or moment. It shares memory and is detached from autograd."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def num_replicas(tensor: Tensor) -> int:
-    """How many ranks of the tensor's mesh hold the same values."""
+    """Return how many ranks of the tensor's mesh hold the same values; 1 for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return 1
     copies = 1
@@ -34,8 +34,11 @@ def num_replicas(tensor: Tensor) -> int:
 
 
 def copy_from_global_(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor its part of the global `value`, which every rank has whole; rows that it lacks are zeros."""
-    if value.shape != tensor.shape:  # those that pad a vocabulary
+    """Copy this rank's shard of the global `value` into a tensor, in place.
+
+    Every rank has the full `value`. If it has fewer rows than the tensor (a padded vocabulary), the others become 0.
+    """
+    if value.shape != tensor.shape:  # the tensor has rows that pad the vocabulary
         assert value.shape[1:] == tensor.shape[1:], "only rows are padded"
         padded = value.new_zeros(tensor.shape)
         padded[: value.shape[0]] = value
@@ -46,9 +49,9 @@ def copy_from_global_(tensor: Tensor, value: Tensor) -> None:
 
 
 def local_slice(tensor: Tensor) -> list[tuple[int, int]]:
-    """Which part of a tensor is this rank's: the first index along each dim, and how many.
+    """Return which slice of the global tensor this rank holds: (first index, count) for each dim.
 
-    Tensor-parallel ranks divide first, then those that share data (the inner axis of the mesh is last).
+    Mesh axes shard from the innermost (last) to the outermost: tensor-parallel first, then data-parallel.
     """
     part = [(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):

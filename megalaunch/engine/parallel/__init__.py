@@ -1,1 +1,1 @@
-"""How a model is laid out over a mesh, one axis a file."""
+"""Parallelism of a model over a device mesh: one kind of parallelism a file."""

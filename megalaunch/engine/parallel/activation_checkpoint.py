@@ -1,4 +1,7 @@
-"""Activations that are computed again in the backward pass: whole layers, or some of their parts."""
+"""Activation checkpointing: whole layers, or selected modules of a layer, are recomputed in the backward pass.
+
+`recompute.granularity` is Megatron's `--recompute-granularity`: full (checkpointed layers) or selective (modules).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,12 @@ Operator = Callable[..., Tensor]
 
 
 def apply_recompute(model: Decoder, settings: RecomputeSpec) -> None:
-    """Have the chosen parts of a model computed again, in place; before `fully_shard`, whose hooks stay outside."""
+    """Apply `recompute.*` to a model, in place.
+
+    full, uniform: checkpoint every layer, or spans of `num_layers` layers as one; full, block: the first `num_layers`
+    layers; selective: the modules of `recompute.modules` in every layer that does not offload its activations.
+    Call it before `fully_shard`, whose hooks then stay outside the checkpoint and do not run again in recomputation.
+    """
     layers = list(model.layers.values())
     if settings.granularity == "full" and settings.method == "uniform" and settings.num_layers > 1:
         names = list(model.layers)
@@ -32,13 +40,13 @@ def apply_recompute(model: Decoder, settings: RecomputeSpec) -> None:
         for layer in chosen:
             _checkpoint_method(layer, "forward")
     elif settings.granularity == "selective":
-        for layer in layers[settings.cpu_offloading_num_layers :]:  # those before it keep everything, in host memory
+        for layer in layers[settings.cpu_offloading_num_layers :]:  # the layers before it offload their activations
             assert isinstance(layer, DecoderLayer)
             _apply_selective(layer, settings.modules)
 
 
 def _apply_selective(layer: DecoderLayer, modules: Collection[RecomputeModule]) -> None:
-    """What each word of recompute.modules means."""
+    """Checkpoint the modules of `recompute.modules` in one layer."""
     discarding = OutputDiscardingCheckpoint()
     if "attention" in modules:
         _checkpoint_method(layer.attention, "core_attention")
@@ -64,14 +72,14 @@ def _checkpoint_method(module: nn.Module, name: str) -> None:
 
 
 def _checkpoint_layer(function: Operator, *inputs: Any) -> Tensor:
-    """Nothing random happens inside, so no state of random generators is kept."""
+    """Run a function under `torch.utils.checkpoint`. It draws no random numbers, so no RNG state is saved."""
     output: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return output
 
 
 @dataclass
 class _RecomputableOutput:
-    """An operator's inputs, from which its output is made again; `uses` counts how often it is still to be."""
+    """The inputs of an operator, to recompute its discarded output; `uses` counts the reads that are still to come."""
 
     operator: Operator
     inputs: tuple[Any, ...]
@@ -79,7 +87,7 @@ class _RecomputableOutput:
     again: Tensor | None = None
 
     def value(self) -> Tensor:
-        """The output once more; held until the last of its uses."""
+        """Return the recomputed output. It is held until its last use, so that it is recomputed once."""
         with torch.no_grad():
             made = self.operator(*self.inputs) if self.again is None else self.again
         self.uses -= 1
@@ -89,7 +97,7 @@ class _RecomputableOutput:
 
 @dataclass(frozen=True)
 class _RecomputableView:
-    """Stands in the graph for a tensor that is a view of an operator's output."""
+    """A placeholder saved for backward instead of a view of a discarded output: size, stride and offset of the view."""
 
     made: _RecomputableOutput
     size: torch.Size
@@ -97,35 +105,42 @@ class _RecomputableView:
     offset: int
 
     def value(self) -> Tensor:
-        """The tensor."""
+        """Return the view of the recomputed output."""
         return self.made.value().as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass
 class OutputDiscardingCheckpoint:
-    """What one layer does not keep for those who read it, since it is cheap to make again.
+    """Output-discarding checkpointing in one layer, for outputs that are cheap to recompute (norms, activations).
 
-    A checkpoint around a norm would spare nothing: the matmul behind it keeps the norm's output. Here whatever is
-    kept of such an output is replaced by how to make it again from inputs that are kept anyway.
+    `torch.utils.checkpoint` around a norm would save no memory: the matmul after the norm saves the norm's output for
+    its own backward. Here a saved-tensor hook replaces every tensor that autograd saves and that shares the storage of
+    such an output by the operator and its inputs, which are saved for backward anyway.
+
+    Forward:   a = op(x), y = a W^T; saved for backward: x, W and the recipe (op, x) instead of a
+    Backward:  a = op(x), recomputed once for all its readers; then dW = dy^T a
     """
 
     _made: dict[int, tuple[_RecomputableOutput, Tensor]] = field(default_factory=dict)
     _forward: bool = False
 
     def discard_output(self, module: nn.Module, name: str) -> None:
-        """Nobody keeps what this function gives."""
+        """Replace `module.name` by a function whose output is recomputed in backward instead of saved."""
         operator: Operator = getattr(module, name)
 
         def remembered(*inputs: Any) -> Tensor:
             output = operator(*inputs)
-            if self._forward:  # the output is held until the layer ends, so that its storage names it
+            if self._forward:  # holding the output keeps its storage address, the key, from being reused
                 self._made[_storage(output)] = _RecomputableOutput(operator, inputs), output
             return output
 
         setattr(module, name, remembered)
 
     def checkpoint_function(self, module: nn.Module, name: str) -> None:
-        """A checkpoint of this function; its input is not kept either if it is made again."""
+        """Checkpoint `module.name`, a function of one tensor.
+
+        If that input is itself a discarded output, it is recomputed too instead of being saved by the checkpoint.
+        """
         function: Operator = getattr(module, name)
 
         def checkpointed(x: Tensor) -> Tensor:
@@ -145,7 +160,7 @@ class OutputDiscardingCheckpoint:
         setattr(module, name, checkpointed)
 
     def install(self, layer: nn.Module) -> None:
-        """The layer in which all of it happens."""
+        """Install the saved-tensor hooks around the forward of `layer`, which contains the modules given above."""
         forward: Operator = layer.forward
 
         def forgetful(*inputs: Any, **named: Any) -> Tensor:

@@ -1,6 +1,7 @@
-"""Layers whose activations wait in host memory: each storage leaves as autograd keeps it, and comes back early.
+"""Activation offload: tensors that layers save for backward are copied to host memory and prefetched for backward.
 
-The layer in front is fetched when a layer's backward pass begins, on a stream of its own beside the arithmetic.
+Each storage is copied once, when autograd first saves it. When the backward pass of layer i starts, the activations of
+layer i - 1 are fetched on a side stream, so that the copies overlap with the computation of layer i.
 """
 
 from __future__ import annotations
@@ -20,31 +21,31 @@ from megalaunch.engine.param_layout import local_param
 
 
 class OffloadedTensor(Protocol):
-    """The journey of one flat tensor to the host and back."""
+    """One flat tensor that was offloaded to the host."""
 
     def fetch(self) -> None:
-        """Begin to bring it back, if that has not begun."""
+        """Start the copy back to the device, unless it was started before."""
 
     def is_ready(self) -> Tensor:
-        """The tensor on its device, once it is there; the trip does not hold it after."""
+        """Wait for the copy, return the tensor on its device and drop the reference to it."""
 
 
 class _HostCopy:
-    """On a processor there is nowhere to go: a copy, so that what is proven there is the same bookkeeping."""
+    """CPU stand-in for the pinned-memory copy: a clone, so that tests on CPU exercise the same bookkeeping."""
 
     def __init__(self, flat: Tensor) -> None:
         self._copy = flat.clone()
 
     def fetch(self) -> None:
-        """It is here."""
+        """Do nothing: the copy is on the device."""
 
     def is_ready(self) -> Tensor:
-        """The copy."""
+        """Return the copy."""
         return self._copy
 
 
 class _PinnedCopy:
-    """Through pinned memory, on a stream beside the one that computes."""
+    """A copy in pinned host memory, made and fetched asynchronously on a side stream."""
 
     def __init__(self, flat: Tensor) -> None:
         self._device, self._stream = flat.device, _side_stream(flat.device)
@@ -53,16 +54,16 @@ class _PinnedCopy:
         with torch.cuda.stream(self._stream):
             self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
             self._host.copy_(flat, non_blocking=True)
-        flat.record_stream(self._stream)  # its memory is not given to others before it has left
+        flat.record_stream(self._stream)  # the allocator must not reuse its memory before the copy is done
 
     def fetch(self) -> None:
-        """Behind all that was sent before."""
+        """Start the copy to the device, behind the copies that the side stream already has."""
         if self._back is None:
             with torch.cuda.stream(self._stream):
                 self._back = self._host.to(self._device, non_blocking=True)
 
     def is_ready(self) -> Tensor:
-        """The computing stream waits, not the host."""
+        """Make the compute stream wait for the copy and return the tensor. The host does not wait."""
         self.fetch()
         assert self._back is not None, "fetch sets it"
         back, self._back = self._back, None
@@ -82,20 +83,20 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def offload_tensor(flat: Tensor) -> OffloadedTensor:
-    """Have a flat tensor leave its device."""
+    """Start the copy of a flat tensor to host memory."""
     return _PinnedCopy(flat) if flat.is_cuda else _HostCopy(flat)
 
 
 @dataclass(eq=False)
 class _OffloadedStorage:
-    """A storage that is away; held by those who read it later, and by nobody else. `uses`: how many are to come."""
+    """An offloaded storage. Only the unpack functions of its readers hold it; `uses` counts the reads still to come."""
 
     offloaded: OffloadedTensor
     uses: int = 0
     back: Tensor | None = None
 
     def value(self) -> Tensor:
-        """All of it, held until the last of its uses."""
+        """Return the whole storage as a flat tensor, which is held until its last use."""
         back = self.offloaded.is_ready() if self.back is None else self.back
         self.uses -= 1
         self.back = back if self.uses > 0 else None
@@ -104,7 +105,10 @@ class _OffloadedStorage:
 
 @dataclass(eq=False)
 class _LayerOffload:
-    """One forward pass through one layer: what it sent away, and the pass through the layer in front of it."""
+    """One forward pass of one layer: the storages that it offloaded, and the pass of the preceding layer (`before`).
+
+    `kept_here` names the storages that stay on the device: parameters, and inputs that all layers share.
+    """
 
     before: _LayerOffload | None
     kept_here: set[int]
@@ -113,14 +117,14 @@ class _LayerOffload:
     fetched: bool = False
 
     def pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-        """What autograd keeps in place of a tensor."""
+        """Offload a tensor that autograd saves for backward: return it unchanged, or the function that fetches it."""
         storage = tensor.untyped_storage()._cdata
-        if storage in self.kept_here or not tensor.is_floating_point():  # masks and words are alike for all layers
+        if storage in self.kept_here or not tensor.is_floating_point():  # masks and token ids are shared by all layers
             return tensor
         if storage not in self.by_storage:
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
             away = _OffloadedStorage(offload_tensor(tensor.detach().as_strided((size,), (1,), 0)))
-            self.by_storage[storage] = away, tensor.detach()  # so that its storage keeps its name meanwhile
+            self.by_storage[storage] = away, tensor.detach()  # held, so that the storage address is not reused
             self.away.add(away)
         away = self.by_storage[storage][0]
         away.uses += 1
@@ -134,7 +138,7 @@ class _LayerOffload:
         return unpack
 
     def fetch(self) -> None:
-        """Begin to bring everything back; once, since what was used is not wanted again."""
+        """Start the copies of all storages of this layer, once: a storage that was used is not fetched again."""
         if not self.fetched:
             self.fetched = True
             for away in self.away:
@@ -142,11 +146,12 @@ class _LayerOffload:
 
 
 def apply_offload(model: Decoder, count: int) -> None:
-    """The first `count` layers' activations wait in host memory, in place; before `fully_shard`, whose hooks stay out.
+    """Offload the activations of the first `count` layers (Megatron's `--cpu-offloading-num-layers`), in place.
 
-    What stays on the device: parameters, masks, and inputs that all layers share. The others may be recomputed.
+    Parameters, masks and inputs that all layers share stay on the device. Activations of the other layers stay there
+    too, or are recomputed. Call it before `fully_shard`, whose hooks then stay outside the saved-tensor hooks.
     """
-    before: list[_LayerOffload | None] = [None]  # the pass of the layer in front, in the forward pass under way
+    before: list[_LayerOffload | None] = [None]  # the preceding layer's pass in the current forward pass
     layers = list(model.layers.values())
     for number, layer in enumerate(layers[:count]):
         _install_offload_hooks(layer, before, first=number == 0)
@@ -174,7 +179,7 @@ def _install_offload_hooks(layer: nn.Module, before: list[_LayerOffload | None],
 
 
 def _install_prefetch_hook(layer: nn.Module, before: list[_LayerOffload | None]) -> None:
-    """When this layer's backward pass begins, the one in front of it is fetched."""
+    """Fetch the last offloaded layer when the backward pass of this one, the first that is not offloaded, starts."""
     forward: Callable[..., Tensor] = layer.forward
 
     def announcing(x: Tensor, *rest: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Layers compiled one by one: all of a kind share a graph, and what `fully_shard` hooks on stays outside."""
+"""torch.compile per layer: layers of one kind share a graph, and the hooks of `fully_shard` stay outside of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ BACKEND = "inductor"
 
 
 def compile_layers(model: Decoder) -> None:
-    """In place, after `recompute` and before `fully_shard`. The first step compiles, and may take minutes."""
+    """Compile every layer, in place, after activation checkpointing and before `fully_shard`.
+
+    Compilation happens in the first step, which may take minutes.
+    """
     for layer in model.layers.values():
         layer.compile(backend=BACKEND)

@@ -1,7 +1,16 @@
-"""Context parallelism: each rank holds a part of every sample, and its queries reach the keys of the others.
+"""Context parallelism: each rank holds a shard of every sample's tokens; attention communicates over the cp axis.
 
-A sample is cut into 2 x cp chunks; rank r holds chunks r and 2 cp - 1 - r, so that a causal mask gives all ranks
-the same work. Shapes as in model/context.py; n and g are heads and groups of one rank after an all-to-all.
+A sample is cut into 2 cp chunks and rank r holds chunks r and 2 cp - 1 - r (head-tail balancing, as in Megatron), so
+that a causal mask gives all ranks the same work. With q_r, k_r, v_r of the tokens of rank r, `parallel.cp_comm_type` is
+
+allgather: K = all_gather(k_r), V = all_gather(v_r), out_r = attention(q_r, K, V)
+           backward: dk_r = reduce_scatter(dK), dv_r = reduce_scatter(dV)
+p2p:       ring attention: k_r and v_r are sent round the ranks (ring_attention.py)
+a2a:       all_to_all of q, k, v from token shards to head shards, attention over all S tokens, all_to_all of the
+           output back; backward: the same all-to-alls of the gradients
+a2a+p2p:   a2a over the inner axis (neighbouring ranks), ring attention over the outer axis
+
+Shapes as in model/attention/core.py; n and g are heads and groups of one rank after an all-to-all.
 """
 
 from __future__ import annotations
@@ -27,9 +36,10 @@ _SEQUENCE = 2  # the dim of tokens in [B, N, s, D]
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The context of one rank; `exchanges` names one way for all layers, or one for each.
+    """Context parallelism of one rank (`ContextParallelism`).
 
-    `levels`: the axis inside (neighbours) and the one outside, for exchanges on two levels.
+    `exchanges` holds one communication type (`parallel.cp_comm_type`) for all layers, or one per layer. `levels` are
+    the inner axis (neighbouring ranks) and the outer axis of a2a+p2p.
     """
 
     axis: Axis
@@ -38,18 +48,25 @@ class ContextParallel:
 
     @classmethod
     def build(cls, parallel: ParallelSpec, mesh: Mesh) -> ContextParallel:
-        """What a spec asks for."""
+        """Build from the parallel section of a spec."""
         chosen = parallel.cp_comm_type
         return cls(mesh.cp, chosen if isinstance(chosen, tuple) else (chosen,), mesh.cp_hierarchy)
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Where this rank's tokens stand in their sample, [s]."""
+        """Return the position ids of this rank's `num_tokens` tokens in their sample, [s]."""
         return cp_positions(num_tokens * self.axis.size, self.axis, device)
 
     def make_attention(
         self, num_tokens: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
     ) -> Sequence[AttentionFn]:
-        """One function for each way and window that is used, shared by its layers."""
+        """Return the attention function of each layer; layers of equal communication type and window share one.
+
+        Args:
+            num_tokens: s, the tokens of this rank in a row.
+            documents_Bs: document ids of this rank's tokens, all-gathered over cp here; None: one document a sample.
+            windows: the sliding window of each layer; None: all tokens.
+            device: the device of queries, keys and masks.
+        """
         everyone = None if documents_Bs is None else all_gather_async(documents_Bs, 1, self.axis).wait()
         order = _all_positions(num_tokens * self.axis.size, self.axis, device)
         exchanges = self.exchanges if len(self.exchanges) > 1 else self.exchanges * len(windows)
@@ -65,7 +82,7 @@ class ContextParallel:
 
 
 def cp_positions(length: int, axis: Axis, device: torch.device | None = None) -> Tensor:
-    """The places of this rank's tokens in a sample of `length`: an early chunk, and the late one that balances it."""
+    """Return this rank's position ids in a sample of `length` tokens: chunk r, then chunk 2 cp - 1 - r."""
     if axis.size == 1:
         return torch.arange(length, device=device)
     chunks = torch.arange(length, device=device).chunk(2 * axis.size)
@@ -73,19 +90,19 @@ def cp_positions(length: int, axis: Axis, device: torch.device | None = None) ->
 
 
 def _all_positions(length: int, axis: Axis, device: torch.device) -> Tensor:
-    """The places of all ranks' tokens, in rank order, [S]."""
+    """Return the position ids of all ranks' tokens, in rank order, [S]."""
     return torch.cat([cp_positions(length, Axis(axis.name, axis.size, rank), device) for rank in range(axis.size)])
 
 
 def _local_mask(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> AttentionMask:
-    """Which keys of all ranks, in rank order, the queries of this one see."""
+    """Return the attention mask of this rank's queries over the keys of all ranks, in rank order."""
     num_tokens = len(order) // axis.size
     here = slice(axis.rank * num_tokens, (axis.rank + 1) * num_tokens)
     return make_mask(order[here], order, None if everyone is None else everyone[:, here], everyone, window)
 
 
 def _all_gather_attention(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> AttentionFn:
-    """Every rank gathers all keys and values; their gradients are summed where they belong (Llama 3)."""
+    """allgather: all-gather K and V; reduce-scatter their gradients (Llama 3)."""
     attend_all = masked_attention(_local_mask(axis, order, everyone, window))
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
@@ -98,7 +115,7 @@ def _all_gather_attention(axis: Axis, order: Tensor, everyone: Tensor | None, wi
 
 
 def _ring_attention(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> AttentionFn:
-    """Keys and values travel round the ranks."""
+    """p2p: ring attention, with one block of the attention mask per rank that owns keys."""
     whole = _local_mask(axis, order, everyone, window)
     parts = zip(whole.k_positions.chunk(axis.size), whole.allowed.chunk(axis.size, dim=-1), strict=True)
     masks = tuple(AttentionMask(whole.q_positions, positions, mask) for positions, mask in parts)
@@ -112,7 +129,11 @@ def _ring_attention(axis: Axis, order: Tensor, everyone: Tensor | None, window: 
 
 
 def _ulysses_attention(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> AttentionFn:
-    """Ranks trade tokens for heads: each attends over whole samples with N / cp heads (DeepSpeed-Ulysses)."""
+    """a2a: all-to-all from token shards to head shards; attend over all S tokens with N / cp heads (DeepSpeed-Ulysses).
+
+    Tokens arrive in rank order. They are put into their natural order for attention, so that without documents the
+    plain causal kernel applies, and back into rank order before the all-to-all of the output.
+    """
     natural = order.argsort()
     local_attend: AttentionFn = partial(causal_attention, window=window)
     if everyone is not None:
@@ -132,12 +153,15 @@ def _ulysses_attention(axis: Axis, order: Tensor, everyone: Tensor | None, windo
 def _hierarchical_attention(
     inner: Axis, outer: Axis, order: Tensor, everyone: Tensor | None, window: int | None
 ) -> AttentionFn:
-    """Neighbours trade tokens for heads; ranks with the same heads form rings (LoongTrain)."""
+    """a2a+p2p: all-to-all over the inner axis, ring attention over the outer axis (LoongTrain).
+
+    After the all-to-all the ranks of one outer group hold the same heads and different tokens: they form the ring.
+    """
     ring = _ring_attention(outer, order, everyone, window)
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
         heads = (q_BNsD, *(_repeat_kv_to(x, inner.size) for x in (k_BGsD, v_BGsD)))
-        q_BntD, k_BgtD, v_BgtD = (_to_heads(x, inner) for x in heads)  # t: the tokens of all neighbours
+        q_BntD, k_BgtD, v_BgtD = (_to_heads(x, inner) for x in heads)  # t: tokens of all ranks of the inner axis
         out_BntD = ring(q_BntD, k_BgtD, v_BgtD, scoring.shard_heads(inner.rank, inner.size))
         return _to_tokens(out_BntD, inner)
 
@@ -148,27 +172,27 @@ _ATTENTION_BY_COMM_TYPE = {"allgather": _all_gather_attention, "a2a": _ulysses_a
 
 
 def _repeat_kv_to(x_BGsD: Tensor, ranks: int) -> Tensor:
-    """Groups repeated until every rank gets one."""
+    """Repeat key/value groups so that each rank gets at least one in an all-to-all over heads."""
     groups = x_BGsD.shape[1]
     return x_BGsD if groups % ranks == 0 else x_BGsD.repeat_interleave(ranks // groups, dim=1)
 
 
 def _to_heads(x_BNsD: Tensor, axis: Axis) -> Tensor:
-    """[B, N, s, D] -> [B, n, S, D], tokens in rank order."""
-    parts = torch.stack(x_BNsD.chunk(axis.size, dim=1))  # for each rank its heads
+    """All-to-all from token shards to head shards: [B, N, s, D] -> [B, n, S, D], tokens in rank order."""
+    parts = torch.stack(x_BNsD.chunk(axis.size, dim=1))  # [cp, B, n, s, D]: part i has the heads of rank i
     found: Tensor = _AllToAll.apply(parts, axis)  # type: ignore[no-untyped-call]
     return torch.cat(found.unbind(), dim=_SEQUENCE)
 
 
 def _to_tokens(x_BnSD: Tensor, axis: Axis) -> Tensor:
-    """[B, n, S, D], tokens in rank order -> [B, N, s, D]."""
-    parts = torch.stack(x_BnSD.chunk(axis.size, dim=_SEQUENCE))  # for each rank its tokens
+    """All-to-all from head shards to token shards: [B, n, S, D], tokens in rank order -> [B, N, s, D]."""
+    parts = torch.stack(x_BnSD.chunk(axis.size, dim=_SEQUENCE))  # [cp, B, n, s, D]: part i has the tokens of rank i
     found: Tensor = _AllToAll.apply(parts, axis)  # type: ignore[no-untyped-call]
     return torch.cat(found.unbind(), dim=1)
 
 
 class _AllGather(torch.autograd.Function):
-    """Parts [2, B, G, s, D] joined along the tokens; backward: the ranks' gradients of one's own part, summed."""
+    """All-gather of K and V along S, [2, B, G, s, D] -> [2, B, G, S, D]; backward: reduce-scatter of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, axis: Axis) -> Tensor:
@@ -181,7 +205,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i goes to rank i: [cp, ...] -> [cp, ...] by sender; its own backward."""
+    """All-to-all along dim 0: part i goes to rank i, [cp, ...] -> [cp, ...] by sender. Backward is the same."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, axis: Axis) -> Tensor:

@@ -1,7 +1,8 @@
-"""Which context-parallel rank gets which tokens of packed documents, by their lengths: plain arithmetic.
+"""Partition packed documents over context-parallel ranks by their lengths; plain arithmetic, no communication.
 
-Every rank gets equally many tokens. A short document stays whole, a longer one is cut over a few neighbours, the
-longest over all; each of them holds an early and a late chunk, so that a causal mask gives all the same work.
+Every rank gets the same number of tokens. A short document stays whole on one rank, a longer one is sharded over a
+group of neighbouring ranks, the longest over all ranks. Each rank of a group holds an early and a late chunk
+(head-tail balancing), so that a causal mask gives all of them the same work.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from operator import add, le
 import numpy as np
 from numpy.typing import NDArray
 
-# A group is large enough for a document that is at most 1/k of the group's even share of tokens and of pairs; all k are
-# tried. 0: when its tokens have room; None: when it is all ranks.
+# Values of k. A document is sharded over the smallest group of ranks such that it is at most 1/k of the group's even
+# share of tokens and of query-key pairs. All k are tried. 0: the group only needs room for the tokens; None: all ranks.
 SPLIT_THRESHOLDS = (0, 1, 2, 4, 8, None)
-# A key that arrives costs as much time as so many pairs of query and key, on GPUs with a network (docs/decisions.md).
-# It only decides between deals that are all right.
+# Receiving one key takes as long as computing this many query-key pairs, on GPUs with a network (docs/decisions.md).
+# It only chooses between partitions that are all correct.
 KV_TRANSFER_COST = 256
 
 Flat = NDArray[np.int64]
-"""Tokens of a microbatch by their number, its rows one after the other."""
+"""Indices of tokens in a microbatch whose rows are concatenated."""
 
 
 @dataclass(frozen=True)
 class DocumentChunk:
-    """Neighbouring tokens of a document on one rank: its places `start` to `stop` - 1."""
+    """Contiguous tokens of a document on one rank: positions `start` to `stop` - 1 in the document."""
 
     document: int
     start: int
@@ -35,49 +36,52 @@ class DocumentChunk:
 
     @property
     def num_tokens(self) -> int:
-        """How many."""
+        """Return the number of tokens."""
         return self.stop - self.start
 
     @property
     def attention_work(self) -> int:
-        """Keys that its queries see, in all."""
+        """Return the number of query-key pairs of the chunk's queries under a causal mask."""
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
 
 
 @dataclass(frozen=True)
 class DocumentPartition:
-    """Documents of these `lengths`, dealt out: the pieces of each rank, whole documents first, the longest leading."""
+    """Documents of these `lengths` over ranks: the chunks of each rank, whole documents first, longest first."""
 
     lengths: tuple[int, ...]
     ranks: tuple[tuple[DocumentChunk, ...], ...]
 
     @cached_property
     def first(self) -> Flat:
-        """The first token of each document."""
+        """The index of the first token of each document."""
         return np.cumsum((0, *self.lengths[:-1]))
 
     def full_documents(self, chunk: DocumentChunk) -> bool:
-        """True for all of a document."""
+        """Return True if the chunk is a whole document."""
         return chunk.num_tokens == self.lengths[chunk.document]
 
     @cached_property
     def split_documents(self) -> bool:
-        """Whether any document lies on several ranks."""
+        """True if any document is sharded over several ranks."""
         return not all(self.full_documents(chunk) for chunks in self.ranks for chunk in chunks)
 
     def local_chunks(self, rank: int) -> Flat:
-        """The tokens of a rank, in its order."""
+        """Return the indices of a rank's tokens, in the order of its chunks."""
         return np.concatenate([self.first[p.document] + np.arange(p.start, p.stop) for p in self.ranks[rank]])
 
     def owner_of_token(self) -> Flat:
-        """The rank of each token."""
+        """Return the rank that holds each token."""
         found = np.empty(sum(self.lengths), np.int64)
         for rank in range(len(self.ranks)):
             found[self.local_chunks(rank)] = rank
         return found
 
     def remote_tokens(self, rank: int, holders: Flat) -> tuple[Flat, ...]:
-        """The tokens of each other rank whose keys this one's queries see."""
+        """Return, for each other rank, the indices of its tokens whose keys and values the queries of `rank` need.
+
+        `holders` is the result of `owner_of_token`.
+        """
         stops: dict[int, int] = {}
         for chunk in self.ranks[rank]:
             if not self.full_documents(chunk):
@@ -88,12 +92,15 @@ class DocumentPartition:
         return tuple(tokens[homes == other] if other != rank else tokens[:0] for other in range(len(self.ranks)))
 
     def attention_work(self, rank: int) -> int:
-        """Keys that a rank's queries see, in all: its work in attention."""
+        """Return the number of query-key pairs of a rank: its work in attention."""
         return sum(chunk.attention_work for chunk in self.ranks[rank])
 
     @cached_property
     def cost(self) -> tuple[int, int]:
-        """What the slowest rank waits for, in pairs; then all keys that travel."""
+        """Estimated time of the slowest rank, in query-key pairs, then the number of keys that all ranks receive.
+
+        The time is the most attention work of a rank, plus the most keys received by a rank x KV_TRANSFER_COST.
+        """
         ranks = range(len(self.ranks))
         holders = self.owner_of_token()
         arriving = [sum(map(len, self.remote_tokens(rank, holders))) for rank in ranks] if self.split_documents else [0]
@@ -104,9 +111,15 @@ class DocumentPartition:
 def partition_documents(
     lengths: tuple[int, ...], ranks: int, groups_by: tuple[int | None, ...] = SPLIT_THRESHOLDS
 ) -> DocumentPartition:
-    """The cheapest of some deals of documents to `ranks` ranks; the same on every rank that asks.
+    """Return the partition of lowest cost among those of all `groups_by`; deterministic, so equal on every rank.
 
-    Raises ValueError when the tokens are no multiple of the ranks.
+    Args:
+        lengths: tokens of each document of a microbatch.
+        ranks: cp, which divides their sum.
+        groups_by: the values of k to try (`SPLIT_THRESHOLDS`).
+
+    Raises:
+        ValueError: the number of tokens is not a multiple of `ranks`.
     """
     tokens, rest = divmod(sum(lengths), ranks)
     if rest or not tokens:
@@ -117,7 +130,7 @@ def partition_documents(
 
 
 class _GreedyPartitioner:
-    """One way to deal: the longest documents first, each to the group of ranks that is left with the least work."""
+    """Greedy partition for one k: longest document first, each to the group whose busiest rank ends with least work."""
 
     def __init__(self, lengths: tuple[int, ...], ranks: int, parts: int | None) -> None:
         self._lengths, self._ranks, self._parts = lengths, ranks, parts
@@ -126,14 +139,14 @@ class _GreedyPartitioner:
         self._given: list[list[DocumentChunk]] = [[] for _ in range(ranks)]
 
     def partition(self) -> DocumentPartition:
-        """All documents."""
+        """Assign all documents and return the partition."""
         for document in sorted(range(len(self._lengths)), key=lambda number: (-self._lengths[number], number)):
             if not self._assign_to_group(document):
                 self._fill_remaining(document)
         return DocumentPartition(self._lengths, tuple(tuple(self._in_order(chunks)) for chunks in self._given))
 
     def _group_size(self, length: int) -> int:
-        """Ranks over which a document of this length is cut: a divisor of all, so that groups are neighbours."""
+        """Return over how many ranks a document is sharded: a divisor of cp, so that groups are neighbouring ranks."""
         if self._parts is None:
             return self._ranks
         pairs = length * (length + 1) // 2 * self._ranks * self._parts
@@ -144,7 +157,7 @@ class _GreedyPartitioner:
         return self._ranks
 
     def _assign_to_group(self, document: int) -> bool:
-        """Give a document to one group, if any has room."""
+        """Assign a document to a group of ranks; return False if no group has room."""
         length = self._lengths[document]
         size = self._group_size(length)
         chunks = [_head_tail_chunks(document, length, size, place) for place in range(size)]
@@ -164,7 +177,7 @@ class _GreedyPartitioner:
         return True
 
     def _fill_remaining(self, document: int) -> None:
-        """Cut a document into what fills the room that is left, on as few ranks as can be."""
+        """Split a document into contiguous chunks that fill the remaining room, the rank with most room first."""
         start, stop = 0, self._lengths[document]
         while start < stop:
             rank = max(range(self._ranks), key=lambda number: (self._room[number], -self._work[number], -number))
@@ -184,7 +197,7 @@ class _GreedyPartitioner:
 
 
 def _head_tail_chunks(document: int, length: int, ranks: int, rank: int) -> list[DocumentChunk]:
-    """The chunks `rank` and 2 ranks - 1 - `rank` of 2 ranks, those that are not empty; neighbours as one."""
+    """Return the non-empty ones of the chunks `rank` and 2 ranks - 1 - `rank` of 2 ranks; adjacent ones are merged."""
     bounds = [length * number // (2 * ranks) for number in range(2 * ranks + 1)]
     late = 2 * ranks - 1 - rank
     if late == rank + 1:

@@ -1,7 +1,14 @@
-"""Context parallelism over documents partitioned by length (document_partition.py): keys go only where they are needed.
+"""Dynamic context parallelism: documents are partitioned over cp by length (document_partition.py).
 
-One uneven all-to-all a layer carries the keys and values of cut documents, beside the attention of whole ones.
-Shapes as in model/context.py; c tokens of this rank in one row (c = B s), R tokens whose keys arrive.
+Whole documents need no communication. Keys and values of split documents are sent only to the ranks that need them,
+by one uneven all-to-all a layer and pass. With kv_w those of this rank's whole documents and kv_r all of this rank's
+
+Forward:   start kv_in = all_to_all(kv_r[sent]);  out_w = attention(q_w, kv_w), which overlaps with it;
+           wait;  out_s = attention(q_s, [kv_r, kv_in][keys])
+Backward:  gradients of out_s;  start d_back = all_to_all(dkv_in), which overlaps with the gradients of out_w;
+           wait;  dkv_r += d_back, added at the indices `sent`
+
+Shapes as in model/attention/core.py; c = B s: this rank's tokens with its rows concatenated, R: tokens received.
 """
 
 from __future__ import annotations
@@ -22,32 +29,34 @@ from megalaunch.engine.model.attention.mask import make_mask
 from megalaunch.engine.model.attention.score_mod import PLAIN, ScoreMod
 from megalaunch.engine.parallel.document_partition import DocumentChunk, DocumentPartition, Flat, partition_documents
 
-# Whole documents that share one masked product: below this many tokens starting one costs more than it computes.
+# Whole documents of together at most this many tokens share one masked attention call: launching a call for fewer
+# tokens takes longer than its computation.
 _BUNDLE = 256
 
 Products = Sequence[tuple[int, int, AttentionFn]]
-"""Queries and keys of each product of a rank's attention, one after the other, and how it is computed."""
+"""The attention calls of a rank, in order: number of queries, number of keys, and the function."""
 
 
 def document_lengths(documents_BS: Tensor) -> tuple[int, ...]:
-    """How long the documents of each row are, row after row: runs of one number."""
+    """Return the lengths of the documents, row after row; a document is a run of equal ids in a row."""
     rows = documents_BS.cpu().numpy()
     ends = [np.flatnonzero(np.diff(row, append=row[-1] + 1)) + 1 for row in rows]
     return tuple(int(length) for row in ends for length in np.diff(row, prepend=0))
 
 
 def local_token_ids(documents_BS: Tensor, axis: Axis) -> Tensor:
-    """The tokens that this rank holds, [B, s], by their number in the microbatch."""
+    """Return the indices of this rank's tokens in the microbatch whose rows are concatenated, [B, s]."""
     own = partition_documents(document_lengths(documents_BS), axis.size).local_chunks(axis.rank)
     return torch.from_numpy(own).view(len(documents_BS), -1)
 
 
 @dataclass(frozen=True)
 class KVExchangePlan:
-    """What one rank of a deal does in a layer: numbers of its tokens that are sent, how many to and from each rank.
+    """The all-to-all of keys and values of one rank in a layer.
 
-    Its first `whole` tokens are whole documents; the others see the keys `keys`, by their number among its own tokens
-    and those that arrive, after them.
+    `sent` are indices of local tokens, grouped by receiver; `to` and `found` are tokens sent to and received from each
+    rank. The first `whole` local tokens are whole documents. `keys` are the keys of the other local tokens' chunks,
+    as indices into local tokens followed by received ones.
     """
 
     sent: Flat
@@ -58,7 +67,7 @@ class KVExchangePlan:
 
 
 def make_exchange_plan(partition: DocumentPartition, rank: int) -> KVExchangePlan:
-    """That of `rank`."""
+    """Return the exchange plan of `rank`."""
     own, holders, chunks = partition.local_chunks(rank), partition.owner_of_token(), partition.ranks[rank]
     found = partition.remote_tokens(rank, holders)
     number = np.full(len(holders), -1)
@@ -77,18 +86,24 @@ def make_exchange_plan(partition: DocumentPartition, rank: int) -> KVExchangePla
 
 @dataclass(frozen=True)
 class DynamicContextParallel:
-    """The context of one rank; documents are given for all tokens of a sample, and say who holds which."""
+    """Dynamic context parallelism of one rank (`ContextParallelism`).
+
+    Every rank gets the document ids of whole samples and computes the same partition from them.
+    """
 
     axis: Axis
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Not to be known from a number of tokens: raises ValueError."""
+        """Raise ValueError: the position ids depend on the documents and come with the batch."""
         raise ValueError("tokens that are dealt out by length come with their positions")
 
     def make_attention(
         self, num_tokens: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
     ) -> Sequence[AttentionFn]:
-        """One function for each window; `documents_Bs` are those of whole samples, [B, S]."""
+        """Return the attention function of each layer; layers of equal window share one.
+
+        Unlike in the other forms of context parallelism, `documents_Bs` are the ids of whole samples, [B, S].
+        """
         if documents_Bs is None:
             raise ValueError("tokens that are dealt out by length come with their documents")
         partition = partition_documents(document_lengths(documents_Bs), self.axis.size)
@@ -117,7 +132,8 @@ def _attention(
             arrived: Tensor = _FinishKVExchange.apply(coming, kv_exchange)  # type: ignore[no-untyped-call]
             at_hand = torch.cat((kv_GcD, arrived), dim=2)
             out += _computed(q_cut, at_hand.index_select(2, keys), rest, scoring)
-            # Nothing, but a rank that sees no key of others takes part in the backward exchange all the same.
+            # An empty slice: it keeps `arrived` in the graph of a rank that received no keys, which must still enter
+            # the all-to-all of the backward pass.
             out.append(arrived[1, :, :0].repeat_interleave(q_NcD.shape[0] // kv_GcD.shape[1], dim=0))
         else:
             out += _computed(q_whole, kv_GcD, whole, scoring)
@@ -128,7 +144,7 @@ def _attention(
 
 
 def _computed(q_NcD: Tensor, kv_GtD: Tensor, products: Products, scoring: ScoreMod) -> list[Tensor]:
-    """Each product's output [N, ., D]."""
+    """Run the attention calls; return the output of each, [N, ., D]."""
     if not products:
         return []
     queries = torch.split(q_NcD, [count for count, _, _ in products], dim=1)
@@ -140,7 +156,7 @@ def _computed(q_NcD: Tensor, kv_GtD: Tensor, products: Products, scoring: ScoreM
 
 
 def _full_document_attention(lengths: Sequence[int], window: int | None, device: torch.device) -> Products:
-    """A product for each long document; short ones share products."""
+    """Return one attention call for each long document; short ones share masked calls."""
     made: list[tuple[int, int, AttentionFn]] = []
     for bundle in _group_short_documents(lengths):
         tokens = sum(bundle)
@@ -155,7 +171,7 @@ def _full_document_attention(lengths: Sequence[int], window: int | None, device:
 
 
 def _group_short_documents(lengths: Sequence[int]) -> list[list[int]]:
-    """Neighbours of together at most _BUNDLE tokens."""
+    """Group neighbouring documents of together at most _BUNDLE tokens."""
     bundles: list[list[int]] = []
     for length in lengths:
         if bundles and sum(bundles[-1]) + length <= _BUNDLE:
@@ -168,7 +184,7 @@ def _group_short_documents(lengths: Sequence[int]) -> list[list[int]]:
 def _split_document_attention(
     chunk: DocumentChunk, window: int | None, device: torch.device
 ) -> tuple[int, int, AttentionFn]:
-    """The queries of a piece over all keys of its document up to its end."""
+    """Return the attention call of a chunk's queries over the keys of its document up to the chunk's end."""
     if chunk.start == 0:
         return chunk.num_tokens, chunk.stop, partial(causal_attention, window=window)
     positions = torch.arange(chunk.stop, device=device)
@@ -185,21 +201,25 @@ def _flatten_batch(x_BNsD: Tensor) -> Tensor:
 
 
 class _KVExchange:
-    """One layer's keys and values on their way, and their gradients on the way back."""
+    """The all-to-all in flight of one layer: of keys and values in forward, of their gradients in backward."""
 
     def __init__(self, plan: KVExchangePlan, axis: Axis, sent: Tensor) -> None:
         self.plan, self.axis, self.sent = plan, axis, sent
         self.pending: AsyncCollective | None = None
 
     def wait(self) -> Tensor:
-        """What was on its way last."""
+        """Wait for the all-to-all that was started last and return its result."""
         assert self.pending is not None, "nothing was sent"
         arrived, self.pending = self.pending.wait(), None
         return arrived
 
 
 class _StartKVExchange(torch.autograd.Function):
-    """kv [2, G, c, D] -> [2, G, R, D], not read before `_FinishKVExchange`; backward: gradients of local keys."""
+    """Start the all-to-all of kv [2, G, c, D]; backward: wait for the gradients and add them at the local tokens.
+
+    The result [2, G, R, D] is a placeholder whose values are never read: it links this node of the autograd graph to
+    `_FinishKVExchange`.
+    """
 
     @staticmethod
     def forward(ctx: Any, kv: Tensor, kv_exchange: _KVExchange) -> Tensor:
@@ -214,14 +234,17 @@ class _StartKVExchange(torch.autograd.Function):
         kv_exchange: _KVExchange = ctx.offloaded
         found, counts = kv_exchange.wait(), list(kv_exchange.plan.to)
         total = torch.zeros(ctx.shape, dtype=torch.float32, device=found.device)
-        # Rank by rank: none wants a token twice, so that sums are made in one order.
+        # One index_add per rank: a rank receives a token at most once, so the order of the sums is deterministic.
         for numbers, part in zip(torch.split(kv_exchange.sent, counts), torch.split(found, counts), strict=True):
             total.index_add_(2, numbers, part.permute(1, 2, 0, 3).float())
         return total.to(found.dtype), None
 
 
 class _FinishKVExchange(torch.autograd.Function):
-    """What left, [2, G, R, D]; backward: its gradients leave."""
+    """Wait for the keys and values, [2, G, R, D]; backward: start the all-to-all of their gradients.
+
+    The gradient that backward returns is a placeholder: `_StartKVExchange` reads the received gradients instead.
+    """
 
     @staticmethod
     def forward(ctx: Any, coming: Tensor, kv_exchange: _KVExchange) -> Tensor:

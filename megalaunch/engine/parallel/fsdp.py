@@ -1,4 +1,18 @@
-"""Data parallelism: ZeRO 0 to 3 and HSDP as a table of `fully_shard` switches."""
+"""Data parallelism: ZeRO 0 to 3 and HSDP as a table of `fully_shard` (FSDP2) switches.
+
+Each unit's parameters W (every layer, and the rest of the model) are sharded over dp_shard and replicated over
+dp_replicate; the data-parallel axis includes cp, whose ranks hold the same parameters. With the shard W_r of rank r
+
+Forward:   W = all_gather(W_r), y = f(x_r, W)
+Backward:  dW_r = reduce_scatter(dW) over dp_shard, then with replicas dW_r = all_reduce(dW_r) over dp_replicate
+
+With `overlap_param_gather` a unit's all-gather overlaps with the computation of the unit before it; with
+`overlap_grad_reduce` gradients are reduced during the backward pass, else after it.
+
+The strategy decides when. ZeRO-1 all-gathers W and reduces dW once a step; ZeRO-0 has nothing to all-gather. ZeRO-2
+does both once a microbatch; ZeRO-3 also frees W after forward and all-gathers it again in backward. With pp > 1 W is
+not freed after forward, and the pipeline schedule reduces dW once a step. Optimizer states are sharded like W_r.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +30,17 @@ from megalaunch.engine.parallel.gloo_reduce_scatter import AllToAllReduceScatter
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """What a sharding strategy means to FSDP2.
+    """The FSDP2 switches of a sharding strategy.
 
-    `reshard_after_forward`: parameters are freed after use and gathered again for the backward pass.
-    `sync_every_microbatch`: gradients are reduced, and held sharded, after each microbatch and not once a step.
+    `reshard_after_forward`: parameters are freed after forward and all-gathered again in backward.
+    `sync_every_microbatch`: gradients are reduce-scattered, and held sharded, after each microbatch, not once a step.
     """
 
     reshard_after_forward: bool
     sync_every_microbatch: bool
 
 
-# no_shard differs from optim by its mesh only: all ranks are replicas of one shard (plan.topology).
+# no_shard differs from optim only by its mesh: dp_shard is 1 and all ranks are replicas (plan.topology).
 ZERO_STAGES: dict[DataSharding, FSDPOptions] = {
     "no_shard": FSDPOptions(reshard_after_forward=False, sync_every_microbatch=False),
     "optim": FSDPOptions(reshard_after_forward=False, sync_every_microbatch=False),
@@ -38,12 +52,17 @@ ZERO_STAGES: dict[DataSharding, FSDPOptions] = {
 def apply_fsdp(
     model: Decoder, mesh: Mesh, parallel: ParallelSpec, precision: MixedPrecisionPolicy, reduce: torch.dtype
 ) -> None:
-    """Shard every layer and the rest as one unit each, in place; also at dp=1, so that one code path serves all.
+    """Apply `fully_shard` to every layer and to the rest of the model, in place; at dp=1 too, for one code path.
 
-    Microbatches are added up in the format of the policy, and ranks exchange the sums in `reduce`.
+    At dp=1 with fp32 compute FSDP2 ignores all parameters: it would copy weights and gradients within the one rank,
+    which took a tenth of a small step.
 
-    There, where no copy in another format is needed either, a unit has no parameters to care for: torch would copy
-    weights and gradients within the one rank, which took a tenth of a small step.
+    Args:
+        model: a decoder, after tensor parallelism, activation checkpointing and compilation.
+        mesh: gives the axes (dp_shard) or (dp_replicate, dp_shard).
+        parallel: the sharding strategy and the overlap switches.
+        precision: FSDP2's policy: compute dtype, and dtype of the gradient accumulation over microbatches.
+        reduce: dtype of the reduction of gradients over ranks.
     """
     alone = mesh.fsdp_mesh.size() == 1 and precision.param_dtype == torch.float32
     for layer in model.layers.values():
@@ -54,7 +73,8 @@ def apply_fsdp(
             mp_policy=precision,
             ignored_params=set(layer.parameters()) if alone else None,
         )
-    # The root's tensors are needed at both ends of the pass; freeing them between would only cost time.
+    # The root's parameters (embedding, head) are used at both ends of a pass: freeing them between would cost a second
+    # all-gather.
     fully_shard(
         model,
         mesh=mesh.fsdp_mesh,
@@ -63,10 +83,10 @@ def apply_fsdp(
         ignored_params=set(model.parameters()) if alone else None,
     )
     for unit in fsdp_modules(model):
-        # The loss is divided by the global token count already: gradients are summed, not averaged.
-        # Gloo knows no pre-multiplied sum, hence the forced plain one.
+        # The loss is already divided by the global token count: gradients are summed over ranks, not averaged.
+        # gloo does not support the pre-multiplied sum of NCCL, so a plain sum is forced.
         unit.set_force_sum_reduction_for_comms(True)
-        if mesh.fsdp_mesh.size() > 1:  # one rank's gradients would be copied to be divided by 1
+        if mesh.fsdp_mesh.size() > 1:  # at dp=1 it would copy gradients to divide them by 1
             unit.set_gradient_divide_factor(1.0)
             _set_reduce_dtype(unit, reduce)
         if mesh.device.type == "cpu":
@@ -76,11 +96,12 @@ def apply_fsdp(
 
 
 def _set_reduce_dtype(unit: FSDPModule, reduce: torch.dtype) -> None:
-    """Let a unit's gradients cross in a format of their own.
+    """Reduce a unit's gradients over ranks in a dtype of its own.
 
-    FSDP2 has one `reduce_dtype` for the sum over microbatches and that over ranks; with the compute format, or a
-    narrower one, it would round after every microbatch. Its parameters keep the first, its group gets the second when
-    FSDP2 has found out its formats, in the first forward pass.
+    FSDP2 has one `reduce_dtype` for gradient accumulation over microbatches and for the reduction over ranks; with the
+    compute dtype, or a narrower one, it would round after every microbatch. FSDP2 sets the dtypes of a parameter group
+    in the first forward pass (`_init_mp_dtypes`): the parameters keep the policy's for accumulation, and this hook then
+    sets the group's for the reduce-scatter and the all-reduce.
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is None:  # no parameters of its own
@@ -95,12 +116,13 @@ def _set_reduce_dtype(unit: FSDPModule, reduce: torch.dtype) -> None:
 
 
 def _set_prefetch_order(model: Decoder, mesh: Mesh, overlap: bool) -> None:
-    """Gather the next unit's parameters while this one computes, or each unit's when its turn comes.
+    """All-gather the next unit's parameters while a unit computes (`overlap`), or each unit's only when it runs.
 
-    FSDP2 has two ways to gather: on CUDA streams of its own, beside whatever computes, or in the order of the calls,
-    on a thread of the process group. Processors have no streams; and a gather that is to wait must not run on one.
+    FSDP2 has two ways to all-gather: on CUDA streams of its own, overlapping with any computation, or as an async
+    operation of the process group, in call order (`_set_unshard_async_op`). CPUs have no streams, and without overlap
+    the all-gather must not run on a separate stream: both take the second way.
     """
-    in_forward_order = fsdp_modules(model)  # the root first: it holds the embedding
+    in_forward_order = fsdp_modules(model)  # starts with the root, which holds the embedding
     assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
     model._set_unshard_async_op(mesh.device.type == "cpu" or not overlap)
     if overlap:
@@ -108,43 +130,46 @@ def _set_prefetch_order(model: Decoder, mesh: Mesh, overlap: bool) -> None:
             unit.set_modules_to_forward_prefetch([following])
         return
     for unit in in_forward_order:
-        unit.set_modules_to_backward_prefetch([unit])  # itself, already there: else the one before it would be gathered
+        # The unit itself, which is gathered already: with an empty list FSDP2 prefetches the preceding unit.
+        unit.set_modules_to_backward_prefetch([unit])
 
 
 def fsdp_modules(model: Decoder) -> list[FSDPModule]:
-    """Every separately sharded part of the model."""
+    """Return the FSDP units of a model: its root and its layers."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def set_grad_sync(model: Decoder, parallel: ParallelSpec, last: bool) -> None:
-    """Before each microbatch of a sharded model: reduce its gradients, or only add them up until the `last`?
+    """Set before each microbatch whether its backward pass reduces gradients or only accumulates them.
 
-    Replicas of a sharded model exchange their sums once a step, whatever the strategy.
+    The reduce-scatter over dp_shard runs in every microbatch or in the `last`, as the strategy says; the all-reduce
+    over dp_replicate (HSDP) runs once a step, whatever the strategy.
     """
     assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
     every = ZERO_STAGES[parallel.data_sharding].sync_every_microbatch
     model.set_requires_gradient_sync(parallel.overlap_grad_reduce and (last or every))
-    model.set_requires_all_reduce(last)  # after the line above, which sets it too
+    model.set_requires_all_reduce(last)  # must follow set_requires_gradient_sync, which sets it too
     model.set_reshard_after_backward(last or every)
 
 
 def reduce_grads_if_due(model: Decoder, parallel: ParallelSpec, last: bool) -> None:
-    """After each backward pass: what `overlap_grad_reduce` did during it is done now when that is off."""
+    """After each backward pass: reduce the gradients now if `overlap_grad_reduce` is off and a reduction is due."""
     every = ZERO_STAGES[parallel.data_sharding].sync_every_microbatch
     if (last or every) and not parallel.overlap_grad_reduce:
         assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
         model.set_requires_gradient_sync(True)
         model.set_requires_all_reduce(last)
-        # What FSDP2 runs at the end of a backward pass, for the units that were not reduced in it: now all of them.
+        # FSDP2 runs this callback at the end of a backward pass; it reduces all units that were not reduced during
+        # the pass: here every unit.
         model._get_fsdp_state()._root_post_backward_final_callback()
     if parallel.dp_replicate > 1 and not last:
         _widen_partial_sums(model)
 
 
 def _widen_partial_sums(model: Decoder) -> None:
-    """What replicas of a sharded model have summed over shards waits for the last microbatch in the parameters' format.
+    """HSDP: cast reduce-scattered gradients that wait for the last microbatch's all-reduce to the parameters' dtype.
 
-    FSDP2 adds it up in the format in which it was exchanged.
+    FSDP2 would accumulate them over microbatches in the dtype of the reduction.
     """
     for unit in fsdp_modules(model):
         group = unit._get_fsdp_state()._fsdp_param_group
@@ -153,9 +178,9 @@ def _widen_partial_sums(model: Decoder) -> None:
 
 
 def reshard(model: Decoder) -> None:
-    """Free gathered parameters after a forward pass that no backward pass follows.
+    """Free the all-gathered parameters after a forward pass without a backward pass.
 
-    Without it `model.parameters()` would yield the gathered copies, unknown to the optimizer.
+    Otherwise `model.parameters()` would yield the unsharded copies, which the optimizer does not hold.
     """
     for unit in fsdp_modules(model):
         unit.reshard()

@@ -1,4 +1,4 @@
-"""The interleaved schedule in groups of microbatches of any size: torch's own has groups of about pp."""
+"""Interleaved 1F1B schedule with microbatch groups of any size; the groups of torch's own schedule are about pp."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, _Act
 
 
 class GroupedInterleaved1F1B(ScheduleInterleaved1F1B):
-    """Each rank runs `group` microbatches of one of its stages before those of the next; the last group may be smaller.
+    """Interleaved 1F1B: a rank runs `group` microbatches of one of its stages before those of its next stage.
 
-    Larger groups lengthen the warm-up and leave more time for what a stage's messages and weights wait for.
+    `group` is Megatron's `--microbatch-group-size-per-virtual-pipeline-stage`; the last group may be smaller. Larger
+    groups lengthen the warm-up and leave more time for a stage's send/recv and all-gather of weights to overlap.
     """
 
     def __init__(self, stages: list[Any], microbatches: int, group: int, **settings: Any) -> None:
@@ -19,15 +20,18 @@ class GroupedInterleaved1F1B(ScheduleInterleaved1F1B):
 
     @property
     def number_of_rounds(self) -> int:
-        """One, of all microbatches: torch's rounds would have to be of one size."""
+        """1: one round of all microbatches, as torch's rounds would have to be of equal size."""
         return 1
 
     @number_of_rounds.setter
     def number_of_rounds(self, number: int) -> None:
-        """As torch would have it."""
+        """Ignore the number that torch's constructor sets."""
 
     def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
-        """Narayanan et al. 2021: a warm-up of (stages - 1) groups and twice the way to the last rank, then 1F1B."""
+        """Return the actions of one rank: warm-up forwards, then 1F1B, then backwards (Narayanan et al. 2021).
+
+        The warm-up has (v - 1) group + 2 (pp - 1 - rank) forwards, with v stages a rank.
+        """
         chunks, ranks, number = self.n_local_stages, self.pp_group_size, self._n_microbatches
         order = [chunk for size in self._sizes() for chunk in range(chunks) for _ in range(size)]
         total = chunks * number

@@ -1,4 +1,4 @@
-"""Forward passes through all stages, one after the other, for what no backward pass follows."""
+"""Forward-only passes through all pipeline stages, for evaluation and generation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from megalaunch.plan.stages import Stage
 
 
 class PipelineForward:
-    """The stages of a pipeline, or the one stage there is; `wire` is the format between stages.
+    """Forward pass through the stages of a pipeline, or the only stage: recv, compute, send. No schedule is needed.
 
-    A sender waits until the next stage listens: several passes in a row follow each other closely all the same.
+    `wire` is the dtype of activations between stages. A send blocks until the next stage receives; consecutive passes
+    still overlap, as a rank starts its next one after its send.
     """
 
     def __init__(self, model: ModelParts, mesh: Mesh, stages: Sequence[Stage], wire: torch.dtype) -> None:
@@ -27,13 +28,21 @@ class PipelineForward:
         self._ranks = [stage.rank for stage in stages]
 
     def run(self, tokens_BS: Tensor, inputs: Mapping[str, Tensor | KVCaches | bool | None]) -> Tensor | None:
-        """The last stage's output where that stage is, else nothing; every stage gets `inputs`. Collective over pp."""
+        """Run one forward pass; all ranks of pp call it together.
+
+        Args:
+            tokens_BS: token ids, the input of the first stage; their shape gives that of received activations.
+            inputs: further arguments that every stage gets.
+
+        Returns:
+            The last stage's output on the rank that holds that stage, else None.
+        """
         mine, x = iter(self._model.parts), tokens_BS
         for number, rank in enumerate(self._ranks):
             if rank != self._mesh.pp.rank:
                 continue
             part = next(mine)
-            if number > 0 and self._ranks[number - 1] != rank:
+            if number > 0 and self._ranks[number - 1] != rank:  # V schedules have neighbouring stages on one rank
                 x = self._receive(tokens_BS, self._ranks[number - 1])
             x = part(x, **inputs)
             if number + 1 < len(self._ranks) and self._ranks[number + 1] != rank:
@@ -49,23 +58,26 @@ class PipelineForward:
 
 
 class DistributedGenerator:
-    """A laid-out model as a generator of text sees it: whole logits on every rank, all ranks in step."""
+    """A parallelized model for text generation: every rank gets the logits of the full vocabulary.
+
+    All ranks call it together: logits are all-gathered over tp on the last stage and broadcast over pp.
+    """
 
     def __init__(self, model: ModelParts, mesh: Mesh, relay: PipelineForward) -> None:
         self._model, self._mesh, self._relay = model, mesh, relay
 
     @property
     def config(self) -> DecoderConfig:
-        """Of the whole decoder."""
+        """The config of the whole decoder."""
         return self._model.config
 
     @property
     def device(self) -> torch.device:
-        """Where tokens have to be."""
+        """The device of token ids and logits."""
         return self._mesh.device
 
     def __call__(self, tokens_BS: Tensor, positions: Tensor, stores: KVCaches) -> Tensor:
-        """Logits of the last position, [B, 1, V]. Collective."""
+        """Return the fp32 logits of the last position, [B, 1, V], on every rank. Collective."""
         tp_region = self._model.parts[0].tp_region
         with tp_region.sequence_parallel_disabled():
             divided = self._relay.run(tokens_BS, {"positions": positions, "stores": stores})

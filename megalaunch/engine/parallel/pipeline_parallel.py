@@ -1,4 +1,13 @@
-"""Pipeline parallelism: each rank holds stages of the decoder; a pipeline schedule of torch runs the microbatches."""
+"""Pipeline parallelism: each rank holds stages of the decoder; a pipeline schedule of torch runs the microbatches.
+
+With stages f_0 ... f_{n-1} and the input x_0 of a microbatch
+
+Forward:   recv x_k from the rank of stage k - 1;  x_{k+1} = f_k(x_k);  send x_{k+1} to the rank of stage k + 1
+Backward:  recv dx_{k+1} from the rank of stage k + 1;  dx_k, dW_k = backward of f_k;  send dx_k to that of stage k - 1
+
+The pipeline schedule orders these actions of all microbatches on a rank. Zero-bubble schedules compute dx_k and dW_k in
+two backward passes, so that dW_k fills the time in which a rank would wait.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +35,10 @@ from megalaunch.engine.parallel.pipeline_stage import LazyRecvStage
 from megalaunch.plan.stages import Stage
 
 PipelineLoss = Callable[[Tensor, Tensor], Tensor]
-"""The last stage's output and labels of a microbatch -> its summed loss."""
+"""Takes the last stage's output and the labels of a microbatch, and returns its summed loss."""
 
+# GPipe: Huang et al. 2019. 1F1B and interleaved 1F1B: Narayanan et al. 2021. Zero bubble and ZBV: Qi et al. 2024.
+# DualPipeV: after DeepSeek's DualPipe (DeepSeek-AI 2024).
 _SINGLE_STAGE_SCHEDULES: Mapping[Schedule, type[PipelineScheduleSingle]] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -41,7 +52,7 @@ _MULTI_STAGE_SCHEDULES: Mapping[Schedule, type[PipelineScheduleMulti]] = {
 
 
 def prune_to_stage(model: Decoder, stage: Stage) -> None:
-    """Leave of a decoder on meta what one stage computes; names stay the same."""
+    """Remove from a decoder on meta the modules that a stage does not compute, in place; names stay the same."""
     for index in range(model.config.num_layers):
         if index not in stage.layers:
             del model.layers[str(index)]
@@ -52,7 +63,7 @@ def prune_to_stage(model: Decoder, stage: Stage) -> None:
 
 
 class Pipeline:
-    """This rank's stages, and the schedule of a number of microbatches."""
+    """This rank's pipeline stages and their schedule, which is built for a number of microbatches and reused."""
 
     def __init__(
         self, model: ModelParts, mesh: Mesh, stages: Sequence[Stage], parallel: ParallelSpec, loss: PipelineLoss
@@ -68,10 +79,17 @@ class Pipeline:
     def train(
         self, inputs: Mapping[str, Tensor | bool], labels: Tensor, microbatches: int, divisor: int
     ) -> list[Tensor]:
-        """Forward and backward of all microbatches; each one's loss / divisor on the last stage, else nothing.
+        """Run forward and backward of all microbatches of a step.
 
-        `inputs` and `labels` hold them one after the other along dim 0; `inputs` has the key `tokens`, and what is no
-        tensor is the same for all.
+        Args:
+            inputs: arguments of the stages, with the key `tokens`. Tensors hold the microbatches concatenated along
+                dim 0; other values are the same for all microbatches.
+            labels: labels of the microbatches, concatenated in the same way.
+            microbatches: their number.
+            divisor: divides each loss before backward: the global token count.
+
+        Returns:
+            loss / divisor of each microbatch on the rank of the last stage, else an empty list.
         """
         if self._prepared is None or self._prepared[0] != microbatches:
             self._prepared = microbatches, self._schedule(microbatches)
@@ -90,7 +108,8 @@ class Pipeline:
             LazyRecvStage(part, number, self._number_of_stages, self._mesh.device, group=group)
             for number, part in self._parts.items()
         ]
-        # The loss is divided by the global token count; the schedule must not divide by microbatches as well.
+        # The loss is already divided by the global token count: scale_grads=False keeps the schedule from dividing the
+        # gradients by the number of microbatches as well.
         if self._schedule_name in _SINGLE_STAGE_SCHEDULES:
             (stage,) = stages
             kind = _SINGLE_STAGE_SCHEDULES[self._schedule_name]

@@ -1,4 +1,4 @@
-"""A pipeline stage that has memory for what it is about to receive, not for everything that a step will bring."""
+"""A pipeline stage that allocates receive buffers one message at a time, not for all microbatches of a step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch.distributed.pipelining import PipelineStage
 
 
 class LazyRecvStage(PipelineStage):
-    """torch's stage makes buffers for all microbatches at once and keeps them: with 200 of them they outweigh the rest.
+    """Pipeline stage with lazily allocated receive buffers of activations and gradients.
 
-    Here a buffer is made when its message is asked for, and belongs from then on to whoever reads it.
+    torch's `PipelineStage` allocates buffers for all microbatches at once and holds them: with 200 microbatches they
+    take more memory than everything else. Here a buffer is allocated when its recv is posted, and the stage drops its
+    reference when the received tensor is read.
     """
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
@@ -50,7 +52,10 @@ class LazyRecvStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """As torch's; after it the loss, which the schedule keeps, no longer holds the graph and the stage's input."""
+        """Run torch's backward, then detach the loss in place.
+
+        The schedule holds all losses: undetached, each would hold its graph and with it the input of the stage.
+        """
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None and full_backward:
             loss.detach_()

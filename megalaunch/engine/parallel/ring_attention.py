@@ -1,7 +1,7 @@
-"""Ring attention: keys and values travel round the context-parallel ranks, one part ahead of the arithmetic.
+"""Ring attention over the cp axis: ranks send keys and values round a ring while they compute attention blocks.
 
-Each part is a block of model/attention/blockwise.py. In the backward pass the gradients of keys and values travel with
-them, and are back at their own rank after a full turn.
+Liu et al. 2023. At turn t rank r holds the keys and values of rank j = (r - t) mod cp, which are one block of
+model/attention/blockwise.py. It sends them to rank r + 1 while it computes with them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,19 @@ from megalaunch.engine.model.attention.score_mod import ScoreMod
 
 
 class RingAttention(torch.autograd.Function):
-    """q [B, N, s, D], kv [2, B, G, s, D] -> [B, N, s, D]; `sights` by the rank whose keys they show.
+    """Ring attention: q [B, N, s, D], kv [2, B, G, s, D] -> [B, N, s, D].
 
-    `sinks` [N] are the scoring's, once more as a tensor that gets a gradient.
+    Forward:   lse_r = log sum_j sum exp(q_r k_j^T),  out_r = sum_j exp(q_r k_j^T - lse_r) v_j  (online softmax, fp32)
+    Backward:  dq_r = sum_j dq_rj,  dk_j = sum_r dk_rj,  dv_j = sum_r dv_rj
+
+    with mask, scale and score modification applied to q k^T. Both passes make cp turns; the send/recv of the next keys
+    and values overlaps with the block of the current ones. Only q_r, k_r, v_r, out_r and lse_r are saved for backward:
+    backward sends the keys and values round again and recomputes the scores. The partial sums dk_j and dv_j (fp32)
+    move with k_j and v_j. Their send/recv waits for the block, which adds to them, and after cp shifts they are
+    complete on rank j.
+
+    `masks[j]` is the attention mask of this rank's queries over the keys of rank j. `sinks` [N] repeats the sinks of
+    `scoring` as a tensor input, so that autograd gives them a gradient.
     """
 
     @staticmethod
@@ -64,5 +74,5 @@ class RingAttention(torch.autograd.Function):
 
 
 def _owner(axis: Axis, turn: int) -> int:
-    """Whose keys are here after `turn` shifts."""
+    """Return the rank whose keys this rank holds after `turn` shifts."""
     return (axis.rank - turn) % axis.size

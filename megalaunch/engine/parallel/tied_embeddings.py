@@ -1,6 +1,10 @@
-"""A tied head on another pipeline stage than the embedding: a copy of its matrix, without an optimizer of its own.
+"""Tied embeddings across pipeline stages: the head holds a copy of the embedding's matrix E.
 
-Both stages send as much as an all-reduce of the gradient would, and only one keeps moments.
+Once a step:               dE = dE_embedding + dE_head   (send/recv from the last stage to the first)
+After the optimizer step:  E_head = E                    (send/recv from the first stage to the last)
+
+Only the first stage has optimizer states for E. Both transfers together are as large as an all-reduce of the gradient,
+which would need optimizer states on both stages.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ _FIRST = 0  # the pp rank of the embedding, under every schedule
 
 @torch.no_grad()
 def reduce_tied_embedding_grad(model: ModelParts, mesh: Mesh) -> None:
-    """Once a step: the copy's gradient is added to the embedding's, and dropped. Collective over pp."""
+    """Once a step: add the gradient of the head's copy to that of the embedding, and free it. Collective over pp."""
     if not model.config.tie_word_embeddings or mesh.pp.size == 1:
         return
     source, copy = model.embedding_weight, model.tied_head
@@ -38,7 +42,7 @@ def reduce_tied_embedding_grad(model: ModelParts, mesh: Mesh) -> None:
 
 @torch.no_grad()
 def broadcast_tied_embedding(model: ModelParts, mesh: Mesh) -> None:
-    """After weights have changed: the copy becomes the embedding's matrix again. Collective over pp."""
+    """After weights have changed: copy the embedding's matrix to the head's copy. Collective over pp."""
     if not model.config.tie_word_embeddings or mesh.pp.size == 1:
         return
     source, copy = model.embedding_weight, model.tied_head

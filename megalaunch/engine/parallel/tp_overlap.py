@@ -1,7 +1,8 @@
-"""Sequence-parallel exchanges cut into a ring, each step of it beside a matmul (Wang et al. 2023; tp_comm_overlap).
+"""Tensor-parallel communication overlap: all-gather and reduce-scatter as rings whose steps overlap with matmuls.
 
-A rank multiplies the part that it has while the next one travels, so that only a step's surplus is ever waited for.
-Shapes: B batch, S all tokens, s = S / n those of a rank, H hidden, f a rank's features.
+Wang et al. 2023; Megatron's `--tp-comm-overlap`. A rank multiplies one shard of the sequence while the send/recv of the
+next one runs, so that only the part of a transfer that takes longer than its matmul is exposed.
+Shapes: B batch, S all tokens, s = S / n the tokens of a rank (n = tp), H hidden, f a rank's features.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ _SEQUENCE = 1  # the dim of S in [B, S, H]
 
 
 class AllGatherMatmulRing(torch.autograd.Function):
-    """y_i = gather(x) W_i^T, the parts of x multiplied as they come: [B, s, H] -> [B, S, f] each.
+    """Column-parallel linear layers with a ring all-gather: [B, s, H] -> [B, S, f] each. W_i is this rank's shard.
 
-    Backward: the gather of x, of which a rank keeps its part, runs beside dx = sum_i dy_i W_i; the reduction of dx
-    runs beside dW_i = dy_i^T x. There a whole matmul hides each exchange, and needs no ring.
+    Forward:   y_i[j] = x_j W_i^T for the shards j = r, r - 1, ... (mod n): at each step rank r multiplies the shard x_j
+               that it holds and meanwhile sends it to rank r + 1
+    Backward:  dx_r = reduce_scatter(sum_i dy_i W_i),  dW_i = dy_i^T all_gather(x_r)
+
+    Only the shard x_r is saved for backward. Its all-gather overlaps with the matmul of dx, and the reduce-scatter of
+    dx with the matmuls of dW: a full matmul hides each collective, so backward needs no ring.
     """
 
     @staticmethod
@@ -30,7 +35,8 @@ class AllGatherMatmulRing(torch.autograd.Function):
         ctx.axis = axis
         ctx.save_for_backward(x, *weights)
         batch, length, _ = x.shape
-        # Made whole, since of views that a function gives torch lets nobody change the values, as a loss does in place.
+        # Allocate the full output and fill it shard by shard: torch forbids in-place changes of views that a Function
+        # returns, and a loss changes its logits in place.
         outputs = [x.new_empty(batch, axis.size * length, weight.shape[0]) for weight in weights]
         divided = [output.view(batch, axis.size, length, -1) for output in outputs]
         held = x.contiguous()
@@ -58,11 +64,14 @@ class AllGatherMatmulRing(torch.autograd.Function):
 
 
 class MatmulReduceScatterRing(torch.autograd.Function):
-    """This rank's tokens of the sum over ranks of x W^T: [B, S, f] -> [B, s, H].
+    """Row-parallel linear layer with a ring reduce-scatter: [B, S, f] -> [B, s, H]. W is this rank's shard of features.
 
-    The sum for a rank travels towards it, and each rank on its way adds its product, computed in the meantime.
-    Backward: parts of dy travel likewise, dx = dy W is computed as they come, and dW = dy^T x when all are there. A
-    pass for dx alone keeps the gathered dy for the pass for dW that follows it, which gathers only another dy.
+    Forward:   y_j = sum_r x_r[j] W_r^T: the partial sum of shard j is sent from rank j + 1 round the ring to rank j;
+               each rank adds its product, which it computes while it receives the partial sum
+    Backward:  dx_r[j] = dy_j W_r as the shards dy_j arrive in a ring all-gather,  dW_r = dy^T x_r after the last one
+
+    Zero-bubble schedules run backward twice. The pass for dx alone saves the gathered dy for the pass for dW, which
+    all-gathers only if it gets another dy.
     """
 
     @staticmethod
@@ -87,7 +96,7 @@ class MatmulReduceScatterRing(torch.autograd.Function):
         kept: tuple[Tensor, Tensor] | None = ctx.kept
         ctx.kept = None
         if not wants_x:
-            # Zero-bubble schedules give both passes the same gradient, as the same tensor.
+            # Zero-bubble schedules pass the same gradient tensor to both backward passes.
             dy = kept[1] if kept and kept[0] is dys[0] else all_gather_async(dys[0], _SEQUENCE, axis).wait()
             return None, None, matmul(dy.flatten(0, 1).T, x.flatten(0, 1))
         held = dys[0].contiguous()
@@ -107,12 +116,12 @@ class MatmulReduceScatterRing(torch.autograd.Function):
 
 
 def _next(held: Tensor, axis: Axis, step: int) -> AsyncCollective | None:
-    """Send on what this rank holds; None in the last step, when all have seen it."""
+    """Start to send `held` to the next rank and to receive from the previous one; None in the last step of the ring."""
     return ring_shift_async(held, axis) if step < axis.size - 1 else None
 
 
 def _multiply(x_BsK: Tensor, matrix_KN: Tensor, out_BsN: Tensor) -> None:
-    """out = x matrix, written in place: a sample's rows lie together there, those of two samples do not."""
+    """Write x matrix to `out`, one sample at a time: `out` is contiguous within a sample, not across samples."""
     if use_fp32_matmul(x_BsK):
         out_BsN.copy_(matmul(x_BsK, matrix_KN))
         return
