@@ -1,1 +1,1 @@
-"""The deep plan: one real step as any rank of any world, on tensors without memory, with every byte accounted."""
+"""The deep plan: run one real step as any rank of any world, on fake tensors, and account for every byte."""

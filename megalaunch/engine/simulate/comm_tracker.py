@@ -1,4 +1,4 @@
-"""Every collective of a step, on fake ranks and on real ones alike: kind, axis, phase, count and bytes."""
+"""Record the collectives of a step, simulated or real: kind, group, phase, count and bytes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group  # no public way from a name to its group
+from torch._C._distributed_c10d import _resolve_process_group  # there is no public function from a name to its group
 from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalaunch.engine.simulate.phase_tracker import Phase, PhaseTracker
 
-# What the operators of torch's two namespaces do, in one word each.
+# The kind of each operator of torch's two namespaces of collectives.
 _KINDS = {
     "_allgather_base_": "all-gather",
     "allgather_": "all-gather",
@@ -47,7 +47,7 @@ _NAMESPACES = ("c10d", "_c10d_functional")
 
 @dataclass(frozen=True)
 class CommKind:
-    """One kind of call: the ranks of its group, and the phase it belongs to."""
+    """A kind of collective call: its phase, the collective, and the ranks of its group."""
 
     phase: Phase
     kind: str
@@ -56,7 +56,7 @@ class CommKind:
 
 @dataclass(frozen=True)
 class CommVolume:
-    """`count` calls of one kind; `bytes` of the larger of what goes in and what comes out, summed over them."""
+    """`count` calls of one kind; `bytes` is the larger of input and output of a call, summed over the calls."""
 
     call: CommKind
     count: int
@@ -64,7 +64,7 @@ class CommVolume:
 
 
 class CommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what crosses ranks while it is active; groups of one rank are left out, for nothing leaves them."""
+    """Dispatch mode that counts collectives and their bytes while it is active, except in groups of one rank."""
 
     def __init__(self, moment: PhaseTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -74,11 +74,11 @@ class CommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def traffic(self) -> list[CommVolume]:
-        """All of it so far, in the order of first calls."""
+        """The volume of each kind of call so far, in the order of first calls."""
         return [CommVolume(call, count, self._bytes[call]) for call, count in self._counts.items()]
 
     def clear(self) -> None:
-        """Begin again."""
+        """Reset all counts."""
         self._counts.clear()
         self._bytes.clear()
 
@@ -102,14 +102,14 @@ class CommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def collective_kind(function: Any) -> str | None:
-    """What an operator exchanges, None for every other operator."""
+    """Return the collective that an operator runs, such as "all-gather"; None if it is no collective."""
     if function.namespace not in _NAMESPACES:
         return None
     return _KINDS.get(function._schema.name.partition("::")[2])
 
 
 def _ranks(function: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The global ranks of the group that an operator is called with."""
+    """Return the global ranks of the process group in an operator's arguments."""
     for argument, value in zip(function._schema.arguments, args, strict=False):
         if argument.name in ("process_group", "group_name"):
             group = (
@@ -120,7 +120,7 @@ def _ranks(function: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _largest(function: Any, args: tuple[Any, ...], found: Any) -> int:
-    """Bytes of the largest side: an input, or an output (given as an argument, or returned)."""
+    """Return the bytes of the largest input or output; outputs are arguments (c10d) or returned (functional)."""
     sides = [_bytes(tree_leaves(value)) for value in args]
     if function.namespace == "_c10d_functional":
         sides.append(_bytes(tree_leaves(found)))

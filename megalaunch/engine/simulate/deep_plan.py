@@ -1,4 +1,4 @@
-"""The deep plan of a rank: the engine assembled and stepped on fake tensors, and what its ledgers say."""
+"""The deep plan of a rank: build the engine, run its steps on fake tensors, report memory and communication."""
 
 from __future__ import annotations
 
@@ -38,23 +38,28 @@ from megalaunch.platform.chips import CHIPS
 
 @dataclass(frozen=True)
 class _Found:
-    """What the ledgers say of a step of so many microbatches."""
+    """Memory peak and communication of a step with some number of microbatches."""
 
     peak: Peak
     traffic: dict[CommKind, tuple[int, int]]
 
 
 def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
-    """One step of `rank` (None: the first of the stage that needs most) of a resolved spec that the engine can run.
+    """Simulate one step of a rank and return its memory peak and its collectives.
 
-    Raises ValueError for a rank outside the world and for what the engine does not run, RuntimeError inside a process
-    group.
+    Args:
+        spec: a resolved spec.
+        rank: the global rank; None: the first rank of the pipeline stage with the highest predicted memory.
+
+    Raises:
+        ValueError: the rank is outside the world, or the engine does not support the spec.
+        RuntimeError: the process is in a process group already.
     """
     started = time.perf_counter()
     beyond = [f"{limit.path}={value}" for limit, value in unsupported(spec)]
     if beyond:
         raise ValueError(f"the engine does not run {', '.join(beyond)}")
-    spec = with_values(spec, {"train.compile": False})  # a compiler would want tensors that have memory
+    spec = with_values(spec, {"train.compile": False})  # the compiler needs tensors with memory
     topology = Topology.from_spec(spec)
     rank = topology.dense_grid.group(0, "pp")[predict_memory(spec).rank] if rank is None else rank
     coordinates = topology.coordinates(rank)
@@ -90,7 +95,7 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
 
 
 def _steps(spec: RunSpec, mesh: Mesh, moment: PhaseTracker, on_gpu: bool, world: ExitStack) -> tuple[int, int, _Found]:
-    """Parameters of the rank, microbatches that were computed, and what a whole step comes to."""
+    """Return the rank's parameter count, the number of microbatches run, and the result for a full step."""
     model = parallelize_on_meta(spec, mesh)
     if on_gpu:
         use_gpu_reduce_scatter(model)
@@ -109,7 +114,7 @@ def _steps(spec: RunSpec, mesh: Mesh, moment: PhaseTracker, on_gpu: bool, world:
 
     def found(microbatches: int) -> _Found:
         step, batch = run_instrumented_step(spec, mesh, model, optimizer, moment), make_batch(spec, mesh, microbatches)
-        gc.collect()  # a schedule of before goes only now, with what it holds
+        gc.collect()  # frees the previous pipeline schedule and the tensors that it holds
         owners.label(memory)
         exchanges.clear()
         memory.begin()
@@ -123,17 +128,17 @@ def _steps(spec: RunSpec, mesh: Mesh, moment: PhaseTracker, on_gpu: bool, world:
         growth = _per_microbatch_growth(first, second)
         if not any(growth.values()) or growth == _per_microbatch_growth(second, found(fewer + 2 * group)):
             return parameters, fewer + group, _extrapolate(first, second, (whole - fewer - group) // group)
-        # The peaks are not at the same moment: what grows with microbatches has not won yet.
+        # The two peaks are at different points of the step, so growth is not linear yet: try more microbatches.
     return parameters, whole, found(whole)
 
 
 def _per_microbatch_growth(fewer: _Found, more: _Found) -> dict[Kind, int]:
-    """What further microbatches add to the peak."""
+    """Return the bytes by kind that the additional microbatches add to the peak."""
     return {kind: size - fewer.peak.kinds[kind] for kind, size in more.peak.kinds.items()}
 
 
 def _extrapolate(fewer: _Found, more: _Found, times: int) -> _Found:
-    """The step in which what `more` has beyond `fewer` comes `times` more often."""
+    """Return the result of a longer step: `more` plus `times` the difference between `more` and `fewer`."""
     kinds = {kind: more.peak.kinds[kind] + times * size for kind, size in _per_microbatch_growth(fewer, more).items()}
     traffic = {}
     for call, (count, size) in more.traffic.items():
@@ -143,7 +148,7 @@ def _extrapolate(fewer: _Found, more: _Found, times: int) -> _Found:
 
 
 def _local_numel(parameter: Tensor) -> int:
-    """Numbers of a parameter that this rank computes with: all but what tensor-parallel ranks divide."""
+    """Return the elements of a parameter that this rank computes with: sharded by tp, not by data parallelism."""
     divided = 1
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
@@ -153,11 +158,11 @@ def _local_numel(parameter: Tensor) -> int:
 
 
 def _local_vocab(spec: RunSpec, mesh: Mesh) -> int:
-    """How many logits of a token are this rank's, padding included."""
+    """Return the size of this rank's vocabulary shard, padding included."""
     return vocabulary_rows(spec.model.vocab_size or 0, mesh.tp.size) // mesh.tp.size
 
 
 def _stage_output_shape(spec: RunSpec, topology: Topology) -> tuple[int, int, int]:
-    """What a stage hands to the next: [B, s, H] of one rank."""
+    """Return the shape [B, s, H] of the activations that a rank sends to the next pipeline stage."""
     parts = topology.cp * (topology.tp if spec.parallel.sequence_parallel else 1)
     return topology.micro_batch_size, spec.batch.sequence_length // parts, spec.model.hidden_size

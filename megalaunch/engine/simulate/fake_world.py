@@ -1,4 +1,4 @@
-"""One process as any rank of a world that is not there: a group without peers, tensors without memory."""
+"""Simulate any rank of any world in one process: torch's fake process group, whose collectives send nothing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from megalaunch.plan.topology import Topology
 
 @contextmanager
 def fake_mesh(topology: Topology, rank: int) -> Iterator[Mesh]:
-    """The mesh as `rank` sees it; raises RuntimeError where this process is in a group already."""
+    """Return the device mesh of `rank` in a fake process group, which is destroyed at the end of the context.
+
+    Raises RuntimeError if this process is in a process group already.
+    """
     if dist.is_initialized():
         raise RuntimeError("a deep plan needs a process without a process group of its own")
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world)
     try:
         mesh = make_mesh(topology, torch.device("cpu"), rank)
-        _ = mesh.tp, mesh.pp, mesh.cp  # made with real tensors: fake ones cannot be searched
+        _ = mesh.tp, mesh.pp, mesh.cp  # create the axes now, with real tensors: a search in fake ones fails
         yield mesh
     finally:
         dist.destroy_process_group()
@@ -36,7 +39,7 @@ def fake_mesh(topology: Topology, rank: int) -> Iterator[Mesh]:
 
 
 class FakeScalarMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every number that the engine reads off a tensor is 0: no tokens, a loss and a norm of 0, no one in trouble."""
+    """Dispatch mode in which `.item()` returns 0: token counts, loss, gradient norm and error flags of fake tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,7 +54,12 @@ class FakeScalarMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def skip_shape_inference(tp_region: tuple[int, ...], dtype: torch.dtype) -> Iterator[None]:
-    """Let a pipeline stage hear of shapes what its neighbours would tell: activations of shape `boundary`."""
+    """Give pipeline stages the shape and dtype of activations that neighbouring stages would send them.
+
+    Args:
+        tp_region: the shape [B, s, H] of activations between stages.
+        dtype: their dtype.
+    """
 
     def received(stage: PipelineStage, source: int) -> Any:
         forward = source < stage.stage_index

@@ -1,7 +1,8 @@
-"""What the engine does otherwise on a GPU than on a processor, for tensors that lie on neither.
+"""Emulate on fake CPU tensors the operators that behave differently on a GPU.
 
 torch cannot place tensors, not even fake ones, on a device that it was built without. So the fake tensors of a run on
-GPUs say that they are on one, and the operators whose fused form exists there only keep and make what that form does.
+GPUs report `is_cuda`, and operators that have a fused kernel only on GPUs are replaced by functions that allocate and
+save for backward the same tensors as that kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megalaunch.kernels import swiglu
 
 @contextmanager
 def emulate_gpu_ops() -> Iterator[None]:
-    """Inside, fake tensors and the operators of the decoder are those of a GPU."""
+    """Within the context, fake tensors and the decoder's operators behave as on a GPU."""
     with ExitStack() as patches:
         patches.enter_context(patch(FakeTensor, "is_cpu", property(lambda tensor: False)))
         patches.enter_context(patch(FakeTensor, "is_cuda", property(lambda tensor: True)))
@@ -38,25 +39,25 @@ def emulate_gpu_ops() -> Iterator[None]:
 
 
 def use_gpu_reduce_scatter(model: ModelParts) -> None:
-    """Give the sharded units the reduce-scatter that they have where gloo's is not in the way."""
+    """Give the FSDP units FSDP2's default reduce-scatter, instead of the one for gloo."""
     for unit in (unit for part in model.parts for unit in fsdp_modules(part)):
         unit.set_custom_reduce_scatter(DefaultReduceScatter())
 
 
 class _NoCopyOffload:
-    """A tensor in host memory takes none of the device's."""
+    """An offloaded tensor: it takes no device memory until it is fetched."""
 
     def __init__(self, flat: Tensor) -> None:
         self._shape, self._dtype = flat.shape, flat.dtype
         self._back: Tensor | None = None
 
     def fetch(self) -> None:
-        """It comes back as another one of its kind."""
+        """Allocate a device tensor of the same shape and dtype."""
         if self._back is None:
             self._back = torch.empty(self._shape, dtype=self._dtype)
 
     def is_ready(self) -> Tensor:
-        """That one."""
+        """Return the fetched tensor and drop the reference to it."""
         self.fetch()
         assert self._back is not None, "fetch sets it"
         back, self._back = self._back, None
@@ -64,7 +65,7 @@ class _NoCopyOffload:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """One kernel: keeps its input and 1 / rms in fp32 for each row."""
+    """Fused RMSNorm: saves its inputs and 1 / rms of each row in fp32 for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -83,9 +84,9 @@ def _rms_norm(x: Tensor, shape: Any, weight: Tensor, epsilon: float) -> Tensor:
 
 
 class _FlashAttention(torch.autograd.Function):
-    """One kernel: keeps its inputs, its output and the log-sum of each softmax (Dao 2023).
+    """Flash attention: saves q, k, v, the output and the log-sum-exp of each row for backward (Dao 2023).
 
-    Backward, it adds up the gradient of queries in fp32, and those of keys and values for every query head.
+    Backward accumulates dq in fp32, and computes dk and dv per query head before summing them over groups.
     """
 
     @staticmethod
@@ -117,13 +118,13 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    bias = None if attn_mask is None else attn_mask.to(q.dtype)  # fused kernels add a mask in the format of scores
+    bias = None if attn_mask is None else attn_mask.to(q.dtype)  # fused kernels add the mask in the dtype of the scores
     out: Tensor = _FlashAttention.apply(q, k, v, bias)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Swiglu(torch.autograd.Function):
-    """kernels/swiglu_triton.py: keeps gate and up."""
+    """Fused SwiGLU (kernels/swiglu_triton.py): saves gate and up for backward."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which mesh axes a process group spans, told by its ranks: the same whoever made the group."""
+"""Name a process group by the mesh axes that it spans. Only its ranks count, not which code created it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megalaunch.plan.topology import RankGrid, Topology
 
 
 class GroupNames:
-    """Names of groups that one rank is in: "tp", "dp", "cp+dp", "pp", "world", ..."""
+    """Names of the process groups of one rank: "tp", "dp", "cp+dp", "pp", "world", ..."""
 
     def __init__(self, topology: Topology, rank: int) -> None:
         self._topology, self._rank = topology, rank
 
     def get(self, ranks: tuple[int, ...]) -> str:
-        """The name of a group; its size where it is no plane of a grid."""
+        """Return the name of a group, or its size if no set of axes spans it."""
         return self._known.get(tuple(sorted(ranks)), f"{len(ranks)} ranks")
 
     @cached_property
@@ -32,7 +32,7 @@ class GroupNames:
         return known
 
     def _grids(self) -> Iterator[RankGrid]:
-        """As data parallelism is meant, then as it is divided into shards and replicas, then the experts' grid."""
+        """Yield the dense grid, the dense grid with dp split into shard and replicate axes, and the expert grid."""
         t = self._topology
         yield t.dense_grid
         yield RankGrid(

@@ -1,4 +1,4 @@
-"""Every storage of a step from birth to death, and what the peak consists of."""
+"""Track the allocation and release of every storage in a step, and break the memory peak down by kind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "activations", "
 
 @dataclass
 class _Storage:
-    """What is known of a storage; `kind` is decided late, since what a tensor is for shows by how it is used."""
+    """One storage. `kind` is set later than the allocation, as only the use of a tensor shows its kind."""
 
     bytes: int
     born: Phase
@@ -40,14 +40,14 @@ class _Storage:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes held at once, by kind, and the phase in which that was."""
+    """The memory peak: bytes by kind, and the phase in which it occurs."""
 
     phase: Phase
     kinds: dict[Kind, int]
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of all kinds."""
         return sum(self.kinds.values())
 
 
@@ -59,9 +59,9 @@ class _Change:
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hears of every storage that is made while it is active, and of the end of each.
+    """Dispatch mode that records the allocation and release of every storage while it is active.
 
-    `logits`: tokens and vocabulary columns of a rank, by whose shape a tensor is known to be of the loss.
+    `logits`: (tokens, vocabulary shard) of a rank; a tensor of that many elements belongs to the loss.
     """
 
     def __init__(self, moment: PhaseTracker, logits: tuple[int, int]) -> None:
@@ -73,13 +73,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before: Phase = "preparing"
         self._deaf = False
         self.after_phase: Callable[[], None] = lambda: None
-        """Called at the first operation of a new phase, before it."""
+        """Called before the first operation of a new phase."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own dispatch comes back with the local tensors
+            return NotImplemented  # DTensor dispatches again, with its local tensors
         if self._deaf:
             return function(*args, **(kwargs or {}))
         self._notice_phase()
@@ -88,24 +88,24 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(found):
             if isinstance(leaf, Tensor):
                 self._on_alloc(leaf, exchange)
-        if exchange and function.namespace == "c10d":  # its outputs are arguments
+        if exchange and function.namespace == "c10d":  # c10d operators get their outputs as arguments
             for leaf in tree_leaves(args):
                 if isinstance(leaf, Tensor):
                     self._storage(leaf).exchanged = True
         return found
 
     def label(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
-        """These tensors are of one kind, from their birth on."""
+        """Set the kind of tensors, from their allocation on."""
         for tensor in tensors:
             if tensor is not None:
                 self._storage(tensor).kind = kind
 
     def begin(self) -> None:
-        """Forget what was made and freed so far, and keep what is alive."""
+        """Start a new recording: drop past changes and count live storages as its initial allocations."""
         self._changes = [_Change(storage, storage.bytes, "preparing") for storage in self._live.values()]
 
     def peak(self) -> Peak:
-        """Of everything since `begin`."""
+        """Return the peak since `begin`."""
         held: Counter[Kind] = Counter()
         best, total, most = Peak("preparing", dict.fromkeys(KINDS, 0)), 0, -1
         for change in self._changes:
@@ -117,11 +117,11 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
-        """Hear what no operator tells, and pass over what is no part of the step."""
+        """Record changes of storages that no operator shows, and ignore operators that are not part of the step."""
         own_resize, own_meta = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            """So FSDP2 frees and refills gathered parameters."""
+            """Record a resize: FSDP2 frees and reallocates all-gathered parameters in this way."""
             result = own_resize(storage, size)
             known = self._live.get(storage._cdata)
             if known is not None and known.bytes != size:
@@ -130,7 +130,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
 
         def propagate(*args: Any) -> Any:
-            """DTensor finds out the shape of a result by the operator itself, on whole tensors without memory."""
+            """Pause recording: DTensor infers a result's shape by running the operator on global fake tensors."""
             before, self._deaf = self._deaf, True
             try:
                 return own_meta(*args)
@@ -144,7 +144,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def _notice_phase(self) -> None:
-        """What a forward pass leaves behind for its backward pass is an activation; so is what is made again."""
+        """At a change of phase, label the live storages of the past forward or recompute phase as activations."""
         phase = self._moment.phase
         if phase != self._before:
             if self._before in ("forward", "recompute"):
@@ -160,7 +160,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage.exchanged = storage.exchanged or exchanged
 
     def _storage(self, tensor: Tensor) -> _Storage:
-        """The storage of a tensor, noted from now on if it was not known."""
+        """Return the record of a tensor's storage; start one if the storage is new."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         own = local.untyped_storage()
         known = self._live.get(own._cdata)

@@ -1,4 +1,4 @@
-"""Something of a class or module replaced for a while."""
+"""Replace an attribute of a class or module temporarily."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def patch(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, `owner.name` is `value`."""
+    """Set `owner.name` to `value` within the context."""
     own, before = name in vars(owner), getattr(owner, name)
     setattr(owner, name, value)
     try:

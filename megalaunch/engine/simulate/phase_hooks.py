@@ -1,4 +1,4 @@
-"""Has the parts of the engine that know their phase tell it; on fake ranks and on real ones alike."""
+"""Patch engine and torch methods so that each reports its phase to a `PhaseTracker`, simulated or real."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalaunch.engine.parallel import activation_checkpoint
 from megalaunch.engine.simulate.patch import patch
 from megalaunch.engine.simulate.phase_tracker import Phase, PhaseTracker
 
-# Of a pipeline stage: what belongs to its backward pass, though autograd is not at work all the time.
+# Methods of a pipeline stage that belong to its backward pass, also outside of autograd.
 _BACKWARD = ("backward_one_chunk", "backward_weight_one_chunk", "perform_reduce_grad")
 _TRAVELS: dict[str, Phase] = {
     "get_fwd_recv_ops": "forward",
@@ -27,11 +27,11 @@ _TRAVELS: dict[str, Phase] = {
 
 @contextmanager
 def phase_hooks(moment: PhaseTracker) -> Iterator[None]:
-    """Inside, models that are laid out and steps that are run tell the moment of their phases."""
+    """Within the context, models that are built and steps that are run report their phases to `moment`."""
     again = partial(checkpoint, context_fn=lambda: (moment.phase_scope(moment.phase), moment.phase_scope("recompute")))
     with ExitStack() as replacements:
         replacements.enter_context(patch(activation_checkpoint, "checkpoint", again))
-        # The first step of a schedule runs a microbatch only to find out shapes.
+        # The first step of a schedule runs a microbatch only to infer shapes.
         _patch_phase(replacements, moment, _PipelineSchedule, "_initialize_pp_stages", "preparing")
         for name in _BACKWARD:
             _patch_phase(replacements, moment, PipelineStage, name, "backward")

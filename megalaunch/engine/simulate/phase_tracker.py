@@ -1,4 +1,4 @@
-"""Which part of a step an operation belongs to."""
+"""Track the phase of a step that an operation belongs to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 
 
 class PhaseTracker:
-    """Where a rank stands in its step; a backward pass is seen by itself, the rest is told."""
+    """The current phase of a rank's step. Backward is detected from autograd; other phases are set by `phase_scope`."""
 
     def __init__(self) -> None:
         self._told: Phase = "preparing"
@@ -22,14 +22,14 @@ class PhaseTracker:
 
     @property
     def phase(self) -> Phase:
-        """The phase of the operation that runs now."""
+        """The phase of the current operation."""
         if self._told == "forward" and torch._C._current_graph_task_id() != -1:
             return "backward"
         return self._told
 
     @contextmanager
     def phase_scope(self, phase: Phase) -> Iterator[None]:
-        """A part of the step: told from outside."""
+        """Set the phase within the context."""
         before, self._told = self._told, phase
         try:
             yield
@@ -37,9 +37,9 @@ class PhaseTracker:
             self._told = before
 
     def tag_p2p(self, tensor: Tensor, phase: Phase) -> None:
-        """A pipeline sends or receives this tensor later, when operations of several phases meet."""
+        """Set the phase of a tensor's send or recv, which a pipeline batches with those of other phases."""
         self._sent[tensor.untyped_storage()._cdata] = phase
 
     def p2p_phase(self, tensor: Tensor) -> Phase:
-        """The phase of what is sent or received now."""
+        """Return the phase of a tensor's send or recv; by default the current phase."""
         return self._sent.get(tensor.untyped_storage()._cdata, self.phase)

@@ -1,4 +1,4 @@
-"""What a deep plan found, as plain data."""
+"""The result of a deep plan, as plain data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """Collectives of one kind, axis and phase in a step: `bytes` of the larger of input and output, of all `count`."""
+    """Collectives of one kind, axis and phase in a step: `count` calls; `bytes` of the larger of input and output."""
 
     phase: str
     kind: str
@@ -19,10 +19,11 @@ class CollectiveReport:
 
 @dataclass(frozen=True)
 class DeepPlan:
-    """One step of one rank.
+    """Memory peak and collectives of one step of one rank.
 
-    `kinds` are bytes at the peak, which is in `phase`; `parameters` those that the rank computes with, `microbatches`
-    all of its step, of which `computed` were run (the rest are alike); `on_gpu` says whose operators were assumed.
+    `kinds` are bytes by kind at the peak, which is in `phase`. `parameters` counts those that the rank computes with.
+    `microbatches` are those of a step, of which `computed` were run; the others are extrapolated. `on_gpu`: GPU
+    operators were emulated. `seconds` is the time of the simulation.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""One step of the engine with ledgers around it: the same on fake ranks and on real ones."""
+"""Build one step of the engine that reports its phases and runs on constant data; simulated and real ranks use it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megalaunch.engine.train.train_step import TrainStep
 
 @dataclass(frozen=True)
 class InstrumentedForwardBackward:
-    """Passes that tell the moment when they begin and end."""
+    """Forward and backward passes that report the forward phase to a `PhaseTracker`."""
 
     passes: ForwardBackward
     moment: PhaseTracker
 
     def train(self, batch: StepBatch, total_tokens: int) -> Tensor:
-        """Forward and backward of all microbatches."""
+        """Run forward and backward of all microbatches."""
         with self.moment.phase_scope("forward"):
             return self.passes.train(batch, total_tokens)
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
-        """Forward only."""
+        """Run forward only."""
         return self.passes.evaluate(batch)
 
     def release(self) -> None:
@@ -40,12 +40,15 @@ class InstrumentedForwardBackward:
 
 
 def full_length_documents(documents_BS: Tensor) -> tuple[int, ...]:
-    """The length of each row's only document, which a fake tensor does not tell (`dealt_context.run_lengths`)."""
+    """Return S for each row: one document a row. Replaces `dynamic_context_parallel.document_lengths`.
+
+    The original reads document ids, which fake tensors do not have.
+    """
     return (documents_BS.shape[1],) * documents_BS.shape[0]
 
 
 class ConstantDataset:
-    """Samples that are all alike: sizes do not depend on words."""
+    """A dataset of one constant sample: memory and communication do not depend on token ids."""
 
     def __init__(self, spec: RunSpec) -> None:
         tokens = np.zeros(spec.batch.sequence_length + 1, np.int64)
@@ -60,20 +63,20 @@ class ConstantDataset:
         return self._row
 
     def describe(self, index: int) -> str:
-        """Nobody asks: every loss is finite."""
+        """Return the description that is printed for a non-finite loss, which does not occur here."""
         return f"sample {index}"
 
 
 def run_instrumented_step(
     spec: RunSpec, mesh: Mesh, model: ModelParts, optimizer: NamedAdamW, moment: PhaseTracker
 ) -> TrainStep:
-    """The engine's step on a model that is laid out and has memory."""
+    """Return the engine's train step for a parallelized, materialized model. It is not run yet."""
     passes = InstrumentedForwardBackward(make_forward_backward(spec, mesh, model), moment)
     return TrainStep(spec, mesh, model, passes, optimizer, ConstantDataset(spec))
 
 
 def make_batch(spec: RunSpec, mesh: Mesh, microbatches: int) -> StepBatch:
-    """So many microbatches of this rank, on the CPU."""
+    """Return a batch of `microbatches` constant microbatches of this rank, on the CPU."""
     size = mesh.topology.micro_batch_size
     one = shard_for_context_parallel(
         microbatch([ConstantDataset(spec)[0]] * size), mesh.cp, mesh.topology.dynamic_context_parallel

@@ -1,4 +1,4 @@
-"""Whose a tensor is: parameters, gradients and moments, by identity."""
+"""Label the storages of parameters, gradients and optimizer states in the memory tracker."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from megalaunch.engine.train.optimizer import NamedAdamW
 
 @dataclass(frozen=True)
 class TensorKinds:
-    """What holds tensors from step to step."""
+    """The model and optimizer whose tensors persist between steps."""
 
     model: ModelParts
     optimizer: NamedAdamW
 
     def label(self, ledger: MemoryTracker) -> None:
-        """Tell the ledger of every tensor that is theirs now."""
+        """Label the current parameters and gradients in the memory tracker."""
         parameters = [parameter for part in self.model.parts for parameter in part.parameters()]
         ledger.label(parameters, "weights")
         ledger.label((parameter.grad for parameter in (*parameters, *self.optimizer.parameters)), "gradients")
         ledger.label(self._whole_gradients(), "gradients")
 
     def claim_moments(self, ledger: MemoryTracker) -> None:
-        """Make the moments if they are not there, as in every step but the first, and tell the ledger."""
+        """Allocate the optimizer's moments, which exist in every step but the first, and label them."""
         ledger.label(self.optimizer.states().values(), "optimizer")
 
     def _whole_gradients(self) -> Iterator[Tensor | None]:
-        """Sums over microbatches that are reduced at the end of the step only."""
+        """Yield unsharded gradients, accumulated over microbatches and reduced only at the end of the step."""
         for parameter in self._sharded():
             yield parameter.unsharded_accumulated_grad
-            if hasattr(parameter, "_unsharded_param"):  # it has been gathered before
+            if hasattr(parameter, "_unsharded_param"):  # exists after the first all-gather
                 yield parameter.unsharded_param.grad
 
     def _sharded(self) -> Iterator[FSDPParam]:
