@@ -81,6 +81,7 @@ def _with_family(model: ModelSpec) -> ModelSpec:
 
 
 def _pairs(model: ModelSpec) -> Iterator[WeightMapping]:
+    """Yield the mappings of a dense GPT model, for norms in Transformer Engine's fused layers."""
     yield rename("embedding.word_embeddings.weight", "embedding.weight")
     if model.position_embedding == "learned":
         yield rename("embedding.position_embeddings.weight", "embedding.positions")

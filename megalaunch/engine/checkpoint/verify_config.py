@@ -129,6 +129,7 @@ def shrink_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shrink(config: Mapping[str, Any], model: ModelSpec) -> dict[str, Any]:
+    """Shrink a language model's config; keep the ratio of query heads to KV groups and the pattern of layer types."""
     heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
     common = math.gcd(heads, groups)
     cut = max(part for part in range(1, common + 1) if common % part == 0 and heads // part >= min(heads, _HEADS))
@@ -190,6 +191,7 @@ def _their_logits(model: Any, tokens_BS: Tensor, positions: Tensor) -> Tensor:
 
 
 def _their_model(transformers: Any, config: dict[str, Any]) -> Any:
+    """Build the model in transformers with seeded random weights, large enough that every key changes the logits."""
     read = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
     model = transformers.AutoModelForCausalLM.from_config(read, dtype=torch.float32, attn_implementation="eager")
     generator = _generator()
@@ -204,6 +206,7 @@ def _their_model(transformers: Any, config: dict[str, Any]) -> Any:
 
 
 def _our_model(model: ModelSpec, config: Mapping[str, Any], theirs: Mapping[str, Tensor]) -> Any:
+    """Build the model in this engine with the weights of transformers' model."""
     multimodal = get_multimodal(config)
     layout = {} if multimodal is None else multimodal.layout(theirs)
     decoder = build_decoder(model).eval()

@@ -89,6 +89,7 @@ def _attention(model: ModelSpec) -> AttentionConfig:
 
 
 def _layer(model: ModelSpec, layer: Layer) -> LayerConfig:
+    """Convert one layer: its sliding window, and its RoPE (None for a layer without rotary embedding)."""
     if not layer.rotated:
         return LayerConfig(layer.window, None)
     width = round(resolve_head_dim(model) * model.rope.fraction)

@@ -66,6 +66,7 @@ def from_hf_config(config: Mapping[str, Any], name: str, notes: list[str] | None
 
 
 def _read(config: Mapping[str, Any], name: str, notes: list[str] | None) -> ModelSpec:
+    """Convert a config.json; FamilyError lists the problems of the decoder and of the multimodal config around it."""
     whole = multimodal_family(config)
     text, around = (config, ConfigFile({})) if whole is None else split_config(config, whole.model_type)
     kind = text.get("model_type")

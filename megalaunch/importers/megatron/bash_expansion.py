@@ -98,6 +98,7 @@ class Variables:
         return self._expand(found[1], found[2], part.text)
 
     def _expand(self, name: str, rest: str, whole: str) -> list[str]:
+        """Expand `${name...}` to its values: plain, arrays, and the operators - = + ? with or without a colon."""
         known = self._known(name)
         if name in ("@", "*"):
             return []

@@ -77,6 +77,7 @@ class _Reader:
         self.skip_next = False
 
     def follow(self) -> None:
+        """Interpret all tokens."""
         while self.at < len(self.tokens):
             token = self.tokens[self.at]
             keyword = token.plain
@@ -105,6 +106,7 @@ class _Reader:
         return all(branch.runs for branch in self.branches)
 
     def _condition(self, keyword: str) -> None:
+        """Interpret the condition of an `if` or `elif`; an unknown condition skips its branch."""
         line = self.tokens[self.at].line
         self.at += 1
         condition: list[Token] = []
@@ -220,6 +222,7 @@ class _Reader:
         return True
 
     def _assign(self, word: Token, export: bool) -> bool:
+        """Interpret a word as an assignment; return False if it is none. Given variables are not overwritten."""
         variables = self.script.variables
         if word.items is not None:
             name = word.text.rstrip("=").rstrip("+")
@@ -264,6 +267,7 @@ class _Reader:
         return outcome
 
     def _test(self, words: Sequence[Token]) -> bool | None:
+        """Evaluate one test command with its -a, -o, && and ||; None if unknown."""
         negated = bool(words) and words[0].plain == "!"
         words = words[1:] if negated else words
         if not words or words[0].plain not in ("[", "[[", "test"):
@@ -326,6 +330,7 @@ def _comparison(words: Sequence[str]) -> bool | None:
 
 
 def _compare(words: list[str]) -> bool | None:
+    """Evaluate one comparison without negation."""
     if any(is_open(word) for word in words):
         return None
     match words:

@@ -91,6 +91,7 @@ class _Lexer:
                 yield self._word()
 
     def _after_operator(self, operator: str) -> Iterator[Token]:
+        """Consume an operator. The bodies of here-documents follow at the end of the line."""
         line = self.line
         self._step(len(operator))
         if operator in ("<<", "<<-"):
@@ -121,6 +122,7 @@ class _Lexer:
         return Token(line, "\n".join(body), (Part(kind, "", literal),), heredoc=True)
 
     def _word(self) -> Token:
+        """Consume a word, or an array assignment."""
         line = self.line
         parts: list[Part] = []
         while (char := self._here()) and char not in " \t\r\n" and not self._ends_word():
@@ -145,6 +147,7 @@ class _Lexer:
         return Token(line, parts=joined)
 
     def _array(self, line: int) -> tuple[tuple[Part, ...], ...]:
+        """Consume the elements of an array literal."""
         self._step()
         items: list[tuple[Part, ...]] = []
         while True:
@@ -166,6 +169,7 @@ class _Lexer:
                 items.append(self._word().parts or ())
 
     def _double_quoted(self, line: int) -> list[Part]:
+        """Consume a double-quoted string, whose expansions are quoted parts."""
         self._step()
         parts: list[Part] = [Part("text", "", True)]
         while (char := self._here()) != '"':
@@ -184,6 +188,7 @@ class _Lexer:
         return parts
 
     def _dollar(self, quoted: bool) -> Part:
+        """Consume a `$` or backtick expansion, or a literal `$`."""
         line = self.line
         if self._here() == "`":
             return Part("command", self._until("`", line), quoted)
@@ -203,6 +208,7 @@ class _Lexer:
         return Part("name", name, quoted)
 
     def _bracketed(self, skip: int, opening: str, closing: str, line: int, depth: int = 1) -> str:
+        """Consume text up to the closing bracket; `depth` brackets are open after `skip` characters."""
         self._step(skip)
         started, wanted = self.at, depth
         while depth:

@@ -30,6 +30,7 @@ def model_values(given: Arguments) -> Values:
 
 
 def _heads(given: Arguments, values: Values) -> None:
+    """Convert the attention heads: query groups, head width, softmax scale."""
     groups = given.integer("num-query-groups")
     if given.has("group-query-attention"):
         values["model.num_query_groups"] = groups or 1
@@ -47,6 +48,7 @@ def _heads(given: Arguments, values: Values) -> None:
 
 
 def _blocks(given: Arguments, values: Values) -> None:
+    """Convert activation, FFN width, norm and QK norm, with Megatron's defaults."""
     offset = given.number("glu-linear-offset", 0.0)
     if given.has("swiglu"):
         values["model.activation"] = "swiglu"
@@ -80,6 +82,7 @@ def _biases(given: Arguments, values: Values) -> None:
 
 
 def _window(given: Arguments, values: Values) -> None:
+    """Convert sliding window, its layer pattern, and attention sinks."""
     window = given.value("window-size")
     if window is not None:
         try:
@@ -113,6 +116,7 @@ def _every_nth(text: str, mark: int) -> int | None:
 
 
 def _positions(given: Arguments, values: Values) -> None:
+    """Convert position embedding, RoPE base and RoPE scaling."""
     kind = given.value("position-embedding-type")
     if given.has("use-rotary-position-embeddings") and kind is None:
         kind = "rope"
@@ -148,6 +152,7 @@ def _latent_positions(given: Arguments, values: Values) -> None:
 
 
 def _yarn(given: Arguments, values: Values, factor: float | None) -> None:
+    """Convert YaRN's parameters, with Megatron's defaults."""
     original = given.integer("yarn-original-max-position-embeddings", given.integer("original-max-position-embeddings"))
     values["model.rope.scaling"] = "yarn"
     values["model.rope.factor"] = factor
@@ -159,6 +164,7 @@ def _yarn(given: Arguments, values: Values, factor: float | None) -> None:
 
 
 def _experts(given: Arguments, values: Values) -> None:
+    """Convert MoE layer pattern, router and capacity."""
     frequency = given.value("moe-layer-freq")
     if frequency is not None:
         pattern = _expert_pattern(frequency)
@@ -186,6 +192,7 @@ def _experts(given: Arguments, values: Values) -> None:
 
 
 def _balance(given: Arguments, values: Values) -> None:
+    """Convert the load-balancing loss and its coefficient."""
     kinds, coeffs = given.values("moe-router-load-balancing-type"), given.values("moe-aux-loss-coeff")
     ours = {"aux_loss": "batch", "seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
     kind = kinds[0] if kinds else "aux_loss"
@@ -229,6 +236,7 @@ def parse_list(text: str) -> list[int] | None:
 
 
 def _pattern(node: ast.AST) -> list[int] | int:
+    """Evaluate a list expression; raises ValueError for anything but integers, lists, + and *."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):

@@ -39,6 +39,7 @@ def training_values(given: Arguments, world: int | None) -> Values:
 
 
 def _layout(given: Arguments, values: Values) -> None:
+    """Convert sequence parallelism, expert tensor parallelism, virtual stages, sharding and context parallelism."""
     tp = given.integer("tensor-model-parallel-size", 1) or 1
     pp = given.integer("pipeline-model-parallel-size", 1) or 1
     if given.has("sequence-parallel"):
@@ -60,6 +61,7 @@ def _layout(given: Arguments, values: Values) -> None:
 
 
 def _virtual_stages(given: Arguments, values: Values, pp: int) -> None:
+    """Convert the virtual pipeline size from any of Megatron's three flags, and the overlap of send/recv."""
     older = given.integer("virtual-pipeline-model-parallel-size")
     vpp = given.integer("num-virtual-stages-per-pipeline-rank", older)
     layers, by_stage = given.integer("num-layers"), given.integer("num-layers-per-virtual-pipeline-stage")
@@ -78,6 +80,7 @@ def _virtual_stages(given: Arguments, values: Values, pp: int) -> None:
 
 
 def _sharding(given: Arguments, values: Values) -> None:
+    """Convert the sharding of parameters, gradients and optimizer states over data-parallel ranks."""
     if given.has("use-megatron-fsdp") or given.has("use-custom-fsdp"):
         values["parallel.data_sharding"] = given.value("data-parallel-sharding-strategy") or "optim_grads_params"
     elif given.has("use-torch-fsdp2"):
@@ -88,6 +91,7 @@ def _sharding(given: Arguments, values: Values) -> None:
 
 
 def _precision(given: Arguments, values: Values) -> None:
+    """Convert dtypes of compute, gradients and moments, FP8, and loss scaling."""
     eight = given.value("fp8-format") or ("hybrid" if given.has("fp8-hybrid") else None)
     half = given.has("fp16")
     values["precision.compute_dtype"] = "fp8" if eight else "fp16" if half else "bf16" if given.has("bf16") else "fp32"
@@ -130,6 +134,7 @@ def _amax_history(given: Arguments) -> int | None:
 
 
 def _recompute(given: Arguments, values: Values) -> None:
+    """Convert activation checkpointing (recomputation)."""
     granularity = given.value("recompute-granularity")
     modules = list(given.values("recompute-modules"))
     if given.has("recompute-activations") and granularity is None:
@@ -150,6 +155,7 @@ def _recompute(given: Arguments, values: Values) -> None:
 
 
 def _batch(given: Arguments, values: Values, world: int | None) -> None:
+    """Convert batch size, batch size rampup and number of steps. The default batch is one microbatch per dp rank."""
     size = given.integer("global-batch-size")
     ramp = " ".join(given.values("step-batch-size-schedule"))  # an unquoted array splits the schedule
     if ramp:
@@ -174,6 +180,7 @@ def _batch(given: Arguments, values: Values, world: int | None) -> None:
 
 
 def _schedule(given: Arguments, values: Values) -> None:
+    """Convert the learning-rate schedule; sample counts are converted to steps."""
     batch = values.get("batch.global_batch_size") or 1
     shape = given.value("lr-decay-style") or "linear"
     values["schedule.shape"] = _SHAPES.get(shape, "linear")
@@ -196,6 +203,7 @@ def _steps(given: Arguments, name: str, batch: int) -> int | None:
 
 
 def _optimizer(given: Arguments, values: Values) -> None:
+    """Convert the optimizer and its momentum or betas."""
     name = given.value("optimizer") or "adam"
     if name in _OPTIMIZERS:
         values["optimizer.name"] = _OPTIMIZERS[name]
@@ -218,6 +226,7 @@ def _optimizer(given: Arguments, values: Values) -> None:
 
 
 def _data(given: Arguments, values: Values) -> None:
+    """Convert data paths, blend and split."""
     for flag, part in (("data-path", "train"), ("train-data-path", "train"), ("valid-data-path", "validation")):
         words = given.values(flag)
         if not words:
@@ -238,6 +247,7 @@ def _data(given: Arguments, values: Values) -> None:
 
 
 def _fill_in(given: Arguments, values: Values) -> None:
+    """Convert fill-in-the-middle (FIM), with Megatron's default rates."""
     marks = [f"fim-{part}-token" for part in ("prefix", "middle", "suffix")]
     if not given.has("fim-data"):
         for flag in ("fim-rate", "fim-spm-rate", *marks):
