@@ -22,7 +22,7 @@ class RunDirectory:
 
     @property
     def tokenizer(self) -> Path:
-        """The run's tokenizer.json, copied at the first launch."""
+        """The run's tokenizer.json, saved when the run starts."""
         return self.root / "tokenizer.json"
 
     @property

@@ -64,7 +64,7 @@ def save_checkpoint(
 ) -> None:
     """Save a checkpoint as `directory`, replacing an existing one. Collective.
 
-    The directory appears complete and synced to disk, or not at all. In that case every rank raises the same
+    The directory appears complete and synced to disk, or not at all. In the latter case every rank raises the same
     CheckpointError, and older checkpoints are unchanged.
 
     Args:
