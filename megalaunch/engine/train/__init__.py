@@ -1,1 +1,1 @@
-"""One step, and the loop around it."""
+"""The training loop: data loading, forward and backward, gradient reduction, optimizer step, checkpoints, logs."""

@@ -1,4 +1,4 @@
-"""From a run spec to everything a loop works on: mesh, sharded model, optimizer, data."""
+"""Build the training state from a run spec: sharded model, forward and backward passes, optimizer, data sets."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ from megalaunch.rundir.outcome import ExitCode
 
 
 def build_train_state(spec: RunSpec, mesh: Mesh) -> TrainState:
-    """Build and open everything but the weights, which the loop draws or loads. Collective.
+    """Build the training state without weights, which `Trainer.resume` initializes or loads. Collective.
 
-    Raises a RunEnd on every rank when any cannot open the tokens.
+    Raises:
+        RunEnd: On every rank, if any rank cannot open its data.
     """
     model = parallelize_on_meta(spec, mesh)
     materialize(model, mesh)
@@ -55,7 +56,7 @@ def build_train_state(spec: RunSpec, mesh: Mesh) -> TrainState:
 
 
 def sharded_model(spec: RunSpec, mesh: Mesh) -> ModelParts:
-    """The initialised model, laid out over the mesh: built on meta, so that no rank ever holds more than its part."""
+    """Build and initialize the model, sharded over the mesh. Built on meta, so a rank only ever holds its shards."""
     model = parallelize_on_meta(spec, mesh)
     materialize(model, mesh)
     init_weights(model, spec.train.seed)
@@ -64,14 +65,18 @@ def sharded_model(spec: RunSpec, mesh: Mesh) -> ModelParts:
 
 
 def parallelize_on_meta(spec: RunSpec, mesh: Mesh) -> ModelParts:
-    """This rank's part of the model, still on meta."""
+    """Build this rank's pipeline stages on meta and apply all parallelism to them.
+
+    Order for each stage: build, prune to its layers, shard over tp, activation checkpointing, activation offload,
+    compile, FSDP.
+    """
     tp_region, context = _make_tp_region(spec, mesh), _make_context_parallel(spec, mesh)
     mine = [stage for stage in build_stages(spec) if stage.rank == mesh.pp.rank]
     return ModelParts(*(_parallelize_stage(spec, mesh, stage, tp_region, context) for stage in mine))
 
 
 def materialize(model: ModelParts, mesh: Mesh) -> None:
-    """Move a model from meta to the device; what its parameters hold is still to be drawn or loaded."""
+    """Allocate a meta model's parameters on the device, uninitialized, and tie embeddings again."""
     for part in model.parts:
         part.to_empty(device=mesh.device)
         part.tie()

@@ -1,4 +1,4 @@
-"""When and how a run is saved: at once or beside training, one checkpoint at a time, then what to keep of them."""
+"""Save checkpoints of a run, synchronously or asynchronously, one at a time, and remove old ones."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from megalaunch.rundir.paths import RunDirectory
 
 
 class Checkpointer:
-    """The saves of one run; made, and every method called, on all ranks alike.
+    """Synchronous and asynchronous saves of one run. The constructor and every method are collective.
 
-    `saved` is the newest finished checkpoint.
+    Attributes:
+        saved: Directory of the newest finished checkpoint; None before the first.
     """
 
     def __init__(
@@ -37,27 +38,28 @@ class Checkpointer:
         self.saved: Path | None = None
         self._copies = PinnedStaging()
         self._background: SaveThread | None = None
-        self._step, self._done = 0, 0  # of the save under way: its step, and bytes of this rank written
+        self._step, self._done = 0, 0  # of the save in progress: its step, and bytes written by this rank
         async_context = spec.checkpoint.async_save and spec.checkpoint.interval > 0
         self._group = background_group() if async_context else None
 
     @property
     def problem(self) -> RankError | None:
-        """Why the save under way failed, once this rank knows; the loop brings it up at the ranks' next agreement."""
+        """Error of the save in progress on this rank, if it has failed; the trainer shares it at the next sync."""
         error = self._background.error if self._background else None
         return RankError(ExitCode.CHECKPOINT, str(error)) if error else None
 
     def save(self, position: TrainProgress) -> None:
-        """Save now, and return when it is done; raises CheckpointError (or a RunEnd) alike on all ranks."""
+        """Save synchronously. Raises CheckpointError or a RunEnd, the same on all ranks."""
         started = time.perf_counter()
         if self._begin(position):
             self._record.phase("saving", position.step)
             self._write(position, state_tensors(self._model, self._optimizer), started)
 
     def save_async(self, position: TrainProgress) -> None:
-        """Return when the state is copied (to the one save at a time: also when the one before is done).
+        """Copy the state to host memory and write it on a background thread; return when the copy is done.
 
-        Its failure is a `problem` later. Without `checkpoint.async_save` this is `save`.
+        There is one save at a time: wait for the previous one first. A failure is reported later, as `problem`.
+        Without `checkpoint.async_save` this is `save`.
         """
         if not self._spec.checkpoint.async_save:
             self.save(position)
@@ -66,20 +68,23 @@ class Checkpointer:
         if not self._begin(position):
             return
         self._record.heartbeat("saving", position.step)
-        # The model's parameters of now: while it computes, those that it names are gathered ones.
+        # Take the sharded parameters now: during a forward pass the model's attributes are FSDP's gathered ones.
         tensors = state_tensors(self._model, self._optimizer)
         async_context = AsyncSaveContext(self._copies.stage(tensors), self._group)
         waited = time.perf_counter() - started
         self._background = SaveThread(partial(self._write, position, tensors, started, async_context, waited))
 
     def finish(self, reason: str) -> None:
-        """The run ends for another `reason`: wait for the save under way, and tell it if that fails."""
+        """Wait for the save in progress, as the run ends for `reason`; log an event if the save failed otherwise."""
         problem = self._wait_for_pending()
         if problem is not None and problem.reason != reason:
             self._record.event("note", message=problem.reason)
 
     def _begin(self, position: TrainProgress) -> bool:
-        """One save at a time; False when this step is saved already. A checkpoint vouches for the metrics before it."""
+        """Wait for the previous save and sync the metrics to disk; return False if this step is already saved.
+
+        A resume keeps the metrics up to its checkpoint's step, so they must be on disk before the checkpoint is.
+        """
         problem = self._wait_for_pending()
         raise_on_all_ranks(self._record.problem or problem, position.step)
         if self.saved == self._directory.checkpoint(position.step):
@@ -88,14 +93,14 @@ class Checkpointer:
         return True
 
     def _wait_for_pending(self) -> RankError | None:
-        """Wait for the save under way; why it failed, if it did."""
+        """Wait for the save in progress, if any; return its error."""
         if self._background is None:
             return None
         seen = self._done
 
         def waiting() -> None:
             nonlocal seen
-            if self._done != seen:  # a disk that stands still is no progress
+            if self._done != seen:  # report a heartbeat only if bytes were written: a stuck disk is no progress
                 seen = self._done
                 self._record.heartbeat("saving", self._step)
 
@@ -111,7 +116,7 @@ class Checkpointer:
         async_context: AsyncSaveContext | None = None,
         waited: float | None = None,
     ) -> None:
-        """The save itself; of one beside training, the part on its own thread."""
+        """Write the checkpoint and remove old ones. An asynchronous save runs this on its thread."""
         self._step, self._done = position.step, 0
 
         def wrote(done: int, total: int) -> None:
@@ -130,5 +135,5 @@ class Checkpointer:
         try:
             settings = self._spec.checkpoint
             prune_checkpoints(self._directory.checkpoints, settings.keep_last, newest, settings.keep_every)
-        except OSError as error:  # what is saved is saved
+        except OSError as error:  # the new checkpoint is complete: a failure to prune is only logged
             self._record.event("note", message=f"old checkpoints could not be removed: {error}")

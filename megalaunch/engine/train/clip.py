@@ -1,4 +1,4 @@
-"""The gradient norm over every axis, and how far gradients are clipped by it."""
+"""Gradient clipping: the global gradient norm under any parallel layout, and the divisor that clips by it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from torch import Tensor, nn
 
 from megalaunch.engine.dtensor import num_replicas, to_local_no_grad
 
-_ROW = 256  # numbers that a processor sums in fp32
+_ROW = 256  # numbers that are summed in fp32 on a CPU
 
 
 def local_grad_norm_sq(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """This rank's share of the squared gradient norm, a float64 scalar; the sum over all ranks is the whole.
+    """Return this rank's contribution to the squared gradient norm, an fp64 scalar.
 
-    Each value counts 1 / (ranks that hold it), so one all-reduce over the world is exact on any mix of meshes.
+    With G_r the local gradient shards of rank r and c(g) the number of ranks of the mesh that hold a copy of shard g:
+
+        ||g||^2 = sum_r sum_{g in G_r} ||g||^2 / c(g)
+
+    So one all-reduce over the world (`reduce_step_stats`) gives the exact norm, whatever meshes the parameters are on.
     """
     by_replication: dict[int, list[Tensor]] = {}
     for parameter in parameters:
@@ -29,10 +33,10 @@ def local_grad_norm_sq(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:
-    """Norms of parts that make up all gradients, fp32 [number of parts].
+    """Return the norms of pieces that together make up all gradients, fp32 [number of pieces].
 
-    On a processor an fp32 sum of a million squares is off by 1e-5, and by layouts that cut it differently. Sums of
-    short rows are exact to 1e-9, in half the time that widening every number takes.
+    On a CPU an fp32 sum of a million squares has an error of 1e-5, which differs between parallel layouts, as these
+    shard it differently. Sums of rows of 256 are exact to 1e-9, in half the time of converting every number to fp64.
     """
     if not gradients[0].is_cpu:
         return torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
@@ -46,5 +50,5 @@ def _norms(gradients: list[Tensor]) -> Tensor:
 
 
 def clip_divisor(norm: float, limit: float) -> float:
-    """What all gradients are divided by, so that their norm is at most `limit` (0: any; Megatron's epsilon of 1e-6)."""
+    """Return the divisor that limits the gradient norm to `limit` (0: no clipping), with Megatron's epsilon of 1e-6."""
     return max((norm + 1e-6) / limit, 1.0) if limit > 0 else 1.0

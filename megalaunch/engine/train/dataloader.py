@@ -1,4 +1,4 @@
-"""A step's microbatches: this rank's share of data's pure order, read ahead on a thread of its own."""
+"""Data loader: this rank's microbatches of each step, prefetched on a background thread."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ from megalaunch.engine.train.loss import IGNORE_INDEX
 from megalaunch.rundir.outcome import ExitCode
 
 _STEPS_AHEAD = 2
-_TIMEOUT = 2.0  # seconds after which a wait for tokens is told, and told again
+_TIMEOUT = 2.0  # seconds between reports of a wait for tokens
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Inputs and labels, [B, S] int64 each; an IGNORED label has no loss.
+    """One microbatch on one rank, with its sequence shard under context parallelism.
 
-    `positions` and `documents` ([B, S] int64) as in data's Row; None as there. Where tokens are dealt out by the
-    length of documents, every rank has the `documents` of whole samples.
+    Attributes:
+        tokens: Input token ids, int64 [B, S].
+        labels: The next token of each input, int64 [B, S]; IGNORE_INDEX where the loss mask is False.
+        positions: Position ids, int64 [B, S]; None: 0 to S - 1.
+        documents: Document ids, int64 [B, S], which limit the attention mask to one document; None: no such limit.
+            Under dynamic context parallelism every rank holds the document ids of the full samples.
     """
 
     tokens: Tensor
@@ -41,7 +45,7 @@ class MicroBatch:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What a decoder is given, by the names of its parameters; positions are always said."""
+        """The inputs of a decoder by argument name; position ids are always included."""
         positions = self.positions
         if positions is None:
             positions = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
@@ -50,12 +54,12 @@ class MicroBatch:
 
     @classmethod
     def concat(cls, parts: Sequence[MicroBatch]) -> MicroBatch:
-        """Microbatches one after the other."""
+        """Concatenate microbatches along the batch dim."""
         names = [field.name for field in fields(cls) if getattr(parts[0], field.name) is not None]
         return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
     def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """The same with every tensor changed."""
+        """Return a copy with `change` applied to every tensor."""
         parts = (self.tokens, self.labels, self.positions, self.documents)
         tokens, labels, positions, documents = (None if part is None else change(part) for part in parts)
         assert tokens is not None
@@ -65,10 +69,14 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Everything one rank computes in one step: M microbatches and their samples' indices.
+    """The M microbatches that one rank computes in one step.
 
-    `valid_tokens` counts the labels that have a loss. `problem` says why the batch could not be read, `waited` how
-    many seconds the caller stood still for it.
+    Attributes:
+        indices: Sample indices of each microbatch.
+        microbatches: The microbatches; empty if there is a problem.
+        valid_tokens: Number of labels with a loss.
+        problem: Why the batch could not be read; None if it was.
+        data_time: Seconds that the training loop waited for this batch.
     """
 
     indices: tuple[range, ...]
@@ -80,7 +88,18 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class BatchSampler:
-    """How a global batch is dealt out: microbatch m of rank r is samples [(m * ranks + r) * size, ...)."""
+    """Assignment of the samples of a global batch to data-parallel ranks.
+
+    Microbatch m of rank r has the `micro_batch_size` samples from (m * data_size + r) * micro_batch_size on.
+
+    Attributes:
+        global_batch_size: Samples of a step over all ranks.
+        micro_batch_size: Samples of a microbatch.
+        data_rank: The data-parallel rank.
+        data_size: Number of data-parallel ranks.
+        context: The context-parallel axis, which shards each sample.
+        by_length: Dynamic context parallelism: partition the documents of a microbatch by length.
+    """
 
     global_batch_size: int
     micro_batch_size: int
@@ -90,7 +109,7 @@ class BatchSampler:
     by_length: bool = False
 
     def indices(self, step: int) -> tuple[range, ...]:
-        """The sample indices of each of this rank's microbatches in `step` (the first is 1)."""
+        """Return the sample indices of each of this rank's microbatches in `step` (from 1)."""
         start, width = (step - 1) * self.global_batch_size, self.micro_batch_size
         count = self.global_batch_size // (width * self.data_size)
         firsts = (start + (m * self.data_size + self.data_rank) * width for m in range(count))
@@ -98,7 +117,7 @@ class BatchSampler:
 
 
 def batch_shape(global_batch_size: int, mesh: Mesh) -> BatchSampler:
-    """This rank's share of every global batch."""
+    """Build the batch sampler of this rank."""
     t = mesh.topology
     return BatchSampler(
         global_batch_size, t.micro_batch_size, mesh.dp_rank, mesh.dp_size, mesh.cp, t.dynamic_context_parallel
@@ -106,10 +125,15 @@ def batch_shape(global_batch_size: int, mesh: Mesh) -> BatchSampler:
 
 
 class PrefetchingDataLoader:
-    """Reads the next steps while step k is computed.
+    """Loader that reads the batches of the next two steps on a background thread while step k is computed.
 
-    A pure function of (rows, shape, step): nothing of it needs saving. `waiting` hears the number of a step whose
-    tokens keep the caller waiting, every two seconds.
+    Batches are a pure function of (rows, shape, step), so checkpoints store no loader state.
+
+    Args:
+        rows: The training samples.
+        shape: Assignment of samples to this rank.
+        device: Device of the returned tensors.
+        waiting: Called every two seconds with the step's number while `get` waits for its batch.
     """
 
     def __init__(
@@ -124,10 +148,15 @@ class PrefetchingDataLoader:
         self._ahead: dict[int, Future[StepBatch]] = {}
 
     def get(self, step: int, last: int) -> StepBatch:
-        """This rank's part of step `step`, on the device. Nothing is read past step `last`: it may never be wanted,
-        and samples past those requested cost a shuffle of all documents.
+        """Return this rank's batch of a step, on the device, and start reading the next ones.
 
-        Raises whatever went wrong on the reading thread, except for what its batch tells as a `problem`.
+        Args:
+            step: Number of the step.
+            last: Last step to read ahead. Later samples may never be needed, and samples past those requested cost a
+                new shuffle of all documents.
+
+        Raises:
+            Exception: Errors of the reading thread. Unreadable data raises nothing: it is the batch's `problem`.
         """
         started = time.perf_counter()
         wanted = range(step, min(step + _STEPS_AHEAD, last) + 1)
@@ -144,7 +173,7 @@ class PrefetchingDataLoader:
         return replace(batch, microbatches=on_device, data_time=waited)
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop reading ahead and end the thread."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _result(self, step: int) -> StepBatch:
@@ -153,7 +182,7 @@ class PrefetchingDataLoader:
             try:
                 return future.result(timeout=_TIMEOUT)
             except NotReady:
-                if future.done():  # a TimeoutError of the reading itself
+                if future.done():  # a TimeoutError raised by reading, not by this wait
                     raise
                 self._waiting(step)
 
@@ -174,9 +203,9 @@ class PrefetchingDataLoader:
 
 
 def microbatch(rows: Sequence[Sample]) -> MicroBatch:
-    """Rows of one length as tensors on the CPU."""
+    """Collate samples of the same length into a microbatch on the CPU."""
     stacked = torch.from_numpy(np.stack([row.tokens for row in rows]))
-    tokens, labels = stacked[:, :-1].clone(), stacked[:, 1:].clone()  # of a single row, `contiguous` would be a view
+    tokens, labels = stacked[:, :-1].clone(), stacked[:, 1:].clone()  # `contiguous` of a single row would be a view
     for row, label in zip(rows, labels, strict=True):
         if row.loss_mask is not None:
             label[torch.from_numpy(~row.loss_mask)] = IGNORE_INDEX
@@ -186,7 +215,11 @@ def microbatch(rows: Sequence[Sample]) -> MicroBatch:
 
 
 def shard_for_context_parallel(batch: MicroBatch, context: Axis, by_length: bool = False) -> MicroBatch:
-    """This rank's tokens of each sample, or `by_length` of documents as many of all samples."""
+    """Return this rank's sequence shard of a microbatch; the batch itself at cp=1.
+
+    Every rank gets S / cp tokens of each sample; `by_length` (dynamic context parallelism), as many tokens, chosen by a
+    partition of the microbatch's documents by length. Inputs, labels and positions are sharded alike.
+    """
     if context.size == 1:
         return batch
     placed = replace(batch, positions=batch.inputs["positions"])
@@ -199,7 +232,7 @@ def shard_for_context_parallel(batch: MicroBatch, context: Axis, by_length: bool
 
 
 def _stack(parts: Sequence[npt.NDArray[np.int64] | None], otherwise: npt.NDArray[np.int64]) -> Tensor | None:
-    """[B, S], or None when no row has its own; `otherwise` [S] stands in where only some do."""
+    """Stack rows to [B, S]; None if all are None, else `otherwise` [S] replaces those that are None."""
     if all(part is None for part in parts):
         return None
     return torch.from_numpy(np.stack([otherwise if part is None else part for part in parts]))

@@ -1,4 +1,4 @@
-"""The validation loss: the mean over every token of the validation documents, counted once."""
+"""Validation loss: the mean over all tokens of the validation documents, each counted once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def validation_loss(
     mesh: Mesh,
     may_go_on: Callable[[RankError | None], bool],
 ) -> float | None:
-    """Mean loss in nats per token, or None when it was cut short. Collective; the arguments of `evaluate_loss_sum`."""
+    """Return the mean loss in nats per token; None if interrupted. Collective; arguments of `evaluate_loss_sum`."""
     sums = evaluate_loss_sum(passes, rows, rows_at_once, mesh, may_go_on)
     return None if sums is None else float(sums[0] / sums[1])
 
@@ -40,12 +40,23 @@ def evaluate_loss_sum(
     mesh: Mesh,
     may_go_on: Callable[[RankError | None], bool],
 ) -> Tensor | None:
-    """The sum of all token losses in nats, and how many they are, fp64 [2]; None when it was cut short. Collective.
+    """Return the sum of all token losses in nats and the number of tokens, fp64 [2]; one all-reduce over the world.
 
-    Every rank computes equally many batches, the last ones without a label that counts if need be. Before each,
-    `may_go_on` hears whether this rank could read its rows; it has to answer alike on all ranks (or raise).
+    Every data-parallel rank runs the same number of batches, since each forward pass is collective: past the end of
+    the data, batches are padded with rows whose loss mask is all False.
+
+    Args:
+        passes: Forward passes of the model.
+        rows: Validation samples.
+        rows_at_once: Rows of a batch on one data-parallel rank.
+        mesh: The device mesh.
+        may_go_on: Called before each batch with this rank's error in reading its rows, if any. Must return the same
+            value on all ranks, or raise on all; False interrupts the evaluation.
+
+    Returns:
+        The two sums on every rank; None if interrupted.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # of the losses, of the labels that count
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # sum of losses, number of labels with a loss
     for start in range(0, len(rows), rows_at_once * mesh.dp_size):
         first = start + mesh.dp_rank * rows_at_once
         batch, problem = _read(rows, range(first, first + rows_at_once))
@@ -64,7 +75,7 @@ def evaluate_loss_sum(
 
 
 def _read(rows: FiniteDataset, indices: range) -> tuple[MicroBatch | None, RankError | None]:
-    """The rows as a batch, or why they cannot be read; past the end no label counts."""
+    """Return the rows as a batch, or the error in reading them. Rows past the end have no label with a loss."""
     read = []
     try:
         for index in indices:

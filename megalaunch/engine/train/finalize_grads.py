@@ -1,4 +1,22 @@
-"""Once a step, before clipping: gradients that are parts of a sum over tensor-parallel ranks or stages are summed."""
+"""Sum the gradients that are still partial over tensor-parallel ranks or pipeline stages, once a step before clipping.
+
+Partial over tp (`ParamLayout.is_partial`): parameters that are replicated over the tp ranks, while each rank computes
+their gradient from its own part of the activations:
+
+- norms, row-parallel biases and position embeddings under sequence parallelism: each rank applies them to its shard of
+  the tokens;
+- per-head norms: each rank applies them to its own heads;
+- key/value projections with fewer heads than tp ranks: ranks share a head.
+
+With g_r the gradient of rank r, every rank ends up with g = sum_r g_r, in one all-reduce over tp.
+
+Why once a step: the sum is linear, so it commutes with gradient accumulation. Summed inside backward, the gradients
+would take one small all-reduce per parameter and microbatch; here all of them are concatenated into one fp32 buffer,
+after the reduction over data-parallel ranks. The sum is taken in fp32, whatever the dtype of the gradients.
+
+Partial over stages: a tied head on another pipeline stage than the embedding holds a copy of its matrix; the copy's
+gradient is sent to the embedding's stage and added there.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +33,16 @@ from megalaunch.engine.param_layout import get_param_layout
 
 @torch.no_grad()
 def finalize_grads(model: ModelParts, mesh: Mesh, sequence_parallel: bool) -> None:
-    """Norms under sequence parallelism, and key/value heads that ranks share: one all-reduce in fp32; tied heads."""
+    """Sum partial gradients over tp, and the gradients of tied embeddings over pp, in place. Collective over tp and pp.
+
+    Megatron's counterpart is `finalize_model_grads`.
+    """
     _all_reduce_partial_grads(mesh.tp, model, sequence_parallel)
     reduce_tied_embedding_grad(model, mesh)
 
 
 def _all_reduce_partial_grads(axis: Axis, model: ModelParts, sequence_parallel: bool) -> None:
+    """All-reduce all partial gradients over tp, as one fp32 buffer."""
     if axis.size == 1:
         return
     partial = _partial_grads(model, axis.size, sequence_parallel)
@@ -34,7 +56,7 @@ def _all_reduce_partial_grads(axis: Axis, model: ModelParts, sequence_parallel: 
 
 
 def _partial_grads(model: ModelParts, ranks: int, sequence_parallel: bool) -> list[Tensor]:
-    """This rank's parts, in the model's order: the same on every tensor-parallel rank."""
+    """Return this rank's shards of the partial gradients, in the order of the model, which all tp ranks share."""
     return [
         to_local_no_grad(parameter.grad)
         for module in model.modules()

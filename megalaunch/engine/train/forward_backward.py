@@ -1,4 +1,21 @@
-"""Forward and backward passes over a step's microbatches: the same two methods with and without a pipeline."""
+"""Forward and backward passes over a step's microbatches, with gradient accumulation; with and without a pipeline.
+
+Gradient accumulation: each data-parallel rank computes its part of a global batch as M microbatches,
+M = global_batch_size / (dp * micro_batch_size). The gradients of the M backward passes are added up before the one
+optimizer step. Each loss is divided by the step's global number of valid tokens before backward, so the sum over
+microbatches and ranks is the gradient of the mean token loss: nothing is divided by M or by dp afterwards.
+
+Reduction over the FSDP mesh (dp and cp ranks), by `parallel.data_sharding` (`engine/parallel/fsdp.py`, `ZERO_STAGES`):
+
+- `no_shard` and `optim`: gradients accumulate unsharded, and are reduced once a step, with the last microbatch.
+- `optim_grads` and `optim_grads_params`: reduced after every microbatch; the sharded gradients accumulate.
+
+The reduction is a reduce-scatter over the shard axis, followed by an all-reduce over the replicas (`dp_replicate`;
+under `no_shard` all data-parallel ranks are replicas). The all-reduce runs once a step, whatever the strategy. With
+`parallel.overlap_grad_reduce` the reduction overlaps with the backward pass; without it, it runs after the pass.
+A pipeline reduces the gradients of each stage once a step, after the stage's last backward pass, whatever the strategy.
+Gradients that are partial over tp or pipeline stages are summed later, by `finalize_grads`.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +42,29 @@ from megalaunch.plan.stages import build_stages
 
 
 class ForwardBackward(Protocol):
-    """What a step and a validation call, on all ranks alike."""
+    """The forward and backward passes of a training step and of a validation. Every method is collective."""
 
     def train(self, batch: StepBatch, total_tokens: int) -> Tensor:
-        """Accumulate the gradients of all M microbatches; returns each one's share of the mean token loss, fp32 [M]."""
+        """Accumulate the gradients of all M microbatches.
+
+        Args:
+            batch: This rank's microbatches.
+            total_tokens: Labels with a loss in the global batch; every loss is divided by it before backward.
+
+        Returns:
+            Each microbatch's contribution to the mean token loss, fp32 [M]. With a pipeline, zeros on all stages but
+            the last.
+        """
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
-        """The summed token loss of one batch."""
+        """Return the summed token loss of one batch; with a pipeline, zero on all stages but the last."""
 
     def release(self) -> None:
-        """After a forward pass that no backward pass follows."""
+        """Free gathered parameters. Call after a forward pass that no backward pass follows."""
 
 
 def make_forward_backward(spec: RunSpec, mesh: Mesh, model: ModelParts) -> ForwardBackward:
-    """The passes of a laid-out model, or of this rank's stages of it."""
+    """Build the forward and backward passes of a parallelized model, or of this rank's pipeline stages."""
     if mesh.pp.size == 1:
         (decoder,) = model.parts
         return SingleStage(decoder, spec.parallel, LinearCrossEntropy(decoder, spec.train.loss_chunks), spec.train.seed)
@@ -50,13 +76,13 @@ def make_forward_backward(spec: RunSpec, mesh: Mesh, model: ModelParts) -> Forwa
 
 
 def make_pipeline_forward(spec: RunSpec, mesh: Mesh, model: ModelParts) -> PipelineForward:
-    """Forward passes through all stages of a laid-out model."""
+    """Build the forward-only passes through all stages of a parallelized model."""
     return PipelineForward(model, mesh, build_stages(spec), residual_dtype(spec.precision))
 
 
 @dataclass(frozen=True)
 class SingleStage:
-    """Every rank of a group computes the whole decoder."""
+    """Passes without a pipeline: this rank runs every layer of the decoder."""
 
     model: Decoder
     parallel: ParallelSpec
@@ -64,7 +90,7 @@ class SingleStage:
     seed: int
 
     def train(self, batch: StepBatch, total_tokens: int) -> Tensor:
-        """One microbatch after the other."""
+        """Run forward and backward of one microbatch after the other; reduce gradients when they are due."""
         losses = []
         for number, microbatch in enumerate(batch.microbatches, start=1):
             last = number == len(batch.microbatches)
@@ -77,7 +103,7 @@ class SingleStage:
         return torch.stack(losses)
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
-        """Forward only, when gradients are off."""
+        """Return the summed token loss of one batch. The caller disables gradients."""
         return self._loss(batch, None)
 
     def _loss(self, batch: MicroBatch, seeds_B: Tensor | None) -> Tensor:
@@ -91,13 +117,13 @@ class SingleStage:
         return self.loss(output, batch.labels)
 
     def release(self) -> None:
-        """Free gathered parameters."""
+        """Free the parameters that the forward pass gathered."""
         reshard(self.model)
 
 
 @dataclass(frozen=True)
 class PipelineForwardBackward:
-    """Microbatches flow through the stages; the loss is known on the last."""
+    """Passes with a pipeline: microbatches are sent from stage to stage; the last stage computes the loss."""
 
     pipeline: Pipeline
     relay: PipelineForward
@@ -107,7 +133,7 @@ class PipelineForwardBackward:
     seed: int
 
     def train(self, batch: StepBatch, total_tokens: int) -> Tensor:
-        """By the schedule; zeros on all stages but the last."""
+        """Run all microbatches by the pipeline schedule; returns zeros on all stages but the last."""
         joined = MicroBatch.concat(batch.microbatches)
         inputs: dict[str, Tensor | bool] = {**joined.inputs, "logits": self.loss.takes_logits}
         seeds = _dropout_seeds(
@@ -119,17 +145,17 @@ class PipelineForwardBackward:
         return torch.stack(losses) if losses else torch.zeros(len(batch.microbatches), device=self.mesh.device)
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
-        """One microbatch through all stages; zero on all but the last."""
+        """Run one microbatch forward through all stages; returns zero on all but the last."""
         rest = {name: value for name, value in batch.inputs.items() if name != "tokens"}
         output = self.relay.run(batch.tokens, {**rest, "logits": self.loss.takes_logits})
         return self.loss(output, batch.labels) if output is not None else torch.zeros((), device=self.mesh.device)
 
     def release(self) -> None:
-        """Free gathered parameters."""
+        """Free the parameters that the forward passes gathered."""
         for part in self.model.parts:
             reshard(part)
 
 
 def _dropout_seeds(model: Decoder, seed: int, samples: Sequence[int]) -> Tensor | None:
-    """What dropout is drawn from in training, where the model has any."""
+    """Return the dropout seeds of the samples, [B]; None for a model without dropout."""
     return sample_seeds(seed, samples, model.device) if model.config.has_dropout else None

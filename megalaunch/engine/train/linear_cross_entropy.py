@@ -1,7 +1,7 @@
-"""Head and loss of a decoder: of all tokens at once, or chunk by chunk, so that few logits exist at a time.
+"""Linear cross-entropy: the head's matmul and the loss, for all tokens at once, or in chunks to hold fewer logits.
 
-Shapes: B batch, S sequence, s a rank's part of it, T tokens (B S), C tokens of a chunk, H hidden, V vocabulary, v a
-rank's part of it.
+Shapes: B batch, S sequence, s a rank's shard of it, T tokens (B S), C tokens of a chunk, H hidden, V vocabulary, v a
+rank's shard of it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megalaunch.engine.train.loss import cross_entropy_sum
 
 @dataclass(frozen=True)
 class LinearCrossEntropy:
-    """The summed token loss of what a decoder (or the last stage of one) gives; see `takes_logits` for what that is."""
+    """Summed token loss of the output of a decoder or its last stage: logits if `takes_logits`, else hidden states."""
 
     model: Decoder
     chunks: int
 
     @property
     def takes_logits(self) -> bool:
-        """Whether the decoder gives logits; else the head's input, since the head is part of the loss."""
+        """True if the decoder computes the logits; else it returns the head's input, and the loss applies the head."""
         return self.chunks == 1
 
     def __call__(self, output: Tensor, labels_BS: Tensor) -> Tensor:
-        """Logits [B, S, v], or the head's input [B, s, H] -> a scalar in fp32."""
+        """Return the summed loss, an fp32 scalar, of logits [B, S, v] or of the head's input [B, s, H]."""
         if self.takes_logits:
             return self._logits_loss(output, labels_BS)
         tp_region, head = self.model.tp_region, self.model.head
@@ -52,10 +52,14 @@ class LinearCrossEntropy:
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
-    """sum over chunks of loss(x W^T): both gradients are formed beside the loss, whose gradient then scales them.
+    """Chunked linear cross-entropy. x_c are the tokens of chunk c, W is this rank's shard of the head.
 
-    So no logit is computed twice (as in Liger's fused loss, Hsu et al. 2024). What is kept until the backward pass is
-    as large as x and W.
+    Forward:   loss = sum_c loss_of(z_c),  z_c = x_c W^T;  dz_c = d loss_of(z_c) / d z_c,
+               dx_c = dz_c W,  dW = sum_c dz_c^T x_c
+    Backward:  both scaled by the incoming gradient: dx * dloss,  dW * dloss
+
+    Both gradients are computed in forward, while the chunk's logits exist, so that no logits are recomputed in backward
+    (as in Liger's fused loss, Hsu et al. 2024). Saved for backward: dx and dW, as large as x and W.
     """
 
     @staticmethod
@@ -80,7 +84,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             total += loss
             torch.mm(dlogits_Cv, weight_vH, out=dx_CH)
             dweight_vH.addmm_(dlogits_Cv.T, x_CH)
-            del dlogits_Cv  # before the next chunk's come
+            del dlogits_Cv  # free it before the next chunk's logits are allocated
         ctx.save_for_backward(dx_TH, dweight_vH)
         return total
 
@@ -93,7 +97,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
 def _with_gradient(
     logits_Cv: Tensor, labels_C: Tensor, loss_of: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a chunk, and its gradient by the logits."""
+    """Return the loss of a chunk, and its gradient with respect to the logits."""
     logits_Cv.requires_grad_()
     with torch.enable_grad():
         loss = loss_of(logits_Cv, labels_C)

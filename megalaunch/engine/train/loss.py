@@ -1,4 +1,8 @@
-"""The one loss rule: summed token losses divided by the global number of valid tokens, before backward."""
+"""Cross-entropy, summed over tokens; on one rank, on a CPU in place, and vocab-parallel.
+
+Each loss of a step is such a sum, divided by the global number of valid tokens before backward (forward_backward.py).
+Shapes: B batch, S sequence, T tokens (B S), V vocabulary, v a rank's shard of it.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +16,27 @@ from torch import Tensor
 from megalaunch.engine.collectives import all_reduce_async, all_reduce_max
 from megalaunch.engine.mesh import Axis
 
-IGNORE_INDEX = -100  # label of a position that has no loss
+IGNORE_INDEX = -100  # label of a token without a loss: the loss mask is stored in the labels
 
 
 def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor, vocabulary: Axis, columns: int | None = None) -> Tensor:
-    """Sum of the cross-entropies of all labels that are not IGNORED, in fp32 nats: a scalar.
+    """Sum the cross-entropies of all labels other than IGNORE_INDEX.
 
-    Where the axis divides the vocabulary, each rank gives the logits of its part and gets the whole loss. Only the
-    first `columns` of a rank (None: all) are those of tokens; the others are padding, and count for nothing.
-    The logits are used up: on a processor, what the backward pass needs takes their place.
+    Overwrites the logits: padding columns are set to -inf, and on a CPU the tensors that are saved for backward reuse
+    their memory.
+
+    Args:
+        logits_BSV: Logits; with a vocabulary axis of size > 1, this rank's shard [B, S, v].
+        labels_BS: Token ids, or IGNORE_INDEX.
+        vocabulary: The axis that shards the vocabulary; each of its ranks returns the full loss.
+        columns: Number of columns of this rank that belong to tokens, None: all; the others are vocabulary padding.
+
+    Returns:
+        The sum in nats, an fp32 scalar.
     """
     logits, labels = logits_BSV.float().flatten(0, 1), labels_BS.flatten()
     if columns is not None and columns < logits.shape[1]:
-        logits.detach()[:, columns:] = -math.inf  # no probability, and so no gradient
+        logits.detach()[:, columns:] = -math.inf  # probability 0, and so gradient 0
     loss: Tensor
     if vocabulary.size > 1:
         loss = _VocabParallelCrossEntropy.apply(logits, labels, vocabulary)  # type: ignore[no-untyped-call]
@@ -36,7 +48,13 @@ def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor, vocabulary: Axis, c
 
 
 class _CPUCrossEntropy(torch.autograd.Function):
-    """On a processor: exponentials, then the gradient, take the place of the logits; torch fills it three times."""
+    """In-place cross-entropy for a CPU.
+
+    Forward:   loss = sum_t log(sum_v e_tv) - (z_t,label - m_t),  e_tv = exp(z_tv - m_t),  m_t = max_v z_tv
+    Backward:  dz_tv = (e_tv / sum_v e_tv - [v = label]) * dloss, and 0 for ignored labels
+
+    e and dz overwrite the logits, while torch's cross-entropy writes three tensors of their size.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
@@ -58,21 +76,26 @@ class _CPUCrossEntropy(torch.autograd.Function):
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """log sum_v exp(z_v) - z_label over a divided vocabulary: a maximum and one sum of two numbers a token cross.
+    """Vocab-parallel cross-entropy: each rank holds the logits z of its shard of the vocabulary.
 
-    On a processor probabilities, then the gradient, take the place of the logits.
+    Forward:   m = all_reduce_max(max_v z_v);  s, z_label = all_reduce_sum(sum_v exp(z_v - m), z_label - m)
+               loss = sum_t log(s) - z_label.  A rank whose shard lacks the label contributes 0 to z_label.
+    Backward:  dz_v = (p_v - [v = label]) * dloss,  p_v = exp(z_v - m) / s, and 0 for ignored labels
+
+    Only two all-reduces communicate, of one and of two numbers per token; backward needs none. Probabilities are saved
+    for backward; on a CPU they, and then the gradient, overwrite the logits.
     """
 
     @staticmethod
     def forward(ctx: Any, logits_Tv: Tensor, labels_T: Tensor, axis: Axis) -> Tensor:
         width = logits_Tv.shape[1]
         largest = all_reduce_max(logits_Tv.amax(dim=1), axis)
-        own = logits_Tv.detach()  # they may be a view of what another function gave, which torch would not let change
+        own = logits_Tv.detach()  # autograd forbids in-place changes to a view that another Function returned
         shifted = own.sub_(largest[:, None]) if own.is_cpu else own - largest[:, None]
         columns = labels_T - axis.rank * width
         mine = (columns >= 0) & (columns < width)
         columns = columns.where(mine, 0)
-        label_logits = shifted.gather(1, columns[:, None])[:, 0].where(mine, 0)  # not a product: padding is -inf
+        label_logits = shifted.gather(1, columns[:, None])[:, 0].where(mine, 0)  # no product: -inf (padding) * 0 is NaN
         exponentials = shifted.exp_()
         sums, label_logits = all_reduce_async(torch.stack((exponentials.sum(dim=1), label_logits)), axis).wait()
         counted = labels_T != IGNORE_INDEX

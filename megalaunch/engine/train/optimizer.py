@@ -1,4 +1,4 @@
-"""AdamW over named parameters, and its states under flat names for checkpoints."""
+"""AdamW over named parameters, with optimizer states under flat names for checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class NamedAdamW:
-    """Fused AdamW; matrices are decayed, vectors (norms, biases) are not."""
+    """Fused AdamW. Weight decay applies to matrices, not to vectors (norms, biases)."""
 
     def __init__(self, model: ModelParts, spec: OptimizerSpec) -> None:
         self._parameters = dict(model.named_parameters())
@@ -32,20 +32,25 @@ class NamedAdamW:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters, in the model's order."""
+        """All parameters, in the order of the model."""
         return list(self._parameters.values())
 
     def step(self, learning_rate: float, divisor: float = 1.0) -> None:
-        """One update with the gradients at hand over `divisor`, in the same pass; they are then dropped."""
+        """Update the parameters with gradients / divisor, then drop the gradients.
+
+        Args:
+            learning_rate: Learning rate of this update.
+            divisor: Gradients are divided by it inside the fused update, which saves a pass over them (clipping).
+        """
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
-        # the fused update divides by what a scaler of losses would leave in this attribute
+        # the fused update divides gradients by this attribute, which torch's GradScaler sets for loss scaling
         self._adamw.grad_scale = torch.tensor(divisor) if divisor != 1 else None  # type: ignore[attr-defined]
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
 
     def states(self) -> dict[str, Tensor]:
-        """Moments by flat name (`optimizer.exp_avg.<parameter>`), made as zeros before the first step."""
+        """Return the moments by flat name (`optimizer.exp_avg.<parameter>`); zeros before the first step."""
         flat: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             state = self._adamw.state[parameter]
@@ -55,11 +60,11 @@ class NamedAdamW:
         return flat
 
     def set_step(self, count: int) -> None:
-        """Tell AdamW how many updates the moments have seen (its bias correction depends on it)."""
+        """Set AdamW's number of updates so far, on which its bias correction depends."""
         for parameter in self._parameters.values():
             self._adamw.state[parameter]["step"] = _count(count, parameter)
 
 
 def _count(updates: int, parameter: Tensor) -> Tensor:
-    """AdamW's own form of a step count: the fused update wants it on the parameter's device."""
+    """Return a step count as AdamW stores it; the fused update requires it on the parameter's device."""
     return torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)

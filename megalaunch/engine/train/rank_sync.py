@@ -1,4 +1,4 @@
-"""What all ranks must know alike before weights change, each in one all-reduce."""
+"""Share token counts, losses, norms, stop signals and errors between ranks, each set in one all-reduce."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalaunch.engine.run_end import RankError, RunEnd
 
 @dataclass(frozen=True)
 class StepReduction:
-    """Sums over all ranks after the backward pass; `stop` is the signal that any rank received."""
+    """Values reduced over all ranks after the backward pass; `stop` is the signal that any rank received."""
 
     loss: float
     grad_norm: float
@@ -28,7 +28,7 @@ class StepReduction:
 
 
 def total_valid_tokens(mine: int, problem: RankError | None, step: int, device: torch.device) -> int:
-    """Labels with a loss over all ranks; raises a RunEnd on every rank when any has a problem."""
+    """All-reduce the number of labels with a loss; raises a RunEnd on every rank if any has a problem."""
     sums = torch.tensor([mine, int(problem is not None)], dtype=torch.int64, device=device)
     dist.all_reduce(sums)
     tokens, problems = sums.tolist()
@@ -38,7 +38,7 @@ def total_valid_tokens(mine: int, problem: RankError | None, step: int, device: 
 
 
 def reduce_step_stats(loss: Tensor, squared_norm: Tensor, received: signal.Signals | None) -> StepReduction:
-    """Sum the ranks' shares of the loss and of the squared gradient norm, and count their stop signals."""
+    """All-reduce the ranks' parts of loss and squared gradient norm, and their stop signals, in fp64."""
     numbers = torch.stack((loss.detach().double(), squared_norm.to(loss.device)))
     shares = torch.cat((numbers, _encode_stop_signal(received).to(loss.device)))
     dist.all_reduce(shares)
@@ -49,7 +49,7 @@ def reduce_step_stats(loss: Tensor, squared_norm: Tensor, received: signal.Signa
 def sync_stop_signal(
     received: signal.Signals | None, problem: RankError | None, step: int, device: torch.device
 ) -> signal.Signals | None:
-    """The signal that any rank received, on every rank; raises a RunEnd on every rank when any has a problem."""
+    """All-reduce stop signals; return the one that any rank received. Raises RunEnd on all if any has a problem."""
     trouble = torch.tensor([float(problem is not None)], dtype=torch.float64)
     shares = torch.cat((trouble, _encode_stop_signal(received))).to(device)
     dist.all_reduce(shares)
@@ -71,14 +71,14 @@ def _decode_stop_signal(votes: list[float]) -> signal.Signals | None:
 
 
 def raise_on_all_ranks(problem: RankError | None, step: int) -> None:
-    """Raise a RunEnd after `step` on every rank when any has a problem: the lowest such rank's. Collective."""
+    """Raise a RunEnd after `step` on every rank if any has a problem: that of the lowest such rank. Collective."""
     for found in all_gather_objects(problem):
         if isinstance(found, RankError):
             raise RunEnd(found.exit_code, found.reason, step)
 
 
 def all_gather_objects(mine: object) -> list[object]:
-    """Every rank's small object, in rank order; for reports, never on the hot path."""
+    """All-gather one small object per rank, in rank order. For reports, not for the hot path."""
     everyone: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone

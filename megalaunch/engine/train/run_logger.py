@@ -1,4 +1,4 @@
-"""What the workers tell the outside: metrics, events, phases, the sample, and in the end the outcome."""
+"""Write a run's metrics, events, progress, final sample and outcome into its run directory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _BYTES_TOLD_SECONDS = 2.0
 
 
 class RunLogger:
-    """Rank 0 writes metrics and events; every rank writes its own progress.
+    """Log writer of one rank: rank 0 writes metrics and events, every rank writes its own progress.
 
-    A file that cannot be written raises nothing: it would leave the other ranks waiting. It becomes `problem`, which
-    the loop brings up at the ranks' next agreement, and before it saves a step whose line may be missing.
+    A failed write raises nothing here, since the other ranks would wait in their next collective. It is stored as
+    `problem`, which the trainer shares with all ranks at the next sync, and before it saves a checkpoint of a step
+    whose metrics line may be missing.
     """
 
     def __init__(self, directory: RunDirectory, rank: int, progress: ProgressWriter) -> None:
@@ -33,20 +34,28 @@ class RunLogger:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes for all."""
+        """True on rank 0, which writes metrics and events."""
         return self._first
 
     def phase(self, name: str, step: int | None = None) -> None:
-        """A new phase begins: progress of this rank, and an event."""
+        """Record the start of a phase: progress of this rank, and an event."""
         self._progress.report(name, step)
         self.event("phase", phase=name, step=self._progress.step, elapsed_seconds=time.monotonic() - self._started)
 
     def heartbeat(self, phase: str, step: int) -> None:
-        """Still moving, inside the loop: progress without an event."""
+        """Record progress of this rank without an event."""
         self._progress.report(phase, step)
 
     def io_progress(self, phase: str, step: int, done: int, total: int, async_context: bool = False) -> None:
-        """Of long work on files: where it is, told now and then; `beside` training, which tells its own progress."""
+        """Record the progress of long file I/O, at most every 2 seconds.
+
+        Args:
+            phase: Name of the work.
+            step: Step that it belongs to.
+            done: Finished part, in the unit of `total`.
+            total: All of the work.
+            async_context: The work runs in the background of training, which reports its own heartbeats.
+        """
         now = time.monotonic()
         if now - self._bytes_told < _BYTES_TOLD_SECONDS:
             return
@@ -56,15 +65,21 @@ class RunLogger:
         self.event("progress", phase=phase, step=step, done=done, total=total)
 
     def event(self, name: EventName, **details: object) -> None:
-        """Append an event, once for all ranks."""
+        """Append an event; rank 0 only."""
         self._write(self._directory.events, lambda: record_event(self._directory, name, **details))
 
     def step(
         self, step: int, result: StepResult, total_tokens: int, seconds: float, memory_bytes: int, waited: float
     ) -> None:
-        """Append the metrics line of a step: it took `seconds`, of which it `waited` for tokens.
+        """Append the metrics line of a step.
 
-        `total_tokens` counts from step 1.
+        Args:
+            step: Number of the step.
+            result: Loss, gradient norm, learning rate and valid tokens of the step.
+            total_tokens: Valid tokens of all steps from 1 to this one.
+            seconds: Duration of the step.
+            memory_bytes: Peak memory of this rank.
+            waited: Seconds of the step spent waiting for data.
         """
         line = {
             "step": step,
@@ -85,7 +100,7 @@ class RunLogger:
         self._write(self._directory.metrics, lambda: append_line(self._directory.metrics, line))
 
     def sample(self, text: str) -> None:
-        """Keep what the finished model wrote; without it nothing is lost, so a failure is a note."""
+        """Write the text that the final model generated. A failure is only logged, since training is complete."""
         if not self._first:
             return
         try:
@@ -94,24 +109,24 @@ class RunLogger:
             self.event("note", message=f"the sample could not be kept: {error}")
 
     def reserve_outcome_space(self) -> None:
-        """At the start: make sure that the end can be told on a full disk too."""
+        """Reserve disk space for the outcome, so that it can be written even if the disk fills up."""
         self._write(self._directory.outcome, lambda: reserve_outcome_space(self._directory.outcome))
 
     def outcome(self, ending: RunEnd) -> None:
-        """Say how the run ended, once for all ranks; raises OSError when even that cannot be written."""
+        """Write how the run ended; rank 0 only. Raises OSError if the file cannot be written."""
         if self._first:
             outcome = Outcome(ending.exit_code, ending.reason, ending.step, ending.details)
             write_outcome(self._directory.outcome, outcome)
         self.event("outcome", exit_code=int(ending.exit_code), reason=ending.reason)
 
     def last_validation(self) -> int:
-        """The step of the newest validation on record, 0 when there is none."""
+        """Return the step of the newest validation in the metrics; 0 without one."""
         return max(
             (line["step"] for line in read_lines(self._directory.metrics) if "validation_loss" in line), default=0
         )
 
     def truncate_metrics_after(self, step: int) -> None:
-        """Drop the metrics of steps that will be computed again."""
+        """Remove the metrics of steps after `step`, which will be recomputed."""
 
         def cut() -> None:
             last = self._last_step()
@@ -122,7 +137,7 @@ class RunLogger:
         self._write(self._directory.metrics, cut)
 
     def report_logging_gap(self, step: int) -> None:
-        """Say which steps up to `step` have no line: a power cut can take lines that no checkpoint vouched for."""
+        """Log an event if steps up to `step` have no metrics: a power cut can lose lines not yet synced to disk."""
         if not self._first:
             return
         told = {line.get("step") for line in read_lines(self._directory.metrics) if "loss" in line}
@@ -131,7 +146,7 @@ class RunLogger:
             self.event("metrics_gap", until_step=step, missing=len(missing), first=missing[0], last=missing[-1])
 
     def sync_metrics(self) -> None:
-        """Force the metrics to disk, before a checkpoint vouches for them. Raises CheckpointError."""
+        """Sync the metrics to disk, before a checkpoint of their step is saved. Raises CheckpointError."""
         try:
             sync_file(self._directory.metrics)
         except OSError as error:
@@ -139,7 +154,7 @@ class RunLogger:
             raise CheckpointError(message) from error
 
     def last_saved(self) -> int | None:
-        """The step of the newest checkpoint on record, None when there is none."""
+        """Return the step of the newest checkpoint in the events; None without one."""
         saved = [line["step"] for line in read_lines(self._directory.events) if line.get("event") == "checkpoint"]
         return saved[-1] if saved else None
 

@@ -1,4 +1,4 @@
-"""The learning rate of every step: Megatron's shapes, as a pure function."""
+"""Learning rate schedules of Megatron-LM, as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from megalaunch.config.schema.schedule import ScheduleSpec
 
 
 def learning_rate(schedule: ScheduleSpec, peak: float, step: int) -> float:
-    """The rate of update `step` (the first is 1). `schedule.decay_steps` must be resolved.
+    """Return the learning rate of one update.
 
-    Formulas: Megatron-LM's optimizer_param_scheduler, with t = step.
+    Linear warmup to `peak`, then the schedule's shape down to `schedule.min_lr`. Formulas: Megatron-LM's
+    optimizer_param_scheduler, with t = step.
+
+    Args:
+        schedule: The schedule; `decay_steps` must be resolved.
+        peak: The learning rate after warmup.
+        step: Number of the update, from 1.
+
+    Raises:
+        ValueError: `schedule.decay_steps` is null.
     """
     horizon, warmup, floor = schedule.decay_steps, schedule.warmup_steps or 0, schedule.min_lr
     if horizon is None:
@@ -31,6 +40,7 @@ def learning_rate(schedule: ScheduleSpec, peak: float, step: int) -> float:
 
 
 def _wsd_decay_factor(schedule: ScheduleSpec, horizon: int, step: int) -> float:
+    """Return the factor of the warmup-stable-decay schedule: 1 in the stable phase, then down to 0."""
     length = schedule.wsd_decay_steps or 0
     start = horizon - length
     if step <= start:

@@ -1,4 +1,4 @@
-"""What a run is made of, to and from checkpoints: weights, moments, step and tokens."""
+"""Save and restore the training state: weights, optimizer moments, step and token count, tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megalaunch.rundir.paths import RunDirectory
 
 @dataclass(frozen=True)
 class TrainProgress:
-    """How far a run is. The data order is a pure function of the step, so this is all of the loader's state."""
+    """Steps and tokens of a run so far. Data order is a pure function of the step: the loader has no other state."""
 
     step: int
     tokens: int
@@ -35,27 +35,27 @@ class TrainProgress:
 
 @dataclass(frozen=True)
 class AsyncSaveContext:
-    """What a save on a thread of its own works with: this rank's values of a moment, a group of all such threads."""
+    """State of an asynchronous save: host copies of this rank's tensors and a gloo group for the save threads."""
 
     copies: Mapping[str, Tensor]
     group: ProcessGroup | None
 
 
 def state_tensors(model: ModelParts, optimizer: NamedAdamW) -> Mapping[str, Tensor]:
-    """Weights (`model.<name>`) and moments (`optimizer.<moment>.<name>`), global shapes, sharing memory."""
+    """Return weights (`model.<name>`) and moments (`optimizer.<moment>.<name>`): global shapes, sharing memory."""
     weights = {WEIGHTS + name: parameter.detach() for name, parameter in model.named_parameters()}
     return weights | optimizer.states()
 
 
 def _saved_shapes(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Mapping[str, torch.Size]:
-    """Shapes of those tensors of which less is saved: without the rows that pad the vocabulary for this layout."""
+    """Return the saved shapes of tensors whose vocabulary is padded for this layout: padding rows are not saved."""
     assert spec.vocab_size is not None, "a model that exists has a vocabulary"
     shapes = {name: strip_vocab_padding(name, tensor.shape, spec.vocab_size) for name, tensor in tensors.items()}
     return {name: shape for name, shape in shapes.items() if shape != tensors[name].shape}
 
 
 def tokenizer_vocab_size(directory: RunDirectory, spec: RunSpec) -> int:
-    """How many tokens the run's tokenizer knows; 0 without one. Raises CheckpointError."""
+    """Return the vocabulary size of the run's tokenizer; 0 without one. Raises CheckpointError."""
     if spec.tokenizer.path is None:
         return 0
     try:
@@ -65,10 +65,10 @@ def tokenizer_vocab_size(directory: RunDirectory, spec: RunSpec) -> int:
 
 
 def true_vocab_size(directory: RunDirectory, spec: RunSpec) -> int:
-    """How many tokens the model knows. Raises CheckpointError.
+    """Return the number of tokens without vocabulary padding. Raises CheckpointError.
 
-    `model.vocab_size`, or fewer in a run that began with others' weights: rows beyond these and beyond the tokenizer's
-    tokens are padding, which no export has.
+    This is `model.vocab_size`, or less in a run that started from pretrained weights: rows beyond both the vocabulary
+    of those weights and the tokenizer are padding, which exports leave out.
     """
     size = spec.model.vocab_size or 0
     if spec.data.mock or not (directory.origin / f"{ORIGIN}.json").is_file():
@@ -79,9 +79,10 @@ def true_vocab_size(directory: RunDirectory, spec: RunSpec) -> int:
 
 
 def save_tokenizer(directory: RunDirectory, spec: RunSpec) -> None:
-    """Copy the tokenizer into the run directory, once, so that the run outlives the cache it came from.
+    """Copy the tokenizer into the run directory, once, so that the run does not depend on the cache it came from.
 
-    Collective; raises CheckpointError alike on all ranks. A tokenizer of another kind becomes a tokenizer.json.
+    A tokenizer in another file format is converted to tokenizer.json. Collective; raises the same CheckpointError on
+    all ranks.
     """
 
     def keep() -> None:
@@ -104,9 +105,21 @@ def save_run(
     wrote: Callable[[int, int], None],
     async_context: AsyncSaveContext | None = None,
 ) -> Path:
-    """Save everything a resume, a generation or an export needs. Collective; raises CheckpointError alike on all.
+    """Save everything that a resume, generation or an export needs. Collective.
 
-    `tensors` are the state's; `beside` is given on a thread beside training; `wrote` as for `save_checkpoint`.
+    Args:
+        directory: The run directory.
+        spec: The run spec.
+        tensors: Training state (`state_tensors`).
+        position: Step and tokens at which the state was taken.
+        wrote: Progress callback of `save_checkpoint`.
+        async_context: Host copies and process group of an asynchronous save; None: save on the calling thread.
+
+    Returns:
+        The checkpoint directory.
+
+    Raises:
+        CheckpointError: The same on all ranks.
     """
     target = directory.checkpoint(position.step)
     files = {SPEC_FILE: directory.spec}
@@ -122,7 +135,7 @@ def save_run(
 
 
 def restore_run(checkpoint: Path, spec: ModelSpec, model: ModelParts, optimizer: NamedAdamW) -> TrainProgress:
-    """Fill model and optimizer in place; returns where the run goes on. Collective; raises CheckpointError alike."""
+    """Load model and optimizer in place; return the progress. Collective; raises one CheckpointError on all ranks."""
     tensors = state_tensors(model, optimizer)
     load_checkpoint(checkpoint, tensors, _saved_shapes(tensors, spec))
     document = run_on_rank0(lambda: read_document(checkpoint, POSITION))

@@ -1,4 +1,8 @@
-"""One optimizer step, in the order that keeps every layout's numbers alike."""
+"""One optimizer step, in an order that gives the same numbers under every parallel layout.
+
+Count valid tokens (all-reduce), forward and backward with gradient accumulation, sum partial gradients, reduce loss and
+squared gradient norm (one all-reduce), check that both are finite, update.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ _SAMPLES_SHOWN = 4  # in the reason; outcome.json holds all
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did; `tokens` counts the labels that had a loss."""
+    """Result of one step, the same on every rank; `tokens` counts labels with a loss, `stop` is a received signal."""
 
     loss: float
     grad_norm: float
@@ -40,14 +44,14 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _NonFiniteRank:
-    """A rank with microbatches whose loss is not finite, and the samples in them."""
+    """A rank, and descriptions of the samples in its microbatches whose loss is not finite."""
 
     rank: int
     samples: list[str]
 
 
 class TrainStep:
-    """Count tokens, forward and backward, agree, clip, update."""
+    """The training step: valid token count, forward and backward, gradient reduction, clipping and update."""
 
     def __init__(
         self,
@@ -64,9 +68,16 @@ class TrainStep:
     def run(
         self, step: int, batch: StepBatch, received: signal.Signals | None, problem: RankError | None = None
     ) -> StepResult:
-        """Step number `step`; raises RunEnd on every rank, before the update, when a batch or a number is bad.
+        """Run one step. Collective.
 
-        `received` and `problem` are what this rank alone knows so far.
+        Args:
+            step: Number of the step, from 1.
+            batch: This rank's microbatches, or the reason why they could not be read.
+            received: Stop signal that this rank received; reduced over ranks with the loss.
+            problem: Error of this rank; ends the run on every rank.
+
+        Raises:
+            RunEnd: On every rank, before the update, if any rank has a problem or a loss or the norm is not finite.
         """
         is_loss_rank = self._mesh.is_loss_rank
         mine = batch.valid_tokens if is_loss_rank else 0
@@ -83,7 +94,7 @@ class TrainStep:
         return StepResult(stats.loss, stats.grad_norm, rate, tokens, stats.stop)
 
     def _raise_non_finite(self, step: int, batch: StepBatch, losses: Tensor, stats: StepReduction) -> NoReturn:
-        """End the run on every rank, with the samples of the microbatches that are to blame."""
+        """Raise RunEnd on every rank; it names the samples in the microbatches whose loss is not finite. Collective."""
         finite = torch.isfinite(losses).tolist()
         bad = [index for indices, good in zip(batch.indices, finite, strict=True) if not good for index in indices]
         bad = bad if self._mesh.is_loss_rank else []
@@ -103,7 +114,7 @@ class TrainStep:
             more = f"; and {len(samples) - _SAMPLES_SHOWN} more" if len(samples) > _SAMPLES_SHOWN else ""
             shown = "; ".join(samples[:_SAMPLES_SHOWN])
             return f"the loss of step {step} is not finite on rank {ranks}, in the microbatch of: {shown}{more}"
-        # A gradient is a sum over ranks by the time anyone sees it: no rank stands out.
+        # Gradients were summed over ranks before this check, so the rank of origin is lost.
         size = self._spec.batch.global_batch_size
         return (
             f"the gradient norm of step {step} is {stats.grad_norm} though its loss is {stats.loss:.4g}, "

@@ -1,4 +1,4 @@
-"""From step k to the end: step, log, validate, save, and stop at a safe point."""
+"""The training loop: resume, then train, log, validate and save until the last step or a stop signal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from megalaunch.rundir.paths import RunDirectory
 
 @dataclass(frozen=True)
 class TrainState:
-    """Everything a loop works on."""
+    """The objects of a training run on one rank: spec, mesh, model, passes, optimizer, data sets."""
 
     spec: RunSpec
     mesh: Mesh
@@ -58,7 +58,7 @@ class TrainState:
 
 
 class Trainer:
-    """One worker's view of a run; every method is called on all ranks alike, and may raise a RunEnd on all alike."""
+    """The training loop of one rank. Every method is collective, and raises a RunEnd on all ranks or on none."""
 
     def __init__(self, state: TrainState, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> None:
         self._state, self._directory, self._record, self._stop = state, directory, record, stop
@@ -66,22 +66,25 @@ class Trainer:
         self._shape = batch_shape(state.spec.batch.global_batch_size, state.mesh)
         self._position = TrainProgress(step=0, tokens=0)
         self._saver = Checkpointer(state.spec, directory, state.model, state.optimizer, record)
-        self._passed_over: list[str] = []  # checkpoints, each with what is wrong with it; known to rank 0
+        self._passed_over: list[str] = []  # rejected checkpoints, each with its problems; filled on rank 0
         self._zero_gradients = ZeroGradientGuard(state.spec.train.max_zero_grad_steps)
-        self._stop_signal: signal.Signals | None = None  # agreed upon by all ranks
+        self._stop_signal: signal.Signals | None = None  # the same on all ranks
         self._validated_step = 0
         self._validation: float | None = None
         self._loss: float | None = None
 
     @property
     def step(self) -> int:
-        """The last finished step."""
+        """Number of the last finished step."""
         return self._position.step
 
     def resume(self) -> None:
-        """Continue from the newest valid checkpoint; drop the metrics that come after it.
+        """Load the newest valid checkpoint, or initial weights, and drop the metrics of later steps.
 
-        Begins anew only where none was ever saved: raises CheckpointError when all are damaged or gone.
+        Starts from initial weights only if no checkpoint was ever saved.
+
+        Raises:
+            CheckpointError: All saved checkpoints are damaged or gone.
         """
         self._record.phase("looking for checkpoints", 0)
         save_tokenizer(self._directory, self._spec)
@@ -90,7 +93,7 @@ class Trainer:
             self._on_checkpoint_rejected,
             partial(self._record.io_progress, "checking checkpoints", 0),
         )
-        if found is None:  # before anything is removed, cut or taken over
+        if found is None:  # check before files are removed or truncated
             run_on_rank0(
                 partial(require_never_saved, self._directory.checkpoints, self._passed_over, self._record.last_saved)
             )
@@ -110,7 +113,7 @@ class Trainer:
         self._validated_step = run_on_rank0(self._record.last_validation)
 
     def _load_initial_weights(self) -> None:
-        """A new run has its weights from their seed, unless it is to have them from elsewhere."""
+        """Load `checkpoint.load_pretrained` if it is set, else initialize the weights from `train.seed`."""
         source = self._spec.checkpoint.load_pretrained
         if source is None:
             init_weights(self._state.model, self._spec.train.seed)
@@ -127,7 +130,7 @@ class Trainer:
             self._record.event("note", message=reading)
 
     def run(self) -> RunEnd:
-        """Train to `train.steps`, `train.exit_at_step` or a stop signal; returns how it ended (or raises a RunEnd)."""
+        """Train to `train.steps`, `train.exit_at_step` or a stop signal; return how it ended, or raise."""
         batches = PrefetchingDataLoader(
             self._state.training,
             self._shape,
@@ -168,11 +171,11 @@ class Trainer:
 
     @property
     def _problem(self) -> RankError | None:
-        """What this rank found wrong outside of steps."""
+        """Error of this rank in logging or in an asynchronous save, not yet shared with the other ranks."""
         return self._record.problem or self._saver.problem
 
     def _sync_stop_signal(self, problem: RankError | None = None) -> None:
-        """Between steps: agree whether any rank was asked to stop, or has a problem."""
+        """All-reduce stop signals and errors between steps; raises RunEnd on every rank if any has an error."""
         problem = problem or self._problem
         self._stop_signal = sync_stop_signal(self._stop.signal, problem, self.step, self._mesh.device)
 
@@ -190,7 +193,7 @@ class Trainer:
         self._zero_gradients.update(number, result, self._record)
 
     def _validate_if_due(self) -> None:
-        """Validate after the current step if that is due and not on record: a resume makes up what a stop cut short."""
+        """Validate if due and not yet in the metrics: a resumed run repeats a validation that a stop interrupted."""
         rows, steps, interval = self._state.validation, self._spec.train.steps, self._spec.train.validation_interval
         due = self.step == steps or (interval > 0 and self.step > 0 and self.step % interval == 0)
         if not due or rows is None or self._stop_signal is not None or self.step == self._validated_step:
@@ -213,7 +216,7 @@ class Trainer:
         due = interval > 0 and self.step % interval == 0 and self.step < self._last_step
         if self._zero_gradients.is_exceeded:
             return
-        if due and self._stop_signal is None:  # a run that stops saves at its end
+        if due and self._stop_signal is None:  # after a stop signal, `run` saves at its end
             self._saver.save_async(self._position)
             self._sync_stop_signal()
 

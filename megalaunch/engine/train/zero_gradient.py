@@ -1,4 +1,4 @@
-"""A gradient norm of exactly 0: the model has stopped learning, without a number that is not finite."""
+"""End a run whose gradient norm is exactly 0: the model has stopped learning, though every number is finite."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from megalaunch.rundir.outcome import ExitCode
 
 
 class ZeroGradientGuard:
-    """Counts the steps in a row whose gradient norm is exactly 0; told of every step on all ranks alike.
+    """Counter of consecutive steps with a gradient norm of exactly 0, the same on every rank.
 
-    A step without a label that has a loss has no gradient to begin with: it neither counts nor ends the row.
+    A step in which no label has a loss has no gradient anyway: it is ignored, and does not reset the count.
+
+    Args:
+        limit: Number of such steps that end the run; 0: never.
     """
 
     def __init__(self, limit: int) -> None:
@@ -19,11 +22,11 @@ class ZeroGradientGuard:
 
     @property
     def is_exceeded(self) -> bool:
-        """Whether the run may end for them soon: what it has learned must not be replaced by what is saved now."""
+        """True while the count is above 0: a checkpoint saved now could replace one of a model that still learned."""
         return self._limit > 0 and self._row > 0
 
     def update(self, step: int, result: StepResult, record: RunLogger) -> None:
-        """Warn at the first of a row; raise a RunEnd, the same on every rank, at the last that is allowed."""
+        """Count one step. Log an event at the first zero; raise the same RunEnd on every rank at the limit."""
         if result.tokens == 0:
             return
         self._row = self._row + 1 if result.grad_norm == 0.0 else 0
