@@ -1,5 +1,5 @@
-"""The elastic agent of one machine: torch's own, with a rendezvous that lets nobody in and unpickles nothing.
+"""The elastic agent of one machine: torch's agent, with a rendezvous that authenticates peers and unpickles nothing.
 
-A run on one machine keeps its store on the loopback interface. On several machines the first one's store stays there
-too: the agents prove to each other that they know the run's secret, and carry the store's connections between them.
+On one machine the store listens on the loopback interface. On several machines the first machine's store does too: the
+agents authenticate each other with the run's shared secret, and forward the store's connections between machines.
 """

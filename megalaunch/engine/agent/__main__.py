@@ -35,12 +35,12 @@ from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.rendezvous import CredentialsError, read_credentials
 
 STORE_SECONDS = 60.0
-EXIT_SECONDS = 30.0  # workers of all machines end together, so their agents do too
+EXIT_SECONDS = 30.0  # timeout of the agents' exit barrier: workers of all machines end together, so their agents do too
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the command line says of this machine."""
+    """The command line arguments of this machine's agent."""
 
     spec_file: Path
     worker_module: str
@@ -50,17 +50,17 @@ class Machine:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the workers to their end; returns an exit code."""
+    """Run the workers of this machine to their end; returns the exit code of the run, or of this agent."""
     machine = _parse(arguments)
     directory = RunDirectory(machine.spec_file.parent)
-    watched = LAUNCHER_PID_VARIABLE in os.environ  # then a launcher keeps the run directory and judges the end
+    watched = LAUNCHER_PID_VARIABLE in os.environ  # a launcher manages the run directory and the outcome
     spec = read_spec(machine.spec_file)
     agent = _MachineAgent(spec, machine, directory)
-    if not watched:  # what it logs of ended workers is in our own lines and in the report at the end
+    if not watched:  # torch's log of failed workers would repeat the report at the end
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     if not watched and machine.node == 0:
         with contextlib.suppress(OSError):
-            directory.outcome.unlink(missing_ok=True)  # of an earlier launch
+            directory.outcome.unlink(missing_ok=True)  # outcome of an earlier launch
     try:
         failed = agent.run()
     except RendezvousProblem as problem:
@@ -77,14 +77,14 @@ def main(arguments: list[str]) -> int:
 
 
 class _MachineAgent:
-    """The elastic agent of one machine."""
+    """torch's elastic agent for the workers of one machine, with megalaunch's rendezvous."""
 
     def __init__(self, spec: RunSpec, machine: Machine, directory: RunDirectory) -> None:
         self._spec, self._machine, self._directory = spec, machine, directory
         self._agent: LocalElasticAgent | None = None
 
     def run(self) -> int:
-        """Start the workers and watch them to their end; 0, or 1 if they failed. Raises RendezvousProblem."""
+        """Start the workers and monitor them; returns 0, or 1 if they failed. Raises RendezvousProblem."""
         rendezvous, restarts = self._rendezvous(), self._machine.max_restarts
         worker = WorkerSpec(
             role="default",
@@ -111,7 +111,7 @@ class _MachineAgent:
 
     def _rendezvous(self) -> LoopbackRendezvous:
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-        # All machines have as many workers, so ranks follow from the machines' numbers, without the store.
+        # All machines have the same number of workers, so ranks follow from node ranks, without the store.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         machine, nodes = self._machine, self._spec.cluster.nodes
@@ -133,7 +133,7 @@ class _MachineAgent:
         )
 
     def _end_workers(self) -> None:
-        """The run cannot go on: workers that wait in a collective would take their time, so they are killed."""
+        """Kill the workers when the run cannot continue: those in a collective would wait for its timeout."""
         if self._agent is not None:
             for worker in self._agent.get_worker_group().workers:
                 with contextlib.suppress(ProcessLookupError, TypeError, ValueError):
@@ -141,11 +141,11 @@ class _MachineAgent:
 
 
 def _conclude(directory: RunDirectory, machine: Machine, problem: RendezvousProblem) -> None:
-    """Write how the run ended, on one machine of those that are left; on the others if that one does not."""
+    """Write the outcome on the first remaining machine; on the others only if it has not done so within 2 seconds."""
     if isinstance(problem, MachineLost) and machine.node != problem.first_left:
         time.sleep(2.0)
     elif not isinstance(problem, MachineLost) and machine.node > 0:
-        return  # the first machine's run, if it runs, is not over for it
+        return  # an error of this machine alone does not end the run of the first machine
     if read_outcome(directory.outcome) is None:
         with contextlib.suppress(OSError):
             write_outcome(directory.outcome, Outcome(int(problem.exit_code), str(problem), 0))

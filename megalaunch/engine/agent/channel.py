@@ -1,7 +1,8 @@
-"""Connections between the agents of a run: each side proves that it knows the secret before it is listened to.
+"""Authenticated connections between the agents of a run: both sides prove that they hold the run's shared secret.
 
-The proofs are HMAC-SHA256 over both sides' nonces (RFC 2104), the server's first, so that a stranger learns nothing
-and a wrong server is recognised. What follows is not encrypted: the network between the machines has to be private.
+The proofs are HMAC-SHA256 over both sides' nonces (RFC 2104): a stranger learns nothing from them. The server proves
+itself first, so that the client detects a wrong server before it sends its own proof. Traffic is not encrypted: the
+network between the machines must be private.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ Message = dict[str, Any]
 
 HANDSHAKE_SECONDS = 5.0
 GREETING = "megalaunch/1"
-_LIMIT = 2**16  # bytes of a line
+_LIMIT = 2**16  # maximum bytes of a line
 _BLOCK = 2**16
 _HANDSHAKE_LINE = 256
 _WORDS = re.compile(rb"[!-~]+( [!-~]+)*")
 
 
 class NotOfThisRun(Exception):
-    """The other side is something else, or has another secret."""
+    """The peer is another program, or has another secret."""
 
 
 class Connection:
-    """Lines in both directions: of a few words until both sides are proved, of JSON from then on."""
+    """A line-based connection: space-separated words during the handshake, one JSON object per line after it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
         enable_keepalive(writer.get_extra_info("socket"))
 
     async def receive(self) -> Message:
-        """The next message of an agent that has proved itself; raises NotOfThisRun, or EOFError at the end."""
+        """Receive a JSON message, after the handshake; raises NotOfThisRun, or EOFError at the end."""
         try:
             message = json.loads(await self.receive_line())
         except ValueError as error:
@@ -48,7 +49,7 @@ class Connection:
         return message
 
     async def receive_line(self) -> bytes:
-        """The next line without its end."""
+        """Receive one line, without the newline; raises NotOfThisRun or EOFError."""
         try:
             return (await self.reader.readuntil(b"\n"))[:-1]
         except asyncio.IncompleteReadError as error:
@@ -59,29 +60,40 @@ class Connection:
             raise NotOfThisRun from error
 
     async def send_words(self, *words: str) -> None:
-        """Send one line of the handshake; raises OSError."""
+        """Send one line of words during the handshake; raises OSError."""
         self.writer.write(" ".join(words).encode() + b"\n")
         await self.writer.drain()
 
     async def receive_words(self, count: int) -> list[str]:
-        """The next line of the handshake, from whoever it is: so many words of plain characters, nothing parsed."""
+        """Receive `count` words of printable ASCII, unparsed, from an unauthenticated peer; raises NotOfThisRun."""
         line = await self.receive_line()
         if len(line) > _HANDSHAKE_LINE or not _WORDS.fullmatch(line) or line.count(b" ") != count - 1:
             raise NotOfThisRun
         return line.decode("ascii").split(" ")
 
     async def send(self, message: Message) -> None:
-        """Send one message; raises OSError."""
+        """Send one JSON message; raises OSError."""
         self.writer.write(json.dumps(message).encode() + b"\n")
         await self.writer.drain()
 
     def close(self) -> None:
-        """Close it at once."""
+        """Close the connection without waiting."""
         self.writer.close()
 
 
 async def connect(host: str, port: int, secret: str, purpose: Purpose) -> Connection:
-    """Connect and prove both sides; raises OSError where nobody answers, NotOfThisRun for whoever else does."""
+    """Connect to an agent and authenticate both sides.
+
+    Args:
+        host: Address of the server.
+        port: Port of the server.
+        secret: The run's shared secret, hexadecimal.
+        purpose: `agent`: exchange rendezvous messages; `store`: forward to the server's store.
+
+    Raises:
+        OSError: No connection.
+        NotOfThisRun: The server is not an agent of this run.
+    """
     reader, writer = await asyncio.open_connection(host, port, limit=_LIMIT)
     connection = Connection(reader, writer)
     try:
@@ -103,7 +115,7 @@ async def connect(host: str, port: int, secret: str, purpose: Purpose) -> Connec
 
 
 async def accept(connection: Connection, secret: str) -> Purpose:
-    """Prove both sides of a connection that came in; raises NotOfThisRun."""
+    """Authenticate both sides of an incoming connection; return its purpose. Raises NotOfThisRun."""
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             greeting, theirs = await connection.receive_words(2)
@@ -129,7 +141,7 @@ def _proof(secret: str, *parts: str) -> str:
 
 
 async def join_streams(one: Connection, other: Connection) -> None:
-    """Carry bytes between two connections until either ends."""
+    """Copy bytes between two connections, in both directions, until either ends."""
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
@@ -149,7 +161,7 @@ async def join_streams(one: Connection, other: Connection) -> None:
 
 
 def enable_keepalive(connection: socket.socket) -> None:
-    """Have small messages sent at once, and a connection end whose other side is gone without a word."""
+    """Disable Nagle's algorithm, and enable keepalive probes, which detect a peer that vanished without closing."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):

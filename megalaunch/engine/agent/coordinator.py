@@ -1,6 +1,6 @@
-"""The first machine's side of a rendezvous: who has come, when all go on, and who is gone.
+"""Server side of the rendezvous, on the first machine: collects machines, starts rounds, detects lost machines.
 
-It listens on one address of this machine; the store itself stays on the loopback interface.
+It listens on one address of this machine; the store itself listens on the loopback interface only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megalaunch.rundir.rendezvous import Credentials
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 8.0
-"""An agent that was not heard of for so long is gone: its machine or the network to it."""
+"""Without a heartbeat for this long an agent counts as lost: its machine failed, or the network to it."""
 MAX_UNPROVEN = 256
 
 
@@ -23,14 +23,21 @@ MAX_UNPROVEN = 256
 class _Peer:
     connection: Connection
     host: str
-    round: int = 0  # the last one that it asked to join
+    round: int = 0  # the last round that it has requested to join
     heard: float = 0.0
     done: bool = False
     gone: bool = False
 
 
 class Coordinator:
-    """Runs on an event loop of its own; `store_port` is the store's on the loopback interface."""
+    """Rendezvous server. Runs on a separate event loop.
+
+    Args:
+        nodes: Number of machines.
+        credentials: The run's shared secret.
+        fingerprint: SHA-256 of spec.yaml; agents with another one are refused.
+        store_port: Port of the store on the loopback interface.
+    """
 
     def __init__(self, nodes: int, credentials: Credentials, fingerprint: str, store_port: int) -> None:
         self._nodes, self._credentials, self._fingerprint = nodes, credentials, fingerprint
@@ -41,7 +48,7 @@ class Coordinator:
         self._over = False
 
     async def serve(self, address: str, port: int) -> asyncio.Server:
-        """Listen; raises OSError when the address is not of this machine or the port is taken."""
+        """Start listening; raises OSError if the address is not this machine's or the port is taken."""
         server = await asyncio.start_server(self._met, address, port, reuse_address=True)
         self._beat = asyncio.ensure_future(self._keep_beating())
         return server
@@ -117,7 +124,7 @@ class Coordinator:
         if self._peers.get(node) is not peer:
             return
         peer.gone = True
-        if self._round == 0:  # nothing has begun: it may come again
+        if self._round == 0:  # before the first round, an agent may reconnect
             del self._peers[node]
         elif not self._over:
             self._over = True
@@ -140,7 +147,7 @@ class Coordinator:
             await self._tell_all({"beat": self._round})
 
     async def wait_for_byes(self, seconds: float) -> None:
-        """Until every agent has said that it is done, at most so long."""
+        """Wait until every agent has sent its goodbye or is lost, at most `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and any(not (peer.done or peer.gone) for peer in self._peers.values()):
             await asyncio.sleep(0.05)

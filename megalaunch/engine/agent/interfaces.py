@@ -1,4 +1,4 @@
-"""Which network interface has an address, so that workers listen on that one and on no other."""
+"""Find the network interface of an address, so that workers listen on that interface only."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _ENTRY, _MAX_ENTRIES = 40, 1024  # bytes of a struct ifreq on 64-bit Linux
 
 
 def interface_of(address: str) -> str | None:
-    """The interface's name, or None where it cannot be found out."""
+    """Return the name of the interface that has an IPv4 or IPv6 address; None if it cannot be determined."""
     if ":" in address:
         return _ipv6_interfaces().get(socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex())
     return _ipv4_interfaces().get(socket.inet_aton(address))
 
 
 def is_loopback(address: str) -> bool:
-    """Whether no other machine can reach it."""
+    """Return whether an address is a loopback address, which no other machine can reach."""
     return address == "::1" or address.startswith("127.")
 
 

@@ -1,4 +1,4 @@
-"""One machine's side of a rendezvous: it comes, waits for all, hears who is gone, and carries its workers' store."""
+"""Client side of the rendezvous, on every machine: join rounds, detect lost machines, forward the store to workers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megalaunch.rundir.rendezvous import Credentials
 
 T = TypeVar("T")
 COME_SECONDS = 600.0
-"""Machines are started by hand, one after the other."""
+"""Timeout of a rendezvous, long because machines are started by hand, one after the other."""
 UNKNOWN_NAME_SECONDS = 6.0
 _RETRY_SECONDS = 0.5
 
 
 class RendezvousProblem(Exception):
-    """Why this machine's workers cannot run, in one sentence."""
+    """The workers of this machine cannot run; the message gives the reason in one sentence."""
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.CONFIGURATION) -> None:
         self.exit_code = exit_code
@@ -35,7 +35,7 @@ class RendezvousProblem(Exception):
 
 
 class MachineLost(RendezvousProblem):
-    """Another machine is gone in the middle of the run; `first_left` is the lowest number of those that are not."""
+    """Another machine was lost during the run; `first_left` is the lowest node rank of the remaining machines."""
 
     def __init__(self, message: str, first_left: int) -> None:
         self.first_left = first_left
@@ -44,7 +44,7 @@ class MachineLost(RendezvousProblem):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The first machine, as the command line names it."""
+    """Address of the first machine, as given on the command line."""
 
     host: str
     port: int
@@ -54,19 +54,27 @@ class Endpoint:
 
 
 class EventLoop:
-    """An event loop on a thread of its own, which ends with the process."""
+    """An event loop on a daemon thread, which ends with the process."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="rendezvous", daemon=True).start()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run it there and wait for its result."""
+        """Run a coroutine on the loop; wait for its result and return it."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
 
 class Member:
-    """From `come` to `leave`; `failed` is called on the loop's thread when the run cannot go on."""
+    """Membership of one machine in the rendezvous, from `come` to `leave`.
+
+    Args:
+        node: Node rank of this machine.
+        nodes: Number of machines.
+        endpoint: Address of the first machine.
+        credentials: The run's shared secret.
+        failed: Called on the event loop's thread when the run cannot continue.
+    """
 
     def __init__(
         self, node: int, nodes: int, endpoint: Endpoint, credentials: Credentials, failed: Callable[[], None]
@@ -81,10 +89,10 @@ class Member:
         self._heard = 0.0
         self._leaving = False
         self.address = ""
-        """Of this machine, on the network that leads to the first one."""
+        """Address of this machine on its route to the first machine."""
 
     async def come(self, fingerprint: str) -> None:
-        """Meet the first machine; raises RendezvousProblem."""
+        """Connect to the first machine and start exchanging heartbeats; raises RendezvousProblem."""
         self._connection = connection = await self._reach()
         self.address = connection.writer.get_extra_info("sockname")[0]
         await connection.send({"node": self._node, "host": socket.gethostname(), "fingerprint": fingerprint})
@@ -109,7 +117,7 @@ class Member:
                         f"the address of the first machine, {self._endpoint.host}, is not known here "
                         f"({error.strerror}): name it by an address that every machine reaches"
                     ) from None
-            except OSError as error:  # a TimeoutError is one too
+            except OSError as error:  # includes TimeoutError
                 reason = os.strerror(error.errno) if error.errno else "no answer"
                 if waited > COME_SECONDS:
                     raise RendezvousProblem(
@@ -167,10 +175,10 @@ class Member:
             self._problem = problem
             self._failed()
 
-    # -- from the agent's thread
+    # -- called on the agent's thread
 
     def join(self, loop: EventLoop) -> int:
-        """Wait for all machines; returns the number of the round that all are in. Raises RendezvousProblem."""
+        """Join the next round and wait for all machines; returns the round's number. Raises RendezvousProblem."""
         self._joined = self._round + 1
         self._send(loop, {"join": self._joined})
         began, said = time.monotonic(), False
@@ -192,16 +200,16 @@ class Member:
             return self._round
 
     def require_all(self) -> None:
-        """Raise RendezvousProblem if the run cannot go on."""
+        """Raise RendezvousProblem if the run cannot continue."""
         if self._problem is not None:
             raise self._problem
 
     def waiting(self) -> int:
-        """How many machines wait for a new round, which this one has to join then."""
+        """Return how many machines wait for a new round that this machine has not joined yet."""
         return self._waiting if self._joined == self._round else 0
 
     def leave(self, loop: EventLoop) -> None:
-        """Say that this machine's agent ends on purpose."""
+        """Send `bye` to the coordinator: this agent exits normally."""
         self._leaving = True
         with contextlib.suppress(RendezvousProblem):
             self._send(loop, {"bye": True})
@@ -215,7 +223,7 @@ class Member:
             self.require_all()
 
     async def forward_store(self) -> int:
-        """Listen on the loopback interface for this machine's workers; returns the port."""
+        """Forward a loopback port to the first machine's store, for this machine's workers; returns the port."""
 
         async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             here = Connection(reader, writer)
@@ -233,7 +241,7 @@ class Member:
 def open_coordinator(
     loop: EventLoop, nodes: int, endpoint: Endpoint, credentials: Credentials, fingerprint: str, store_port: int
 ) -> Coordinator:
-    """Listen on the first machine's address and on no other; raises RendezvousProblem."""
+    """Start the coordinator on the first machine's address only; raises RendezvousProblem."""
     try:
         address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
@@ -253,10 +261,10 @@ def open_coordinator(
 
 
 def lost_machine(node: int, host: str) -> str:
-    """The sentence of those that are left."""
+    """Return the message about a lost machine that the remaining machines show."""
     return f"machine {node} ({host}) is gone: its agent or machine has ended, or the network to it is cut"
 
 
 def log(line: str) -> None:
-    """One line for whoever started this agent."""
+    """Print one line to stderr."""
     print(f"megalaunch: {line}", file=sys.stderr, flush=True)

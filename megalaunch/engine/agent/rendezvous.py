@@ -1,7 +1,7 @@
-"""The rendezvous of torch's elastic agent, over a store on the loopback interface and without pickled state.
+"""Rendezvous handlers for torch's elastic agent, with a store on the loopback interface and without pickled state.
 
-Torch's own handler unpickles its state from a store that listens on every interface: whoever reaches the machine can
-run code as the user. Ours keeps no state in the store at all.
+torch's own handler unpickles its state from a store that listens on every interface: anyone who can connect to the
+machine can run code as the user. The handlers here keep no state in the store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BYE_SECONDS = 5.0
 
 
 def open_store(timeout: datetime.timedelta) -> TCPStore:
-    """A store that listens on the loopback interface alone; torch's own choice is every interface."""
+    """Open a store that listens on the loopback interface only; torch's default is every interface."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((LOOPBACK, 0))
     listener.listen(1024)
@@ -37,7 +37,7 @@ def open_store(timeout: datetime.timedelta) -> TCPStore:
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """A run on one machine: nobody to wait for."""
+    """Rendezvous of a run on one machine: every round starts at once."""
 
     def __init__(self, run_id: str, timeout: datetime.timedelta) -> None:
         self._run_id = run_id
@@ -47,19 +47,19 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers connect to the agent's store; none of them listens for one of its own."""
+        """True: workers connect to the agent's store, and none of them opens another one."""
         return True
 
     def get_backend(self) -> str:
-        """The name in torch's records."""
+        """Return the name of this rendezvous in torch's event records."""
         return "megalaunch"
 
     def get_run_id(self) -> str:
-        """Also TORCHELASTIC_RUN_ID of the workers."""
+        """Return the run id, which workers get as TORCHELASTIC_RUN_ID."""
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The next round; raises RendezvousProblem if there can be none."""
+        """Start the next round and return its store, node rank and number of machines. Raises RendezvousProblem."""
         again = self._round > 0
         node, nodes, self._round = self._gather()
         if again:
@@ -69,27 +69,37 @@ class LoopbackRendezvous(RendezvousHandler):
         return RendezvousInfo(store, node, nodes, RendezvousStoreInfo(LOOPBACK, self._port))
 
     def _gather(self) -> tuple[int, int, int]:
-        """(this machine, machines, round)"""
+        """Wait for all machines; return (node rank, number of machines, round)."""
         return 0, 1, self._round + 1
 
     def num_nodes_waiting(self) -> int:
-        """Machines that wait for the next round; the agent asks several times a second while its workers run."""
+        """Return how many machines wait for the next round; the agent polls it several times a second."""
         return 0
 
     def is_closed(self) -> bool:
-        """Whether no round can follow."""
+        """Return False: a next round is always possible."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing: the rendezvous ends with its agents."""
+        """Do nothing: the rendezvous ends with its agents."""
 
     def shutdown(self) -> bool:
-        """Leave it."""
+        """Leave the rendezvous; returns True for success."""
         return True
 
 
 class MachinesRendezvous(LoopbackRendezvous):
-    """A run on several machines, each with its number. Blocks in the constructor until the first one answers."""
+    """Rendezvous of a run on several machines. The constructor blocks until the first machine answers.
+
+    Args:
+        node: Node rank of this machine; 0 also runs the coordinator and the store.
+        nodes: Number of machines.
+        endpoint: Address of the first machine.
+        credentials: The run's id and shared secret.
+        fingerprint: SHA-256 of spec.yaml, which must be equal on all machines.
+        timeout: Timeout of the store.
+        failed: Called on another thread when the run cannot continue.
+    """
 
     def __init__(
         self,
@@ -123,12 +133,12 @@ class MachinesRendezvous(LoopbackRendezvous):
         return self._node, self._nodes, self._member.join(self._loop)
 
     def num_nodes_waiting(self) -> int:
-        """See above; raises RendezvousProblem, which ends the agent, when another machine is gone."""
+        """Return how many machines wait for the next round; raises RendezvousProblem if another machine is lost."""
         self._member.require_all()
         return self._member.waiting()
 
     def shutdown(self) -> bool:
-        """Say goodbye; the first machine, whose store the others use, goes last."""
+        """Leave the rendezvous. The first machine, whose store the others use, waits for their goodbyes."""
         self._member.leave(self._loop)
         if self._coordinator is not None:
             self._loop.call(self._coordinator.wait_for_byes(BYE_SECONDS))
@@ -136,7 +146,7 @@ class MachinesRendezvous(LoopbackRendezvous):
 
 
 def listen_only_on(interface: str | None) -> None:
-    """Have the collectives' own listeners use this interface, unless the user's environment names another."""
+    """Bind gloo and NCCL to an interface, unless the environment already names one."""
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
