@@ -1,4 +1,4 @@
-"""Everything that needs torch, and what one worker executes.
+"""The part of megalaunch that needs torch: what workers execute, and the library API.
 
-This file imports nothing: a worker must protect itself (signals, parent death) before torch loads.
+This file imports nothing: a worker installs its signal handlers and its parent-death signal before it imports torch.
 """

@@ -1,4 +1,4 @@
-"""What commands and library users call; everything else of the engine may move."""
+"""The public API of the engine, for commands and library users; the other modules are internal and may change."""
 
 from __future__ import annotations
 
@@ -76,16 +76,21 @@ __all__ = [
     "write_job",
 ]
 
-_WORTH_THREADS = 20_000_000  # parameters; one thread reads as many in about 10 ms
+_WORTH_THREADS = 20_000_000  # parameters; one thread reads this many in about 10 ms
 
 
 def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
-    """What one step of `rank` (None: the first of the fullest stage) holds and sends, of a resolved spec.
+    """Simulate one training step of one rank on fake tensors; return its memory and its collectives.
 
-    Raises ValueError for a rank outside the world and for what the engine does not run, RuntimeError inside a process
-    group.
+    Args:
+        spec: A resolved run spec.
+        rank: The global rank; None: the first rank of the pipeline stage that uses the most memory.
+
+    Raises:
+        ValueError: The rank is outside the world, or the engine does not support a setting.
+        RuntimeError: Called inside a process group.
     """
-    from megalaunch.engine.simulate.deep_plan import deep_plan as planned  # what only generates text needs no DTensor
+    from megalaunch.engine.simulate.deep_plan import deep_plan as planned  # late: generation needs no DTensor
 
     return planned(spec, rank)
 
@@ -97,8 +102,20 @@ def evaluate(
     batch_size: int = 4,
     json_key: str = "text",
 ) -> Iterator[Score]:
-    """How well a model predicts each data set; `engine.score` says how. Raises DataError and ValueError."""
-    from megalaunch.engine.perplexity import evaluate_perplexity as scored  # what only generates text needs no trainer
+    """Yield the loss and perplexity of a model on each data set; see `engine.perplexity.evaluate_perplexity`.
+
+    Args:
+        model: The model.
+        data: Data sets: a prefix of token files, or a file, folder or glob of texts.
+        sequence_length: Tokens of a row; None: as in the training run.
+        batch_size: Rows of a forward pass.
+        json_key: Key of the text in JSON lines.
+
+    Raises:
+        DataError: A data set cannot be read or has no token to predict.
+        ValueError: `sequence_length` exceeds the model's maximum.
+    """
+    from megalaunch.engine.perplexity import evaluate_perplexity as scored  # late: generation needs no trainer
 
     return scored(model, data, sequence_length, batch_size, json_key)
 
@@ -112,24 +129,33 @@ def task_scores(
     batch_size: int = 4,
     max_length: int | None = None,
 ) -> list[TaskScore]:
-    """What a model reaches in tasks of lm-eval, which must be installed; `engine.harness` says how.
+    """Run tasks of lm-eval, which must be installed, and return their scores; see `engine.lm_eval_adapter.task_scores`.
 
-    Raises ValueError for unknown tasks, OSError when the data of one is not there.
+    Raises:
+        ValueError: A task is unknown.
+        OSError: The data of a task is missing.
     """
-    from megalaunch.engine.lm_eval_adapter import task_scores as scored  # lm-eval is an extra, and imports a lot
+    from megalaunch.engine.lm_eval_adapter import task_scores as scored  # late: lm-eval is an optional extra
 
     return scored(model, tasks, include_path, num_fewshot, limit, batch_size, max_length)
 
 
 def dtype_from_name(word: str) -> torch.dtype:
-    """`fp32`, `bf16` or `fp16`; raises KeyError for other words."""
+    """Return the torch dtype of `fp32`, `bf16` or `fp16`; raises KeyError for other names."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[word]
 
 
 def generate(source: Path, prompt: str, max_new_tokens: int = 200, sampling: Sampling | None = None) -> str:
-    """What the model of a run or checkpoint directory writes after `prompt` (the prompt is not repeated).
+    """Return the text that a model generates after `prompt`, without the prompt.
 
-    Raises as `open_model` and `stream_text` do.
+    Args:
+        source: A run or checkpoint directory.
+        prompt: The prompt.
+        max_new_tokens: Maximum number of generated tokens.
+        sampling: Temperature, top-k etc.; None: the defaults of `Sampling`.
+
+    Raises:
+        ValueError: As `stream_text`; other errors as `open_model`.
     """
     return "".join(stream_text(open_model(source), prompt, max_new_tokens, sampling))
 
@@ -137,9 +163,10 @@ def generate(source: Path, prompt: str, max_new_tokens: int = 200, sampling: Sam
 def stream_text(
     model: LanguageModel, prompt: str, max_new_tokens: int = 200, sampling: Sampling | None = None
 ) -> Iterator[str]:
-    """Yield the text after `prompt` piece by piece, until the document ends or `max_new_tokens` are written.
+    """Yield the generated text after `prompt` piece by piece, until end of document or `max_new_tokens` tokens.
 
-    Raises ValueError at once, not at the first piece, when the prompt is empty or too long for the model.
+    Raises:
+        ValueError: The prompt is empty or too long for the model. Raised by the call, not by the first iteration.
     """
     asked = generate_texts(
         model, tokenize_prompts(model, [prompt]), GenerationRequest(max_new_tokens, sampling or Sampling())
@@ -148,10 +175,10 @@ def stream_text(
 
 
 def set_num_threads_for(model: LanguageModel) -> None:
-    """For a process that does nothing but write text: one thread for a small model on a CPU.
+    """Set torch to one CPU thread for a small model, in a process that only generates text.
 
-    Threads that share out a few microseconds of work mostly wait for each other; measured for 6 M parameters on
-    2 busy cores: 0.4 s for 100 tokens on one thread, over 10 s on two.
+    Operations of a few microseconds spend more time on synchronizing threads than on computing: 100 tokens of a model
+    of 6 M parameters took 0.4 s on one thread and over 10 s on two (measured on 2 busy cores).
     """
     if sum(parameter.numel() for parameter in model.decoder.parameters()) < _WORTH_THREADS:
         torch.set_num_threads(1)

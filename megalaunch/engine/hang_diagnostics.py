@@ -1,6 +1,6 @@
-"""What a worker can tell while its main thread is stuck: the stacks of its threads, and its last collectives.
+"""Diagnostics of a stuck worker: the stacks of its threads, and its last collectives from torch's flight recorder.
 
-Standard library only until it is asked: it is in place before torch is imported.
+Imports only the standard library, since it is installed before torch is imported.
 """
 
 from __future__ import annotations
@@ -30,24 +30,28 @@ from megalaunch.rundir.collective_trace import (
     write_collective_trace,
 )
 
-_REMEMBERED = 1000  # collectives of all groups: some steps of a large model
-_TOLD = 20  # newest ones of each group
-BESIDE = "checkpoint"  # the group of a thread beside training, which is no part of the ranks' common steps
+_REMEMBERED = 1000  # flight recorder entries, over all groups: a few steps of a large model
+_TOLD = 20  # newest collectives of each group in a trace
+BESIDE = "checkpoint"  # group of the asynchronous save thread; left out, as its collectives interleave with training's
 
 
 class HangDiagnostics:
-    """Answers STACKS_SIGNAL (in C, whatever holds the interpreter) and TRAIL_SIGNAL (from a thread of its own)."""
+    """Signal handlers that dump a worker's state while its main thread is stuck.
+
+    DUMP_STACKS_SIGNAL writes the stacks of all threads to the log, in C code that works whoever holds the GIL.
+    DUMP_TRACE_SIGNAL writes the collective trace, from a separate thread.
+    """
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._path, self._attempt = path, attempt
         self._main = threading.main_thread().ident
 
     def install(self) -> None:
-        """Be there from now on; before torch is imported, whose flight recorder is told its size by a variable."""
+        """Install the signal handlers. Call before importing torch: it sets TORCH_FR_BUFFER_SIZE."""
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_REMEMBERED))
         faulthandler.enable()
         faulthandler.register(DUMP_STACKS_SIGNAL, all_threads=True)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_TRACE_SIGNAL})  # threads to come inherit it: only ours takes it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_TRACE_SIGNAL})  # new threads inherit it; `_answer` waits for it
         threading.Thread(target=self._answer, name="hang_diagnostics", daemon=True).start()
 
     def _answer(self) -> None:
@@ -56,16 +60,18 @@ class HangDiagnostics:
             self.dump()
 
     def dump(self, error: BaseException | None = None) -> None:
-        """Write the trace of now; what cannot be written or is not known is left out.
+        """Write the current collective trace; unknown parts are left out, and errors in writing it are ignored.
 
-        Where an `error` ends the rank, its place is the one that it was raised at.
+        Args:
+            error: The exception that ends this rank: the trace's location is where it was raised. None: the current
+                line of the main thread.
         """
         where, inside = frame_location(self._stack() if error is None else _format_stack(error))
         with contextlib.suppress(OSError):
             write_collective_trace(self._path, CollectiveTrace(self._attempt, time.time(), where, inside, _groups()))
 
     def _stack(self) -> Iterator[StackLine]:
-        """What the main thread is in, innermost first."""
+        """Yield the stack of the main thread, innermost frame first."""
         frame = sys._current_frames().get(self._main or 0)
         while frame is not None:
             yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
@@ -73,13 +79,13 @@ class HangDiagnostics:
 
 
 def _format_stack(error: BaseException) -> list[StackLine]:
-    """What an error was raised in, innermost first."""
+    """Return the stack of an exception's traceback, innermost frame first."""
     lines = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return [(code.co_filename, line, code.co_name) for code, line in reversed(lines)]
 
 
 def _groups() -> tuple[GroupTrace, ...]:
-    """From torch's flight recorder, where this torch has one that can be read without unpickling."""
+    """Read the collectives of each group from torch's flight recorder; none if this torch cannot dump it as JSON."""
     c10d: Any = sys.modules.get("torch._C._distributed_c10d")
     names = _ranks_of_groups()
     if c10d is None or not names or not hasattr(c10d, "_dump_fr_trace_json"):
@@ -110,7 +116,7 @@ def _describe_collective(entry: dict[str, Any]) -> str:
 
 
 def _ranks_of_groups() -> dict[str, tuple[int, ...]]:
-    """The ranks of every group of this process, by the group's name."""
+    """Return the global ranks of every process group, by the group's name."""
     module: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if module is None or not module.is_initialized():
         return {}

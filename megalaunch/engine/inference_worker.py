@@ -1,4 +1,4 @@
-"""A text worker's life: join, lay the model out, load its weights, answer the job, say how it ended."""
+"""Run one rank of a distributed generation or evaluation job: build the sharded model, load weights, run the job."""
 
 from __future__ import annotations
 
@@ -55,9 +55,16 @@ from megalaunch.rundir.progress import ProgressWriter
 def run_inference_worker(
     spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWriter, stop: StopSignal
 ) -> None:
-    """From a worker's start to its exit: the weights are those of `checkpoint.load_pretrained`.
+    """Run the job of a run directory with the weights of `checkpoint.load_pretrained`. Collective.
 
-    Of a stop request nothing comes but its end by the launcher: there is nothing to save.
+    Stop requests are ignored: the launcher kills the worker, and there is no state to save.
+
+    Args:
+        spec: The run spec.
+        directory: The run directory, with the job file; answers are written there.
+        rank: Global rank of this worker.
+        progress: Writer of this rank's progress file.
+        stop: Unused; part of `WorkerMain`.
     """
     record = RunLogger(directory, rank, progress)
     topology = Topology.from_spec(spec)
@@ -73,14 +80,15 @@ def run_inference_worker(
         ending = planned
     try:
         record.outcome(ending)
-    finally:  # one that could not be written must not keep the others waiting
+    finally:  # also if the outcome could not be written: the other ranks wait in the barrier
         destroy_process_group()
 
 
 def run_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger) -> None:
-    """Lay the model out, load its weights and answer the job of the directory. Collective.
+    """Build the sharded model, load its weights and run the job of the directory. Collective.
 
-    Raises a RunEnd, the same on every rank, for what is wrong with the source, the job or its data.
+    Raises:
+        RunEnd: The same on every rank, for errors in the source of the weights, the job or its data.
     """
     path = Path(spec.checkpoint.load_pretrained or "")
     record.phase("building")
@@ -105,7 +113,7 @@ def run_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogge
 
 
 def _open_source_on_all_ranks(path: Path) -> ModelSource:
-    """Collective; raises the same CheckpointError on every rank."""
+    """Read the source of the weights on every rank. Collective; raises the same CheckpointError on every rank."""
     opened: list[ModelSource] = []
     run_on_all_ranks(lambda: opened.append(read_source(path)))
     return opened[0]
@@ -113,7 +121,7 @@ def _open_source_on_all_ranks(path: Path) -> ModelSource:
 
 @dataclass(frozen=True)
 class _DistributedModel:
-    """A model that lies over the ranks, with its weights, and where it came from."""
+    """A model sharded over the ranks, with its weights, and the source of its weights and tokenizer."""
 
     spec: RunSpec
     mesh: Mesh
@@ -125,7 +133,7 @@ class _DistributedModel:
 def _answers(distributed: _DistributedModel, job: Job) -> Iterator[Answer]:
     try:
         answers = _generate(distributed, job) if isinstance(job, GenerateJob) else _evaluate(distributed, job)
-    except ValueError as error:  # what was asked cannot be
+    except ValueError as error:  # the request is invalid
         raise RunEnd(ExitCode.CONFIGURATION, str(error), 0) from error
     yield from answers
 
@@ -160,7 +168,7 @@ def _sum_over_ranks(distributed: _DistributedModel, batch_size: int, rows: Finit
 
 
 class _GenerationModel:
-    """The model as a generator of text sees it, telling progress."""
+    """Adapter from a distributed model to the interface of text generation; records progress on every call."""
 
     def __init__(self, distributed: _DistributedModel) -> None:
         self._relay = DistributedGenerator(
@@ -172,15 +180,15 @@ class _GenerationModel:
 
     @property
     def config(self) -> DecoderConfig:
-        """Of the whole decoder."""
+        """The config of the full decoder, over all stages."""
         return self._relay.config
 
     @property
     def device(self) -> torch.device:
-        """Where tokens have to be."""
+        """The device on which input tokens are expected."""
         return self._relay.device
 
     def __call__(self, tokens_BS: Tensor, positions: Tensor, stores: KVCache) -> Tensor:
-        """Logits of the last position, [B, 1, V]. Collective."""
+        """Return the logits of the last position, [B, 1, V], with the KV cache in `stores`. Collective."""
         self._record.heartbeat("answering", 0)
         return self._relay(tokens_BS, positions, stores)

@@ -1,6 +1,6 @@
-"""Models of ours for EleutherAI's lm-evaluation-harness; importing this adds `megalaunch` to its models.
+"""Adapter for EleutherAI's lm-evaluation-harness: importing this module registers the model type `megalaunch`.
 
-`python -m megalaunch.engine.lm_eval_adapter` is lm-eval's own command line with that model added.
+`python -m megalaunch.engine.lm_eval_adapter` is lm-eval's own command line with that model type registered.
 """
 
 from __future__ import annotations
@@ -34,11 +34,17 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @register_model("megalaunch")
 class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """lm-eval's view of a model: texts in; log-likelihoods and texts out, as its model `hf` gives them.
+    """lm-eval model over a megalaunch model: log-likelihoods and generated texts, as lm-eval's `hf` computes them.
 
-    `pretrained`: a run, checkpoint or Hugging Face folder, or a model that is open already. `max_length`: tokens that
-    are read at once (default: what the model is made for); what is longer is cut from the left. `max_gen_toks`: of
-    tasks that do not say how long a text may be. Raises as `open_model` does, and ValueError for other words.
+    Args:
+        pretrained: A run, checkpoint or Hugging Face directory, or a loaded model.
+        batch_size: Rows of a forward pass.
+        max_length: Maximum context in tokens; None: the model's maximum. Longer inputs are truncated from the left.
+        max_gen_toks: Maximum number of generated tokens, for tasks that do not set it.
+        device: torch device name; None, or CUDA where there is none: the best device of this machine.
+
+    Raises:
+        ValueError: `batch_size` or `max_length` is invalid; other errors as `open_model`.
     """
 
     def __init__(
@@ -65,7 +71,7 @@ class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text; raises ValueError for a tokenizer that names none."""
+        """The end-of-text token id; raises ValueError if the tokenizer defines none."""
         found = self._task_name("eos_token")
         found = self._model.tokenizer.eod_id if found is None else found
         if found is None:
@@ -74,7 +80,7 @@ class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that stands alone: what begins one, else what ends one."""
+        """The token id that precedes a text without context: BOS, else end of text."""
         found = self._task_name("bos_token")
         return self.eot_token_id if found is None else found
 
@@ -83,7 +89,7 @@ class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return None if token is None else self._model.tokenizer.token_id(token)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Tokens, with what the tokenizer puts around a text unless it stands there already."""
+        """Tokenize, with the tokenizer's special tokens unless the text already starts with BOS."""
         begin = named_token(self._model.files, "bos_token")
         around = not (begin and string.startswith(begin)) if add_special_tokens is None else add_special_tokens
         return self._model.tokenizer.encode(string, around)
@@ -99,7 +105,7 @@ class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         every = loglikelihoods(self._model.decoder, pairs, self.batch_size, self.max_length)
         for number, likelihood in tqdm(every, "log-likelihoods", len(pairs), disable=disable_tqdm):
             found[number] = tuple(likelihood)
-            if requests[number][0] is not None:  # a window of a longer text has no name
+            if requests[number][0] is not None:  # windows of a longer text have no request of their own to cache
                 self.cache_hook.add_partial("loglikelihood", requests[number][0], found[number])
         return found
 
@@ -110,7 +116,7 @@ class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             )
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts: each token once, with as much before it as is read at once."""
+        """Return the log-likelihood of full texts: rolling windows of `max_length` tokens score each token once."""
         windows, owners = [], []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
@@ -125,7 +131,7 @@ class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each text, up to one of the request's strings; those of like wishes together."""
+        """Generate after each text, up to one of its stop strings. Requests with equal settings share a batch."""
         alike: dict[str, list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
             alike[repr(sorted(request.args[1].items()))].append(number)
@@ -139,7 +145,7 @@ class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return found
 
     def _generate_group(self, requests: Sequence[Any], numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
-        """The texts of requests that wish for the same, by number."""
+        """Yield (request number, text) of requests with equal generation settings."""
         ask = _ask(requests[numbers[0]].args[1], self.max_gen_toks, self.batch_size)
         room = self.max_length - ask.max_new_tokens
         if room < 1:
@@ -152,20 +158,20 @@ class LMEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         ordered = sorted(numbers, key=lambda number: len(prompts[number]), reverse=True)
         for answer in generate_texts(self._model, [prompts[number][-room:] for number in ordered], ask):
             if isinstance(answer, Completion):
-                # decoded without the prompt, as `hf` does: some tokenizers then leave a space out
+                # decode without the prompt, as `hf` does: some tokenizers then omit a leading space
                 text = self._model.tokenizer.decode(answer.tokens)
                 yield ordered[answer.row], postprocess_generated_text(text, list(ask.stop), None)
 
 
 def _device(name: str | None) -> torch.device | None:
-    """None, the best one here, where lm-eval names its default, a first GPU, and there is none."""
+    """Return the device; None (the best one) if lm-eval passes its default, a GPU, and there is none."""
     if name is None or (name.startswith("cuda") and not torch.cuda.is_available()):
         return None
     return torch.device(name)
 
 
 def _ask(wishes: Mapping[str, Any], max_gen_toks: int, batch_size: int) -> GenerationRequest:
-    """What a task's `generation_kwargs` mean; raises ValueError for those that are unknown here."""
+    """Convert a task's `generation_kwargs` to a generation request; raises ValueError for unknown ones."""
     wanted = dict(normalize_gen_kwargs(dict(wishes), max_gen_toks))
     most, stop, draw = wanted.pop("max_gen_toks"), wanted.pop("until"), wanted.pop("do_sample")
     unknown = sorted(wanted.keys() - {*_SAMPLING})
@@ -178,7 +184,7 @@ def _ask(wishes: Mapping[str, Any], max_gen_toks: int, batch_size: int) -> Gener
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One figure of a task: `metric` after `filter` (lm-eval's words), over so many samples."""
+    """One score of a task: `metric` after `filter` (lm-eval's names), over `samples` samples."""
 
     task: str
     metric: str
@@ -197,9 +203,20 @@ def task_scores(
     batch_size: int,
     max_length: int | None,
 ) -> list[TaskScore]:
-    """All figures of lm-eval's tasks, and of those in `include_path`; of the first `limit` samples each if it is set.
+    """Run tasks of lm-eval and return all their scores.
 
-    Raises ValueError for a task that is unknown or wishes for what there is not, OSError when its data is not there.
+    Args:
+        model: The model.
+        tasks: Task names.
+        include_path: Folder with further task definitions.
+        num_fewshot: Number of few-shot examples; None: as the task defines.
+        limit: Number of samples of each task, the first ones; None: all.
+        batch_size: Rows of a forward pass.
+        max_length: Maximum context in tokens; None: the model's maximum.
+
+    Raises:
+        ValueError: A task is unknown, or requires an unsupported generation setting.
+        OSError: The data of a task is missing.
     """
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     unknown = [task for task in tasks if not manager.match_tasks([task])]

@@ -1,4 +1,4 @@
-"""How well a model predicts texts: loss, perplexity and bits per byte of token files, and of text as it is."""
+"""Evaluate a model on token files or raw text: loss, perplexity and bits per byte."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megalaunch.engine.train.dataloader import microbatch
 from megalaunch.engine.train.linear_cross_entropy import LinearCrossEntropy
 from megalaunch.engine.train.loss import IGNORE_INDEX
 
-HEAD_CHUNKS = 16  # of the head and its loss: few logits at a time
+HEAD_CHUNKS = 16  # chunks of the linear cross-entropy, to hold few logits at a time
 
 
 @dataclass(frozen=True)
 class Score:
-    """`loss` in nats a token, over `tokens` labels; `num_bytes` of UTF-8 are what these stand for."""
+    """Result of one data set: mean `loss` in nats per token over `tokens` labels, which are `num_bytes` of UTF-8."""
 
     data: str
     tokens: int
@@ -36,34 +36,45 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that is more than a number can be."""
+        """exp(loss); infinity on overflow."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """None where the tokens stand for no text."""
+        """Loss in bits per byte of text; None if the tokens decode to no text."""
         return self.loss * self.tokens / math.log(2) / self.num_bytes if self.num_bytes else None
 
 
 Summed = Callable[[FiniteDataset], tuple[float, int]]
-"""The sum of the token losses (nats) of all rows, and of how many tokens."""
+"""Rows -> (sum of their token losses in nats, number of tokens)."""
 
 
 def evaluate_perplexity(
     model: LanguageModel, data: list[str], sequence_length: int | None, batch_size: int, json_key: str
 ) -> Iterator[Score]:
-    """One of each data set: the prefix of token files, or a file, folder or glob of texts (see data.corpus).
+    """Yield the score of each data set.
 
-    Computed as a run's validation loss is: rows of `sequence_length` (None: the run's) that overlap by one token, over
-    all documents joined as they stand, so that every token but the first is predicted once. Borders of documents mean
-    what they mean to the run. Raises DataError; ValueError for a length that the model is not made for.
+    Computed like a run's validation loss: all documents are concatenated in order and cut into rows that overlap by one
+    token, so that every token but the first is predicted once. Document boundaries affect position ids, attention mask
+    and loss mask as in the training run.
+
+    Args:
+        model: The model.
+        data: Data sets: a prefix of token files, or a file, folder or glob of texts (`data.preprocess.corpus`).
+        sequence_length: Tokens of a row; None: as in the training run.
+        batch_size: Rows of a forward pass.
+        json_key: Key of the text in JSON lines.
+
+    Raises:
+        DataError: A data set cannot be read or has no token to predict.
+        ValueError: `sequence_length` exceeds the model's maximum.
     """
     length = eval_sequence_length(model, sequence_length)
     return scores_by(partial(_sum_loss, model, batch_size), model, data, length, json_key)
 
 
 def eval_sequence_length(source: ModelSource, asked: int | None) -> int:
-    """The given length, or the run's; raises ValueError for one that the model is not made for."""
+    """Return the given sequence length, or the run's; raises ValueError if it exceeds the model's maximum."""
     length, longest = asked or source.spec.batch.sequence_length, source.spec.model.max_position_embeddings
     if length > longest:
         raise ValueError(f"rows of {length} tokens are longer than the {longest} that the model is made for")
@@ -78,9 +89,18 @@ def scores_by(
     json_key: str,
     moves: Callable[[], None] = lambda: None,
 ) -> Iterator[Score]:
-    """As `scores`, by anything that sums the losses of the source's model; `moves` hears of each document that is read.
+    """Yield the score of each data set, as `evaluate_perplexity`, with any function that sums a model's losses.
 
-    Raises DataError.
+    Args:
+        summed: Sums the losses of the source's model over rows.
+        source: Spec and tokenizer of the model.
+        data: Data sets.
+        length: Tokens of a row.
+        json_key: Key of the text in JSON lines.
+        moves: Called after each document that is read, to record progress.
+
+    Raises:
+        DataError: A data set cannot be read or has no token to predict.
     """
     for name in data:
         if idx_path(Path(name)).is_file() or bin_path(Path(name)).is_file():
@@ -93,7 +113,7 @@ def scores_by(
 
 
 def _write(model: ModelSource, source: str, prefix: Path, json_key: str, moves: Callable[[], None]) -> None:
-    """The texts as token files, each with the source's special tokens and the end-of-document token behind it."""
+    """Tokenize texts into token files, each with the tokenizer's special tokens and an end-of-document token."""
     tokenizer = model.tokenizer
     end = [] if tokenizer.eod_id is None else [tokenizer.eod_id]
     with TokenWriter(prefix, token_type(tokenizer.vocab_size)) as writer:
@@ -130,7 +150,7 @@ def _sum_loss(model: LanguageModel, batch_size: int, rows: FiniteDataset) -> tup
 
 
 def _num_bytes(model: ModelSource, prefix: Path, moves: Callable[[], None]) -> int:
-    """Bytes of text in all sequences, but of the very first token, which nothing predicts."""
+    """Return the bytes of text in all sequences, without the very first token, which is never predicted."""
     file = IndexedTokens(prefix)
     total = 0
     for number in range(file.num_sequences):

@@ -1,4 +1,4 @@
-"""Joining the process group of a run, and leaving it."""
+"""Initialize and destroy the process group of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megalaunch.rundir.outcome import ExitCode
 
 
 def local_device(spec: RunSpec) -> tuple[torch.device, RankError | None]:
-    """This worker's device; with a problem, where the run was made for a kind that it does not have, the CPU."""
+    """Return this worker's device; the CPU and an error if the device that the run requires is missing."""
     chip = CHIPS[spec.platform.chip]
     if chip.device == "cpu":
         return torch.device("cpu"), None
@@ -40,20 +40,23 @@ def _no_device(reason: str) -> tuple[torch.device, RankError]:
 
 
 def init_process_group(spec: RunSpec) -> tuple[torch.device, RankError | None]:
-    """Meet the other ranks; returns this worker's device, and why the run cannot be: the same on every rank.
+    """Initialize the process group with NCCL and gloo, or gloo alone on CPUs. Collective.
 
-    A collective that takes much longer than `launcher.hang_timeout` fails. A launcher ends a hang before
-    that, because it can name the rank that is behind.
+    The timeout of a collective is `launcher.hang_timeout`; 1.5 times that under a launcher, which ends a hang first
+    because it can name the rank that is behind.
+
+    Returns:
+        This worker's device, and the error that prevents the run: the same on every rank, None without one.
     """
     install_restricted_unpickler()
     slack = 1.5 if LAUNCHER_PID_VARIABLE in os.environ else 1.0
     timeout = datetime.timedelta(seconds=slack * spec.launcher.hang_timeout)
-    # Ranks that are still loading torch from a busy disk are waited for as long as a start may take.
+    # The start timeout is separate: ranks may still be loading torch from a busy disk.
     starting = datetime.timedelta(seconds=slack * max(spec.launcher.start_timeout, spec.launcher.hang_timeout))
     rendezvous_store, rank, world_size = next(rendezvous("env://", timeout=starting))
     store = PrefixStore(_store_prefix(), rendezvous_store)
     device, problem = local_device(spec)
-    # Before the group is made: NCCL would wait for the rank that has no device.
+    # Before the group is created: NCCL would wait for a rank without a device.
     problem = broadcast_first_error(store, rank, world_size, problem)
     on_gpu = device.type == "cuda" and problem is None
     dist.init_process_group(
@@ -68,9 +71,9 @@ def init_process_group(spec: RunSpec) -> tuple[torch.device, RankError | None]:
 
 
 def broadcast_first_error(store: Store, rank: int, world_size: int, mine: RankError | None) -> RankError | None:
-    """The problem of the lowest rank that has one, on every rank, without a process group. Blocks for all ranks.
+    """Return the problem of the lowest rank that has one, on every rank, through the store. Blocks for all ranks.
 
-    Only configurations are wrong this early, so the reason is all that has to travel.
+    The process group does not exist yet. Only configuration errors occur this early, so only the reason is sent.
     """
     store.set(f"problem_{rank}", mine.reason if mine else "")
     if rank == 0:
@@ -81,11 +84,12 @@ def broadcast_first_error(store: Store, rank: int, world_size: int, mine: RankEr
 
 
 def _store_prefix() -> str:
-    """Keeps the attempts apart: the agent's store outlives a restart, with the dead workers' addresses in it.
+    """Return a store prefix that differs between attempts.
 
-    Read by a faster rank, those end a restart with "connection refused". Our agents number their rounds alike on all
-    machines; torchrun's count restarts differently on each, and need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives
-    each rendezvous a store of its own.
+    The agent's store outlives a restart and still holds the addresses of the dead workers; a rank that reads them fails
+    with "connection refused". megalaunch's agents number their rounds the same on all machines. torchrun agents count
+    restarts differently on each machine; several of them need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives each
+    rendezvous a new store.
     """
     if ROUND_VARIABLE in os.environ:
         return f"round_{os.environ[ROUND_VARIABLE]}"
@@ -94,6 +98,6 @@ def _store_prefix() -> str:
 
 
 def destroy_process_group() -> None:
-    """Wait until every rank is done, then drop the group: a group left alone can abort the process at exit."""
+    """Wait for all ranks, then destroy the group: a group that still exists can abort the process at exit."""
     dist.barrier()
     dist.destroy_process_group()

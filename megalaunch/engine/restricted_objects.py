@@ -1,7 +1,7 @@
-"""What ranks may send each other as Python objects: plain data, and the records of checkpoints and endings.
+"""Restrict the Python objects that ranks accept from each other: plain data, and dataclasses of runs and checkpoints.
 
-Object collectives (torch's checkpoints use them too) are pickles, which can name any callable. gloo does not know who
-connects to it, so a pickle that came over the network names only what stands here, or it is refused.
+Object collectives (used by torch's checkpoints too) send pickles, which can name any callable. gloo does not
+authenticate connections, so a pickle from the network may name only the types listed here; other names are refused.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _PLAIN = {
     ("pathlib", "PosixPath"),
     ("torch", "Size"),
     ("torch", "device"),
-    ("torch.serialization", "_get_layout"),  # looks a tensor's layout up by its name
+    ("torch.serialization", "_get_layout"),  # returns a torch.layout by name
 }
 
 
 class DisallowedObject(Exception):
-    """A pickle from another rank names something that no rank sends."""
+    """A pickle from another rank names a type that ranks do not send."""
 
 
 class _Unpickler(distributed_c10d._unpickler):
-    """Torch's, with names looked up in the list above; nothing is imported for them."""
+    """torch's unpickler, restricted to the allowed names; it never imports a module."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle names; raises DisallowedObject."""
+        """Return the object that a pickle names; raises DisallowedObject."""
         found: Any = sys.modules.get(module)
         for part in name.split("."):
             found = getattr(found, part, None)
@@ -55,7 +55,7 @@ class _Unpickler(distributed_c10d._unpickler):
 def _is_record(module: str, found: Any) -> bool:
     if isinstance(found, torch.dtype):
         return True
-    if not isinstance(found, type):  # functions are called, and so are not data
+    if not isinstance(found, type):  # pickles call functions, so none is allowed
         return False
     if issubclass(found, BaseException) or found in (traceback.StackSummary, traceback.FrameSummary):
         return True
@@ -63,5 +63,5 @@ def _is_record(module: str, found: Any) -> bool:
 
 
 def install_restricted_unpickler() -> None:
-    """From now on, object collectives of this process take only what is listed here."""
+    """Make all object collectives of this process use the restricted unpickler."""
     distributed_c10d._unpickler = _Unpickler

@@ -1,4 +1,4 @@
-"""How a run ends on purpose: what one rank found wrong, and the end that all ranks come to together."""
+"""Controlled ends of a run: an error on one rank, and the exception that ends all ranks together."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from megalaunch.rundir.outcome import ExitCode
 
 @dataclass(frozen=True)
 class RankError:
-    """What this rank, perhaps alone, found wrong; it ends the run once every rank has heard of it."""
+    """An error on this rank, perhaps on no other; it ends the run at the next collective that shares errors."""
 
     exit_code: ExitCode
     reason: str
 
 
 class RunEnd(Exception):
-    """Raised on every rank alike; the worker writes it as the outcome and exits 0. `step` is the last finished one."""
+    """The end of a run, raised on every rank; the worker writes it as the outcome and exits with 0.
+
+    Args:
+        exit_code: Exit code of the run.
+        reason: One sentence for the user.
+        step: The last finished step.
+        details: Further values for outcome.json.
+    """
 
     def __init__(self, exit_code: ExitCode, reason: str, step: int, details: dict[str, Any] | None = None) -> None:
         self.exit_code, self.reason, self.step, self.details = exit_code, reason, step, details or {}

@@ -1,4 +1,4 @@
-"""One worker's life: join, build, resume, train, say how it ended."""
+"""Run one training rank: initialize the process group, build the state, resume, train, write the outcome."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megalaunch.rundir.progress import ProgressWriter
 
 
 def run_training(spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWriter, stop: StopSignal) -> None:
-    """Everything between a worker's start and its exit; returns when all ranks ended on purpose together."""
+    """Train one rank; return when all ranks have come to the same controlled end. Collective."""
     record = RunLogger(directory, rank, progress)
     topology = Topology.from_spec(spec)
     if rank < topology.world:
@@ -44,12 +44,12 @@ def run_training(spec: RunSpec, directory: RunDirectory, rank: int, progress: Pr
         ending = planned
     try:
         record.outcome(ending)
-    finally:  # one that could not be written must not keep the others waiting
+    finally:  # also if the outcome could not be written: the other ranks wait in the barrier
         destroy_process_group()
 
 
 def _check_world_size(topology: Topology) -> RankError | None:
-    """Workers started by hand may be too few or too many."""
+    """Return an error if the number of workers, which may be started by hand, is not the spec's world size."""
     started = dist.get_world_size()
     if started == topology.world:
         return None
@@ -73,7 +73,7 @@ def _train(state: TrainState, directory: RunDirectory, record: RunLogger, stop: 
 
 
 def _generate_final_sample(state: TrainState, directory: RunDirectory, record: RunLogger) -> None:
-    """The model is trained and saved: whatever keeps it from writing a sample is worth a note, and no more."""
+    """Generate `train.sample_prompt`'s continuation. Failures are only logged: the model is trained and saved."""
     spec = state.spec
     if not spec.train.sample_prompt or spec.tokenizer.path is None:
         return

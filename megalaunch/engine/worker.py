@@ -1,8 +1,8 @@
-"""What one torchrun worker executes: run spec in, outcome.json out.
+"""Entry point of one worker process: reads the run spec, writes outcome.json.
 
     python -m megalaunch.engine.agent ... -m megalaunch.engine.worker RUN/spec.yaml
 
-Nothing heavy is imported before the worker has tied its life to its parent's.
+Heavy imports come only after `die_with_parent`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ that start them by hand"""
 
 
 WorkerMain = Callable[["RunSpec", "RunDirectory", int, "ProgressWriter", StopSignal], None]
-"""What a rank does of a spec and a directory; returns when all ranks ended on purpose together."""
+"""Main function of a rank: (spec, run directory, rank, progress, stop); returns after a controlled end of all ranks."""
 
 
 def train(spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWriter, stop: StopSignal) -> None:
-    """The life of a rank that trains."""
+    """Run training on this rank; imports torch."""
     from megalaunch.engine.train_worker import run_training
 
     run_training(spec, directory, rank, progress, stop)
 
 
 def main(arguments: list[str], life: WorkerMain = train) -> int:
-    """Run one rank; returns 0 for an end on purpose (the outcome says which), raises for a crash."""
+    """Run one rank; returns 0 for a controlled end (see outcome.json), 2 for wrong arguments, raises for a crash."""
     die_with_parent()
     stop = StopSignal()
     stop.install()
@@ -49,7 +49,7 @@ def main(arguments: list[str], life: WorkerMain = train) -> int:
         print(USAGE, file=sys.stderr)
         return 2
     path = Path(arguments[0]).absolute()
-    if not path.is_file():  # before anything is written beside it
+    if not path.is_file():  # checked before files are written to its folder
         print(f"{path} is no file\n{USAGE}", file=sys.stderr)
         return 2
     from megalaunch.config.spec_file import read_spec
@@ -65,8 +65,8 @@ def main(arguments: list[str], life: WorkerMain = train) -> int:
     try:
         life(read_spec(path), directory, rank, progress, stop)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # a full disk: the traceback still reaches the log, if anything does
-            diagnostics.dump(error)  # before the event: who reads that looks for this
+        with contextlib.suppress(OSError):  # a full disk: the traceback still goes to the log
+            diagnostics.dump(error)  # before the event, whose reader looks for the trace
             _report_crash(directory, progress, rank, error)
         raise
     progress.report("done")
@@ -74,7 +74,7 @@ def main(arguments: list[str], life: WorkerMain = train) -> int:
 
 
 def _attempt() -> int:
-    """How often this group of workers was started before."""
+    """Return how many times this group of workers was started before."""
     from megalaunch.rundir.environment import current_attempt
 
     return current_attempt(os.environ)
@@ -86,7 +86,7 @@ def _report_crash(directory: RunDirectory, progress: ProgressWriter, rank: int, 
     cause = error
     while (
         type(cause) is RuntimeError and cause.__cause__
-    ):  # so a pipeline's stage wraps what went wrong, a lost peer too
+    ):  # a pipeline stage wraps every error, also a lost peer, in a RuntimeError
         cause = cause.__cause__
     record_event(
         directory,

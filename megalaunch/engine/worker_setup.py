@@ -1,6 +1,6 @@
-"""What a worker does before torch is imported: die with its parent, own its log, catch stop signals.
+"""Set up a worker process before torch is imported: parent-death signal, log file, stop signals, malloc.
 
-Standard library only, since importing torch takes a second in which the launcher may be killed.
+Standard library only: importing torch takes a second, in which the launcher may be killed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megalaunch.rundir.files import make_directory, open_file
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEPT, _KEPT_BEFORE_2_35 = 2**30, 2**25  # bytes; the largest M_MMAP_THRESHOLD of older glibc, which refuses more
-_RESERVED, _HUGE_PAGE = _KEPT - 2**24, 2**21  # bytes; less than what malloc would leave to the kernel
+_RESERVED, _HUGE_PAGE = _KEPT - 2**24, 2**21  # bytes; below the mmap threshold
 _MADV_HUGEPAGE = 14  # sys/mman.h
 REPEAT_SECONDS = 1.0
 
 
 def die_with_parent() -> None:
-    """Be killed by the kernel when the agent dies; end at once if agent or launcher are gone already.
+    """Have the kernel kill this process when the agent dies; exit at once if agent or launcher are already gone.
 
-    Linux only; elsewhere a dead agent is noticed by the process group's timeout.
+    The signal is Linux only; elsewhere a dead agent is detected by the process group's timeout.
     """
     parent = os.getppid()
     if sys.platform.startswith("linux"):
@@ -48,9 +48,9 @@ def _alive(pid: int) -> bool:
 
 
 def tune_malloc() -> None:
-    """Have malloc keep the memory of large tensors for the next ones: the kernel would empty each page anew.
+    """Make malloc reuse the memory of freed large tensors: memory from the kernel is zeroed page by page again.
 
-    With glibc only; elsewhere nothing happens. What is larger than _KEPT still comes from the kernel and goes back.
+    glibc only; a no-op elsewhere. Allocations above _KEPT bytes are still mapped by the kernel and returned to it.
     """
     libc = ctypes.CDLL(None)
     mallopt = getattr(libc, "mallopt", None)
@@ -64,15 +64,15 @@ def tune_malloc() -> None:
 
 
 def _reserve_huge_pages(libc: ctypes.CDLL) -> None:
-    """Reserve what malloc gives next, and ask the kernel for pages of 2 MiB there; untouched, it takes no memory.
+    """Grow malloc's heap by _RESERVED bytes and request 2 MiB pages for it; untouched pages take no memory.
 
-    Torch's own switch for them asks for each tensor, at addresses for which malloc may go to the kernel every time.
+    torch's own switch for huge pages requests them per tensor, at addresses that malloc may map anew every time.
     """
     if not sys.platform.startswith("linux"):
         return
     libc.malloc.restype = ctypes.c_void_p
     first = libc.malloc(ctypes.c_size_t(_RESERVED))
-    if first is None:  # a limit on addresses
+    if first is None:  # a limit on address space
         return
     start = first + -first % _HUGE_PAGE
     libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(_RESERVED - _HUGE_PAGE), _MADV_HUGEPAGE)
@@ -80,7 +80,7 @@ def _reserve_huge_pages(libc: ctypes.CDLL) -> None:
 
 
 def redirect_output(log: Path) -> None:
-    """Append everything this process prints, native libraries included, to its own log."""
+    """Redirect stdout and stderr of this process, native libraries included, to a log file, appending."""
     make_directory(log.parent)
     descriptor = open_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(descriptor, 1)
@@ -91,10 +91,10 @@ def redirect_output(log: Path) -> None:
 
 
 class StopSignal:
-    """Remembers the first SIGTERM or SIGINT; the loop acts on it at a safe point. A second one ends at once.
+    """Handler of SIGTERM and SIGINT: stores the first, for the training loop to stop between steps; a second one exits.
 
-    The same signal again within REPEAT_SECONDS is the same request: a scheduler that signals all processes of a job
-    reaches a worker directly and through its agent.
+    The same signal within REPEAT_SECONDS counts as the same request: if a scheduler signals all processes of a job, a
+    worker gets it directly and again from its agent.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class StopSignal:
         self._received_at = 0.0
 
     def install(self) -> None:
-        """Catch both signals from now on; must run in the main thread."""
+        """Install the handler for both signals; must run in the main thread."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._received)
 

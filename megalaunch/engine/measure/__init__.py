@@ -1,1 +1,1 @@
-"""What a step cost."""
+"""Measurements of a training step."""
