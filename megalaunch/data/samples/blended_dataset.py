@@ -200,6 +200,7 @@ class _BlendIndexBuilder:
         return _BlendIndex(source, number)
 
     def _by_loop(self, size: int) -> NDArray[np.int16]:
+        """Assign samples in a Python loop, faster than numpy for few sources."""
         shares, counts, chosen = self._shares, self._counts, np.empty(size, np.int16)
         others = range(1, len(shares))
         first_share = shares[0]
@@ -215,6 +216,7 @@ class _BlendIndexBuilder:
         return chosen
 
     def _by_numpy(self, size: int) -> NDArray[np.int16]:
+        """Assign samples with an argmax over the sources; gives the same result as the loop."""
         shares, counts = np.array(self._shares), np.array(self._counts, np.float64)
         chosen = np.empty(size, np.int16)
         for place in range(size):

@@ -59,6 +59,7 @@ class ConversationFile:
             at = part.stop
         positions[at:] = np.arange(size - at)
         self._check(tokens[:at], numbers)
+        # The loss mask belongs to the labels, tokens[1:]; position and document ids belong to the inputs, tokens[:-1].
         return Sample(tokens, counted[1:], positions[:-1], documents[:-1])
 
     def describe(self, numbers: list[int]) -> str:

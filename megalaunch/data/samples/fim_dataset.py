@@ -127,6 +127,7 @@ class FIMDataset:
         if self._runs([*prefix, *middle, *suffix]) != runs:
             return document  # this tokenizer's decoding does not restore every text
         marks = self._marks
+        # PSM is <prefix> P <suffix> S <middle> M. SPM is <prefix> <suffix> S <middle> P M, as in Megatron.
         if suffix_first:
             order = [marks.prefix, marks.suffix, *suffix, marks.middle, *prefix, *middle]
         else:

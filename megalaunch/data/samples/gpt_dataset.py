@@ -130,6 +130,7 @@ class GPTDataset:
         return pieces
 
     def _out_of_vocab_error(self, order: GPTIndex, place: int) -> DataError:
+        """Locate the first token id outside the vocabulary in a sample."""
         for sequence, start, stop in self._document_spans(order, place):
             tokens = self._read(sequence, start, stop)
             wrong = (tokens >= self.vocab_size) | (tokens < 0)

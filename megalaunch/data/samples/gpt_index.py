@@ -97,6 +97,7 @@ def build_index(
     documents = _shuffle_documents(sequences, shape.epochs, shape.last_apart, random)
     starts = build_sample_index(lengths, documents, shape.samples, sequence_length)
     shuffle = np.arange(shape.samples, dtype=np.uint32 if shape.samples < 2**32 - 2 else np.int64)
+    # Shuffled separately, the last epoch stays last, so that samples past `num_samples` are all of that epoch.
     if shape.last_apart:
         random.shuffle(shuffle[: shape.before_last])
         random.shuffle(shuffle[shape.before_last :])

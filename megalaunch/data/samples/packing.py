@@ -33,6 +33,7 @@ def pack(lengths: Sequence[int] | NDArray[np.integer], capacity: int, order: NDA
 
 
 def _best_fit(numbers: list[int], lengths: Sequence[int] | NDArray[np.integer], capacity: int) -> list[list[int]]:
+    """Pack `numbers`, longest first, each into the fullest row that has room."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for number in numbers:
