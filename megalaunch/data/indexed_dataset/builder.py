@@ -100,6 +100,7 @@ class TokenWriter:
         self._write_index(self._idx)
         self._bin.sync()
         self._idx.sync()
+        # Remove the old index before renaming: a crash in between leaves no index rather than one of other tokens.
         self._idx.final.unlink(missing_ok=True)
         self._bin.publish()
         self._idx.publish()

@@ -114,6 +114,7 @@ class IndexedTokens:
         return view
 
     def _read_header(self, size: int) -> tuple[np.dtype[Any], int, int]:
+        """Return dtype, number of sequences and entries of the document index; DataError if they do not fit the `.idx`."""
         if size < HEADER.size:
             raise self._broken(f"{size} bytes are too few for an index")
         with self._idx.open("rb") as file:
@@ -136,6 +137,7 @@ class IndexedTokens:
         return TOKEN_TYPES[code], sequences, entries
 
     def _check_documents(self) -> None:
+        """Raise DataError unless the document index rises from 0 to the number of sequences."""
         last = len(self.lengths)
         if not len(self.documents):
             raise self._broken("its document index is empty")

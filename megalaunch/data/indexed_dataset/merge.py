@@ -104,6 +104,7 @@ def _write(target: Path, parts: Sequence[tuple[IndexedTokens, range]]) -> None:
         write_documents(index.file, _counts(parts))
         for file in unfinished:
             file.sync()
+        # Remove the old index before renaming: a crash in between leaves no index rather than one of other tokens.
         index.final.unlink(missing_ok=True)
         report_path(target).unlink(missing_ok=True)  # it describes the replaced files
         tokens.publish()

@@ -106,6 +106,7 @@ def _training_documents(corpus: Corpus, data: DataSpec) -> Iterator[Document]:
 def _tokenizer(
     path: Path, corpus: Corpus, data: DataSpec, tokenizer: TokenizerSpec, report: Callable[[str], None]
 ) -> Tokenizer:
+    """Copy the given tokenizer, or train one on the training documents."""
     if tokenizer.path is not None:
         return copy_tokenizer(tokenizer.path, path)
     report(f"training a tokenizer of {tokenizer.vocab_size:,}")
@@ -118,6 +119,7 @@ def _tokenizer(
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Group documents into batches of about `_BATCH_CHARACTERS`."""
     batch: list[Document] = []
     characters = 0
     for document in documents:

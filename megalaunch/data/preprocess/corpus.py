@@ -139,6 +139,7 @@ def split_sentences(value: Any, json_key: str, path: Path, number: int) -> list[
 
 
 def _value(line: bytes, json_key: str, path: Path, number: int) -> Any:
+    """Parse a jsonl line and return its value under the key."""
     if number == 1:
         line = line.removeprefix(_BYTE_ORDER_MARK)
     if b"\0" in line:
@@ -224,6 +225,7 @@ def _records(file: CorpusFile) -> Iterator[_RawDocument]:
 
 
 def _sections(file: CorpusFile) -> Iterator[_RawDocument]:
+    """Split a text file into sections of about `_SECTION_BYTES`."""
     held: list[bytes] = []
     size, first = 0, 1
     for number, line in enumerate(lines(file.path), start=1):

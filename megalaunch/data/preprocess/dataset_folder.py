@@ -122,6 +122,7 @@ def _splits(data: Sequence[CorpusFile], saved: dict[str, str], texts: bool) -> d
 
 
 def _split_name(file: CorpusFile, saved: dict[str, str]) -> str:
+    """Return the split of a file by its directory, shard name or words in its path; "" without one."""
     path = PurePosixPath(file.name)
     for part in path.parts[:-1]:
         if part in saved:

@@ -52,6 +52,7 @@ class GigatokenEncoder:
         self._seen = 0  # characters since the last check of the memory
 
     def __call__(self, text: str) -> NDArray[Any]:
+        """Return the ids of a text, from `tokenizers` where gigatoken might differ."""
         if self._normalizes and not text.isascii() and has_newer_marks(text):
             return self._exact_ids(text)
         if self._digits is not None and may_hold_newer_digits(text):

@@ -167,6 +167,7 @@ class DecompressedStream:
         self.stored = self.stored + size if self._source.is_stdin else self._raw.tell()
 
     def _zstandard(self) -> Iterator[bytes]:
+        """Decompress zstandard, with windows of up to 2 GiB and any number of frames."""
         zstandard = import_optional("zstandard", self._source.path)
         unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
         whole = True

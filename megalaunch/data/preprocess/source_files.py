@@ -88,6 +88,7 @@ def walk_files(root: Path, left_out: set[str], suffix: str) -> tuple[CorpusFile,
 
 
 def _matching(pattern: str) -> tuple[CorpusFile, ...]:
+    """Return the files that match a glob, named relative to its part before the first wildcard."""
     parts = Path(pattern).parts
     fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])

@@ -97,6 +97,7 @@ def table_columns(entry: Input) -> list[str]:
 
 
 def _parquet(path: Path, keys: Sequence[str], start: int) -> Iterator[_Batch]:
+    """Yield the record batches of a parquet file from row `start`."""
     table = import_optional("pyarrow.parquet", path).ParquetFile(path)
     _check_columns(path, table.schema_arrow.names, keys)
     total = table.metadata.num_rows
@@ -112,6 +113,7 @@ def _parquet(path: Path, keys: Sequence[str], start: int) -> Iterator[_Batch]:
 
 
 def _arrow(path: Path, keys: Sequence[str], start: int) -> Iterator[_Batch]:
+    """Yield the record batches of an arrow stream or random-access file from row `start`."""
     arrow, ipc = import_optional("pyarrow", path), import_optional("pyarrow.ipc", path)
     row = 0
     with path.open("rb") as probe:

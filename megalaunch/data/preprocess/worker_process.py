@@ -106,6 +106,7 @@ class WorkerProcess:
         self._pipe.close()
 
     def _read_answers(self) -> None:
+        """Reader thread: set the results of the futures in order; fail the pending ones when the process ends."""
         while True:
             try:
                 succeeded, answer = self._pipe.recv()
@@ -147,6 +148,7 @@ class _Spawned(SpawnProcess):
     """
 
     def start(self) -> None:
+        """Hide the main module while the process is spawned."""
         names: dict[str, Any] = vars(sys.modules["__main__"])
         kept: dict[str, Any] = {name: names[name] for name in ("__spec__", "__file__") if name in names}
         names["__spec__"] = None

@@ -167,6 +167,7 @@ def _byte_names() -> list[str]:
 def _byte_level(
     vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], pattern: str, ignore_merges: bool
 ) -> tokenizers.Tokenizer:
+    """Build a byte-level BPE; `ignore_merges` emits a word that is in the vocabulary without applying merges."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     inner = Tokenizer(models.BPE(vocabulary, list(merges), ignore_merges=ignore_merges))

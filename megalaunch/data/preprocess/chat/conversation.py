@@ -105,6 +105,8 @@ def _conversation(
 
 
 def _message(turn: Any, role_key: str, text_key: str, path: Path, number: int) -> Message:
+    """Parse one turn into a message; a weight of 0 excludes it from the loss."""
+
     def wrong(cause: str, fix: str = "") -> DataError:
         return DataError(cause, file=path, record=number, fix=fix)
 

@@ -53,6 +53,7 @@ class TemplateProcess:
         return answers
 
     def _rendered(self, words: str) -> Rendering:
+        """Render in the worker process; a timeout or its death becomes the rendering's error."""
         limit = 2 * _SECONDS
         if self._process is None:
             self._process, limit = WorkerProcess(False, _limit), _START_SECONDS
@@ -80,7 +81,7 @@ class TemplateProcess:
 
 
 def _limit() -> None:
-    """In the process: limit memory and core dumps, after the imports."""
+    """In the process: after the imports, limit memory and core dumps, and install the handler of the time limit."""
     _check_jinja()
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
@@ -149,6 +150,7 @@ def _program(template: str, clock: bool) -> Any:
 
 
 def _sandbox() -> Any:
+    """Create the sandboxed Jinja environment with the tag {% generation %}."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
