@@ -114,7 +114,7 @@ class IndexedTokens:
         return view
 
     def _read_header(self, size: int) -> tuple[np.dtype[Any], int, int]:
-        """Return dtype, number of sequences and entries of the document index; DataError if they do not fit the `.idx`."""
+        """Return dtype, number of sequences and entries of the document index; DataError for an invalid `.idx`."""
         if size < HEADER.size:
             raise self._broken(f"{size} bytes are too few for an index")
         with self._idx.open("rb") as file:

@@ -1,9 +1,9 @@
 """One sample: token ids, loss mask, position ids and document ids.
 
 The loss mask is made in three places: `EodPolicy.make_sample` below masks the loss after each end-of-document token
-(`data.eod_mask_loss`), `ConversationFile.sample` (chat_dataset.py) keeps only tokens of answers, and
-`ValidationSamples` (validation_dataset.py) masks the padding of its last row. The data loader replaces masked labels by
-`IGNORE_INDEX` (engine/train/dataloader.py).
+(`data.eod_mask_loss`), `ConversationFile.sample` (chat_dataset.py) keeps only tokens of answers, which
+preprocess/chat/build.py marked, and `ValidationSamples` (validation_dataset.py) masks the padding of its last row. The
+data loader (engine/train/dataloader.py) replaces masked labels by `IGNORE_INDEX`.
 """
 
 from __future__ import annotations
@@ -57,10 +57,8 @@ class Dataset(Protocol):
 class EodPolicy:
     """How to treat documents that end inside a sample: Megatron's flags of the same names.
 
-    A document ends with the token `eod`, which is its last token.
-
     Attributes:
-        eod: id of the end-of-document token.
+        eod: id of the end-of-document token, the last token of each document.
         reset_position_ids: position ids restart at 0 after each `eod`.
         reset_attention_mask: tokens attend only within their document.
         eod_mask_loss: mask the loss where the input is `eod`, i.e. of predicting the next document's first token.
