@@ -1,7 +1,8 @@
 """Dynamic context parallelism: documents are partitioned over cp by length (document_partition.py).
 
-Whole documents need no communication. Keys and values of split documents are sent only to the ranks that need them,
-by one uneven all-to-all a layer and pass. With kv_w those of this rank's whole documents and kv_r all of this rank's
+Whole documents need no communication. Keys and values of split documents are sent only to the ranks that need them, by
+one uneven all-to-all a layer in forward and one in backward. Let kv_r be the keys and values of this rank's tokens, and
+kv_w the part of kv_r that belongs to whole documents; q_w and q_s are the queries of whole and of split documents.
 
 Forward:   start kv_in = all_to_all(kv_r[sent]);  out_w = attention(q_w, kv_w), which overlaps with it;
            wait;  out_s = attention(q_s, [kv_r, kv_in][keys])
@@ -54,9 +55,9 @@ def local_token_ids(documents_BS: Tensor, axis: Axis) -> Tensor:
 class KVExchangePlan:
     """The all-to-all of keys and values of one rank in a layer.
 
-    `sent` are indices of local tokens, grouped by receiver; `to` and `found` are tokens sent to and received from each
-    rank. The first `whole` local tokens are whole documents. `keys` are the keys of the other local tokens' chunks,
-    as indices into local tokens followed by received ones.
+    `sent` are indices of local tokens, grouped by receiver; `to` and `found` count the tokens sent to and received from
+    each rank. The first `whole` local tokens are whole documents. `keys` are those of the other local tokens, as
+    indices into local tokens followed by received ones.
     """
 
     sent: Flat
@@ -128,6 +129,7 @@ def _attention(
         if partition.split_documents:
             kv_exchange = _KVExchange(plan, axis, sent)
             coming: Tensor = _StartKVExchange.apply(kv_GcD, kv_exchange)  # type: ignore[no-untyped-call]
+            # Between start and finish, so that the all-to-all overlaps with it; autograd runs the reverse order.
             out += _computed(q_whole, kv_GcD[:, :, : plan.whole], whole, scoring)
             arrived: Tensor = _FinishKVExchange.apply(coming, kv_exchange)  # type: ignore[no-untyped-call]
             at_hand = torch.cat((kv_GcD, arrived), dim=2)

@@ -52,10 +52,10 @@ ZERO_STAGES: dict[DataSharding, FSDPOptions] = {
 def apply_fsdp(
     model: Decoder, mesh: Mesh, parallel: ParallelSpec, precision: MixedPrecisionPolicy, reduce: torch.dtype
 ) -> None:
-    """Apply `fully_shard` to every layer and to the rest of the model, in place; at dp=1 too, for one code path.
+    """Apply `fully_shard` to every layer and to the rest of the model, in place; on one rank too, for one code path.
 
-    At dp=1 with fp32 compute FSDP2 ignores all parameters: it would copy weights and gradients within the one rank,
-    which took a tenth of a small step.
+    In a mesh of one rank with fp32 compute FSDP2 ignores all parameters: it would copy weights and
+    gradients within the rank, which took a tenth of a small step.
 
     Args:
         model: a decoder, after tensor parallelism, activation checkpointing and compilation.
@@ -86,7 +86,7 @@ def apply_fsdp(
         # The loss is already divided by the global token count: gradients are summed over ranks, not averaged.
         # gloo does not support the pre-multiplied sum of NCCL, so a plain sum is forced.
         unit.set_force_sum_reduction_for_comms(True)
-        if mesh.fsdp_mesh.size() > 1:  # at dp=1 it would copy gradients to divide them by 1
+        if mesh.fsdp_mesh.size() > 1:  # on one rank it would copy gradients to divide them by 1
             unit.set_gradient_divide_factor(1.0)
             _set_reduce_dtype(unit, reduce)
         if mesh.device.type == "cpu":

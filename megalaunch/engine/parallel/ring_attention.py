@@ -46,6 +46,7 @@ class RingAttention(torch.autograd.Function):
     ) -> Tensor:
         merged, held = OnlineSoftmax.empty(q, sinks), kv
         for turn in range(axis.size):
+            # Start the send/recv before the block, so that they overlap; the last turn has nothing to send.
             coming = ring_shift_async(held, axis) if turn + 1 < axis.size else None
             keys, values = (repeat_kv(x, q) for x in held.unbind())
             merged.add(q, keys, values, masks[_owner(axis, turn)], scoring)
@@ -68,6 +69,7 @@ class RingAttention(torch.autograd.Function):
             dq += more_dq
             dheld = dheld + torch.stack([sum_over_kv_group(gradient, kv.shape[2]) for gradient in more])
             del more_dq, more
+            # In the last turn too: this shift returns the sums to the rank that owns the keys.
             dheld = ring_shift_async(dheld, axis).wait()
             held = coming.wait() if coming else held
         return dq.to(q.dtype), dheld.to(kv.dtype), None, None, None, backward.sinks(sinks)

@@ -81,6 +81,7 @@ class MatmulReduceScatterRing(torch.autograd.Function):
         parts = x.reshape(x.shape[0], axis.size, -1, x.shape[2])
         coming: AsyncCollective | None = None
         for step in range(axis.size):
+            # The matmul runs while the partial sum that the last step sent is received.
             total = x.new_empty(x.shape[0], parts.shape[2], weight.shape[0])
             _multiply(parts[:, (axis.rank - 1 - step) % axis.size], weight.T, total)
             if coming is not None:
