@@ -1,9 +1,10 @@
 """One sample: token ids, loss mask, position ids and document ids.
 
-The loss mask is made in three places: `EodPolicy.make_sample` below masks the loss after each end-of-document token
-(`data.eod_mask_loss`), `ConversationFile.sample` (chat_dataset.py) keeps only tokens of answers, which
-preprocess/chat/build.py marked, and `ValidationSamples` (validation_dataset.py) masks the padding of its last row. The
-data loader (engine/train/dataloader.py) replaces masked labels by `IGNORE_INDEX`.
+The loss mask is made in three places of this package: `EodPolicy.make_sample` below masks the loss after each
+end-of-document token (`data.eod_mask_loss`), `ConversationFile.sample` (chat_dataset.py) keeps only tokens of answers,
+which preprocess/chat/build.py marked, and `ValidationSamples` (validation_dataset.py) masks the padding of its last
+row. engine/train/evaluate.py masks rows that only fill up the last batch, and the data loader
+(engine/train/dataloader.py) replaces masked labels by `IGNORE_INDEX`.
 """
 
 from __future__ import annotations
