@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     watched = LAUNCHER_PID_VARIABLE in os.environ  # a launcher manages the run directory and the outcome
     spec = read_spec(machine.spec_file)
     agent = _MachineAgent(spec, machine, directory)
-    if not watched:  # torch's log of failed workers would repeat the report at the end
+    if not watched:  # torch's log of failed workers repeats our own lines and the report at the end
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     if not watched and machine.node == 0:
         with contextlib.suppress(OSError):

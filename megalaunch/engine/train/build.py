@@ -76,7 +76,7 @@ def parallelize_on_meta(spec: RunSpec, mesh: Mesh) -> ModelParts:
 
 
 def materialize(model: ModelParts, mesh: Mesh) -> None:
-    """Allocate a meta model's parameters on the device, uninitialized, and tie embeddings again."""
+    """Move a model from meta to the device, with uninitialized parameters, and tie the embeddings again."""
     for part in model.parts:
         part.to_empty(device=mesh.device)
         part.tie()

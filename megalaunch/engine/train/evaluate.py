@@ -69,7 +69,7 @@ def evaluate_loss_sum(
         sums[0] += passes.evaluate(batch)
         sums[1] += (batch.labels != IGNORE_INDEX).sum()
     passes.release()
-    sums *= mesh.is_loss_rank
+    sums *= mesh.is_loss_rank  # tp ranks and stages of the same samples must not count them again
     dist.all_reduce(sums)
     return sums
 

@@ -12,7 +12,8 @@ With g_r the gradient of rank r, every rank ends up with g = sum_r g_r, in one a
 
 Why once a step: the sum is linear, so it commutes with gradient accumulation. Summed inside backward, the gradients
 would take one small all-reduce per parameter and microbatch; here all of them are concatenated into one fp32 buffer,
-after the reduction over data-parallel ranks. The sum is taken in fp32, whatever the dtype of the gradients.
+after the reduction over data-parallel ranks, so it holds only this rank's FSDP shards. The sum is taken in fp32,
+whatever the dtype of the gradients.
 
 Partial over stages: a tied head on another pipeline stage than the embedding holds a copy of its matrix; the copy's
 gradient is sent to the embedding's stage and added there.
@@ -56,7 +57,7 @@ def _all_reduce_partial_grads(axis: Axis, model: ModelParts, sequence_parallel: 
 
 
 def _partial_grads(model: ModelParts, ranks: int, sequence_parallel: bool) -> list[Tensor]:
-    """Return this rank's shards of the partial gradients, in the order of the model, which all tp ranks share."""
+    """Return this rank's shards of the partial gradients, in model order, which is the same on all tp ranks."""
     return [
         to_local_no_grad(parameter.grad)
         for module in model.modules()

@@ -3,12 +3,14 @@
 Gradient accumulation: each data-parallel rank computes its part of a global batch as M microbatches,
 M = global_batch_size / (dp * micro_batch_size). The gradients of the M backward passes are added up before the one
 optimizer step. Each loss is divided by the step's global number of valid tokens before backward, so the sum over
-microbatches and ranks is the gradient of the mean token loss: nothing is divided by M or by dp afterwards.
+microbatches, data-parallel and context-parallel ranks is the gradient of the mean token loss: nothing is divided by M
+or by dp afterwards.
 
 Reduction over the FSDP mesh (dp and cp ranks), by `parallel.data_sharding` (`engine/parallel/fsdp.py`, `ZERO_STAGES`):
 
 - `no_shard` and `optim`: gradients accumulate unsharded, and are reduced once a step, with the last microbatch.
-- `optim_grads` and `optim_grads_params`: reduced after every microbatch; the sharded gradients accumulate.
+- `optim_grads` and `optim_grads_params`: reduced with every microbatch; the sharded gradients accumulate. This takes
+  less memory for gradients, and M times as many reduce-scatters.
 
 The reduction is a reduce-scatter over the shard axis, followed by an all-reduce over the replicas (`dp_replicate`;
 under `no_shard` all data-parallel ranks are replicas). The all-reduce runs once a step, whatever the strategy. With

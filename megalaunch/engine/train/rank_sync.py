@@ -1,4 +1,4 @@
-"""Share token counts, losses, norms, stop signals and errors between ranks, each set in one all-reduce."""
+"""Share token counts, losses, norms, stop signals and errors between ranks, in one all-reduce per call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class StepReduction:
 
 
 def total_valid_tokens(mine: int, problem: RankError | None, step: int, device: torch.device) -> int:
-    """All-reduce the number of labels with a loss; raises a RunEnd on every rank if any has a problem."""
+    """All-reduce the number of labels with a loss; raises a RunEnd on every rank if any has a problem.
+
+    The problem count is part of the same all-reduce; the reasons are gathered only if it is not 0.
+    """
     sums = torch.tensor([mine, int(problem is not None)], dtype=torch.int64, device=device)
     dist.all_reduce(sums)
     tokens, problems = sums.tolist()

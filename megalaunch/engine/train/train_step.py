@@ -79,10 +79,12 @@ class TrainStep:
         Raises:
             RunEnd: On every rank, before the update, if any rank has a problem or a loss or the norm is not finite.
         """
+        # All tp ranks and pipeline stages read the same samples: one of them contributes counts and losses to the sums.
         is_loss_rank = self._mesh.is_loss_rank
         mine = batch.valid_tokens if is_loss_rank else 0
         tokens = total_valid_tokens(mine, problem or batch.problem, step - 1, self._mesh.device)
         losses = self._passes.train(batch, tokens)
+        # Before the norm, which must be that of the full gradients.
         finalize_grads(self._model, self._mesh, self._spec.parallel.sequence_parallel)
         squared_norm = local_grad_norm_sq(self._optimizer.parameters)
         stats = reduce_step_stats(losses.sum() * float(is_loss_rank), squared_norm, received)

@@ -22,7 +22,7 @@ class ZeroGradientGuard:
 
     @property
     def is_exceeded(self) -> bool:
-        """True while the count is above 0: a checkpoint saved now could replace one of a model that still learned."""
+        """True while the count is above 0: a save could replace a checkpoint from before the model stopped learning."""
         return self._limit > 0 and self._row > 0
 
     def update(self, step: int, result: StepResult, record: RunLogger) -> None:
