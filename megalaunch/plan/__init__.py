@@ -1,1 +1,1 @@
-"""What a run spec means, in plain Python: topology, batch math, rules, parameters, FLOPs."""
+"""The plan of a run, in plain Python: topology, batch math, rules, parameters, FLOPs, memory, time, search."""

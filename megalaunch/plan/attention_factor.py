@@ -1,4 +1,4 @@
-"""The attention factor of a stretched rotary embedding, as transformers has it: how much queries and keys grow."""
+"""The attention factor of a scaled rotary embedding (RoPE), as in transformers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class ScaledRope(Protocol):
-    """What the growth of rotated queries and keys depends on: of a RopeConfig, or of the schema's section."""
+    """The fields on which the attention factor depends: of a RopeConfig, or of the schema's section."""
 
     @property
     def scaling(self) -> str: ...
@@ -24,9 +24,9 @@ class ScaledRope(Protocol):
 
 
 def attention_factor(rope: ScaledRope) -> float:
-    """What rotated queries and keys are multiplied with, so that the softmax stays as sharp.
+    """Return the factor on rotated queries and keys that keeps the softmax equally sharp; 1 without scaling.
 
-    Of yarn (its section 3.4) and longrope, where no attention_factor says it.
+    For yarn (YaRN paper, section 3.4) and longrope, unless `attention_factor` is given.
     """
     if rope.scaling not in ("yarn", "longrope"):
         return 1.0

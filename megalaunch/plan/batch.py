@@ -1,4 +1,4 @@
-"""Batch math: how many samples each step has, and how they are divided over ranks and microbatches."""
+"""Batch math: samples of each step, and how they are divided over data-parallel ranks and microbatches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENTRY = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)([KMBT]?):(\d{1,18})", re.IGNOREC
 
 
 class RampError(ValueError):
-    """The text is no ramp; the message says which entry is wrong and why."""
+    """The text is not a batch size rampup; the message names the invalid entry and the reason."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class RampStage:
 
 
 def parse_ramp(text: str) -> tuple[RampStage, ...]:
-    """`0:512 2B:1024` as stages, as they are written (order is a rule's business); raises RampError.
+    """Parse `0:512 2B:1024` to stages, in the order written (a rule checks the order); raises RampError.
 
-    Commas separate entries as well as blanks do. A threshold is a number of tokens with K, M, B or T for thousands,
+    Entries are separated by commas or blanks. A threshold is a number of tokens, with K, M, B or T for thousands,
     millions, billions or trillions.
     """
     words = text.replace(",", " ").split()
@@ -39,35 +39,35 @@ def parse_ramp(text: str) -> tuple[RampStage, ...]:
 
 
 def format_rampup(stages: Iterable[RampStage]) -> str:
-    """The text of some stages, without blanks: `0:512,2B:1024`."""
+    """Return the text of stages, without blanks: `0:512,2B:1024`."""
     return ",".join(f"{_short(stage.tokens)}:{stage.samples}" for stage in stages)
 
 
 def get_rampup(spec: RunSpec) -> tuple[RampStage, ...]:
-    """The stages of a run's batch: one without a ramp; raises RampError when the ramp cannot be read."""
+    """Return the stages of a run's batch size, one without a rampup; raises RampError if it cannot be parsed."""
     if spec.batch.rampup_batch_size is None:
         return (RampStage(0, spec.batch.global_batch_size),)
     return _parsed(spec.batch.rampup_batch_size)
 
 
 def samples_per_dp_rank(global_batch_size: int, dp: int) -> int | None:
-    """Samples of one data-parallel rank a step, or None when the batch does not divide."""
+    """Return the samples per step of one data-parallel rank, or None when dp does not divide the batch."""
     share, rest = divmod(global_batch_size, dp)
     return None if rest else share
 
 
 def batch_gcd(spec: RunSpec) -> int:
-    """The most samples that divide the batch of every step: global_batch_size, or what all of a ramp's have in common.
+    """Return the greatest common divisor of the batch sizes of all steps.
 
-    A ramp that cannot be read counts as none; a rule reports it.
+    A rampup that cannot be parsed counts as none; a rule reports it.
     """
     return math.gcd(spec.batch.global_batch_size, *(stage.samples for stage in _stages(spec)))
 
 
 def batch_at(spec: RunSpec, consumed: int) -> int:
-    """Samples of the step that starts after `consumed` samples, as Megatron-LM's step schedule counts.
+    """Return the samples of the step that starts after `consumed` samples, as Megatron-LM's step schedule counts.
 
-    A stage holds from the first step that starts at or after its threshold; raises RampError.
+    A stage applies from the first step that starts at or after its threshold; raises RampError.
     """
     samples = 0
     for stage in get_rampup(spec):
@@ -77,9 +77,9 @@ def batch_at(spec: RunSpec, consumed: int) -> int:
 
 
 def samples_after(spec: RunSpec, steps: int) -> int:
-    """Samples of the first `steps` steps, in closed form for each stage of a ramp.
+    """Return the samples of the first `steps` steps, in closed form for each stage of a rampup.
 
-    A ramp that cannot be read counts as none; a rule reports it.
+    A rampup that cannot be parsed counts as none; a rule reports it.
     """
     consumed = 0
     for stage_steps, samples in _steps_per_stage(spec, steps):
@@ -88,23 +88,23 @@ def samples_after(spec: RunSpec, steps: int) -> int:
 
 
 def steps_per_stage(spec: RunSpec) -> tuple[int, ...]:
-    """Steps of the run in each stage of its ramp (0: it is never used); raises RampError."""
+    """Return the steps of the run in each stage of its rampup (0: never reached); raises RampError."""
     get_rampup(spec)
     return tuple(steps for steps, _ in _steps_per_stage(spec, spec.train.steps))
 
 
 def tokens_per_step(spec: RunSpec) -> int:
-    """Tokens of one optimizer step over all devices, of the last batch size where there is a ramp."""
+    """Return the tokens of one optimizer step over all devices, with the final batch size of a rampup."""
     return spec.batch.global_batch_size * spec.batch.sequence_length
 
 
 def samples_requested(spec: RunSpec) -> int:
-    """Training samples of the whole run: train.steps * batch.global_batch_size, less while a ramp lasts."""
+    """Return the training samples of the run: train.steps * batch.global_batch_size, fewer with a rampup."""
     return samples_after(spec, spec.train.steps)
 
 
 def tokens_requested(spec: RunSpec) -> int:
-    """Tokens of the whole run."""
+    """Return the tokens of the run."""
     return samples_requested(spec) * spec.batch.sequence_length
 
 
@@ -116,7 +116,7 @@ def _stage(word: str) -> RampStage:
     if int(samples) == 0:
         raise RampError(f"{word!r} is a batch of no samples")
     whole, _, part = number.partition(".")
-    scale = _SCALES[suffix.upper()]  # in whole numbers: a float would round thresholds
+    scale = _SCALES[suffix.upper()]  # in integers: a float would round thresholds
     tokens, rest = divmod(int(whole + part) * scale, 10 ** len(part))
     if rest:
         raise RampError(f"{word!r} is no whole number of tokens")
@@ -141,7 +141,7 @@ def _stages(spec: RunSpec) -> tuple[RampStage, ...]:
 
 
 def _steps_per_stage(spec: RunSpec, steps: int) -> Iterator[tuple[int, int]]:
-    """(steps, samples a step) of each stage, within `steps` steps."""
+    """Yield (steps, samples per step) of each stage, within `steps` steps."""
     stages, consumed, left = _stages(spec), 0, steps
     ends: list[int | None] = [stage.tokens // spec.batch.sequence_length for stage in stages[1:]]
     for stage, end in zip(stages, [*ends, None], strict=True):

@@ -1,4 +1,4 @@
-"""Runs every rule over a spec, sorts what they find, and proves each fix before it is shown."""
+"""Check a spec: run every rule, sort the findings, and verify each fix before it is shown."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
 
 MAX_FIXES = 3
-_PROOFS = 12  # candidates tried for one finding
+_PROOFS = 12  # candidates verified per finding
 
-_Key = tuple[str, str]  # rule and path: which finding it is
+_Key = tuple[str, str]  # rule and path: they identify a finding
 
 
 class HasOrigin(Protocol):
-    """Where a value comes from (`config.compose.Origin`)."""
+    """The source of a value (`config.compose.Origin`)."""
 
     @property
     def kind(self) -> str:
@@ -33,12 +33,12 @@ class HasOrigin(Protocol):
 
     @property
     def where(self) -> str:
-        """A place in a file, an option, or the command line."""
+        """A position in a file, an option, or the command line."""
         ...
 
     @property
     def open(self) -> bool:
-        """True when null or auto stands there, so that the value was derived."""
+        """True for a value that is null or auto there, so that it was derived."""
         ...
 
 
@@ -48,11 +48,13 @@ def check(
     purpose: Purpose = "validate",
     machine: Machine | None = None,
 ) -> list[Finding]:
-    """Everything that is wrong with a resolved spec, errors first. Never raises.
+    """Return all findings on a resolved spec, errors first. Never raises.
 
-    `origins` says which values were left open and have been derived: a fix is tried with those open again
-    (without it, whatever equals its derived value counts as derived). `purpose` "train" is for a run that is
-    about to start; `machine` is the one that has to have room for it (None: not known).
+    Args:
+        origins: the sources of values. Values that were open (null or auto) are derived again when a fix is verified;
+            without origins, a value that equals its derived value counts as open.
+        purpose: "train" for a run that is about to start.
+        machine: the machine whose resources are checked; None: unknown.
     """
     at = RuleContext(spec, purpose, machine)
     broken = _run_rules(at)
@@ -72,7 +74,7 @@ def _run_rules(at: RuleContext) -> list[tuple[_Key, Violation]]:
 
 
 def _verified_fixes(key: _Key, item: Violation, open_at: RuleContext, known: set[_Key]) -> tuple[str, ...]:
-    """The first candidates that remove the finding and add no error or warning, as override words for a shell."""
+    """Return the first fixes that remove the finding and add no error or warning, as overrides quoted for a shell."""
     shown: list[Fix] = []
     for candidate in _first(item.fixes, _PROOFS):
         fix = {path: value for path, value in candidate.items() if value_at(open_at.spec, path) != value}
@@ -91,12 +93,12 @@ def _first(fixes: Iterable[Fix], count: int) -> list[Fix]:
 def _fix_is_valid(fix: Fix, key: _Key, open_at: RuleContext, known: set[_Key]) -> bool:
     try:
         fixed, _ = derive(with_values(open_at.spec, fix))
-    except SpecError:  # a candidate outside the schema's limits
+    except SpecError:  # a candidate outside the limits of the schema
         return False
     at = replace(open_at, spec=fixed)
     rule_id, path = key
     with suggestions_disabled():
-        if any(item.path == path for item in RULES[rule_id].check(at)):  # most candidates that fail, fail here
+        if any(item.path == path for item in RULES[rule_id].check(at)):  # most invalid candidates are rejected here
             return False
         return all(
             item.severity == "note" or (entry.id, item.path) in known
@@ -106,7 +108,7 @@ def _fix_is_valid(fix: Fix, key: _Key, open_at: RuleContext, known: set[_Key]) -
 
 
 def _with_derived_open(spec: RunSpec, origins: Mapping[str, HasOrigin] | None) -> RunSpec:
-    """The spec with its derived values open again, so that a fix moves them too."""
+    """Return the spec with its derived values open again, so that a fix changes them too."""
     candidates: dict[str, Any] = dict(OPEN_VALUES)
     chip = CHIPS.get(spec.platform.chip)
     if chip is not None and chip.device == "cpu":

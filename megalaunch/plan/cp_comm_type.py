@@ -1,4 +1,4 @@
-"""Which way of exchanging keys stands for all layers, where memory and time are predicted."""
+"""Select one context-parallel communication type for all layers, to predict memory and time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megalaunch.config.schema.parallel import ContextExchange, ParallelSpec
 
 
 def most_common_cp_comm_type(parallel: ParallelSpec) -> ContextExchange:
-    """The one of most layers; of an empty list, which its rule reports, the default.
+    """Return the type of most layers; the default for an empty list, which a rule reports.
 
-    Of documents dealt out by length the worst case, since a plan does not know them: one as long as its sample is
-    cut over all ranks, and each gets all its keys.
+    For dynamic context parallelism return "allgather", the worst case, since a plan does not have the documents: one as
+    long as its sample is sharded over all ranks, and each rank gets all its keys and values.
     """
     if parallel.dynamic_context_parallel:
         return "allgather"

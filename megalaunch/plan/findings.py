@@ -1,4 +1,4 @@
-"""What the checker reports: one finding a broken rule, a warning, or a value it derived."""
+"""Findings of the checker: a violated rule, a warning, or a derived value."""
 
 from __future__ import annotations
 
@@ -51,16 +51,19 @@ OUTSIDE_RULES: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
     }
 )
-"""Findings that no rule of plan/rules yields: a sentence, and why."""
+"""Findings that are not from plan/rules: a sentence, and why."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing the checker has to say.
+    """One finding of the checker.
 
-    `rule` is its id (`parallel.heads_by_tp`), `path` the key it is about, `numbers` the figures in `message`,
-    `fixes` override words as a shell takes them (`shlex.split` takes apart a fix of several keys), `origin` where the
-    value comes from.
+    Attributes:
+        rule: its id (`parallel.heads_by_tp`).
+        path: the key that it is about.
+        numbers: the figures in `message`.
+        fixes: overrides, quoted for a shell; `shlex.split` splits a fix of several keys.
+        origin: the source of the value.
     """
 
     rule: str
@@ -73,21 +76,21 @@ class Finding:
 
 
 def as_override(value: Any) -> str:
-    """A value as a user writes it behind `key=`: `null`, `true`, `[a,b]`."""
+    """Return a value as the right side of an override: `null`, `true`, `[a,b]`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
         return f"[{','.join(_item(item) for item in value)}]"
-    if isinstance(value, float):  # all digits where `:g` would show another number, which might break the rule again
+    if isinstance(value, float):  # `:g` may round to another number, which may violate the rule again
         short = f"{value:g}"
         return short if float(short) == value else repr(value)
     return str(value)
 
 
 def _item(value: Any) -> str:
-    """An item of a list; text is quoted where Hydra's grammar would read something else."""
+    """Return an item of a list; text is quoted where Hydra's grammar would parse something else."""
     if not isinstance(value, str):
         return as_override(value)
     if _PLAIN_ITEM.fullmatch(value) and value.lower() not in ("null", "true", "false", "nan", "inf"):
@@ -97,22 +100,22 @@ def _item(value: Any) -> str:
 
 
 def rule_anchor(rule_id: str) -> str:
-    """The anchor of a rule on the reference page: `parallel-heads_by_tp`."""
+    """Return the anchor of a rule on the reference page: `parallel-heads_by_tp`."""
     return rule_id.replace(".", "-")
 
 
 def has_errors(findings: list[Finding]) -> bool:
-    """True when at least one finding is an error."""
+    """Return True when at least one finding is an error."""
     return any(finding.severity == "error" for finding in findings)
 
 
 def sort_findings(findings: list[Finding]) -> list[Finding]:
-    """Errors first, then warnings and notes; by key within each."""
+    """Sort: errors first, then warnings and notes; by key within each."""
     return sorted(findings, key=lambda f: (_ORDER[f.severity], f.path, f.rule, f.message))
 
 
 def as_json(finding: Finding) -> dict[str, Any]:
-    """Plain data for `--json`."""
+    """Return plain data for `--json`."""
     return {
         "rule": finding.rule,
         "severity": finding.severity,

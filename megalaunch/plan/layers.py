@@ -1,6 +1,6 @@
-"""The layers of a decoder, one by one: which have experts, which see a window only, which predict further ahead.
+"""The layers of a decoder: which have experts, a sliding window or RoPE, and which are MTP depths.
 
-Everything that counts by layer (parameters, FLOPs, memory, stages) starts from here.
+Parameters, FLOPs, memory and pipeline stages are counted from this list.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from megalaunch.config.schema.model import ModelSpec
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer; `window` is the tokens that a query sees (None: all), `mtp` marks a depth after the decoder.
+    """One layer; `window` is the tokens that a query attends to (None: all), `mtp` marks an MTP depth.
 
-    `rotated`: are its queries and keys turned by their position?
+    `rotated`: RoPE is applied to its queries and keys.
     """
 
     index: int
@@ -27,9 +27,9 @@ class Layer:
 
 @lru_cache(maxsize=64)
 def list_layers(model: ModelSpec) -> tuple[Layer, ...]:
-    """The decoder's layers in order, then one for each depth of multi-token prediction.
+    """Return the decoder's layers in order, then one for each depth of multi-token prediction (MTP).
 
-    Such a depth is built like the last decoder layer (DeepSeek-V3 report, section 2.2), and follows it in `index`.
+    An MTP depth has the form of the last decoder layer (DeepSeek-V3 report, section 2.2); its `index` follows it.
     """
     decoder = tuple(
         Layer(index, has_experts(model, index), _window(model, index), mtp=False, rotated=_has_rope(model, index))
@@ -41,7 +41,10 @@ def list_layers(model: ModelSpec) -> tuple[Layer, ...]:
 
 
 def has_experts(model: ModelSpec, index: int) -> bool:
-    """Layer `first_k_dense_replace` and every n-th after it, as Megatron's moe_layer_freq counts them."""
+    """Return whether a layer has experts: `first_k_dense_replace` and every n-th after it, as in Megatron.
+
+    See Megatron's moe_layer_freq.
+    """
     moe = model.moe
     if moe.num_experts is None or index < moe.first_k_dense_replace:
         return False
@@ -49,13 +52,13 @@ def has_experts(model: ModelSpec, index: int) -> bool:
 
 
 def _has_rope(model: ModelSpec, index: int) -> bool:
-    """With no_rope_layer_interval n the layers n-1, 2n-1, ... are not, as SmolLM3 leaves them out."""
+    """Return whether a layer has RoPE; with no_rope_layer_interval n layers n-1, 2n-1, ... have none, as in SmolLM3."""
     every = model.no_rope_layer_interval
     return model.position_embedding == "rope" and (every is None or (index + 1) % every != 0)
 
 
 def _window(model: ModelSpec, index: int) -> int | None:
-    """With sliding_window_pattern n the layers n-1, 2n-1, ... see all tokens, as GPT-OSS alternates them."""
+    """Return a layer's window; with sliding_window_pattern n layers n-1, 2n-1, ... have none, as in GPT-OSS."""
     every = model.sliding_window_pattern
     if every is not None and (index + 1) % every == 0:
         return None

@@ -1,7 +1,7 @@
-"""How many parameters a model has, counted from its shape, by layer and by kind.
+"""Count a model's parameters from its dimensions, by layer and by kind.
 
-Counted is what an optimizer trains: biases, sinks and the router's own bias too, but not the balance bias of
-auxiliary-loss-free routing, which no gradient reaches, and no rotary tables.
+Counted is what an optimizer trains, with biases, sinks and the router's bias. Not counted are rotary tables, and the
+balance bias of auxiliary-loss-free routing, which has no gradient.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megalaunch.plan.layers import Layer, list_layers
 
 @dataclass(frozen=True)
 class LayerParameters:
-    """Global counts of one layer by kind, and so by how they are divided.
+    """Global parameter counts of one layer by kind; the kind decides how they are sharded.
 
-    `attention`, `dense_mlp` and `shared_experts` divide by tp (keys and values only as far as there are query
-    groups), `routed_experts` by ep x etp. `latent` (the down projections of latent attention), `router`, `norms`
-    and `mtp_projection` are whole on every tensor-parallel rank.
+    `attention`, `dense_mlp` and `shared_experts` are sharded over tp (keys and values over at most as many ranks as
+    there are query groups), `routed_experts` over ep x etp. `latent` (the down projections of latent attention),
+    `router`, `norms` and `mtp_projection` are replicated on every tensor-parallel rank.
     """
 
     attention: int = 0
@@ -39,10 +39,10 @@ class LayerParameters:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters by kind: the decoder's first, `mtp` those of the further depths, `head` 0 when tied.
+    """Parameters of a model by kind. `mtp` are those of MTP depths, all other kinds those of the decoder.
 
     `embedding` is the table of tokens, `positions` that of learned positions, `feed_forward` the dense blocks and
-    shared experts, `idle_experts` the part of `routed_experts` that a given token does not meet.
+    shared experts, `idle_experts` the part of `routed_experts` that a token is not routed to; `head` is 0 when tied.
     """
 
     embedding: int
@@ -58,7 +58,7 @@ class ParameterCount:
 
     @property
     def decoder(self) -> int:
-        """All but the depths of multi-token prediction: what is published as a model's size."""
+        """All parameters but those of MTP depths: the published size of a model."""
         blocks = self.attention + self.feed_forward + self.routed_experts + self.router + self.norms
         return self.embedding + self.positions + blocks + self.head
 
@@ -69,15 +69,15 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """Parameters of the decoder that a token meets: only its own experts, the embedding table whole.
+        """Active parameters of the decoder for one token: without idle experts, with the full embedding table.
 
-        So counts Mistral; DeepSeek and OpenAI leave out the input embedding: `active - embedding`.
+        Mistral counts like this; DeepSeek and OpenAI exclude the input embedding: `active - embedding`.
         """
         return self.decoder - self.idle_experts
 
 
 def check_resolved(model: ModelSpec) -> tuple[int, int, int]:
-    """head_dim, num_query_groups and vocab_size; raises ValueError, naming them, while one is open."""
+    """Return head_dim, num_query_groups and vocab_size; raises ValueError while one is open."""
     if model.head_dim is None or model.num_query_groups is None or model.vocab_size is None:
         raise ValueError("the model is not resolved: head_dim, num_query_groups or vocab_size is open")
     return model.head_dim, model.num_query_groups, model.vocab_size
@@ -87,17 +87,17 @@ _GRAIN = 128  # Megatron-LM's --make-vocab-size-divisible-by
 
 
 def vocabulary_rows(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding and the head over `tp` tensor-parallel ranks: the vocabulary, where they can share it out.
+    """Return the rows of embedding and head over `tp` tensor-parallel ranks: vocab_size if tp divides it.
 
-    Else it is padded to a multiple of 128 x tp, as Megatron-LM does: every rank has as many rows, and their number
-    suits matmuls. Padded rows are zeros that no loss, gradient or checkpoint knows of.
+    Else vocab_size is padded to a multiple of 128 x tp, as in Megatron-LM: all shards are equal, and of an efficient
+    size for matmuls. Padded rows are zeros, excluded from loss, gradient and checkpoint.
     """
     return vocab_size if vocab_size % tp == 0 else -(-vocab_size // (_GRAIN * tp)) * _GRAIN * tp
 
 
 @lru_cache(maxsize=64)
 def count_parameters(model: ModelSpec) -> ParameterCount:
-    """The exact count of a decoder; raises ValueError while a shape is open."""
+    """Return the exact parameter count of a model; raises ValueError while a dimension is open."""
     _, _, vocab = check_resolved(model)
     table = vocab * model.hidden_size
     layers = list_layers(model)
@@ -121,7 +121,7 @@ def count_parameters(model: ModelSpec) -> ParameterCount:
 
 @lru_cache(maxsize=1024)
 def layer_parameters(model: ModelSpec, layer: Layer) -> LayerParameters:
-    """Global counts of one layer; raises ValueError while a shape is open."""
+    """Return the global parameter counts of one layer; raises ValueError while a dimension is open."""
     attention, latent, inner_norms = _attention(model)
     moe, hidden = model.moe, model.hidden_size
     dense = routed = shared = router = projection = 0
@@ -132,7 +132,7 @@ def layer_parameters(model: ModelSpec, layer: Layer) -> LayerParameters:
     else:
         dense = mlp_parameters(model, model.ffn_hidden_size)
     norms = 4 if model.norm_placement == "both" else 2
-    if layer.mtp:  # norms of the stream, of the next embedding and before the head; both streams to one width
+    if layer.mtp:  # norms of the stream, the next embedding and the head's input; a projection of both to one width
         projection = 2 * hidden * hidden
         norms += 3
     return LayerParameters(
@@ -148,24 +148,24 @@ def layer_parameters(model: ModelSpec, layer: Layer) -> LayerParameters:
 
 
 def position_parameters(model: ModelSpec) -> int:
-    """The table of learned positions."""
+    """Return the size of the table of learned positions."""
     return model.max_position_embeddings * model.hidden_size if model.position_embedding == "learned" else 0
 
 
 def norm_parameters(model: ModelSpec, width: int) -> int:
-    """Weight of a norm, and its bias where it is a LayerNorm."""
+    """Return the size of a norm's weight, and of its bias for a LayerNorm."""
     return width * (2 if model.norm == "layernorm" else 1)
 
 
 def mlp_parameters(model: ModelSpec, width: int) -> int:
-    """One feed-forward block of an inner width: (gate,) up and down, with their biases."""
+    """Return the size of one feed-forward block of inner width `width`: (gate,) up and down, with their biases."""
     inner = width * (2 if model.activation in GATED else 1)
     biases = inner + model.hidden_size if model.mlp_bias else 0
     return model.hidden_size * (inner + width) + biases
 
 
 def _attention(model: ModelSpec) -> tuple[int, int, int]:
-    """Projections that heads share out, those that they do not, and norms inside."""
+    """Return (projections sharded by head, replicated projections, norms within attention)."""
     head_dim, groups, _ = check_resolved(model)
     heads, hidden, mla = model.num_attention_heads, model.hidden_size, model.mla
     sinks = heads if model.attention_sinks else 0
@@ -183,7 +183,10 @@ def _attention(model: ModelSpec) -> tuple[int, int, int]:
 
 
 def _latent_attention(model: ModelSpec, kv_rank: int, sinks: int) -> tuple[int, int, int]:
-    """DeepSeek-V2 report, section 2.1: keys and values from one latent beside a rotary key, queries perhaps too."""
+    """Count latent attention (MLA): DeepSeek-V2 report, section 2.1.
+
+    Keys and values are projected up from one latent, with a separate rotary key; queries optionally from a latent too.
+    """
     heads, hidden, mla = model.num_attention_heads, model.hidden_size, model.mla
     query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     up = kv_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)

@@ -1,6 +1,6 @@
-"""The little language of `parallel.pipeline_layout`, as Megatron-LM writes it: `Et*3|(tt|)*28m|L`.
+"""Parser of `parallel.pipeline_layout`, in Megatron-LM's notation: `Et*3|(tt|)*28m|L`.
 
-E embedding, t layer, m MTP depth, L head and loss, | between stages, X*n and (...)*n repeat, commas mean nothing.
+E embedding, t layer, m MTP depth, L head and loss, | between stages, X*n and (...)*n repeat, commas are ignored.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 from functools import lru_cache
 
 LETTERS = "EtmL|"
-MAX_LETTERS = 200_000  # of the layout written out
+MAX_LETTERS = 200_000  # of the expanded layout
 _MAX_DEPTH = 16
 
 
 class LayoutError(ValueError):
-    """The text is no layout; the message says where and why."""
+    """The text is not a layout; the message has the position and the reason."""
 
 
 @lru_cache(maxsize=512)
 def expand_layout(layout: str) -> tuple[str, ...]:
-    """The letters of each stage, repeats written out; raises LayoutError."""
+    """Return the letters of each stage, with repeats expanded; raises LayoutError."""
     text = "".join(letter for letter in layout if letter not in ", \t\n")
     written, end = _sequence(text, 0, 0)
     if end < len(text):
@@ -29,7 +29,7 @@ def expand_layout(layout: str) -> tuple[str, ...]:
 
 
 def _sequence(text: str, start: int, depth: int) -> tuple[str, int]:
-    """What is written from `start` on, up to the end or a closing bracket, and where that is."""
+    """Expand from `start` to the end or a closing bracket; return the letters and the end position."""
     if depth > _MAX_DEPTH:
         raise LayoutError(f"pipeline_layout: more than {_MAX_DEPTH} brackets within each other")
     parts: list[str] = []
@@ -52,7 +52,7 @@ def _sequence(text: str, start: int, depth: int) -> tuple[str, int]:
 
 
 def _times(text: str, at: int) -> tuple[int, int]:
-    """The count behind a letter or bracket (1 where there is none), and where it ends."""
+    """Return the repeat count after a letter or bracket (1 if there is none), and its end position."""
     if at == len(text) or text[at] != "*":
         return 1, at
     end = at + 1

@@ -1,4 +1,4 @@
-"""Everything the planner says of one resolved spec: who sits with whom, memory, time, speed, days to a budget."""
+"""Predict a resolved spec: process groups, memory, time, speed, and days for a token budget."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 @dataclass(frozen=True)
 class Groups:
-    """One axis: `count` groups of `size` ranks, the first from rank 0 in steps of `stride`."""
+    """The process groups of one axis: `count` groups of `size` ranks that are `stride` apart; the first has rank 0."""
 
     axis: str
     size: int
@@ -35,13 +35,16 @@ class Groups:
 
     @property
     def first(self) -> list[int]:
-        """The group of rank 0."""
+        """The ranks of the group of rank 0."""
         return list(range(0, self.size * self.stride, self.stride))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """`time` is None where the chip's speed is not known, and `why_no_time` says so; `by_rank` follows the pp axis."""
+    """The prediction of one spec; `by_rank` is by pipeline rank. `time` is None for a chip without speed figures.
+
+    `why_no_time` is the reason in that case.
+    """
 
     topology: Topology
     groups: tuple[Groups, ...]
@@ -56,14 +59,18 @@ class Prediction:
 
     @property
     def memory(self) -> Memory:
-        """That of the fullest rank."""
+        """The memory of the rank that needs most."""
         return max(self.by_rank, key=lambda memory: memory.total)
 
 
 def predict(spec: RunSpec, tokens: float | None = None) -> Prediction:
-    """The prediction of a resolved spec; `tokens` is the budget (None: what train.steps trains on).
+    """Predict a resolved spec.
 
-    Raises ValueError (StageError among them) where the spec is open or does not divide.
+    Args:
+        tokens: the token budget; None: the tokens of train.steps at the full batch.
+
+    Raises:
+        ValueError: the spec is open, or a degree does not divide (StageError for stages).
     """
     topology = Topology.from_spec(spec)
     budget = float(tokens_per_step(spec) * spec.train.steps) if tokens is None else tokens
@@ -89,7 +96,7 @@ def predict(spec: RunSpec, tokens: float | None = None) -> Prediction:
 
 
 def rank_groups(topology: Topology) -> Iterator[Groups]:
-    """Every axis of more than one rank, of both grids, in the order in which ranks are numbered."""
+    """Yield every axis with more than one rank, of the dense and the expert grid, the fastest-changing axis first."""
     yield from _grid_groups(topology, topology.dense_grid, ("tp", "cp", "dp", "pp"))
     if topology.ep * topology.etp > 1:
         yield from _grid_groups(topology, topology.expert_grid, ("etp", "ep", "edp"))
@@ -107,7 +114,7 @@ def _grid_groups(topology: Topology, grid: RankGrid, axes: tuple[str, ...]) -> I
 
 
 def parse_tokens(text: str) -> float:
-    """`15T`, `300B`, `1e12` as a number of tokens; raises ValueError naming the form."""
+    """Parse `15T`, `300B`, `1e12` to a number of tokens; raises ValueError with the expected form."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([KMBT]?)\s*", text.upper())
     tokens = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if tokens <= 0:
@@ -116,7 +123,7 @@ def parse_tokens(text: str) -> float:
 
 
 def assumptions(spec: RunSpec) -> Iterator[Constant | Statement]:
-    """All that the prediction rests on: the chip's figures, the time model's constants, the memory model's rows."""
+    """Yield the assumptions of the prediction: the chip's figures, and the constants of the time and memory models."""
     chip = CHIPS.get(spec.platform.chip)
     if chip is not None:
         yield from _chip_assumptions(spec, chip)
@@ -139,7 +146,7 @@ def assumptions(spec: RunSpec) -> Iterator[Constant | Statement]:
 
 
 def _memory_assumptions(spec: RunSpec, accounting: MemoryProfile) -> Iterator[Constant]:
-    """Constants of the memory model of our engine."""
+    """Yield the constants of the memory model of this project's engine."""
     sharding = "engine/parallel/fsdp.py"
     yield Constant("bytes a master weight, divided as data_sharding says", master_bytes(spec), sharding)
     yield Constant("layers gathered at once by optim_grads_params", GATHERED_UNITS, sharding)

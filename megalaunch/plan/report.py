@@ -1,4 +1,4 @@
-"""Findings and plans as text for people and as JSON for programs. Plain text: no terminal is needed."""
+"""Format findings and plans, as text for people and as JSON for programs; plain text, for any terminal."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.topology import Topology
 
 _WIDTH = 116
-_UNSUPPORTED = "engine.unsupported"  # the rule of what plans and does not train
+_UNSUPPORTED = "engine.unsupported"  # the rule about values that can be planned but not trained
 
 
 def problems_as_findings(problems: Sequence[SpecProblem], severity: Severity = "error") -> list[Finding]:
-    """What composition refuses (or, as warnings, doubts), in the form of what the checker finds."""
+    """Convert problems of composition to findings."""
     return [Finding("config.schema", severity, p.path, p.message, origin=p.where) for p in problems]
 
 
 def problems_text(problems: Sequence[SpecProblem]) -> str:
-    """What composition refuses, as text."""
+    """Return problems of composition as text."""
     return findings_text(problems_as_findings(problems))
 
 
 def findings_text(findings: Sequence[Finding], derived: Mapping[str, Any] | None = None) -> str:
-    """Errors and warnings with their fixes, then the derived values, then one line that says the result."""
+    """Return errors and warnings with their fixes, notes, derived values, and a line with the result."""
     blocks = [finding_block(finding) for finding in findings if finding.severity != "note"]
     notes = [f"  {f.path} = {f.message}" for f in findings if f.rule == "derived"]
     notes += [f"  {f.message}" for f in findings if f.severity == "note" and f.rule != "derived"]
@@ -41,7 +41,7 @@ def findings_text(findings: Sequence[Finding], derived: Mapping[str, Any] | None
 
 
 def findings_json(findings: Sequence[Finding], derived: Mapping[str, Any]) -> str:
-    """One object: valid, trains (the engine of this version runs it), findings, derived."""
+    """Return one object: valid, trains (the engine supports it), findings, derived."""
     valid = not has_errors(list(findings))
     said = {"valid": valid, "trains": valid and not any(f.rule == _UNSUPPORTED for f in findings)}
     return json.dumps(
@@ -50,9 +50,9 @@ def findings_json(findings: Sequence[Finding], derived: Mapping[str, Any]) -> st
 
 
 def run_table(spec: RunSpec, topology: Topology, train_tokens: int | None = None) -> str:
-    """What is about to run, of a resolved spec: model, layout, batch, data, length, place.
+    """Return a table of the run about to start, of a resolved spec: model, layout, batch, length, data, directory.
 
-    `train_tokens` is the size of the prepared training data, where it is known.
+    `train_tokens` is the size of the prepared training data, if known.
     """
     rows = [
         ("model", _model(spec)),
@@ -96,14 +96,14 @@ def _layout(spec: RunSpec, topology: Topology) -> str:
 
 
 def finding_block(finding: Finding) -> str:
-    """One error or warning: key and rule, message, origin, fixes, and what explains the rule."""
+    """Return the lines of one error or warning: key and rule, message, origin, fixes, and how to explain the rule."""
     lines = [f"{finding.severity}: {finding.path}  [{finding.rule}]"]
     lines += textwrap.wrap(finding.message, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     if finding.origin:
         lines.append(f"  from: {finding.origin}")
     if finding.fixes:
         lines.append("  fix:  " + "   or   ".join(finding.fixes))
-    if finding.rule != "config.schema":  # its message says all there is to say
+    if finding.rule != "config.schema":  # its message is complete
         lines.append(f"  why:  megalaunch explain {finding.rule}")
     return "\n".join(lines)
 
@@ -114,7 +114,7 @@ def _columns(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _number(value: Any) -> str:
-    """Thousands apart; a list with repeats counted (`15, 6 x 16, 15`)."""
+    """Format a number with thousands separators; a list with repeats counted (`15, 6 x 16, 15`)."""
     if isinstance(value, list):
         runs = [(item, len(list(same))) for item, same in itertools.groupby(value)]
         shown = [f"{count} x {_number(item)}" if count > 1 else _number(item) for item, count in runs]

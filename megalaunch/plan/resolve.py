@@ -1,4 +1,4 @@
-"""Makes every open value of a spec concrete, and says so: nothing is derived silently."""
+"""Resolve every open value of a spec (null or auto), with a note for each: no value is derived silently."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ OPEN_VALUES: Mapping[str, Any] = MappingProxyType(
         "data.num_samples": None,
     }
 )
-"""What `derive` fills in wherever a run is planned, with the value that leaves it open."""
+"""The values that `derive` resolves on any machine, each with its open value."""
 
-_Changes = dict[str, tuple[Any, str]]  # by key: the value, and why
+_Changes = dict[str, tuple[Any, str]]  # by key: (value, reason)
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """The concrete spec, and a note for every value that was derived."""
+    """The resolved spec, and a note for every derived value."""
 
     spec: RunSpec
     notes: tuple[Finding, ...]
 
 
 def resolve(spec: RunSpec, machine: Machine, recipe: str | None, stored: RunSpec | None = None) -> Resolution:
-    """Fill in what is `null` or `auto`. A value that cannot be derived stays open, and a rule of the checker says why.
+    """Resolve values that are `null` or `auto`. A value that cannot be derived stays open, and a rule reports it.
 
-    `stored` is the frozen spec of a run that began earlier: its horizons, precision and vocabulary hold where the
-    new words leave them open.
+    Args:
+        stored: the frozen spec of a begun run; its horizons, precision and vocabulary apply where the new overrides
+            leave them open.
     """
     notes: list[Finding] = []
     if stored is not None:
@@ -62,7 +63,7 @@ def resolve(spec: RunSpec, machine: Machine, recipe: str | None, stored: RunSpec
 
 
 def derive(spec: RunSpec) -> tuple[RunSpec, list[Finding]]:
-    """The part of `resolve` that needs no machine: shapes, dp, micro batch and horizons from the spec alone."""
+    """Resolve the values that need no machine: dimensions, dp, micro batch and horizons, from the spec alone."""
     notes: list[Finding] = []
     for step in (_model_shape, _experts, _pipeline, _devices_of_cpu, _data_parallel, _micro_batch, _horizons):
         spec = _apply(spec, step(spec), notes)
@@ -71,14 +72,14 @@ def derive(spec: RunSpec) -> tuple[RunSpec, list[Finding]]:
 
 
 def chip_facts(spec: RunSpec, machine: Machine) -> ChipFacts | None:
-    """The facts of the chip the spec is made for; None for an unknown name."""
+    """Return the facts of the spec's chip; None for an unknown name."""
     if spec.platform.chip in ("auto", machine.chip.name):
         return machine.chip
     return CHIPS.get(spec.platform.chip)
 
 
 def machine_mismatch(spec: RunSpec, machine: Machine) -> list[Finding]:
-    """Errors when this machine cannot be a node of a resolved spec; for the launcher, right before it starts."""
+    """Return errors if this machine cannot be a node of a resolved spec; checked right before a launch."""
     chip, wanted = spec.platform.chip, spec.cluster.devices_per_node
     if chip != machine.chip.name and chip != "cpu":
         message = f"the run is made for {chip}, and this machine has {_describe(machine)}"
@@ -91,11 +92,11 @@ def machine_mismatch(spec: RunSpec, machine: Machine) -> list[Finding]:
 
 
 def _emulated_dtype(spec: RunSpec, machine: Machine) -> list[Finding]:
-    """A warning when a format that was asked for is not multiplied natively by the chip."""
+    """Return a warning if the chip emulates the compute dtype."""
     facts = chip_facts(spec, machine)
     if spec.precision.compute_dtype != "bf16" or facts is None or facts.native_bf16:
         return []
-    if facts.device != machine.chip.device:  # no row says what another machine's processor can do
+    if facts.device != machine.chip.device:  # no table has the dtypes of another machine's CPU
         return []
     message = f"{facts.name} does not multiply bf16 natively here: fp32 is likely faster"
     return [Finding("precision.native", "warning", "precision.compute_dtype", message, fixes=("precision=fp32",))]
@@ -114,7 +115,7 @@ def _apply(spec: RunSpec, changes: _Changes, notes: list[Finding]) -> RunSpec:
 
 
 def _keep_open(spec: RunSpec, stored: RunSpec) -> _Changes:
-    """Values of a begun run that hold although the new words leave them open."""
+    """Return the values of a begun run that apply where the new overrides leave them open."""
     pairs: Mapping[str, tuple[Any, Any, Any]] = {
         "schedule.decay_steps": (spec.schedule.decay_steps, None, stored.schedule.decay_steps),
         "data.num_samples": (spec.data.num_samples, None, stored.data.num_samples),
@@ -200,12 +201,14 @@ def _pipeline(spec: RunSpec) -> _Changes:
 
 
 def _devices_of_cpu(spec: RunSpec) -> _Changes:
-    """A processor has as many workers as the layout needs; dp is then what cluster.cpu_workers leaves room for."""
+    """Derive devices_per_node on a CPU: the workers that the layout needs, with dp within cluster.cpu_workers."""
     facts = CHIPS.get(spec.platform.chip)
     if spec.cluster.devices_per_node != "auto" or facts is None or facts.device != "cpu":
         return {}
     p = spec.parallel
-    shards = math.lcm(p.tp * p.pp * p.cp * p.dp_replicate, p.pp * p.ep * (p.etp or 1))  # both grids divide
+    shards = math.lcm(
+        p.tp * p.pp * p.cp * p.dp_replicate, p.pp * p.ep * (p.etp or 1)
+    )  # dense and expert grid both divide it
     if p.dp is None:
         workers, why = (
             shards * max(1, spec.cluster.cpu_workers // shards),
@@ -240,11 +243,11 @@ def _micro_batch(spec: RunSpec) -> _Changes:
     return {"batch.micro_batch_size": (share, why)}
 
 
-_MOST_GROUPS = 1000  # of microbatches that are tried: no batch has more, and a check must not take long
+_MOST_GROUPS = 1000  # limit of candidates, to bound a check's time; no batch has more
 
 
 def _for_every_stage(share: int, spec: RunSpec) -> int:
-    """The largest part of a rank's share that leaves a microbatch for every stage, in whole groups of pp."""
+    """Return the largest micro batch with a microbatch for every virtual stage, their number a multiple of pp."""
     groups, rest = divmod(share, spec.parallel.pp)
     chunks = virtual_stages(spec)
     for count in range(chunks, min(groups, chunks + _MOST_GROUPS) + 1) if rest == 0 else ():
@@ -266,7 +269,7 @@ def _horizons(spec: RunSpec) -> _Changes:
 
 
 def _warmup(spec: RunSpec) -> _Changes:
-    """After the horizon of which it is a part, so that it scales with the run."""
+    """Derive warmup_steps; called after the horizon is known, as it is a fraction of it."""
     s = spec.schedule
     if s.warmup_steps is not None or s.decay_steps is None:
         return {}
@@ -274,7 +277,7 @@ def _warmup(spec: RunSpec) -> _Changes:
 
 
 def _wsd_decay(spec: RunSpec) -> _Changes:
-    """Like the warm-up, and only where the shape has a final fall."""
+    """Derive wsd_decay_steps from the horizon, for the WSD shape only."""
     s = spec.schedule
     if s.shape != "wsd" or s.wsd_decay_steps is not None or s.decay_steps is None:
         return {}

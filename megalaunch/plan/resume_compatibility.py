@@ -1,4 +1,4 @@
-"""What a rerun may change of a begun run: its length, its layout and what is logged, never what it learns from."""
+"""Compare a rerun to its begun run: length, layout and logging may change, data and hyperparameters may not."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CHANGEABLE = (
     "recompute.",
     "batch.micro_batch_size",
     "optimizer.optimizer_offload_fraction",
-    "schedule.warmup_fraction",  # what it comes to, schedule.warmup_steps, is held
-    "schedule.wsd_decay_fraction",  # likewise schedule.wsd_decay_steps
+    "schedule.warmup_fraction",  # its result, schedule.warmup_steps, is compared
+    "schedule.wsd_decay_fraction",  # its result, schedule.wsd_decay_steps, is compared
     "model.name",
     "data.cache_directory",
     "train.steps",
@@ -36,22 +36,22 @@ CHANGEABLE = (
     "train.sample_prompt",
     "train.sample_tokens",
 )
-"""Keys, or sections, that a rerun may change; every other key makes another run."""
+"""Keys, or sections, that a rerun may change; a change of any other key is an error."""
 
 _PREPARED = ("data.train_prefix", "data.validation_prefix", "tokenizer.path")
-"""Keys that the launcher fills in when it prepares data.corpus or data.sft_data, and makes absolute in any case."""
+"""Keys that the launcher sets when it prepares data.corpus or data.sft_data; it makes their paths absolute."""
 
 _BEGINNING = "checkpoint.load_pretrained"
-"""The weights that a run began with: of all keys about checkpoints the only one that makes another run."""
+"""The weights that a run began with: the only key of section checkpoint that a rerun may not change."""
 
 _BLENDS = ("data.blend", "data.validation_blend")
 """Keys whose entries the launcher makes absolute."""
 
 
 def incompatible_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
-    """An error for each key in which a resolved new spec is another run than the stored one.
+    """Return an error for each key in which a resolved new spec is not compatible with the stored one.
 
-    A corpus is compared by content: by the names that its prepared files have in the cache, once they are known.
+    A corpus is compared by content: by the names of its prepared files in the cache, once they are known.
     """
     findings = []
     for path, now, before in differences(new, stored):
@@ -71,7 +71,7 @@ def incompatible_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
 
 
 def compatible_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
-    """A note for each key that a rerun changes and may change; data.cache_directory and run.* are left out."""
+    """Return a note for each allowed change; data.cache_directory and run.* are omitted."""
     return [
         Finding(
             "run.changed",
@@ -86,7 +86,7 @@ def compatible_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
 
 
 def differences(new: RunSpec, stored: RunSpec) -> Iterator[tuple[str, Any, Any]]:
-    """Every key with two values, as (dotted path, the new one, the stored one), in the order of the schema."""
+    """Yield every key that differs, as (dotted path, new value, stored value), in schema order."""
     for path, _, _ in leaves(RunSpec):
         now, before = value_at(new, path), value_at(stored, path)
         if now != before:
@@ -105,7 +105,7 @@ def _same_preparation(new: RunSpec, stored: RunSpec, path: str, now: str | None,
         if now is None or before is None:  # not prepared yet
             return True
         return Path(now).parts[-2:] == Path(before).parts[-2:]  # <hash of the content>/<file>
-    if now is None:  # one prefix is shared out between training and validation by the launcher
+    if now is None:  # the launcher splits one prefix between training and validation
         return path == "data.validation_prefix" and before == stored.data.train_prefix
     return before is not None and Path(before) in (_absolute(now), _absolute(now) / "tokenizer.json")
 

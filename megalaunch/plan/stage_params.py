@@ -1,6 +1,6 @@
-"""What one pipeline rank holds: its chunks of layers by kind, and the parameters that land on one device.
+"""The contents of a pipeline rank: its virtual stages (chunks) by kind of layer, and the parameters on one device.
 
-Memory and cost both start here. Plain numbers and caches, since a search asks tens of thousands of times.
+Input of the memory and cost models. Plain numbers and caches, since a search evaluates tens of thousands of specs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megalaunch.plan.stages import build_stages
 
 @dataclass(frozen=True)
 class VirtualStage:
-    """The layers of one virtual stage by kind (a Layer of index 0), ends of the model that it has, and MTP depths."""
+    """One virtual stage: its layers by kind (a Layer of index 0), if it has embedding and head, and its MTP depths."""
 
     kinds: tuple[tuple[Layer, int], ...]
     embedding: bool
@@ -35,9 +35,9 @@ class VirtualStage:
 
 @dataclass(frozen=True)
 class DeviceParams:
-    """Parameters on one device before data parallelism divides them.
+    """Parameters on one device before data-parallel sharding.
 
-    `layer` is its largest layer, `root` the ends of the model that it has, `head` that of them which makes logits.
+    `layer` is its largest layer, `root` its embedding, positions, last norm and head, `head` the logits' projection.
     """
 
     dense: float
@@ -49,7 +49,7 @@ class DeviceParams:
 
 @dataclass
 class _Cached:
-    """What was found for one model and division; the model is kept, so that its id stays its own."""
+    """Results for one model and pipeline split; the reference to the model keeps its id from being reused."""
 
     model: ModelSpec
     chunks: tuple[tuple[VirtualStage, ...], ...]
@@ -70,12 +70,12 @@ def _known(spec: RunSpec) -> _Cached:
 
 
 def chunks_by_rank(spec: RunSpec) -> tuple[tuple[VirtualStage, ...], ...]:
-    """For every pipeline rank its chunks in order; raises StageError where there are no stages."""
+    """Return the virtual stages of every pipeline rank in order; raises StageError for an invalid split."""
     return _known(spec).chunks
 
 
 def params_by_rank(spec: RunSpec, tp: int, experts_divide: int) -> tuple[DeviceParams, ...]:
-    """Parameters of every pipeline rank's device; routed experts divide by ep x etp = `experts_divide`."""
+    """Return the parameters per device of every pipeline rank; `experts_divide` = ep x etp shards routed experts."""
     known = _known(spec)
     found = known.held.get((tp, experts_divide))
     if found is None:
@@ -85,7 +85,7 @@ def params_by_rank(spec: RunSpec, tp: int, experts_divide: int) -> tuple[DeviceP
 
 
 def _chunks_by_rank(spec: RunSpec) -> tuple[tuple[VirtualStage, ...], ...]:
-    stages = build_stages(spec)  # first: it refuses more layers than can be listed
+    stages = build_stages(spec)  # first: it rejects more layers than can be listed
     layers, depth_start = list_layers(spec.model), spec.model.num_layers
     ranks: list[list[VirtualStage]] = [[] for _ in range(spec.parallel.pp)]
     for stage in sorted(stages, key=lambda stage: stage.chunk):
@@ -97,7 +97,7 @@ def _chunks_by_rank(spec: RunSpec) -> tuple[tuple[VirtualStage, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def local_layer_params(model: ModelSpec, kind: Layer, tp: int, experts_divide: int) -> tuple[float, float]:
-    """Parameters of one layer on one device: dense ones, and routed experts (divided by ep x etp)."""
+    """Return the parameters of one layer on one device: (dense, routed experts)."""
     count = layer_parameters(model, kind)
     whole = count.latent + count.router + count.norms + count.mtp_projection
     divided = _attention_share(model, count, tp) + (count.dense_mlp + count.shared_experts) / tp
@@ -105,7 +105,7 @@ def local_layer_params(model: ModelSpec, kind: Layer, tp: int, experts_divide: i
 
 
 def _attention_share(model: ModelSpec, count: LayerParameters, tp: int) -> float:
-    """Keys and values are held whole by head: beyond one rank a group they repeat."""
+    """Return attention's parameters per tp rank; keys and values are replicated beyond one rank per query group."""
     groups, head_dim = model.num_query_groups or model.num_attention_heads, model.head_dim or 0
     if model.mla.kv_lora_rank is not None or tp <= groups:
         return count.attention / tp
@@ -114,7 +114,7 @@ def _attention_share(model: ModelSpec, count: LayerParameters, tp: int) -> float
 
 
 def _device_params(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int, experts_divide: int) -> DeviceParams:
-    """Parameters of one rank of a stage."""
+    """Return the parameters on one device of a pipeline rank."""
     dense = experts = largest = 0.0
     for chunk in chunks:
         for kind, count in chunk.kinds:
@@ -128,13 +128,13 @@ def _device_params(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int, 
 
 
 def _root(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int) -> float:
-    """Embedding, last norm and head; a tied table is held at both ends of a pipeline."""
+    """Return the size of embedding, last norm and head; a tied table is replicated at both ends of a pipeline."""
     first = any(chunk.embedding for chunk in chunks)
     last = any(chunk.head for chunk in chunks)
     depths = any(chunk.depths for chunk in chunks)
     count = _model_ends(model, tp)
     root = 0.0
-    if first or depths:  # a further depth embeds the next token too
+    if first or depths:  # an MTP depth embeds the next token too
         root += count[0] / tp + (count[1] if first else 0)
     if last:
         tied_here = first or depths
@@ -146,7 +146,7 @@ def _root(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int) -> float:
 
 @lru_cache(maxsize=64)
 def _model_ends(model: ModelSpec, tp: int) -> tuple[int, int, int, int]:
-    """Numbers of embedding, positions, head and last norm, with the rows that pad the vocabulary."""
+    """Return the sizes of (embedding, positions, head, last norm), with the rows that pad the vocabulary."""
     count = count_parameters(model)
     table = vocabulary_rows(model.vocab_size or 0, tp) * model.hidden_size
     return table, count.positions, table if count.head else 0, norm_parameters(model, model.hidden_size)

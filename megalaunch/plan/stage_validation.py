@@ -1,6 +1,6 @@
-"""How layers are divided over pipeline stages, and everything that can be wrong with a division.
+"""The split of layers over pipeline stages, and the violations of an invalid split.
 
-Each `StageViolation` is named after the rule that reports it (plan/rules/stages.py).
+Each `StageViolation` has the id of the rule that reports it (plan/rules/stages.py).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.plan.pipeline_layout import LayoutError, expand_layout
 
 V_SCHEDULES = ("zbv", "dualpipev")
-"""Schedules whose second chunks run back from the last rank to the first."""
+"""Schedules whose second chunks are placed in reverse order, from the last rank to the first."""
 
 
 @dataclass(frozen=True)
 class StageViolation:
-    """Why layers cannot be shared out: the rule that says so, the key at fault, the numbers."""
+    """Why layers cannot be split: the rule, the invalid key, a message and its numbers."""
 
     rule: str
     path: str
@@ -29,7 +29,7 @@ class StageViolation:
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """All that decides which layer goes where; `vpp` as given."""
+    """The values that decide the stage of each layer; `vpp` as given."""
 
     layers: int
     mtp: int
@@ -44,7 +44,7 @@ class PipelineSplit:
 
     @classmethod
     def from_spec(cls, spec: RunSpec) -> PipelineSplit:
-        """The part of a spec that stages follow from."""
+        """Return the pipeline split of a spec."""
         p = spec.parallel
         return cls(
             layers=spec.model.num_layers,
@@ -61,18 +61,18 @@ class PipelineSplit:
 
     @property
     def num_counted_layers(self) -> int:
-        """Layers to share out, with the embedding and the head where they count as one."""
+        """Layers to split, with embedding and head where they count as a layer."""
         return self.layers + self.embedding_counts + self.head_counts
 
     def pipeline_rank(self, stage: int, chunks: int) -> int:
-        """The pp rank of a stage: around and around, or there and back again."""
+        """Return the pp rank of a stage: round-robin, or in reverse for the second chunks of a V-shaped schedule."""
         chunk, place = divmod(stage, self.pp)
         return self.pp - 1 - place if self.v_shaped and chunks == 2 and chunk == 1 else place
 
 
 @lru_cache(maxsize=4096)
 def find_stage_violations(division: PipelineSplit) -> tuple[StageViolation, ...]:
-    """Everything that is wrong with a division; empty when `build_stages` gives its stages."""
+    """Return the violations of a split; empty if it is valid."""
     if division.layout is not None:
         return tuple(_layout_faults(division, division.layout))
     if division.pp == 1 and (division.vpp or 1) > 1:

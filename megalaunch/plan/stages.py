@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds, in the order in which a microbatch passes them."""
+"""The layers of each pipeline stage, in the order in which a microbatch passes through them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.plan.pipeline_layout import LayoutError, expand_layout
 from megalaunch.plan.stage_validation import PipelineSplit, StageViolation, find_stage_violations
 
-MAX_LAYERS = 100_000  # no model has as many, and a list of them still fits
+MAX_LAYERS = 100_000  # more than any model has, and still few enough to list
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: `layers` are indices of decoder layers, `mtp` depths of multi-token prediction (from 0).
+    """One stage: `layers` are indices of decoder layers, `mtp` of MTP depths (from 0).
 
-    `rank` is its place on the pp axis, `chunk` its number on that rank.
+    `rank` is its pp rank, `chunk` its index on that rank.
     """
 
     rank: int
@@ -28,7 +28,7 @@ class Stage:
 
 
 class StageError(ValueError):
-    """There are no stages; `faults` lists every reason."""
+    """The split is invalid; `faults` lists every violation."""
 
     def __init__(self, faults: tuple[StageViolation, ...]) -> None:
         self.faults = faults
@@ -36,15 +36,15 @@ class StageError(ValueError):
 
 
 def build_stages(spec: RunSpec) -> tuple[Stage, ...]:
-    """The stages in the order in which a microbatch passes them; raises StageError with every reason.
+    """Return the stages in the order in which a microbatch passes through them; raises StageError.
 
-    Stage s lives on pp rank s % pp as chunk s // pp; under zbv and dualpipev the second chunks run backwards.
+    Stage s is chunk s // pp of pp rank s % pp; for zbv and dualpipev the second chunks are in reverse rank order.
     """
     return _stages(PipelineSplit.from_spec(spec))
 
 
 def virtual_stages(spec: RunSpec) -> int:
-    """Stages of one pipeline rank: `parallel.vpp`, or what the layout says; 1 where that cannot be told."""
+    """Return the stages of one pipeline rank: `parallel.vpp`, or by the layout; 1 if unknown."""
     p = spec.parallel
     if p.pipeline_layout is None:
         return p.vpp or 1
@@ -82,7 +82,7 @@ def _stages(division: PipelineSplit) -> tuple[Stage, ...]:
 
 
 def _shares(division: PipelineSplit) -> tuple[list[int], list[int]]:
-    """Decoder layers and MTP depths of every stage, of a division without faults."""
+    """Return the decoder layers and MTP depths of every stage of a valid split."""
     if division.layout is not None:
         stages = expand_layout(division.layout)
         return [stage.count("t") for stage in stages], [stage.count("m") for stage in stages]

@@ -1,4 +1,4 @@
-"""The values that follow from a spec, as far as it is sound enough to have them."""
+"""The values derived from a spec, also if it is only partly valid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILL_AND_DRAIN = ("auto", "gpipe", "1f1b", "interleaved")
 
 
 def derived_values(spec: RunSpec) -> dict[str, Any]:
-    """Plain numbers for `--json` and tables; what cannot be derived is left out."""
+    """Return plain numbers for `--json` and tables; values that cannot be derived are omitted."""
     cluster, model, p = spec.cluster, spec.model, spec.parallel
     values: dict[str, Any] = {"chip": spec.platform.chip, "precision": spec.precision.compute_dtype}
     if isinstance(cluster.devices_per_node, int):
@@ -47,24 +47,25 @@ def derived_values(spec: RunSpec) -> dict[str, Any]:
 
 
 def padded_vocabulary(size: int, tp: int, grain: int = 128) -> int:
-    """Rows that Megatron-LM gives an embedding: the next multiple of 128 x tp (`make-vocab-size-divisible-by`).
+    """Return Megatron-LM's rows of an embedding: a multiple of 128 x tp (`make-vocab-size-divisible-by`).
 
-    Ours are so many only where tp cannot share the vocabulary out (`plan.parameters.vocabulary_rows`), and never in a
+    Ours are padded only if tp does not divide the vocabulary (`plan.parameters.vocabulary_rows`), and never in a
     checkpoint, which does not depend on tp.
     """
     return -(-size // (grain * tp)) * grain * tp
 
 
 def bubble(pp: int, chunks: int, microbatches: int) -> float:
-    """Part of a step in which a rank waits for the pipeline to fill and drain, with equal stages (0 to 1).
+    """Return the bubble fraction (0 to 1): the part of a step in which a rank waits for the pipeline to fill and drain.
 
-    (pp - 1) / (chunks x microbatches + pp - 1), of gpipe, 1f1b and interleaved: Narayanan et al. 2021.
+    (pp - 1) / (chunks x microbatches + pp - 1), with equal stages, for gpipe, 1f1b and interleaved: Narayanan et al.
+    2021.
     """
     return (pp - 1) / (chunks * microbatches + pp - 1)
 
 
 def _stages(spec: RunSpec) -> dict[str, Any]:
-    """Layers of each stage in pipeline order: one number where all have as many, else a list."""
+    """Return the layers of each stage in pipeline order: one number if all are equal, else a list."""
     try:
         counts = [len(stage.layers) for stage in build_stages(spec)]
     except StageError:

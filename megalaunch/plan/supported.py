@@ -1,7 +1,7 @@
-"""What the engine can run today, as data; this table only shrinks. Shown by `doctor`, `validate-config`, `plan`,
+"""The limits of the engine, as data; this table only shrinks. Shown by `doctor`, `validate-config`, `plan`,
 `recipes list` and the reference.
 
-Every other value of these keys composes, validates and plans; `train` refuses it by the rule engine.unsupported.
+Every other value of these keys composes, validates and plans; `train` rejects it by the rule engine.unsupported.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megalaunch.platform.chips import CHIPS
 
 @dataclass(frozen=True)
 class Limit:
-    """A key of which the engine runs the `supported` values only; `meaning` says what the others would be.
+    """A key of which the engine supports only the `supported` values; `meaning` describes the other values.
 
-    Of a list every item is held to them. `idle` is another key and its value with which this one means nothing.
+    Every item of a list must be supported. `idle` is another key and the value of it with which this key has no effect.
     """
 
     path: str
@@ -31,14 +31,14 @@ class Limit:
 
     @property
     def others(self) -> str:
-        """What the other values are, and where they do not matter: for tables and messages."""
+        """A description of the other values, and when they have no effect: for tables and messages."""
         if self.idle is None:
             return self.meaning
         key, value = self.idle
         return f"{self.meaning}; no limit while {key} is {value}"
 
     def allows(self, spec: RunSpec) -> bool:
-        """True when the engine runs the spec's value of this key."""
+        """Return True if the engine supports the spec's value of this key."""
         value = value_at(spec, self.path)
         if value in self.supported or (self.idle is not None and value_at(spec, self.idle[0]) == self.idle[1]):
             return True
@@ -75,7 +75,7 @@ CHIP_LIMIT = Limit(
     ("auto", *(name for name, chip in CHIPS.items() if chip.device in ENGINE_DEVICES)),
     "chips whose kind of device the engine has no path for",
 )
-"""Of the devices; not in LIMITS, which one machine can hold to the engine."""
+"""The limit on devices; not in LIMITS, whose entries a test on one machine can verify against the engine."""
 
 MEANINGLESS: Mapping[str, str] = MappingProxyType(
     {
@@ -89,11 +89,11 @@ MEANINGLESS: Mapping[str, str] = MappingProxyType(
         "precision.loss_scale.": "precision.compute_dtype",
     }
 )
-"""Keys, or sections, that mean nothing while the engine refuses every other value of the key beside them."""
+"""Keys, or sections, without effect while the engine supports only one value of the key that they map to."""
 
 
 def deciding_limit(path: str) -> Limit | None:
-    """The limit on a key, or on the key without which it means nothing; None: all of its values run."""
+    """Return the limit on a key, or on the key that it depends on; None: all of its values are supported."""
     limits = {limit.path: limit for limit in (*LIMITS, CHIP_LIMIT)}
     if path in limits:
         return limits[path]
@@ -104,16 +104,16 @@ def deciding_limit(path: str) -> Limit | None:
 
 
 def not_trained(spec: RunSpec) -> tuple[str, ...]:
-    """What the spec asks for that the engine does not run yet, in words, each thing once."""
+    """Return a description of each unsupported value of a spec, without repetition."""
     return tuple(
         dict.fromkeys(f"{limit.meaning} ({limit.path}={as_override(value)})" for limit, value in unsupported(spec))
     )
 
 
 def unsupported(spec: RunSpec) -> Iterator[tuple[Limit, Any]]:
-    """Every limit that the spec goes beyond, with its value."""
+    """Yield every limit that the spec exceeds, with its value."""
     for limit in (*LIMITS, CHIP_LIMIT):
         if limit is CHIP_LIMIT and spec.platform.chip not in CHIPS:
-            continue  # the rule platform.chip says so
+            continue  # the rule platform.chip reports it
         if not limit.allows(spec):
             yield limit, value_at(spec, limit.path)

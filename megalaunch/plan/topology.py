@@ -1,4 +1,4 @@
-"""Who sits with whom: one world of ranks as the dense grid and the expert grid, in Megatron's order."""
+"""The topology of a world: ranks as the dense grid and the expert grid, in Megatron's order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RankGrid:
         return math.prod(size for _, size in self.axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinate of a rank on every axis."""
+        """Return the coordinate of a rank on every axis."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is outside a world of {self.world}")
         coordinates = {}
@@ -30,7 +30,7 @@ class RankGrid:
         return coordinates
 
     def group(self, rank: int, *names: str) -> list[int]:
-        """The ranks that differ from `rank` on the named axes only, `rank` itself included, ascending."""
+        """Return the ranks that differ from `rank` on the named axes only, `rank` included, ascending."""
         members = [rank]
         stride = 1
         place = self.coordinates(rank)
@@ -41,7 +41,7 @@ class RankGrid:
         return sorted(members)
 
     def groups(self, *names: str) -> list[list[int]]:
-        """Every such group, ordered by its first rank."""
+        """Return every such group, ordered by its first rank."""
         return [list(group) for group in sorted({tuple(self.group(rank, *names)) for rank in range(self.world)})]
 
 
@@ -49,11 +49,13 @@ class RankGrid:
 class Topology:
     """The degrees of a resolved spec, and its two grids (world = dp pp cp tp = edp pp ep etp).
 
-    `shards` is how many data-parallel ranks share one copy of what is sharded, `replicas` how many copies there
-    are (dp = replicas * shards); without sharding every rank is a replica. `microbatches` is per rank and step.
-    `last_stage_rank` is the pp rank that holds the head; `hierarchical_context_parallel_sizes` the sizes of cp inside
-    and outside, if any; `dynamic_context_parallel` says that documents are assigned to
-    context-parallel ranks by their length.
+    Attributes:
+        dp_shard: data-parallel ranks that shard one copy of the states; dp = dp_replicate * dp_shard.
+        dp_replicate: the number of copies; without sharding every data-parallel rank is a replica.
+        microbatches: per rank and step.
+        last_stage_rank: the pp rank that holds the head.
+        hierarchical_context_parallel_sizes: the (inner, outer) sizes of cp, if hierarchical.
+        dynamic_context_parallel: documents are assigned to context-parallel ranks by their length.
     """
 
     tp: int
@@ -75,7 +77,7 @@ class Topology:
 
     @classmethod
     def from_spec(cls, spec: RunSpec) -> Topology:
-        """The topology of a resolved and checked spec; raises ValueError when it does not divide."""
+        """Return the topology of a resolved and checked spec; raises ValueError if a degree does not divide."""
         p, batch = spec.parallel, spec.batch
         if p.dp is None or batch.micro_batch_size is None or not isinstance(spec.cluster.devices_per_node, int):
             raise ValueError("the spec is not resolved: dp, micro_batch_size or devices_per_node is open")
@@ -104,12 +106,12 @@ class Topology:
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return self.dp * self.pp * self.cp * self.tp
 
     @property
     def dense_grid(self) -> RankGrid:
-        """The grid of everything but routed experts."""
+        """The grid of all parameters but routed experts."""
         return RankGrid((("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp)))
 
     @property
@@ -118,7 +120,7 @@ class Topology:
         return RankGrid((("etp", self.etp), ("ep", self.ep), ("edp", self.edp), ("pp", self.pp)))
 
     def coordinates(self, rank: int) -> str:
-        """A rank's place in words, axes of size 1 left out: "pp0 dp1 tp3"; "dp0" for a single process."""
+        """Return a rank's coordinates as text, without axes of size 1: "pp0 dp1 tp3"; "dp0" for a single process."""
         place = self.dense_grid.coordinates(rank)
         named = [f"{axis}{place[axis]}" for axis in ("pp", "dp", "cp", "tp") if getattr(self, axis) > 1]
         if self.ep > 1:

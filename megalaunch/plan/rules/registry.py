@@ -1,7 +1,7 @@
-"""How a rule is written: a small function of a `RuleContext` that yields what is broken, under an id.
+"""The registry of rules. A rule is a function of a `RuleContext` that yields violations, registered by an id.
 
-A rule offers fixes freely; the checker shows only those that it has proven to work. The function's docstring says
-why the rule holds: the reference page of the rules prints it.
+A rule may offer any fixes; the checker shows only those that it has verified. The docstring of the function is the
+reason for the rule: the reference page of the rules prints it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Fix = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RuleContext:
-    """A resolved spec, and whether it is only looked at ("validate") or about to run ("train").
+    """A resolved spec, and the purpose of the check: only validated ("validate") or about to run ("train").
 
-    `machine` is the one that the command is typed on, None where others may start the run.
+    `machine` is the machine of the command, None if the run may start elsewhere.
     """
 
     spec: RunSpec
@@ -35,13 +35,13 @@ class RuleContext:
 
     @property
     def local_machine(self) -> Machine | None:
-        """The machine, where the run is made for devices like its own."""
+        """The machine, if the run is for its chip."""
         made_for_it = self.machine is not None and self.machine.chip.name == self.spec.platform.chip
         return self.machine if made_for_it else None
 
     @cached_property
     def world(self) -> int | None:
-        """Devices in all; None while devices_per_node is open."""
+        """Number of devices; None while devices_per_node is open."""
         per_node = self.spec.cluster.devices_per_node
         return self.spec.cluster.nodes * per_node if isinstance(per_node, int) else None
 
@@ -53,13 +53,13 @@ class RuleContext:
 
     @cached_property
     def dp(self) -> int | None:
-        """The data-parallel degree where it is sure: given and equal to what the world leaves."""
+        """The data-parallel degree, if it is given and equals world / (tp * pp * cp); else None."""
         dp = self.spec.parallel.dp
         return dp if dp is not None and dp * self.shards == self.world else None
 
     @cached_property
     def edp(self) -> int | None:
-        """The data-parallel degree of routed experts, where the expert grid divides the world."""
+        """The data-parallel degree of routed experts; None if the expert grid does not divide the world."""
         p = self.spec.parallel
         if self.world is None:
             return None
@@ -68,12 +68,12 @@ class RuleContext:
 
     @cached_property
     def chunks(self) -> int:
-        """Virtual stages of one pipeline rank (1: none), as given or as the stage layout says."""
+        """Virtual stages of one pipeline rank (1: none), as given or by the pipeline layout."""
         return virtual_stages(self.spec)
 
     @cached_property
     def microbatches(self) -> int | None:
-        """Microbatches of one rank and step at the full batch, where they are a whole number."""
+        """Microbatches per rank and step at the full batch; None if not an integer."""
         batch = self.spec.batch
         if self.dp is None or batch.micro_batch_size is None:
             return None
@@ -82,7 +82,7 @@ class RuleContext:
 
     @cached_property
     def stage_faults(self) -> tuple[StageViolation, ...]:
-        """All that is wrong with how layers are divided over stages; empty: `build_stages` gives them."""
+        """The violations of the split of layers over stages; empty if it is valid."""
         return find_stage_violations(PipelineSplit.from_spec(self.spec))
 
     @cached_property
@@ -98,13 +98,13 @@ class RuleContext:
 
     @property
     def pre_launch_severity(self) -> Severity:
-        """Severity of what may still change on a laptop, but not when the run is about to start."""
+        """Severity of a problem that may be solved before the launch: error only if the run is about to start."""
         return "error" if self.purpose == "train" else "warning"
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One violation; `fixes` are candidates, the best first."""
+    """One violation of a rule; `fixes` are candidates, the best first."""
 
     path: str
     message: str
@@ -118,7 +118,7 @@ Check = Callable[[RuleContext], Iterator[Violation]]
 
 @dataclass(frozen=True)
 class Rule:
-    """An id, one sentence that says what must hold, and the function that looks."""
+    """A rule: its id, one sentence that must hold, and the function that checks it."""
 
     id: str
     sentence: str
@@ -131,7 +131,7 @@ class Rule:
 
     @property
     def why(self) -> str:
-        """Why it must hold: the function's docstring, on one line."""
+        """The reason for the rule: the function's docstring, on one line."""
         return " ".join((self.check.__doc__ or "").split())
 
 

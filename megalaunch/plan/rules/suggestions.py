@@ -1,4 +1,4 @@
-"""Numbers near a wrong one that would be right: the raw material of fixes."""
+"""Suggest valid numbers near an invalid one: candidates for fixes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextvars import ContextVar
 
 from megalaunch.plan.rules.registry import Fix
 
-_SPAN = 1024  # how far to look
+_SPAN = 1024  # the largest distance searched
 _wanted: ContextVar[bool] = ContextVar("fixes are wanted", default=True)
 
 
 @contextmanager
 def suggestions_disabled() -> Iterator[None]:
-    """While a fix is proven only findings count: looking for further fixes would take most of the time."""
+    """Disable suggestions while a fix is verified: only findings count, and suggestions would take most of the time."""
     token = _wanted.set(False)
     try:
         yield
@@ -23,12 +23,12 @@ def suggestions_disabled() -> Iterator[None]:
 
 
 def suggestions_enabled() -> bool:
-    """False while a fix is proven, for rules whose fixes take time to find."""
+    """Return False while a fix is verified, for rules whose fixes are slow to find."""
     return _wanted.get()
 
 
 def nearest(key: str, value: int, legal: Callable[[int], bool], count: int = 3) -> Iterator[Fix]:
-    """Fixes `key=n` for the `count` legal n >= 1 nearest to `value`, smaller ones first when equally near."""
+    """Yield fixes `key=n` for the `count` legal n >= 1 nearest to `value`, smaller ones first at equal distance."""
     if not _wanted.get():
         return
     found = 0
@@ -42,7 +42,7 @@ def nearest(key: str, value: int, legal: Callable[[int], bool], count: int = 3) 
 
 
 def multiples(key: str, value: int, step: int) -> Iterator[Fix]:
-    """Fixes `key=n` for the multiples of `step` just below and just above `value`."""
+    """Yield fixes `key=n` for the multiples of `step` just below and just above `value`."""
     below = value // step * step
     if below >= 1:
         yield {key: below}
