@@ -1,4 +1,4 @@
-"""Time of a step: `step_time` gives seconds by kind and what follows from them."""
+"""The time model: `step_time` predicts the seconds of a step by kind, and the throughput and MFU that follow."""
 
 from megalaunch.plan.cost.communication import CommTime
 from megalaunch.plan.cost.constants import CONSTANTS, STATEMENTS, Constant, Statement

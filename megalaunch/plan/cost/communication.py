@@ -1,6 +1,7 @@
-"""Seconds that exchanges take on their wires, by axis: where a group lies, how much each device sends.
+"""Time of collectives by parallel axis: where the ranks of a group are placed, and the bytes that each device sends.
 
-Ring algorithms: an all-gather or reduce-scatter of V bytes over n devices sends V (n-1)/n from each.
+Ring algorithms: an all-gather or reduce-scatter of V bytes over n devices sends V (n-1)/n bytes from each device.
+All-reduce = reduce-scatter + all-gather, so it takes twice that.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megalaunch.platform.chips import ChipFacts
 
 @dataclass(frozen=True)
 class Interconnect:
-    """Bytes a second that one device sends inside a node and to others, and how many devices a node has."""
+    """Bytes per second that one device sends within a node (`link`) and to others (`network`); `node`: its devices."""
 
     link: float
     network: float
@@ -25,18 +26,21 @@ class Interconnect:
 
     @classmethod
     def from_cluster(cls, spec: RunSpec, chip: ChipFacts, node: int) -> Interconnect:
-        """Those of a chip, with `cluster.node_bandwidth` where it is given; a missing figure is the default's."""
+        """Return a chip's bandwidths, the network's from `cluster.node_bandwidth` if given; defaults if unknown."""
         given = spec.cluster.node_bandwidth
         network = given * 1e9 if given else chip.network_bandwidth or c.DEFAULT_NETWORK.value
         link = chip.link_bandwidth or c.DEFAULT_LINK.value
         return cls(link * c.LINK.value, network * c.NETWORK.value, node)
 
     def inside(self, size: int, stride: int) -> int:
-        """How many of a group's members share a node; its members are `stride` ranks apart."""
+        """Return how many members of a group share a node; its members are `stride` ranks apart."""
         return max(1, min(size, self.node // stride))
 
     def ring(self, volume: float, size: int, stride: int) -> float:
-        """Seconds to gather (or reduce and scatter) `volume` bytes; members of one node share their adapters."""
+        """Return the seconds of an all-gather or reduce-scatter of `volume` bytes over `size` devices.
+
+        A ring across nodes uses the network adapters of all its members in a node.
+        """
         if size == 1:
             return 0.0
         inside = self.inside(size, stride)
@@ -44,7 +48,7 @@ class Interconnect:
         return volume * (size - 1) / size / pace
 
     def all_to_all(self, volume: float, size: int, stride: int) -> float:
-        """Seconds until every member has sent each other an equal part of its `volume` bytes."""
+        """Return the seconds of an all-to-all: each member sends an equal part of `volume` bytes to every other one."""
         if size == 1:
             return 0.0
         inside = self.inside(size, stride)
@@ -53,21 +57,23 @@ class Interconnect:
 
 @dataclass(frozen=True)
 class CommTime:
-    """Seconds of one kind of communication: what the step waits for, and what hides behind compute."""
+    """Seconds of one kind of communication: exposed (the step waits for it) and hidden (overlapped with compute)."""
 
     exposed: float = 0.0
     hidden: float = 0.0
 
     def times(self, count: float) -> CommTime:
-        """As many of them."""
+        """Return the time of `count` such communications."""
         return CommTime(self.exposed * count, self.hidden * count)
 
 
 def tensor_parallel(spec: RunSpec, topology: Topology, wires: Interconnect, tokens: float, experts: bool) -> CommTime:
-    """One layer and one microbatch: two regions, entered and left, both passes (Korthikanti et al. 2022, figure 5).
+    """Return the tensor-parallel time of one layer and microbatch (Korthikanti et al. 2022, figure 5).
 
-    With sequence parallelism inputs are gathered once more for the gradients of weights, beside another matmul.
-    Experts need no such exchange: their tokens travel on the ep axis.
+    A layer has two regions (attention, feed-forward). With sequence parallelism each has an all-gather and a
+    reduce-scatter in forward and in backward; backward also all-gathers the inputs again for the weights' gradients,
+    overlapped with another matmul. Without it each has one all-reduce in either pass: the same volume. Routed experts
+    have no tensor-parallel region: their tokens are sent over the ep axis.
     """
     if topology.tp == 1:
         return CommTime()
@@ -83,11 +89,16 @@ def tensor_parallel(spec: RunSpec, topology: Topology, wires: Interconnect, toke
 def context_parallel(
     spec: RunSpec, topology: Topology, wires: Interconnect, tokens: float, widths: tuple[float, float], attention: float
 ) -> CommTime:
-    """One layer and one microbatch; `widths` of queries and of keys with values, `attention` seconds to hide behind.
+    """Return the context-parallel time of one layer and microbatch.
 
-    p2p (Liu et al. 2023): keys and values go around, both passes, and their gradients in the second. a2a (Jacobs et
-    al. 2023): all four tensors change from sequence to heads and back. allgather: keys and values at once. Documents
-    dealt out by length: as if each were as long as its sample, which is the most that travels.
+    p2p, ring attention (Liu et al. 2023): send/recv of keys and values around the ring in both passes, and of their
+    gradients in backward, overlapped with attention. a2a, Ulysses (Jacobs et al. 2023): all-to-all of queries, keys,
+    values and outputs from sequence to heads and back. allgather: the volume of the ring, exposed. Dynamic context
+    parallelism: as if each document had the length of its sample, which is the largest volume.
+
+    Args:
+        widths: local widths of (queries, keys and values).
+        attention: seconds of attention, with which the ring overlaps.
     """
     cp, tp = topology.cp, topology.tp
     if cp == 1:
@@ -96,7 +107,7 @@ def context_parallel(
     way = most_common_cp_comm_type(spec.parallel)
     if way == "a2a":
         return CommTime(2 * wires.all_to_all(tokens * 2 * (2 * queries + keys), cp, tp))
-    if spec.parallel.dynamic_context_parallel:  # keys there, their gradients back
+    if spec.parallel.dynamic_context_parallel:  # all-gather of keys and values, reduce-scatter of their gradients
         return CommTime(2 * wires.ring(cp * tokens * keys * 2, cp, tp))
     ring = 3 * wires.ring(cp * tokens * keys * 2, cp, tp)
     if way == "allgather":
@@ -110,7 +121,10 @@ def context_parallel(
 
 
 def expert_parallel(spec: RunSpec, topology: Topology, wires: Interconnect, tokens: float) -> CommTime:
-    """One layer with experts and one microbatch: tokens go and come back, both passes."""
+    """Return the expert-parallel time of one MoE layer and microbatch.
+
+    Tokens are dispatched and combined by all-to-all over ep in both passes, each with a collective over etp.
+    """
     if topology.ep * topology.etp == 1:
         return CommTime()
     part = topology.tp if spec.parallel.sequence_parallel else 1
@@ -122,7 +136,7 @@ def expert_parallel(spec: RunSpec, topology: Topology, wires: Interconnect, toke
 
 
 def pipeline(spec: RunSpec, topology: Topology, wires: Interconnect, tokens: float, chunks: int) -> CommTime:
-    """One microbatch on one rank: its activation on and its gradient back, for every chunk."""
+    """Return the send/recv time of one microbatch on one pipeline rank: activations and gradients of every chunk."""
     if topology.pp == 1:
         return CommTime()
     part = topology.tp if spec.parallel.sequence_parallel else 1
@@ -135,11 +149,16 @@ def pipeline(spec: RunSpec, topology: Topology, wires: Interconnect, tokens: flo
 def data_parallel(
     spec: RunSpec, topology: Topology, wires: Interconnect, held: tuple[float, float], unit: float, window: float
 ) -> CommTime:
-    """One step: gradients reduced and parameters gathered, for `held` dense and expert parameters of one device.
+    """Return the data-parallel time of one step: reduction of gradients and all-gather of parameters.
 
-    `window` is the compute of one microbatch. Reductions hide behind backward passes (2/3 of it), a gather behind
-    the first forward pass (1/3), those of whole sharding behind every pass; what belongs to one `unit` cannot hide.
-    A pipeline gathers and reduces once a step, whatever is sharded.
+    Gradient reductions overlap with backward (2/3 of the compute of a microbatch), the all-gather of parameters with
+    the first forward pass (1/3), or with every pass if parameters are sharded too (optim_grads_params). The collectives
+    of one `unit` (a layer) cannot overlap. A pipeline gathers and reduces once per step, whatever is sharded.
+
+    Args:
+        held: (dense, expert) parameters on one device.
+        unit: parameters of the largest layer.
+        window: seconds of compute of one microbatch.
     """
     p, microbatches = spec.parallel, topology.microbatches
     whole = p.data_sharding == "optim_grads_params" and topology.pp == 1
@@ -164,9 +183,9 @@ def data_parallel(
 def _dense_and_expert(
     spec: RunSpec, topology: Topology, wires: Interconnect, held: tuple[float, float], each: int
 ) -> float:
-    """Seconds to move `each` bytes of every dense and expert parameter once through its group of shards.
+    """Return the seconds of one all-gather or reduce-scatter of all parameters, `each` bytes per parameter.
 
-    They are gathered, or reduced and scattered, within a copy of the model.
+    Dense and expert parameters have groups of their own, within one replica of the model.
     """
     return sum(
         wires.ring(parameters * each, shards, stride) for parameters, shards, _, stride in _grids(spec, topology, held)
@@ -176,7 +195,7 @@ def _dense_and_expert(
 def _replica_all_reduce(
     spec: RunSpec, topology: Topology, wires: Interconnect, held: tuple[float, float], each: int
 ) -> float:
-    """Seconds to sum each device's share over the copies of the model: once a step, whatever the strategy (HSDP)."""
+    """Return the seconds to all-reduce each device's shard over the replicas: once per step for any strategy (HSDP)."""
     return sum(
         2 * wires.ring(parameters * each / shards, replicas, stride * shards)
         for parameters, shards, replicas, stride in _grids(spec, topology, held)
@@ -186,7 +205,7 @@ def _replica_all_reduce(
 def _grids(
     spec: RunSpec, topology: Topology, held: tuple[float, float]
 ) -> tuple[tuple[float, int, int, int], tuple[float, int, int, int]]:
-    """Of dense and expert parameters: how many a device holds, shards, copies, and how far apart the ranks are."""
+    """Return (parameters of a device, shards, replicas, stride between ranks), of dense and of expert parameters."""
     whole = spec.parallel.data_sharding == "no_shard"
     copies = topology.dp * topology.cp if whole else topology.dp_replicate
 
@@ -201,7 +220,7 @@ def _grids(
 
 
 def key_widths(model: ModelSpec, tp: int) -> tuple[float, float]:
-    """Widths on one rank of queries, and of keys and values together."""
+    """Return the local widths of queries, and of keys and values together."""
     if model.mla.kv_lora_rank:
         heads = model.num_attention_heads / tp
         query = heads * (model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim)

@@ -1,7 +1,7 @@
-"""Every constant of the time model, each with its value's source; `megalaunch plan --assumptions` prints them.
+"""The constants of the time model, each with the source of its value; `megalaunch plan --assumptions` prints them.
 
-They describe well-tuned stacks (fused attention, large matmuls in cuBLAS, overlapped collectives). What no
-publication gives is marked as assumed: set beforehand, and not to meet a run.
+They describe well-tuned stacks (fused attention, large matmuls in cuBLAS, overlapped collectives). A value without a
+publication is marked as assumed: it was set in advance, not fitted to a run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constant:
-    """One assumption: what it is, its value, where that comes from."""
+    """One assumption: its name, its value, and the source of the value."""
 
     name: str
     value: float
@@ -37,7 +37,7 @@ STATEMENTS = (
 )
 
 
-# Calibrated are MATMUL_16, MATMUL_8 and TP_EXPOSED, one row each (tests/unit/plan/test_step_time_anchors.py).
+# MATMUL_16, MATMUL_8 and TP_EXPOSED are calibrated, by one row each (tests/unit/plan/test_step_time_anchors.py).
 MATMUL_16 = Constant(
     "large matmuls reach, of the 16-bit peak",
     0.653,
@@ -87,4 +87,4 @@ CAST_TRAFFIC = Constant("bytes moved a value turned to 8 bits: largest, scaled, 
 DISPATCH_TRAFFIC = Constant("passes over a dispatched token: permute, sort back, weigh", 6.0, "assumed")
 
 CONSTANTS: tuple[Constant, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Constant))
-"""All of them, in this order."""
+"""All constants, in this order."""

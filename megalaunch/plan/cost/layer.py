@@ -1,6 +1,6 @@
-"""Time of one layer for one microbatch on one device: matmuls, attention and what memory bounds, both passes.
+"""Time of one layer for one microbatch on one device: matmuls, attention and memory-bound operators, both passes.
 
-A roofline by operator kind: every matmul at its efficiency, attention at its own, the rest at memory's pace.
+A roofline model by kind of operator: matmuls and attention at their efficiency, the rest at memory bandwidth.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megalaunch.plan.parameters import vocabulary_rows
 
 @dataclass(frozen=True)
 class Device:
-    """What a chip does in a second: FLOP of 16-bit work and of matmuls in the format of the run, bytes of memory."""
+    """Rates of a chip: FLOP/s of 16-bit attention, of matmuls in the compute dtype and of the head; memory bytes/s."""
 
     attention_flops: float
     matmul_flops: float
@@ -29,7 +29,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Shape:
-    """One microbatch on one device: `tokens` of its part of a sequence, and how widths are divided."""
+    """One microbatch on one device: `tokens` of its shard of a sequence, and the degrees that shard the layer."""
 
     tokens: float
     sequence: int
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer and one microbatch, both passes; `again` is forward work that recomputation repeats."""
+    """Seconds of one layer and one microbatch, both passes; `recompute` is forward work repeated in backward."""
 
     matmul: float
     attention: float
@@ -54,7 +54,7 @@ class LayerTime:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Seconds of all kinds."""
         return self.matmul + self.attention + self.memory + self.recompute
 
 
@@ -70,14 +70,14 @@ class Matmul:
 
 
 def matmul_seconds(rows: float, k: float, n: float, flops: float) -> float:
-    """One product of a forward pass."""
+    """Return the seconds of one matmul of a forward pass."""
     edge = 1 + c.MATMUL_EDGE.value * (1 / rows + 1 / k + 1 / n)
     return 2 * rows * k * n * edge / flops
 
 
 @lru_cache(maxsize=8192)
 def layer_time(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> LayerTime:
-    """Seconds of one layer."""
+    """Return the seconds of one layer."""
     forward = again = 0.0
     for product in _matmuls(model, kind, shape):
         seconds = matmul_seconds(product.rows, product.k, product.n, device.matmul_flops) * product.count
@@ -98,7 +98,7 @@ def layer_time(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> L
 
 
 def _matmuls(model: ModelSpec, kind: Layer, shape: Shape) -> Iterator[Matmul]:
-    """Products of the forward pass of one layer on one device."""
+    """Yield the matmuls of the forward pass of one layer on one device."""
     rows, hidden, tp = shape.tokens, model.hidden_size, shape.tp
     yield from _latent_projections(model, shape) if model.mla.kv_lora_rank else _projections(model, shape)
     gate = 2 if model.activation in GATED else 1
@@ -106,7 +106,9 @@ def _matmuls(model: ModelSpec, kind: Layer, shape: Shape) -> Iterator[Matmul]:
         yield Matmul(rows / (tp if shape.sequence_parallel else 1), 2 * hidden, hidden)
     if not kind.experts:
         yield Matmul(rows, hidden, gate * model.ffn_hidden_size / tp, "mlp")
-        yield Matmul(rows, model.ffn_hidden_size / tp, hidden)  # a checkpoint stops when its last input is there again
+        yield Matmul(
+            rows, model.ffn_hidden_size / tp, hidden
+        )  # not repeated: recomputation stops at the last saved input
         return
     moe = model.moe
     experts, width = moe.num_experts or 1, (moe.ffn_hidden_size or model.ffn_hidden_size) / shape.etp
@@ -128,7 +130,10 @@ def _projections(model: ModelSpec, shape: Shape) -> Iterator[Matmul]:
 
 
 def _latent_projections(model: ModelSpec, shape: Shape) -> Iterator[Matmul]:
-    """DeepSeek-V2 report, section 2.1; the down projections are whole on every rank, over a part of the tokens."""
+    """Yield the projections of MLA (DeepSeek-V2 report, section 2.1).
+
+    The down projections are replicated on every rank and computed for its shard of the tokens.
+    """
     mla, hidden, heads = model.mla, model.hidden_size, model.num_attention_heads / shape.tp
     part = shape.tokens / (shape.tp if shape.sequence_parallel else 1)
     query, rank = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), mla.kv_lora_rank or 1
@@ -143,14 +148,14 @@ def _latent_projections(model: ModelSpec, shape: Shape) -> Iterator[Matmul]:
 
 
 def head_widths(model: ModelSpec) -> tuple[float, float]:
-    """Widths of a query/key head and of a value head."""
+    """Return the widths of a query/key head and of a value head."""
     if model.mla.kv_lora_rank:
         return model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
     return model.head_dim or 0, model.head_dim or 0
 
 
 def _attention(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> tuple[float, float]:
-    """Seconds of scores and values, forward and backward, half of them masked or all within a window."""
+    """Return the seconds of attention, forward and backward, counting causal scores within the window."""
     query, value = head_widths(model)
     seen = shape.sequence / 2
     if kind.window is not None and kind.window < shape.sequence:
@@ -165,10 +170,9 @@ def _attention(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> t
 
 
 def _memory_bytes(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> float:
-    """Bytes through memory of norms, residuals, rotations and activations, both passes, in 16 bits.
+    """Return the memory traffic in bytes of norms, residuals, RoPE and activations, both passes, in 16 bits.
 
-    Values touched a token by two norms and residuals, rotation and the inner block: a roofline that meets one device's
-    published rates.
+    A roofline of values read or written per token; it agrees with the published rates of one device.
     """
     hidden, tp = model.hidden_size, shape.tp
     part = tp if shape.sequence_parallel else 1
@@ -192,7 +196,7 @@ def _memory_bytes(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -
 
 
 def head_time(model: ModelSpec, shape: Shape, device: Device) -> float:
-    """Seconds of head and loss for one microbatch, both passes."""
+    """Return the seconds of head and loss for one microbatch, both passes."""
     vocabulary = vocabulary_rows(model.vocab_size or 1, shape.tp) / shape.tp
     matmul = matmul_seconds(shape.tokens, model.hidden_size, vocabulary, device.head_flops) * (1 + c.BACKWARD.value)
     return matmul + shape.tokens * vocabulary * c.LOGIT_TRAFFIC.value / device.memory

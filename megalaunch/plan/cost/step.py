@@ -1,6 +1,6 @@
-"""Seconds of one optimizer step by kind: compute, what communication is waited for, bubble, optimizer.
+"""Time of one optimizer step by kind: compute, exposed communication, pipeline bubble, optimizer.
 
-The slowest pipeline rank sets the pace of every microbatch; the others fill and drain the pipeline around it.
+The slowest pipeline rank sets the pace of every microbatch; the others determine the time to fill and drain.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from megalaunch.plan.stage_params import VirtualStage, chunks_by_rank, params_by
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS, ChipFacts
 
-_BUBBLE = {"zero_bubble": c.ZERO_BUBBLE.value, "zbv": 0.0, "dualpipev": 0.0}  # of 1F1B's
+_BUBBLE = {"zero_bubble": c.ZERO_BUBBLE.value, "zbv": 0.0, "dualpipev": 0.0}  # as a fraction of 1F1B's bubble
 
 
 class UnknownChipSpeed(ValueError):
-    """The chip's speed is not known, so there is no time to give."""
+    """The chip's speed is not known, so no time can be predicted."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step on the slowest rank, and what follows from them; `exchanges` by axis, exposed and hidden.
+    """Seconds of one step on the slowest rank, and the rates derived from them; `exchanges` is communication by axis.
 
-    `matmul`, `attention`, `memory`, `head`, `recompute` and `launch_gaps` are compute. MFU is of the 16-bit
-    peak, whatever the format of the matmuls.
+    `matmul`, `attention`, `memory`, `head`, `recompute` and `launch_gaps` are compute. MFU is relative to the 16-bit
+    peak, whatever the dtype of the matmuls.
     """
 
     matmul: float
@@ -52,12 +52,12 @@ class StepTime:
 
     @property
     def compute(self) -> float:
-        """Seconds in which the device computes."""
+        """Seconds of compute."""
         return self.matmul + self.attention + self.memory + self.head + self.recompute + self.launch_gaps
 
     @property
     def exposed(self) -> float:
-        """Seconds in which it waits for communication."""
+        """Seconds of exposed communication."""
         return sum(exchange.exposed for exchange in self.exchanges.values())
 
     @property
@@ -67,22 +67,22 @@ class StepTime:
 
     @property
     def tokens_per_second_per_device(self) -> float:
-        """Trained tokens."""
+        """Trained tokens per second and device."""
         return self.tokens / self.world / self.total
 
     @property
     def flops_per_device(self) -> float:
-        """Model FLOP/s of one device, attention counted as a causal mask leaves it."""
+        """Model FLOP/s of one device, with causal attention."""
         return self.flops / self.world / self.total
 
     @property
     def mfu_causal(self) -> float:
-        """Model FLOPs over what the peak would allow."""
+        """Model FLOPs utilization (MFU), counting causal attention."""
         return self.flops_per_device / self.peak
 
     @property
     def mfu_full(self) -> float:
-        """The same with the whole square of attention counted, as many published figures do."""
+        """MFU counting non-causal attention, as in many published figures."""
         return self.full_flops / self.world / self.total / self.peak
 
 
@@ -111,9 +111,11 @@ class _RankTime:
 
 
 def step_time(spec: RunSpec) -> StepTime:
-    """Seconds of one step of a resolved spec.
+    """Return the seconds of one step of a resolved spec.
 
-    Raises UnknownChipSpeed for a chip without figures, ValueError (StageError too) where the spec does not divide.
+    Raises:
+        UnknownChipSpeed: the chip has no figures.
+        ValueError: a degree does not divide (StageError for stages).
     """
     chip = CHIPS.get(spec.platform.chip)
     device = _device(chip, spec.precision.compute_dtype)
@@ -163,7 +165,7 @@ def _assemble(
 
 
 def _device(chip: ChipFacts | None, compute: str) -> Device:
-    """What a chip does in a second in the run's format."""
+    """Return the rates of a chip for a compute dtype."""
     if chip is None or chip.memory_bandwidth is None or not chip.peak_flops:
         raise UnknownChipSpeed(
             f"the speed of {chip.name if chip else 'this chip'} is not known: no peak FLOP/s in its facts"
@@ -184,14 +186,14 @@ def _device(chip: ChipFacts | None, compute: str) -> Device:
 
 
 def _domain(chip: ChipFacts, topology: Topology) -> int:
-    """Devices that the fast links join: a node's, or a whole rack's where the chip's links go that far."""
+    """Return the devices joined by fast links: of a node, or of a rack where the chip's links span one."""
     return max(topology.devices_per_node, min(topology.world, chip.link_domain or 0))
 
 
 def _kind_times(
     spec: RunSpec, topology: Topology, device: Device, wires: Interconnect, ranks: tuple[tuple[VirtualStage, ...], ...]
 ) -> dict[Layer, _RankTime]:
-    """One layer of every kind there is, with its exchanges."""
+    """Return the time of one layer of every kind, with its communication."""
     shape = _shape(spec, topology)
     widths = wire.key_widths(spec.model, topology.tp)
     kinds = {kind for chunks in ranks for chunk in chunks for kind, _ in chunk.kinds}
@@ -226,7 +228,7 @@ def _shape(spec: RunSpec, topology: Topology) -> Shape:
 
 
 def _head(spec: RunSpec, topology: Topology, device: Device, chunks: tuple[VirtualStage, ...]) -> float:
-    """Seconds of the heads of one rank: the model's and those of further depths."""
+    """Return the seconds of the heads of one rank: the model's and those of MTP depths."""
     heads = sum(chunk.head + chunk.depths for chunk in chunks)
     return heads * _head_time(spec.model, _shape(spec, topology), device) if heads else 0.0
 
@@ -258,7 +260,7 @@ def _rank_time(chunks: tuple[VirtualStage, ...], kinds: dict[Layer, _RankTime], 
 
 
 def _bubble(spec: RunSpec, times: list[_RankTime], slowest: int, chunks: int) -> float:
-    """Seconds in which the slowest rank waits for the pipeline to fill and drain: the others' share of a microbatch.
+    """Return the seconds in which the slowest rank waits for fill and drain: one microbatch on each other rank.
 
     Narayanan et al. 2021b: (pp - 1) (forward + backward) / chunks.
     """
@@ -268,7 +270,7 @@ def _bubble(spec: RunSpec, times: list[_RankTime], slowest: int, chunks: int) ->
 
 
 def _optimizer(spec: RunSpec, topology: Topology, dense: float, experts: float, device: Device) -> float:
-    """Seconds to read and write the states of one device's part."""
+    """Return the seconds to read and write the optimizer states of one device's shard."""
     if spec.parallel.data_sharding == "no_shard":
         owned = dense + experts
     else:

@@ -1,4 +1,4 @@
-"""Memory of a rank: `predict_memory` gives the bytes of the worst stage's device by kind."""
+"""The memory model: `predict_memory` returns the bytes by kind of the device that needs most."""
 
 from megalaunch.plan.memory.profiles import CPU_ENGINE, ENGINE, MEGATRON, MemoryProfile, profile_for
 from megalaunch.plan.memory.rank import Memory, predict_memory

@@ -1,4 +1,4 @@
-"""How many microbatches' activations a pipeline rank holds at its peak, by chunk."""
+"""Count the microbatches whose activations a pipeline rank holds at its peak, by chunk."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megalaunch.config.schema.parallel import Schedule
 
 @lru_cache(maxsize=65536)
 def in_flight(schedule: Schedule, pp: int, chunks: int, rank: int, microbatches: int, group: int) -> tuple[int, ...]:
-    """Microbatches alive in each chunk of a rank when it begins its first backward pass.
+    """Return the microbatches in flight in each chunk of a rank when it begins its first backward pass.
 
-    1F1B: Narayanan et al. 2021a: pp - rank. Interleaved: Narayanan et al. 2021b, Megatron's warm-up of
-    2 (pp - rank - 1) + (chunks - 1) group passes, and the one that follows. GPipe keeps all; the V schedules (Qi et
-    al. 2024) keep as much as 1F1B's first rank on every rank.
+    1F1B: pp - rank (Narayanan et al. 2021a). Interleaved: Megatron's warm-up of 2 (pp - rank - 1) + (chunks - 1) group
+    passes and one more (Narayanan et al. 2021b). GPipe: all. The V schedules (Qi et al. 2024): on every rank as many as
+    on the first rank of 1F1B.
     """
     if schedule == "gpipe":
         return (microbatches,) * chunks
@@ -27,13 +27,16 @@ def in_flight(schedule: Schedule, pp: int, chunks: int, rank: int, microbatches:
 
 
 def _v_shaped(pp: int, rank: int, microbatches: int, extra: int) -> tuple[int, ...]:
-    """The first chunk of a low rank waits long, the second returns at once: 2 pp chunk passes in all."""
+    """Return the microbatches in flight of both chunks: 2 pp chunk passes in total.
+
+    On a low rank the first chunk waits long for its backward, the second only briefly.
+    """
     first = min(microbatches, 2 * pp - rank + extra)
     return first, min(microbatches, rank + 1)
 
 
 def _interleaved_warmup(passes: int, chunks: int, microbatches: int, group: int) -> tuple[int, ...]:
-    """The first forward passes by chunk: groups of microbatches go through all chunks before the next group."""
+    """Return the first forward passes by chunk: each group of microbatches passes all chunks before the next group."""
     counts = [0] * chunks
     start = 0
     while passes > 0 and start < microbatches:

@@ -1,4 +1,4 @@
-"""Sizes of one layer on one rank: what its operators keep is counted in these (plan/memory/saved_activations.py)."""
+"""Dimensions of one layer on one rank: the units in which plan/memory/saved_activations.py counts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,26 @@ from megalaunch.plan.memory.profiles import MemoryProfile
 
 @dataclass(frozen=True)
 class LayerDims:
-    """Sizes of one layer on one tensor-parallel rank, and bytes of its formats.
+    """Dimensions of one layer on one tensor-parallel rank, and bytes of its dtypes.
 
-    `b` bytes of an activation, `i` of a matmul's kept input, `r` of the residual stream. `h` hidden; `q`, `k`, `v`,
-    `o` widths of queries, keys, values and attention's output, on one rank; `n` heads on one rank; `f` inner width
-    on one rank, `e` of an expert, `s` of the shared experts; `g` what the activation keeps of these widths (1 plain,
-    2 gate and up), and `d` of its gradients that are alive at once; `t` experts a token meets; `E` experts; `ql`,
-    `kl`, `p` latents of queries and keys and the rotary part; `keys` attended tokens. Context parallelism: `held`
-    ranks' keys and values are kept, `mask` columns of a mask, `scores` bytes of the scores that a ring or a block
-    works on; `weights` keys whose weights a processor keeps; `part` ranks share what is divided by sequence.
-    `dropped` bytes by which dropout knows what it dropped of a block's output.
+    Attributes:
+        b, i, r: bytes of an activation, of a matmul's saved input, of the residual stream.
+        h: hidden size.
+        q, k, v, o: local widths of queries, keys, values and attention's output.
+        n: local heads.
+        f, e, s: local inner widths of the feed-forward block, of an expert, of the shared experts.
+        g: inner values that the activation saves (1 plain, 2 gate and up).
+        d: gradients of inner values alive at once in its backward.
+        t: experts per token.
+        E: experts.
+        ql, kl, p: widths of the latents of queries and keys, and of the rotary part.
+        keys: attended tokens.
+        dropped: bytes that dropout saves for a block's output.
+        held: context parallelism: ranks whose keys and values are saved.
+        mask: columns of a saved attention mask.
+        scores: bytes of the scores that a ring step or a block works on.
+        weights: keys whose attention weights a CPU saves.
+        part: ranks that shard the sequence.
     """
 
     b: float
@@ -63,7 +73,7 @@ class LayerDims:
 
 @dataclass(frozen=True)
 class DtypesAndGroups:
-    """Bytes by format, and who shares what: all of a layer's memory that does not follow from the model."""
+    """Dtypes and parallel degrees: what a layer's memory depends on besides the model."""
 
     tp: int
     etp: int
@@ -80,7 +90,7 @@ class DtypesAndGroups:
 
     @classmethod
     def from_spec(cls, spec: RunSpec) -> DtypesAndGroups:
-        """Those of a resolved spec."""
+        """Return those of a resolved spec."""
         p, recompute = spec.parallel, spec.recompute
         modules = recompute.modules if recompute.granularity == "selective" else ()
         return cls(
@@ -100,12 +110,12 @@ class DtypesAndGroups:
 
 
 def dtype_bytes(compute: str) -> int:
-    """Bytes of an activation; fp8 computes on 16-bit ones."""
+    """Return the bytes of an activation; with fp8 activations have 16 bits."""
     return 4 if compute == "fp32" else 2
 
 
 def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, accounting: MemoryProfile) -> LayerDims:
-    """The sizes of one layer on one rank."""
+    """Return the dimensions of one layer on one rank."""
     tp, mla, moe = dtypes.tp, model.mla, model.moe
     b = dtype_bytes(dtypes.compute)
     small = dtypes.compute == "fp8" and accounting.float8_inputs
@@ -153,33 +163,39 @@ def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, accountin
 
 
 def _local_kv_heads(dtypes: DtypesAndGroups, groups: float) -> float:
-    """How often a rank keeps keys and values of its own tokens' number: those of all ranks, or repeated for each."""
+    """Return the saved keys and values of a rank, relative to those of its own tokens.
+
+    An all-gather saves those of all cp ranks; an all-to-all repeats heads if there are fewer groups than ranks.
+    """
     if dtypes.dynamic_cp:
-        return dtypes.cp + 0.5  # those of both pieces (_seen)
+        return dtypes.cp + 0.5  # of both pieces of a document (_seen)
     if dtypes.exchange == "allgather":
         return dtypes.cp
     return max(1.0, dtypes.cp / groups) if dtypes.exchange == "a2a" else 1.0
 
 
 def _seen(dtypes: DtypesAndGroups) -> float:
-    """Keys of a token's mask. With dynamic cp a rank has two chunks of a document, and no keys behind either."""
+    """Return the keys per token of a mask.
+
+    With dynamic cp a rank has two chunks of a document, each with the keys up to its end.
+    """
     return dtypes.keys * (1 + 1 / (2 * dtypes.cp)) / 2 if dtypes.dynamic_cp else dtypes.keys
 
 
 def _score_bytes(
     model: ModelSpec, dtypes: DtypesAndGroups, accounting: MemoryProfile, heads: float, query: float
 ) -> float:
-    """Scores that attention works on where no kernel is fused, in fp32, and what is as wide as the queries.
+    """Return the bytes of scores, in fp32, and of buffers as wide as the queries, where no fused kernel runs.
 
-    Those are half of: queries, keys and values of every head, the output's gradient and all four's own. A ring works
-    on the keys of one rank at a time, other exchanges on a block of queries. A soft cap has a derivative, dropout a
-    byte for each score.
+    The buffers are queries, keys and values of every head, the output's gradient, and the gradients of all four. A ring
+    works on the keys of one rank at a time, other types on a block of queries. Logit softcapping saves a derivative,
+    dropout one byte per score.
     """
     here = dtypes.keys / dtypes.cp
     if _in_ring(dtypes):
         scores = heads * here
     elif _scored(model) and accounting.scored_queries:
-        whole = dtypes.keys if dtypes.exchange == "a2a" else here  # queries of a sample on one rank
+        whole = dtypes.keys if dtypes.exchange == "a2a" else here  # queries of one sample on this rank
         scores = heads * min(accounting.scored_queries / whole, 1.0) * dtypes.keys
     else:
         return 0.0
@@ -188,9 +204,9 @@ def _score_bytes(
 
 
 def _weighed(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, accounting: MemoryProfile, heads: float) -> float:
-    """Keys whose weights attention on a processor keeps for a token and head, in the mean; `heads` of a group.
+    """Return the mean number of keys per token and head whose attention weights a CPU saves; `heads` per group.
 
-    A rank that a document is dynamic_cp to has its first piece, half of the rank's tokens, to which alone this applies.
+    With dynamic cp this applies only to a rank's first piece of a document, half of the rank's tokens.
     """
     plain = dtypes.cp == 1 or dtypes.exchange == "a2a" or dtypes.dynamic_cp
     masked = dtypes.documents and not dtypes.dynamic_cp
@@ -203,7 +219,7 @@ def _weighed(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, accounting:
 
 
 def _scored(model: ModelSpec) -> bool:
-    """Whether torch's own attention cannot compute the layers' (engine/model/attention/score_mod.py)."""
+    """Return whether torch's attention does not support the model's (engine/model/attention/score_mod.py)."""
     return model.attn_logit_softcapping is not None or model.attention_sinks or model.attention_dropout > 0
 
 
@@ -212,7 +228,7 @@ def _in_ring(dtypes: DtypesAndGroups) -> bool:
 
 
 def _mask_bytes(dtypes: DtypesAndGroups) -> bool:
-    """Whether a mask is kept: none where attention is causal and no more, nor in a ring, which makes it anew."""
+    """Return whether a mask is saved: not for purely causal attention, nor in a ring, which rebuilds it."""
     if dtypes.cp > 1 and dtypes.exchange == "allgather":
         return True
     return dtypes.documents and not _in_ring(dtypes)

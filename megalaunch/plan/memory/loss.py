@@ -1,4 +1,4 @@
-"""Bytes of head and loss on one device: of logits of all tokens at once, or of a chunk's and the formed gradients."""
+"""Bytes of head and loss on one device: logits of all tokens, or of one chunk together with gradients."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from megalaunch.plan.topology import Topology
 class LossBytes:
     """Bytes of one loss.
 
-    `logits` at their peak, and `logits_waiting` of each other microbatch of a pipeline whose loss has run. `beside`:
-    what else there is with them, gradients that were formed by then; `scaled`: as these are scaled, once the logits
-    are gone; `formed_waiting` of each other microbatch.
+    Attributes:
+        logits: at their peak.
+        logits_waiting: of each other microbatch of a pipeline whose loss is computed.
+        beside: allocated at the same time as the logits, such as finished gradients.
+        scaled: while the finished gradients are scaled, after the logits are freed.
+        formed_waiting: finished gradients of each other microbatch.
     """
 
     logits: float
@@ -28,7 +31,7 @@ class LossBytes:
 
 
 def loss_bytes(spec: RunSpec, topology: Topology, accounting: MemoryProfile, tokens: float) -> LossBytes:
-    """Those of a microbatch of so many tokens on a rank."""
+    """Return the bytes of the loss of a microbatch with `tokens` tokens on a rank."""
     narrow = dtype_bytes(spec.precision.compute_dtype)
     vocabulary = vocabulary_rows(spec.model.vocab_size or 0, topology.tp) / topology.tp
     hidden = narrow * spec.model.hidden_size
@@ -36,7 +39,7 @@ def loss_bytes(spec: RunSpec, topology: Topology, accounting: MemoryProfile, tok
     gathered = hidden * tokens if spec.parallel.sequence_parallel else 0.0
     if (
         spec.train.loss_chunks > 1
-    ):  # engine/train/linear_cross_entropy.py: a chunk's logits stay beside what their loss works on
+    ):  # engine/train/linear_cross_entropy.py: a chunk's logits stay allocated while its loss is computed
         chunk = -(-tokens // spec.train.loss_chunks)
         logits = (accounting.logit_bytes + narrow) * vocabulary * chunk
         return LossBytes(logits, beside=formed + gathered, scaled=2 * formed, formed_waiting=formed)
@@ -49,7 +52,7 @@ def loss_bytes(spec: RunSpec, topology: Topology, accounting: MemoryProfile, tok
 
 
 def _kept_by_a_stage(topology: Topology, accounting: MemoryProfile, narrow: int) -> tuple[float, float]:
-    """Bytes a logit that a pipeline keeps of the microbatch whose loss runs backwards, and of each one that waits."""
+    """Return the bytes per logit that a pipeline holds, of the microbatch in backward and of each waiting one."""
     if topology.pp == 1 or accounting.waiting_logits is None:
         return 0.0, 0.0
     return float(narrow), accounting.waiting_logits + narrow

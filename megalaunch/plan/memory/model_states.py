@@ -1,6 +1,6 @@
-"""Weights, gradients and optimizer states on one device at the moments of a step: what data parallelism divides.
+"""Weights, gradients and optimizer states on one device, by phase of a step: the states that data parallelism shards.
 
-ZeRO (Rajbhandari et al. 2020) in FSDP2's form; `engine/parallel/fsdp.py` has the table of switches.
+ZeRO (Rajbhandari et al. 2020) in FSDP2's form; `engine/parallel/fsdp.py` has the table of strategies.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from megalaunch.plan.stage_params import DeviceParams
 from megalaunch.plan.topology import Topology
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1}
-"""Numbers that an optimizer keeps for each weight."""
+"""States (moments) of an optimizer per weight."""
 _BYTES = {"fp32": 4, "bf16": 2}
 GATHERED_UNITS = 2
-"""Layers whose copies whole sharding has at once: the one that computes, and the one gathered ahead of it."""
+"""Layers gathered at once by optim_grads_params: the one that computes, and the next one, prefetched."""
 
 
 @dataclass(frozen=True)
 class MemoryPhase:
-    """Bytes on one device at one moment of a step, beside optimizer states and activations."""
+    """Bytes on one device in one phase of a step, without optimizer states and activations."""
 
     weights: float
     gradients: float
@@ -33,10 +33,14 @@ class MemoryPhase:
 class ModelStates:
     """Bytes on one device.
 
-    `loss`: as the loss runs backwards. `layer`: as a layer does, and `unit` is what a layer's gradients take on their
-    way to be summed. `last`: as the last layer of the only microbatch does, beside the gradients of those before it;
-    None where there are several, whose layers all find them. `between`: as the backward pass of a microbatch ends and
-    others follow. `end`: as the last one ends, when embedding and head are summed.
+    Attributes:
+        loss: during the backward of the loss.
+        layer: during the backward of a layer.
+        unit: gradients of a layer while they are reduced.
+        last: during the backward of the last layer, with the gradients of the layers before it; None with several
+            microbatches, where every layer has them.
+        between: at the end of the backward of a microbatch that is not the last.
+        end: at the end of the last one, when gradients of embedding and head are reduced.
     """
 
     optimizer: float
@@ -51,7 +55,7 @@ class ModelStates:
 def model_states(
     spec: RunSpec, topology: Topology, held: DeviceParams, accounting: MemoryProfile, in_flight: int = 1
 ) -> ModelStates:
-    """The states of one rank's parameters, with so many microbatches in flight at most."""
+    """Return the states of one rank's parameters, with at most `in_flight` microbatches in flight."""
     whole = spec.parallel.data_sharding == "no_shard"
     shards = 1 if whole else topology.dp_shard * topology.cp
     expert_shards = 1 if whole else max(1, topology.edp // spec.parallel.dp_replicate)
@@ -67,12 +71,12 @@ def model_states(
 
 
 def master_bytes(spec: RunSpec) -> int:
-    """Bytes of a weight that the optimizer changes."""
+    """Return the bytes of a master weight (main parameter)."""
     return _BYTES[spec.precision.main_params_dtype]
 
 
 def _computes_with_master(spec: RunSpec) -> bool:
-    """Whether these weights are in the compute format, so that no copies are needed."""
+    """Return whether master weights have the compute dtype, so that no copies are needed."""
     return spec.precision.compute_dtype == spec.precision.main_params_dtype
 
 
@@ -86,25 +90,25 @@ def _shard(
     moments: float,
     in_flight: int,
 ) -> ModelStates:
-    """FSDP2: master weights divided, copies gathered from them.
+    """FSDP2: sharded master weights, from which copies in the compute dtype are all-gathered.
 
-    A pipeline keeps copies and gradients whole until its end, whatever the strategy: its stages reduce once.
+    A pipeline keeps full copies and gradients until its end for any strategy: its stages reduce once per step.
     """
     copy = dtype_bytes(spec.precision.compute_dtype)
     if spec.precision.compute_dtype == "fp8" and spec.precision.fp8.param_gather:
         copy = 1
     added = _BYTES[spec.precision.grad_dtype]
     sharding, pipelined = spec.parallel.data_sharding, topology.pp > 1
-    divides = shards == 1 and topology.dp * topology.cp > 1  # all ranks are replicas of one shard
+    divides = shards == 1 and topology.dp * topology.cp > 1  # every rank is a replica
     exchanged = shards > 1 or divides
     reduced = min(_BYTES[spec.precision.grad_reduce_dtype], added) if exchanged else added
     apart = accounting.parts_apart and shards > 1
     copies = 2 if divides or apart else 1
-    adds_up = pipelined or sharding in ("no_shard", "optim")  # whole gradients, until the last microbatch
+    adds_up = pipelined or sharding in ("no_shard", "optim")  # full gradients until the last microbatch
     several = topology.microbatches > 1
     every, width = held.dense + held.experts, master_bytes(spec)
-    master = summed = width * divided  # FSDP2 keeps sums in the format of what they change
-    before = 0.0  # with all microbatches in flight none has left gradients yet
+    master = summed = width * divided  # FSDP2 keeps reduced gradients in the dtype of the parameters
+    before = 0.0  # no gradients yet while all microbatches are in flight
     if topology.microbatches > in_flight:
         before = added * every if adds_up else summed
     gathered = loss_gathered = every
@@ -112,7 +116,7 @@ def _shard(
         loss_gathered = held.root
         gathered = min(every, held.root + GATHERED_UNITS * held.layer)
     between = MemoryPhase(master + copy * every, added * every, copy * held.root) if several and adds_up else None
-    if pipelined:  # the ends are summed first, while all layers' gradients are still whole
+    if pipelined:  # embedding and head are reduced first, while all layers' gradients are still full
         summing = _grad_reduce_buffer(added, reduced, width, shards, copies, adds=False)
         moving = held.root * max(added, summing + width / shards - added)
         end = MemoryPhase(master + copy * (every - held.root), added * every, moving)
@@ -121,7 +125,7 @@ def _shard(
         adds = several and not adds_up
         moving = held.root * _grad_reduce_buffer(source, reduced, width, shards, copies, adds=adds)
         replicated = topology.dp_replicate > 1 or (sharding == "no_shard" and topology.dp * topology.cp > 1)
-        if replicated and reduced != width:  # what replicas exchange is held until the end of the pass
+        if replicated and reduced != width:  # buffers of the replicas' all-reduce are held until the end of the pass
             moving += reduced * divided
         end = MemoryPhase(master, summed, moving)
     unit = reduced if not (adds_up and several) else copy + (0 if before else added)
@@ -139,10 +143,10 @@ def _shard(
 
 
 def _grad_reduce_buffer(source: int, reduced: int, kept: int, shards: int, copies: int, *, adds: bool) -> float:
-    """Bytes a parameter of gradients that are summed and divided, beside the divided sum itself, of `kept` bytes.
+    """Return the bytes per parameter of the buffers of a reduce-scatter, in addition to its result of `kept` bytes.
 
-    First they are copied from `source` bytes to `reduced` ones, then summed with so many `copies` alive: one more where
-    a shard without others is divided, or parts come apart; then perhaps added to what earlier microbatches left.
+    Gradients are first copied from `source` bytes to `reduced` bytes, then summed with `copies` buffers alive: two if
+    all ranks are replicas or if received parts have a buffer of their own; then, with `adds`, accumulated.
     """
     copying = source + reduced - kept / shards
     summing = reduced * copies + (reduced / shards if adds else 0.0)
@@ -150,12 +154,12 @@ def _grad_reduce_buffer(source: int, reduced: int, kept: int, shards: int, copie
 
 
 def _single_rank(spec: RunSpec, held: DeviceParams, topology: Topology, moments: float, in_flight: int) -> ModelStates:
-    """One data-parallel rank that computes with the master weights themselves; gradients stay where they arise."""
+    """One data-parallel rank that computes with the master weights; gradients are not copied."""
     every, several = held.dense + held.experts, topology.microbatches > 1
     width = master_bytes(spec)
     gradient = max(width, _BYTES[spec.precision.grad_dtype])
     weights, all_of_them = width * every, gradient * every
-    found = topology.microbatches > in_flight  # with all microbatches in flight none has left gradients yet
+    found = topology.microbatches > in_flight  # no gradients yet while all microbatches are in flight
     before = all_of_them if found else 0.0
     return ModelStates(
         optimizer=moments * every,
@@ -169,19 +173,21 @@ def _single_rank(spec: RunSpec, held: DeviceParams, topology: Topology, moments:
 
 
 def _finished_grad_fraction(held: DeviceParams) -> float:
-    """The share of gradients that are there as the last layer runs backwards: all but its own and the embedding's."""
+    """Return the fraction of gradients that exist during the last layer's backward: not its own nor the embedding's."""
     return max(0.0, 1 - (held.layer + held.root - held.head) / (held.dense + held.experts))
 
 
 def _full_weights(
     spec: RunSpec, held: DeviceParams, divided: float, optimizer: float, accounting: MemoryProfile
 ) -> ModelStates:
-    """Weights and gradients whole, master weights and moments divided: Megatron's distributed optimizer."""
+    """Full weights and gradients, sharded master weights and moments: Megatron's distributed optimizer."""
     plain = dtype_bytes(spec.precision.compute_dtype)
     weight: float = plain
     if spec.precision.compute_dtype == "fp8":
         weight = accounting.float8_weight_copies + (0 if spec.precision.fp8.param_gather else plain)
-    weights = weight * (held.dense + held.experts - held.root) + plain * held.root  # the ends are not in 8 bits
+    weights = (
+        weight * (held.dense + held.experts - held.root) + plain * held.root
+    )  # embedding and head have no 8-bit copies
     whole = held.dense + held.experts
     if spec.parallel.data_sharding == "optim_grads_params":
         weights, whole = plain * divided, divided

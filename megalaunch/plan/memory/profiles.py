@@ -1,6 +1,6 @@
-"""Whose buffers are counted: our engine's, or Megatron-LM's as an outside check. A few named constants each.
+"""Memory profiles of training stacks: this project's engine, and Megatron-LM as an external check.
 
-Bytes are a parameter's, unless said otherwise. `fp32`-wide values follow the precision section where it says so.
+Bytes are per parameter, unless said otherwise; widths of fp32 follow the precision section where it sets them.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ from megalaunch.platform.chips import CHIPS
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """What a training stack keeps on a device while it steps.
+    """The memory that a training stack holds on a device during a step.
 
-    `sharded_master`: the fp32 weights are what is sharded, and copies in the compute format are gathered from them
-    (FSDP2); else the compute weights stand whole beside a sharded fp32 master (Megatron's distributed optimizer).
-    `logit_bytes`: peak bytes a logit while the loss runs backwards.
-    `waiting_logits`: bytes a logit of each microbatch of a pipeline whose loss has run and waits for that, the
-    logits themselves, which the stage keeps, left out; None where nothing of them is kept.
-    `gathers_again`: with sequence parallelism the gathered input of a matmul is not kept but gathered once more.
-    `float8_inputs`: fp8 matmuls keep their inputs in 8 bits (Transformer Engine).
-    `float8_weight_copies`: bytes a weight of the 8-bit copies that fp8 keeps beside compute weights.
-    `unfused_attention`: attention's weights are kept, because no fused kernel runs.
-    `activation_inputs`: what a gated activation keeps: gate and up (2), or silu(gate) as well (3).
-    `activation_gradients`: how many gradients of its own size take room at once as it runs backwards.
-    `kept_weights`: tokens up to which plain causal attention in fp32 keeps its weights, a triangle of blocks of
-    `weight_rows` rows (queries of all heads of a group); 0: it does not.
-    `parts_apart`: parts of sums of gradients that come from other ranks lie beside those that leave.
-    `loss_in_place`: gradients take the place of the logits, so that most is held as the head runs backwards.
-    `deferred_heads`: microbatches whose gradients of logits wait, so that the head's own gradient comes late.
-    `plain_contexts`: attention over gathered keys, or within documents, keeps a mask in the format of queries.
-    `stage_messages`: a pipeline's stage keeps its output of each microbatch in flight until that runs backwards, and
-    holds one gradient that came and one that leaves.
-    `ring_scores`: fp32 copies of scores that a ring of context-parallel ranks works on, where no kernel is fused.
-    `scored_queries`: queries of a block where attention that no kernel computes works block by block; 0: it does not.
-    `dropout_masks`: a mask is kept for each block's output, a byte a number; else a word a token, to draw it again.
+    Attributes:
+        sharded_master: fp32 weights are sharded, and copies in the compute dtype are gathered from them (FSDP2); else
+            full compute weights and a sharded fp32 master (Megatron's distributed optimizer).
+        logit_bytes: peak bytes per logit during the backward of the loss.
+        waiting_logits: bytes per logit of each microbatch of a pipeline whose loss is computed and waits for backward,
+            without the logits, which the stage holds; None: nothing is held.
+        gathers_again: with sequence parallelism a matmul's gathered input is not saved but all-gathered again.
+        float8_inputs: fp8 matmuls save their inputs in 8 bits (Transformer Engine).
+        float8_weight_copies: bytes per weight of the 8-bit copies that fp8 holds in addition to compute weights.
+        unfused_attention: attention weights are saved, because no fused kernel runs.
+        activation_inputs: inner values that a gated activation saves: gate and up (2), or silu(gate) too (3).
+        activation_gradients: gradients of that size that are alive at once in its backward.
+        kept_weights: tokens up to which plain causal attention in fp32 saves its weights, a triangle of blocks of
+            `weight_rows` rows (queries of all heads of a group); 0: never.
+        parts_apart: a reduce-scatter has separate buffers for received and sent parts.
+        loss_in_place: gradients overwrite the logits, so the peak is in the backward of the head.
+        deferred_heads: microbatches whose gradients of logits are held for a deferred gradient of the head.
+        plain_contexts: attention over gathered keys, or within documents, saves a mask in the dtype of queries.
+        stage_messages: a pipeline stage holds its output of each microbatch in flight until that one's backward, and
+            one received and one sent gradient.
+        ring_scores: fp32 copies of scores in a ring of context-parallel ranks without a fused kernel.
+        scored_queries: queries per block of attention without a fused kernel; 0: not by blocks.
+        dropout_masks: each block's output saves a mask, one byte per value; else 4 bytes per token to regenerate it.
     """
 
     name: str
@@ -61,10 +62,10 @@ class MemoryProfile:
     stage_messages: bool = False
 
 
-# FSDP2 over fp32 master weights (engine/parallel/fsdp.py). The loss (engine/train/loss.py) holds, as it runs
-# backwards, log-probabilities, their gradient and the logits' gradient, each in fp32; the 16-bit logits are gone.
-# engine/model/attention/blockwise.py works on scores and on their gradients; engine/model/dropout.py draws masks twice.
-# torch's stages keep what they have sent on.
+# FSDP2 over fp32 master weights (engine/parallel/fsdp.py). The loss (engine/train/loss.py) holds, in its
+# backward, log-probabilities, their gradient and the logits' gradient, each in fp32; the 16-bit logits are freed.
+# engine/model/attention/blockwise.py holds scores and their gradients; engine/model/dropout.py regenerates masks.
+# torch's pipeline stages hold the outputs that they have sent.
 ENGINE = MemoryProfile(
     "engine",
     sharded_master=True,
@@ -77,8 +78,8 @@ ENGINE = MemoryProfile(
     stage_messages=True,
 )
 
-# The same on a processor: no kernel is fused there, and new memory is what it waits for. kernels/swiglu.py keeps
-# silu(gate), whose place its gradients take; engine/model/attention/cpu.py, engine/train/loss.py,
+# The same on a CPU: it has no fused kernels, and allocating memory is slow. kernels/swiglu.py saves
+# silu(gate), which its gradients overwrite; see also engine/model/attention/cpu.py, engine/train/loss.py,
 # engine/parallel/gloo_reduce_scatter.py.
 CPU_ENGINE = replace(
     ENGINE,
@@ -92,8 +93,8 @@ CPU_ENGINE = replace(
 )
 
 # Megatron-LM: 2 (weights) + 4 (main gradients) + 12 / (dp cp) bytes a parameter (report_theoretical_memory). Its
-# vocabulary-parallel cross-entropy works in place on one fp32 copy, beside the 16-bit logits. Transformer Engine
-# keeps 8-bit inputs, and beside bf16 weights an 8-bit copy and its transpose.
+# vocab-parallel cross-entropy works in place on one fp32 copy, next to the 16-bit logits. Transformer Engine
+# saves 8-bit inputs, and holds bf16 weights, an 8-bit copy and its transpose.
 MEGATRON = MemoryProfile(
     "megatron",
     sharded_master=False,
@@ -104,6 +105,6 @@ MEGATRON = MemoryProfile(
 
 
 def profile_for(spec: RunSpec) -> MemoryProfile:
-    """That of our engine on the chip of a spec."""
+    """Return the profile of this project's engine on the spec's chip."""
     chip = CHIPS.get(spec.platform.chip)
     return CPU_ENGINE if chip is not None and chip.device == "cpu" else ENGINE

@@ -1,4 +1,4 @@
-"""Bytes of the fullest device of a run, by kind, at the moment of a step when it holds most."""
+"""Memory of the device that needs most, by kind, in the phase of a step with the peak."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ END = "as the last gradients are summed"
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device at its peak, which is at `moment`.
+    """Bytes of one device at its peak, which is in `phase`.
 
-    `rank` is the pipeline rank that it belongs to, `parameters` what it holds.
+    `rank` is its pipeline rank, `parameters` the number of parameters on it.
     """
 
     weights: float
@@ -41,27 +41,31 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Bytes of all kinds."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.buffers
 
     @property
     def kinds(self) -> dict[str, float]:
-        """Bytes by kind, in the order in which they are shown."""
+        """Bytes by kind, in display order."""
         names = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
         return {name: getattr(self, name) for name in names}
 
 
 def predict_memory(spec: RunSpec, accounting: MemoryProfile | None = None) -> Memory:
-    """Bytes of the device that needs most, of a resolved spec; as our engine holds them, or as `accounting` says.
+    """Return the memory of the device that needs most, of a resolved spec.
 
-    Raises ValueError (StageError among them) where the spec is open or does not divide.
+    Args:
+        accounting: the memory profile; None: that of this project's engine.
+
+    Raises:
+        ValueError: the spec is open, or a degree does not divide (StageError for stages).
     """
     ranks = memory_by_rank(spec, accounting)
     return max(ranks, key=lambda memory: memory.total)
 
 
 def memory_by_rank(spec: RunSpec, accounting: MemoryProfile | None = None) -> list[Memory]:
-    """The same for every pipeline rank."""
+    """Return the memory of a device of every pipeline rank."""
     accounting = accounting or profile_for(spec)
     topology, dtypes = Topology.from_spec(spec), DtypesAndGroups.from_spec(spec)
     ranks = chunks_by_rank(spec)
@@ -81,10 +85,14 @@ def memory_by_rank(spec: RunSpec, accounting: MemoryProfile | None = None) -> li
 
 @dataclass(frozen=True)
 class _SavedActivations:
-    """Activations of a rank, bytes for each token of a microbatch.
+    """Activations of a rank, bytes per token of a microbatch.
 
-    `all` as its backward passes begin; `layer` those of one layer, `working` what comes on top while one runs
-    backwards; `messages` gradients between stages meanwhile. `alive`: microbatches of each chunk in flight.
+    Attributes:
+        all: when its backward passes begin.
+        layer: of one layer.
+        working: in addition, during the backward of one layer.
+        messages: gradients sent and received between stages meanwhile.
+        alive: microbatches in flight of each chunk.
     """
 
     all: float
@@ -109,7 +117,7 @@ def _peak_candidates(
     chunks: tuple[VirtualStage, ...],
     accounting: MemoryProfile,
 ) -> Iterator[Memory]:
-    """The moments at which a rank may hold most."""
+    """Yield the memory in each phase that may have the peak of a rank."""
     states = model_states(spec, topology, held, accounting, kept.num_microbatches)
     tokens = topology.micro_batch_size * spec.batch.sequence_length / topology.cp
     losses = sum(chunk.head + chunk.depths for chunk in chunks)
@@ -151,7 +159,7 @@ def _peak_candidates(
 
 
 def _deferred(spec: RunSpec, topology: Topology, accounting: MemoryProfile) -> float:
-    """Bytes a token of what the head's late gradient needs: gradients of logits, and the head's inputs."""
+    """Return the bytes per token held for the head's deferred gradient: gradients of logits, and the head's inputs."""
     microbatches = min(accounting.deferred_heads, topology.microbatches)
     part = topology.tp if spec.parallel.sequence_parallel else 1
     width = vocabulary_rows(spec.model.vocab_size or 0, topology.tp) / topology.tp + spec.model.hidden_size / part
@@ -166,7 +174,7 @@ def _saved_activations(
     saved: dict[Layer, SavedBytes],
     ends: float,
 ) -> _SavedActivations:
-    """Every chunk's layers times its microbatches in flight."""
+    """Sum the saved activations of every chunk's layers, times its microbatches in flight."""
     alive = in_flight(
         spec.parallel.schedule,
         topology.pp,
@@ -181,7 +189,7 @@ def _saved_activations(
     for chunk, copies in zip(chunks, alive, strict=True):
         offloaded, layers = spec.recompute.cpu_offloading_num_layers, sum(count for _, count in chunk.kinds)
         back = _layers_resident(layers, offloaded)
-        left = spec.recompute.num_layers  # of recompute.method=block: the first layers of a stage
+        left = spec.recompute.num_layers  # layers to recompute by recompute.method=block: the first ones of a stage
         for kind, count in chunk.kinds:
             one = saved[kind]
             on_device = max(0, count - offloaded)
@@ -200,24 +208,27 @@ def _saved_activations(
 
 
 def _layers_resident(layers: int, offloaded: int) -> int:
-    """Offloaded layers of a stage that take room while one runs backwards: it and the next, less what has made room."""
+    """Return the offloaded layers of a stage on the device during a backward: it and the next, less layers freed."""
     here = max(0, layers - offloaded)
     return max(0, min(2, layers) - here) if offloaded else 0
 
 
 def _add_p2p_buffers(kept: _SavedActivations, chunks: tuple[VirtualStage, ...], stream: float) -> _SavedActivations:
-    """With the outputs that stages keep, and the gradients that they get from the next and give to the one before."""
+    """Add the outputs that stages hold, the gradient received from the next stage and the one sent to the previous."""
     outputs = sum(copies for chunk, copies in zip(chunks, kept.alive, strict=True) if not chunk.head)
     gradients = any(not chunk.head for chunk in chunks) + any(not chunk.embedding for chunk in chunks)
     return replace(kept, all=kept.all + outputs * stream, messages=gradients * stream)
 
 
 def _add_recompute(spec: RunSpec, saved: SavedBytes, layers: int, left: int) -> tuple[float, float, int]:
-    """Whole layers computed again: bytes kept, bytes alive meanwhile beside those, layers still to recompute."""
+    """Return the bytes saved, the further bytes alive during recomputation, and the layers left to recompute.
+
+    For recompute.granularity=full: activation checkpointing of full layers, method block or uniform.
+    """
     whole = saved.kept + saved.again
     if spec.recompute.method == "block":
         again = min(left, layers)
-        # Layers that are kept stand behind the others, and have made room by then.
+        # Layers that are not recomputed come after the others, and are freed by then.
         meanwhile = whole - saved.boundary if again == layers else 0.0
         return saved.boundary * again + whole * (layers - again), meanwhile, left - again
     size = min(spec.recompute.num_layers, layers)

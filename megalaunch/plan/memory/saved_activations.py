@@ -1,8 +1,8 @@
-"""What each operator of a layer keeps for the backward pass: one row an operator, bytes for each token.
+"""Activations saved for backward by each operator of a layer: one row per operator, in bytes per token.
 
-The rows describe the decoder of engine/model in plain torch. With 16-bit activations a Llama layer comes to
-2 (4h + 2q + 2k + 3f) bytes (h hidden, q and k widths of queries and keys, f inner width): what is left of
-Korthikanti et al. 2022 ("Reducing Activation Recomputation"), table 2, when attention is fused and nothing drops out.
+The rows describe the decoder of engine/model in plain torch. With 16-bit activations a Llama layer has 2 (4h + 2q + 2k
++ 3f) bytes (h hidden, q and k widths of queries and keys, f inner width): table 2 of Korthikanti et al. 2022 ("Reducing
+Activation Recomputation") with fused attention and without dropout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Divided = Literal["sequence", "tp", "whole"]
 
 @dataclass(frozen=True)
 class OpRow:
-    """One operator: `bytes` a token, over what it is divided, and the recomputation that spares it."""
+    """One operator: `bytes` per token, what shards them, and the recomputed modules that do not save them."""
 
     name: str
     bytes: Callable[[LayerDims], float]
@@ -53,7 +53,7 @@ ATTENTION = (
     OpRow("the same before the norm after it", lambda w: w.b * w.h if w.out_norm else 0, "sequence"),
     OpRow("dropout's mask, or what it is drawn from", lambda w: w.dropped, "sequence"),
 )
-# DeepSeek-V2 report, section 2.1: down to the latents (whole on every rank), their norms, up to heads.
+# DeepSeek-V2 report, section 2.1: down to the latents (replicated on every rank), their norms, up to heads.
 LATENTS = (
     OpRow("latent of queries", lambda w: w.b * w.ql, "sequence", ("mla_up",)),
     OpRow("latent of queries, normed", lambda w: w.i * w.ql, "sequence", ("norm",)),
@@ -69,7 +69,7 @@ DENSE = (
     OpRow("the block's output before the norm after it", lambda w: w.b * w.h if w.out_norm else 0, "sequence"),
     OpRow("dropout's mask, or what it is drawn from", lambda w: w.dropped, "sequence"),
 )
-# Tokens come to experts in copies, t of them; an even load is assumed. Their matmuls see full rows.
+# Each token is dispatched to t experts; balanced routing is assumed. Expert matmuls have full rows.
 EXPERTS = (
     OpRow("input of the second norm: the residual stream", lambda w: w.r * w.h, "sequence"),
     OpRow("statistics of the second norm, fp32", lambda w: 4, "sequence"),
@@ -82,7 +82,7 @@ EXPERTS = (
     OpRow("inputs of the shared experts' activation", lambda w: w.b * w.g * w.s, "tp", ("moe", "shared_experts")),
     OpRow("output of the shared experts' activation", lambda w: w.i * w.s, "tp", ("moe", "shared_experts")),
 )
-# DeepSeek-V3 report, section 2.2: two norms, both streams side by side, one projection; then the last norm.
+# DeepSeek-V3 report, section 2.2: two norms, concatenation of both streams, one projection; then the last norm.
 FURTHER = (
     OpRow("inputs of the two norms", lambda w: 2 * w.r * w.h, "sequence"),
     OpRow("both normed, input of the projection", lambda w: w.i * 2 * w.h, "sequence", ("norm",)),
@@ -92,7 +92,7 @@ ENDS = (OpRow("input of the last norm, and its output: the head's input", lambda
 
 
 def op_rows(widths: LayerDims) -> Iterator[OpRow]:
-    """The rows of one layer."""
+    """Yield the rows of one layer."""
     yield from ATTENTION
     if widths.mla:
         yield from LATENTS
@@ -103,9 +103,9 @@ def op_rows(widths: LayerDims) -> Iterator[OpRow]:
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes a token of one layer: kept until the backward pass, and alive only while the layer is computed again.
+    """Bytes per token of one layer: `kept` until backward, and `again` alive only while the layer is recomputed.
 
-    `boundary` is its input, `working` the gradients (and scores) alive at most while it runs backwards, beside these.
+    `boundary` is its input, `working` the peak of gradients (and scores) in its backward, in addition.
     """
 
     kept: float
@@ -117,7 +117,7 @@ class SavedBytes:
 def rows_with_bytes(
     model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, accounting: MemoryProfile
 ) -> Iterator[tuple[OpRow, float, bool]]:
-    """Every row of one layer that keeps something, its bytes a token, and whether recomputation spares it."""
+    """Yield every row of one layer with saved bytes, its bytes per token, and whether recomputation saves them."""
     widths = layer_dims(model, kind, dtypes, accounting)
     for row in op_rows(widths):
         size = row.bytes(widths) / _divisor(row, dtypes, accounting)
@@ -127,9 +127,9 @@ def rows_with_bytes(
 
 @lru_cache(maxsize=8192)
 def saved_bytes(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, accounting: MemoryProfile) -> SavedBytes:
-    """What one layer keeps, by the table."""
+    """Return the saved bytes of one layer, by the table."""
     kept = 0.0
-    again = {True: 0.0, False: 0.0}  # of attention, of the feed-forward block: one is done before the other begins
+    again = {True: 0.0, False: 0.0}  # attention, feed-forward block: one finishes before the other starts
     widths = layer_dims(model, kind, dtypes, accounting)
     for row, size, spared in rows_with_bytes(model, kind, dtypes, accounting):
         again[row in ATTENTION or row in LATENTS] += size if spared else 0.0
@@ -138,10 +138,11 @@ def saved_bytes(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, accounti
 
 
 def _working(w: LayerDims) -> float:
-    """Gradients alive at most while one layer runs backwards, beside what it still keeps: in its feed-forward block.
+    """Return the peak of gradients during the backward of one layer, in addition to its saved activations.
 
-    They are those of the residual stream, of the block's output and of its inner values' inputs; the inner values
-    themselves are gone by then. A ring of context-parallel ranks works on scores once that block's values are gone.
+    The peak is in the feed-forward block: gradients of the residual stream, of the block's output and of the inputs of
+    its activation; the inner values themselves are freed by then. A ring of context-parallel ranks works on scores
+    after the block's values are freed.
     """
     if w.experts:
         inner = w.t * (w.h + w.d * w.e) / w.part + w.d * w.s
@@ -153,7 +154,7 @@ def _working(w: LayerDims) -> float:
 
 
 def _divisor(row: OpRow, dtypes: DtypesAndGroups, accounting: MemoryProfile) -> int:
-    """Rows divided by tp have their widths divided already."""
+    """Return the ranks that shard a row by sequence; widths of rows sharded over tp are local already."""
     if row.divided != "sequence" or not dtypes.sequence_parallel:
         return 1
     gathered = row.name.startswith("normed, input of") and not accounting.gathers_again
@@ -162,6 +163,6 @@ def _divisor(row: OpRow, dtypes: DtypesAndGroups, accounting: MemoryProfile) -> 
 
 @lru_cache(maxsize=1024)
 def head_bytes(model: ModelSpec, dtypes: DtypesAndGroups, accounting: MemoryProfile) -> float:
-    """Bytes a token that the last norm and the head keep."""
+    """Return the bytes per token that the last norm and the head save."""
     widths = layer_dims(model, Layer(0, experts=False, window=None, mtp=False), dtypes, accounting)
     return sum(row.bytes(widths) / _divisor(row, dtypes, accounting) for row in ENDS)

@@ -1,4 +1,4 @@
-"""Search for the fastest layout: `search` enumerates, drops what is invalid or too big, ranks the rest."""
+"""Search for the fastest layout: `search` enumerates layouts, drops invalid and too big ones, ranks the rest."""
 
 from megalaunch.plan.search.compare import Difference, differences
 from megalaunch.plan.search.search import Found, SearchError, SearchResult, search

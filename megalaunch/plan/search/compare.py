@@ -1,4 +1,4 @@
-"""Why one layout is predicted to be faster than another: the parts of a step in which they differ most."""
+"""Explain why one layout is predicted to be faster than another: the parts of a step that differ most."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Difference:
 
 
 def differences(faster: StepTime, slower: StepTime) -> list[Difference]:
-    """What the faster spends more or less than the slower, the largest difference first."""
+    """Return the differences of the faster layout to the slower one, the largest first."""
     first, second = _parts(faster), _parts(slower)
     found = [Difference(part, first[part] - second[part]) for part in _MEANINGS]
     return sorted(found, key=lambda difference: -abs(difference.seconds))

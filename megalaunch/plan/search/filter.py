@@ -1,7 +1,7 @@
-"""Drops layouts that break a rule, with the rules themselves: those that a layout can break, and no others.
+"""Drop layouts that violate a rule, by running only the rules that a layout can violate.
 
-The checker takes a millisecond and proves fixes; a search asks for thousands. `LAYOUT_ROOMS` is held to the
-checker by a test.
+The checker takes a millisecond and verifies fixes; a search checks thousands of layouts. A test compares `LAYOUT_ROOMS`
+to the checker.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ LAYOUT_ROOMS = (
     "batch_rampup",
     "recompute",
 )
-"""Modules of plan/rules whose rules read the degrees, the division of layers, the micro batch or recomputation."""
+"""Modules of plan/rules whose rules read the degrees, the split of layers, the micro batch or recomputation."""
 
 _BATCH_ROOMS = ("batch", "batch_rampup", "pipeline", "recompute", "data_blend")
-"""Those of them that read the micro batch or recomputation."""
+"""The modules among them that read the micro batch or recomputation."""
 
 
 def first_violated_rule(spec: RunSpec) -> str | None:
-    """The id of the first rule that a layout breaks, or None."""
+    """Return the id of the first rule that a layout violates, or None."""
     return _first(spec, _rules_for(LAYOUT_ROOMS))
 
 
 def broken_batch(spec: RunSpec) -> str | None:
-    """The same after a change of micro batch and recomputation alone."""
+    """Return the same after a change of only micro batch and recomputation."""
     return _first(spec, _rules_for(_BATCH_ROOMS))
 
 

@@ -1,4 +1,4 @@
-"""Enumerates layouts, drops the invalid and the too big with their reasons, ranks the rest by predicted speed."""
+"""Enumerate layouts, drop those that are invalid or too big with the reasons, rank the rest by predicted speed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megalaunch.plan.search.space import grids, micro_batches, pipeline_splits, 
 from megalaunch.platform.chips import CHIPS
 
 TOO_BIG = "memory.fits"
-"""The rule of what does not fit (plan/rules/memory.py); here the memory model is asked without it, which is faster."""
+"""The rule for layouts that do not fit (plan/rules/memory.py); here the memory model is called directly: faster."""
 
 
 class SearchError(ValueError):
-    """There is nothing to search: the device's speed or memory is not known, or the spec is open."""
+    """The search cannot start: the device's speed or memory is not known, or the spec is open."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A layout that is valid and fits, as a whole spec, with what is predicted for it."""
+    """A layout that is valid and fits, as a complete spec, with its predicted memory and time."""
 
     spec: RunSpec
     memory: Memory
@@ -38,12 +38,14 @@ class Found:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """All that was found, the fastest first.
+    """The result of a search, the fastest layout first.
 
-    `dropped` counts layouts by the rule they break (a whole grid of degrees counts once where the degrees are at
-    fault; `memory.fits` for those that are too big), `leaner` those that were not timed because they recompute more
-    than a layout that fits, and are slower for it. `own` is the layout that the spec had, if it is valid and fits;
-    `own_fault` says why it is not.
+    Attributes:
+        dropped: number of layouts by the rule that they violate; a grid of degrees counts once if the degrees are
+            invalid, `memory.fits` counts those that are too big.
+        leaner: layouts that were not timed because they recompute more than one that fits, so they are slower.
+        own: the layout of the given spec, if it is valid and fits.
+        own_fault: why it is not.
     """
 
     ranked: tuple[Found, ...]
@@ -55,28 +57,31 @@ class SearchResult:
 
     @property
     def valid(self) -> int:
-        """Layouts that are valid and fit."""
+        """Number of layouts that are valid and fit."""
         return len(self.ranked) + self.leaner
 
     @property
     def num_considered(self) -> int:
-        """Layouts looked at."""
+        """Number of layouts enumerated."""
         return self.valid + self.dropped.total()
 
     def place(self, found: Found) -> int:
-        """The rank of a layout, from 1: one more than are faster."""
+        """Return the rank of a layout, from 1: one more than the number of faster ones."""
         return 1 + sum(other.speed > found.speed for other in self.ranked)
 
 
 def _unreported(done: int, total: int) -> None:
-    """Nobody looks on."""
+    """Do nothing: the default progress callback."""
 
 
 def search(spec: RunSpec, devices: int | None = None, report: Callable[[int, int], None] = _unreported) -> SearchResult:
-    """Search the layouts of a resolved spec on `devices` devices (None: as many as it has).
+    """Search the layouts of a resolved spec on `devices` devices (None: those of the spec).
 
-    `report` is called with (grids of degrees searched, all of them). Raises SearchError with the reason when no layout
-    can be judged.
+    Args:
+        report: called with (grids of degrees searched, number of grids).
+
+    Raises:
+        SearchError: no layout can be predicted; the message has the reason.
     """
     spec = _on(spec, devices)
     per_node = int(spec.cluster.devices_per_node)
@@ -101,7 +106,7 @@ def search(spec: RunSpec, devices: int | None = None, report: Callable[[int, int
 
 
 def _on(spec: RunSpec, devices: int | None) -> RunSpec:
-    """The spec on so many devices, in machines of the size it has."""
+    """Return the spec on `devices` devices, in nodes of its size."""
     given = spec.cluster.devices_per_node
     if isinstance(given, int):
         per_node = given
@@ -122,7 +127,7 @@ def _on(spec: RunSpec, devices: int | None) -> RunSpec:
 
 
 def _room(spec: RunSpec) -> float:
-    """Bytes of one device."""
+    """Return the memory of one device in bytes; raises SearchError if it, the speed or the vocabulary is unknown."""
     chip = CHIPS.get(spec.platform.chip)
     if chip is None or chip.memory_bytes is None or not chip.peak_flops:
         raise SearchError(f"memory and speed of {spec.platform.chip} are not known; name a chip, e.g. platform=h100")
@@ -132,7 +137,7 @@ def _room(spec: RunSpec) -> float:
 
 
 def _nodes(grid: RunSpec, dropped: Counter[str]) -> Iterator[RunSpec]:
-    """The grid with its layers divided and its states sharded in every way that breaks no rule."""
+    """Yield the grid with every split of layers and every sharding of states that violates no rule."""
     p = grid.parallel
     choices = pipeline_splits(grid.model.num_layers, grid.model.mtp.num_layers, p.pp)
     if p.dp is None or not choices:
@@ -150,7 +155,7 @@ def _nodes(grid: RunSpec, dropped: Counter[str]) -> Iterator[RunSpec]:
 
 
 def _within(node: RunSpec, room: float, dropped: Counter[str]) -> tuple[list[Found], int]:
-    """Micro batches and recomputation within one node: for each micro batch the least recomputation that fits."""
+    """Search micro batches and recomputation: for each micro batch the least recomputation that fits."""
     found: list[Found] = []
     leaner = 0
     ladder = recomputations(node)
@@ -177,7 +182,7 @@ def _within(node: RunSpec, room: float, dropped: Counter[str]) -> tuple[list[Fou
 
 
 def _least_that_fits(steps: list[RunSpec], room: float) -> tuple[int, Memory] | None:
-    """The first step of a ladder that fits; the last is tried second, since mostly the first or none fits."""
+    """Return the first step that fits; the last one is tried second, since usually the first or none fits."""
     first = predict_memory(steps[0])
     if first.total <= room:
         return 0, first
@@ -192,7 +197,7 @@ def _least_that_fits(steps: list[RunSpec], room: float) -> tuple[int, Memory] | 
 
 
 def _own(spec: RunSpec, room: float) -> tuple[Found | None, str]:
-    """The layout that the spec came with, or why it cannot run."""
+    """Return the layout of the given spec, or why it cannot run."""
     broken = first_violated_rule(spec)
     if broken is not None:
         return None, f"it breaks the rule {broken}"
@@ -203,5 +208,5 @@ def _own(spec: RunSpec, room: float) -> tuple[Found | None, str]:
 
 
 def _same(spec: RunSpec, other: RunSpec) -> bool:
-    """Whether two specs of one search are the same layout."""
+    """Return whether two specs of one search have the same layout."""
     return (spec.parallel, spec.batch, spec.recompute) == (other.parallel, other.batch, other.recompute)

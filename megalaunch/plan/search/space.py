@@ -1,6 +1,6 @@
-"""The layouts that a search looks at: degrees, divisions of the layers, and what is tried within each.
+"""The search space of layouts: degrees, splits of the layers, sharding, micro batches and recomputation.
 
-The world's divisors bound every degree; what does not fit together is left to the rules, which say why.
+Every degree divides the world or the node; invalid combinations are left to the rules, which have the reasons.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.parallel import DataSharding, ParallelSpec
 from megalaunch.config.schema.recompute import RecomputeModule, RecomputeSpec
 
-SHORTEST_PART = 512  # tokens of a sequence that a context-parallel rank holds, at least
+SHORTEST_PART = 512  # minimum tokens of a sequence per context-parallel rank
 LARGEST_MICRO_BATCH = 8
-MOST_VIRTUAL_STAGES = (
-    12  # the most that published runs use; the cost of a message, which grows with them, is not modelled
-)
+MOST_VIRTUAL_STAGES = 12  # the most in published runs; the latency of messages, which grows with it, is not modelled
 
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """How layers are shared out: over virtual stages, with ends that count as layers or hold fewer of them."""
+    """A split of layers over virtual stages, with ends that count as layers or hold fewer of them."""
 
     vpp: int | None = None
     embedding: bool = False
@@ -33,18 +31,18 @@ class LayerSplit:
 
     @property
     def interleaved(self) -> bool:
-        """Whether ranks hold several virtual stages; the layouts tried here always do."""
+        """Whether ranks hold several virtual stages; the pipeline layouts of this space always do."""
         return self.vpp is not None or self.layout is not None
 
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """All of them, ascending."""
+    """Return all divisors, ascending."""
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def grids(spec: RunSpec, world: int, per_node: int) -> Iterator[RunSpec]:
-    """The spec under every combination of degrees; pp as far as there are layers, tp within a machine."""
+    """Yield the spec with every combination of degrees; pp is at most the number of layers, tp within a node."""
     model = spec.model
     longest = max(1, spec.batch.sequence_length // SHORTEST_PART)
     experts = model.moe.num_experts
@@ -57,7 +55,7 @@ def grids(spec: RunSpec, world: int, per_node: int) -> Iterator[RunSpec]:
 
 
 def _gridded(spec: RunSpec, world: int, tp: int, pp: int, cp: int, ep: int, etp: int | None) -> RunSpec:
-    """The spec under these degrees; what only makes sense with the degrees that it had goes back to its default."""
+    """Return the spec with these degrees; settings that depend on its former degrees are reset to their defaults."""
     p = spec.parallel
     dp, rest = divmod(world, tp * pp * cp)
     parallel = replace(
@@ -92,9 +90,9 @@ def _even_split(parallel: ParallelSpec) -> ParallelSpec:
 
 
 def split_layers(spec: RunSpec, division: LayerSplit, sharding: DataSharding) -> RunSpec:
-    """The spec with its layers shared out so, and its states sharded so."""
+    """Return the spec with a split of its layers and a sharding of its states."""
     schedule = spec.parallel.schedule
-    if schedule in ("auto", "1f1b", "interleaved"):  # what auto comes to
+    if schedule in ("auto", "1f1b", "interleaved"):  # the choices of auto
         schedule = "auto" if spec.parallel.pp == 1 else "interleaved" if division.interleaved else "1f1b"
     parallel = replace(
         spec.parallel,
@@ -113,9 +111,9 @@ def split_layers(spec: RunSpec, division: LayerSplit, sharding: DataSharding) ->
 
 @cache
 def pipeline_splits(layers: int, mtp: int, pp: int) -> tuple[LayerSplit, ...]:
-    """Even shares, with the ends counted as layers or not; where there are none, ends that hold fewer layers.
+    """Return even splits, with ends that count as layers or not; if there are none, ends with fewer layers.
 
-    `mtp` counts depths of multi-token prediction, which stay with the head.
+    `mtp` is the number of MTP depths, which stay with the head.
     """
     if pp == 1:
         return (LayerSplit(),)
@@ -134,14 +132,14 @@ def _virtual(*shares: int) -> Iterator[int | None]:
 
 
 def _uneven(layers: int, pp: int) -> Iterator[LayerSplit]:
-    """Middle ranks of one size, ends of what is left: the last no larger than the first, as it has the head."""
+    """Yield splits with middle ranks of one size; the last rank has the head, so no more layers than the first."""
     if pp == 2:
         yield LayerSplit(last=layers // 2)
         return
     for middle in range(-(-layers // pp), layers // (pp - 2) + 1):
         left = layers - middle * (pp - 2)
         lasts = [last for last in (left // 2, left // 2 - 1) if last >= 1 and left - last <= middle]
-        for last in lasts:  # one fewer makes room for the head
+        for last in lasts:  # one layer fewer to balance the head
             first = left - last
             yield from (LayerSplit(vpp, first=first, last=last) for vpp in _virtual(first, last, middle))
         if lasts:
@@ -149,7 +147,7 @@ def _uneven(layers: int, pp: int) -> Iterator[LayerSplit]:
 
 
 def _layouts(layers: int, mtp: int, pp: int) -> Iterator[LayerSplit]:
-    """Virtual stages written out: embedding, layers, depths and head in parts of one size, the middle's one larger."""
+    """Yield explicit virtual stages: embedding, layers, depths and head in equal parts, middle ones one larger."""
     units = "E" + "t" * layers + "m" * mtp + "L"
     for vpp in (2, 4):
         size, over = divmod(len(units), pp * vpp)
@@ -161,7 +159,7 @@ def _layouts(layers: int, mtp: int, pp: int) -> Iterator[LayerSplit]:
 
 
 def shardings(spec: RunSpec) -> tuple[DataSharding, ...]:
-    """What data-parallel ranks divide; a pipeline keeps gradients and copies whole whatever they do."""
+    """Return the data shardings to try; with a pipeline only "optim", as gradients and copies are full in any case."""
     p = spec.parallel
     if (p.dp or 1) * p.cp == 1 or p.pp > 1:
         return ("optim",)
@@ -169,7 +167,7 @@ def shardings(spec: RunSpec) -> tuple[DataSharding, ...]:
 
 
 def micro_batches(spec: RunSpec) -> Iterator[int]:
-    """Powers of two that a rank's share of the batch has."""
+    """Yield the powers of two up to a data-parallel rank's samples."""
     share = spec.batch.global_batch_size // (spec.parallel.dp or 1)
     size = 1
     while size <= min(LARGEST_MICRO_BATCH, share):
@@ -178,7 +176,7 @@ def micro_batches(spec: RunSpec) -> Iterator[int]:
 
 
 def recomputations(spec: RunSpec) -> tuple[RecomputeSpec, ...]:
-    """From nothing to whole layers: each keeps less than the one before, and computes more again."""
+    """Return recomputation from none to full layers: each saves fewer activations than the last and recomputes more."""
     heavy: RecomputeModule = "mlp" if spec.model.moe.num_experts is None else "moe"
     none = replace(spec.recompute, granularity="none", method="uniform", num_layers=1, cpu_offloading_num_layers=0)
     return (
