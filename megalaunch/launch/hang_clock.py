@@ -12,7 +12,7 @@ STEP_SECONDS = 15.0  # minimum time limit of a step
 STEP_MEDIANS = 10
 _KNOWN_SAMPLES = 5  # with fewer the median is unreliable: first steps compile, allocate and connect
 _LONGEST_GAP = 2.0
-_POINTLESS_BELOW = 1.0  # seconds; every limit is longer, so none is computed below this
+_POINTLESS_BELOW = 1.0  # seconds; no limit is shorter
 
 
 class HangClock:
