@@ -1,7 +1,7 @@
 """One attempt: an elastic agent, its workers, and the diagnosis of their failures and hangs.
 
-Three modules diagnose a hang: `rank_monitor.py` reads the ranks' progress, `hang_clock.py` decides when ranks without
-progress are hung, and `collective_mismatch.py` names the rank that the others wait for.
+Hang diagnosis: `rank_monitor.py` reads the ranks' progress, `hang_clock.py` decides when ranks without progress are
+hung, and `collective_mismatch.py` names the rank that the others wait for.
 """
 
 from __future__ import annotations

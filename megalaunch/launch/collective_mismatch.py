@@ -60,9 +60,8 @@ def _best_candidate(candidates: list[_Candidate]) -> Culprit | None:
 
 def _different(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
     """Yield a candidate for each member of a group whose collectives of the same sequence number differ."""
-    run: dict[
-        tuple[str, int], Counter[str]
-    ] = {}  # group's name and sequence number -> collectives of the ranks of all such groups
+    # (group's name, sequence number) -> the collectives that the ranks of all groups of this name ran
+    run: dict[tuple[str, int], Counter[str]] = {}
     for _, group, one in _all_collectives(traces):
         run.setdefault((group.name, one.number), Counter())[one.what] += 1
     members: dict[tuple[tuple[int, ...], str, int], dict[int, tuple[str, int]]] = {}

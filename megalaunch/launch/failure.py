@@ -90,8 +90,10 @@ def first_failure(
 
     Args:
         events: `worker_failed` records of the attempt.
+        ranks: its workers.
         exit_codes: of workers by pid, from the agent's log.
         culprit: the rank whose collectives differ from its group's.
+        agent_code: the agent's exit code.
         aborted: ranks that native code aborted in a collective.
     """
     by_time = sorted(events, key=lambda event: event.get("time", 0.0))

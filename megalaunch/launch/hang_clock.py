@@ -48,10 +48,10 @@ class HangClock:
     def limit(self, ranks: RankMonitor) -> float:
         """Return the seconds without progress that the current phase may take.
 
-        While ranks start: the larger of start_timeout and hang_timeout. Within steps: step_timeout if given, else
-        max(STEP_SECONDS, STEP_MEDIANS x median step time), at most hang_timeout. In all other cases hang_timeout:
-        outside of steps, before enough step times are known, while a debugger holds a rank, and with train.compile,
-        since a new shape may compile the layers again.
+        While ranks start: the larger of start_timeout and hang_timeout. Within steps, or with a stopped rank:
+        step_timeout if given, else max(STEP_SECONDS, STEP_MEDIANS x median step time), at most hang_timeout. In all
+        other cases hang_timeout: outside of steps, before enough step times are known, while a debugger holds a rank,
+        and with train.compile, since a new shape may compile the layers again.
         """
         if ranks.are_starting:
             return max(self._launcher.start_timeout, self._launcher.hang_timeout)
