@@ -206,9 +206,8 @@ def _devices_of_cpu(spec: RunSpec) -> _Changes:
     if spec.cluster.devices_per_node != "auto" or facts is None or facts.device != "cpu":
         return {}
     p = spec.parallel
-    shards = math.lcm(
-        p.tp * p.pp * p.cp * p.dp_replicate, p.pp * p.ep * (p.etp or 1)
-    )  # dense and expert grid both divide it
+    # The dense grid and the expert grid must both divide the workers.
+    shards = math.lcm(p.tp * p.pp * p.cp * p.dp_replicate, p.pp * p.ep * (p.etp or 1))
     if p.dp is None:
         workers, why = (
             shards * max(1, spec.cluster.cpu_workers // shards),

@@ -212,11 +212,8 @@ def run_workers(
         unlock_run(directory, lock)
 
 
-_SAID = (
-    ExitCode.CONFIGURATION,
-    ExitCode.DATA,
-    ExitCode.CHECKPOINT,
-)  # no failure report, only the reason
+# Ends that print only the reason, without a failure report.
+_SAID = (ExitCode.CONFIGURATION, ExitCode.DATA, ExitCode.CHECKPOINT)
 _NEXT = "read the log; the same command tries again"
 _STOPPED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
 

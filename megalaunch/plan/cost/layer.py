@@ -106,9 +106,8 @@ def _matmuls(model: ModelSpec, kind: Layer, shape: Shape) -> Iterator[Matmul]:
         yield Matmul(rows / (tp if shape.sequence_parallel else 1), 2 * hidden, hidden)
     if not kind.experts:
         yield Matmul(rows, hidden, gate * model.ffn_hidden_size / tp, "mlp")
-        yield Matmul(
-            rows, model.ffn_hidden_size / tp, hidden
-        )  # not repeated: recomputation stops at the last saved input
+        # No module: recomputation does not repeat this matmul, it stops when the input is recomputed.
+        yield Matmul(rows, model.ffn_hidden_size / tp, hidden)
         return
     moe = model.moe
     experts, width = moe.num_experts or 1, (moe.ffn_hidden_size or model.ffn_hidden_size) / shape.etp

@@ -185,9 +185,8 @@ def _full_weights(
     weight: float = plain
     if spec.precision.compute_dtype == "fp8":
         weight = accounting.float8_weight_copies + (0 if spec.precision.fp8.param_gather else plain)
-    weights = (
-        weight * (held.dense + held.experts - held.root) + plain * held.root
-    )  # embedding and head have no 8-bit copies
+    # Embedding and head have no 8-bit copies.
+    weights = weight * (held.dense + held.experts - held.root) + plain * held.root
     whole = held.dense + held.experts
     if spec.parallel.data_sharding == "optim_grads_params":
         weights, whole = plain * divided, divided
