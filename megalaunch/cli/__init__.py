@@ -1,1 +1,1 @@
-"""The command line: one small file a command; parses, calls, renders."""
+"""The command line: one folder a command family; parse, call, render."""

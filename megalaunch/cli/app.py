@@ -32,26 +32,26 @@ class Subcommand:
 
 
 COMMANDS = {
-    "train": Subcommand("train.train", "train", "Train a model, or continue a run.", True),
-    "watch": Subcommand("train.watch", "watch", "Show a run that goes on elsewhere."),
-    "generate": Subcommand("text.generate", "generate", "Let a trained model continue a text."),
-    "evaluate": Subcommand("text.evaluate", "evaluate", "Tell how well a trained model predicts texts."),
+    "train": Subcommand("train.train", "train", "Train a model, or resume a run.", True),
+    "watch": Subcommand("train.watch", "watch", "Show the display of a run launched elsewhere."),
+    "generate": Subcommand("text.generate", "generate", "Generate text with a trained model."),
+    "evaluate": Subcommand("text.evaluate", "evaluate", "Evaluate a model: loss, perplexity, lm-eval tasks."),
     "checkpoint": Subcommand("checkpoint.checkpoint", "app", "List, inspect and verify checkpoints."),
-    "convert": Subcommand("checkpoint.convert", "app", "Carry weights from and to Hugging Face folders.", True),
-    "preprocess": Subcommand("data.preprocess", "preprocess", "Turn text or jsonl into token files.", True),
+    "convert": Subcommand("checkpoint.convert", "app", "Convert checkpoints: Hugging Face, Megatron-LM.", True),
+    "preprocess": Subcommand("data.preprocess", "preprocess", "Tokenize text or jsonl into .bin/.idx files.", True),
     "data": Subcommand("data.data", "app", "Inspect, verify, merge and split token files.", True),
-    "tokenizer": Subcommand("data.tokenizer", "app", "Train a tokenizer, or look into one.", True),
+    "tokenizer": Subcommand("data.tokenizer", "app", "Train or inspect a tokenizer.", True),
     "validate-config": Subcommand(
-        "train.validate_config", "validate_config", "Report all that is wrong with a run at once."
+        "train.validate_config", "validate_config", "Check a run and report all problems at once."
     ),
-    "explain": Subcommand("reference.explain", "explain", "Tell why a rule holds, or what a key means."),
+    "explain": Subcommand("reference.explain", "explain", "Explain a rule or a config key."),
     "plan": Subcommand("plan.plan", "plan", "Predict memory and speed; search for the best layout."),
-    "sweep": Subcommand("sweep.sweep", "sweep", "Try many settings, without those that cannot run.", True),
+    "sweep": Subcommand("sweep.sweep", "sweep", "Run a sweep; invalid points are skipped.", True),
     "recipes": Subcommand("recipes.recipes", "app", "List the recipes, show one, or compare two."),
     "import-megatron": Subcommand(
-        "recipes.import_megatron", "import_megatron", "Turn a Megatron-LM script into a recipe."
+        "recipes.import_megatron", "import_megatron", "Convert a Megatron-LM script to a recipe."
     ),
-    "doctor": Subcommand("doctor", "doctor", "Tell what this machine has and lacks."),
+    "doctor": Subcommand("doctor", "doctor", "Report the devices and packages of this machine."),
 }
 
 

@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False) -> None:
-    """Tell what this machine has, what is missing for what, and what the engine can run."""
+    """Report the devices of this machine, missing packages, and what the engine can run."""
     from megalaunch.platform.detect import detect_machine
     from megalaunch.platform.packages import OPTIONAL, inspect_packages, installed_version
 

@@ -28,7 +28,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def list_checkpoints(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")], as_json: AsJson = False
 ) -> None:
-    """Every checkpoint of a run: step, size, whether it is complete, and why it is kept."""
+    """List the checkpoints of a run: step, size, whether it is complete, and why it is kept."""
     from megalaunch.cli.checkpoint.output import list_lines, list_rows
     from megalaunch.rundir.checkpoint.listing import checkpoint_info, checkpoints_by_step, directory_size, leftovers
 

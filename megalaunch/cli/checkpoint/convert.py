@@ -29,7 +29,7 @@ def import_(
     folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A folder with config.json and safetensors.")],
     output: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The checkpoint to write.")],
 ) -> None:
-    """Turn a Hugging Face folder into a checkpoint, and prove that both compute the same.
+    """Convert a Hugging Face folder to a checkpoint, and verify that both give the same logits.
 
     Tensors are carried one at a time and keep their format. Everything that cannot be carried over exactly is listed,
     and then nothing is written.
@@ -54,7 +54,7 @@ def export(
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it: as they are stored.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Size of a file at most.")] = "5GB",
 ) -> None:
-    """Turn a checkpoint into a Hugging Face folder, and prove that both compute the same."""
+    """Convert a checkpoint to a Hugging Face folder, and verify that both give the same logits."""
     from megalaunch.runs.errors import fail
 
     if dtype not in (None, "fp32", "bf16", "fp16"):
@@ -87,7 +87,7 @@ def import_megatron(
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read the pickles in it, see below.")] = False,
     vocab_size: Annotated[int | None, typer.Option(help="True vocabulary, without Megatron's padding.")] = None,
 ) -> None:
-    """Turn a GPT checkpoint of Megatron-LM (torch_dist) into a checkpoint of ours.
+    """Convert a GPT checkpoint of Megatron-LM (torch_dist) to a megalaunch checkpoint.
 
     Megatron describes its checkpoints in pickles, which run whatever code is in them when they are opened in the usual
     way. --allow-pickle reads them in a process of its own that knows tensors, plain containers and Megatron's own

@@ -8,11 +8,9 @@ import typer
 
 
 def cache(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="The GROUP=OPTION and SECTION.KEY=VALUE words of train.")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Overrides, as for train.")] = None,
 ) -> None:
-    """Prepare the data of a run ahead: encode its corpus, build and keep the order of its samples.
+    """Prepare the data of a run in advance: tokenize its corpus, and build and cache its sample index.
 
     Takes the words of `megalaunch train`; a run with the same words and data.cache_directory then finds it all.
     """

@@ -39,7 +39,7 @@ def inspect(
     documents: Annotated[int, typer.Option(min=0, help="First documents to show.")] = 3,
     png: Annotated[Path | None, typer.Option(help="Draw the lengths into this file too.")] = None,
 ) -> None:
-    """Show counts, the lengths of the documents, and the first of them as text."""
+    """Show counts, document lengths, and the first documents as text."""
     with _data_errors():
         from megalaunch.data.indexed_dataset.dataset import IndexedTokens
         from megalaunch.data.indexed_dataset.statistics import draw_histogram, histogram_lines, statistics
@@ -69,7 +69,7 @@ def verify(
     tokenizer: TokenizerPath = None,
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Ids must be below this.")] = None,
 ) -> None:
-    """Check every invariant, every id and, where a report vouches for them, every byte."""
+    """Check every invariant, every token id and, where a report has hashes, every byte."""
     with _data_errors():
         from megalaunch.data.indexed_dataset.verify import verify as check
 
@@ -99,7 +99,7 @@ def merge(
     prefixes: Annotated[list[Path], typer.Argument(help="Prefixes in order, or folders (sorted by name).")],
     output_prefix: Annotated[Path, typer.Option(help="Path of the files to make, without .bin and .idx.")],
 ) -> None:
-    """Join token files into one, as one pass over all their texts would have made it."""
+    """Merge token files into one: the same bytes as preprocessing all their texts at once."""
     with _data_errors():
         from megalaunch.data.indexed_dataset.merge import merge as join
 
@@ -114,7 +114,7 @@ def split(
     shares: Annotated[str | None, typer.Option(help="Shares of the parts, such as 99,1.")] = None,
     parts: Annotated[int | None, typer.Option(min=1, help="Number of equal parts.")] = None,
 ) -> None:
-    """Cut token files into consecutive parts by documents; merging them gives the whole again."""
+    """Split token files into consecutive parts by documents; merging the parts gives the same bytes again."""
     if (shares is None) == (parts is None):
         _refuse("give --shares or --parts, one of them.", usage=True)
     with _data_errors():

@@ -86,7 +86,7 @@ def run(
     checkpoint_every: Annotated[float, typer.Option(min=0, help="Seconds of work that a kill may cost.")] = 10.0,
     log_interval: Annotated[int | None, typer.Option(min=1, help="Documents between two progress lines.")] = None,
 ) -> None:
-    """Turn text into token files (.bin and .idx in Megatron's layout) to train on; Megatron's options work too."""
+    """Tokenize text into .bin and .idx files in Megatron's format. Megatron's options work too."""
     settings = Settings(
         tokenizer=tokenizer.expanduser(),
         merges=merges,

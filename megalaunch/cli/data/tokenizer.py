@@ -26,7 +26,7 @@ def train(
     json_key: Annotated[list[str] | None, typer.Option(help="Key of the text; repeat it.", show_default="text")] = None,
     max_mb: Annotated[float, typer.Option(min=0.001, help="Text to learn from; memory grows with it.")] = 500.0,
 ) -> None:
-    """Train a byte-level BPE with <|endoftext|> on the text of files; the same files give the same bytes."""
+    """Train a byte-level BPE tokenizer with <|endoftext|> on text files; deterministic."""
     from megalaunch.data.errors import DataError
     from megalaunch.data.tokenizer.train import train_tokenizer_on
     from megalaunch.rundir.outcome import ExitCode
@@ -51,7 +51,7 @@ def inspect(
     merges: Annotated[Path | None, typer.Option(help="Merges of a GPT-2 vocabulary; default: beside it.")] = None,
     text: Annotated[str | None, typer.Option(help="Show how this text is cut.")] = None,
 ) -> None:
-    """Show size, end token and special tokens; how a text is cut; and which engine preprocess would take."""
+    """Show vocabulary size, special tokens, how a text is tokenized, and which backend preprocess would use."""
     from megalaunch.data.errors import DataError
     from megalaunch.data.indexed_dataset.builder import token_type
     from megalaunch.data.preprocess.encoder_backend import select_backend

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def plan(
-    overrides: Annotated[list[str] | None, typer.Argument(help="GROUP=OPTION and SECTION.KEY=VALUE words.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Overrides: GROUP=OPTION (parallel=tp4pp4) and SECTION.KEY=VALUE (train.steps=100)."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     show_assumptions: Annotated[
         bool, typer.Option("--assumptions", help="Also print every constant: name, value, source.")
@@ -21,15 +24,16 @@ def plan(
         str | None, typer.Option(metavar="N", help="Budget for the days of training (15T, 300B); else train.steps.")
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="Rank every layout of the model on these devices.")] = False,
-    devices: Annotated[int | None, typer.Option(min=1, help="With --search: how many devices there are.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="With --search: the number of devices.")] = None,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Run the engine's own step as one rank, on tensors without memory.")
+        bool, typer.Option("--deep", help="Simulate one rank's step with the real engine, on fake tensors.")
     ] = False,
     rank: Annotated[
-        int | None, typer.Option(min=0, help="With --deep: which rank; else the first of the fullest stage.")
+        int | None,
+        typer.Option(min=0, help="With --deep: the rank (default: the first of the stage with the highest memory)."),
     ] = None,
 ) -> None:
-    """Predict memory, speed and rank groups of a run, search for its best layout, or count one rank's step.
+    """Predict the memory, speed and rank groups of a run; search for its best layout; or simulate one rank's step.
 
     Exit code 0 when the run is valid, 2 when it is not.
     """
@@ -63,7 +67,7 @@ def plan(
 
 
 def _resolved(overrides: list[str]) -> tuple[Composition, RunSpec]:
-    """The composition of the words and its resolved spec; refuses what does not compose."""
+    """Compose the overrides and resolve the spec; exit with code 2 when they do not compose."""
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.plan.report import finding_block, problems_as_findings, problems_text

@@ -25,11 +25,11 @@ def import_megatron(
             "--set", metavar="NAME=VALUE", help="A variable the script expects; 1=VALUE is its first argument."
         ),
     ] = None,
-    platform: Annotated[str | None, typer.Option(metavar="NAME", help="The chip it is made for, e.g. h100.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
+    platform: Annotated[str | None, typer.Option(metavar="NAME", help="The target platform, e.g. h100.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Turn a Megatron-LM launch script into a recipe, and tell what became of every flag.
+    """Convert a Megatron-LM launch script to a recipe, and report what became of every flag.
 
     Nothing is executed: variables, defaults, arrays and arithmetic are read as data.
     """

@@ -22,9 +22,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("list")
 def list_recipes(
     as_json: AsJson = False,
-    names: Annotated[bool, typer.Option("--names", help="Only the names, one a line.")] = False,
+    names: Annotated[bool, typer.Option("--names", help="Print only the names, one per line.")] = False,
 ) -> None:
-    """Every recipe by name: its size, devices, layout and sequence, and the folders that were looked in."""
+    """List every recipe: size, devices, layout and sequence length, and the folders searched."""
     from megalaunch.config.recipes import recipe_files, recipe_folders
 
     if names:
@@ -45,9 +45,9 @@ def list_recipes(
 @app.command("show")
 def show_recipe(
     name: Recipe,
-    whole: Annotated[bool, typer.Option("--whole", help="The composed run, with every default.")] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="Show the composed run, with every default.")] = False,
 ) -> None:
-    """Print a recipe's file, or with --whole the run spec that it composes to."""
+    """Print a recipe's file, or with --whole the composed run spec."""
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.config.recipes import load_chain
@@ -71,7 +71,7 @@ def show_recipe(
 
 @app.command("diff")
 def diff_recipes(left: Recipe, right: Recipe, as_json: AsJson = False) -> None:
-    """What differs between the runs that two recipes come to, with every default and derived value."""
+    """Compare the runs of two recipes, with every default and derived value."""
     from megalaunch.cli.recipes.table import differences_text, spec_differences
 
     found = spec_differences(_resolved(left), _resolved(right))

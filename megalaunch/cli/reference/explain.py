@@ -21,7 +21,7 @@ def explain(
         str | None, typer.Argument(metavar="RULE|KEY|SECTION", help="parallel.heads_by_tp, optimizer.lr, train.")
     ] = None,
 ) -> None:
-    """Print a rule's page: what holds, why, and an example with its fix. Or what a key, or each of a section, means.
+    """Explain a rule (what it checks, why, an example with its fix), a config key or a section.
 
     Without a name: the rules there are.
     """

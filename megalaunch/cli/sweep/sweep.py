@@ -19,27 +19,36 @@ _SPEED_ONLY = (
 
 
 def sweep(
-    overrides: Annotated[list[str] | None, typer.Argument(help="Words of train; some name several values.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which points would run, and why not.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; all else goes to stderr.")] = False,
-    trials: Annotated[int | None, typer.Option(min=1, help="At most so many runs (default: all of the grid).")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Overrides, as for train; some name several values.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show which points would run, and why others would not.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object to stdout; everything else goes to stderr.")
+    ] = False,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of trials (default: the whole grid).")
+    ] = None,
     sampler: Annotated[
-        str | None, typer.Option(metavar="grid|random|tpe", help="Which points; tpe learns from earlier ones.")
+        str | None,
+        typer.Option(metavar="grid|random|tpe", help="Sampler of the points; tpe learns from earlier trials."),
     ] = None,
     metric: Annotated[
         str | None,
         typer.Option(
             metavar="tokens_per_second|validation_loss|loss",
-            help="What the trials are ranked by (default: the speed where only layouts are swept, else validation).",
+            help="Metric that ranks the trials (default: speed when only layouts are swept, else validation loss).",
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="The folder below sweeps/ (default: the recipe's name).")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random and tpe samplers.")] = 1234,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Launch failed trials again.")] = False,
 ) -> None:
-    """Try the points of a grid, one run after the other, and rank them.
+    """Run the points of a sweep one after the other, and rank them.
 
-    A word names several values as a list (parallel=tp1,tp2), choice(...), range(...), glob(...) or, for the random
+    An override names several values as a list (parallel=tp1,tp2), choice(...), range(...), glob(...) or, for the random
     and tpe samplers, interval(low,high) and tag(log,interval(low,high)). The same command again goes on where the
     sweep was interrupted.
     """

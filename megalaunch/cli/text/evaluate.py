@@ -33,7 +33,7 @@ def evaluate(
     ] = None,
     layout: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[LAYOUT]...", help="parallel=tp2pp2 and the like: over local workers."),
+        typer.Argument(metavar="[LAYOUT]...", help="Parallel layout over local workers, e.g. parallel=tp2pp2."),
     ] = None,
     task: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A task or group of lm-eval; may be repeated.")
@@ -42,18 +42,18 @@ def evaluate(
         Path | None,
         typer.Option(metavar="DIR", help="Tasks of your own. lm-eval runs Python that they name: trust them."),
     ] = None,
-    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples before each question of a task.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many questions of each task.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Number of few-shot examples per question.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N questions of each task.")] = None,
     sequence_length: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens a row (default: the run's; in tasks all that the model is made for)."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 4,
+    batch_size: Annotated[int, typer.Option(min=1, help="Batch size: rows evaluated together.")] = 4,
     json_key: Annotated[str, typer.Option(help="The key of the text in jsonl and parquet.")] = "text",
     no_bos: NoBos = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a data set or figure, a line each.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON lines: one object per data set or metric.")] = False,
 ) -> None:
-    """How well a model predicts data sets (loss, perplexity, bits per byte), and what it reaches in tasks of lm-eval.
+    """Evaluate a model on data sets (loss, perplexity, bits per byte) and on lm-eval tasks.
 
     The loss is computed as the validation loss of a run is. `parallel=` words as those of `train` lay the model over
     workers on this machine.

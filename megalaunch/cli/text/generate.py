@@ -20,39 +20,44 @@ Source = Annotated[
     Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT|HF_DIR", help="A run, a checkpoint, or a Hugging Face folder.")
 ]
 Words = Annotated[
-    list[str] | None, typer.Argument(metavar="[LAYOUT]...", help="parallel=tp2pp2 and the like: over local workers.")
+    list[str] | None,
+    typer.Argument(metavar="[LAYOUT]...", help="Parallel layout over local workers, e.g. parallel=tp2pp2."),
 ]
-Texts = Annotated[list[str] | None, typer.Option(help="A text to continue; may be given again.")]
+Texts = Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")]
 File = Annotated[
     str | None,
     typer.Option(metavar="FILE|-", help="A prompt a line, of a text file, a .jsonl file or (-) standard input."),
 ]
-Chat = Annotated[bool, typer.Option("--chat", help="Ask through the model's own chat template.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompts.")]
 System = Annotated[str | None, typer.Option(help="With --chat: the system message.")]
-NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to write at most.")]
-Samples = Annotated[int, typer.Option(min=1, help="Texts of each prompt.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token; 1: as learnt.")]
-TopK = Annotated[int | None, typer.Option(min=1, help="Draw from the k likeliest tokens only.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")]
+Samples = Annotated[int, typer.Option(min=1, help="Completions per prompt.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy, 1: unscaled.")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Top-k sampling: the k most probable tokens.")]
 TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that hold this probability.")
+    float, typer.Option(min=0.0, max=1.0, help="Top-p (nucleus) sampling: the tokens that hold this probability.")
 ]
 MinP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Leave out tokens less likely than this part of the likeliest one.")
+    float,
+    typer.Option(min=0.0, max=1.0, help="Min-p sampling: drop tokens below this fraction of the highest probability."),
 ]
-Penalty = Annotated[float, typer.Option(min=0.0, help="Over 1: tokens that the text holds already become less likely.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End a text before this string; may be given again.")]
+Penalty = Annotated[
+    float, typer.Option(min=0.0, help="Repetition penalty; above 1, tokens in the text so far become less probable.")
+]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop string: end the text before it; may be repeated.")]
 Logprobs = Annotated[
-    int | None, typer.Option(min=0, help="With --json: log-probabilities, with those of the N likeliest tokens.")
+    int | None, typer.Option(min=0, help="With --json: log-probabilities, with the top N alternatives.")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="The same seed writes the same texts.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of sampling: the same seed gives the same texts.")]
 NoBos = Annotated[
     bool, typer.Option("--no-bos", help="Leave out the special tokens (BOS) that the tokenizer puts around a text.")
 ]
-BatchSize = Annotated[int, typer.Option(min=1, help="Texts that are written at once.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Batch size: texts generated together.")]
 Stream = Annotated[
-    bool | None, typer.Option("--stream/--no-stream", help="Show text as it is written (default, but with --json).")
+    bool | None,
+    typer.Option("--stream/--no-stream", help="Stream tokens as they are generated (the default without --json)."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object a text, a line each.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON lines: one object per text.")]
 
 
 def generate(
@@ -77,7 +82,7 @@ def generate(
     stream: Stream = None,
     json: Json = False,
 ) -> None:
-    """Let a trained model continue texts: the prompts and what follows go to standard output as they are written.
+    """Generate text with a trained model: prompts and completions go to stdout as tokens are generated.
 
     Each text ends with the document that the model writes, before a stop string, or after the given number of tokens.
     `parallel=` words as those of `train` lay the model over workers on this machine.

@@ -22,16 +22,19 @@ NEEDED_PACKAGES = ("torch", "safetensors")
 
 
 def train(
-    overrides: Annotated[list[str] | None, typer.Argument(help="GROUP=OPTION and SECTION.KEY=VALUE words.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Overrides: GROUP=OPTION (parallel=tp4pp4) and SECTION.KEY=VALUE (train.steps=100)."),
+    ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only check, and print the command of each machine.")
+        bool, typer.Option("--dry-run", help="Only check, and print the command for each machine.")
     ] = False,
     prepare_only: Annotated[
         bool,
         typer.Option("--prepare-only", help="Prepare the data, write spec.yaml, print the commands; start nothing."),
     ] = False,
 ) -> None:
-    """Train a model: compose, check, prepare the data, launch the workers, show how they do, sum up.
+    """Train a model: compose and check the run, prepare its data, launch the workers, show progress, summarize.
 
     The same command again continues the run. Ctrl-C saves a checkpoint and ends; twice ends at once.
     """

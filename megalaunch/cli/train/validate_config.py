@@ -8,13 +8,16 @@ import typer
 
 
 def validate_config(
-    overrides: Annotated[list[str] | None, typer.Argument(help="GROUP=OPTION and SECTION.KEY=VALUE words.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Overrides: GROUP=OPTION (parallel=tp4pp4) and SECTION.KEY=VALUE (train.steps=100)."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     explain: Annotated[
         str | None, typer.Option(metavar="KEY", help="Show a key or section: value, meaning, where it comes from.")
     ] = None,
 ) -> None:
-    """Compose a run and report everything that is wrong with it, each with the numbers and a fix.
+    """Compose a run and report every problem at once, each with its numbers and a fix.
 
     Exit code 0 when it is valid, 2 when it is not.
     """

@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.5
 def watch(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory, for example runs/quickstart.")],
 ) -> None:
-    """Show a run that goes on elsewhere until it ends; Ctrl-C leaves it running.
+    """Show the display of a run that was launched elsewhere, until it ends. Ctrl-C leaves the run alone.
 
     The exit code is that of the run.
     """
