@@ -85,7 +85,7 @@ def as_override(value: Any) -> str:
         return f"[{','.join(_item(item) for item in value)}]"
     if isinstance(value, float):  # `:g` may round to another number, which may violate the rule again
         short = f"{value:g}"
-        return short if float(short) == value else repr(value)
+        return short if float(short) == value else f"{value:.12g}"
     return str(value)
 
 

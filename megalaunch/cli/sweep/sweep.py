@@ -18,6 +18,15 @@ _SPEED_ONLY = (
 """Groups and keys that change how fast a run learns, not what: a sweep over others is ranked by the loss."""
 
 
+Metric = Annotated[
+    str | None,
+    typer.Option(
+        metavar="tokens_per_second|validation_loss|loss",
+        help="Metric that ranks the trials (default: speed when only layouts are swept, else validation loss).",
+    ),
+]
+
+
 def sweep(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides, as for train; some name several values.")
@@ -35,13 +44,7 @@ def sweep(
         str | None,
         typer.Option(metavar="grid|random|tpe", help="Sampler of the points; tpe learns from earlier trials."),
     ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            metavar="tokens_per_second|validation_loss|loss",
-            help="Metric that ranks the trials (default: speed when only layouts are swept, else validation loss).",
-        ),
-    ] = None,
+    metric: Metric = None,
     name: Annotated[str | None, typer.Option(help="The folder below sweeps/ (default: the recipe's name).")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random and tpe samplers.")] = 1234,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Launch failed trials again.")] = False,

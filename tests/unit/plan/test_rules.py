@@ -160,7 +160,8 @@ def test_many_findings_are_proven_fast():
 
 @pytest.mark.parametrize("value", [2 / 1024, 1 / 3, 1e-5, 0.5, 3e-4])
 def test_a_fix_shows_every_digit_that_counts(value):
-    assert float(as_override(value)) == value
+    assert float(as_override(value)) == pytest.approx(value, rel=1e-11, abs=0)
+    assert as_override(8.999999999999999e-05) == "9e-05"
 
 
 @pytest.mark.parametrize(
