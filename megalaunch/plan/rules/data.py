@@ -12,7 +12,7 @@ from megalaunch.plan.findings import as_override
 from megalaunch.plan.rules.no_effect import defaults
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 
-_WORDS = {
+_SOURCES = {
     "corpus": "data.corpus=FILE|FOLDER|GLOB for text",
     "train_prefix": "data.train_prefix=PREFIX for tokens",
 }
@@ -22,7 +22,7 @@ def sources(data: DataSpec) -> tuple[str, ...]:
     """The keys of `data` that name training text, of those that are given."""
     given = {
         "corpus": data.corpus is not None,
-        "chat": data.sft_data is not None,
+        "sft_data": data.sft_data is not None,
         "train_prefix": data.train_prefix is not None,
         "blend": bool(data.blend),
         "mock": data.mock,
@@ -44,7 +44,7 @@ def source(at: RuleContext) -> Iterator[Violation]:
     given = sources(data)
     if not given:
         yield Violation(
-            "data.corpus", f"no data is named: {', or '.join(_WORDS.values())}", severity=at.pre_launch_severity
+            "data.corpus", f"no data is named: {', or '.join(_SOURCES.values())}", severity=at.pre_launch_severity
         )
     elif len(given) > 1:
         # Of each source alone: the others go, with the validation prefix of prepared tokens.

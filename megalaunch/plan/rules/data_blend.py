@@ -132,7 +132,7 @@ register_inert(
         "A corpus is split by its documents (data.validation_every), made-up tokens not at all.",
         ("data.split",),
         "data.train_prefix",
-        lambda spec: not {"corpus", "chat", "mock"} & set(sources(spec.data)),
+        lambda spec: not {"corpus", "sft_data", "mock"} & set(sources(spec.data)),
         "it divides prepared tokens (data.train_prefix, data.blend)",
     )
 )
@@ -143,7 +143,7 @@ register_inert(
         "Conversations and made-up tokens have validation of their own kind.",
         ("data.validation_blend",),
         "data.train_prefix",
-        lambda spec: not {"chat", "mock"} & set(sources(spec.data)),
+        lambda spec: not {"sft_data", "mock"} & set(sources(spec.data)),
         "conversations and made-up tokens are validated on their own kind",
     )
 )
