@@ -110,8 +110,8 @@ def _extras(division: PipelineSplit) -> tuple[tuple[str, bool], ...]:
 
 def _uneven_faults(division: PipelineSplit) -> Iterator[StageViolation]:
     pp, vpp, layers = division.pp, division.vpp or 1, division.layers
-    ends = [(f"num_layers_in_{n}_pipeline_stage", value) for n, value in (("first", division.first), ("last", division.last))]
-    given = {name: value for name, value in ends if value is not None}
+    ends = {"first": division.first, "last": division.last}
+    given = {f"num_layers_in_{end}_pipeline_stage": value for end, value in ends.items() if value is not None}
     path = f"parallel.{next(iter(given))}"
     numbers: dict[str, Any] = {"num_layers": layers, "pp": pp, **given}
     named = " and ".join(f"{name} {value}" for name, value in given.items())

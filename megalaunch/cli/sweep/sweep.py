@@ -17,8 +17,7 @@ _SPEED_ONLY = (
 )  # fmt: skip
 """Groups and keys that change how fast a run learns, not what: a sweep over others is ranked by the loss."""
 
-
-Metric = Annotated[
+MetricOption = Annotated[
     str | None,
     typer.Option(
         metavar="tokens_per_second|validation_loss|loss",
@@ -44,7 +43,7 @@ def sweep(
         str | None,
         typer.Option(metavar="grid|random|tpe", help="Sampler of the points; tpe learns from earlier trials."),
     ] = None,
-    metric: Metric = None,
+    metric: MetricOption = None,
     name: Annotated[str | None, typer.Option(help="The folder below sweeps/ (default: the recipe's name).")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random and tpe samplers.")] = 1234,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Launch failed trials again.")] = False,
