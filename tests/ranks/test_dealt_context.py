@@ -17,7 +17,7 @@ from megalaunch.data.samples.sample import Sample
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.attention.core import NO_CP
 from megalaunch.engine.model.attention.score_mod import PLAIN, ScoreMod
-from megalaunch.engine.parallel.dynamic_context_parallel import DynamicContextParallel, local_token_ids
+from megalaunch.engine.parallel.dynamic_context_parallel import DynamicContextParallel, local_token_indices
 from megalaunch.plan.topology import Topology
 
 SEQUENCE = oracle.SEQUENCE
@@ -102,7 +102,7 @@ def _differences(ranks: int) -> list[float]:
     generator, found = torch.Generator().manual_seed(0), []
     for case, lengths in enumerate(LENGTHS):
         documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
-        mine, windows = local_token_ids(documents, axis), [None, 4]
+        mine, windows = local_token_indices(documents, axis), [None, 4]
         q, k, v, dout = (torch.randn(2, n, 24, 4, generator=generator) for n in (4, 2, 2, 4))
 
         def dealt(x: torch.Tensor, mine: torch.Tensor = mine) -> torch.Tensor:

@@ -54,7 +54,7 @@ class Noted:
     def fetch(self) -> None:
         self._log.append(("fetched", self._number))
 
-    def is_ready(self) -> torch.Tensor:
+    def wait(self) -> torch.Tensor:
         self._log.append(("read", self._number))
         return self._copy
 

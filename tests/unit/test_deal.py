@@ -14,7 +14,7 @@ from megalaunch.engine.parallel.document_partition import DocumentPartition, par
 from megalaunch.engine.parallel.dynamic_context_parallel import (
     DynamicContextParallel,
     document_lengths,
-    local_token_ids,
+    local_token_indices,
     make_exchange_plan,
 )
 from megalaunch.engine.train.dataloader import MicroBatch, shard_for_context_parallel
@@ -34,7 +34,7 @@ DEALS = [(long_tailed(64 * ranks, seed), ranks) for ranks in (1, 2, 3, 4, 6, 8) 
 @pytest.mark.parametrize(("lengths", "ranks"), DEALS)
 def test_every_token_once_and_equally_many_a_rank(lengths, ranks):
     found = partition_documents(lengths, ranks)
-    own = [found.local_chunks(rank) for rank in range(ranks)]
+    own = [found.local_token_indices(rank) for rank in range(ranks)]
     assert {len(tokens) for tokens in own} == {sum(lengths) // ranks}
     assert sorted(np.concatenate(own)) == list(range(sum(lengths)))
 
@@ -44,12 +44,12 @@ def test_a_rank_gets_the_keys_that_its_queries_see_and_no_others(lengths, ranks)
     found = partition_documents(lengths, ranks)
     document = np.repeat(np.arange(len(lengths)), lengths)
     for rank in range(ranks):
-        own, wanted = found.local_chunks(rank), found.remote_tokens(rank, found.owner_of_token())
+        own, wanted = found.local_token_indices(rank), found.remote_tokens(rank, found.owner_of_token())
         seen = {key for query in own for key in range(found.first[document[query]], query + 1)}
         assert set(np.concatenate(wanted)) == seen - set(own)
         assert found.attention_work(rank) == sum(int(query - found.first[document[query]] + 1) for query in own)
         for other, keys in enumerate(wanted):
-            assert set(keys) <= set(found.local_chunks(other))
+            assert set(keys) <= set(found.local_token_indices(other))
 
 
 @pytest.mark.parametrize(("lengths", "ranks"), DEALS)
@@ -72,7 +72,7 @@ def test_groups_by_length():
 
 def test_short_documents_stay_whole():
     found = partition_documents((7, 3, 2, 4, 6, 2, 5, 3), 2)
-    assert not found.split_documents
+    assert not found.has_split_documents
     assert found.cost[1] == 0
 
 
@@ -116,7 +116,7 @@ def test_ranks_share_all_that_belongs_to_a_token():
 def test_samples_without_documents_are_one_each():
     batch = MicroBatch(torch.arange(16).view(2, 8), torch.arange(16).view(2, 8))
     part = shard_for_context_parallel(batch, Axis("cp", 2, 1), by_length=True)
-    assert part.tokens.equal(local_token_ids(part.documents, Axis("cp", 2, 1)))
+    assert part.tokens.equal(local_token_indices(part.documents, Axis("cp", 2, 1)))
     assert part.positions.equal(part.tokens % 8)
     assert part.documents.equal(torch.zeros(2, 8, dtype=torch.int64))
 

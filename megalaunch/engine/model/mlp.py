@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megalaunch.engine.model.activation import GATED, PLAIN, is_gated
+from megalaunch.engine.model.activation import GATED, PLAIN, apply_gated_activation
 from megalaunch.engine.model.config import MLPConfig
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
@@ -40,4 +40,4 @@ class MLP(nn.Module):
         gate, up = entered
         if self.config.clamp is not None:
             gate, up = gate.clamp(max=self.config.clamp), up.clamp(-self.config.clamp, self.config.clamp)
-        return is_gated(self.config.activation, gate, up, spend=not self.recompute_activation)
+        return apply_gated_activation(self.config.activation, gate, up, spend=not self.recompute_activation)

@@ -26,7 +26,7 @@ class OffloadedTensor(Protocol):
     def fetch(self) -> None:
         """Start the copy back to the device, unless it was started before."""
 
-    def is_ready(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Wait for the copy, return the tensor on its device and drop the reference to it."""
 
 
@@ -39,7 +39,7 @@ class _HostCopy:
     def fetch(self) -> None:
         """Do nothing: the copy is on the device."""
 
-    def is_ready(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Return the copy."""
         return self._copy
 
@@ -62,7 +62,7 @@ class _PinnedCopy:
             with torch.cuda.stream(self._stream):
                 self._back = self._host.to(self._device, non_blocking=True)
 
-    def is_ready(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Make the compute stream wait for the copy and return the tensor. The host does not wait."""
         self.fetch()
         assert self._back is not None, "fetch sets it"
@@ -97,7 +97,7 @@ class _OffloadedStorage:
 
     def value(self) -> Tensor:
         """Return the whole storage as a flat tensor, which is held until its last use."""
-        back = self.offloaded.is_ready() if self.back is None else self.back
+        back = self.offloaded.wait() if self.back is None else self.back
         self.uses -= 1
         self.back = back if self.uses > 0 else None
         return back

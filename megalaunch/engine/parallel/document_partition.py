@@ -57,16 +57,16 @@ class DocumentPartition:
         """The index of the first token of each document."""
         return np.cumsum((0, *self.lengths[:-1]))
 
-    def full_documents(self, chunk: DocumentChunk) -> bool:
+    def is_full_document(self, chunk: DocumentChunk) -> bool:
         """Return True if the chunk is a whole document."""
         return chunk.num_tokens == self.lengths[chunk.document]
 
     @cached_property
-    def split_documents(self) -> bool:
+    def has_split_documents(self) -> bool:
         """True if any document is sharded over several ranks."""
-        return not all(self.full_documents(chunk) for chunks in self.ranks for chunk in chunks)
+        return not all(self.is_full_document(chunk) for chunks in self.ranks for chunk in chunks)
 
-    def local_chunks(self, rank: int) -> Flat:
+    def local_token_indices(self, rank: int) -> Flat:
         """Return the indices of a rank's tokens, in the order of its chunks."""
         return np.concatenate([self.first[p.document] + np.arange(p.start, p.stop) for p in self.ranks[rank]])
 
@@ -74,7 +74,7 @@ class DocumentPartition:
         """Return the rank that holds each token."""
         found = np.empty(sum(self.lengths), np.int64)
         for rank in range(len(self.ranks)):
-            found[self.local_chunks(rank)] = rank
+            found[self.local_token_indices(rank)] = rank
         return found
 
     def remote_tokens(self, rank: int, holders: Flat) -> tuple[Flat, ...]:
@@ -84,7 +84,7 @@ class DocumentPartition:
         """
         stops: dict[int, int] = {}
         for chunk in self.ranks[rank]:
-            if not self.full_documents(chunk):
+            if not self.is_full_document(chunk):
                 stops[chunk.document] = max(stops.get(chunk.document, 0), chunk.stop)
         seen = [self.first[document] + np.arange(stop) for document, stop in sorted(stops.items())]
         tokens = np.concatenate((*seen, np.empty(0, np.int64)))
@@ -103,7 +103,9 @@ class DocumentPartition:
         """
         ranks = range(len(self.ranks))
         holders = self.owner_of_token()
-        arriving = [sum(map(len, self.remote_tokens(rank, holders))) for rank in ranks] if self.split_documents else [0]
+        arriving = (
+            [sum(map(len, self.remote_tokens(rank, holders))) for rank in ranks] if self.has_split_documents else [0]
+        )
         return max(map(self.attention_work, ranks)) + KV_TRANSFER_COST * max(arriving), sum(arriving)
 
 

@@ -45,9 +45,9 @@ def document_lengths(documents_BS: Tensor) -> tuple[int, ...]:
     return tuple(int(length) for row in ends for length in np.diff(row, prepend=0))
 
 
-def local_token_ids(documents_BS: Tensor, axis: Axis) -> Tensor:
+def local_token_indices(documents_BS: Tensor, axis: Axis) -> Tensor:
     """Return the indices of this rank's tokens in the microbatch whose rows are concatenated, [B, s]."""
-    own = partition_documents(document_lengths(documents_BS), axis.size).local_chunks(axis.rank)
+    own = partition_documents(document_lengths(documents_BS), axis.size).local_token_indices(axis.rank)
     return torch.from_numpy(own).view(len(documents_BS), -1)
 
 
@@ -69,18 +69,20 @@ class KVExchangePlan:
 
 def make_exchange_plan(partition: DocumentPartition, rank: int) -> KVExchangePlan:
     """Return the exchange plan of `rank`."""
-    own, holders, chunks = partition.local_chunks(rank), partition.owner_of_token(), partition.ranks[rank]
+    own, holders, chunks = partition.local_token_indices(rank), partition.owner_of_token(), partition.ranks[rank]
     found = partition.remote_tokens(rank, holders)
     number = np.full(len(holders), -1)
     number[own] = np.arange(len(own))
     number[np.concatenate(found)] = len(own) + np.arange(sum(map(len, found)))
     sent = [number[partition.remote_tokens(other, holders)[rank]] for other in range(len(partition.ranks))]
-    keys = [number[partition.first[p.document] + np.arange(p.stop)] for p in chunks if not partition.full_documents(p)]
+    keys = [
+        number[partition.first[p.document] + np.arange(p.stop)] for p in chunks if not partition.is_full_document(p)
+    ]
     return KVExchangePlan(
         sent=np.concatenate(sent),
         to=tuple(map(len, sent)),
         found=tuple(map(len, found)),
-        whole=sum(p.num_tokens for p in chunks if partition.full_documents(p)),
+        whole=sum(p.num_tokens for p in chunks if partition.is_full_document(p)),
         keys=np.concatenate((*keys, np.empty(0, np.int64))),
     )
 
@@ -117,8 +119,8 @@ def _attention(
     partition: DocumentPartition, plan: KVExchangePlan, axis: Axis, window: int | None, device: torch.device
 ) -> AttentionFn:
     chunks = partition.ranks[axis.rank]
-    whole = _full_document_attention([p.num_tokens for p in chunks if partition.full_documents(p)], window, device)
-    rest = [_split_document_attention(p, window, device) for p in chunks if not partition.full_documents(p)]
+    whole = _full_document_attention([p.num_tokens for p in chunks if partition.is_full_document(p)], window, device)
+    rest = [_split_document_attention(p, window, device) for p in chunks if not partition.is_full_document(p)]
     sent, keys = (torch.from_numpy(numbers).to(device) for numbers in (plan.sent, plan.keys))
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
@@ -126,7 +128,7 @@ def _attention(
         parts = [plan.whole, q_NcD.shape[1] - plan.whole]
         q_whole, q_cut = torch.split(q_NcD, parts, dim=1)
         out = []
-        if partition.split_documents:
+        if partition.has_split_documents:
             kv_exchange = _KVExchange(plan, axis, sent)
             coming: Tensor = _StartKVExchange.apply(kv_GcD, kv_exchange)  # type: ignore[no-untyped-call]
             # Between start and finish, so that the all-to-all overlaps with it; autograd runs the reverse order.
@@ -225,7 +227,7 @@ class _StartKVExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kv: Tensor, kv_exchange: _KVExchange) -> Tensor:
-        ctx.offloaded, ctx.shape = kv_exchange, kv.shape
+        ctx.kv_exchange, ctx.shape = kv_exchange, kv.shape
         plan = kv_exchange.plan
         packed = kv.index_select(2, kv_exchange.sent).permute(2, 0, 1, 3)
         kv_exchange.pending = all_to_all_v_async(packed, plan.to, plan.found, kv_exchange.axis)
@@ -233,7 +235,7 @@ class _StartKVExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        kv_exchange: _KVExchange = ctx.offloaded
+        kv_exchange: _KVExchange = ctx.kv_exchange
         found, counts = kv_exchange.wait(), list(kv_exchange.plan.to)
         total = torch.zeros(ctx.shape, dtype=torch.float32, device=found.device)
         # One index_add per rank: a rank receives a token at most once, so the order of the sums is deterministic.
@@ -250,12 +252,12 @@ class _FinishKVExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, coming: Tensor, kv_exchange: _KVExchange) -> Tensor:
-        ctx.offloaded = kv_exchange
+        ctx.kv_exchange = kv_exchange
         return kv_exchange.wait().permute(1, 2, 0, 3)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        kv_exchange: _KVExchange = ctx.offloaded
+        kv_exchange: _KVExchange = ctx.kv_exchange
         packed = gradients[0].permute(2, 0, 1, 3)
         kv_exchange.pending = all_to_all_v_async(packed, kv_exchange.plan.found, kv_exchange.plan.to, kv_exchange.axis)
         return gradients[0], None

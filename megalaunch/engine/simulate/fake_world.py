@@ -53,18 +53,18 @@ class FakeScalarMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def skip_shape_inference(tp_region: tuple[int, ...], dtype: torch.dtype) -> Iterator[None]:
+def skip_shape_inference(output_shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[None]:
     """Give pipeline stages the shape and dtype of activations that neighbouring stages would send them.
 
     Args:
-        tp_region: the shape [B, s, H] of activations between stages.
+        output_shape: the shape [B, s, H] of activations between stages.
         dtype: their dtype.
     """
 
     def received(stage: PipelineStage, source: int) -> Any:
         forward = source < stage.stage_index
-        stride = torch.empty(tp_region, device="meta").stride()
-        meta = _TensorMeta(shape=torch.Size(tp_region), stride=stride, dtype=dtype, requires_grad=forward)
+        stride = torch.empty(output_shape, device="meta").stride()
+        meta = _TensorMeta(shape=torch.Size(output_shape), stride=stride, dtype=dtype, requires_grad=forward)
         return _StageForwardMeta((meta,)) if forward else _StageBackwardMeta((meta,))
 
     with ExitStack() as patches:

@@ -56,7 +56,7 @@ class _NoCopyOffload:
         if self._back is None:
             self._back = torch.empty(self._shape, dtype=self._dtype)
 
-    def is_ready(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Return the fetched tensor and drop the reference to it."""
         self.fetch()
         assert self._back is not None, "fetch sets it"

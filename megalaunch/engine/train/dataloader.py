@@ -17,7 +17,7 @@ from megalaunch.data.errors import DataError
 from megalaunch.data.samples.sample import Dataset, Sample
 from megalaunch.engine.mesh import Axis, Mesh
 from megalaunch.engine.parallel.context_parallel import cp_positions
-from megalaunch.engine.parallel.dynamic_context_parallel import local_token_ids
+from megalaunch.engine.parallel.dynamic_context_parallel import local_token_indices
 from megalaunch.engine.run_end import RankError
 from megalaunch.engine.train.loss import IGNORE_INDEX
 from megalaunch.rundir.outcome import ExitCode
@@ -227,7 +227,7 @@ def shard_for_context_parallel(batch: MicroBatch, context: Axis, by_length: bool
         places = cp_positions(batch.tokens.shape[1], context)
         return placed.map(lambda part: part[:, places])
     documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
-    tokens = local_token_ids(documents, context)
+    tokens = local_token_indices(documents, context)
     return replace(replace(placed, documents=None).map(lambda part: part.flatten()[tokens]), documents=documents)
 
 
