@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 from published_runs import BRIDGE, CALIBRATED, DGXC, MEMORY_7B, MEMORY_MOE, MEMORY_SFT, ONE_DEVICE, OTHERS, Published
 
@@ -19,7 +19,7 @@ from megalaunch.plan.cost import step_time
 from megalaunch.plan.memory import MEGATRON, predict_memory
 from megalaunch.plan.memory.profiles import MemoryProfile
 
-# Settings of the measured runs that are no part of a spec: see tests/unit/plan/test_memory_anchors.py.
+# Settings of the measured runs that are no part of a spec: see tests/plan/test_memory_anchors.py.
 BRIDGE_SFT = replace(MEGATRON, float8_weight_copies=1.0, deferred_heads=22)
 UNFUSED = replace(MEGATRON, unfused_attention=True)
 

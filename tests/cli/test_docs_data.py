@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 MEGALAUNCH = str(Path(sys.executable).with_name("megalaunch"))
 
 

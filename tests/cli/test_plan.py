@@ -7,14 +7,13 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
 WORDS = ("recipe=llama3_8b", "parallel=tp4pp4", "cluster.nodes=2", "cluster.devices_per_node=8")
 

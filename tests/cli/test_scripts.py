@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from paths import ROOT
 
 # A stand-in for the project that pip can install without downloading anything.
 PYPROJECT = """

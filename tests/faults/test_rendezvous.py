@@ -15,7 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from launching import ROOT, events_of, launched, run_of, running, steps_of, tiny_spec, wait_until, worker_pids
+from launching import events_of, launched, run_of, running, steps_of, tiny_spec, wait_until, worker_pids
+from paths import ROOT
 
 from megalaunch.config.spec_file import write_spec
 from megalaunch.launch.process import descendants, kill_all
@@ -120,7 +121,7 @@ class Machines:
         words = [f"--node-rank={node}", f"--first-node={self.host}:{self.port}", "-m", "fake_worker"]
         agent = subprocess.Popen(
             [sys.executable, "-m", "megalaunch.engine.agent", *words, str(self.directory.spec)],
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "FAKE_STEP_SECONDS": "0.1"},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}", "FAKE_STEP_SECONDS": "0.1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -2,7 +2,7 @@
 
 The flat index is hashed in wrapping 32-bit integer arithmetic. The hash becomes a uniform number, and that a normal one
 by the inverse of the normal distribution. Every operator is elementwise and gives the same bits at any offset in a
-tensor, which `tests/unit/test_draws.py` verifies.
+tensor, which `tests/engine/model/test_counter_rng.py` verifies.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ STATEMENTS = (
 )
 
 
-# MATMUL_16, MATMUL_8 and TP_EXPOSED are calibrated, by one row each (tests/unit/plan/test_step_time_anchors.py).
+# MATMUL_16, MATMUL_8 and TP_EXPOSED are calibrated, by one row each (tests/plan/test_step_time_anchors.py).
 MATMUL_16 = Constant(
     "large matmuls reach, of the 16-bit peak",
     0.653,

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 from family_variants import load
+from paths import ROOT
 from smollm2 import is_installed, write_folder
-from training import MEGALAUNCH, ROOT
+from training import MEGALAUNCH
 
 from megalaunch.config.spec_file import read_spec
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens

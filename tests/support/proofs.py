@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "parallelism.md"
+PAGE = ROOT / "docs" / "parallelism.md"
 BEGIN, END = "<!-- proofs: scripts/parity --proofs -->\n", "<!-- end of proofs -->\n"
 HEAD = "| layout | gradients | norm | parameters | validation |\n| --- | --- | --- | --- | --- |\n"
 
@@ -58,7 +59,7 @@ def table(found: Mapping[str, Proof]) -> str:
 
 
 def layout_of(test: str) -> str:
-    """`tests/ranks/test_pipeline_parallel.py::test_two_stages[1f1b]` -> `pipeline parallel: two stages, 1f1b`."""
+    """`tests/.../test_pipeline_parallel.py::test_two_stages[1f1b]` -> `pipeline parallel: two stages, 1f1b`."""
     path, _, name = test.partition("::")
     name, _, case = name.partition("[")
     words = [Path(path).stem, name]

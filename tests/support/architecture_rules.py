@@ -1,6 +1,6 @@
 """The rules of the house as functions over a source tree: who may import whom, and what no file may hold.
 
-Each rule takes a Tree and yields one line a violation; tests/unit/test_architecture.py runs them on ours and
+Each rule takes a Tree and yields one line a violation; tests/project/test_architecture.py runs them on ours and
 on made-up trees that break them.
 """
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import yaml
+from paths import TESTS
 
-TABLE = Path(__file__).parent / "parity" / "families" / "published_configs.yaml"
+TABLE = TESTS / "parity" / "families" / "published_configs.yaml"
 # Keys that shape no logit.
 NO_SHAPE = {
     *("architectures", "model_type", "transformers_version", "dtype", "id2label", "label2id", "_name_or_path"),

@@ -1,6 +1,6 @@
 """Saved under one layout, loaded under another, drawn at random: the run goes on with the same numbers.
 
-Six pairs; `pytest tests/ranks/test_checkpoint_pairs.py --pairs 20 --seed 7` tries others.
+Six pairs; `pytest tests/engine/checkpoint/test_random_resharding.py --pairs 20 --seed 7` tries others.
 """
 
 from __future__ import annotations

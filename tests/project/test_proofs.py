@@ -4,13 +4,13 @@ from proofs import BEGIN, END, HEAD, PAGE, Proof, layout_of, table
 
 
 def test_names_of_tests_are_words():
-    test = "tests/ranks/test_pipeline_parallel.py::test_two_stages_a_rank[zbv]"
+    test = "tests/engine/parallel/test_pipeline_parallel.py::test_two_stages_a_rank[zbv]"
     assert layout_of(test) == "pipeline parallel: two stages a rank, zbv"
-    assert layout_of("tests/ranks/test_a.py::test_b") == "a: b"
+    assert layout_of("tests/engine/parallel/test_a.py::test_b") == "a: b"
 
 
 def test_a_row():
-    text = table({"tests/ranks/test_a.py::test_b": Proof(1.25e-7, 0.0, 3e-6, 1e-9)})
+    text = table({"tests/engine/parallel/test_a.py::test_b": Proof(1.25e-7, 0.0, 3e-6, 1e-9)})
     assert text == HEAD + "| a: b | 1.2e-07 | 0.0e+00 | 3.0e-06 | 1.0e-09 |\n"
 
 

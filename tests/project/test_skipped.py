@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import TESTS
 
-TESTS = Path(__file__).resolve().parents[1]
 WHOLE = """
 import pytest
 reference = pytest.importorskip("no_such_reference", reason="the reference is not installed")
@@ -34,7 +33,7 @@ def test_files_and_tests_are_counted_by_reason(tmp_path, workers):
     (tmp_path / "test_partly.py").write_text(PARTLY)
     command = [sys.executable, "-m", "pytest", "-p", "skipped", "-p", "no:cacheprovider", *workers]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    environ["PYTHONPATH"] = str(TESTS)
+    environ["PYTHONPATH"] = str(TESTS / "support")
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     told = done.stdout.partition("NOT PROVEN HERE")[2].splitlines()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import architecture_rules as rules
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TREE_RULES = (
     rules.wrong_arrows,
     rules.wrong_floors,

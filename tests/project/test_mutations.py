@@ -3,11 +3,10 @@
 import importlib.util
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 SPECIFICATION = importlib.util.spec_from_file_location("mutate", ROOT / "scripts" / "mutate.py")
 mutate = importlib.util.module_from_spec(SPECIFICATION)
 sys.modules["mutate"] = mutate

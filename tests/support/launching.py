@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 
 from megalaunch.config.schema import RunSpec, build_run_spec
 from megalaunch.config.spec_file import write_spec
@@ -21,7 +22,6 @@ from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
 
 WORKER = "fake_worker"
-ROOT = Path(__file__).parents[1]
 
 _PROGRAM = """
 import sys
@@ -73,7 +73,7 @@ def launched(folder: Path, spec: RunSpec, **environment: str) -> Iterator[subpro
     process = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, str(spec_file), str(folder / "run"), "a word"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests/support"), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -9,14 +9,13 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from paths import ROOT
 from rule_cases import CASES, Case, findings_of
 
 from megalaunch.cli.reference.configuration import configuration_page
 from megalaunch.cli.reference.recipes import recipes_page
 from megalaunch.cli.reference.rules import Example, rules_page
 from megalaunch.config.errors import ConfigError
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def rules() -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/deep-plan.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/deep-plan.md").read_text(encoding="utf-8")
 SMALL = ("recipe=llama_tiny", "data.mock=true", "model.vocab_size=512", "platform=h100", "batch.global_batch_size=16")
 LAYOUT = ("parallel=tp2pp2sp", "cluster.devices_per_node=8")
 

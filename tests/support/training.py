@@ -12,7 +12,6 @@ from pathlib import Path
 
 from megalaunch.launch.process import descendants, kill_all
 
-ROOT = Path(__file__).parents[1]
 MEGALAUNCH = (sys.executable, "-c", "from megalaunch.cli.app import main; main()")
 
 
