@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.preprocess.dataset_folder import TRAIN, select_files
 from megalaunch.data.preprocess.inputs import TABLES, describe, lines
 from megalaunch.data.preprocess.settings import Format
-from megalaunch.data.preprocess.source_files import CorpusFile, list_files, walk_files
+from megalaunch.data.preprocess.source_files import TRAIN, CorpusFile, list_files, select_files, walk_files
 from megalaunch.data.preprocess.tables import table_rows
 
 # Tests and data tables, and site-packages, which differ between machines.
@@ -90,7 +89,7 @@ def find_corpus(source: str, json_key: str, split: str | None = TRAIN) -> Corpus
     Args:
         source: value of `data.corpus`.
         json_key: key or column of the text.
-        split: split of a dataset directory (dataset_folder.py) to read; None: several splits are an error.
+        split: split of a dataset directory (source_files.py) to read; None: several splits are an error.
 
     Raises:
         DataError: nothing matches.

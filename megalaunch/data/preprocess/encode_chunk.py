@@ -14,11 +14,11 @@ from megalaunch.data.errors import DataError
 from megalaunch.data.preprocess.chunking import Chunk, Unreadable, too_long
 from megalaunch.data.preprocess.encoder_backend import Encode
 from megalaunch.data.preprocess.parse_records import Record, plain_texts, read, records
-from megalaunch.data.preprocess.sentence_splitter import make_splitter
 from megalaunch.data.preprocess.settings import EngineChoice
 from megalaunch.data.tokenizer.tokenizer import SpecialTokens
 
 _LONGEST_KEPT = 1 << 20  # bytes of a bad record that are written to the quarantine
+_PIECE = 1_000_000  # characters split at a time, as in Megatron
 
 
 @dataclass(frozen=True)
@@ -184,3 +184,30 @@ class ChunkEncoder:
         none = [np.empty(0, self._recipe.dtype)]
         tokens = np.concatenate(parts or none)
         return EncodedKey(tokens, np.array(lengths, np.int32), np.array(list(map(len, documents)), np.int32))
+
+
+def make_splitter(language: str) -> Callable[[str], list[str]]:
+    """Return a function that splits a text into its sentences.
+
+    The model is read from NLTK's `punkt_tab` tables (plain text; the older pickled models are never read).
+
+    Raises:
+        DataError: the package nltk or the model is missing.
+    """
+    try:
+        from nltk.tokenize.punkt import PunktTokenizer
+    except ImportError:
+        raise DataError("splitting sentences needs the package nltk", fix="pip install nltk brings it.") from None
+    try:
+        punkt = PunktTokenizer(language)
+    except LookupError:
+        raise DataError(
+            f"NLTK has no Punkt tables for {language}",
+            fix="Put punkt_tab into a folder that the variable NLTK_DATA names (python -m nltk.downloader punkt_tab).",
+        ) from None
+
+    def split(text: str) -> list[str]:
+        pieces = (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))
+        return [sentence for piece in pieces for sentence in punkt.tokenize(piece)]
+
+    return split

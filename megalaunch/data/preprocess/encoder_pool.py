@@ -1,36 +1,31 @@
-"""The pool of encoding processes."""
+"""The pool of encoding processes, and the memory they share with their parent."""
 
 from __future__ import annotations
 
 import gc
+import mmap
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megalaunch.data.errors import DataError
 from megalaunch.data.preprocess.chunking import Chunk
 from megalaunch.data.preprocess.encode_chunk import ChunkEncoder, Encoded, EncoderConfig
-from megalaunch.data.preprocess.encoder_backend import Encode, make_encoder
+from megalaunch.data.preprocess.encoder_backend import Encode, PreloadedEncoder, make_encoder
 from megalaunch.data.preprocess.settings import EngineChoice
-from megalaunch.data.preprocess.shared_buffers import SharedBuffers
 from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess, is_single_threaded
 
 _AHEAD = 4  # chunks per worker that are being encoded or wait to be written
 _SLOT_BYTES = 2  # shared bytes of tokens per byte of text; text has about one token per three bytes
 _shared: list[SharedBuffers] = []  # in a worker: the buffers shared with its parent, if forked
 _early: list[PreloadedEncoder] = []  # in the encoding process: the encoder loaded before it started, if any
-
-
-@dataclass(frozen=True)
-class PreloadedEncoder:
-    """A loaded encoder for the tokenizer.json `content`."""
-
-    content: str
-    encode: Encode
 
 
 class Workers:
@@ -161,3 +156,43 @@ def _encode(recipe: EncoderConfig, chunk: Chunk, slot: int | None) -> tuple[Enco
 @lru_cache(maxsize=1)
 def _encoder(recipe: EncoderConfig) -> ChunkEncoder:
     return ChunkEncoder(recipe, _loaded)
+
+
+class SharedBuffers:
+    """`count` slots of `size` bytes; a chunk's tokens occupy one until `free`, when they are written to the file."""
+
+    def __init__(self, count: int, size: int) -> None:
+        self._size = size
+        self._memory = mmap.mmap(-1, count * size)  # untouched pages take no memory
+        self._free = list(range(count))
+
+    def take(self) -> int:
+        """Return a free slot."""
+        return self._free.pop()
+
+    def free(self, slot: int) -> None:
+        """Release a slot."""
+        self._free.append(slot)
+
+    def write(self, slot: int, encoded: Encoded, dtype: np.dtype[Any]) -> list[int] | None:
+        """In a worker: write the tokens of each key as `dtype` and return their numbers; None if they do not fit."""
+        sizes = [key.tokens.size for key in encoded.keys]
+        if sum(sizes) * dtype.itemsize > self._size:
+            return None
+        start = slot * self._size
+        for key, size in zip(encoded.keys, sizes, strict=True):
+            self._view(start, size, dtype)[:] = key.tokens
+            start += size * dtype.itemsize
+        encoded.keys = [replace(key, tokens=np.empty(0, dtype)) for key in encoded.keys]
+        return sizes
+
+    def read(self, slot: int, encoded: Encoded, sizes: Sequence[int]) -> None:
+        """In the parent: give each key a view of its tokens in the slot."""
+        start = slot * self._size
+        for number, (key, size) in enumerate(zip(encoded.keys, sizes, strict=True)):
+            tokens = self._view(start, size, key.tokens.dtype)
+            encoded.keys[number] = replace(key, tokens=tokens)
+            start += tokens.nbytes
+
+    def _view(self, start: int, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        return np.frombuffer(self._memory, dtype, size, start)

@@ -1,11 +1,13 @@
-"""Input files of preprocessing: which files, their order, format and compression."""
+"""Input files of preprocessing: their order, format, compression, changes and hashes."""
 
 from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import lzma
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,14 +15,21 @@ from pathlib import Path
 from typing import IO, Any
 
 from megalaunch.data.errors import DataError, cannot
-from megalaunch.data.preprocess.dataset_folder import select_files
 from megalaunch.data.preprocess.settings import Format
-from megalaunch.data.preprocess.source_files import COMPRESSIONS, CORRECT_PATH, RECORD_SUFFIXES, list_files, open_source
+from megalaunch.data.preprocess.source_files import (
+    COMPRESSIONS,
+    CORRECT_PATH,
+    RECORD_SUFFIXES,
+    list_files,
+    open_source,
+    select_files,
+)
 
 STDIN = "-"
 TABLES = (Format.PARQUET, Format.ARROW)
 _TABLES = {".parquet": Format.PARQUET, ".arrow": Format.ARROW, ".feather": Format.ARROW}
 _BLOCK = 1 << 20
+_AHEAD = 1 << 28  # bytes that hashing may be ahead of the encoding
 START_AGAIN = "Start again when nothing writes to it any more, or read a copy."
 # Raised by the decompressors for a truncated or corrupt stream.
 _DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, OSError, ValueError)
@@ -62,7 +71,7 @@ class Input:
 def find_inputs(sources: Sequence[str], kind: Format, note: Callable[[str], None] = lambda text: None) -> list[Input]:
     """Return the files of all sources in order: files, directories, globs (each sorted), `-` for standard input.
 
-    Of a dataset directory only the training split is read (dataset_folder.py); `note` is called with what is left out.
+    Of a dataset directory only the training split is read (source_files.py); `note` is called with what is left out.
 
     Raises:
         DataError: a source matches nothing, standard input is given twice, or its format is not jsonl.
@@ -220,3 +229,52 @@ def import_optional(module: str, path: Path) -> Any:
 
 def _as_os_error(error: Exception) -> OSError:
     return error if isinstance(error, OSError) else OSError(str(error))
+
+
+class InputHashes:
+    """Hashes the inputs in a thread, from `start` or else from `finish`, which waits for them."""
+
+    def __init__(self, inputs: Sequence[Input]) -> None:
+        self._inputs = inputs
+        self._hashes: list[str] = []
+        self._error: DataError | None = None
+        self._hashed = self._reached = 0
+        self._moved = threading.Condition()
+        self._thread = threading.Thread(target=self._hash_all, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. From then on this process must not fork."""
+        self._thread.start()
+
+    def reached(self, position: int) -> None:
+        """Report the number of bytes of all inputs that are encoded, which paces the hashing."""
+        with self._moved:
+            self._reached = position
+            self._moved.notify()
+
+    def finish(self) -> list[str]:
+        """Return the hex digest of each input, empty for standard input. DataError if an input could not be read."""
+        self.reached(sum(entry.size for entry in self._inputs))
+        if self._thread.ident is None:
+            self.start()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._hashes
+
+    def _hash_all(self) -> None:
+        try:
+            for entry in self._inputs:
+                self._hashes.append("" if entry.is_stdin else self._sha256(entry))
+        except DataError as error:
+            self._error = error
+
+    def _sha256(self, entry: Input) -> str:
+        digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+        with open_source(entry.path) as file:
+            while size := file.readinto(block):
+                digest.update(block[:size])
+                self._hashed += size
+                with self._moved:
+                    self._moved.wait_for(lambda: self._hashed <= self._reached + _AHEAD)
+        return digest.hexdigest()

@@ -12,19 +12,16 @@ from typing import Any
 
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.builder import token_type
-from megalaunch.data.preprocess.backend_check import CHECKED_CHARACTERS
-from megalaunch.data.preprocess.backend_trial import BackendTrial
-from megalaunch.data.preprocess.background_sha256 import InputHashes
 from megalaunch.data.preprocess.chunking import Chunk, Position, chunks
 from megalaunch.data.preprocess.encode_chunk import Encoded, EncoderConfig
-from megalaunch.data.preprocess.encoder_backend import EncoderBackend
+from megalaunch.data.preprocess.encoder_backend import BackendTrial, EncoderBackend
 from megalaunch.data.preprocess.encoder_pool import Workers
-from megalaunch.data.preprocess.inputs import Input, check_unchanged, find_inputs
+from megalaunch.data.preprocess.inputs import Input, InputHashes, check_unchanged, find_inputs
 from megalaunch.data.preprocess.parse_records import valid_texts
 from megalaunch.data.preprocess.report import write_reports
 from megalaunch.data.preprocess.settings import EngineChoice, Settings
 from megalaunch.data.preprocess.state import Progress, State, resume_fingerprint
-from megalaunch.data.preprocess.tokenizer_process import TokenizerInfo, TokenizerProcess
+from megalaunch.data.preprocess.tokenizer_process import CHECKED_CHARACTERS, TokenizerInfo, TokenizerProcess
 from megalaunch.data.preprocess.work_dir import WorkDir
 from megalaunch.data.tokenizer.tokenizer import SpecialTokens, required_eod, required_special_tokens, tokenizer_file
 

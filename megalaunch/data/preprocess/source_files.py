@@ -1,14 +1,22 @@
-"""Files named by a path, directory or glob, in a stable order."""
+"""Files named by a path, directory or glob, in a stable order; of a dataset directory, its training split.
+
+Splits are found as on the Hub: by the words train, validation, test (and their usual variants) in the name of a file or
+directory, by `SPLIT-00000-of-00005`, and by dataset_dict.json and state.json of `save_to_disk`.
+"""
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import os
+import re
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BufferedReader
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from megalaunch.data.errors import DataError, cannot
 
@@ -16,6 +24,21 @@ RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 CORRECT_PATH = "Correct the path, or allow reading."
+TRAIN = "train"
+_TABLES_AND_RECORDS = {*RECORD_SUFFIXES, *TABLE_SUFFIXES}
+_TEXTS = {".txt", ".text", ".raw", ".tokens"}
+_WORDS = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("validation", "valid", "dev", "val"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_WORD = re.compile(rf"(?:^|[-._ 0-9])({'|'.join(_WORDS)})(?=$|[-._ 0-9])", re.IGNORECASE)
+_SHARD = re.compile(r"^(?:.*[-.])?(?P<split>\w+)[-.]\d{5}-of-\d{5}", re.ASCII)
+_NO_SPLITS = {"data", "part", "shard", "chunk", "file"}  # `part-00000-of-00005` is a shard, not a split
+_ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "croissant.json"}
+_ABOUT_STEMS = {"readme", "license", "licence", "notice", "copying", "citation", "changelog", "requirements"}
+_ABOUT_SUFFIXES = {".md", ".rst", ".py", ".ipynb", ".yaml", ".yml", ".lock", ".cff", ".sh"}
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -98,3 +121,167 @@ def _matching(pattern: str) -> tuple[CorpusFile, ...]:
     if not paths:
         raise DataError("no file matches this corpus", file=pattern, fix="Quote the glob, and look for ** and suffix.")
     return tuple(sorted((CorpusFile(path, path.relative_to(root).as_posix()) for path in paths), key=lambda f: f.name))
+
+
+@dataclass(frozen=True)
+class SelectedFiles:
+    """The files to read, and one note for each group of files left out."""
+
+    files: tuple[CorpusFile, ...]
+    notes: tuple[str, ...] = ()
+
+
+def select_files(root: Path, files: Sequence[CorpusFile], default: str | None = TRAIN) -> SelectedFiles:
+    """Select the data files of a directory, of the split `default` if it has several splits.
+
+    A directory of plain texts without splits is used completely: a README is then a document like the others.
+
+    Raises:
+        DataError: there are several splits and none is `default`.
+    """
+    data = _data_files(root, files)
+    if not data:
+        return SelectedFiles(tuple(files))
+    saved, unlisted = _saved_to_disk(root, data)
+    known = set(data) - set(unlisted)
+    data = [file for file in data if file in known]
+    others = [file for file in files if file not in known]
+    splits = _splits(data, saved, texts=all(_kind(file) in _TEXTS for file in data))
+    if splits is None:
+        return SelectedFiles(tuple(data), _skipped_note(root, others))
+    named = {name: members for name, members in splits.items() if name}
+    if len(named) == 1 and "" not in splits:
+        chosen, notes = next(iter(named.values())), []
+    elif default in named:
+        chosen = named[default]
+        notes = [_split_note(root, str(default), splits)]
+    else:
+        shown = ", ".join(f"{name} ({_words_for(root, members, files)})" for name, members in sorted(named.items()))
+        lacking = "" if default is None else f", none of which is called {default}"
+        raise DataError(f"it holds several splits{lacking}: {shown}", file=root, fix="Name the files of one of them.")
+    return SelectedFiles(tuple(chosen), (*notes, *_skipped_note(root, others)))
+
+
+def _data_files(root: Path, files: Sequence[CorpusFile]) -> list[CorpusFile]:
+    """Return the files that may be data; empty for a directory of plain texts, where all files are data."""
+    if any(_kind(file) in _TABLES_AND_RECORDS and not _is_about(file) for file in files):
+        taken = _TABLES_AND_RECORDS | _TEXTS
+        return [file for file in files if _kind(file) in taken and not _is_about(file)]
+    if _has_dataset_card(root) or _is_texts_in_splits(files):
+        return [file for file in files if _kind(file) not in _ABOUT_SUFFIXES and not _is_about(file)]
+    return []
+
+
+def _kind(file: CorpusFile) -> str:
+    """Return the suffix for a file's content type, without the suffix of a compression."""
+    path = PurePosixPath(file.name)
+    return (PurePosixPath(path.stem) if path.suffix in COMPRESSIONS else path).suffix.lower()
+
+
+def _is_about(file: CorpusFile) -> bool:
+    """Return whether a file describes the dataset (README, license, metadata)."""
+    name = PurePosixPath(file.name).name.lower()
+    return name in _ABOUT or re.split(r"[.\-_]", name)[0] in _ABOUT_STEMS
+
+
+def _has_dataset_card(root: Path) -> bool:
+    """Return whether README.md begins with the Hub's metadata block."""
+    try:
+        with (root / "README.md").open("rb") as file:
+            return file.read(4) == b"---\n"
+    except OSError:
+        return False
+
+
+def _is_texts_in_splits(files: Sequence[CorpusFile]) -> bool:
+    data = [file for file in files if not _is_about(file) and _kind(file) not in _ABOUT_SUFFIXES]
+    return all(_kind(file) in _TEXTS for file in data) and _splits(data, {}, texts=True) is not None
+
+
+def _splits(data: Sequence[CorpusFile], saved: dict[str, str], texts: bool) -> dict[str, list[CorpusFile]] | None:
+    """Return the files by split (those without one under ""); None if there are no splits.
+
+    Titles of texts may contain the same words: `texts` have splits only if every file has one and there are several.
+    """
+    found: dict[str, list[CorpusFile]] = {}
+    for file in data:
+        found.setdefault(_split_name(file, saved), []).append(file)
+    if texts and ("" in found or len(found) < 2):
+        return None
+    return found if any(found) else None
+
+
+def _split_name(file: CorpusFile, saved: dict[str, str]) -> str:
+    """Return the split of a file by its directory, shard name or words in its path; "" without one."""
+    path = PurePosixPath(file.name)
+    for part in path.parts[:-1]:
+        if part in saved:
+            return saved[part]
+    shard = _SHARD.match(path.name)
+    if shard and shard["split"].lower() not in {*_NO_SPLITS, *_WORDS} and not shard["split"].isdigit():
+        return shard["split"]
+    for part in reversed(path.parts):
+        if word := _WORD.search(part):
+            return _WORDS[word[1].lower()]
+    return ""
+
+
+def _saved_to_disk(root: Path, data: Sequence[CorpusFile]) -> tuple[dict[str, str], list[CorpusFile]]:
+    """Return the splits listed in dataset_dict.json by directory, and the files not listed in state.json (cache)."""
+    listed = _read(root / "dataset_dict.json").get("splits")
+    saved = {name: name for name in listed if isinstance(name, str)} if isinstance(listed, list) else {}
+    unlisted = []
+    for folder in {file.path.parent for file in data}:
+        entries = _read(folder / "state.json").get("_data_files")
+        if not isinstance(entries, list):
+            continue
+        names = {entry.get("filename") for entry in entries if isinstance(entry, dict)}
+        unlisted += [file for file in data if file.path.parent == folder and file.path.name not in names]
+    return saved, unlisted
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _split_note(root: Path, chosen: str, splits: dict[str, list[CorpusFile]]) -> str:
+    everything = [file for members in splits.values() for file in members]
+    left = [
+        f"split {name} ({_words_for(root, members, everything)})"
+        if name
+        else f"without a split: {_join_names(members)}"
+        for name, members in sorted(splits.items(), key=lambda item: (not item[0], item[0]))
+        if name != chosen
+    ]
+    return f"{root}: read split {chosen} ({_count(splits[chosen])}); left out {', '.join(left)}"
+
+
+def _skipped_note(root: Path, others: Sequence[CorpusFile]) -> tuple[str, ...]:
+    return (f"{root}: left out what is no data: {_join_names(others)}",) if others else ()
+
+
+def _words_for(root: Path, members: Sequence[CorpusFile], everything: Sequence[CorpusFile]) -> str:
+    """Return a name for exactly these files: a file, a glob, or their number."""
+    if len(members) == 1:
+        return str(members[0].path)
+    first, last = min(file.name for file in members), max(file.name for file in members)
+    differing = (number for number, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+    common = first[: next(differing, len(first))]
+    same = [file for file in everything if file.name.startswith(common)]
+    if not common or len(same) > len(members):
+        return _count(members)
+    folder, _, rest = common.rpartition("/")
+    return f"{root / folder}" if folder and not rest else f"'{root / common}*'"
+
+
+def _join_names(files: Sequence[CorpusFile]) -> str:
+    names = [file.name for file in files[:_SHOWN]]
+    return ", ".join(names) + (f" and {len(files) - _SHOWN:,} more" if len(files) > _SHOWN else "")
+
+
+def _count(files: Sequence[CorpusFile]) -> str:
+    return f"{len(files):,} file{'s' if len(files) != 1 else ''}"

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.indexed_dataset.block_hashes import BlockHashes, describe, hash_file
 from megalaunch.data.indexed_dataset.dataset import bin_path, idx_path
 from megalaunch.data.indexed_dataset.idx_writer import copy_index
-from megalaunch.data.preprocess.background_fsync import BackgroundFsync
 from megalaunch.data.preprocess.encode_chunk import EncodedKey
 from megalaunch.rundir.atomic_file import sync_directory
 
 _PARTS = ("bin", "lengths", "documents")
+_SYNCED_AT_ONCE = 1 << 23  # bytes between syncs, about as many as are left for the final one
 _FREE_SPACE = "Free space there, then go on with --resume; nothing stands under the final names."
 
 
@@ -191,3 +192,31 @@ class WorkDir:
 
     def _names(self) -> list[str]:
         return [f"{number}.{part}" for number in range(len(self.finals)) for part in _PARTS] + ["quarantine"]
+
+
+class BackgroundFsync:
+    """Calls fdatasync on a file from time to time in a thread; `finish` raises its errors."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._running: Future[None] | None = None
+        self._written = 0
+
+    def notify_written(self, file: int, size: int) -> None:
+        """Count `size` bytes appended to a file descriptor, which must stay open until `finish`."""
+        self._written += size
+        if self._written < _SYNCED_AT_ONCE or (self._running is not None and not self._running.done()):
+            return
+        self.finish()
+        self._written = 0
+        self._running = self._thread.submit(os.fdatasync, file)
+
+    def finish(self) -> None:
+        """Wait for the running sync. Raises its OSError, since the kernel reports a failed write only once."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def close(self) -> None:
+        """Wait and end the thread; errors are ignored."""
+        self._thread.shutdown()

@@ -7,10 +7,9 @@ import unicodedata
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from megalaunch.data.preprocess import encode_digits, gigatoken_encoder
-from megalaunch.data.preprocess.encode_digits import DigitTokens, may_hold_newer_digits
+from megalaunch.data.preprocess import gigatoken_encoder
 from megalaunch.data.preprocess.encoder_backend import select_backend
-from megalaunch.data.preprocess.gigatoken_encoder import GigatokenEncoder
+from megalaunch.data.preprocess.gigatoken_encoder import DigitTokens, GigatokenEncoder, may_hold_newer_digits
 from megalaunch.data.preprocess.settings import EngineChoice
 from megalaunch.data.tokenizer.tokenizer import tokenizer_from_json
 
@@ -126,7 +125,7 @@ def test_it_is_chosen_once_its_ids_are_found_to_agree(monkeypatch):
     tokenizer = tokenizer_from_json(in_smollm_style(every_byte=True))
     chosen = select_backend(EngineChoice.AUTO, tokenizer, [TEXT])
     assert (chosen.name, chosen.note) == (EngineChoice.GIGATOKEN, "")
-    monkeypatch.setattr(encode_digits, "_digits", lambda: list("0123456789"))
+    monkeypatch.setattr(gigatoken_encoder, "_digits", lambda: list("0123456789"))
     chosen = select_backend(EngineChoice.AUTO, tokenizer, [])
     assert chosen.name is EngineChoice.TOKENIZERS
     assert "gigatoken gives other ids for" in chosen.note

@@ -7,10 +7,9 @@ import pytest
 from token_files import small_tokenizer
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.preprocess.backend_check import reference_ids
-from megalaunch.data.preprocess.backend_trial import BackendTrial
+from megalaunch.data.preprocess.encoder_backend import BackendTrial
 from megalaunch.data.preprocess.settings import EngineChoice
-from megalaunch.data.preprocess.tokenizer_process import TokenizerProcess
+from megalaunch.data.preprocess.tokenizer_process import TokenizerProcess, reference_ids
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 # Each case in a process of one thread, where the tokenizer is loaded by a fork; it prints what it found.

@@ -9,19 +9,19 @@ import numpy as np
 from token_files import sentences, small_tokenizer
 
 from megalaunch.data.preprocess.encode_chunk import Encoded, EncodedKey
-from megalaunch.data.preprocess.shared_buffers import SharedBuffers
+from megalaunch.data.preprocess.encoder_pool import SharedBuffers
 
 # Prints how many of the chunks lay in shared memory, and how many did not.
 RUN = """
 import sys
 from pathlib import Path
-from megalaunch.data.preprocess import shared_buffers
+from megalaunch.data.preprocess import encoder_pool
 from megalaunch.data.preprocess.preprocess import preprocess
 from megalaunch.data.preprocess.settings import OnBadRecord, Settings
 
 found = []
-real = shared_buffers.SharedBuffers.read
-shared_buffers.SharedBuffers.read = lambda self, slot, *args: (found.append(slot), real(self, slot, *args))
+real = encoder_pool.SharedBuffers.read
+encoder_pool.SharedBuffers.read = lambda self, slot, *args: (found.append(slot), real(self, slot, *args))
 settings = Settings(Path(sys.argv[2]), workers=int(sys.argv[4]), chunk_bytes=1000, json_keys=("text", "more"),
                     append_eod=True, on_bad_record=OnBadRecord.QUARANTINE)
 chunks = []
