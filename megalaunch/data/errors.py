@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 
@@ -32,3 +33,10 @@ def _rebuild(cause: str, file: Path | str | None, record: int | None, fix: str) 
 def cannot(action: str, file: Path, error: OSError, fix: str = "") -> DataError:
     """Return the DataError of a failed file operation, with the operating system's message."""
     return DataError(f"cannot {action}: {error.strerror or error}", file=file, fix=fix)
+
+
+def refuse_special_file(path: Path) -> None:
+    """Raise DataError for a device, a pipe or a socket, which may never end; OSError if the path does not exist."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise DataError("it is no regular file or folder", file=path, fix="Name a file.")

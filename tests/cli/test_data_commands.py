@@ -16,9 +16,9 @@ from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset import block_hashes
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 from megalaunch.data.indexed_dataset.merge import merge, split
+from megalaunch.data.indexed_dataset.report import check_report
 from megalaunch.data.indexed_dataset.verify import verify
 from megalaunch.data.preprocess.preprocess import preprocess
-from megalaunch.data.preprocess.report import check_report
 from megalaunch.data.preprocess.settings import Settings
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 

@@ -12,7 +12,7 @@ from megalaunch.config.schema import with_values
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 from megalaunch.data.prepare import data_overrides, prepare
-from megalaunch.data.preprocess.chat.build import loss_mask_prefix
+from megalaunch.data.prepared_files import loss_mask_prefix
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer, tokenizer_file
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed")

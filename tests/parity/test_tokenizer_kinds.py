@@ -8,8 +8,8 @@ import pytest
 from token_files import sentences, small_tokenizer
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.preprocess.settings import TiktokenOptions
 from megalaunch.data.tokenizer import conversion
+from megalaunch.data.tokenizer.tiktoken_list import TiktokenOptions
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 TEXTS = [

@@ -128,7 +128,8 @@ def made_up(tmp_path):
 NEIGHBOURS = {
     f"{name}.py": ""
     for name in (
-        "config/schema/__init__", "config/spec_file", "config/compose", "plan/check", "data/corpus", "platform/chips",
+        "config/schema/__init__", "config/spec_file", "config/compose", "plan/check", "platform/chips",
+        "data/tokenizer/tokenizer", "data/preprocess/corpus", "data/samples/sample",
         "launch/local", "cli/train/train", "runs/prepare_run", "engine/api", "engine/worker", "engine/mesh",
         "engine/param_layout", "engine/model/decoder", "engine/train/trainer", "engine/checkpoint/store",
         "engine/inference/jobs", "rundir/paths", "kernels/__init__",
@@ -146,7 +147,7 @@ NEIGHBOURS = {
         ("plan/x.py", "from ..launch import local", "plan may not import launch.local"),
         ("plan/x.py", "import megalaunch.cli.train.train", "plan may not import cli.train.train"),
         ("plan/x.py", "def f():\n    from megalaunch.rundir import paths", "plan may not import rundir.paths"),
-        ("data/x.py", "from megalaunch.plan.check import check", "data may not import plan.check"),
+        ("data/tokenizer/x.py", "from megalaunch.plan.check import check", "data may not import plan.check"),
         ("rundir/x.py", "from megalaunch.config.schema import RunSpec", "rundir may not import config.schema"),
         ("config/x.py", "from megalaunch.platform.chips import CHIPS", "config may not import platform.chips"),
         ("config/x.py", "from megalaunch.importers.huggingface.folder import read", None),
@@ -222,6 +223,18 @@ def test_arrows_are_checked(made_up, file, line, fault):
         ("engine/inference/x.py", "from . import jobs", "engine.inference may not import engine.inference.jobs"),
         ("engine/train/x.py", "from megalaunch.engine.worker import main", "engine.train may not import engine.worker"),
         ("engine/misplaced.py", "", "engine.misplaced has no floor in ENGINE_FLOORS"),
+        ("data/preprocess/x.py", "from megalaunch.data.tokenizer.tokenizer import Tokenizer", None),
+        (
+            "data/tokenizer/x.py",
+            "from megalaunch.data.preprocess import corpus",
+            "data.tokenizer may not import data.preprocess.corpus",
+        ),
+        (
+            "data/samples/x.py",
+            "def f():\n    from megalaunch.data.preprocess.corpus import find_corpus",
+            "data.samples may not import data.preprocess.corpus",
+        ),
+        ("data/misplaced.py", "", "data.misplaced has no floor in DATA_FLOORS"),
     ],
 )
 def test_floors_are_checked(made_up, file, line, fault):

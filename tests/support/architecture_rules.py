@@ -52,6 +52,16 @@ ENGINE_FLOORS = (
     ("inference.worker",),
 )
 
+# As ENGINE_FLOORS: a token's way from a text to a sample.
+DATA_FLOORS = (
+    ("errors", "prepared_files"),
+    ("cached_directory", "tokenizer"),
+    ("indexed_dataset",),
+    ("preprocess", "samples"),
+    ("prepare",),
+)
+FLOORS = {"engine": ENGINE_FLOORS, "data": DATA_FLOORS}
+
 FOREIGN_TO_LAUNCHER = ("torch", "safetensors", "transformer_engine", "triton", "transformers", "lm_eval")
 FOREIGN_TO_ENGINE = ("hydra", "omegaconf", "typer", "click", "rich")
 # The one importer of pickles; tests/cli/test_import_megatron_checkpoint.py holds it to running nothing.
@@ -187,21 +197,26 @@ def wrong_arrows(tree: Tree) -> Iterator[str]:
 
 
 def wrong_floors(tree: Tree) -> Iterator[str]:
-    """Imports inside the engine that go up, or sideways."""
-    floor_of = {room: floor for floor, rooms in enumerate(ENGINE_FLOORS) for room in rooms}
+    """Imports inside the engine and inside data that go up, or sideways."""
+    floor_of = {
+        f"{wing}.{room}": floor
+        for wing, floors in FLOORS.items()
+        for floor, rooms in enumerate(floors)
+        for room in rooms
+    }
     for module in tree.modules.values():
-        if module.room != "engine" or module.name == "engine":
+        wing = module.room
+        if wing not in FLOORS or module.name == wing:
             continue
-        room = _longest_prefix(module.name.removeprefix("engine."), floor_of)
+        room = _longest_prefix(module.name, floor_of)
         if room is None:
-            yield f"{module.path}:1: {'.'.join(module.name.split('.')[:2])} has no floor in ENGINE_FLOORS"
+            yield f"{module.path}:1: {'.'.join(module.name.split('.')[:2])} has no floor in {wing.upper()}_FLOORS"
             continue
         for entry in module.imports:
             name = tree.ours(entry.target) or ""
-            inside = name.removeprefix("engine.") if name.startswith("engine.") else room
-            other = _longest_prefix(inside, floor_of)
+            other = _longest_prefix(name, floor_of) if name.startswith(f"{wing}.") else room
             if other != room and (other is None or floor_of[other] >= floor_of[room]):
-                yield f"{module.path}:{entry.line}: engine.{room} may not import {name}"
+                yield f"{module.path}:{entry.line}: {room} may not import {name}"
 
 
 def foreign_imports(tree: Tree) -> Iterator[str]:

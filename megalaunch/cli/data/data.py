@@ -140,7 +140,7 @@ def _shares(shares: str | None, parts: int | None) -> list[float]:
 
 def _load_tokenizer(prefix: Path, given: Path | None) -> Tokenizer | None:
     """The tokenizer that was given, else the one of the report if it is still there."""
-    from megalaunch.data.preprocess.report import read_report
+    from megalaunch.data.indexed_dataset.report import read_report
     from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
     if given is not None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megalaunch.cli.missing_parameters import CompleteCommand
-from megalaunch.data.preprocess.settings import EngineChoice, Format, MaxBad, OnBadRecord, Settings, TiktokenOptions
+from megalaunch.data.preprocess.settings import EngineChoice, Format, MaxBad, OnBadRecord, Settings
+from megalaunch.data.tokenizer.tiktoken_list import TiktokenOptions
 
 if TYPE_CHECKING:
     from megalaunch.data.preprocess.preprocess import Result

@@ -15,7 +15,7 @@ from megalaunch.data.indexed_dataset.atomic_file import AtomicFile
 from megalaunch.data.indexed_dataset.block_hashes import BlockHashes, describe
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens, bin_path, idx_path
 from megalaunch.data.indexed_dataset.idx_writer import write_documents, write_header, write_offsets
-from megalaunch.data.preprocess.report import merge_reports, report_path, write_report
+from megalaunch.data.indexed_dataset.report import merge_reports, report_path, write_report
 from megalaunch.rundir.atomic_file import sync_directory
 
 _ENTRIES_AT_ONCE = 1 << 20

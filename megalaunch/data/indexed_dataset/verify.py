@@ -12,8 +12,8 @@ import numpy as np
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.indexed_dataset.block_hashes import BLOCK, Altered, find_altered
 from megalaunch.data.indexed_dataset.dataset import REMAKE, IndexedTokens, bin_path, idx_path
-from megalaunch.data.preprocess.build_corpus import TOKENIZER, TRAIN, VALIDATION
-from megalaunch.data.preprocess.report import read_report
+from megalaunch.data.indexed_dataset.report import read_report
+from megalaunch.data.prepared_files import TOKENIZER, TRAIN, VALIDATION
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 _TOKENS_AT_ONCE = 1 << 22

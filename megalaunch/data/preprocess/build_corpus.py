@@ -16,12 +16,12 @@ from megalaunch.config.schema.data import DataSpec
 from megalaunch.config.schema.tokenizer import TokenizerSpec
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
+from megalaunch.data.prepared_files import TOKENIZER, TRAIN, VALIDATION
 from megalaunch.data.preprocess.corpus import Corpus, Document
 from megalaunch.data.preprocess.encoder_backend import make_encoder, select_backend
 from megalaunch.data.preprocess.settings import EngineChoice
 from megalaunch.data.tokenizer.tokenizer import Tokenizer, copy_tokenizer, required_special_tokens, train_tokenizer
 
-TOKENIZER, TRAIN, VALIDATION = "tokenizer.json", "train", "validation"
 _BATCH_CHARACTERS = 1 << 20  # characters encoded at a time: enough to keep all cores busy
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from megalaunch.data.tokenizer.tiktoken_list import TiktokenOptions
+
 
 class Format(StrEnum):
     """Format of the inputs; `auto` goes by the suffix (before that of a compression): see inputs.py."""
@@ -56,15 +58,6 @@ class MaxBad:
         if self.share is not None:
             return f"{self.share * 100:g}%"
         return "any number" if self.count is None else f"{self.count:,}"
-
-
-@dataclass(frozen=True)
-class TiktokenOptions:
-    """Options that Megatron's JSON list of tiktoken ranks does not contain; the defaults are Megatron's."""
-
-    pattern: str = "v2"
-    vocab_size: int = 1 << 17
-    special_tokens: int = 1000
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megalaunch.data.errors import DataError, cannot
+from megalaunch.data.errors import DataError, cannot, refuse_special_file
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
@@ -72,17 +71,10 @@ def list_files(source: str) -> tuple[CorpusFile, ...]:
         if glob.has_magic(source):
             return _matching(str(path))
         if path.exists():
-            refuse_special(path)
+            refuse_special_file(path)
     except OSError as error:
         raise cannot("read it", Path(error.filename or path), error, CORRECT_PATH) from error
     return ()
-
-
-def refuse_special(path: Path) -> None:
-    """Raise DataError for a device, a pipe or a socket, which may never end; OSError if the path does not exist."""
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise DataError("it is no regular file or folder", file=path, fix="Name a file.")
 
 
 def open_source(path: Path) -> BufferedReader:

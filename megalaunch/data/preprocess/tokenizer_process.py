@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.preprocess.settings import TiktokenOptions
 from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess, is_single_threaded
+from megalaunch.data.tokenizer.tiktoken_list import TiktokenOptions
 from megalaunch.data.tokenizer.tokenizer import SpecialTokens, Tokenizer, load_tokenizer
 
 # Characters of the first documents that both backends encode before gigatoken is used.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.bin_reader import TokenReader
 from megalaunch.data.indexed_dataset.dataset import REMAKE, IndexedTokens, bin_path
-from megalaunch.data.preprocess.chat.build import loss_mask_prefix
+from megalaunch.data.prepared_files import loss_mask_prefix
 from megalaunch.data.samples.packing import pack
 from megalaunch.data.samples.sample import Sample
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.preprocess.settings import TiktokenOptions
-from megalaunch.data.tokenizer.conversion import convert_ranks
 
 if TYPE_CHECKING:
     import tokenizers
@@ -25,9 +24,20 @@ _PATTERNS = {
 }
 
 
+@dataclass(frozen=True)
+class TiktokenOptions:
+    """Options that Megatron's JSON list of tiktoken ranks does not contain; the defaults are Megatron's."""
+
+    pattern: str = "v2"
+    vocab_size: int = 1 << 17
+    special_tokens: int = 1000
+
+
 def convert_tiktoken_list(path: Path, parsed: list[Any], options: TiktokenOptions) -> tokenizers.Tokenizer:
     """Convert the list to a tokenizer; unlike in other tiktoken files, its special tokens are matched in texts."""
     from tokenizers import AddedToken
+
+    from megalaunch.data.tokenizer.conversion import convert_ranks
 
     special = options.special_tokens
     size = options.vocab_size - special

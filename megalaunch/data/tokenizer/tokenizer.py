@@ -14,9 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalaunch.data.errors import DataError, cannot
-from megalaunch.data.preprocess.settings import TiktokenOptions
-from megalaunch.data.preprocess.source_files import refuse_special
+from megalaunch.data.errors import DataError, cannot, refuse_special_file
+from megalaunch.data.tokenizer.tiktoken_list import TiktokenOptions, convert_tiktoken_list
 
 if TYPE_CHECKING:
     import tokenizers
@@ -202,7 +201,7 @@ def load_tokenizer(
     """
     path = tokenizer_file(path)
     try:
-        refuse_special(path)
+        refuse_special_file(path)
         content = path.read_bytes()
     except FileNotFoundError:
         fix = "Give the path of a tokenizer.json (or of another tokenizer file, or its folder)."
@@ -232,8 +231,6 @@ def load_tokenizer(
 
 
 def _decode_list(path: Path, content: bytes, options: TiktokenOptions) -> tokenizers.Tokenizer:
-    from megalaunch.data.tokenizer.tiktoken_list import convert_tiktoken_list
-
     try:
         parsed = json.loads(content)
     except (ValueError, RecursionError) as error:

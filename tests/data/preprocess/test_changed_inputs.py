@@ -12,10 +12,10 @@ from megalaunch.config.schema.data import DataSpec
 from megalaunch.config.schema.tokenizer import TokenizerSpec
 from megalaunch.data.errors import DataError
 from megalaunch.data.prepare import prepare
+from megalaunch.data.preprocess import train_tokenizer
 from megalaunch.data.preprocess.preprocess import preprocess
 from megalaunch.data.preprocess.settings import MaxBad, OnBadRecord, Settings
-from megalaunch.data.tokenizer import train
-from megalaunch.data.tokenizer.train import train_tokenizer_on
+from megalaunch.data.preprocess.train_tokenizer import train_tokenizer_on
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +118,8 @@ def test_a_corpus_that_changes_while_it_is_prepared(tmp_path, tokenizer, change)
 
 def test_a_text_that_changes_while_a_tokenizer_learns_from_it(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "in.jsonl", sentences(80))
-    real = train.train_tokenizer
-    monkeypatch.setattr(train, "train_tokenizer", lambda *words: (real(*words), append(path))[0])
+    real = train_tokenizer.train_tokenizer
+    monkeypatch.setattr(train_tokenizer, "train_tokenizer", lambda *words: (real(*words), append(path))[0])
     with pytest.raises(DataError, match="it changed while it was read"):
         train_tokenizer_on([str(path)], ("text",), 300, tmp_path / "tokenizer.json", 1.0)
     assert not (tmp_path / "tokenizer.json").exists()

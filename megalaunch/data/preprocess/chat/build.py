@@ -15,14 +15,8 @@ from numpy.typing import NDArray
 from megalaunch.config.schema.data import OWN_TEMPLATE, DataSpec
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
-from megalaunch.data.preprocess.build_corpus import (
-    TOKENIZER,
-    TRAIN,
-    VALIDATION,
-    bad_record_handler,
-    is_validation,
-    report_bad_records,
-)
+from megalaunch.data.prepared_files import TOKENIZER, TRAIN, VALIDATION, loss_mask_prefix
+from megalaunch.data.preprocess.build_corpus import bad_record_handler, is_validation, report_bad_records
 from megalaunch.data.preprocess.chat.conversation import (
     KEYS,
     Conversation,
@@ -41,14 +35,8 @@ from megalaunch.data.preprocess.tables import table_columns, table_rows
 from megalaunch.data.tokenizer.folder import chat_template, companion_files, named_tokens, read_json
 from megalaunch.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-_ANSWERS = "_answers"
 _CONVERSATIONS_AT_ONCE = 512
 _ROWS_BYTES = 1 << 22
-
-
-def loss_mask_prefix(prefix: Path) -> Path:
-    """Return the prefix of the loss mask files of `prefix`: 1 for each token of an answer, else 0."""
-    return prefix.with_name(prefix.name + _ANSWERS)
 
 
 @dataclass(frozen=True)
