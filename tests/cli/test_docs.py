@@ -13,6 +13,7 @@ from paths import ROOT
 
 MEGALAUNCH = str(Path(sys.executable).with_name("megalaunch"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "docs/dev").glob("*.md"))
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 # Values of k. A document is sharded over the smallest group of ranks such that it is at most 1/k of the group's even
 # share of tokens and of query-key pairs. All k are tried. 0: the group only needs room for the tokens; None: all ranks.
 SPLIT_THRESHOLDS = (0, 1, 2, 4, 8, None)
-# Receiving one key takes as long as computing this many query-key pairs, on GPUs with a network (docs/decisions.md).
-# It only chooses between partitions that are all correct.
+# Receiving one key takes as long as computing this many query-key pairs, on GPUs with a network: see
+# docs/dev/decisions.md. It only chooses between partitions that are all correct.
 KV_TRANSFER_COST = 256
 
 Flat = NDArray[np.int64]
