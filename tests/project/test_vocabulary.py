@@ -12,6 +12,8 @@ PACKAGE = ROOT / "megalaunch"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
 DOCS = "\n".join(path.read_text() for path in PAGES)
+GLOSSARY = (ROOT / "docs/glossary.md").read_text()
+ROOMS = "engine|data|plan|launch|config|conf|rundir|runs|kernels"
 
 # One search each, as a newcomer would type it; case aside, a space may be a hyphen or an underscore.
 TERMS = (
@@ -79,9 +81,7 @@ def test_a_retired_word_is_seen_in_any_spelling():
     assert not _words("insight") & RETIRED
 
 
-@pytest.mark.parametrize(
-    "path", re.findall(r"`((?:engine|data|plan|launch|config|conf)/[\w/.]*)`", (ROOT / "docs/glossary.md").read_text())
-)
+@pytest.mark.parametrize("path", re.findall(rf"`((?:{ROOMS})/[\w/.]*)`", GLOSSARY))
 def test_the_glossary_names_files_that_exist(path):
     assert (PACKAGE / path).exists(), path
 
@@ -91,7 +91,7 @@ def test_the_glossary_names_keys_that_exist():
     from megalaunch.config.schema import RunSpec
 
     sections = set(RunSpec.__dataclass_fields__)
-    keys = set(re.findall(r"`(\w+\.[\w.]+?)(?:=\w+|\.\*)?`", (ROOT / "docs/glossary.md").read_text()))
+    keys = set(re.findall(r"`(\w+\.[\w.]+?)(?:=\w+|\.\*)?`", GLOSSARY))
     named = {key for key in keys if key.split(".")[0] in sections}
     assert len(named) > 20
     known = set(schema_keys()) | sections
