@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megalaunch.format.numbers import format_memory
+from megalaunch.format.table import table_lines
+
 if TYPE_CHECKING:
     from megalaunch.platform.detect import Machine
     from megalaunch.platform.packages import Package, PackageState
-
-GIB = 2**30
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False) -> None:
@@ -123,25 +124,25 @@ def report_text(report: dict[str, Any]) -> str:
     """The report as aligned lines."""
     machine = report["machine"]
     lines = [f"megalaunch {report['megalaunch']}, Python {report['python']}", "", "machine"]
-    lines += _columns(
+    lines += table_lines(
         [
             ("chip", _chip_text(machine)),
             ("cores", str(machine["cores"])),
-            ("memory", f"{machine['memory_bytes'] / GIB:.1f} GiB"),
-            ("disk", f"{machine['free_disk_bytes'] / GIB:.1f} GiB free in this folder"),
+            ("memory", format_memory(machine["memory_bytes"])),
+            ("disk", f"{format_memory(machine['free_disk_bytes'])} free in this folder"),
             *(("note", note) for note in machine["notes"]),
         ]
     )
     lines += ["", "packages"]
-    lines += _columns([(entry["name"], entry["version"] or "-", entry["purpose"]) for entry in report["packages"]])
+    lines += table_lines([(entry["name"], entry["version"] or "-", entry["purpose"]) for entry in report["packages"]])
     lines += _optional(report["optional"])
-    lines += ["", "operators and what computes them here", *_columns(_operators(report["operators"]))]
+    lines += ["", "operators and what computes them here", *table_lines(_operators(report["operators"]))]
     lines += ["", "missing" if report["problems"] else _has_all_packages(report["optional"])]
     for problem in report["problems"]:
         lines += [f"  {problem['problem']} (for: {problem['needed_for']})", f"    fix: {problem['fix']}"]
     if report["engine"]:
         lines += ["", "the engine runs (other values are checked and planned, not trained)"]
-        lines += _columns([(row["key"], _values(row["runs"]), row["meaning"]) for row in report["engine"]])
+        lines += table_lines([(row["key"], _values(row["runs"]), row["meaning"]) for row in report["engine"]])
     return "\n".join(lines)
 
 
@@ -154,7 +155,7 @@ def _optional(rows: list[dict[str, Any]]) -> list[str]:
         return []
     shown = [(row["name"], row["version"] or "not installed", row["purpose"], "" if row["version"] else row["install"])
              for row in rows]  # fmt: skip
-    return ["", "optional packages", *_columns(shown)]
+    return ["", "optional packages", *table_lines(shown)]
 
 
 def _has_all_packages(optional: list[dict[str, Any]]) -> str:
@@ -171,7 +172,7 @@ def _chip_text(machine: dict[str, Any]) -> str:
     memory = machine["device_memory_bytes"]
     peak = machine["peak_flops"].get("bf16")
     parts = [f"{machine['devices']} x {machine['chip']}"]
-    parts += [f"{memory / GIB:.1f} GiB each"] if memory else []
+    parts += [f"{format_memory(memory)} each"] if memory else []
     parts += [f"{peak / 1e12:g} TFLOP/s in bf16"] if peak else []
     return ", ".join(parts)
 
@@ -179,11 +180,3 @@ def _chip_text(machine: dict[str, Any]) -> str:
 def _values(values: list[Any]) -> str:
     words = {None: "null", False: "false", True: "true"}
     return " | ".join(words[value] if value is None or isinstance(value, bool) else str(value) for value in values)
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows as indented lines, every column but the last padded to its widest word."""
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    return [
-        ("  " + "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True))).rstrip() for row in rows
-    ]

@@ -7,6 +7,8 @@ from typing import Any
 
 from typer.core import TyperArgument, TyperCommand
 
+from megalaunch.format.table import table_lines
+
 
 class CompleteCommand(TyperCommand):
     """A command that names every missing argument and option in one message, each with its help."""
@@ -16,8 +18,7 @@ class CompleteCommand(TyperCommand):
         missing = [] if ctx.resilient_parsing else self._missing(ctx, args)
         if len(missing) > 1:
             rows = [(_name(parameter), parameter.help or "") for parameter in missing]
-            width = max(len(name) for name, _ in rows)
-            lines = [f"  {name:<{width}}  {text}" for name, text in rows]
+            lines = table_lines(rows)
             whole = shlex.join([*ctx.command_path.split(), *args])
             lines.append(f"write:  {whole} {' '.join(name for name, _ in rows)}")
             ctx.fail("\n".join([f"{len(rows)} things are missing:", *lines]))

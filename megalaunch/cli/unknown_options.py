@@ -13,6 +13,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from megalaunch.format.table import table_lines
+
 _RECIPE_OPTIONS = ("--config", "--config-file", "--config-name", "--config-path", "--recipe")
 
 
@@ -62,8 +64,7 @@ def refusal(command: str, unknown: Sequence[Unknown], own: Sequence[str]) -> str
     """One line an option, and the next step."""
     many = "s" if len(unknown) > 1 else ""
     lines = [f"error: `{command}` has no option{many} {', '.join(entry.option for entry in unknown)}"]
-    width = max(len(entry.text) for entry in unknown)
-    lines += [f"  {entry.text:<{width}}  {_instead(entry, own)}" for entry in unknown]
+    lines += table_lines((entry.text, _instead(entry, own)) for entry in unknown)
     lines.append("settings are written KEY=VALUE; a whole Megatron-LM script: `megalaunch import-megatron SCRIPT`")
     return "\n".join(lines)
 

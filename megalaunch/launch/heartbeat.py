@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from megalaunch.launch.format import format_duration
+from megalaunch.format.numbers import format_duration
 
 INTERVAL = 9.0
 

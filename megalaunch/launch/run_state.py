@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.launch.format import format_file_size
+from megalaunch.format.numbers import format_bytes
 from megalaunch.launch.tail import JsonlTail
 from megalaunch.plan.flops import step_flops
 from megalaunch.platform.chips import CHIPS
@@ -139,7 +139,7 @@ class RunState:
             return None
         done, total, step = (number(self._files, key) for key in ("done", "total", "step"))
         which = f" step {step:.0f}" if step > 0 else ""
-        return f"{self._files.get('phase')}{which}: {done / max(1.0, total):.0%} of {format_file_size(total)}"
+        return f"{self._files.get('phase')}{which}: {done / max(1.0, total):.0%} of {format_bytes(total)}"
 
     @property
     def seconds_left(self) -> float | None:

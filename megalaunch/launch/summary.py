@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import fmean
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.format.numbers import format_count, format_duration, format_loss
 from megalaunch.launch.directory import RunState
-from megalaunch.launch.format import format_count, format_duration, format_loss
 from megalaunch.launch.run_state import number
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome

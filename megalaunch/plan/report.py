@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalaunch.config.schema import RunSpec, SpecProblem
+from megalaunch.format.table import table_lines
 from megalaunch.plan.batch import tokens_per_step
 from megalaunch.plan.findings import Finding, Severity, as_json, as_override, has_errors
 from megalaunch.plan.parameters import count_parameters
@@ -36,7 +37,7 @@ def findings_text(findings: Sequence[Finding], derived: Mapping[str, Any] | None
     if notes:
         blocks.append("\n".join(["notes", *notes]))
     if derived:
-        blocks.append("\n".join(["derived", *_columns([(k, _number(v)) for k, v in derived.items()])]))
+        blocks.append("\n".join(["derived", *table_lines([(k, _number(v)) for k, v in derived.items()])]))
     return "\n\n".join([*blocks, _summary_line(findings)])
 
 
@@ -63,7 +64,7 @@ def run_table(spec: RunSpec, topology: Topology, train_tokens: int | None = None
         ("data", str(spec.data.corpus or spec.data.train_prefix or "none named yet")),
         ("run", str(spec.run.directory)),
     ]
-    return "\n".join(_columns(rows))
+    return "\n".join(table_lines(rows))
 
 
 def _model(spec: RunSpec) -> str:
@@ -106,11 +107,6 @@ def finding_block(finding: Finding) -> str:
     if finding.rule != "config.schema":  # its message is complete
         lines.append(f"  why:  megalaunch explain {finding.rule}")
     return "\n".join(lines)
-
-
-def _columns(rows: Sequence[tuple[str, str]]) -> list[str]:
-    width = max(len(name) for name, _ in rows)
-    return [f"  {name:<{width}}  {value}" for name, value in rows]
 
 
 def _number(value: Any) -> str:

@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from megalaunch.cli.recipes.recipes import app
-from megalaunch.cli.recipes.table import short_number
 from megalaunch.config import groups
 from megalaunch.config.yaml_file import load_yaml
 
@@ -132,25 +131,6 @@ def test_a_recipe_that_is_not_there(folder, words):
     result = run(*words)
     assert result.exit_code == 2
     assert "there is no recipe 'tinny'; did you mean 'tiny'?" in " ".join(result.output.split())
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0"),
-        (999, "999"),
-        (39_072, "39.1K"),
-        (999_400, "999K"),
-        (999_500, "1.00M"),
-        (8_030_261_248, "8.03B"),
-        (9_995_000_000, "10.0B"),
-        (99_950_000_000, "100B"),
-        (682_636_472_320, "683B"),
-        (1_040_000_000_000, "1.04T"),
-    ],
-)
-def test_short_counts(count, text):
-    assert short_number(count) == text
 
 
 def test_a_recipe_that_the_engine_does_not_train_is_marked(folder):

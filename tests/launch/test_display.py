@@ -13,7 +13,6 @@ from launching import tiny_spec
 from rich.console import Console
 
 from megalaunch.launch.directory import create_folders
-from megalaunch.launch.format import format_duration, format_file_size, format_memory
 from megalaunch.launch.live_display import KEPT_FREE, LiveDisplay, doing_now, panel, sparkline
 from megalaunch.launch.log_display import PlainDisplay
 from megalaunch.launch.plot import plot_run, smooth
@@ -320,20 +319,6 @@ def test_the_sparkline():
     assert sparkline([1.0, float("nan"), 3.0]) == "▁ █"
     assert sparkline([2.0, 2.0]) == "▁▁"
     assert sparkline([float("nan")]) == ""
-
-
-def test_words():
-    assert [format_file_size(count) for count in (3, 4.2e3, 72.3e6, 84.2e9, 1.5e12)] == [
-        "3 bytes", "4.2 kB", "72.3 MB", "84.2 GB", "1.5 TB",
-    ]  # fmt: skip
-    assert [format_duration(s) for s in (0.4, 59, 65, 7625, float("nan"))] == [
-        "0 s",
-        "59 s",
-        "1 min 05 s",
-        "2 h 07 min",
-        "-",
-    ]
-    assert [format_memory(b) for b in (2**20, 3 * 2**29)] == ["1 MiB", "1.5 GiB"]
 
 
 def test_the_summary(directory):

@@ -13,24 +13,44 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-LAUNCHER_WING = ("cli", "runs", "config", "importers", "plan", "launch", "data", "platform", "rundir")
+LAUNCHER_WING = ("cli", "runs", "config", "importers", "plan", "launch", "data", "platform", "rundir", "format")
 
 # Room -> what it may import of ours, besides itself; a longer name speaks for a file alone. DESIGN section 2.
 ARROWS = {
+    "format": (),
     "rundir": (),
     "config": ("rundir.atomic_file", "importers.huggingface", "importers.megatron.spelling"),
     "importers.huggingface": ("config.schema", "plan.layers", "plan.attention_factor"),
     "importers.megatron": ("config.schema", "config.shown"),
-    "importers.megatron.importer": ("config",),
+    "importers.megatron.importer": ("config", "format"),
     "importers.megatron.recipe_file": ("config",),
     "platform": ("config.schema",),
     "data": ("config.schema", "rundir.atomic_file"),
-    "plan": ("config.schema", "platform"),
-    "launch": ("config.schema", "config.spec_file", "config.search_space", "plan", "data", "platform", "rundir"),
+    "plan": ("config.schema", "platform", "format"),
+    "launch": (
+        "config.schema",
+        "config.spec_file",
+        "config.search_space",
+        "plan",
+        "data",
+        "platform",
+        "rundir",
+        "format",
+    ),
     "kernels": ("platform",),
-    "engine": ("config.schema", "config.spec_file", "importers", "plan", "data", "platform", "kernels", "rundir"),
-    "runs": ("config", "plan", "data", "platform", "launch", "rundir", "engine.api"),
-    "cli": ("config", "importers", "plan", "data", "platform", "launch", "rundir", "runs", "engine.api"),
+    "engine": (
+        "config.schema",
+        "config.spec_file",
+        "importers",
+        "plan",
+        "data",
+        "platform",
+        "kernels",
+        "rundir",
+        "format",
+    ),
+    "runs": ("config", "plan", "data", "platform", "launch", "rundir", "format", "engine.api"),
+    "cli": ("config", "importers", "plan", "data", "platform", "launch", "rundir", "runs", "format", "engine.api"),
     "__main__": ("cli",),
 }
 

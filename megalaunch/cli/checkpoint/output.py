@@ -11,7 +11,8 @@ from typing import Any
 
 from megalaunch.cli.checkpoint.summary import tensor_group
 from megalaunch.config.schema import RunSpec
-from megalaunch.launch.format import format_file_size
+from megalaunch.format.numbers import format_bytes
+from megalaunch.format.table import table_lines
 from megalaunch.rundir.checkpoint.listing import CheckpointInfo
 from megalaunch.rundir.checkpoint.retention import retention_reasons
 
@@ -43,17 +44,17 @@ def list_lines(
 ) -> Iterator[str]:
     """The list of a run."""
     total = sum(row["bytes"] for row in rows)
-    yield f"{folder}: {len(rows)} checkpoint{'s' if len(rows) != 1 else ''}, {format_file_size(total)}"
+    yield f"{folder}: {len(rows)} checkpoint{'s' if len(rows) != 1 else ''}, {format_bytes(total)}"
     if rows:
         table = [("step", "saved", "size", "state", "kept")]
         for row in rows:
             state = "complete" if row["complete"] else row["problems"][0]
             kept = row["kept"] or "until the next save"
-            table.append((str(row["step"]), _date(row["saved"]), format_file_size(row["bytes"]), state, kept))
-        yield from _table(table, right=(0, 2))
+            table.append((str(row["step"]), _date(row["saved"]), format_bytes(row["bytes"]), state, kept))
+        yield from table_lines(table, right=(0, 2))
     for name, size in unfinished.items():
         what = "a save under way" if held else "a save that was cut off; the next start of the run removes it"
-        yield f"  {name}, {format_file_size(size)}: {what}"
+        yield f"  {name}, {format_bytes(size)}: {what}"
 
 
 def inspect_lines(checkpoint: Path, summary: Mapping[str, Any], every: bool) -> Iterator[str]:
@@ -67,25 +68,25 @@ def inspect_lines(checkpoint: Path, summary: Mapping[str, Any], every: bool) -> 
     yield f"  layout   {_layout_text(summary['layout'])}; any other loads it"
     shards = [entry["bytes"] for name, entry in files.items() if name.endswith(".safetensors")]
     others = len(files) - len(shards)
-    yield f"  files    {len(shards)} with tensors, {others} others, {format_file_size(summary['bytes'])} in all"
+    yield f"  files    {len(shards)} with tensors, {others} others, {format_bytes(summary['bytes'])} in all"
     yield ""
     alike = [] if every else _is_model_shape(summary["tensors"])
     tensors = {name: tensor for name, tensor in summary["tensors"].items() if tensor_group(name) not in alike}
-    yield from _table([("tensor", "dtype", "shape", "size", ""), *_tensor_rows(tensors, every)], right=(3,))
+    yield from table_lines([("tensor", "dtype", "shape", "size", ""), *_tensor_rows(tensors, every)], right=(3,))
     if alike:
         yield f"  {' and '.join(alike)}: a tensor for each of the model's, of its shape"
     yield ""
     totals = [
-        (name, f"{total['tensors']} tensors", f"{total['values']:,} values", format_file_size(total["bytes"]))
+        (name, f"{total['tensors']} tensors", f"{total['values']:,} values", format_bytes(total["bytes"]))
         for name, total in summary["totals"].items()
     ]
-    yield from _table(totals, right=(1, 2, 3))
+    yield from table_lines(totals, right=(1, 2, 3))
 
 
 def verification_lines(checkpoint: Path, sizes: Sequence[int], problems: Sequence[str]) -> Iterator[str]:
     """What came of reading every byte."""
     if not problems:
-        yield f"{checkpoint}: good. {len(sizes)} files, {format_file_size(sum(sizes))}, every byte is as it was written"
+        yield f"{checkpoint}: good. {len(sizes)} files, {format_bytes(sum(sizes))}, every byte is as it was written"
         return
     yield f"{checkpoint}: damaged"
     for problem in problems:
@@ -111,7 +112,7 @@ def _tensor_rows(tensors: Mapping[str, Mapping[str, Any]], every: bool) -> Itera
     for (_, name, dtype, shape), names in itertools.groupby(sorted(tensors, key=kind), kind):
         members = list(names)
         size = sum(tensors[member]["bytes"] for member in members)
-        yield name, dtype, shape, format_file_size(size), f"x {len(members)}" if len(members) > 1 else ""
+        yield name, dtype, shape, format_bytes(size), f"x {len(members)}" if len(members) > 1 else ""
 
 
 def _layout_text(layout: Mapping[str, Any] | None) -> str:
@@ -120,16 +121,6 @@ def _layout_text(layout: Mapping[str, Any] | None) -> str:
     axes = " x ".join(f"{axis} {size}" for axis, size in layout.items() if axis not in ("ranks", "data_sharding"))
     ranks = "one rank" if layout["ranks"] == 1 else f"{layout['ranks']} ranks"
     return f"{ranks}{f': {axes}' if axes else ''}, data sharding {layout['data_sharding']}"
-
-
-def _table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield f"  {'  '.join(cells)}".rstrip()
 
 
 def _date(seconds: float) -> str:

@@ -15,6 +15,7 @@ import typer
 from megalaunch.cli.missing_parameters import CompleteCommand
 from megalaunch.data.preprocess.settings import EngineChoice, Format, MaxBad, OnBadRecord, Settings
 from megalaunch.data.tokenizer.tiktoken_list import TiktokenOptions
+from megalaunch.format.numbers import format_duration
 
 if TYPE_CHECKING:
     from megalaunch.data.preprocess.preprocess import Result
@@ -187,14 +188,7 @@ def _line(progress: Progress) -> str:
     share = min(progress.bytes_read / progress.bytes_total, 1.0)
     bar = "#" * round(share * _BAR)
     left = max(progress.bytes_total - progress.bytes_read, 0) / max(speed, 1e-9)
-    return f"[{bar:.<{_BAR}}] {share:4.0%}  {rates}  {_duration(left)} left"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, hours = int(seconds // 60 % 60), int(seconds // 3600)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds % 60:02.0f} s"
+    return f"[{bar:.<{_BAR}}] {share:4.0%}  {rates}  {format_duration(left)} left"
 
 
 def _summary(result: Result) -> str:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from megalaunch.format.numbers import format_bytes
+from megalaunch.format.table import table_lines
 
 if TYPE_CHECKING:
     from megalaunch.config.schema import RunSpec
     from megalaunch.engine.api import DeepPlan
     from megalaunch.plan.check import HasOrigin
     from megalaunch.plan.memory import Memory
-
-_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def show_deep(spec: RunSpec, origins: Mapping[str, HasOrigin], rank: int | None, as_json: bool) -> None:
@@ -77,10 +78,10 @@ def _memory_lines(found: DeepPlan, planned: Memory) -> Iterator[str]:
     rows = [("", "engine", "planner", "")]
     for kind, size in found.kinds.items():
         other = planned.kinds.get(kind)
-        rows.append((kind, _size(size), "" if other is None else _size(other), ""))
+        rows.append((kind, format_bytes(size, digits=2), "" if other is None else format_bytes(other, digits=2), ""))
     difference = f"{planned.total / found.total - 1:+.1%}"
-    rows.append(("total", _size(found.total), _size(planned.total), difference))
-    yield from _columns(rows, right=(1, 2))
+    rows.append(("total", format_bytes(found.total, digits=2), format_bytes(planned.total, digits=2), difference))
+    yield from table_lines(rows, right=(1, 2))
 
 
 def _communication_lines(found: DeepPlan) -> Iterator[str]:
@@ -88,25 +89,9 @@ def _communication_lines(found: DeepPlan) -> Iterator[str]:
     yield f"collectives of a step of {found.microbatches} microbatches{part}"
     rows = [("phase", "kind", "axis", "ranks", "calls", "bytes")]
     for one in found.exchanges:
-        rows.append((one.phase, one.kind, one.axis, f"{one.ranks}", f"{one.count:,}", _size(one.bytes)))
-    yield from _columns(rows if found.exchanges else [("none: one rank holds all",)], right=(3, 4, 5))
-
-
-def _size(count: float) -> str:
-    for unit, size in _UNITS:
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count:.0f} B"
-
-
-def _columns(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = (
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield ("  " + "  ".join(cells)).rstrip()
+        size = format_bytes(one.bytes, digits=2)
+        rows.append((one.phase, one.kind, one.axis, f"{one.ranks}", f"{one.count:,}", size))
+    yield from table_lines(rows if found.exchanges else [("none: one rank holds all",)], right=(3, 4, 5))
 
 
 def _as_json(spec: RunSpec, found: DeepPlan, planned: Memory) -> str:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megalaunch.format.table import table_lines
+
 if TYPE_CHECKING:
     from megalaunch.config.schema import RunSpec
     from megalaunch.plan.check import HasOrigin
@@ -70,7 +72,7 @@ def _as_text(
     blocks.append(run_table(spec, prediction.topology))
     if beyond := not_trained(spec):
         blocks.append(f"a plan only: the engine of this version does not train {', '.join(beyond)}")
-    blocks.append("\n".join(["ranks", *_table(_group_row(groups) for groups in prediction.groups)]))
+    blocks.append("\n".join(["ranks", *table_lines(_group_row(groups) for groups in prediction.groups)]))
     blocks.append(_memory_text(prediction))
     blocks.append(_time_text(prediction) if prediction.time else f"time\n  not predicted: {prediction.why_no_time}")
     if with_assumptions:
@@ -92,7 +94,7 @@ def _memory_text(prediction: Prediction) -> str:
     head += f", {memory.phase}"
     rows = [(kind, f"{size / _GB:.2f} GB") for kind, size in memory.kinds.items()]
     rows.append(("total", f"{memory.total / _GB:.2f} GB"))
-    lines = [head, *_table(rows, right=(1,))]
+    lines = [head, *table_lines(rows, right=(1,))]
     if prediction.device_bytes is not None:
         part = memory.total / prediction.device_bytes
         lines.append(f"  {part:.0%} of {prediction.device_bytes / _GB:.1f} GB")
@@ -106,7 +108,7 @@ def _time_text(prediction: Prediction) -> str:
     time = prediction.time
     assert time is not None
     rows = [(name, f"{seconds:.3f} s", f"{seconds / time.total:.1%}", note) for name, seconds, note in _seconds(time)]
-    lines = [f"time of a step: {time.total:.3f} s", *_table(rows, right=(1, 2))]
+    lines = [f"time of a step: {time.total:.3f} s", *table_lines(rows, right=(1, 2))]
     budget, days = prediction.budget, prediction.days or 0.0
     speed = [
         (
@@ -118,7 +120,7 @@ def _time_text(prediction: Prediction) -> str:
         ("MFU", f"{time.mfu_causal:.1%} causal, {time.mfu_full:.1%} full, of {time.peak / 1e12:,.0f} TFLOP/s"),
         (f"{_tokens(budget)} tokens", f"{days:,.2f} days ({days * time.world * 24:,.0f} device hours)"),
     ]
-    return "\n".join([*lines, "", "speed", *_table(speed)])
+    return "\n".join([*lines, "", "speed", *table_lines(speed)])
 
 
 def _seconds(time: StepTime) -> Iterator[tuple[str, float, str]]:
@@ -141,21 +143,7 @@ def _assumptions_text(spec: RunSpec) -> str:
         (entry.name, entry.value if isinstance(entry.value, str) else f"{entry.value:,.6g}", entry.source)
         for entry in assumptions(spec)
     ]
-    return "\n".join(["assumptions", *_table(rows, right=(1,))])
-
-
-def _table(rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Rows in columns; those numbered in `right` end together."""
-    cells = list(rows)
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))] if cells else []
-    return [
-        "  "
-        + "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
+    return "\n".join(["assumptions", *table_lines(rows, right=(1,))])
 
 
 def _tokens(count: float) -> str:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megalaunch.format.table import table_lines
+
 if TYPE_CHECKING:
     from megalaunch.config.schema import RunSpec
     from megalaunch.plan.check import HasOrigin
@@ -111,10 +113,7 @@ def _table(result: SearchResult, best: Sequence[Found]) -> list[str]:
         own = f" ({', '.join(marks)})" if marks else ""
         shown = (f"{result.place(found)}", f"{found.speed:,.1f}", f"{found.time.mfu_causal:.1%}", f"{free:.1f}")
         rows.append((*shown, _short_layout(found.spec) + own))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return [
-        "  ".join([*(cell.rjust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]) for row in rows
-    ]
+    return table_lines(rows, right=(0, 1, 2, 3), indent=0)
 
 
 def _near_memory_limit(result: SearchResult, found: Found) -> bool:

@@ -15,6 +15,8 @@ from megalaunch.config.errors import ConfigError
 from megalaunch.config.recipes import read_summary
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.parallel import ParallelSpec
+from megalaunch.format.numbers import format_short_count
+from megalaunch.format.table import table_lines
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.resume_compatibility import differences
@@ -113,7 +115,7 @@ def rows_text(rows: Sequence[RecipeRow]) -> str:
         sequence = "" if row.sequence_length is None else str(row.sequence_length)
         said = f"does not compose: {row.problem}" if row.problem else row.summary + _mark(row)
         table.append((row.name, size, "" if row.problem else devices, row.layout or "", sequence, said))
-    return _table(table)
+    return "\n".join(table_lines(table, indent=0))
 
 
 def _mark(row: RecipeRow) -> str:
@@ -123,20 +125,8 @@ def _mark(row: RecipeRow) -> str:
 def _size(row: RecipeRow) -> str:
     if row.parameters is None:
         return ""
-    return short_number(row.parameters) + (f", {short_number(row.active)} a token" if row.active is not None else "")
-
-
-def short_number(count: int) -> str:
-    """A count in three digits: 8.03B, 124M.
-
-    >>> short(8_030_261_248), short(671_026_404_352), short(999_999)
-    ('8.03B', '671B', '1.00M')
-    """
-    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= 0.9995 * unit:
-            value = count / unit
-            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}{letter}"
-    return str(count)
+    active = "" if row.active is None else f", {format_short_count(row.active)} a token"
+    return format_short_count(row.parameters) + active
 
 
 def spec_differences(left: RunSpec, right: RunSpec) -> list[tuple[str, Any, Any]]:
@@ -150,11 +140,5 @@ def differences_text(names: tuple[str, str], found: Sequence[tuple[str, Any, Any
 
     if not found:
         return f"{names[0]} and {names[1]} come to the same run"
-    return _table([("key", *names), *((key, as_override(left), as_override(right)) for key, left, right in found)])
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    rows = [("key", *names), *((key, as_override(left), as_override(right)) for key, left, right in found)]
+    return "\n".join(table_lines(rows, indent=0))

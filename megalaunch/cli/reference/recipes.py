@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.cli.recipes.table import RecipeRow, recipe_rows, short_number
+from megalaunch.cli.recipes.table import RecipeRow, recipe_rows
 from megalaunch.config.recipes import PACKAGED
+from megalaunch.format.numbers import format_short_count
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
 
@@ -52,7 +53,8 @@ def _mark(row: RecipeRow) -> str:
 def _size(row: RecipeRow) -> str:
     if row.parameters is None:
         return "by the tokenizer"
-    return short_number(row.parameters) + (f" ({short_number(row.active)} a token)" if row.active is not None else "")
+    active = "" if row.active is None else f" ({format_short_count(row.active)} a token)"
+    return format_short_count(row.parameters) + active
 
 
 def _batch(row: RecipeRow) -> str:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megalaunch.data.errors import DataError
+from megalaunch.format.numbers import format_count
+from megalaunch.format.table import table_lines
 from megalaunch.rundir.outcome import ExitCode
 
 if TYPE_CHECKING:
@@ -153,11 +155,13 @@ def _show_tasks(scores: Sequence[TaskScore], json: bool) -> None:
         for score in scores:
             typer.echo(json_text.dumps(asdict(score)))
         return
-    typer.echo(f"{'samples':>12}{'value':>10}{'stderr':>10}  {'metric':<24}task")
+    rows = [("samples", "value", "stderr", "metric", "task")]
     for score in scores:
         stderr = "-" if score.stderr is None else f"{score.stderr:.4f}"
         metric = score.metric if score.filter == "none" else f"{score.metric} ({score.filter})"
-        typer.echo(f"{score.samples:>12,}{score.value:>10.4f}{stderr:>10}  {metric:<24}{score.task}")
+        rows.append((format_count(score.samples), f"{score.value:.4f}", stderr, metric, score.task))
+    for line in table_lines(rows, right=(0, 1, 2)):
+        typer.echo(line)
 
 
 def _row(score: Score) -> str:

@@ -7,20 +7,13 @@ import os
 import shutil
 from pathlib import Path
 
+from megalaunch.format.numbers import format_bytes
 from megalaunch.rundir.checkpoint.errors import CheckpointError
 from megalaunch.rundir.checkpoint.listing import directory_size
 
-__all__ = ["CheckpointError", "format_bytes", "free_bytes", "no_space", "write_error"]
+__all__ = ["CheckpointError", "free_bytes", "no_space", "write_error"]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-
-
-def format_bytes(count: int) -> str:
-    """Format a size in decimal units: `72.3 MB`."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"
 
 
 def free_bytes(path: Path) -> int:

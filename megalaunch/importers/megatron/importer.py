@@ -12,6 +12,7 @@ from megalaunch.config.schema import RunSpec, SpecError
 from megalaunch.config.schema.build import check_leaves
 from megalaunch.config.schema.paths import entry_at
 from megalaunch.config.shown import to_yaml
+from megalaunch.format.table import table_lines
 from megalaunch.importers.megatron.arguments import Arguments, Report, flag_keys, is_flag, parse_arguments, reports
 from megalaunch.importers.megatron.bash_expansion import known_texts
 from megalaunch.importers.megatron.bash_interpreter import Script, read_script, split_text
@@ -207,9 +208,7 @@ def report_text(imported: Imported) -> str:
     for fate, title in titles.items():
         rows = [(" ".join([entry.flag, *entry.words]), entry.text) for entry in imported.flags if entry.fate == fate]
         if rows:
-            width = min(max(len(flag) for flag, _ in rows), 52)
-            lines = [f"  {flag:<{width}}  {text}" for flag, text in rows]
-            blocks.append("\n".join([f"{title} ({len(rows)})", *lines]))
+            blocks.append("\n".join([f"{title} ({len(rows)})", *table_lines(rows, max_width=52)]))
     if imported.defaults:
         lines = [f"  {key} = {to_yaml(value)}" for key, value in imported.defaults.items()]
         blocks.append("\n".join(["Megatron's defaults, where megalaunch has others", *lines]))

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from megalaunch.format.numbers import format_count, format_duration, format_loss
 from megalaunch.launch.event_messages import event_message
-from megalaunch.launch.format import format_count, format_duration, format_loss
 from megalaunch.launch.run_state import RunState, number
 from megalaunch.launch.sweep.directory import Metric
 from megalaunch.launch.sweep.result import TrialResult, rank_results, unranked_reason
