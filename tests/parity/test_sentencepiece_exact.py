@@ -8,6 +8,8 @@ import pytest
 from token_files import sentences
 
 from megalaunch.data.errors import DataError
+from megalaunch.data.tokenizer.character_map import read_replacements
+from megalaunch.data.tokenizer.sentencepiece_file import read_sentencepiece
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 library = pytest.importorskip("sentencepiece", reason="sentencepiece (the extra `parity`) is not installed")
@@ -36,6 +38,22 @@ def texts() -> list[str]:
     return [text for text in made if text.strip() != "<mask>"]  # which has no space put before it: see docs/data.md
 
 
+def stacked_marks() -> list[str]:
+    """Letters with several combining marks in any order, jamo, and characters of all planes that have names."""
+    drawn = random.Random(4)
+    named = [chr(point) for point in range(0x20, 0x20000) if unicodedata.category(chr(point))[0] not in "C"]
+    letters = [point for point in named if unicodedata.decomposition(point)]
+    marks = [point for point in named if unicodedata.combining(point)]
+    jamo = [chr(point) for point in (*range(0x1100, 0x1200), *range(0x3131, 0x318F), *range(0xFFA0, 0xFFDD))]
+    made = [
+        "".join(drawn.choice(letters) + "".join(drawn.choices(marks[:80], k=drawn.randrange(5))) for _ in range(2))
+        for _ in range(3000)
+    ]
+    made += ["".join(drawn.choices([*marks, "\u200d", "\n"], k=4)) + drawn.choice(letters) for _ in range(500)]
+    made += ["".join(drawn.choices(jamo, k=8)) for _ in range(1000)]
+    return made + ["".join(drawn.choices(named, k=8)) for _ in range(1000)]
+
+
 def trained(folder: Path, **options: object) -> Path:
     code = ["def f(x):\n    if x:\n        return  x + 1\n\n\nclass A:\n\tpass  \n"] * 20
     lines = [*sentences(400), "na\u00efve caf\u00e9s, 12 ships;", "x = y + 1\n\n  return z"] * 3
@@ -61,8 +79,42 @@ def trained(folder: Path, **options: object) -> Path:
 def test_ids_are_the_librarys(tmp_path, kind, options):
     path = trained(tmp_path, model_type=kind, **options)
     theirs, ours = library.SentencePieceProcessor(model_file=str(path)), load_tokenizer(path)
-    wrong = [ascii(text) for text in texts() if ours.encode(text) != theirs.encode(text)]
+    wrong = [ascii(text) for text in [*texts(), *stacked_marks()] if ours.encode(text) != theirs.encode(text)]
     assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["nmt_nfkc", "nfkc_cf"])
+def test_every_replacement_of_a_character_map_is_the_librarys(tmp_path, name):
+    path = trained(tmp_path, model_type="bpe", normalization_rule_name=name, **BYTES)
+    theirs, ours = library.SentencePieceProcessor(model_file=str(path)), load_tokenizer(path)
+    keys = read_replacements(read_sentencepiece(path.read_bytes()).character_map)
+    assert len(keys) > 200_000
+    text = " q ".join(keys)
+    assert ours.encode(text) == theirs.encode(text)
+
+
+def rules(folder: Path, count: int) -> dict[str, object]:
+    """Return the options for a map of our own: `count` pairs of letters become capitals, and some more."""
+    pairs = [f"{ord('p'):x} {ord('a') + number:x}\t{ord('A') + number:x}" for number in range(count)]
+    longer = [f"73 65 61\t{ord('O'):x} {ord('K'):x}", f"73 65\t{ord('W'):x}", "68 65\t", "7a\t301"]
+    (folder / "rules.tsv").write_text("\n".join([*pairs, *longer]) + "\n")
+    return {"normalization_rule_tsv": str(folder / "rules.tsv"), "model_type": "bpe", **BYTES}
+
+
+def test_a_character_map_of_ones_own(tmp_path):
+    path = trained(tmp_path, **rules(tmp_path, 20))
+    theirs, ours = library.SentencePieceProcessor(model_file=str(path)), load_tokenizer(path)
+    drawn = random.Random(5)
+    for text in ["".join(drawn.choices("seahp bqz", k=12)) for _ in range(2000)]:
+        assert ours.encode(text) == theirs.encode(text), text
+
+
+def test_a_character_map_that_is_damaged_is_refused(tmp_path):
+    path = trained(tmp_path, **rules(tmp_path, 2))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"OK\0", b"\xff\xff\0"))
+    with pytest.raises(DataError, match=r"its character map is damaged.*Give its tokenizer.json instead"):
+        load_tokenizer(path)
 
 
 @pytest.mark.parametrize("fallback", [{}, BYTES])

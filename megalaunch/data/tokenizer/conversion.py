@@ -213,7 +213,10 @@ def convert_sentencepiece(path: Path, content: bytes) -> tokenizers.Tokenizer:
     if (cause := _why_not_exact(model, defined)) is not None:
         raise DataError(cause, file=path, fix="Give its tokenizer.json instead.")
     inner = Tokenizer(_sentencepiece_model(path, model))
-    inner.normalizer = _sentencepiece_normalizer(model, defined)
+    try:
+        inner.normalizer = _sentencepiece_normalizer(model, defined)
+    except ValueError as error:
+        raise DataError(str(error), file=path, fix="Give its tokenizer.json instead.") from None
     if model.kind == "unigram" and model.byte_fallback:
         inner.pre_tokenizer = pre_tokenizers.Split(Regex(_BYTE_NAME), "isolated")
     # Match symbols after normalization if the normalizer prepends a space to each part of a text, or if the symbols
