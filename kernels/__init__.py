@@ -1,1 +1,1 @@
-"""Fused operators: each file has the plain-torch reference, the Triton kernel and the dispatch."""
+"""Operators with several implementations: each file has the plain-torch reference, device forms and the dispatch."""

@@ -23,7 +23,7 @@ def implementations(device: str) -> Iterator[Implementation]:
     if device == "cpu":
         yield Implementation(
             "causal attention",
-            f"megalaunch.engine.model.attention.cpu; bf16 with a bf16 unit and long fp32 samples: {_SDPA}",
+            f"megalaunch.kernels.causal_attention; bf16 with a bf16 unit and long fp32 samples: {_SDPA}",
         )
     else:
         yield Implementation(

@@ -19,6 +19,7 @@ TREE_RULES = (
     rules.foreign_imports,
     rules.circles,
     rules.bare_to_local,
+    rules.device_branches,
     rules.grab_bags,
 )
 
@@ -286,6 +287,20 @@ def test_bare_to_local_is_found(made_up):
     tree = made_up({"engine/param_layout.py": "x.to_local()", "engine/x.py": "a = 1\np.to_local(grad_placements=q)"})
     why = "only engine/param_layout.py and dtensor.py open a DTensor"
     assert list(rules.bare_to_local(tree)) == [f"megalaunch/engine/x.py:2: {why}"]
+
+
+def test_branches_on_the_device_are_found(made_up):
+    tree = made_up(
+        {
+            "engine/model/x.py": "if x.is_cpu:\n    pass\nif x.device.type == 'cpu':\n    pass",
+            "engine/train/y.py": "y = x.is_cuda",
+            "kernels/x.py": "if x.is_cpu:\n    pass",
+            "engine/model/z.py": "if x.dtype == 'cpu' or x.device == y:\n    pass",
+        }
+    )
+    why = "a branch on the device belongs behind a dispatch in kernels/"
+    places = ["model/x.py:1", "model/x.py:3", "train/y.py:1"]
+    assert sorted(rules.device_branches(tree)) == [f"megalaunch/engine/{place}: {why}" for place in places]
 
 
 def test_grab_bags_are_found(made_up):

@@ -293,6 +293,19 @@ def bare_to_local(tree: Tree) -> Iterator[str]:
                 yield f"{module.path}:{node.lineno}: only engine/param_layout.py and dtensor.py open a DTensor"
 
 
+def device_branches(tree: Tree) -> Iterator[str]:
+    """Branches on the device in model and trainer: what differs by device is behind a dispatch in kernels/."""
+    for module in tree.modules.values():
+        if not _within(module.name, ("engine.model", "engine.train")):
+            continue
+        for node in ast.walk(module.tree):
+            asks = isinstance(node, ast.Attribute) and node.attr in ("is_cpu", "is_cuda")
+            if isinstance(node, ast.Compare) and _dotted(node.left).endswith("device.type"):
+                asks = any(isinstance(other, ast.Constant) and other.value == "cpu" for other in node.comparators)
+            if asks:
+                yield f"{module.path}:{node.lineno}: a branch on the device belongs behind a dispatch in kernels/"
+
+
 def unsafe_code(path: str, tree: ast.Module) -> Iterator[str]:
     """Shells, unpickling, code from data."""
     for node in ast.walk(tree):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalaunch.engine.model.matmul import linear
 from megalaunch.engine.param_layout import REPLICATED, ParamLayout, local_param
+from megalaunch.kernels.matmul import linear
 
 
 class Linear(nn.Module):

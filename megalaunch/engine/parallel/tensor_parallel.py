@@ -23,9 +23,9 @@ from megalaunch.engine.dtensor import shard_param
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.linear import Linear
-from megalaunch.engine.model.matmul import linear, matmul, needs_grad
 from megalaunch.engine.parallel.tp_overlap import AllGatherMatmulRing, MatmulReduceScatterRing
 from megalaunch.engine.param_layout import ParamLayout, get_param_layout, local_or_shared_shard, local_param
+from megalaunch.kernels.matmul import linear, matmul, needs_grad
 
 _SEQUENCE = 1  # the dim of S in [B, S, H]
 

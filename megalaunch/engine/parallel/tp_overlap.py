@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalaunch.engine.collectives import AsyncCollective, all_gather_async, reduce_scatter_async, ring_shift_async
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.model.matmul import matmul, needs_grad, use_fp32_matmul
+from megalaunch.kernels.matmul import matmul, needs_grad, use_fp32_matmul
 
 _SEQUENCE = 1  # the dim of S in [B, S, H]
 

@@ -1,4 +1,4 @@
-"""Cross-entropy, summed over tokens; on one rank, on a CPU in place, and vocab-parallel.
+"""Cross-entropy, summed over tokens: on one rank (kernels/cross_entropy.py) and vocab-parallel.
 
 Each loss of a step is such a sum, divided by the global number of valid tokens before backward (forward_backward.py).
 Shapes: B batch, S sequence, T tokens (B S), V vocabulary, v a rank's shard of it.
@@ -10,11 +10,11 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megalaunch.engine.collectives import all_reduce_async, all_reduce_max
 from megalaunch.engine.mesh import Axis
+from megalaunch.kernels.cross_entropy import cross_entropy, logits_grad, subtract_max
 
 IGNORE_INDEX = -100  # label of a token without a loss: the loss mask is stored in the labels
 
@@ -37,42 +37,10 @@ def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor, vocabulary: Axis, c
     logits, labels = logits_BSV.float().flatten(0, 1), labels_BS.flatten()
     if columns is not None and columns < logits.shape[1]:
         logits.detach()[:, columns:] = -math.inf  # probability 0, and so gradient 0
-    loss: Tensor
-    if vocabulary.size > 1:
-        loss = _VocabParallelCrossEntropy.apply(logits, labels, vocabulary)  # type: ignore[no-untyped-call]
-    elif logits.is_cpu:
-        loss = _CPUCrossEntropy.apply(logits, labels)  # type: ignore[no-untyped-call]
-    else:
-        loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    if vocabulary.size == 1:
+        return cross_entropy(logits, labels, IGNORE_INDEX)
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, vocabulary)  # type: ignore[no-untyped-call]
     return loss
-
-
-class _CPUCrossEntropy(torch.autograd.Function):
-    """In-place cross-entropy for a CPU.
-
-    Forward:   loss = sum_t log(sum_v e_tv) - (z_t,label - m_t),  e_tv = exp(z_tv - m_t),  m_t = max_v z_tv
-    Backward:  dz_tv = (e_tv / sum_v e_tv - [v = label]) * dloss, and 0 for ignored labels
-
-    e and dz overwrite the logits, while torch's cross-entropy writes three tensors of their size.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-        counted = labels_T != IGNORE_INDEX
-        columns = labels_T.where(counted, 0)[:, None]
-        shifted = logits_TV.sub_(logits_TV.amax(dim=1, keepdim=True))
-        label_logits = shifted.gather(1, columns)[:, 0]
-        exponentials = shifted.exp_()
-        sums = exponentials.sum(dim=1)
-        ctx.save_for_backward(exponentials, sums, columns, counted)
-        return (sums.log() - label_logits).where(counted, 0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        exponentials, sums, columns, counted = ctx.saved_tensors
-        share = counted * gradients[0]
-        dlogits = exponentials.mul_((share / sums)[:, None])
-        return dlogits.scatter_add_(1, columns, -share[:, None]), None
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -91,7 +59,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         width = logits_Tv.shape[1]
         largest = all_reduce_max(logits_Tv.amax(dim=1), axis)
         own = logits_Tv.detach()  # autograd forbids in-place changes to a view that another Function returned
-        shifted = own.sub_(largest[:, None]) if own.is_cpu else own - largest[:, None]
+        shifted = subtract_max(own, largest)
         columns = labels_T - axis.rank * width
         mine = (columns >= 0) & (columns < width)
         columns = columns.where(mine, 0)
@@ -105,8 +73,5 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, columns, mine, counted = ctx.saved_tensors
-        share = (counted * gradients[0])[:, None]
-        if probabilities.is_cpu:
-            return probabilities.mul_(share).scatter_add_(1, columns[:, None], -share * mine[:, None]), None, None
-        dlogits = probabilities.scatter_add(1, columns[:, None], -mine.to(probabilities.dtype)[:, None])
-        return dlogits * share, None, None
+        dlogits = logits_grad(probabilities, columns, mine, counted * gradients[0])
+        return dlogits, None, None

@@ -7,8 +7,8 @@ import torch
 from made_specs import resolved
 
 from megalaunch.engine.families.build import build_decoder
-from megalaunch.engine.model import matmul
-from megalaunch.engine.model.attention.cpu import is_faster
+from megalaunch.kernels import matmul
+from megalaunch.kernels.causal_attention import blocks_are_faster
 from megalaunch.plan.layers import list_layers
 from megalaunch.plan.memory import CPU_ENGINE
 from megalaunch.plan.memory.layer_dims import DtypesAndGroups
@@ -60,5 +60,5 @@ def test_a_layer_keeps_what_the_table_says(shape, precision, unit, monkeypatch):
     two, _ = resolved(*words, "model.num_layers=2")
     measured = (_kept_by_autograd(two) - _kept_by_autograd(one)) / TOKENS
     rows = rows_with_bytes(one.model, list_layers(one.model)[0], DtypesAndGroups.from_spec(one), CPU_ENGINE)
-    blocks = is_faster(torch.empty(1, 1, TOKENS, 1, dtype=FORMATS[precision]))  # which have no use for it
+    blocks = blocks_are_faster(torch.empty(1, 1, TOKENS, 1, dtype=FORMATS[precision]))  # which have no use for it
     assert sum(size for row, size, _ in rows if not (blocks and row.name.startswith("log-sum"))) == measured

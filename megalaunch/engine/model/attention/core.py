@@ -11,13 +11,12 @@ from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megalaunch.engine.model.attention.blockwise import attention
-from megalaunch.engine.model.attention.cpu import causal_attention_cpu, is_faster
 from megalaunch.engine.model.attention.mask import AttentionMask, make_mask
 from megalaunch.engine.model.attention.score_mod import PLAIN, ScoreMod
+from megalaunch.kernels.causal_attention import causal_sdpa
 
 
 class AttentionFn(Protocol):
@@ -80,12 +79,7 @@ def causal_attention(
         k_BGTD, v_BGTD, window = k_BGTD[:, :, -window:], v_BGTD[:, :, -window:], None
     queries, keys = q_BNSD.shape[2], k_BGTD.shape[2]
     if queries in (1, keys) and scoring.is_default and (window is None or window >= keys):
-        if is_faster(q_BNSD):
-            return causal_attention_cpu(q_BNSD, k_BGTD, v_BGTD, scoring.softmax_scale(q_BNSD))
-        grouped = q_BNSD.shape[1] != k_BGTD.shape[1]
-        return F.scaled_dot_product_attention(
-            q_BNSD, k_BGTD, v_BGTD, is_causal=queries > 1, scale=scoring.scale, enable_gqa=grouped
-        )
+        return causal_sdpa(q_BNSD, k_BGTD, v_BGTD, scoring.scale)
     positions = torch.arange(keys, device=q_BNSD.device)
     mask = AttentionMask(positions[keys - queries :], positions, window=window)
     return attention(q_BNSD, k_BGTD, v_BGTD, mask, scoring)

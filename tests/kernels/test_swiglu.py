@@ -1,4 +1,4 @@
-"""Each form against its plain-torch reference; the kernels on the CPU through Triton's interpreter."""
+"""SwiGLU: each form against the plain-torch reference; the Triton kernels on a CPU through Triton's interpreter."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def compare(device: str, dtype: torch.dtype, size: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("spend", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_processor_in_place_has_the_very_numbers_of_the_reference(dtype, spend):
+def test_the_in_place_form_equals_the_reference(dtype, spend):
     torch.manual_seed(0)
     gate, up, upstream = (torch.randn(5, 70).to(dtype) for _ in range(3))
     leaves = gate.requires_grad_(), up.requires_grad_()

@@ -1,8 +1,8 @@
-"""Causal attention on a CPU, in blocks of a few queries, whose scores never leave the cache.
+"""Causal attention: torch's operator, and a CPU form in blocks of a few queries, whose scores never leave the cache.
 
-Torch's own CPU kernel multiplies more slowly than matmuls do, in bf16 by half. Scores are fp32. The softmax weights are
-saved for backward where they are few, else recomputed (Dao 2023). Key/value heads are not repeated: the queries of all
-heads of a group are rows of one matmul.
+On a CPU torch's kernel multiplies more slowly than matmuls do, in bf16 by half. In the CPU form scores are fp32. The
+softmax weights are saved for backward where they are few, else recomputed (Dao 2023). Key/value heads are not repeated:
+the queries of all heads of a group are rows of one matmul.
 Shapes: B batch, N query heads, G key/value groups, R = N / G, S tokens, D head dim, q queries of a block, T keys before
 its end. Rows are token-major: the R heads of a token are adjacent.
 """
@@ -13,26 +13,43 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megalaunch.engine.model.matmul import use_fp32_matmul
+from megalaunch.kernels.matmul import use_fp32_matmul
 
 _ROWS = 128  # per block: fewer multiply slowly, more waste work on masked keys
 _LONGEST = 1024  # tokens in fp32: scores over more keys outgrow the cache, and torch's kernel is faster
 _KEPT = 512  # tokens in fp32: weights over more keys take more memory than all else that a layer saves for backward
 
 
-def is_faster(q_BNSD: Tensor) -> bool:
-    """Return whether this is faster than torch's kernel: never in bf16 on a CPU with bf16 instructions."""
+def causal_sdpa(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float | None) -> Tensor:
+    """Return softmax(scale q k^T) v over each query's own and all earlier positions, [B, N, S, D].
+
+    A single query attends to all keys, of which there may then be more. `scale` None: 1 / sqrt(D).
+    """
+    if blocks_are_faster(q_BNSD):
+        return causal_sdpa_cpu(q_BNSD, k_BGSD, v_BGSD, q_BNSD.shape[-1] ** -0.5 if scale is None else scale)
+    return causal_sdpa_reference(q_BNSD, k_BGSD, v_BGSD, scale)
+
+
+def blocks_are_faster(q_BNSD: Tensor) -> bool:
+    """Return whether the CPU form is faster than torch's: never in bf16 on a CPU with bf16 instructions."""
     tokens = q_BNSD.shape[2]
     if not q_BNSD.is_cpu or tokens == 1 or torch.compiler.is_compiling():  # a compiler would unroll the blocks
         return False
     return use_fp32_matmul(q_BNSD) or (q_BNSD.dtype == torch.float32 and tokens <= _LONGEST)
 
 
-def causal_attention_cpu(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float) -> Tensor:
-    """Return causal attention, [B, N, S, D], token-major in memory."""
-    out: Tensor = _Causal.apply(q_BNSD, k_BGSD, v_BGSD, scale)  # type: ignore[no-untyped-call]
+def causal_sdpa_reference(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float | None) -> Tensor:
+    """Compute causal attention by torch's operator."""
+    causal, grouped = q_BNSD.shape[2] > 1, q_BNSD.shape[1] != k_BGSD.shape[1]
+    return F.scaled_dot_product_attention(q_BNSD, k_BGSD, v_BGSD, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def causal_sdpa_cpu(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float) -> Tensor:
+    """Compute causal attention in blocks, [B, N, S, D], token-major in memory."""
+    out: Tensor = _Causal.apply(q_BNSD, k_BGSD, v_BGSD, scale)
     return out
 
 

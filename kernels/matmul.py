@@ -30,7 +30,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not use_fp32_matmul(x):
         return F.linear(x, weight, bias)
     # A view is no leaf: for a leaf, `needs_grad` cannot tell whether a pass computes its gradient.
-    projected: Tensor = _Fp32AccumLinear.apply(x, weight.view_as(weight))  # type: ignore[no-untyped-call]
+    projected: Tensor = _Fp32AccumLinear.apply(x, weight.view_as(weight))
     return projected if bias is None else projected + bias
 
 

@@ -1,0 +1,56 @@
+"""RMSNorm, x / rms(x) * weight over the last dim: torch's operator, which is fused on a GPU, and a CPU form.
+
+Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return x / rms(x) * weight, [..., H] -> [..., H] in the dtype of x, by the fastest form for the device."""
+    if x.is_cpu and not torch.compiler.is_compiling():
+        return rms_norm_cpu(x, weight, epsilon)
+    return rms_norm_reference(x, weight, epsilon)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Compute RMSNorm by torch's operator, one kernel on a GPU and ten passes over memory on a CPU."""
+    return F.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def rms_norm_cpu(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Compute RMSNorm in few passes over memory."""
+    normed: Tensor = _RMSNorm.apply(x, weight, epsilon)
+    return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm that saves x and, for each row, r = 1 / rms(x) in fp32.
+
+    Forward:   y = x r w
+    Backward:  dw = sum over rows of dy x r,  dx = dy w r - x r^3 mean(dy w x)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = x.float()
+        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        inverse = squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        dy, wide, factor = gradients[0].float(), x.float(), weight.float()
+        products = (dy * wide).flatten(0, -2)  # dy x; sums over rows give dw, over features the mean in dx
+        dweight = inverse.flatten() @ products
+        share = (products @ factor).view_as(inverse).mul_(inverse.pow(3)).div_(x.shape[-1])
+        dx = torch.mul(dy, factor, out=products.view_as(dy)).mul_(inverse).addcmul_(wide, share, value=-1)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None
