@@ -34,12 +34,12 @@ from megalaunch.engine.inference.request import generate_with, length_note, toke
 from megalaunch.engine.mesh import Mesh, make_mesh
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.parallel.parallelize import materialize, parallelize_decoder
 from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
 from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.perplexity import HEAD_CHUNKS, eval_sequence_length, scores_by
 from megalaunch.engine.process_group import destroy_process_group, init_process_group
 from megalaunch.engine.run_end import RankError, RunEnd
-from megalaunch.engine.train.build import materialize, parallelize_on_meta
 from megalaunch.engine.train.evaluate import evaluate_loss_sum
 from megalaunch.engine.train.forward_backward import make_forward_backward, make_pipeline_forward
 from megalaunch.engine.train.rank_sync import sync_stop_signal
@@ -92,7 +92,7 @@ def run_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogge
     """
     path = Path(spec.checkpoint.load_pretrained or "")
     record.phase("building")
-    model = parallelize_on_meta(spec, mesh)
+    model = parallelize_decoder(spec, mesh)
     materialize(model, mesh)
     record.phase("loading")
     try:

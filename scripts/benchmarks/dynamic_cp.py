@@ -32,7 +32,7 @@ from megalaunch.engine.mesh import Axis, make_mesh
 from megalaunch.engine.parallel import dynamic_context_parallel
 from megalaunch.engine.parallel.context_parallel import cp_positions
 from megalaunch.engine.parallel.document_partition import DocumentPartition, partition_documents
-from megalaunch.engine.train.build import sharded_model
+from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import StepBatch, microbatch, shard_for_context_parallel
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.plan.topology import Topology
@@ -129,7 +129,7 @@ class Pass:
     def __init__(self, work: Work, ranks: int, way: str) -> None:
         spec = spec_of(work, ranks, way)
         self._way, self._mesh = way, make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
-        self._model = sharded_model(spec, self._mesh)
+        self._model = build_sharded_model(spec, self._mesh)
         self._passes = make_forward_backward(spec, self._mesh, self._model)
 
     def run(self, row: Sample) -> float:

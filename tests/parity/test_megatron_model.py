@@ -14,7 +14,7 @@ from oracle import SEQUENCE, RandomSamples, small_spec
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.train.build import sharded_model
+from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
 from megalaunch.engine.train.finalize_grads import finalize_grads
 from megalaunch.engine.train.forward_backward import make_forward_backward
@@ -26,7 +26,7 @@ BATCH = 8
 def both(spec: RunSpec) -> dict[str, Any]:
     """Our loss and theirs, and by its name each of its gradients beside ours."""
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
-    model = sharded_model(spec, mesh)
+    model = build_sharded_model(spec, mesh)
     weights = {name: _whole(parameter.detach()) for name, parameter in model.named_parameters()}
     batches = PrefetchingDataLoader(RandomSamples(), batch_shape(BATCH, mesh), mesh.device)
     loss = make_forward_backward(spec, mesh, model).train(batches.get(1, 1), BATCH * SEQUENCE).sum().item()

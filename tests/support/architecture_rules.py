@@ -63,6 +63,7 @@ ENGINE_FLOORS = (
     ("collectives", "dtensor"),
     ("model",),
     ("families", "parallel"),
+    ("parallel.parallelize",),
     ("checkpoint",),
     ("train", "inference"),
     ("train_worker", "simulate", "perplexity", "lm_eval_adapter", "checkpoint.convert"),

@@ -26,7 +26,7 @@ from megalaunch.engine.model.decoder import Decoder, strip_vocab_padding
 from megalaunch.engine.model.dropout import sample_seeds
 from megalaunch.engine.model.init import init_value, init_weights
 from megalaunch.engine.model.model_parts import ModelParts
-from megalaunch.engine.train.build import sharded_model
+from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
 from megalaunch.engine.train.evaluate import validation_loss
 from megalaunch.engine.train.forward_backward import make_forward_backward
@@ -201,7 +201,7 @@ class _NotingAdamW(NamedAdamW):
 def on_ranks(spec: RunSpec, every_stage: bool = False, shaken: bool = False) -> Numbers | None:
     """The same three steps by the engine on this rank of an initialised group; rank 0 (of each stage) answers."""
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
-    model = sharded_model(spec, mesh)
+    model = build_sharded_model(spec, mesh)
     if shaken:
         shake(model)
     optimizer = _NotingAdamW(model, spec)

@@ -29,12 +29,12 @@ from megalaunch.engine.mesh import Mesh, make_mesh
 from megalaunch.engine.model.dropout import sample_seeds
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel import dynamic_context_parallel
+from megalaunch.engine.parallel.parallelize import materialize, parallelize_decoder
 from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.simulate.fake_world import FakeScalarMode
 from megalaunch.engine.simulate.patch import patch
 from megalaunch.engine.simulate.phase_tracker import PhaseTracker
 from megalaunch.engine.simulate.step import full_length_documents, make_batch, run_instrumented_step
-from megalaunch.engine.train.build import materialize, parallelize_on_meta
 from megalaunch.engine.train.linear_cross_entropy import LinearCrossEntropy
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.topology import Topology
@@ -75,7 +75,7 @@ def _laid_out_on(device: torch.device, spec: RunSpec, rank: int) -> Iterator[tup
     mesh = make_mesh(topology, device, rank)
     _ = mesh.tp, mesh.pp, mesh.cp, mesh.cp_hierarchy  # made with real tensors, like meshes
     with _FakeThere(fake):
-        model = parallelize_on_meta(spec, mesh)
+        model = parallelize_decoder(spec, mesh)
     one_thread = torch.autograd.set_multithreading_enabled(False)  # torch's engine has no thread for this device
     with patch(dynamic_context_parallel, "document_lengths", full_length_documents), fake, FakeScalarMode(), one_thread:
         materialize(model, mesh)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.parallel import dynamic_context_parallel
+from megalaunch.engine.parallel.parallelize import materialize, parallelize_decoder
 from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.simulate.comm_tracker import CommKind, CommTracker
 from megalaunch.engine.simulate.fake_world import FakeScalarMode, fake_mesh, skip_shape_inference
@@ -27,7 +28,6 @@ from megalaunch.engine.simulate.report import CollectiveReport, DeepPlan
 from megalaunch.engine.simulate.steady_state import enough_microbatches
 from megalaunch.engine.simulate.step import full_length_documents, make_batch, run_instrumented_step
 from megalaunch.engine.simulate.tensor_kinds import TensorKinds
-from megalaunch.engine.train.build import materialize, parallelize_on_meta
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.memory import predict_memory
 from megalaunch.plan.parameters import vocabulary_rows
@@ -96,7 +96,7 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
 
 def _steps(spec: RunSpec, mesh: Mesh, moment: PhaseTracker, on_gpu: bool, world: ExitStack) -> tuple[int, int, _Found]:
     """Return the rank's parameter count, the number of microbatches run, and the result for a full step."""
-    model = parallelize_on_meta(spec, mesh)
+    model = parallelize_decoder(spec, mesh)
     if on_gpu:
         use_gpu_reduce_scatter(model)
     parameters = sum(_local_numel(parameter) for parameter in model.parameters())

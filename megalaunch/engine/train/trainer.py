@@ -19,8 +19,8 @@ from megalaunch.engine.checkpoint.store import latest_valid_checkpoint
 from megalaunch.engine.checkpoint.verify_config import describe_verification
 from megalaunch.engine.measure.memory import peak_bytes
 from megalaunch.engine.mesh import Mesh
-from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.parallel.parallelize import initialize_weights
 from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.checkpointer import Checkpointer
@@ -116,8 +116,7 @@ class Trainer:
         """Load `checkpoint.load_pretrained` if it is set, else initialize the weights from `train.seed`."""
         source = self._spec.checkpoint.load_pretrained
         if source is None:
-            init_weights(self._state.model, self._spec.train.seed)
-            broadcast_tied_embedding(self._state.model, self._mesh)
+            initialize_weights(self._state.model, self._mesh, self._spec.train.seed)
             return
         self._record.phase("loading")
         num_tokens = run_on_rank0(partial(tokenizer_vocab_size, self._directory, self._spec))

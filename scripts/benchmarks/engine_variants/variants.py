@@ -31,7 +31,7 @@ from engine_variants.shape import (
 )
 from megalaunch.data.samples.sample import Sample
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.train.build import sharded_model
+from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import MicroBatch, StepBatch
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.optimizer import NamedAdamW
@@ -58,7 +58,7 @@ def ours(work: Work, **parallel: object) -> OneStep:
     tune_malloc()  # as a worker does
     spec = work.spec(**parallel)
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
-    model = sharded_model(spec, mesh)
+    model = build_sharded_model(spec, mesh)
     optimizer = NamedAdamW(model, spec.optimizer)
     step = TrainStep(spec, mesh, model, make_forward_backward(spec, mesh, model), optimizer, _Unread())
     inputs, labels = work.batch(mesh.dp_rank)

@@ -22,8 +22,8 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.engine.checkpoint.async_save import PinnedStaging
 from megalaunch.engine.checkpoint.coordination import background_group
 from megalaunch.engine.mesh import Mesh, make_mesh
+from megalaunch.engine.parallel.parallelize import build_sharded_model, materialize, parallelize_decoder
 from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
-from megalaunch.engine.train.build import materialize, parallelize_on_meta, sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
 from megalaunch.engine.train.finalize_grads import finalize_grads
 from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
@@ -55,10 +55,10 @@ class Run:
         self.spec = spec
         self.mesh: Mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
         if loads:  # uninitialised memory, as in a resume
-            self.model = parallelize_on_meta(spec, self.mesh)
+            self.model = parallelize_decoder(spec, self.mesh)
             materialize(self.model, self.mesh)
         else:
-            self.model = sharded_model(spec, self.mesh)
+            self.model = build_sharded_model(spec, self.mesh)
         self.optimizer = NamedAdamW(self.model, spec.optimizer)
         self.passes: ForwardBackward = make_forward_backward(spec, self.mesh, self.model)
         samples = samples_of(spec)

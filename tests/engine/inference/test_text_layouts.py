@@ -16,8 +16,8 @@ from megalaunch.engine.inference.generate import GenerationConfig, TextModel, ge
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.init import init_weights
+from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
-from megalaunch.engine.train.build import sharded_model
 from megalaunch.engine.train.forward_backward import make_pipeline_forward
 from megalaunch.plan.topology import Topology
 
@@ -43,7 +43,7 @@ def tokens_by(model: TextModel) -> list[list[int]]:
 def written(spec: RunSpec) -> list[list[int]]:
     """What this rank's model writes."""
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
-    model = sharded_model(spec, mesh)
+    model = build_sharded_model(spec, mesh)
     text_model = DistributedGenerator(model, mesh, make_pipeline_forward(spec, mesh, model))
     return tokens_by(text_model)
 

@@ -20,7 +20,7 @@ from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.parallel.fsdp import fsdp_modules
 from megalaunch.engine.parallel.gloo_reduce_scatter import AllToAllReduceScatter, LocalReduceScatter
-from megalaunch.engine.train.build import sharded_model
+from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.plan.topology import Topology
@@ -51,7 +51,7 @@ def one_step(spec: RunSpec) -> list[tuple[str, int]]:
     """The events of one step's passes on this rank."""
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     with Recorded() as building:
-        model = sharded_model(spec, mesh)
+        model = build_sharded_model(spec, mesh)
     assert not building.events, "every rank draws its own part of the initial weights"
     batches = PrefetchingDataLoader(RandomSamples(), batch_shape(GLOBAL_BATCH, mesh), mesh.device)
     batch = batches.get(1, last=1)
@@ -162,7 +162,7 @@ def test_gradients_are_reduced_beside_the_backward_pass_or_after_it(strategy):
 
 
 def _copied_by_torch(spec: RunSpec) -> bool:
-    model = sharded_model(spec, make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank()))
+    model = build_sharded_model(spec, make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank()))
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
@@ -188,7 +188,7 @@ def test_the_reduce_scatter_of_processors_equals_that_of_gloo(dtype):
 
 
 def _gradients_of_one_rank(spec: RunSpec, copied: bool) -> list[torch.Tensor]:
-    (model,) = sharded_model(spec, make_mesh(Topology.from_spec(spec), torch.device("cpu"), 0)).parts
+    (model,) = build_sharded_model(spec, make_mesh(Topology.from_spec(spec), torch.device("cpu"), 0)).parts
     for unit in fsdp_modules(model) if copied else ():
         unit.set_gradient_divide_factor(1.0)
         unit.set_custom_reduce_scatter(DefaultReduceScatter())

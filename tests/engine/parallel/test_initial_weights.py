@@ -17,8 +17,8 @@ from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model import init
 from megalaunch.engine.model.init import init_value
+from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train import trainer
-from megalaunch.engine.train.build import sharded_model
 from megalaunch.plan.topology import Topology
 
 SHARED = {"model__num_attention_heads": 8, "model__num_query_groups": 2, "model__head_dim": 3}
@@ -47,7 +47,7 @@ def _differing(spec: RunSpec) -> tuple[list[str], int, int]:
 
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     init.fill_normal = counted
-    model = sharded_model(spec, mesh)
+    model = build_sharded_model(spec, mesh)
     init.fill_normal = own_draw
     different, held = [], 0
     for name, parameter in model.named_parameters():
@@ -73,7 +73,7 @@ def test_nothing_is_drawn_before_a_checkpoint_is_loaded(tmp_path: Path, monkeypa
     def refused(*args: Any) -> None:
         raise AssertionError("weights are drawn, though a checkpoint has them")
 
-    monkeypatch.setattr(trainer, "init_weights", refused)
+    monkeypatch.setattr(trainer, "initialize_weights", refused)
     monkeypatch.setattr(init, "fill_normal", refused)
     assert "after step 3" in run_loop(with_values(spec, {"train.exit_at_step": 3}), tmp_path / "run").reason
     beside = with_values(spec, {"train.exit_at_step": 1, "checkpoint.load_pretrained": str(tmp_path / "run")})

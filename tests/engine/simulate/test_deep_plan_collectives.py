@@ -12,13 +12,13 @@ from oracle import small_spec
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.simulate.comm_tracker import CommTracker
 from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.engine.simulate.group_names import GroupNames
 from megalaunch.engine.simulate.phase_hooks import phase_hooks
 from megalaunch.engine.simulate.phase_tracker import PhaseTracker
 from megalaunch.engine.simulate.step import make_batch, run_instrumented_step
-from megalaunch.engine.train.build import sharded_model
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.topology import Topology
 
@@ -30,7 +30,7 @@ def _on_gloo(spec: RunSpec) -> Rows:
     mesh, moment = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank()), PhaseTracker()
     names, ledger = GroupNames(mesh.topology, mesh.rank), CommTracker(moment)
     with phase_hooks(moment):
-        model = sharded_model(spec, mesh)
+        model = build_sharded_model(spec, mesh)
         step = run_instrumented_step(spec, mesh, model, NamedAdamW(model, spec.optimizer), moment)
         for number in (1, 2):
             ledger.clear()

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalaunch.data.errors import DataError
 from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.run_end import RunEnd
-from megalaunch.engine.train.build import sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.optimizer import NamedAdamW
@@ -42,7 +42,7 @@ class FailingSamples(RandomSamples):
 def _two_steps(poison: str, samples: RandomSamples) -> dict[str, object]:
     spec = small_spec(parallel__dp=2, batch__micro_batch_size=2)
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
-    model = sharded_model(spec, mesh)
+    model = build_sharded_model(spec, mesh)
     step = TrainStep(
         spec, mesh, model, make_forward_backward(spec, mesh, model), NamedAdamW(model, spec.optimizer), samples
     )
@@ -126,7 +126,7 @@ def _step_that_loses_a_rank(exchange: int, heard: Path) -> None:
     """Rank 1 is killed at this exchange of step 2; rank 0 writes what became of its step."""
     spec = small_spec(parallel__tp=2, parallel__sequence_parallel=True)
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
-    model, samples = sharded_model(spec, mesh), RandomSamples()
+    model, samples = build_sharded_model(spec, mesh), RandomSamples()
     step = TrainStep(
         spec, mesh, model, make_forward_backward(spec, mesh, model), NamedAdamW(model, spec.optimizer), samples
     )

@@ -21,7 +21,7 @@ from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.load_pretrained import load_pretrained
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.train.build import sharded_model
+from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.plan.topology import Topology
 
 transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def _loaded(spec: RunSpec, folder: Path) -> dict[str, torch.Tensor]:
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
-    model = sharded_model(spec, mesh)
+    model = build_sharded_model(spec, mesh)
     load_pretrained(folder, spec.model, model)
     return {
         name: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()

@@ -1,0 +1,100 @@
+"""Parallelize the decoder: every transformation of the model for one rank, in one place and in one order."""
+
+from __future__ import annotations
+
+import torch
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.mesh import Mesh
+from megalaunch.engine.model.attention.core import NO_CP, ContextParallelism
+from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.init import init_weights
+from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.model.tp_region import NO_TP, TPRegion
+from megalaunch.engine.parallel.activation_checkpoint import apply_recompute
+from megalaunch.engine.parallel.activation_offload import apply_offload
+from megalaunch.engine.parallel.compile import compile_layers
+from megalaunch.engine.parallel.context_parallel import ContextParallel
+from megalaunch.engine.parallel.dynamic_context_parallel import DynamicContextParallel
+from megalaunch.engine.parallel.fsdp import apply_fsdp
+from megalaunch.engine.parallel.pipeline_parallel import prune_to_stage
+from megalaunch.engine.parallel.tensor_parallel import TensorParallel, shard_model_params
+from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
+from megalaunch.engine.precision.policy import block_dtype, grad_reduce_dtype, mixed_precision_policy
+from megalaunch.plan.stages import Stage, build_stages
+
+
+def parallelize_decoder(spec: RunSpec, mesh: Mesh) -> ModelParts:
+    """Build this rank's pipeline stages on meta and apply all parallelism to them. `materialize` comes next.
+
+    Training, distributed inference and deep plans parallelize their models here. The order, and the reason for it:
+
+    1. Stage: build the decoder on meta, without memory, and remove the layers of other pipeline stages. First, so that
+       every later step handles only the modules that this rank computes.
+    2. Tensor: replace each parameter by a DTensor sharded over tp. Before FSDP, which shards this rank's tp shard
+       further: the global layout is then (dp, tp), as checkpoints expect. The collectives of tp regions are in the
+       modules, which get the `TPRegion` when they are built.
+    3. Context: shards the sequence, not the model. Attention gets it when the decoder is built; no parameter changes.
+    4. Recompute: wrap layers, or modules inside them, in activation checkpointing. Before FSDP, whose hooks stay
+       outside of the checkpoint: recomputation must not all-gather or reduce a second time.
+    5. Offload: install saved-tensor hooks around the first layers, whose modules are not recomputed. Before FSDP, whose
+       hooks stay outside of them too.
+    6. Compile: compile each layer, checkpoints included. Before FSDP, whose hooks would break the graph.
+    7. Shard: apply `fully_shard` to every layer and to the rest of the stage. Last of the wrappers, as its hooks must
+       enclose everything that reads a parameter.
+    8. Materialize: allocate this rank's shards (`materialize`), then initialize them or load a checkpoint. After all
+       else, so that no rank ever holds a full parameter.
+    """
+    tp_region, context = _make_tp_region(spec, mesh), _make_context_parallel(spec, mesh)
+    stages = [stage for stage in build_stages(spec) if stage.rank == mesh.pp.rank]
+    return ModelParts(*(_parallelize_stage(spec, mesh, stage, tp_region, context) for stage in stages))
+
+
+def materialize(model: ModelParts, mesh: Mesh) -> None:
+    """Move a model from meta to the device, with uninitialized parameters, and tie the embeddings again."""
+    for part in model.parts:
+        part.to_empty(device=mesh.device)
+        part.tie()
+
+
+def initialize_weights(model: ModelParts, mesh: Mesh, seed: int) -> None:
+    """Draw the initial weights, which do not depend on the layout, and copy a tied embedding to the head's stage."""
+    init_weights(model, seed)
+    broadcast_tied_embedding(model, mesh)
+
+
+def build_sharded_model(spec: RunSpec, mesh: Mesh) -> ModelParts:
+    """Parallelize, materialize and initialize the model of a run. Collective."""
+    model = parallelize_decoder(spec, mesh)
+    materialize(model, mesh)
+    initialize_weights(model, mesh, spec.train.seed)
+    return model
+
+
+def _parallelize_stage(
+    spec: RunSpec, mesh: Mesh, stage: Stage, tp_region: TPRegion, context: ContextParallelism
+) -> Decoder:
+    with torch.device("meta"):
+        part = build_decoder(spec.model, tp_region, context, block_dtype(spec.precision))
+    prune_to_stage(part, stage)
+    shard_model_params(part, mesh.world_mesh["tp"])
+    apply_recompute(part, spec.recompute)
+    apply_offload(part, spec.recompute.cpu_offloading_num_layers)
+    if spec.train.compile:
+        compile_layers(part)
+    apply_fsdp(part, mesh, spec.parallel, mixed_precision_policy(spec.precision), grad_reduce_dtype(spec.precision))
+    return part
+
+
+def _make_tp_region(spec: RunSpec, mesh: Mesh) -> TPRegion:
+    p = spec.parallel
+    return TensorParallel(mesh.tp, p.sequence_parallel, p.tp_comm_overlap) if mesh.tp.size > 1 else NO_TP
+
+
+def _make_context_parallel(spec: RunSpec, mesh: Mesh) -> ContextParallelism:
+    if mesh.cp.size == 1:
+        return NO_CP
+    if spec.parallel.dynamic_context_parallel:
+        return DynamicContextParallel(mesh.cp)
+    return ContextParallel.build(spec.parallel, mesh)
