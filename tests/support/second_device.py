@@ -28,13 +28,11 @@ from megalaunch.engine.inference.kv_cache import KVCache
 from megalaunch.engine.mesh import Mesh, make_mesh
 from megalaunch.engine.model.dropout import sample_seeds
 from megalaunch.engine.model.model_parts import ModelParts
-from megalaunch.engine.parallel import dynamic_context_parallel
-from megalaunch.engine.parallel.parallelize import materialize, parallelize_decoder
+from megalaunch.engine.parallel.parallelize import TensorReaders, materialize, parallelize_decoder
+from megalaunch.engine.parallel.step_observer import NO_OBSERVER
 from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.simulate.fake_world import FakeScalarMode
-from megalaunch.engine.simulate.patch import patch
-from megalaunch.engine.simulate.phase_tracker import PhaseTracker
-from megalaunch.engine.simulate.step import full_length_documents, make_batch, run_instrumented_step
+from megalaunch.engine.simulate.step import full_length_documents, make_batch, make_observed_step
 from megalaunch.engine.train.linear_cross_entropy import LinearCrossEntropy
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.topology import Topology
@@ -75,9 +73,9 @@ def _laid_out_on(device: torch.device, spec: RunSpec, rank: int) -> Iterator[tup
     mesh = make_mesh(topology, device, rank)
     _ = mesh.tp, mesh.pp, mesh.cp, mesh.cp_hierarchy  # made with real tensors, like meshes
     with _FakeThere(fake):
-        model = parallelize_decoder(spec, mesh)
+        model = parallelize_decoder(spec, mesh, readers=TensorReaders(full_length_documents))
     one_thread = torch.autograd.set_multithreading_enabled(False)  # torch's engine has no thread for this device
-    with patch(dynamic_context_parallel, "document_lengths", full_length_documents), fake, FakeScalarMode(), one_thread:
+    with fake, FakeScalarMode(), one_thread:
         materialize(model, mesh)
         yield mesh, model
 
@@ -107,7 +105,7 @@ def forward_on(device: torch.device, spec: RunSpec, rank: int) -> list[Tensor]:
 def step_on(device: torch.device, spec: RunSpec, rank: int) -> None:
     """A whole training step: forward, backward, sums over ranks, clipping, update."""
     with _laid_out_on(device, spec, rank) as (mesh, model):
-        step = run_instrumented_step(spec, mesh, model, NamedAdamW(model, spec.optimizer), PhaseTracker())
+        step = make_observed_step(spec, mesh, model, NamedAdamW(model, spec.optimizer), NO_OBSERVER)
         batch = make_batch(spec, mesh, mesh.topology.microbatches)
         moved = tuple(one.map(lambda part: part.to(device)) for one in batch.microbatches)
         step.run(1, replace(batch, microbatches=moved), None)

@@ -17,11 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from megalaunch.config.schema.recompute import RecomputeModule, RecomputeSpec
 from megalaunch.engine.model.decoder import Decoder, DecoderLayer
 from megalaunch.engine.model.norm import Norm
+from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 
 Operator = Callable[..., Tensor]
 
 
-def apply_recompute(model: Decoder, settings: RecomputeSpec) -> None:
+def apply_recompute(model: Decoder, settings: RecomputeSpec, observer: StepObserver = NO_OBSERVER) -> None:
     """Apply `recompute.*` to a model, in place.
 
     full, uniform: checkpoint every layer, or spans of `num_layers` layers as one; full, block: the first `num_layers`
@@ -34,22 +35,22 @@ def apply_recompute(model: Decoder, settings: RecomputeSpec) -> None:
         model.spans = [
             names[first : first + settings.num_layers] for first in range(0, len(names), settings.num_layers)
         ]
-        _checkpoint_method(model, "forward_layers")
+        _checkpoint_method(model, "forward_layers", observer)
     elif settings.granularity == "full":
         chosen = layers if settings.method == "uniform" else layers[: settings.num_layers]
         for layer in chosen:
-            _checkpoint_method(layer, "forward")
+            _checkpoint_method(layer, "forward", observer)
     elif settings.granularity == "selective":
         for layer in layers[settings.cpu_offloading_num_layers :]:  # the layers before it offload their activations
             assert isinstance(layer, DecoderLayer)
-            _apply_selective(layer, settings.modules)
+            _apply_selective(layer, settings.modules, observer)
 
 
-def _apply_selective(layer: DecoderLayer, modules: Collection[RecomputeModule]) -> None:
+def _apply_selective(layer: DecoderLayer, modules: Collection[RecomputeModule], observer: StepObserver) -> None:
     """Checkpoint the modules of `recompute.modules` in one layer."""
-    discarding = OutputDiscardingCheckpoint()
+    discarding = OutputDiscardingCheckpoint(observer)
     if "attention" in modules:
-        _checkpoint_method(layer.attention, "core_attention")
+        _checkpoint_method(layer.attention, "core_attention", observer)
     if "norm" in modules:
         for module in layer.modules():
             if isinstance(module, Norm):
@@ -62,18 +63,20 @@ def _apply_selective(layer: DecoderLayer, modules: Collection[RecomputeModule]) 
     discarding.install(layer)
 
 
-def _checkpoint_method(module: nn.Module, name: str) -> None:
+def _checkpoint_method(module: nn.Module, name: str, observer: StepObserver) -> None:
     function: Operator = getattr(module, name)
 
     def checkpointed(*inputs: Any) -> Tensor:
-        return _checkpoint_layer(function, *inputs)
+        return _checkpoint(function, observer, *inputs)
 
     setattr(module, name, checkpointed)
 
 
-def _checkpoint_layer(function: Operator, *inputs: Any) -> Tensor:
+def _checkpoint(function: Operator, observer: StepObserver, *inputs: Any) -> Tensor:
     """Run a function under `torch.utils.checkpoint`. It draws no random numbers, so no RNG state is saved."""
-    output: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    output: Tensor = checkpoint(
+        function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=observer.checkpoint_contexts
+    )
     return output
 
 
@@ -121,6 +124,7 @@ class OutputDiscardingCheckpoint:
     Backward:  a = op(x), recomputed once for all its readers; then dW = dy^T a
     """
 
+    observer: StepObserver = NO_OBSERVER
     _made: dict[int, tuple[_RecomputableOutput, Tensor]] = field(default_factory=dict)
     _forward: bool = False
 
@@ -146,7 +150,7 @@ class OutputDiscardingCheckpoint:
         def checkpointed(x: Tensor) -> Tensor:
             found = self._made.get(_storage(x))
             if found is None:
-                return _checkpoint_layer(function, x)
+                return _checkpoint(function, self.observer, x)
             made, first = found[0], [x]
 
             def run() -> Tensor:
@@ -155,7 +159,7 @@ class OutputDiscardingCheckpoint:
                 made.uses += 1
                 return function(made.value().requires_grad_())
 
-            return _checkpoint_layer(run)
+            return _checkpoint(run, self.observer)
 
         setattr(module, name, checkpointed)
 

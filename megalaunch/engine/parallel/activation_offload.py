@@ -87,6 +87,10 @@ def offload_tensor(flat: Tensor) -> OffloadedTensor:
     return _PinnedCopy(flat) if flat.is_cuda else _HostCopy(flat)
 
 
+Offload = Callable[[Tensor], OffloadedTensor]
+"""Starts the copy of a flat tensor to host memory, as `offload_tensor` does."""
+
+
 @dataclass(eq=False)
 class _OffloadedStorage:
     """An offloaded storage. Only the unpack functions of its readers hold it; `uses` counts the reads still to come."""
@@ -112,6 +116,7 @@ class _LayerOffload:
 
     before: _LayerOffload | None
     kept_here: set[int]
+    offload: Offload
     away: weakref.WeakSet[_OffloadedStorage] = field(default_factory=weakref.WeakSet)
     by_storage: dict[int, tuple[_OffloadedStorage, Tensor]] = field(default_factory=dict)
     fetched: bool = False
@@ -123,7 +128,7 @@ class _LayerOffload:
             return tensor
         if storage not in self.by_storage:
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
-            away = _OffloadedStorage(offload_tensor(tensor.detach().as_strided((size,), (1,), 0)))
+            away = _OffloadedStorage(self.offload(tensor.detach().as_strided((size,), (1,), 0)))
             self.by_storage[storage] = away, tensor.detach()  # held, so that the storage address is not reused
             self.away.add(away)
         away = self.by_storage[storage][0]
@@ -145,7 +150,7 @@ class _LayerOffload:
                 away.offloaded.fetch()
 
 
-def apply_offload(model: Decoder, count: int) -> None:
+def apply_offload(model: Decoder, count: int, offload: Offload = offload_tensor) -> None:
     """Offload the activations of the first `count` layers (Megatron's `--cpu-offloading-num-layers`), in place.
 
     Parameters, masks and inputs that all layers share stay on the device. Activations of the other layers stay there
@@ -154,12 +159,12 @@ def apply_offload(model: Decoder, count: int) -> None:
     before: list[_LayerOffload | None] = [None]  # the preceding layer's pass in the current forward pass
     layers = list(model.layers.values())
     for number, layer in enumerate(layers[:count]):
-        _install_offload_hooks(layer, before, first=number == 0)
+        _install_offload_hooks(layer, before, number == 0, offload)
     if count and count < len(layers):
         _install_prefetch_hook(layers[count], before)
 
 
-def _install_offload_hooks(layer: nn.Module, before: list[_LayerOffload | None], first: bool) -> None:
+def _install_offload_hooks(layer: nn.Module, before: list[_LayerOffload | None], first: bool, offload: Offload) -> None:
     forward: Callable[..., Tensor] = layer.forward
 
     def travelling(x: Tensor, *rest: Any) -> Tensor:
@@ -167,7 +172,7 @@ def _install_offload_hooks(layer: nn.Module, before: list[_LayerOffload | None],
             return forward(x, *rest)
         shared = [leaf for leaf in tree_leaves(rest) if isinstance(leaf, Tensor)]
         kept_here = {_storage(local_param(parameter)) for parameter in layer.parameters()} | set(map(_storage, shared))
-        mine = _LayerOffload(None if first else before[0], kept_here)
+        mine = _LayerOffload(None if first else before[0], kept_here, offload)
         before[0] = mine
         try:
             with saved_tensors_hooks(mine.pack, _unpack):

@@ -14,7 +14,7 @@ Shapes as in model/attention/core.py; c = B s: this rank's tokens with its rows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,9 +45,13 @@ def document_lengths(documents_BS: Tensor) -> tuple[int, ...]:
     return tuple(int(length) for row in ends for length in np.diff(row, prepend=0))
 
 
-def local_token_indices(documents_BS: Tensor, axis: Axis) -> Tensor:
+DocumentLengths = Callable[[Tensor], tuple[int, ...]]
+"""Takes document ids [B, S]; returns the lengths of the documents, as `document_lengths` does."""
+
+
+def local_token_indices(documents_BS: Tensor, axis: Axis, lengths: DocumentLengths = document_lengths) -> Tensor:
     """Return the indices of this rank's tokens in the microbatch whose rows are concatenated, [B, s]."""
-    own = partition_documents(document_lengths(documents_BS), axis.size).local_token_indices(axis.rank)
+    own = partition_documents(lengths(documents_BS), axis.size).local_token_indices(axis.rank)
     return torch.from_numpy(own).view(len(documents_BS), -1)
 
 
@@ -91,10 +95,12 @@ def make_exchange_plan(partition: DocumentPartition, rank: int) -> KVExchangePla
 class DynamicContextParallel:
     """Dynamic context parallelism of one rank (`ContextParallelism`).
 
-    Every rank gets the document ids of whole samples and computes the same partition from them.
+    Every rank gets the document ids of whole samples and computes the same partition from them. `lengths` reads them;
+    fake tensors need another function.
     """
 
     axis: Axis
+    lengths: DocumentLengths = document_lengths
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Raise ValueError: the position ids depend on the documents and come with the batch."""
@@ -109,7 +115,7 @@ class DynamicContextParallel:
         """
         if documents_Bs is None:
             raise ValueError("tokens that are dealt out by length come with their documents")
-        partition = partition_documents(document_lengths(documents_Bs), self.axis.size)
+        partition = partition_documents(self.lengths(documents_Bs), self.axis.size)
         plan = make_exchange_plan(partition, self.axis.rank)
         made = {window: _attention(partition, plan, self.axis, window, device) for window in set(windows)}
         return [made[window] for window in windows]

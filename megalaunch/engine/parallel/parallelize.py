@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.attention.core import NO_CP, ContextParallelism
-from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.parallel.activation_checkpoint import apply_recompute
-from megalaunch.engine.parallel.activation_offload import apply_offload
+from megalaunch.engine.parallel.activation_offload import Offload, apply_offload, offload_tensor
 from megalaunch.engine.parallel.compile import compile_layers
 from megalaunch.engine.parallel.context_parallel import ContextParallel
-from megalaunch.engine.parallel.dynamic_context_parallel import DynamicContextParallel
+from megalaunch.engine.parallel.dynamic_context_parallel import (
+    DocumentLengths,
+    DynamicContextParallel,
+    document_lengths,
+)
 from megalaunch.engine.parallel.fsdp import apply_fsdp
 from megalaunch.engine.parallel.pipeline_parallel import prune_to_stage
+from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.parallel.tensor_parallel import TensorParallel, shard_model_params
 from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.precision.policy import block_dtype, grad_reduce_dtype, mixed_precision_policy
-from megalaunch.plan.stages import Stage, build_stages
+from megalaunch.plan.stages import build_stages
 
 
-def parallelize_decoder(spec: RunSpec, mesh: Mesh) -> ModelParts:
+@dataclass(frozen=True)
+class TensorReaders:
+    """The functions of a parallelized model that need values or device memory; a simulation has fake tensors instead.
+
+    Attributes:
+        document_lengths: Reads document ids, under dynamic context parallelism.
+        offload: Copies an activation to host memory.
+    """
+
+    document_lengths: DocumentLengths = document_lengths
+    offload: Offload = offload_tensor
+
+
+READERS = TensorReaders()
+
+
+def parallelize_decoder(
+    spec: RunSpec, mesh: Mesh, observer: StepObserver = NO_OBSERVER, readers: TensorReaders = READERS
+) -> ModelParts:
     """Build this rank's pipeline stages on meta and apply all parallelism to them. `materialize` comes next.
 
     Training, distributed inference and deep plans parallelize their models here. The order, and the reason for it:
@@ -45,10 +69,30 @@ def parallelize_decoder(spec: RunSpec, mesh: Mesh) -> ModelParts:
        enclose everything that reads a parameter.
     8. Materialize: allocate this rank's shards (`materialize`), then initialize them or load a checkpoint. After all
        else, so that no rank ever holds a full parameter.
+
+    Args:
+        spec: The run spec.
+        mesh: The device mesh.
+        observer: Gets the phases of recomputation.
+        readers: Functions that read values or device memory, for a simulation to replace.
     """
-    tp_region, context = _make_tp_region(spec, mesh), _make_context_parallel(spec, mesh)
-    stages = [stage for stage in build_stages(spec) if stage.rank == mesh.pp.rank]
-    return ModelParts(*(_parallelize_stage(spec, mesh, stage, tp_region, context) for stage in stages))
+    tp_region, context = _make_tp_region(spec, mesh), _make_context_parallel(spec, mesh, readers)
+    parts = []
+    for stage in build_stages(spec):
+        if stage.rank != mesh.pp.rank:
+            continue
+        with torch.device("meta"):
+            part = build_decoder(spec.model, tp_region, context, block_dtype(spec.precision))
+        prune_to_stage(part, stage)
+        shard_model_params(part, mesh.world_mesh["tp"])
+        apply_recompute(part, spec.recompute, observer)
+        apply_offload(part, spec.recompute.cpu_offloading_num_layers, readers.offload)
+        if spec.train.compile:
+            compile_layers(part)
+        precision, reduce = mixed_precision_policy(spec.precision), grad_reduce_dtype(spec.precision)
+        apply_fsdp(part, mesh, spec.parallel, precision, reduce)
+        parts.append(part)
+    return ModelParts(*parts)
 
 
 def materialize(model: ModelParts, mesh: Mesh) -> None:
@@ -72,29 +116,14 @@ def build_sharded_model(spec: RunSpec, mesh: Mesh) -> ModelParts:
     return model
 
 
-def _parallelize_stage(
-    spec: RunSpec, mesh: Mesh, stage: Stage, tp_region: TPRegion, context: ContextParallelism
-) -> Decoder:
-    with torch.device("meta"):
-        part = build_decoder(spec.model, tp_region, context, block_dtype(spec.precision))
-    prune_to_stage(part, stage)
-    shard_model_params(part, mesh.world_mesh["tp"])
-    apply_recompute(part, spec.recompute)
-    apply_offload(part, spec.recompute.cpu_offloading_num_layers)
-    if spec.train.compile:
-        compile_layers(part)
-    apply_fsdp(part, mesh, spec.parallel, mixed_precision_policy(spec.precision), grad_reduce_dtype(spec.precision))
-    return part
-
-
 def _make_tp_region(spec: RunSpec, mesh: Mesh) -> TPRegion:
     p = spec.parallel
     return TensorParallel(mesh.tp, p.sequence_parallel, p.tp_comm_overlap) if mesh.tp.size > 1 else NO_TP
 
 
-def _make_context_parallel(spec: RunSpec, mesh: Mesh) -> ContextParallelism:
+def _make_context_parallel(spec: RunSpec, mesh: Mesh, readers: TensorReaders) -> ContextParallelism:
     if mesh.cp.size == 1:
         return NO_CP
     if spec.parallel.dynamic_context_parallel:
-        return DynamicContextParallel(mesh.cp)
+        return DynamicContextParallel(mesh.cp, readers.document_lengths)
     return ContextParallel.build(spec.parallel, mesh)

@@ -16,39 +16,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from megalaunch.config.schema.parallel import ParallelSpec, Schedule
+from megalaunch.config.schema.parallel import ParallelSpec
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.model_parts import ModelParts
-from megalaunch.engine.parallel.interleaved_1f1b import GroupedInterleaved1F1B
-from megalaunch.engine.parallel.pipeline_stage import LazyRecvStage
+from megalaunch.engine.parallel.pipeline_schedule import (
+    LazyRecvStage,
+    PipelineSchedule,
+    StageActivations,
+    make_schedule,
+)
+from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.plan.stages import Stage
 
 PipelineLoss = Callable[[Tensor, Tensor], Tensor]
 """Takes the last stage's output and the labels of a microbatch, and returns its summed loss."""
-
-# GPipe: Huang et al. 2019. 1F1B and interleaved 1F1B: Narayanan et al. 2021. Zero bubble and ZBV: Qi et al. 2024.
-# DualPipeV: after DeepSeek's DualPipe (DeepSeek-AI 2024).
-_SINGLE_STAGE_SCHEDULES: Mapping[Schedule, type[PipelineScheduleSingle]] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-}
-_MULTI_STAGE_SCHEDULES: Mapping[Schedule, type[PipelineScheduleMulti]] = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
-}
 
 
 def prune_to_stage(model: Decoder, stage: Stage) -> None:
@@ -63,18 +46,36 @@ def prune_to_stage(model: Decoder, stage: Stage) -> None:
 
 
 class Pipeline:
-    """This rank's pipeline stages and their schedule, which is built for a number of microbatches and reused."""
+    """This rank's pipeline stages and their schedule, which is built for a number of microbatches and reused.
+
+    Args:
+        model: The stages of this rank.
+        mesh: The device mesh.
+        stages: All stages of the pipeline.
+        parallel: The pipeline schedule, and the group size of interleaved 1F1B.
+        loss: The loss of the last stage.
+        observer: Gets the phases of a step.
+        activations: What stages send each other; None: inferred in the first step.
+    """
 
     def __init__(
-        self, model: ModelParts, mesh: Mesh, stages: Sequence[Stage], parallel: ParallelSpec, loss: PipelineLoss
+        self,
+        model: ModelParts,
+        mesh: Mesh,
+        stages: Sequence[Stage],
+        parallel: ParallelSpec,
+        loss: PipelineLoss,
+        observer: StepObserver = NO_OBSERVER,
+        activations: StageActivations | None = None,
     ) -> None:
         self._mesh, self._schedule_name, self._loss = mesh, parallel.schedule, loss
         self._group = parallel.microbatch_group_size_per_vp_stage if parallel.schedule == "interleaved" else None
         numbers = [number for number, stage in enumerate(stages) if stage.rank == mesh.pp.rank]
         self._parts = dict(zip(numbers, model.parts, strict=True))
         self._number_of_stages = len(stages)
+        self._observer, self._activations = observer, activations
         self._divisor = 1
-        self._prepared: tuple[int, PipelineScheduleSingle | PipelineScheduleMulti] | None = None
+        self._prepared: tuple[int, PipelineSchedule] | None = None
 
     def train(
         self, inputs: Mapping[str, Tensor | bool], labels: Tensor, microbatches: int, divisor: int
@@ -102,23 +103,13 @@ class Pipeline:
         self._prepared[1].step(*first, return_outputs=False, **rest)
         return [loss.detach() for loss in losses]
 
-    def _schedule(self, microbatches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        group = self._mesh.pp_group
+    def _schedule(self, microbatches: int) -> PipelineSchedule:
+        device, group = self._mesh.device, self._mesh.pp_group
         stages = [
-            LazyRecvStage(part, number, self._number_of_stages, self._mesh.device, group=group)
+            LazyRecvStage(part, number, self._number_of_stages, device, group, self._observer, self._activations)
             for number, part in self._parts.items()
         ]
-        # The loss is already divided by the global token count: scale_grads=False keeps the schedule from dividing the
-        # gradients by the number of microbatches as well.
-        if self._schedule_name in _SINGLE_STAGE_SCHEDULES:
-            (stage,) = stages
-            kind = _SINGLE_STAGE_SCHEDULES[self._schedule_name]
-            return kind(stage, microbatches, loss_fn=self._local_loss, scale_grads=False)
-        if self._group is not None:
-            settings: dict[str, Any] = {"loss_fn": self._local_loss, "scale_grads": False}
-            return GroupedInterleaved1F1B(list(stages), microbatches, self._group, **settings)
-        several = _MULTI_STAGE_SCHEDULES[self._schedule_name]
-        return several(list(stages), microbatches, loss_fn=self._local_loss, scale_grads=False)
+        return make_schedule(self._schedule_name, stages, microbatches, self._group, self._local_loss, self._observer)
 
     def _local_loss(self, output: Tensor, labels: Tensor) -> Tensor:
         return self._loss(output, labels) / torch.tensor(self._divisor, device=output.device)

@@ -13,7 +13,8 @@ from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megalaunch.engine.simulate.phase_tracker import Phase, PhaseTracker
+from megalaunch.engine.parallel.step_observer import Phase
+from megalaunch.engine.simulate.phase_tracker import PhaseTracker
 
 # The kind of each operator of torch's two namespaces of collectives.
 _KINDS = {

@@ -13,20 +13,18 @@ from torch.distributed.tensor import DTensor
 
 from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.engine.mesh import Mesh
-from megalaunch.engine.parallel import dynamic_context_parallel
-from megalaunch.engine.parallel.parallelize import materialize, parallelize_decoder
+from megalaunch.engine.parallel.parallelize import TensorReaders, materialize, parallelize_decoder
+from megalaunch.engine.parallel.pipeline_schedule import StageActivations
 from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.simulate.comm_tracker import CommKind, CommTracker
-from megalaunch.engine.simulate.fake_world import FakeScalarMode, fake_mesh, skip_shape_inference
-from megalaunch.engine.simulate.gpu_ops import emulate_gpu_ops, use_gpu_reduce_scatter
+from megalaunch.engine.simulate.fake_world import FakeScalarMode, fake_mesh
+from megalaunch.engine.simulate.gpu_ops import NoCopyOffload, emulate_gpu_ops, use_gpu_reduce_scatter
 from megalaunch.engine.simulate.group_names import GroupNames
 from megalaunch.engine.simulate.memory_tracker import Kind, MemoryTracker, Peak
-from megalaunch.engine.simulate.patch import patch
-from megalaunch.engine.simulate.phase_hooks import phase_hooks
 from megalaunch.engine.simulate.phase_tracker import PhaseTracker
 from megalaunch.engine.simulate.report import CollectiveReport, DeepPlan
 from megalaunch.engine.simulate.steady_state import enough_microbatches
-from megalaunch.engine.simulate.step import full_length_documents, make_batch, run_instrumented_step
+from megalaunch.engine.simulate.step import full_length_documents, make_batch, make_observed_step
 from megalaunch.engine.simulate.tensor_kinds import TensorKinds
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.memory import predict_memory
@@ -67,11 +65,8 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     moment = PhaseTracker()
     with ExitStack() as world:
         mesh = world.enter_context(fake_mesh(topology, rank))
-        world.enter_context(phase_hooks(moment))
-        world.enter_context(patch(dynamic_context_parallel, "document_lengths", full_length_documents))
         if on_gpu:
             world.enter_context(emulate_gpu_ops())
-        world.enter_context(skip_shape_inference(_stage_output_shape(spec, topology), residual_dtype(spec.precision)))
         parameters, computed, found = _steps(spec, mesh, moment, on_gpu, world)
         names = GroupNames(topology, rank)
         exchanges = tuple(
@@ -96,7 +91,8 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
 
 def _steps(spec: RunSpec, mesh: Mesh, moment: PhaseTracker, on_gpu: bool, world: ExitStack) -> tuple[int, int, _Found]:
     """Return the rank's parameter count, the number of microbatches run, and the result for a full step."""
-    model = parallelize_decoder(spec, mesh)
+    readers = TensorReaders(full_length_documents, NoCopyOffload) if on_gpu else TensorReaders(full_length_documents)
+    model = parallelize_decoder(spec, mesh, moment, readers)
     if on_gpu:
         use_gpu_reduce_scatter(model)
     parameters = sum(_local_numel(parameter) for parameter in model.parameters())
@@ -111,9 +107,11 @@ def _steps(spec: RunSpec, mesh: Mesh, moment: PhaseTracker, on_gpu: bool, world:
     owners = TensorKinds(model, optimizer)
     owners.claim_moments(memory)
     memory.after_phase = lambda: owners.label(memory)
+    activations = StageActivations(_stage_output_shape(spec, mesh.topology), residual_dtype(spec.precision))
 
     def found(microbatches: int) -> _Found:
-        step, batch = run_instrumented_step(spec, mesh, model, optimizer, moment), make_batch(spec, mesh, microbatches)
+        step = make_observed_step(spec, mesh, model, optimizer, moment, activations)
+        batch = make_batch(spec, mesh, microbatches)
         gc.collect()  # frees the previous pipeline schedule and the tensors that it holds
         owners.label(memory)
         exchanges.clear()

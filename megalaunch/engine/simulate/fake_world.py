@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta, _TensorMeta
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalaunch.engine.mesh import Mesh, make_mesh
-from megalaunch.engine.simulate.patch import patch
 from megalaunch.plan.topology import Topology
 
 
@@ -50,24 +47,3 @@ class FakeScalarMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function is torch.ops.aten._local_scalar_dense.default:
             return 0
         return function(*args, **(kwargs or {}))
-
-
-@contextmanager
-def skip_shape_inference(output_shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[None]:
-    """Give pipeline stages the shape and dtype of activations that neighbouring stages would send them.
-
-    Args:
-        output_shape: the shape [B, s, H] of activations between stages.
-        dtype: their dtype.
-    """
-
-    def received(stage: PipelineStage, source: int) -> Any:
-        forward = source < stage.stage_index
-        stride = torch.empty(output_shape, device="meta").stride()
-        meta = _TensorMeta(shape=torch.Size(output_shape), stride=stride, dtype=dtype, requires_grad=forward)
-        return _StageForwardMeta((meta,)) if forward else _StageBackwardMeta((meta,))
-
-    with ExitStack() as patches:
-        patches.enter_context(patch(PipelineStage, "_recv_meta", received))
-        patches.enter_context(patch(PipelineStage, "_send_meta", lambda stage, meta, destination: None))
-        yield

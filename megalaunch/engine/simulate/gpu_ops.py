@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from megalaunch.engine.model.model_parts import ModelParts
-from megalaunch.engine.parallel import activation_offload
 from megalaunch.engine.parallel.fsdp import fsdp_modules
 from megalaunch.engine.simulate.patch import patch
 from megalaunch.kernels import swiglu
@@ -34,7 +33,6 @@ def emulate_gpu_ops() -> Iterator[None]:
         patches.enter_context(patch(F, "scaled_dot_product_attention", _attention))
         patches.enter_context(patch(swiglu, "_has_triton", lambda: True))
         patches.enter_context(patch(swiglu, "swiglu_fused", _Swiglu.apply))
-        patches.enter_context(patch(activation_offload, "offload_tensor", _NoCopyOffload))
         yield
 
 
@@ -44,7 +42,7 @@ def use_gpu_reduce_scatter(model: ModelParts) -> None:
         unit.set_custom_reduce_scatter(DefaultReduceScatter())
 
 
-class _NoCopyOffload:
+class NoCopyOffload:
     """An offloaded tensor: it takes no device memory until it is fetched."""
 
     def __init__(self, flat: Tensor) -> None:

@@ -16,9 +16,10 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megalaunch.engine.parallel.step_observer import Phase
 from megalaunch.engine.simulate.comm_tracker import collective_kind
 from megalaunch.engine.simulate.patch import patch
-from megalaunch.engine.simulate.phase_tracker import SHOWN, Phase, PhaseTracker
+from megalaunch.engine.simulate.phase_tracker import SHOWN, PhaseTracker
 
 Kind = Literal["weights", "gradients", "optimizer", "activations", "logits", "buffers", "collectives"]
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "collectives")

@@ -1,45 +1,51 @@
-"""Track the phase of a step that an operation belongs to."""
+"""Track the phase of a step that an operation belongs to, simulated or real."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-Phase = Literal["preparing", "forward", "backward", "recompute", "optimizer"]
+from megalaunch.engine.parallel.step_observer import Phase, StepObserver
+
 SHOWN: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 
 
-class PhaseTracker:
-    """The current phase of a rank's step. Backward is detected from autograd; other phases are set by `phase_scope`."""
+class PhaseTracker(StepObserver):
+    """The current phase of a rank's step, as the engine reports it; backward is also detected from autograd."""
 
     def __init__(self) -> None:
-        self._told: Phase = "preparing"
-        self._sent: dict[int, Phase] = {}
+        self._reported: Phase = "preparing"
+        self._p2p: dict[int, Phase] = {}
 
     @property
     def phase(self) -> Phase:
         """The phase of the current operation."""
-        if self._told == "forward" and torch._C._current_graph_task_id() != -1:
+        if self._reported == "forward" and torch._C._current_graph_task_id() != -1:
             return "backward"
-        return self._told
+        return self._reported
 
     @contextmanager
     def phase_scope(self, phase: Phase) -> Iterator[None]:
         """Set the phase within the context."""
-        before, self._told = self._told, phase
+        before, self._reported = self._reported, phase
         try:
             yield
         finally:
-            self._told = before
+            self._reported = before
 
-    def tag_p2p(self, tensor: Tensor, phase: Phase) -> None:
-        """Set the phase of a tensor's send or recv, which a pipeline batches with those of other phases."""
-        self._sent[tensor.untyped_storage()._cdata] = phase
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return contexts of the current phase for the forward pass, and of "recompute" for the recomputation."""
+        return self.phase_scope(self.phase), self.phase_scope("recompute")
+
+    def tag_p2p(self, operations: Sequence[dist.P2POp], phase: Phase) -> None:
+        """Set the phase of sends and receives."""
+        for operation in operations:
+            self._p2p[operation.tensor.untyped_storage()._cdata] = phase
 
     def p2p_phase(self, tensor: Tensor) -> Phase:
-        """Return the phase of a tensor's send or recv; by default the current phase."""
-        return self._sent.get(tensor.untyped_storage()._cdata, self.phase)
+        """Return the phase of a tensor's send or receive; by default the current phase."""
+        return self._p2p.get(tensor.untyped_storage()._cdata, self.phase)

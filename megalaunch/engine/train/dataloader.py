@@ -17,7 +17,7 @@ from megalaunch.data.errors import DataError
 from megalaunch.data.samples.sample import Dataset, Sample
 from megalaunch.engine.mesh import Axis, Mesh
 from megalaunch.engine.parallel.context_parallel import cp_positions
-from megalaunch.engine.parallel.dynamic_context_parallel import local_token_indices
+from megalaunch.engine.parallel.dynamic_context_parallel import DocumentLengths, document_lengths, local_token_indices
 from megalaunch.engine.run_end import RankError
 from megalaunch.engine.train.loss import IGNORE_INDEX
 from megalaunch.rundir.outcome import ExitCode
@@ -214,7 +214,9 @@ def microbatch(rows: Sequence[Sample]) -> MicroBatch:
     return MicroBatch(tokens, labels, positions, documents)
 
 
-def shard_for_context_parallel(batch: MicroBatch, context: Axis, by_length: bool = False) -> MicroBatch:
+def shard_for_context_parallel(
+    batch: MicroBatch, context: Axis, by_length: bool = False, lengths: DocumentLengths = document_lengths
+) -> MicroBatch:
     """Return this rank's sequence shard of a microbatch; the batch itself at cp=1.
 
     Every rank gets S / cp tokens of each sample; `by_length` (dynamic context parallelism), as many tokens, chosen by a
@@ -227,7 +229,7 @@ def shard_for_context_parallel(batch: MicroBatch, context: Axis, by_length: bool
         places = cp_positions(batch.tokens.shape[1], context)
         return placed.map(lambda part: part[:, places])
     documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
-    tokens = local_token_indices(documents, context)
+    tokens = local_token_indices(documents, context, lengths)
     return replace(replace(placed, documents=None).map(lambda part: part.flatten()[tokens]), documents=documents)
 
 

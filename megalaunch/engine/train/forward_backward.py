@@ -37,6 +37,8 @@ from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.fsdp import reduce_grads_if_due, reshard, set_grad_sync
 from megalaunch.engine.parallel.pipeline_forward import PipelineForward
 from megalaunch.engine.parallel.pipeline_parallel import Pipeline
+from megalaunch.engine.parallel.pipeline_schedule import StageActivations
+from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.train.dataloader import MicroBatch, StepBatch
 from megalaunch.engine.train.linear_cross_entropy import LinearCrossEntropy
@@ -65,13 +67,27 @@ class ForwardBackward(Protocol):
         """Free gathered parameters. Call after a forward pass that no backward pass follows."""
 
 
-def make_forward_backward(spec: RunSpec, mesh: Mesh, model: ModelParts) -> ForwardBackward:
-    """Build the forward and backward passes of a parallelized model, or of this rank's pipeline stages."""
+def make_forward_backward(
+    spec: RunSpec,
+    mesh: Mesh,
+    model: ModelParts,
+    observer: StepObserver = NO_OBSERVER,
+    activations: StageActivations | None = None,
+) -> ForwardBackward:
+    """Build the forward and backward passes of a parallelized model, or of this rank's pipeline stages.
+
+    Args:
+        spec: The run spec.
+        mesh: The device mesh.
+        model: The parallelized model.
+        observer: Gets the phases of a pipeline's steps.
+        activations: What pipeline stages send each other; None: inferred in the first step.
+    """
     if mesh.pp.size == 1:
         (decoder,) = model.parts
         return SingleStage(decoder, spec.parallel, LinearCrossEntropy(decoder, spec.train.loss_chunks), spec.train.seed)
     loss = LinearCrossEntropy(model.parts[-1], spec.train.loss_chunks)
-    pipeline = Pipeline(model, mesh, build_stages(spec), spec.parallel, loss)
+    pipeline = Pipeline(model, mesh, build_stages(spec), spec.parallel, loss, observer, activations)
     return PipelineForwardBackward(
         pipeline, make_pipeline_forward(spec, mesh, model), model, mesh, loss, spec.train.seed
     )

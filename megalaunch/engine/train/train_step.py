@@ -17,6 +17,7 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.data.samples.sample import Dataset
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.clip import clip_divisor, local_grad_norm_sq
@@ -51,7 +52,10 @@ class _NonFiniteRank:
 
 
 class TrainStep:
-    """The training step: valid token count, forward and backward, gradient reduction, clipping and update."""
+    """The training step: valid token count, forward and backward, gradient reduction, clipping and update.
+
+    `observer` gets the forward and backward passes as the phase "forward"; backward passes report themselves.
+    """
 
     def __init__(
         self,
@@ -61,9 +65,10 @@ class TrainStep:
         passes: ForwardBackward,
         optimizer: NamedAdamW,
         samples: Dataset,
+        observer: StepObserver = NO_OBSERVER,
     ) -> None:
         self._spec, self._mesh, self._model, self._optimizer = spec, mesh, model, optimizer
-        self._passes, self._samples = passes, samples
+        self._passes, self._samples, self._observer = passes, samples, observer
 
     def run(
         self, step: int, batch: StepBatch, received: signal.Signals | None, problem: RankError | None = None
@@ -83,7 +88,8 @@ class TrainStep:
         is_loss_rank = self._mesh.is_loss_rank
         mine = batch.valid_tokens if is_loss_rank else 0
         tokens = total_valid_tokens(mine, problem or batch.problem, step - 1, self._mesh.device)
-        losses = self._passes.train(batch, tokens)
+        with self._observer.phase_scope("forward"):
+            losses = self._passes.train(batch, tokens)
         # Before the norm, which must be that of the full gradients.
         finalize_grads(self._model, self._mesh, self._spec.parallel.sequence_parallel)
         squared_norm = local_grad_norm_sq(self._optimizer.parameters)

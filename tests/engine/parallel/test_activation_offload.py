@@ -11,8 +11,7 @@ from oracle import hold_to_one_process, small_spec
 
 from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.model.init import init_weights
-from megalaunch.engine.parallel import activation_offload as module
-from megalaunch.engine.parallel.activation_offload import apply_offload
+from megalaunch.engine.parallel.activation_offload import apply_offload, offload_tensor
 from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.plan.memory.rank import memory_by_rank
 
@@ -59,21 +58,20 @@ class Noted:
         return self._copy
 
 
-def _log_of_a_pass(monkeypatch, count: int) -> tuple[list[tuple[str, int]], int]:
+def _log_of_a_pass(count: int) -> tuple[list[tuple[str, int]], int]:
     """What is sent, fetched and read in one pass of a decoder of three layers, and the trips of its first layer."""
     log: list[tuple[str, int]] = []
-    monkeypatch.setattr(module, "offload_tensor", lambda flat: Noted(flat, log))
     model = build_decoder(small_spec(model__num_layers=3).model)
     init_weights(model, 0)
-    apply_offload(model, count)
+    apply_offload(model, count, lambda flat: Noted(flat, log))
     of_first: list[int] = []
     model.layers["0"].register_forward_hook(lambda *_: of_first.append(len(log)))
     model(torch.zeros(2, 16, dtype=torch.int64)).sum().backward()
     return log, of_first[0]
 
 
-def test_a_layer_is_fetched_before_the_one_behind_it_reads_its_own(monkeypatch):
-    log, first = _log_of_a_pass(monkeypatch, 2)
+def test_a_layer_is_fetched_before_the_one_behind_it_reads_its_own():
+    log, first = _log_of_a_pass(2)
     sent = sum(word == "sent" for word, _ in log)
     assert sent == 2 * first > 0  # both layers send alike
     assert {number for word, number in log if word == "fetched"} == set(range(sent))  # once each, by the list's length
@@ -88,13 +86,11 @@ def test_a_layer_is_fetched_before_the_one_behind_it_reads_its_own(monkeypatch):
     assert all(log.index(("fetched", number)) < max(behind) for number in range(first))
 
 
-def test_parameters_and_what_all_layers_share_stay(monkeypatch):
+def test_parameters_and_what_all_layers_share_stay():
     sent: list[torch.Tensor] = []
-    plain = module.offload_tensor
-    monkeypatch.setattr(module, "offload_tensor", lambda flat: (sent.append(flat), plain(flat))[1])
     model = build_decoder(small_spec(model__num_layers=2).model)
     init_weights(model, 0)
-    apply_offload(model, 1)
+    apply_offload(model, 1, lambda flat: (sent.append(flat), offload_tensor(flat))[1])
     output = model(torch.zeros(2, 16, dtype=torch.int64))
     assert output.requires_grad
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from oracle import hold_to_one_process, small_spec
 
-from megalaunch.engine.parallel.interleaved_1f1b import GroupedInterleaved1F1B
+from megalaunch.engine.parallel.pipeline_schedule import GroupedInterleaved1F1B
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -12,13 +12,12 @@ from oracle import small_spec
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.parallel.parallelize import build_sharded_model
+from megalaunch.engine.parallel.parallelize import initialize_weights, materialize, parallelize_decoder
 from megalaunch.engine.simulate.comm_tracker import CommTracker
 from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.engine.simulate.group_names import GroupNames
-from megalaunch.engine.simulate.phase_hooks import phase_hooks
 from megalaunch.engine.simulate.phase_tracker import PhaseTracker
-from megalaunch.engine.simulate.step import make_batch, run_instrumented_step
+from megalaunch.engine.simulate.step import make_batch, make_observed_step
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.topology import Topology
 
@@ -29,13 +28,14 @@ def _on_gloo(spec: RunSpec) -> Rows:
     """The second step: in the first, a pipeline finds out its shapes."""
     mesh, moment = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank()), PhaseTracker()
     names, ledger = GroupNames(mesh.topology, mesh.rank), CommTracker(moment)
-    with phase_hooks(moment):
-        model = build_sharded_model(spec, mesh)
-        step = run_instrumented_step(spec, mesh, model, NamedAdamW(model, spec.optimizer), moment)
-        for number in (1, 2):
-            ledger.clear()
-            with ledger, moment.phase_scope("optimizer"):
-                step.run(number, make_batch(spec, mesh, mesh.topology.microbatches), None)
+    model = parallelize_decoder(spec, mesh, moment)
+    materialize(model, mesh)
+    initialize_weights(model, mesh, spec.train.seed)
+    step = make_observed_step(spec, mesh, model, NamedAdamW(model, spec.optimizer), moment)
+    for number in (1, 2):
+        ledger.clear()
+        with ledger, moment.phase_scope("optimizer"):
+            step.run(number, make_batch(spec, mesh, mesh.topology.microbatches), None)
     return {
         (one.call.phase, one.call.kind, names.get(one.call.ranks)): (one.count, one.bytes) for one in ledger.traffic
     }
