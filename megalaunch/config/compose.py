@@ -26,9 +26,9 @@ from megalaunch.config.search_space import Categorical, Range
 from megalaunch.config.shadowing import shadowed_overrides
 from megalaunch.config.yaml_file import YamlProblem, load_yaml
 
-_WHOLE = re.compile(r"[+-]?(?:0|[1-9][0-9]{0,80})")
+_INTEGER = re.compile(r"[+-]?(?:0|[1-9][0-9]{0,80})")
 _DECIMAL = re.compile(r"[+-]?[0-9]{1,80}(?:\.[0-9]{0,80}(?:[eE][+-]?[0-9]{1,5})?|[eE][+-]?[0-9]{1,5})")
-_PLAIN_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PLAIN_STRING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -54,7 +54,7 @@ class Composition:
     spec: RunSpec
     origins: Mapping[str, Origin]
     choices: Mapping[str, str]
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     repeated: tuple[SpecProblem, ...] = ()
     notes: tuple[SpecProblem, ...] = ()
 
@@ -63,7 +63,7 @@ class Composition:
 class _Sources:
     """The files and overrides of a composition, before they are merged."""
 
-    words: Overrides
+    overrides: Overrides
     options: dict[tuple[str, str], ConfigValues] = field(default_factory=dict)
     primary: dict[str, str | None] = field(default_factory=dict)
     chain: list[Recipe] = field(default_factory=list)
@@ -95,10 +95,10 @@ class Composer:
             known.update(sources.options)
         choices = _choose_options(sources)
         data = _merge(sources, choices)
-        typed = _apply_values(data, sources.words, problems)
+        typed = _apply_values(data, sources.overrides, problems)
         origins = _origins(sources, choices, typed)
         if not problems:
-            problems += shadowed_overrides(sources.words, sources.options, sources.chain, data, typed)
+            problems += shadowed_overrides(sources.overrides, sources.options, sources.chain, data, typed)
         try:
             spec = build_run_spec(data)
         except SpecError as error:
@@ -111,7 +111,7 @@ class Composer:
 
 
 def _notes(sources: _Sources, spec: RunSpec) -> tuple[SpecProblem, ...]:
-    option = sources.words.choices.get("model", "")
+    option = sources.overrides.choices.get("model", "")
     if not option or not names_folder(option):
         return ()
     found = [SpecProblem("model", note) for note in sources.options["model", option].notes]
@@ -132,7 +132,7 @@ def _primary_options() -> Mapping[str, str | None]:
 def _read_files(sources: _Sources, chains: dict[str, list[Recipe]], problems: list[SpecProblem]) -> None:
     """Read the recipe with its parents, and the chosen option of each config group."""
     sources.primary = dict(_primary_options())
-    chosen = sources.words.choices
+    chosen = sources.overrides.choices
     if "recipe" in chosen:
         override, before = chosen["recipe"], len(problems)
         sources.chain = chains[override] if override in chains else load_chain(override, COMMAND_LINE, problems)
@@ -160,7 +160,7 @@ def _choose_options(sources: _Sources) -> dict[str, str | None]:
     """Return the option of each config group: from the overrides, else the recipe, else conf/config.yaml."""
     picked: dict[str, str | None] = {group: sources.primary.get(group) for group in GROUPS}
     picked |= {group: option for recipe in sources.chain for group, (option, _) in recipe.options.items()}
-    return picked | {"recipe": None} | sources.words.choices
+    return picked | {"recipe": None} | sources.overrides.choices
 
 
 def _merge(sources: _Sources, choices: Mapping[str, str | None]) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def read_axis(path: str, raw: str) -> Categorical | Range | None:
             names = list(recipe_files()) if path == "recipe" else option_names(path) if path in GROUPS else []
             return Categorical(tuple(sorted(sweep.filter(names))))
         if getattr(sweep, "shuffle", False):
-            raise ValueError("shuffle gives another order each time; --sampler random has one that can be continued")
+            raise ValueError("shuffle has a new order in each run; use --sampler random, whose order is reproducible")
         return Categorical(tuple(dict.fromkeys(parsed.sweep_string_iterator())))
     except HydraException as error:
         if path in schema_keys() and schema_keys()[path].is_text:
@@ -233,15 +233,15 @@ def read_axis(path: str, raw: str) -> Categorical | Range | None:
 
 
 def plain_scalar(text: str) -> tuple[bool, Any]:
-    """Parse a number, true, false, null or one bare word as Hydra's grammar does: (True if it is one, its value)."""
+    """Parse a number, true, false, null or one bare string as Hydra's grammar does: (True if it is one, its value)."""
     lower = text.lower()
     if lower in _CONSTANTS:
         return True, _CONSTANTS[lower]
-    if _WHOLE.fullmatch(text):
+    if _INTEGER.fullmatch(text):
         return True, int(text)
     if _DECIMAL.fullmatch(text):
         return True, float(text)
-    return _PLAIN_WORD.fullmatch(text) is not None and lower not in ("nan", "inf"), text
+    return _PLAIN_STRING.fullmatch(text) is not None and lower not in ("nan", "inf"), text
 
 
 def _plain_value(path: str, raw: str) -> tuple[Any, str | None]:
@@ -261,7 +261,7 @@ def _plain_value(path: str, raw: str) -> tuple[Any, str | None]:
         return None, f"cannot read the value {raw!r}"
     if parsed.is_sweep_override():
         first = raw.strip("[]()").split(",")[0].rpartition("(")[2].strip()
-        return None, f"names several values ({raw}); one run has one, e.g. {path}={first}"
+        return None, f"has several values ({raw}); give one, e.g. {path}={first}, or use `megalaunch sweep`"
     value = parsed.value()
     if isinstance(value, list) and schema_keys()[path].takes_list:
         return value, None
@@ -276,11 +276,11 @@ def _origins(sources: _Sources, choices: Mapping[str, str | None], typed: Mappin
         if option and (group, option) in sources.options:
             found = sources.options[group, option]
             for path in found.values:
-                place = found.places.get(path)
-                origins[path] = Origin("group", f"{group}={option}" + (f", {place}" if place else ""))
+                position = found.positions.get(path)
+                origins[path] = Origin("group", f"{group}={option}" + (f", {position}" if position else ""))
     for recipe in sources.chain:
         for path in recipe.body.values:
-            origins[path] = Origin("recipe", recipe.body.places[path])
+            origins[path] = Origin("recipe", recipe.body.positions[path])
     return origins | {path: Origin("command line", COMMAND_LINE) for path in typed}
 
 
@@ -308,6 +308,6 @@ def _locate(
     if incomplete or not missing:
         return located
     if not sources.chain:
-        message = "no recipe is chosen; start from one, e.g. recipe=quickstart (`megalaunch recipes list` shows all)"
+        message = "no recipe is given; add one, e.g. recipe=quickstart (`megalaunch recipes list` shows all)"
         return [SpecProblem("recipe", message, COMMAND_LINE), *located]
     return [p for p in found if p.path in missing] + located

@@ -25,7 +25,7 @@ class ConfigValues:
     """The leaves that a file sets, by dotted path, the position of each, and notes on ignored entries."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
-    places: Mapping[str, str] = field(default_factory=dict)
+    positions: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -72,11 +72,11 @@ def load_option(
     paths = option_files(group, name, beside)
     if len(paths) > 1:
         named = " and ".join(display_path(path) for path in paths)
-        problems.append(SpecProblem(group, f"there are two {group}={name} ({named}); rename your own", where))
+        problems.append(SpecProblem(group, f"{group}={name} has two files ({named}); rename your own", where))
         return None
     if paths and group == "parallel" and is_layout_name(name):
-        said = f"{display_path(paths[0])} has the name of a layout: parallel={name} means that layout; rename your own"
-        problems.append(SpecProblem(group, said, where))
+        message = f"{display_path(paths[0])} is named like a layout, which parallel={name} means; rename it"
+        problems.append(SpecProblem(group, message, where))
         return None
     if paths:
         try:
@@ -103,37 +103,37 @@ def file_values(file: YamlFile, prefix: str, problems: list[SpecProblem]) -> Con
     `prefix` is "" for a recipe (all sections) and `model.` for an option file of that config group.
     """
     values: dict[str, Any] = {}
-    places: dict[str, str] = {}
+    positions: dict[str, str] = {}
     unknown: list[str] = []
 
     def visit(data: Mapping[str, Any], path: str) -> None:
         for name, value in data.items():
             key, local = f"{prefix}{path}{name}", f"{path}{name}"
-            place = file.place(local)
+            position = file.position(local)
             if key in schema_keys():
-                _leaf(key, value, place)
+                _leaf(key, value, position)
             elif is_section(key) and isinstance(value, Mapping):
                 visit(value, f"{local}.")
             elif is_section(key):
-                problems.append(SpecProblem(key, _not_a_section(key, value), place))
+                problems.append(SpecProblem(key, _not_a_section(key, value), position))
             else:
                 unknown.append(key)
                 typed = str(value) if isinstance(value, str | int | float) else ""
-                said = unknown_key(key, typed) if len(unknown) <= _MAX_SUGGESTIONS else "unknown key"
-                problems.append(SpecProblem(key, said, place))
+                message = unknown_key(key, typed) if len(unknown) <= _MAX_SUGGESTIONS else "unknown key"
+                problems.append(SpecProblem(key, message, position))
 
-    def _leaf(key: str, value: Any, place: str) -> None:
+    def _leaf(key: str, value: Any, position: str) -> None:
         if isinstance(value, Mapping) or (isinstance(value, list) and not schema_keys()[key].takes_list):
-            problems.append(SpecProblem(key, "needs one value, not a list or further keys", place))
+            problems.append(SpecProblem(key, "must be a single value, not a list or a mapping", position))
             return
         filled, problem = _interpolate(value)
         if problem:
-            problems.append(SpecProblem(key, problem, place))
+            problems.append(SpecProblem(key, problem, position))
             return
-        values[key], places[key] = filled, place
+        values[key], positions[key] = filled, position
 
     visit(file.data, "")
-    return ConfigValues(values, places)
+    return ConfigValues(values, positions)
 
 
 def _interpolate(value: Any) -> tuple[Any, str | None]:
@@ -148,5 +148,5 @@ def _interpolate(value: Any) -> tuple[Any, str | None]:
 
 def _not_a_section(section: str, value: Any) -> str:
     if section in GROUPS and isinstance(value, str):
-        return f"is a section of keys; a recipe picks an option in its defaults: `- override /{section}: {value}`"
-    return "is a section: its keys stand below it, indented"
+        return f"is a section; a recipe selects its option in the defaults: `- override /{section}: {value}`"
+    return "is a section: write its keys below it, indented"

@@ -19,16 +19,18 @@ def interpolate(text: str) -> tuple[str, str | None]:
         name, default = match[1], match[2]
         if name not in ALLOWED and not name.startswith(ALLOWED_PREFIX):
             problem = (
-                f"may not read the environment variable {name}; allowed are {', '.join(ALLOWED)} and {ALLOWED_PREFIX}*"
+                f"must not read the environment variable {name}; allowed are {', '.join(ALLOWED)} and {ALLOWED_PREFIX}*"
             )
             return match[0]
         value = os.environ.get(name, default.strip() if default is not None else None)
         if value is None:
-            problem = f"reads the environment variable {name}, which is not set; give ${{oc.env:{name},DEFAULT}}"
+            problem = (
+                f"reads the environment variable {name}, which is not set; set it, or write ${{oc.env:{name},DEFAULT}}"
+            )
             return match[0]
         return value
 
     filled = _PATTERN.sub(fill, text)
     if problem is None and "${" in _PATTERN.sub("", text):
-        problem = f"holds an interpolation that is not used here ({text!r}); only ${{oc.env:NAME}} is"
+        problem = f"has an unsupported interpolation ({text!r}); only ${{oc.env:NAME}} is supported"
     return filled, problem

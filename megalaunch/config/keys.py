@@ -67,21 +67,21 @@ def is_section(path: str) -> bool:
     return any(key.startswith(f"{path}.") for key in schema_keys())
 
 
-def nearest_key(word: str) -> str | None:
+def nearest_key(name: str) -> str | None:
     """Return the key or config group that is nearest to a misspelt one, or None."""
-    section, _, name = word.rpartition(".")
-    words = [*schema_keys(), *GROUPS, "recipe"] if section else [*GROUPS, "recipe", *SECTIONS]
+    section, _, last = name.rpartition(".")
+    candidates = [*schema_keys(), *GROUPS, "recipe"] if section else [*GROUPS, "recipe", *SECTIONS]
     best, best_score = None, 0.6
-    for candidate in words:
-        score = difflib.SequenceMatcher(None, word, candidate).ratio()
+    for candidate in candidates:
+        score = difflib.SequenceMatcher(None, name, candidate).ratio()
         candidate_section, _, candidate_name = candidate.rpartition(".")
         if section and candidate_section:
-            by_name = difflib.SequenceMatcher(None, name, candidate_name).ratio()
-            begins = 0.8 if len(name) > 2 and candidate_name.startswith(name) else 0.0
+            by_name = difflib.SequenceMatcher(None, last, candidate_name).ratio()
+            begins = 0.8 if len(last) > 2 and candidate_name.startswith(last) else 0.0
             score = max(0.9 * score, (0.95 if section == candidate_section else 0.9) * max(by_name, begins))
         if score > best_score:
             best, best_score = candidate, score
-    return _key_named_like(word) if best is None and not section else best
+    return _key_named_like(name) if best is None and not section else best
 
 
 def _key_named_like(name: str) -> str | None:
@@ -96,7 +96,7 @@ def _key_named_like(name: str) -> str | None:
     return best if likeness(best) >= 0.7 else None
 
 
-def suggestion(word: str) -> str:
+def suggestion(name: str) -> str:
     """Return `; did you mean 'x'?` for the nearest key, or ""."""
-    near = nearest_key(word)
+    near = nearest_key(name)
     return f"; did you mean {near!r}?" if near else ""

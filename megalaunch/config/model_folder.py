@@ -35,14 +35,14 @@ def load_model_folder(override: str, where: str, problems: list[SpecProblem]) ->
         problems += [SpecProblem(p.path, p.message, p.where or where) for p in error.problems]
         return None
     values = {f"model.{path}": value for path, value in section.values.items()}
-    places = {f"model.{path}": place for path, place in section.places.items()}
-    return ConfigValues(values, places, section.notes)
+    positions = {f"model.{path}": position for path, position in section.positions.items()}
+    return ConfigValues(values, positions, section.notes)
 
 
 def no_weights_note(override: str) -> SpecProblem:
     """Return a note that the folder gives no weights, with the override that loads them."""
-    said = (
-        f"model={override} gives the architecture only, and the run begins with random weights; "
-        f"add checkpoint.load_pretrained={override} to begin with those of the folder"
+    message = (
+        f"model={override} sets the architecture only, and the run starts from random weights; "
+        f"add checkpoint.load_pretrained={override} to start from the folder's weights"
     )
-    return SpecProblem("checkpoint.load_pretrained", said)
+    return SpecProblem("checkpoint.load_pretrained", message)

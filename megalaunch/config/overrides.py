@@ -30,7 +30,7 @@ class Overrides:
         for key, value in self.values:
             given.setdefault(key, []).append(value)
         return [
-            SpecProblem(key, f"is given {len(values)} times ({', '.join(values)}); {key}={values[-1]}, the last, holds",
+            SpecProblem(key, f"is set {len(values)} times ({', '.join(values)}); the last applies: {key}={values[-1]}",
                         COMMAND_LINE)
             for key, values in given.items() if len(dict.fromkeys(values)) > 1
         ]  # fmt: skip
@@ -47,7 +47,7 @@ def parse_overrides(overrides: Sequence[str], problems: list[SpecProblem]) -> Ov
         elif key in schema_keys():
             result.values.append((key, value))
         elif key in result.choices:
-            message = f"is chosen twice, {key}={result.choices[key]} and {override}; keep one"
+            message = f"is chosen twice, {key}={result.choices[key]} and {override}; remove one"
             problems.append(SpecProblem(key, message, COMMAND_LINE))
         else:
             result.choices[key] = value
@@ -59,9 +59,9 @@ def _reject(override: str, key: str, equals: str, value: str) -> str:
     if override.startswith("+"):
         return _plus(override.lstrip("+"))
     if override.startswith("~"):
-        return f"~ takes keys away, and a run spec keeps all of them; {_instead_of_removing(key.lstrip('~'))}"
+        return f"~ removes a key, but a run spec has all keys; {_instead_of_removing(key.lstrip('~'))}"
     if not equals:
-        return f"is no KEY=VALUE word{_word_hint(override)}"
+        return f"is not of the form KEY=VALUE{_form_hint(override)}"
     if key in schema_keys():
         return ""
     if key in (*GROUPS, "recipe"):
@@ -72,7 +72,7 @@ def _reject(override: str, key: str, equals: str, value: str) -> str:
         return f"is a section; set one of its keys, e.g. {example}"
     if "/" in key or "@" in key:
         plain = key.split("@")[0].lstrip("/").replace("/", ".")
-        return f"{unknown_key(plain)}; groups and keys are written GROUP=OPTION and SECTION.KEY=VALUE"
+        return f"{unknown_key(plain)}; write GROUP=OPTION or SECTION.KEY=VALUE"
     return unknown_key(key, value)
 
 
@@ -80,9 +80,9 @@ def _bad_choice(group: str, value: str) -> str:
     if "," in value and not (group == "model" and exists(value)):
         joined = merge_layout_names(value) if group == "parallel" else None
         if joined is not None:
-            return f"names several options; one layout is written together: parallel={joined}"
+            return f"names several options; write one layout together: parallel={joined}"
         first = value.split(",")[0].strip()
-        return f"names several options; one run has one, e.g. {group}={first}; `megalaunch sweep` runs several"
+        return f"names several options; give one, e.g. {group}={first}, or use `megalaunch sweep` to run several"
     if not value or value == "null":
         names = "a recipe" if group == "recipe" else ", ".join(option_names(group))
         return f"needs the name of an option ({names})"
@@ -92,8 +92,8 @@ def _bad_choice(group: str, value: str) -> str:
 def _plus(plain: str) -> str:
     key = plain.partition("=")[0]
     if key in schema_keys() or key in (*GROUPS, "recipe"):
-        return f"is no new key, so it needs no +; write {plain}"
-    return f"{unknown_key(key, plain.partition('=')[2])} (+ would add it, and a run spec has the schema's keys only)"
+        return f"exists already, so omit the +; write {plain}"
+    return f"{unknown_key(key, plain.partition('=')[2])} (+ adds a key, but a run spec has only the keys of the schema)"
 
 
 def _instead_of_removing(key: str) -> str:
@@ -101,11 +101,11 @@ def _instead_of_removing(key: str) -> str:
     if known is not None and known.takes_null:
         return f"write {known.path}=null"
     if key.partition("=")[0] in GROUPS:
-        return f"pick another option, e.g. {key}={option_names(key)[0]}"
-    return "leave the word out"
+        return f"choose another option, e.g. {key}={option_names(key)[0]}"
+    return "omit the override"
 
 
-def _word_hint(override: str) -> str:
+def _form_hint(override: str) -> str:
     """Suggest what an argument without = means: a recipe before a model, since a run starts from a recipe."""
     if override in schema_keys() or override in (*GROUPS, "recipe"):
         return f"; write {override}=VALUE"

@@ -97,7 +97,7 @@ def _collect(
         return
     if len(path_here) >= _MAX_CHAIN:
         links = " -> ".join([*path_here, override])
-        message = f"starts from a recipe that starts from another, {_MAX_CHAIN} times: {links}; take some links out"
+        message = f"inherits through more than {_MAX_CHAIN} recipes: {links}; remove some from the chain"
         problems.append(SpecProblem("recipe", message, where))
         return
     if any(recipe.name == override for recipe in chain):
@@ -112,12 +112,12 @@ def _collect(
 
 def _starts_from_itself(links: list[str], where: str) -> str:
     """Describe a cycle, how to break it, and a shipped recipe of the same name that is hidden by the user's."""
-    said = f"starts from itself: {' -> '.join(links)}; take {links[-1]!r} out of the defaults of {where}"
+    message = f"inherits from itself: {' -> '.join(links)}; remove {links[-1]!r} from the defaults of {where}"
     own = find_recipe(links[-1])
     packaged = PACKAGED / f"{links[-1]}.yaml"
     if own is not None and packaged.is_file() and own.resolve() != packaged.resolve():
-        said += f", or rename {display_path(own)}, which hides the {links[-1]} that comes with megalaunch"
-    return said
+        message += f", or rename {display_path(own)}, which hides megalaunch's own recipe {links[-1]}"
+    return message
 
 
 def _load(override: str, where: str, typed: bool, problems: list[SpecProblem]) -> Recipe | None:
@@ -135,78 +135,90 @@ def _load(override: str, where: str, typed: bool, problems: list[SpecProblem]) -
 
 def _unknown(override: str, typed: bool) -> str:
     if not typed and (is_path(override) or not _NAME.fullmatch(override)):
-        return f"a recipe starts from a recipe's name, not from {override!r}"
+        return f"the defaults of a recipe name other recipes, not paths: {override!r}"
     return unknown_recipe(override, list(recipe_files()))
 
 
 def read_recipe(name: str, path: Path, file: YamlFile, problems: list[SpecProblem]) -> Recipe:
-    """Check and parse a recipe file; rejected entries become problems."""
+    """Parse and validate a recipe file; rejected entries become problems."""
     if file.text.split("\n", 1)[0].strip() != HEADER:
-        problems.append(SpecProblem("recipe", f"a recipe's first line is `{HEADER}`", f"{file.path}:1:1"))
+        problems.append(SpecProblem("recipe", f"the first line of a recipe must be `{HEADER}`", f"{file.path}:1:1"))
     data = dict(file.data)
     defaults = data.pop("defaults", [])
     parents: list[str] = []
     options: dict[str, tuple[str, str]] = {}
-    for place, problem, parent, picked in _defaults(defaults, file):
+    for position, problem, parent, picked in _defaults(defaults, file):
         if problem:
-            problems.append(SpecProblem("recipe", problem, place))
+            problems.append(SpecProblem("recipe", problem, position))
         elif parent:
             parents.append(parent)
             if len(parents) > _MAX_PARENTS:
-                problems.append(SpecProblem("recipe", f"starts from more than {_MAX_PARENTS} recipes", place))
+                problems.append(SpecProblem("recipe", f"inherits from more than {_MAX_PARENTS} recipes", position))
                 return Recipe(name, path, file.text, (), options, ConfigValues())
         elif picked:
-            options[picked[0]] = (picked[1], place)
-    body = file_values(YamlFile(file.path, file.text, data, file.places), "", problems)
+            options[picked[0]] = (picked[1], position)
+    body = file_values(YamlFile(file.path, file.text, data, file.positions), "", problems)
     return Recipe(name, path, file.text, tuple(parents), options, _drop_shadowed(body, problems))
 
 
-_Entry = tuple[str, str, str, tuple[str, str] | None]  # place, problem, parent, (group, option)
+_Entry = tuple[str, str, str, tuple[str, str] | None]  # position, problem, parent, (group, option)
 
 
 def _defaults(defaults: Any, file: YamlFile) -> Iterator[_Entry]:
     if not isinstance(defaults, list):
-        yield file.place("defaults"), "defaults is a list, e.g. `- override /model: llama3_8b`", "", None
+        yield file.position("defaults"), "defaults must be a list, e.g. `- override /model: llama3_8b`", "", None
         return
     for index, entry in enumerate(defaults):
-        place = file.place(f"defaults.{index}")
+        position = file.position(f"defaults.{index}")
         if entry == "_self_":
-            problem = "" if index == len(defaults) - 1 else "_self_ stands last: a recipe's own values win"
-            yield place, problem, "", None
+            problem = "" if index == len(defaults) - 1 else "_self_ must be the last entry: a recipe's own values win"
+            yield position, problem, "", None
         elif isinstance(entry, str):
-            yield place, "", entry, None
+            yield position, "", entry, None
         elif isinstance(entry, dict) and len(entry) == 1:
-            yield _picked_options(place, *next(iter(entry.items())))
+            yield _picked_options(position, *next(iter(entry.items())))
         else:
-            yield place, "an entry is `- override /GROUP: OPTION` or the name of a recipe to start from", "", None
+            yield (
+                position,
+                "an entry must be `- override /GROUP: OPTION` or the name of a recipe to inherit from",
+                "",
+                None,
+            )
 
 
-def _picked_options(place: str, key: str, option: Any) -> _Entry:
+def _picked_options(position: str, key: str, option: Any) -> _Entry:
     override, _, target = key.partition(" ")
     group = target.strip().removeprefix("/") if override == "override" else key.removeprefix("/")
     if group == "recipe":  # as on the command line: recipe=NAME
-        return (place, "", option, None) if isinstance(option, str) else (place, "recipe needs a name", "", None)
+        return (
+            (position, "", option, None) if isinstance(option, str) else (position, "recipe must be a name", "", None)
+        )
     if group not in GROUPS:
-        return place, f"there is no group {group!r}{suggestion(group)} (groups: {', '.join(GROUPS)})", "", None
+        return (
+            position,
+            f"there is no config group {group!r}{suggestion(group)} (available: {', '.join(GROUPS)})",
+            "",
+            None,
+        )
     if override != "override" or not target.strip().startswith("/"):
-        return place, f"write `- override /{group}: {option}`", "", None
+        return position, f"write `- override /{group}: {option}`", "", None
     if not isinstance(option, str):
-        return place, f"override /{group} needs the name of an option", "", None
-    return place, "", "", (group, option)
+        return position, f"override /{group} must be the name of an option", "", None
+    return position, "", "", (group, option)
 
 
 def _drop_shadowed(body: ConfigValues, problems: list[SpecProblem]) -> ConfigValues:
     """Drop values of PICKED_ONLY sections, each with a problem: they would mask an option that the user types."""
-    kept = {}
+    values = {}
     for key, value in body.values.items():
         group = key.partition(".")[0]
         if group not in PICKED_ONLY:
-            kept[key] = value
+            values[key] = value
             continue
         option = "tp2" if group == "parallel" else "OPTION"
         message = (
-            f"a recipe sets no key of {group}, or it would mask the {group}=... that a user types; "
-            f"let it pick an option: `- override /{group}: {option}` in its defaults"
+            f"a recipe must not set keys of {group}: they would mask {group}=... on the command line; "
+            f"select an option in its defaults: `- override /{group}: {option}`"
         )
-        problems.append(SpecProblem(key, message, body.places[key]))
-    return ConfigValues(kept, body.places)
+        problems.append(SpecProblem(key, message, body.positions[key]))
+    return ConfigValues(values, body.positions)

@@ -24,12 +24,12 @@ class Categorical:
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, log-uniform if `log`; `whole`: integers, both ends included."""
+    """Numbers from `low` to `high`, log-uniform if `log`; `integer`: integers, both ends included."""
 
     low: float
     high: float
     log: bool = False
-    whole: bool = False
+    integer: bool = False
 
     def draw(self, random: Random) -> str:
         """Return a random number as an override value, with four significant digits: no sweep resolves more."""
@@ -41,6 +41,6 @@ class Range:
 
     def override(self, number: float) -> str:
         """Return a number of the interval as an override value."""
-        if self.whole:
+        if self.integer:
             return str(round(number))
         return str(min(max(float(f"{number:.4g}"), self.low), self.high))

@@ -30,8 +30,8 @@ def shadowed_overrides(
                 continue
             recipe = next(r for r in reversed(chain) if path in r.body.values)
             message = (
-                f"the recipe {recipe.name} sets it to {value} over the {wanted} of {group}={option} that you typed; "
-                f"add {path}={wanted} to have the option's value, or {path}={value} to keep the recipe's"
+                f"the recipe {recipe.name} sets it to {value}, which masks {wanted} of {group}={option}; "
+                f"add {path}={wanted} for the option's value, or {path}={value} for the recipe's"
             )
-            problems.append(SpecProblem(path, message, recipe.body.places[path]))
+            problems.append(SpecProblem(path, message, recipe.body.positions[path]))
     return problems

@@ -12,7 +12,7 @@ from megalaunch.config.overrides import COMMAND_LINE
 from megalaunch.config.schema import SpecProblem
 from megalaunch.config.search_space import Categorical, Range, Values
 
-_GIVEN_BY_SWEEP = ("run.directory", "run.name")
+_SET_BY_SWEEP = ("run.directory", "run.name")
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def parse_sweep(overrides: Sequence[str]) -> SweepOverrides:
     keys = [override.partition("=")[0] for override in overrides]
     for override, key in zip(overrides, keys, strict=True):
         _, equals, raw = override.partition("=")
-        if key in _GIVEN_BY_SWEEP:
-            problems.append(_problem(key, "is given to each trial by the sweep; name the sweep with --name"))
+        if key in _SET_BY_SWEEP:
+            problems.append(_problem(key, "is set by the sweep for each trial; name the sweep with --name"))
         if not equals or (key not in (*GROUPS, "recipe") and key not in schema_keys()):
             continue  # composition reports it
         try:
@@ -61,8 +61,8 @@ def parse_sweep(overrides: Sequence[str]) -> SweepOverrides:
             axes[key] = axis
             problems += _faults(key, axis, keys.count(key))
     if not axes and not problems:
-        message = "no word names several values, e.g. 'optimizer.lr=1e-4,3e-4' or 'parallel=tp1,tp2'; that is one run"
-        problems.append(_problem("sweep", f"{message}, which `megalaunch train` starts"))
+        message = "no override has several values, e.g. 'optimizer.lr=1e-4,3e-4' or 'parallel=tp1,tp2'"
+        problems.append(_problem("sweep", f"{message}; start a single run with `megalaunch train`"))
     if problems:
         raise ConfigError(problems)
     return SweepOverrides(tuple(overrides), axes)
@@ -70,15 +70,15 @@ def parse_sweep(overrides: Sequence[str]) -> SweepOverrides:
 
 def _faults(key: str, axis: Categorical | Range, given: int) -> list[SpecProblem]:
     if given > 1:
-        return [_problem(key, "names several values, and is given twice; keep one")]
+        return [_problem(key, "has several values and is given twice; remove one")]
     if isinstance(axis, Categorical):
         return [] if axis.values else [_problem(key, "matches nothing")]
     if key not in schema_keys():
-        return [_problem(key, "is chosen by name, and an interval holds numbers")]
+        return [_problem(key, "takes the name of an option, not an interval of numbers")]
     if axis.low >= axis.high:
         return [_problem(key, f"the interval from {axis.low} to {axis.high} is empty")]
     if axis.log and axis.low <= 0:
-        return [_problem(key, f"a logarithmic interval starts above 0, and this one at {axis.low}")]
+        return [_problem(key, f"a logarithmic interval must start above 0, got {axis.low}")]
     return []
 
 

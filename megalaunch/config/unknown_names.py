@@ -23,7 +23,7 @@ def unknown_key(key: str, value: str = "") -> str:
     if translated:
         return f"unknown key; {translated}"
     section = key.partition(".")[0]
-    listed = f"`megalaunch explain {section if section in SECTIONS else 'train'}` lists a section's keys"
+    listed = f"`megalaunch explain {section if section in SECTIONS else 'train'}` lists the keys of a section"
     return f"unknown key{suggestion(key) or f'; {listed}'}"
 
 
@@ -34,10 +34,10 @@ def _from_megatron(name: str, value: str) -> str:
     if answer is None or any(part.endswith(f".{name}") for part in _keys(answer.overrides)):
         return ""
     if not answer.overrides:
-        return f"it is Megatron-LM's; leave it out: {answer.reason}"
+        return f"it is a Megatron-LM argument; remove it: {answer.reason}"
     keys = " and ".join(map(repr, _keys(answer.overrides)))
-    said = f": write {' '.join(answer.overrides)}" if value else ""
-    return f"did you mean {keys}? It is Megatron-LM's {name}{said}"
+    fix = f": write {' '.join(answer.overrides)}" if value else ""
+    return f"did you mean {keys}? It is {name} of Megatron-LM{fix}"
 
 
 def _keys(overrides: Sequence[str]) -> list[str]:
@@ -50,43 +50,42 @@ def unknown_option(group: str, name: str, names: Sequence[str]) -> str:
     if group == "parallel":
         joined = merge_layout_names(name)
         near = f"; did you mean parallel={joined}?" if joined else f"{did_you_mean(name, list(names))};"
-        return f"{text}{near} a layout is named by {GRAMMAR}, e.g. parallel=tp4pp4"
+        return f"{text}{near} a layout name is {GRAMMAR}, e.g. parallel=tp4pp4"
     if group == "data" and (hint := _own_text(name)):
         return f"{text}; {hint}"
     if group == "model":
         same = _same_model(name, names)
         if same and is_hub_name(name):
-            return f"{text}, and nothing is downloaded; its shape is model={same}, or {_DOWNLOAD}"
+            return f"{text}, and models are not downloaded; model={same} has its architecture, or {_DOWNLOAD}"
         if _exists(name):
-            return f"{text} for a recipe, which names no path; choose the folder on the command line: model={name}"
+            return f"{text}: a recipe cannot name a folder; give it on the command line: model={name}"
         if is_hub_name(name):
-            return f"{text} on this machine, and nothing is downloaded; is it a hub's name? Then {_DOWNLOAD}"
+            return f"{text}, and models are not downloaded; if it is a model hub name, {_DOWNLOAD}"
         if name.startswith(("/", "./", "../", "~")):
-            return f"{text}: there is no such folder; name a Hugging Face folder, with its config.json inside"
-        return f"{text}{f'; did you mean {same!r}?' if same else ''} (there are: {', '.join(names)})"
-    return f"{text}{did_you_mean(name, list(names))} (there are: {', '.join(names)})"
+            return f"{text}: the folder does not exist; name a Hugging Face folder with a config.json"
+        return f"{text}{f'; did you mean {same!r}?' if same else ''} (available: {', '.join(names)})"
+    return f"{text}{did_you_mean(name, list(names))} (available: {', '.join(names)})"
 
 
 def unknown_recipe(name: str, names: Sequence[str]) -> str:
     """Describe an unknown recipe and suggest the nearest one."""
     near = did_you_mean(name, list(names))
     if not near and is_hub_name(name):
-        near = "; a recipe is a whole run, and a model's name on a hub names none"
-    return f"there is no recipe {name!r}{near} (there are: {', '.join(names)}; or a path to a .yaml)"
+        near = "; a model hub name is not a recipe"
+    return f"there is no recipe {name!r}{near} (available: {', '.join(names)}; or a path to a .yaml)"
 
 
 def _own_text(name: str) -> str:
     """Return how to name the user's own text, if `data=NAME` can only mean that; else ""."""
     if is_address(name):
-        return "nothing is downloaded: fetch the text first, then name the file or folder by data.corpus=PATH"
+        return "data is not downloaded: download it first, then set data.corpus=PATH to the file or folder"
     if _exists(f"{name}.idx"):
-        return f"prepared tokens are named by data.train_prefix={name}"
+        return f"for tokenized data set data.train_prefix={name}"
     if _exists(name):
-        return f"text of your own is named by data.corpus={name}"
+        return f"for text of your own set data.corpus={name}"
     if is_hub_name(name):
-        return f"nothing is downloaded: text that is here is named by data.corpus=PATH; is {name} a hub's name? "\
-               "Download it first"  # fmt: skip
-    return f"text of your own is named by data.corpus={name}" if re.search(r"[/.*~]", name) else ""
+        return f"data is not downloaded: if {name} is a dataset hub name, download it first, then set data.corpus=PATH"
+    return f"for text of your own set data.corpus={name}" if re.search(r"[/.*~]", name) else ""
 
 
 def _exists(path: str) -> bool:

@@ -16,7 +16,7 @@ from megalaunch.config.recipes import HEADER, PICKED_ONLY
 from megalaunch.config.schema import SpecProblem
 from megalaunch.config.schema.paths import entry_at, put, value_at
 
-_OF_ONE_RUN = ("run.name", "run.directory")
+_PER_RUN = ("run.name", "run.directory")
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,21 @@ def recipe_text(composition: Composition, name: str, summary: str) -> RecipeText
     picks: dict[str, str] = {}
     body: dict[str, dict[str, Any]] = {}
     files: dict[str, str] = {}
-    below: dict[str, Any] = {}
+    inherited: dict[str, Any] = {}
     for group in GROUPS:
         option = _option(composition, group)
         if option is None and group in composition.choices:
             option = name
             files[f"conf/{group}/{name}.yaml"] = _option_text(composition, group)
         elif option is not None:
-            below |= _option_values(group, option) or {}
+            inherited |= _option_values(group, option) or {}
         if option is not None:
             picks[group] = option
     defaults = _defaults()
     for path in schema_keys():
         value = _plain(value_at(composition.spec, path))
-        told = path in _OF_ONE_RUN or f"conf/{path.partition('.')[0]}/{name}.yaml" in files
-        if not told and value != below.get(path, defaults[path]):
+        omitted = path in _PER_RUN or f"conf/{path.partition('.')[0]}/{name}.yaml" in files
+        if not omitted and value != inherited.get(path, defaults[path]):
             put(body, path, value)
     entries: list[Any] = [{f"override /{group}": option} for group, option in picks.items()]
     content = yaml.safe_dump({"defaults": [*entries, "_self_"], **body}, sort_keys=False, allow_unicode=True)

@@ -18,7 +18,8 @@ MAX_DEPTH = 12
 MAX_VALUES = 5000
 MAX_DIGITS = 400
 _SCALARS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str")}
-_NO_ANCHORS = "anchors and aliases (& and *) are not used here; write the value itself"
+_NO_ANCHORS = "anchors and aliases (& and *) are not supported; write the value itself"
+_TAG_PROBLEM = "the tag {} is not supported: configuration files contain plain data only"
 _INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)")
 _FLOAT = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
@@ -41,11 +42,11 @@ class YamlFile:
     path: Path
     text: str
     data: dict[str, Any]
-    places: Mapping[str, str] = field(default_factory=dict)
+    positions: Mapping[str, str] = field(default_factory=dict)
 
-    def place(self, path: str) -> str:
+    def position(self, path: str) -> str:
         """Return the position of a key; the file alone for a path that is not in it."""
-        return self.places.get(path, str(self.path))
+        return self.positions.get(path, str(self.path))
 
 
 class _Refusal(yaml.MarkedYAMLError):
@@ -76,7 +77,7 @@ class _Loader(yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             refusal = _NO_ANCHORS
         elif self.nodes > MAX_VALUES:
-            refusal = f"holds more than {MAX_VALUES:,} keys and values"
+            refusal = f"has more than {MAX_VALUES:,} keys and values"
         elif self.depth > MAX_DEPTH + 2:
             refusal = f"is nested deeper than {MAX_DEPTH} levels"
         if refusal:
@@ -91,57 +92,57 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOA
 
 
 def load_yaml(path: Path, shown: str | None = None, max_bytes: int = MAX_BYTES) -> YamlFile:
-    """Read one file; raises YamlProblem with file, line and column. `shown` replaces the path in messages."""
+    """Read one file; raises YamlProblem with file, line and column. `shown` repositions the path in messages."""
     name = shown or str(path)
     try:
         size = path.stat().st_size
         if size > max_bytes:
-            raise YamlProblem(name, f"is {size:,} bytes long; a configuration file may have {max_bytes:,}")
+            raise YamlProblem(name, f"is {size:,} bytes long; the limit for configuration files is {max_bytes:,}")
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise YamlProblem(name, f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise YamlProblem(name, f"is no UTF-8 text (byte {error.start})") from error
-    places: dict[str, str] = {}
-    data = _parse(text, name, places)
-    return YamlFile(Path(name), text, data, places)
+        raise YamlProblem(name, f"is not UTF-8 text (byte {error.start})") from error
+    positions: dict[str, str] = {}
+    data = _parse(text, name, positions)
+    return YamlFile(Path(name), text, data, positions)
 
 
-def _parse(text: str, name: str, places: dict[str, str]) -> dict[str, Any]:
+def _parse(text: str, name: str, positions: dict[str, str]) -> dict[str, Any]:
     try:
         loader = _Loader(text)
         try:
             root = loader.get_single_node()
             if root is None:
                 return {}
-            data = _value(loader, root, name, "", places, 0)
+            data = _value(loader, root, name, "", positions, 0)
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
         raise YamlProblem(*_yaml_error(error, name, text)) from error
     if not isinstance(data, dict):
-        raise YamlProblem(_where(name, root), "needs `key: value` lines at its top")
+        raise YamlProblem(_where(name, root), "must consist of `key: value` lines")
     return data
 
 
-def _value(loader: _Loader, node: yaml.Node, name: str, path: str, places: dict[str, str], depth: int) -> Any:
+def _value(loader: _Loader, node: yaml.Node, name: str, path: str, positions: dict[str, str], depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise YamlProblem(_where(name, node), f"is nested deeper than {MAX_DEPTH} levels")
     if isinstance(node, yaml.MappingNode):
         _refuse_tag(node, "tag:yaml.org,2002:map", name)
-        return _mapping(loader, node, name, path, places, depth)
+        return _mapping(loader, node, name, path, positions, depth)
     if isinstance(node, yaml.SequenceNode):
         _refuse_tag(node, "tag:yaml.org,2002:seq", name)
         items = []
         for index, item in enumerate(node.value):
             item_path = f"{path}.{index}"
-            places[item_path] = _where(name, item)
-            items.append(_value(loader, item, name, item_path, places, depth + 1))
+            positions[item_path] = _where(name, item)
+            items.append(_value(loader, item, name, item_path, positions, depth + 1))
         return items
     if node.tag not in _SCALARS:
-        raise YamlProblem(_where(name, node), f"the tag {_short_tag(node.tag)} is refused: a file here is data only")
+        raise YamlProblem(_where(name, node), _TAG_PROBLEM.format(node.tag.replace("tag:yaml.org,2002:", "!!")))
     if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
-        raise YamlProblem(_where(name, node), f"is a number of {len(node.value):,} digits")
+        raise YamlProblem(_where(name, node), f"is a number of {len(node.value):,} digits; the limit is {MAX_DIGITS}")
     try:
         return loader.construct_object(node)
     except ValueError as error:
@@ -149,30 +150,27 @@ def _value(loader: _Loader, node: yaml.Node, name: str, path: str, places: dict[
 
 
 def _mapping(
-    loader: _Loader, node: yaml.MappingNode, name: str, path: str, places: dict[str, str], depth: int
+    loader: _Loader, node: yaml.MappingNode, name: str, path: str, positions: dict[str, str], depth: int
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key = key_node.value
         if not isinstance(key, str) or key_node.tag not in _SCALARS:
-            raise YamlProblem(_where(name, key_node), "a key is a plain word")
+            raise YamlProblem(_where(name, key_node), "a key must be a plain string")
         if re.fullmatch(r"_(?!self_|global_).*_", key):
-            raise YamlProblem(_where(name, key_node), f"the key {key!r} is refused: a file here names no code to run")
+            problem = f"the key {key!r} is not supported: configuration files cannot name code to run"
+            raise YamlProblem(_where(name, key_node), problem)
         if key in values:
-            raise YamlProblem(_where(name, key_node), f"the key {key!r} stands here a second time")
+            raise YamlProblem(_where(name, key_node), f"the key {key!r} is given twice")
         key_path = f"{path}.{key}" if path else key
-        places[key_path] = _where(name, key_node)
-        values[key] = _value(loader, value_node, name, key_path, places, depth + 1)
+        positions[key_path] = _where(name, key_node)
+        values[key] = _value(loader, value_node, name, key_path, positions, depth + 1)
     return values
 
 
 def _refuse_tag(node: yaml.Node, expected: str, name: str) -> None:
     if node.tag != expected:
-        raise YamlProblem(_where(name, node), f"the tag {_short_tag(node.tag)} is refused: a file here is data only")
-
-
-def _short_tag(tag: str) -> str:
-    return tag.replace("tag:yaml.org,2002:", "!!")
+        raise YamlProblem(_where(name, node), _TAG_PROBLEM.format(node.tag.replace("tag:yaml.org,2002:", "!!")))
 
 
 def _where(name: str, item: Any) -> str:
@@ -183,13 +181,13 @@ def _where(name: str, item: Any) -> str:
 def _yaml_error(error: yaml.YAMLError, name: str, text: str) -> tuple[str, str]:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        said = error.problem if isinstance(error, _Refusal) else f"is no YAML: {error.problem}"
-        return f"{name}:{mark.line + 1}:{mark.column + 1}", str(said)
+        message = error.problem if isinstance(error, _Refusal) else f"is not valid YAML: {error.problem}"
+        return f"{name}:{mark.line + 1}:{mark.column + 1}", str(message)
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position)
         column = error.position - (text.rfind("\n", 0, error.position) + 1)
         return (
             f"{name}:{line + 1}:{column + 1}",
-            f"is no YAML: the character #x{ord(text[error.position]):04x} is not allowed",
+            f"is not valid YAML: the character #x{ord(text[error.position]):04x} is not allowed",
         )
-    return name, f"is no YAML: {error}"
+    return name, f"is not valid YAML: {error}"

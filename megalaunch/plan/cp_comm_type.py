@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megalaunch.config.schema.parallel import ContextExchange, ParallelSpec
+from megalaunch.config.schema.parallel import ContextCommType, ParallelSpec
 
 
-def most_common_cp_comm_type(parallel: ParallelSpec) -> ContextExchange:
+def most_common_cp_comm_type(parallel: ParallelSpec) -> ContextCommType:
     """Return the type of most layers; the default for an empty list, which a rule reports.
 
     For dynamic context parallelism return "allgather", the worst case, since a plan does not have the documents: one as

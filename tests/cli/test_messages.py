@@ -87,7 +87,7 @@ def test_a_key_given_twice_is_told(command):
     code, text = said(command, "recipe=quickstart", "train.steps=30", "train.steps=60")
     assert code == 0
     assert "warning: train.steps" in text
-    assert "is given 2 times (30, 60); train.steps=60, the last, holds" in text
+    assert "is set 2 times (30, 60); the last applies: train.steps=60" in text
     again = said(command, "recipe=quickstart", "train.steps=60", "train.steps=60")[1]
     assert "is given" not in again
 
@@ -102,7 +102,7 @@ def test_train_tells_a_key_given_twice_too(tmp_path):
     (tmp_path / "text.txt").write_text("text")
     corpus = f"data.corpus={tmp_path}/text.txt"
     text = said("train", "--dry-run", "recipe=tiny", corpus, "train.steps=30", "train.steps=60")[1]
-    assert "train.steps=60, the last, holds" in text
+    assert "the last applies: train.steps=60" in text
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_a_dry_run_of_64_points_is_quick(folder):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["recipe=tiny"], "no word names several values"),
+        (["recipe=tiny"], "no override has several values"),
         (["recipe=tiny", "optimizer.lr=1,2", "--metric", "joy"], "--metric tokens_per_second, validation_loss or loss"),
         (["recipe=tiny", "optimizer.lr=1,2", "--sampler", "best"], "--sampler grid"),
         (["recipe=tiny", "optimizer.lr=1,2", "--sampler", "tpe"], "--trials N"),

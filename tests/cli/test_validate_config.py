@@ -102,7 +102,7 @@ def test_words_that_do_not_compose_are_findings_too():
     assert text.exit_code == 2
     assert "did you mean 'train.steps'" in text.output
     assert "did you mean 'model'" in text.output
-    assert "needs a number, got 'fast'" in text.output
+    assert "must be a number, got 'fast'" in text.output
     assert text.output.rstrip().endswith("3 errors")
 
 

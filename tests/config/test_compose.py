@@ -24,7 +24,7 @@ def test_a_recipe_beats_options_which_beat_defaults():
     assert spec.optimizer.beta2 == 0.95
     assert composition.choices["recipe"] == "llama3_8b"
     assert composition.choices["parallel"] == "cp2zero3"
-    assert composition.words == ("recipe=llama3_8b",)
+    assert composition.overrides == ("recipe=llama3_8b",)
 
 
 def test_the_order_of_words_does_not_matter():
@@ -74,7 +74,7 @@ def test_all_problems_come_at_once_with_their_places():
     found = problems("recipe=tiny", "train.lrr=3", "train.steps=abc", "optimiser.lr=1", "model=tinny", "batch.x=1")
     assert found["train.lrr"].message == "unknown key; did you mean 'optimizer.lr'?"
     assert found["optimiser.lr"].message == "unknown key; did you mean 'optimizer.lr'?"
-    assert found["train.steps"].message == "needs a whole number, got 'abc' (str)"
+    assert found["train.steps"].message == "must be an integer, got 'abc' (str)"
     assert found["model"].message.startswith("there is no model=tinny; did you mean 'tiny'?")
     assert "batch.x" in found
     assert len(found) == 5
@@ -84,19 +84,19 @@ def test_all_problems_come_at_once_with_their_places():
 @pytest.mark.parametrize(
     ("word", "path", "message"),
     [
-        ("+train.steps=3", "train.steps", r"needs no \+; write train.steps=3"),
+        ("+train.steps=3", "train.steps", r"omit the \+; write train.steps=3"),
         ("++train.foo=3", "train.foo", "unknown key"),
         ("+junk.a=1", "junk.a", "unknown key"),
-        ("~parallel", "parallel", "~ takes keys away, .* pick another option"),
+        ("~parallel", "parallel", "~ removes a key, .* choose another option"),
         ("~train.exit_at_step", "train.exit_at_step", "write train.exit_at_step=null"),
-        ("~train.steps=3", "train.steps", "leave the word out"),
+        ("~train.steps=3", "train.steps", "omit the override"),
         ("paralel=tp2", "paralel", "unknown key; did you mean 'parallel'"),
         ("prallel.tp=2", "prallel.tp", "did you mean 'parallel.tp'"),
         ("lr=1", "lr", "did you mean 'optimizer.lr'"),
         ("train=5", "train", "is a section; set one of its keys, e.g. train.steps"),
-        ("recipe/x=5", "recipe/x", "GROUP=OPTION and SECTION.KEY=VALUE"),
+        ("recipe/x=5", "recipe/x", "GROUP=OPTION or SECTION.KEY=VALUE"),
         ("model@foo=tiny", "model@foo", "GROUP=OPTION"),
-        ("tiny", "tiny", r"is no KEY=VALUE word; did you mean recipe=tiny\?"),
+        ("tiny", "tiny", r"is not of the form KEY=VALUE; did you mean recipe=tiny\?"),
         ("llama3_70b", "llama3_70b", r"did you mean recipe=llama3_70b\?"),
         ("gpt3_13b", "gpt3_13b", r"did you mean model=gpt3_13b\?"),  # there is no such recipe
         ("quikstart", "quikstart", r"did you mean recipe=quickstart\?"),
@@ -110,36 +110,40 @@ def test_all_problems_come_at_once_with_their_places():
         ),
         ("parallel.tensor-model-parallel-size=4", "parallel.tensor-model-parallel-size", "write parallel.tp=4"),
         ("fp8_format=hybrid", "fp8_format", "write precision.compute_dtype=fp8 precision.fp8.format=hybrid"),
-        ("use_flash_attn=true", "use_flash_attn", "leave it out: Megatron itself ignores it"),
+        ("use_flash_attn=true", "use_flash_attn", "remove it: Megatron itself ignores it"),
         ("train.frobnicate=3", "train.frobnicate", "`megalaunch explain train` lists"),
-        ("parallel=tp4,pp2", "parallel", "one layout is written together: parallel=tp4pp2"),
+        ("parallel=tp4,pp2", "parallel", "write one layout together: parallel=tp4pp2"),
         ("parallel=TP4-PP2", "parallel", r"did you mean parallel=tp4pp2\?"),
-        ("data=/path/to/text", "data", "text of your own is named by data.corpus=/path/to/text"),
-        ("data=texts/*.txt", "data", r"named by data.corpus=texts/\*.txt"),
-        ("data=https://a.example/b.txt", "data", "nothing is downloaded: fetch the text first"),
-        ("data=roneneldan/TinyStories", "data", "nothing is downloaded"),
-        ("model=meta-llama/Llama-3.1-8B-Instruct", "model", "its shape is model=llama31_8b, .*load_pretrained=FOLDER"),
-        ("model=Qwen/Qwen2.5-7B", "model", "its shape is model=qwen25_7b, "),
+        ("data=/path/to/text", "data", "for text of your own set data.corpus=/path/to/text"),
+        ("data=texts/*.txt", "data", r"set data.corpus=texts/\*.txt"),
+        ("data=https://a.example/b.txt", "data", "data is not downloaded: download it first"),
+        ("data=roneneldan/TinyStories", "data", "data is not downloaded"),
+        (
+            "model=meta-llama/Llama-3.1-8B-Instruct",
+            "model",
+            "model=llama31_8b has its architecture, .*load_pretrained=FOLDER",
+        ),
+        ("model=Qwen/Qwen2.5-7B", "model", "model=qwen25_7b has its architecture, "),
         ("model=nobody/Unheard-Of-3B", "model", "checkpoint.load_pretrained=FOLDER"),
         ("tokenizer=openai-community/gpt2", "tokenizer", "tokenizer.path=openai-community/gpt2"),
-        ("train.steps", "train.steps", "is no KEY=VALUE word; write train.steps=VALUE"),
-        ("train.steps=1,2", "train.steps", r"names several values \(1,2\); one run has one, e.g. train.steps=1"),
+        ("train.steps", "train.steps", "is not of the form KEY=VALUE; write train.steps=VALUE"),
+        ("train.steps=1,2", "train.steps", r"has several values \(1,2\); give one, e.g. train.steps=1"),
         ("optimizer.lr=choice(1e-3,1e-4)", "optimizer.lr", "e.g. optimizer.lr=1e-3"),
-        ("train.steps=range(1,4)", "train.steps", "names several values"),
-        ("parallel=tp2,tp4", "parallel", "names several options; one run has one, e.g. parallel=tp2"),
-        ("parallel=", "parallel", "needs the name of an option"),
+        ("train.steps=range(1,4)", "train.steps", "has several values"),
+        ("parallel=tp2,tp4", "parallel", "names several options; give one, e.g. parallel=tp2"),
+        ("parallel=", "parallel", "must be the name of an option"),
         ("train.steps=[1", "train.steps", "cannot read the value"),
-        ("train.steps={a:1}", "train.steps", "needs a whole number"),
-        ("train.steps=2.5", "train.steps", r"needs a whole number, got 2.5 \(float\)"),
-        ("train.steps=true", "train.steps", r"needs a whole number, got True \(bool\)"),
-        ("train.steps=null", "train.steps", "needs a whole number, got None"),
+        ("train.steps={a:1}", "train.steps", "must be an integer"),
+        ("train.steps=2.5", "train.steps", r"must be an integer, got 2.5 \(float\)"),
+        ("train.steps=true", "train.steps", r"must be an integer, got True \(bool\)"),
+        ("train.steps=null", "train.steps", "must be an integer, got None"),
         ("train.steps=0", "train.steps", "must be at least 1, got 0"),
         ("train.steps=???", "train.steps", "has no value"),
-        ("optimizer.lr=nan", "optimizer.lr", "needs a number"),
-        ("optimizer.lr=1" + "0" * 400, "optimizer.lr", "needs a number"),
+        ("optimizer.lr=nan", "optimizer.lr", "must be a number"),
+        ("optimizer.lr=1" + "0" * 400, "optimizer.lr", "must be a number"),
         ("schedule.shape=cosin", "schedule.shape", "needs constant | .*did you mean 'cosine'"),
-        ("parallel.sequence_parallel=1", "parallel.sequence_parallel", "needs true or false"),
-        ("run.name=${oc.env:SECRET_TOKEN}", "run.name", "may not read the environment variable SECRET_TOKEN"),
+        ("parallel.sequence_parallel=1", "parallel.sequence_parallel", "must be true or false"),
+        ("run.name=${oc.env:SECRET_TOKEN}", "run.name", "must not read the environment variable SECRET_TOKEN"),
         ("run.name=${train.steps}", "run.name", "only .*oc.env"),
         ("train.steps=${oc.decode:1}", "train.steps", "only .*oc.env"),
         ("run.directory=${oc.env:MEGALAUNCH_NOT_SET}", "run.directory", "which is not set"),
@@ -154,7 +158,7 @@ def test_what_words_are_refused_and_how(word, path, message):
 
 
 def test_a_hubs_name_in_place_of_a_recipe():
-    assert "a model's name on a hub names none" in problems("recipe=meta-llama/Llama-3.1-8B")["recipe"].message
+    assert "a model hub name is not a recipe" in problems("recipe=meta-llama/Llama-3.1-8B")["recipe"].message
 
 
 def test_own_files_named_as_options_of_data(tmp_path, monkeypatch):
@@ -163,15 +167,15 @@ def test_own_files_named_as_options_of_data(tmp_path, monkeypatch):
     (tmp_path / "tokens.idx").write_bytes(b"")
     assert "data.corpus=texts" in problems("recipe=tiny", "data=texts")["data"].message
     assert "data.train_prefix=tokens" in problems("recipe=tiny", "data=tokens")["data"].message
-    assert "there are: mock" in problems("recipe=tiny", "data=text")["data"].message
+    assert "available: mock" in problems("recipe=tiny", "data=text")["data"].message
 
 
 @pytest.mark.parametrize(("word", "value"), [("1e3", 1000), ("2E2", 200), ("30.0", 30)])
 def test_whole_numbers_in_scientific_notation(word, value):
     steps = compose(["recipe=tiny", f"train.steps={word}"]).spec.train.steps
     assert (steps, type(steps)) == (value, int)
-    assert "needs a whole number" in problems("recipe=tiny", "train.steps=1.5e0")["train.steps"].message
-    assert "needs a whole number" in problems("recipe=tiny", "train.steps=1e300")["train.steps"].message
+    assert "must be an integer" in problems("recipe=tiny", "train.steps=1.5e0")["train.steps"].message
+    assert "must be an integer" in problems("recipe=tiny", "train.steps=1e300")["train.steps"].message
 
 
 def test_two_recipes_or_options_are_refused():

@@ -13,9 +13,9 @@ def test_one_key_a_section_and_an_unknown_key():
     spec, composition = resolved("recipe=quickstart", "train.steps=7")
     assert explain_key("train.steps", composition, spec).splitlines() == [
         "train.steps = 7 [steps]",
-        "  Optimizer steps of the whole run.",
+        "  Optimizer steps of the run.",
         "  from: command line",
-        "  takes: a whole number; default: none",
+        "  takes: an integer; default: none",
     ]
     assert "given as null and derived" in explain_key("batch.micro_batch_size", composition, spec)
     assert explain_key("optimizer", composition, spec).count("from: ") == len(fields(OptimizerSpec))

@@ -61,19 +61,19 @@ def test_every_value_that_a_file_says_has_its_line(here):
     for name, config in PUBLISHED.items():
         section = read_model_section(write(here / "hf", config), "hf")
         text = (here / "hf" / "config.json").read_text().splitlines()
-        for path, place in section.places.items():
+        for path, position in section.positions.items():
             default = section.values[path] == asdict(ModelSpec(**SHAPE)).get(path, section.values[path])
-            if place == "hf/config.json":
+            if position == "hf/config.json":
                 untold |= set() if default or "." in path else {path}
                 continue
-            line, column = map(int, re.fullmatch(r"hf/config\.json:(\d+):(\d+)", place).groups())
-            assert text[line - 1][column - 1] == '"', (name, path, place)
+            line, column = map(int, re.fullmatch(r"hf/config\.json:(\d+):(\d+)", position).groups())
+            assert text[line - 1][column - 1] == '"', (name, path, position)
             said = (
                 json.loads("{" + text[line - 1].strip().rstrip(",[{") + "}") if text[line - 1][-1] not in "[{" else {}
             )
             for value in said.values():
                 same = isinstance(value, int | float) and isinstance(section.values[path], int | float)
-                assert not same or value == section.values[path] or path in MEANS_MORE, (name, path, place)
+                assert not same or value == section.values[path] or path in MEANS_MORE, (name, path, position)
     # Where a file leaves a key out the value is transformers' default, or follows from others.
     follows = {"num_query_groups", "head_dim", "ffn_hidden_size", "hidden_dropout", "attention_dropout", "init_std"}
     follows |= {"num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"}
@@ -185,8 +185,8 @@ REFUSED = {
         "'mamba' is none of the families.*conf/model/NAME.yaml",
     ),
     "no model_type": ({}, "model_type None is none of the families"),
-    "missing keys": ({"model_type": "llama"}, "config.json has no hidden_size; mend the file"),
-    "other kind": ({**SMOL, "rope_scaling": 3}, "rope_scaling is 3.*mend the file"),
+    "missing keys": ({"model_type": "llama"}, "config.json has no hidden_size; repair the file"),
+    "other kind": ({**SMOL, "rope_scaling": 3}, "rope_scaling is 3.*repair the file"),
     "no counterpart": ({**SMOL, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' has no counterpart"),
     "quantised": ({**SMOL, "quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq, 4 bits\)"),
     "broken": ('{"model_type": "llama",\n  "hidden_size" 3}', "is no JSON: .*copy or download it again"),
@@ -231,14 +231,14 @@ def test_all_problems_are_said_at_once(here):
         (("hf/model.Q4_K_M.gguf",), "hf/model.Q4_K_M.gguf", GGUF),
         (("hf/adapter_config.json",), "hf", "is a LoRA adapter of .*merge both with peft"),
         (("hf/config.json", "hf/quantize_config.json"), "hf", "quantised by GPTQ.*take the unquantised model"),
-        (("hf/readme.md",), "hf", "the folder hf has no config.json; name the one"),
+        (("hf/readme.md",), "hf", "the folder hf has no config.json; name the folder"),
         (("hf/snapshots/abc/config.json",), "./hf", r"did you mean model=hf/snapshots/abc\?"),
-        (("hf/config.json",), "hf/config.json", "is a file; name its folder: model=hf$"),
+        (("hf/config.json",), "hf/config.json", "is a file; name the folder: model=hf$"),
         (("hf/weights.bin",), "hf/weights.bin", "is a file; name a Hugging Face folder"),
-        ((), "./hf", "there is no such folder; name a Hugging Face folder"),
-        ((), "meta-llama/Llama-3.2-1B", "nothing is downloaded; its shape is model=llama32_1b, or download it, "
-         "and write model=FOLDER .* checkpoint.load_pretrained=FOLDER"),
-        ((), "nobody/Unheard-Of-3B", "nothing is downloaded.* model=FOLDER .* checkpoint.load_pretrained=FOLDER"),
+        ((), "./hf", "the folder does not exist; name a Hugging Face folder"),
+        ((), "meta-llama/Llama-3.2-1B", "models are not downloaded; model=llama32_1b has its architecture, "
+         "or download it, and write model=FOLDER .* checkpoint.load_pretrained=FOLDER"),
+        ((), "nobody/Unheard-Of-3B", "models are not downloaded.* model=FOLDER .* checkpoint.load_pretrained=FOLDER"),
         ((), "x" * 5000, "there is no model="),
         ((), "x\0y", "there is no model="),
     ],
@@ -279,7 +279,7 @@ def test_the_commands_show_it(here):
     assert any("load_pretrained=./hf" in finding["message"] for finding in data["findings"])
     planned = run.invoke(app, ["plan", *words])
     assert planned.exit_code == 0, planned.output
-    assert "note: model=./hf gives the architecture only" in planned.stderr
+    assert "note: model=./hf sets the architecture only" in planned.stderr
     write(here / "hf", {**SMOL, "use_mrope": True})
     for command in ("validate-config", "plan", "train"):
         refused = run.invoke(app, [command, *words])
@@ -308,10 +308,10 @@ def test_a_section_of_every_family_builds(here):
     values = read_model_section(write(here / "hf", SMOL), "hf").values
     nested: dict[str, object] = {}
     for path, value in values.items():
-        place = nested
+        level = nested
         *sections, last = path.split(".")
         for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
+            level = level.setdefault(section, {})
+        level[last] = value
     spec = compose(["recipe=quickstart"]).spec
     assert build_run_spec({**asdict(spec), "model": nested}).model == from_hf_config(SMOL, "hf")

@@ -130,7 +130,7 @@ def _launch(planned: PreparedRun, lock: RunLock, stop: StopSignals) -> ExitCode:
     from megalaunch.launch.summary import run_summary
 
     spec, directory = planned.spec, planned.directory
-    launch = Launch(spec, directory, lock, planned.composition.words, throughput_basis(spec), planned.machine.cores)
+    launch = Launch(spec, directory, lock, planned.composition.overrides, throughput_basis(spec), planned.machine.cores)
     end = run_locally(launch, stop, open_display)
     code = end.outcome.exit_code
     if code in (ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED) and stop.count < 2:

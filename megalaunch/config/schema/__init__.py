@@ -1,4 +1,4 @@
-"""The run spec: every setting of a run, typed, frozen, each in one place.
+"""The run spec: every setting of a run, typed and frozen.
 
 One file a section; `RunSpec` joins them. No torch, no Hydra: launcher and engine both import this.
 """
@@ -33,7 +33,7 @@ __all__ = ["RunSpec", "SpecError", "SpecProblem", "build_run_spec", "spec_to_dic
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """The one truth about a run: written by the launcher, read by every rank and every resume."""
+    """The complete configuration of a run: written by the launcher, read by every rank and every resume."""
 
     model: ModelSpec
     parallel: ParallelSpec
@@ -54,17 +54,17 @@ class RunSpec:
 
 
 def build_run_spec(data: Mapping[str, Any]) -> RunSpec:
-    """A typed spec from nested plain mappings; raises SpecError with every problem at once."""
+    """Build a typed spec from nested plain mappings; raises SpecError with every problem at once."""
     return build_section(RunSpec, data)
 
 
 def spec_to_dict(spec: RunSpec) -> dict[str, Any]:
-    """Plain nested dictionaries, in schema order; the inverse of `build_run_spec`."""
+    """Convert to plain nested dictionaries, in schema order; the inverse of `build_run_spec`."""
     return asdict(spec)
 
 
 def with_values(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
-    """The spec with some leaves replaced, by dotted path (`{"parallel.dp": 2}`); these are checked again."""
+    """Return the spec with some leaves replaced, by dotted path (`{"parallel.dp": 2}`), and validate them."""
     typed = check_leaves(RunSpec, values)
     if typed is not None:
         return with_value(spec, typed)

@@ -1,4 +1,4 @@
-"""From plain nested mappings to the typed, frozen run spec, with every problem reported at once."""
+"""Build the typed, frozen run spec from plain nested mappings, and report every problem at once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from megalaunch.config.schema.setting import LARGEST_FLOAT, LARGEST_WHOLE
+from megalaunch.config.schema.setting import LARGEST_FLOAT, LARGEST_INTEGER
 
 T = TypeVar("T")
-_EXACT = 2**53  # beyond it a float stands for several whole numbers
+_EXACT = 2**53  # a larger float may represent several integers
 
 
 @dataclass(frozen=True)
 class SpecProblem:
-    """One value that does not fit. `path` is dotted (`train.steps`), `where` a file:line:column or the command line."""
+    """An invalid value. `path` is its dotted key (`train.steps`), `where` a file:line:column or the command line."""
 
     path: str
     message: str
@@ -29,7 +29,7 @@ class SpecProblem:
 
 
 class SpecError(ValueError):
-    """The mapping is no run spec; `problems` lists every reason."""
+    """The mapping is not a valid run spec; `problems` has every reason."""
 
     def __init__(self, problems: list[SpecProblem]) -> None:
         self.problems = problems
@@ -38,12 +38,12 @@ class SpecError(ValueError):
 
 @cache
 def resolve_annotations(section: type) -> dict[str, Any]:
-    """Resolved annotations of a dataclass, by field name."""
+    """Return the resolved annotations of a dataclass, by field name."""
     return get_type_hints(section)
 
 
 def leaves(section: type, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
-    """Every leaf of a spec dataclass as (dotted path, annotation, field), in schema order."""
+    """Yield every leaf of a spec dataclass as (dotted path, annotation, field), in schema order."""
     for entry in fields(section):
         annotation = resolve_annotations(section)[entry.name]
         path = f"{prefix}{entry.name}"
@@ -68,7 +68,7 @@ def _leaf_table(section: type) -> dict[str, tuple[Any, Field[Any]]]:
 
 
 def check_leaves(section: type, values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The values of known leaves, typed; None when a path is none; raises SpecError with every value that is wrong."""
+    """Return the values of leaves, typed; None if a path is no leaf. Raises SpecError with every invalid value."""
     table, problems = _leaf_table(section), list[SpecProblem]()
     if any(path not in table or value == "???" for path, value in values.items()):
         return None
@@ -78,16 +78,16 @@ def check_leaves(section: type, values: Mapping[str, Any]) -> dict[str, Any] | N
     return typed
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
-    """`; did you mean 'x'?` for the nearest known word, or nothing."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+def did_you_mean(name: str, known: list[str]) -> str:
+    """Return `; did you mean 'x'?` for the nearest known name, or ""."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _section(section: type, data: Any, prefix: str, problems: list[SpecProblem]) -> Any:
     path = prefix.rstrip(".") or "(top)"
     if not isinstance(data, Mapping):
-        problems.append(SpecProblem(path, f"needs a mapping of keys, got {_format_value(data)}"))
+        problems.append(SpecProblem(path, f"must be a mapping of keys, got {_format_value(data)}"))
         return None
     known = {entry.name: entry for entry in fields(section)}
     for key in data:
@@ -113,13 +113,15 @@ def _leaf(annotation: Any, value: Any, entry: Field[Any], path: str, problems: l
             problems += [SpecProblem(path, message) for message in _out_of_bounds(typed, entry)]
             return typed
     problems.append(
-        SpecProblem(path, f"needs {describe(annotation)}, got {_format_value(value)}{_choice_hint(annotation, value)}")
+        SpecProblem(
+            path, f"must be {describe(annotation)}, got {_format_value(value)}{_choice_hint(annotation, value)}"
+        )
     )
     return None
 
 
 def _out_of_bounds(typed: Any, entry: Field[Any]) -> Iterator[str]:
-    """What is too small or too large; every item of a list is held to the limits."""
+    """Yield a message for each number, or item of a list, that is outside the field's limits."""
     minimum = entry.metadata["minimum"]
     for number in typed if isinstance(typed, tuple) else (typed,):
         if not isinstance(number, (int, float)) or isinstance(number, bool):
@@ -132,11 +134,11 @@ def _out_of_bounds(typed: Any, entry: Field[Any]) -> Iterator[str]:
 
 
 def largest(entry: Field[Any], kind: type) -> float:
-    """The largest number that a field takes; one that declares none has a limit far beyond every use."""
+    """Return the maximum of a field, or the default maximum of its type if it declares none."""
     declared: float | None = entry.metadata["maximum"]
     if declared is not None:
         return declared
-    return LARGEST_WHOLE if kind is int else LARGEST_FLOAT
+    return LARGEST_INTEGER if kind is int else LARGEST_FLOAT
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
@@ -171,7 +173,7 @@ def _items(kind: Any, value: Any) -> tuple[bool, tuple[Any, ...] | None]:
 
 
 def _to_integer(value: Any) -> tuple[bool, Any]:
-    """A whole number; 1e3, which YAML and Hydra read as a float, is one too."""
+    """Convert to an integer; a float without a fraction is accepted, as YAML and Hydra read 1e3 as a float."""
     if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT:
         return True, int(value)
     return isinstance(value, int), value
@@ -180,27 +182,27 @@ def _to_integer(value: Any) -> tuple[bool, Any]:
 def _finite(value: Any) -> tuple[bool, float | None]:
     try:
         number = float(value) if isinstance(value, (int, float)) else math.nan
-    except OverflowError:  # a whole number beyond every float
+    except OverflowError:  # an integer larger than every float
         return False, None
     return math.isfinite(number), number
 
 
 def describe(annotation: Any) -> str:
-    """An annotation in a user's words: `a whole number or null`."""
+    """Describe an annotation for users: `an integer or null`."""
     return " or ".join(_describe_value(option) for option in _options(annotation))
 
 
 def _describe_value(option: Any) -> str:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     if get_origin(option) is Literal:
         return " | ".join(str(choice) for choice in get_args(option))
     if get_origin(option) is tuple:
         return f"a list of ({_describe_value(get_args(option)[0])})"
-    return words[option]
+    return names[option]
 
 
 def literal_choices(annotation: Any) -> list[str]:
-    """The values that can be listed: the choices of a Literal, and true and false."""
+    """Return the values of an annotation that can be listed: the choices of a Literal, true and false."""
     choices: list[str] = []
     for option in _options(annotation):
         choices += [str(choice) for choice in get_args(option)] if get_origin(option) is Literal else []

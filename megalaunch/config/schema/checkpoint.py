@@ -9,12 +9,14 @@ from megalaunch.config.schema.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec:
-    """The last step, a stop and a signal always save."""
+    """Saving and loading checkpoints. The last step and a stop signal always save one."""
 
     load_pretrained: str | None = setting(
-        None, "Weights that a new run begins with: a Hugging Face folder, a checkpoint or a run."
+        None, "Initial weights of a new run: a Hugging Face folder, a checkpoint or a run directory."
     )
-    interval: int = setting(0, "Steps between checkpoints, 0: only when the run ends or stops.", "steps", minimum=0)
-    keep_last: int = setting(2, "Newest checkpoints kept, 0: all.", minimum=0)
-    keep_every: int = setting(0, "Checkpoints of every n-th step are kept for good; 0: none.", "steps", minimum=0)
-    async_save: bool = setting(False, "Training goes on while a checkpoint is written.")
+    interval: int = setting(0, "Steps between checkpoints; 0: only when the run ends or stops.", "steps", minimum=0)
+    keep_last: int = setting(2, "Number of newest checkpoints to retain; 0: all.", minimum=0)
+    keep_every: int = setting(
+        0, "Never delete checkpoints of steps divisible by this; 0: delete any.", "steps", minimum=0
+    )
+    async_save: bool = setting(False, "Save asynchronously: training continues while a checkpoint is written.")

@@ -1,4 +1,4 @@
-"""The `cluster` section: how many machines, and how many workers on each."""
+"""The `cluster` section: nodes and devices."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from megalaunch.config.schema.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """world = nodes * devices_per_node; one worker a device."""
+    """Nodes and their devices: world size = nodes * devices_per_node, with one worker per device."""
 
-    nodes: int = setting(1, "Machines.", minimum=1, maximum=100_000)
+    nodes: int = setting(1, "Number of nodes (machines).", minimum=1, maximum=100_000)
     devices_per_node: int | Literal["auto"] = setting(
         "auto",
-        "Devices of each machine; auto: those found here, or on a CPU what the layout needs.",
+        "Devices per node; auto: the devices of this machine, or on a CPU as many workers as the layout needs.",
         minimum=1,
         maximum=4096,
     )
     node_bandwidth: float | None = setting(
-        None, "Of one device to other machines; null: the chip's usual network.", "GB/s", minimum=0
+        None,
+        "Network bandwidth of one device to other nodes; null: that of the chip's usual network.",
+        "GB/s",
+        minimum=0,
     )
     cpu_workers: int = setting(
-        2, "Workers on a machine without accelerators when the layout leaves dp open.", minimum=1, maximum=4096
+        2, "Workers on a machine without accelerators when parallel.dp is not set.", minimum=1, maximum=4096
     )

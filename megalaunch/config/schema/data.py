@@ -1,4 +1,4 @@
-"""The `data` section: which text a model learns from."""
+"""The `data` section: training and validation data."""
 
 from __future__ import annotations
 
@@ -13,57 +13,63 @@ OWN_TEMPLATE = "tokenizer"  # of data.chat_template
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """A corpus of text or conversations that is prepared once, or prefixes of `.bin/.idx` files made earlier."""
+    """Training data: a corpus of text or conversations to tokenize, or prefixes of tokenized `.bin`/`.idx` files."""
 
     corpus: str | None = setting(
-        None, f"File, folder or glob of text or jsonl; `{STANDARD_LIBRARY}`: Python's own sources found here."
+        None,
+        f"File, folder or glob of text or jsonl; `{STANDARD_LIBRARY}`: the sources of this Python's standard library.",
     )
     sft_data: str | None = setting(
-        None, "File, folder or glob of jsonl conversations to tune on, one a line; only answers have a loss."
+        None,
+        "File, folder or glob of jsonl conversations to fine-tune on, one per line; only answers count in the loss.",
     )
     chat_template: Literal["chatml", "llama3", "zephyr", "plain", "tokenizer"] = setting(
-        "chatml", "How a conversation is written as text; `tokenizer`: by the template that came with the tokenizer."
+        "chatml", "Template that renders a conversation as text; `tokenizer`: the tokenizer's own template."
     )
-    json_key: str = setting("text", "Key of the text in a jsonl record.")
+    json_key: str = setting("text", "Key of a jsonl record that holds the text.")
     validation_every: int = setting(
-        20, "A corpus document is kept for validation when sha256(its name) mod this is 0; 0: none.", minimum=0
+        20, "Use a corpus document for validation if sha256(its name) mod this is 0; 0: none.", minimum=0
     )
     on_bad_record: Literal["stop", "skip"] = setting(
-        "stop", "What a corpus record that cannot be read does: end the preparation, or be left out and counted."
+        "stop", "Action on a corpus record that cannot be read: stop preparing the data, or skip and count the record."
     )
-    train_prefix: str | None = setting(None, "Path of prepared training tokens, without .bin/.idx.")
-    validation_prefix: str | None = setting(None, "Path of prepared validation tokens, without .bin/.idx.")
+    train_prefix: str | None = setting(None, "Path of tokenized training data, without .bin/.idx.")
+    validation_prefix: str | None = setting(None, "Path of tokenized validation data, without .bin/.idx.")
     blend: tuple[str, ...] = setting(
-        (), "Prepared training prefixes to mix, each `PREFIX` or `WEIGHT PREFIX`; in place of train_prefix."
+        (), "Training prefixes to blend, each `PREFIX` or `WEIGHT PREFIX`; replaces train_prefix."
     )
-    validation_blend: tuple[str, ...] = setting((), "The same for validation.")
+    validation_blend: tuple[str, ...] = setting((), "Validation prefixes to blend; replaces validation_prefix.")
     validation_tokens: int | None = setting(
-        None, "Tokens of the validation text that are validated on; null: all.", "tokens", minimum=2, maximum=10**15
+        None, "Validation tokens to evaluate; null: all.", "tokens", minimum=2, maximum=10**15
     )
     split: str | None = setting(
         None,
-        "Parts of the training prefixes for training, validation and test, `969,30,1`; null: all of a blend trains.",
+        "Shares of the training prefixes for training, validation and test, `969,30,1`; null: train on all of them.",
     )
-    mock: bool = setting(False, "Made-up tokens of a model.vocab_size, for measuring; needs no data.")
-    reset_position_ids: bool = setting(False, "Positions start again after each document of a sample.")
-    reset_attention_mask: bool = setting(False, "Attention does not cross from document to document.")
-    eod_mask_loss: bool = setting(False, "Predicting from an end-of-document token has no loss.")
-    fim_rate: float = setting(0.0, "Part of the documents turned to fill-in-the-middle.", minimum=0, maximum=1)
-    fim_spm_rate: float = setting(0.5, "Part of those in suffix-prefix-middle order.", minimum=0, maximum=1)
+    mock: bool = setting(False, "Train on synthetic tokens below model.vocab_size, for benchmarks without data.")
+    reset_position_ids: bool = setting(False, "Restart position ids after each document of a sample.")
+    reset_attention_mask: bool = setting(False, "Mask attention between the documents of a sample.")
+    eod_mask_loss: bool = setting(False, "Exclude predictions from end-of-document tokens from the loss.")
+    fim_rate: float = setting(
+        0.0, "Fraction of documents transformed for fill-in-the-middle (FIM).", minimum=0, maximum=1
+    )
+    fim_spm_rate: float = setting(
+        0.5, "Fraction of FIM documents in suffix-prefix-middle (SPM) order.", minimum=0, maximum=1
+    )
     fim_tokens: tuple[str, ...] = setting(
-        (), "Tokens before prefix, middle and suffix, in this order; empty: found by their usual names."
+        (), "Special tokens before prefix, middle and suffix, in this order; empty: find them by their usual names."
     )
     cache_directory: str = setting(
-        "~/.cache/megalaunch", "Where prepared corpora and sample orders are kept, by content."
+        "~/.cache/megalaunch", "Folder of tokenized corpora and sample indices, named by a hash of their content."
     )
-    append_eod: bool = setting(True, "End every document with the end-of-document token.")
+    append_eod: bool = setting(True, "Append the end-of-document token to every document.")
     add_special_tokens: bool = setting(
         True,
-        "Give every corpus document the special tokens (BOS) that the tokenizer's post-processor puts around a text.",
+        "Add the special tokens (BOS) of the tokenizer's post-processor to every corpus document.",
     )
     num_samples: int | None = setting(
         None,
-        "Training samples the order is drawn for; null: train.steps * batch.global_batch_size.",
+        "Samples in the shuffled training order; null: train.steps * batch.global_batch_size.",
         minimum=1,
         maximum=10**18,
     )

@@ -1,4 +1,4 @@
-"""The `launcher` section: how workers are started, watched and stopped."""
+"""The `launcher` section: restarts, hang detection and stopping of workers."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from megalaunch.config.schema.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherSpec:
-    """torch's elastic agent starts the workers, here and on every cluster."""
+    """Restarts, timeouts and stopping. PyTorch's elastic agent starts the workers."""
 
-    name: Literal["local"] = setting("local", "Where the agents are started.")
-    max_restarts: int = setting(
-        3, "Times in a row that the workers are started again after a failure; a new checkpoint refills it.", minimum=0
-    )
+    name: Literal["local"] = setting("local", "Where to start the elastic agents; local: on this machine.")
+    max_restarts: int = setting(3, "Restarts in a row after failures; each new checkpoint resets the count.", minimum=0)
     restart_backoff: float = setting(
         5.0,
-        "Pause before the second restart in a row; it doubles with each further one, up to 300 s. The first has none.",
+        "Delay before the second restart in a row, doubled for each further one, up to 300 s; the first has none.",
         "seconds",
         minimum=0,
     )
-    hang_timeout: float = setting(600.0, "Longest time without progress, in a collective too.", "seconds", minimum=1)
+    hang_timeout: float = setting(600.0, "Time limit without progress, collectives included.", "seconds", minimum=1)
     step_timeout: float | None = setting(
         None,
-        "Longest time without progress within a step, at most launcher.hang_timeout; null: 10 x the median step, "
-        "at least 15 s, or launcher.hang_timeout while that is not known and with train.compile.",
+        "Timeout without progress within a step, at most launcher.hang_timeout; null: 10 x the median step time, "
+        "at least 15 s, or launcher.hang_timeout until that is known and with train.compile.",
         "seconds",
         minimum=1,
     )
     start_timeout: float = setting(
         1800.0,
-        "Longest time without progress from a start to the first step; launcher.hang_timeout if longer.",
+        "Timeout without progress from the start to the first step, at least launcher.hang_timeout.",
         "seconds",
         minimum=1,
     )
-    stop_grace_period: float = setting(30.0, "Time from a stop signal to the end of all workers.", "seconds", minimum=1)
+    stop_grace_period: float = setting(
+        30.0, "Time from a stop signal until the workers are killed.", "seconds", minimum=1
+    )

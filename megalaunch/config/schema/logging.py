@@ -1,4 +1,4 @@
-"""The `measure` section: what is logged, and how often."""
+"""The `logging` section."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from megalaunch.config.schema.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingSpec:
-    """Every step is a line of metrics.jsonl; this is about what a person sees."""
+    """Console output. metrics.jsonl has a line for every step regardless."""
 
-    log_interval: int = setting(10, "Steps between printed lines.", "steps", minimum=1)
+    log_interval: int = setting(10, "Steps between printed progress lines.", "steps", minimum=1)

@@ -9,12 +9,14 @@ from megalaunch.config.schema.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionSpec:
-    """Keys and values are read from one narrow latent; kv_lora_rank null: ordinary attention."""
+    """Multi-head latent attention: keys and values are projected from one low-rank latent."""
 
-    kv_lora_rank: int | None = setting(None, "Width of the key/value latent; null: no latent attention.", minimum=1)
-    q_lora_rank: int | None = setting(
-        None, "Width of the query latent; null: queries are projected at once.", minimum=1
+    kv_lora_rank: int | None = setting(None, "Rank of the key/value latent; null: no latent attention.", minimum=1)
+    q_lora_rank: int | None = setting(None, "Rank of the query latent; null: project queries without one.", minimum=1)
+    qk_nope_head_dim: int = setting(128, "Dimensions of a query/key head without rotary position embedding.", minimum=1)
+    qk_rope_head_dim: int = setting(
+        64,
+        "Dimensions of a query/key head with rotary position embedding; all heads share this part of the key.",
+        minimum=1,
     )
-    qk_nope_head_dim: int = setting(128, "Part of a query/key head without position.", minimum=1)
-    qk_rope_head_dim: int = setting(64, "Part of it with rotary position, one key for all heads.", minimum=1)
-    v_head_dim: int = setting(128, "Width of a value head.", minimum=1)
+    v_head_dim: int = setting(128, "Dimension of a value head.", minimum=1)

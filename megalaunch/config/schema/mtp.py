@@ -9,7 +9,7 @@ from megalaunch.config.schema.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTokenSpec:
-    """Extra blocks after the decoder, each predicting one token further ahead."""
+    """Multi-token prediction: extra blocks after the decoder, each predicting one token further ahead."""
 
-    num_layers: int = setting(0, "Depths of further prediction.", minimum=0, maximum=1000)
-    loss_coeff: float = setting(0.1, "Weight of their mean loss.", minimum=0)
+    num_layers: int = setting(0, "Number of multi-token prediction blocks.", minimum=0, maximum=1000)
+    loss_coeff: float = setting(0.1, "Coefficient of their mean loss.", minimum=0)

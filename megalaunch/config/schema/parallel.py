@@ -1,4 +1,4 @@
-"""The `parallel` section: how one world of devices is divided."""
+"""The `parallel` section: parallel degrees, pipeline schedule and communication overlap."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 from megalaunch.config.schema.setting import setting
 
 DataSharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-ContextExchange = Literal["p2p", "a2a", "allgather", "a2a+p2p"]
+ContextCommType = Literal["p2p", "a2a", "allgather", "a2a+p2p"]
 Schedule = Literal["auto", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSpec:
-    """Degrees of the two grids: world = dp * pp * cp * tp (dense) = edp * pp * ep * etp (experts)."""
+    """Parallel layout: world size = dp * pp * cp * tp (dense layers) = edp * pp * ep * etp (experts)."""
 
     tp: int = setting(1, "Tensor-parallel degree.", "devices", minimum=1)
     pp: int = setting(1, "Pipeline-parallel degree.", "devices", minimum=1)
@@ -22,48 +22,53 @@ class ParallelSpec:
     ep: int = setting(1, "Expert-parallel degree.", "devices", minimum=1)
     etp: int | None = setting(None, "Tensor-parallel degree inside experts; null: 1.", "devices", minimum=1)
     vpp: int | None = setting(None, "Virtual stages per pipeline rank; null: 1.", minimum=1)
-    dp: int | None = setting(None, "Data-parallel degree; null: what is left of the world.", "devices", minimum=1)
-    sequence_parallel: bool = setting(False, "Split activations between tensor-parallel regions by sequence.")
+    dp: int | None = setting(None, "Data-parallel degree; null: world size / (tp * pp * cp).", "devices", minimum=1)
+    sequence_parallel: bool = setting(False, "Shard activations between tensor-parallel regions by sequence.")
     data_sharding: DataSharding = setting(
-        "optim", "What data-parallel ranks divide: nothing, optimizer states, + gradients, + parameters (ZeRO 0-3)."
+        "optim", "Sharded over data-parallel ranks: nothing, optimizer states, + gradients, + parameters (ZeRO 0-3)."
     )
-    dp_replicate: int = setting(1, "Copies of the sharded model (HSDP); dp = replicas * shards.", minimum=1)
-    schedule: Schedule = setting("auto", "Order of microbatches; auto: interleaved where vpp > 1, else 1f1b.")
+    dp_replicate: int = setting(1, "Replicas of the sharded model (HSDP); dp = replicas * shards.", minimum=1)
+    schedule: Schedule = setting("auto", "Pipeline schedule; auto: interleaved if vpp > 1, else 1f1b.")
     pipeline_layout: str | None = setting(
         None,
-        "Stages in Megatron's letters, E embedding, t layer, m MTP, L loss, | between stages: `Et*3|(tt|)*28...L`.",
+        "Megatron's pipeline layout: E embedding, t layer, m MTP, L loss, | between stages: `Et*3|(tt|)*28...L`.",
     )
     num_layers_in_first_pipeline_stage: int | None = setting(
-        None, "Layers of the first stage; null: an even share.", minimum=0
+        None, "Layers of the first stage; null: the same as other stages.", minimum=0
     )
     num_layers_in_last_pipeline_stage: int | None = setting(
-        None, "Layers of the last stage; null: an even share.", minimum=0
+        None, "Layers of the last stage; null: the same as other stages.", minimum=0
     )
     account_for_embedding_in_pipeline_split: bool = setting(
-        False, "The embedding counts as a layer when layers are shared out."
+        False, "Count the embedding as a layer when assigning layers to stages."
     )
     account_for_loss_in_pipeline_split: bool = setting(
-        False, "The head and its loss count as a layer when layers are shared out."
+        False, "Count the head and loss as a layer when assigning layers to stages."
     )
     microbatch_group_size_per_vp_stage: int | None = setting(
-        None, "Microbatches of one virtual stage before the next (interleaved); null: pp.", minimum=1
+        None, "Microbatches that a virtual stage runs before the next one (interleaved); null: pp.", minimum=1
     )
-    cp_comm_type: ContextExchange | tuple[ContextExchange, ...] = setting(
-        "p2p", "How context-parallel ranks see each other's keys; a list: one for each layer."
+    cp_comm_type: ContextCommType | tuple[ContextCommType, ...] = setting(
+        "p2p",
+        "Context-parallel attention: ring (p2p), Ulysses (a2a), allgather, both (a2a+p2p); a list: one per layer.",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = setting(
-        (), "Sizes of a2a inside and p2p outside (a2a+p2p); empty: none.", minimum=1
+        (), "Inner a2a size and outer p2p size for cp_comm_type=a2a+p2p; empty: none.", minimum=1
     )
     dynamic_context_parallel: bool = setting(
-        False, "Packed documents get context-parallel groups by their length, 1 to cp ranks."
+        False, "Choose the context-parallel group of each packed document by its length, 1 to cp ranks."
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = setting(
-        "alltoall", "How tokens reach their experts; flex: a fused library (DeepEP)."
+        "alltoall", "Token dispatcher: how tokens are sent to their experts; flex: a fused library (DeepEP)."
     )
-    overlap_grad_reduce: bool = setting(True, "Gradients are reduced while the backward pass goes on.")
-    overlap_param_gather: bool = setting(True, "Parameters are gathered while earlier layers compute.")
-    tp_comm_overlap: bool = setting(False, "Tensor-parallel exchanges run beside their matmuls.")
+    overlap_grad_reduce: bool = setting(True, "Overlap gradient reduction with the backward pass.")
+    overlap_param_gather: bool = setting(
+        True, "Overlap the all-gather of parameters with the compute of earlier layers."
+    )
+    tp_comm_overlap: bool = setting(False, "Overlap tensor-parallel collectives with their matmuls.")
     overlap_p2p_comm: bool = setting(
-        False, "A plan's stages send and receive while they compute (interleaved); a run's always do."
+        False, "Plan with send/recv of stages overlapped with compute (interleaved); a run always overlaps them."
     )
-    overlap_moe_expert_parallel_comm: bool = setting(False, "Expert exchanges run beside another microbatch's compute.")
+    overlap_moe_expert_parallel_comm: bool = setting(
+        False, "Overlap the expert all-to-all with the compute of another microbatch."
+    )

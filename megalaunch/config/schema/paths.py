@@ -11,17 +11,17 @@ S = TypeVar("S")
 
 
 def value_at(spec: Any, path: str) -> Any:
-    """The value of a leaf (or section) of a spec."""
+    """Return the value of a leaf (or section) of a spec."""
     return reduce(getattr, path.split("."), spec)
 
 
 def entry_at(data: Mapping[str, Any], path: str) -> Any:
-    """The value at a path of nested plain data; raises KeyError where there is none."""
+    """Return the value at a path of nested plain data; raises KeyError if there is none."""
     return reduce(lambda level, key: level[key], path.split("."), data)
 
 
 def put(data: MutableMapping[str, Any], path: str, value: Any) -> None:
-    """Set the value at a path of nested plain data, making the levels above it as needed."""
+    """Set the value at a path of nested plain data; create the levels above it as needed."""
     *sections, name = path.split(".")
     level = data
     for section in sections:
@@ -30,7 +30,7 @@ def put(data: MutableMapping[str, Any], path: str, value: Any) -> None:
 
 
 def with_value(spec: S, values: Mapping[str, Any]) -> S:
-    """The spec (or section) with some leaves replaced; the values are taken as they are, already checked."""
+    """Return the spec (or section) with some leaves replaced, without validating the values."""
     direct = {path: value for path, value in values.items() if "." not in path}
     inner: dict[str, dict[str, Any]] = {}
     for path, value in values.items():

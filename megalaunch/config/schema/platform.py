@@ -1,4 +1,4 @@
-"""The `platform` section: the kind of device a run is made for."""
+"""The `platform` section: the chip of a run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from megalaunch.config.schema.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class PlatformSpec:
-    """The chip names a row of `megalaunch.platform.chips`, readable on any machine."""
+    """Chip to plan for: a name from `megalaunch.platform.chips`; it need not be in this machine."""
 
-    chip: str = setting("auto", "Chip whose facts are planned with; auto: what this machine has.")
+    chip: str = setting("auto", "Chip whose specifications the plan uses; auto: that of this machine.")

@@ -1,4 +1,4 @@
-"""The `precision` section: in which number formats a step is computed."""
+"""The `precision` section: dtypes of compute, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -12,40 +12,44 @@ Float8Recipe = Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Spec:
-    """8-bit matmuls of precision.compute_dtype=fp8."""
+    """FP8 matmuls, with precision.compute_dtype=fp8."""
 
-    recipe: Float8Recipe = setting("tensorwise", "What shares a scale, and whether it lags a step (delayed).")
-    format: Literal["e4m3", "hybrid"] = setting("hybrid", "hybrid: gradients in e5m2.")
-    amax_history_len: int = setting(1024, "Steps whose largest values give the delayed scale.", "steps", minimum=1)
-    param_gather: bool = setting(False, "Data-parallel ranks gather 8-bit parameters.")
-    first_layers_bf16: int = setting(0, "First layers that stay in bf16.", minimum=0)
-    last_layers_bf16: int = setting(0, "Last layers that stay in bf16.", minimum=0)
-    implementation: Literal["native", "transformer_engine"] = setting("native", "Whose kernels multiply.")
+    recipe: Float8Recipe = setting(
+        "tensorwise", "Scaling granularity, and whether scales come from earlier steps (delayed)."
+    )
+    format: Literal["e4m3", "hybrid"] = setting("hybrid", "FP8 format: e4m3, or hybrid with gradients in e5m2.")
+    amax_history_len: int = setting(
+        1024, "Steps whose maximum absolute values (amax) determine the delayed scale.", "steps", minimum=1
+    )
+    param_gather: bool = setting(False, "All-gather parameters in FP8 over data-parallel ranks.")
+    first_layers_bf16: int = setting(0, "Number of first layers computed in bf16.", minimum=0)
+    last_layers_bf16: int = setting(0, "Number of last layers computed in bf16.", minimum=0)
+    implementation: Literal["native", "transformer_engine"] = setting("native", "Implementation of the FP8 matmuls.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleSpec:
-    """Dynamic loss scaling of precision.compute_dtype=fp16."""
+    """Dynamic loss scaling, with precision.compute_dtype=fp16."""
 
-    initial: float = setting(65536.0, "First scale.", minimum=1)
-    minimum: float = setting(1.0, "Smallest scale.", minimum=0)
-    window: int = setting(1000, "Steps without overflow after which it doubles.", "steps", minimum=1)
-    hysteresis: int = setting(2, "Overflows before it halves.", minimum=1)
+    initial: float = setting(65536.0, "Initial loss scale.", minimum=1)
+    minimum: float = setting(1.0, "Minimum loss scale.", minimum=0)
+    window: int = setting(1000, "Steps without overflow before the scale doubles.", "steps", minimum=1)
+    hysteresis: int = setting(2, "Overflows before the scale halves.", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSpec:
-    """In which formats a step is computed, and what it changes is kept."""
+    """Dtypes of compute, gradients, parameters and optimizer states."""
 
     compute_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = setting(
-        "auto", "Format of matmuls and activations; auto: bf16 where the device multiplies it natively, else fp32."
+        "auto", "Dtype of matmuls and activations; auto: bf16 if the device supports it natively, else fp32."
     )
-    grad_reduce_dtype: Literal["fp32", "bf16"] = setting("fp32", "Format in which gradients are summed over ranks.")
-    grad_dtype: Literal["fp32", "bf16"] = setting("fp32", "Format in which gradients are kept and added up.")
-    exp_avg_dtype: Literal["fp32", "bf16"] = setting("fp32", "Format of the optimizer's moments.")
+    grad_reduce_dtype: Literal["fp32", "bf16"] = setting("fp32", "Dtype of gradient reduction over ranks.")
+    grad_dtype: Literal["fp32", "bf16"] = setting("fp32", "Dtype of gradient accumulation.")
+    exp_avg_dtype: Literal["fp32", "bf16"] = setting("fp32", "Dtype of the optimizer's moments.")
     main_params_dtype: Literal["fp32", "bf16"] = setting(
-        "fp32", "Format of the weights that the optimizer changes; bf16: there are no finer ones."
+        "fp32", "Dtype of the main params (master weights) that the optimizer updates; bf16: no fp32 copy."
     )
-    residual_dtype: Literal["compute", "fp32"] = setting("compute", "Format of the residual stream.")
+    residual_dtype: Literal["compute", "fp32"] = setting("compute", "Dtype of the residual stream.")
     fp8: Float8Spec = field(default_factory=Float8Spec)
     loss_scale: LossScaleSpec = field(default_factory=LossScaleSpec)

@@ -1,4 +1,4 @@
-"""The `recompute` section: activations that are computed again instead of kept."""
+"""The `recompute` section: activation checkpointing and offload."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ RecomputeModule = Literal["attention", "norm", "mlp", "activation", "moe", "shar
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeSpec:
-    """Memory for compute: full recomputes whole layers, selective the named modules."""
+    """Activation checkpointing: full recomputes entire layers in the backward pass, selective only some modules."""
 
-    granularity: Literal["none", "full", "selective"] = setting("none", "Nothing, whole layers, or some modules.")
-    method: Literal["uniform", "block"] = setting(
-        "uniform", "full: every chunk of num_layers, or only the first num_layers of a stage."
+    granularity: Literal["none", "full", "selective"] = setting(
+        "none", "Recompute nothing, entire layers, or selected modules."
     )
-    num_layers: int = setting(1, "Layers of a chunk (uniform) or of a stage (block).", minimum=1)
-    modules: tuple[RecomputeModule, ...] = setting(("attention",), "selective: what is computed again.")
+    method: Literal["uniform", "block"] = setting(
+        "uniform",
+        "For full: recompute every chunk of num_layers (uniform), or only the first num_layers of a stage (block).",
+    )
+    num_layers: int = setting(1, "Layers per chunk (uniform) or per stage (block).", minimum=1)
+    modules: tuple[RecomputeModule, ...] = setting(("attention",), "For selective: modules to recompute.")
     cpu_offloading_num_layers: int = setting(
-        0, "First layers of a stage whose activations wait in host memory.", minimum=0
+        0, "Number of first layers of a stage whose activations are offloaded to host memory.", minimum=0
     )

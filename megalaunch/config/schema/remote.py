@@ -1,4 +1,4 @@
-"""Tells an address and a name on a model hub from a path: nothing is downloaded, so that neither can be opened."""
+"""Distinguish URLs and model hub names from paths: nothing is downloaded, so neither can be opened."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _FILE_ENDINGS = (".arrow", ".bin", ".csv", ".gz", ".idx", ".json", ".jsonl", ".m
 
 
 def is_address(text: str) -> bool:
-    """True for `https://...`, `s3://...` and their kin."""
+    """Return True for a URL: `https://...`, `s3://...`."""
     return _ADDRESS.match(text.strip()) is not None
 
 
 def is_hub_name(text: str) -> bool:
-    """True for what is written like `organisation/model`; a relative path of one folder and one name is too."""
+    """Return True for the form `organisation/model`, which a relative path of one folder and one name has too."""
     return _HUB_NAME.fullmatch(text) is not None and not text.lower().endswith(_FILE_ENDINGS)

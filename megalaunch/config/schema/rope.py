@@ -1,4 +1,4 @@
-"""The `model.rope` section: rotary positions and how they stretch beyond their training length."""
+"""The `model.rope` section: rotary position embedding and its context extension."""
 
 from __future__ import annotations
 
@@ -10,32 +10,51 @@ from megalaunch.config.schema.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Su et al. 2021; scalings by Chen et al. 2023 (linear), Llama 3.1 (llama3), Peng et al. 2023 (yarn), Ding et al.
-    2024 (longrope)."""
+    """Rotary position embedding (RoPE) and its context extension.
 
-    theta: float = setting(10000.0, "Base of the rotary frequencies.", minimum=1)
+    RoPE: Su et al. 2021. Scalings: Chen et al. 2023 (linear), Llama 3.1 (llama3), Peng et al. 2023 (yarn), Ding et al.
+    2024 (longrope).
+    """
+
+    theta: float = setting(10000.0, "Base of the rotary frequencies (rope_theta).", minimum=1)
     window_theta: float | None = setting(
-        None, "Base in layers with a sliding window, which are then not stretched; null: as in all others.", minimum=1
+        None,
+        "Base in layers with a sliding window, which then use no scaling; null: the same as other layers.",
+        minimum=1,
     )
-    fraction: float = setting(1.0, "Part of each head that is rotated.", minimum=0, maximum=1)
-    scaling: Literal["none", "linear", "llama3", "yarn", "longrope"] = setting("none", "How frequencies are stretched.")
-    factor: float = setting(1.0, "By how much the context is longer than the original.", minimum=1)
+    fraction: float = setting(1.0, "Fraction of each head's dimensions that are rotated.", minimum=0, maximum=1)
+    scaling: Literal["none", "linear", "llama3", "yarn", "longrope"] = setting(
+        "none", "Scaling of the frequencies for a longer context."
+    )
+    factor: float = setting(1.0, "Extended context length / original context length.", minimum=1)
     original_positions: int | None = setting(
-        None, "Context before the stretch (llama3, yarn, longrope).", "tokens", minimum=1
+        None, "Original context length (llama3, yarn, longrope).", "tokens", minimum=1
     )
-    low_frequency_factor: float = setting(1.0, "Longest wave kept: original / this (llama3).", minimum=0)
-    high_frequency_factor: float = setting(4.0, "Shortest wave stretched: original / this (llama3).", minimum=0)
-    beta_fast: float = setting(32.0, "Turns within the original context above which nothing changes (yarn).", minimum=0)
-    beta_slow: float = setting(1.0, "Turns below which all is stretched (yarn).", minimum=0)
-    truncate: bool = setting(True, "The ends of the ramp between both are rounded to whole dimensions (yarn).")
+    low_frequency_factor: float = setting(
+        1.0, "Wavelengths above original_positions / this are scaled by the full factor (llama3).", minimum=0
+    )
+    high_frequency_factor: float = setting(
+        4.0, "Wavelengths below original_positions / this are not scaled (llama3).", minimum=0
+    )
+    beta_fast: float = setting(
+        32.0, "Rotations within the original context above which a frequency is not scaled (yarn).", minimum=0
+    )
+    beta_slow: float = setting(1.0, "Rotations below which a frequency is scaled by the full factor (yarn).", minimum=0)
+    truncate: bool = setting(
+        True, "Round the ends of the ramp between beta_fast and beta_slow to integer dimensions (yarn)."
+    )
     short_factors: tuple[float, ...] = setting(
-        (), "What each pair's frequency is divided by in texts within the original context (longrope).", minimum=0
+        (), "Divisor of each frequency in sequences within the original context (longrope).", minimum=0
     )
-    long_factors: tuple[float, ...] = setting((), "The same in longer texts (longrope).", minimum=0)
+    long_factors: tuple[float, ...] = setting(
+        (), "Divisor of each frequency in longer sequences (longrope).", minimum=0
+    )
     attention_factor: float | None = setting(
         None,
-        "What rotated queries and keys are multiplied with (yarn, longrope); null: as the factor has it.",
+        "Factor applied to rotated queries and keys (yarn, longrope); null: derived from rope.factor.",
         minimum=0,
     )
-    mscale: float = setting(1.0, "Growth of the attention scale with the factor (yarn).", minimum=0)
-    mscale_all_dim: float = setting(0.0, "The same for the softmax scale of latent attention (yarn).", minimum=0)
+    mscale: float = setting(1.0, "Growth of the attention factor with the log of rope.factor (yarn).", minimum=0)
+    mscale_all_dim: float = setting(
+        0.0, "Growth of the softmax scale of latent attention with the log of rope.factor (yarn).", minimum=0
+    )

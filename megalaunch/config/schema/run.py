@@ -1,4 +1,4 @@
-"""The `run` section: the run directory and what to do when it is not empty."""
+"""The `run` section: the run directory, and whether to resume from it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from megalaunch.config.schema.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
-    """A run directory belongs to one run."""
+    """Name and directory of the run. A run directory belongs to one run."""
 
-    name: str | None = setting(None, "Name of the run; null: that of the recipe.")
+    name: str | None = setting(None, "Name of the run; null: the name of the recipe.")
     directory: str | None = setting(None, "Run directory; null: runs/<run.name>.")
     resume: Literal["auto", "never", "required"] = setting(
-        "auto", "Continue from the newest valid checkpoint; never: refuse a begun run; required: refuse a new one."
+        "auto",
+        "auto: continue from the newest valid checkpoint; never: refuse an existing run; required: refuse a new one.",
     )

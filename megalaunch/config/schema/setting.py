@@ -1,4 +1,4 @@
-"""How a field of the run spec is declared: default, one-line meaning, unit and limits in one place.
+"""Declare a field of the run spec: default, one-line meaning, unit and limits in one place.
 
 Command-line help, completion and the reference pages are generated from these declarations.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import MISSING, field
 from typing import Any
 
-LARGEST_WHOLE = 10**9
+LARGEST_INTEGER = 10**9
 LARGEST_FLOAT = 1e100
-"""What a number may be at most where its setting says nothing else: with such numbers every sum and product ends."""
+"""Default maximum of a number: small enough that no sum or product of settings overflows."""
 
 
 def setting(

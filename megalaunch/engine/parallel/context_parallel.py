@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalaunch.config.schema.parallel import ContextExchange, ParallelSpec
+from megalaunch.config.schema.parallel import ContextCommType, ParallelSpec
 from megalaunch.engine.collectives import all_gather_async, all_to_all_async, reduce_scatter_async
 from megalaunch.engine.mesh import Axis, Mesh
 from megalaunch.engine.model.attention.core import AttentionFn, causal_attention, masked_attention
@@ -43,7 +43,7 @@ class ContextParallel:
     """
 
     axis: Axis
-    exchanges: tuple[ContextExchange, ...]
+    exchanges: tuple[ContextCommType, ...]
     levels: tuple[Axis, Axis] | None = None
 
     @classmethod
@@ -74,7 +74,7 @@ class ContextParallel:
         made = {kind: self._attend(kind[0], order, everyone, kind[1]) for kind in set(kinds)}
         return [made[kind] for kind in kinds]
 
-    def _attend(self, way: ContextExchange, order: Tensor, everyone: Tensor | None, window: int | None) -> AttentionFn:
+    def _attend(self, way: ContextCommType, order: Tensor, everyone: Tensor | None, window: int | None) -> AttentionFn:
         if way != "a2a+p2p":
             return _ATTENTION_BY_COMM_TYPE[way](self.axis, order, everyone, window)
         assert self.levels is not None, "the checker asks for parallel.hierarchical_context_parallel_sizes"

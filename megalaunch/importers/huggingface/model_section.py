@@ -70,7 +70,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 class ModelFolderError(ValueError):
-    """A folder gives no model section; `problems` lists every reason with its position."""
+    """A folder has no usable model section; `problems` has every reason with its position."""
 
     def __init__(self, problems: list[SpecProblem]) -> None:
         self.problems = problems
@@ -82,7 +82,7 @@ class ModelSection:
     """Fields by dotted path below `model`, the `file:line:column` of each, and notes on keys without effect."""
 
     values: Mapping[str, Any]
-    places: Mapping[str, str]
+    positions: Mapping[str, str]
     notes: tuple[str, ...]
 
 
@@ -94,53 +94,53 @@ def read_model_section(folder: Path, shown: str) -> ModelSection:
         text = "" if refused else read_text(folder / CONFIG)
         config = {} if refused else parse_json(folder / CONFIG, text)
     except FolderError as error:
-        place = f"{config_shown}:{error.line}:{error.column}" if error.line else config_shown
-        raise ModelFolderError([SpecProblem("model", f"{error}; copy or download it again", place)]) from error
+        position = f"{config_shown}:{error.line}:{error.column}" if error.line else config_shown
+        raise ModelFolderError([SpecProblem("model", f"{error}; copy or download it again", position)]) from error
     if refused:
         raise ModelFolderError([SpecProblem("model", refused)])
-    positions = key_positions(text)
+    by_key = key_positions(text)
     notes: list[str] = []
     try:
         model = from_hf_config(config, folder.resolve().name, notes)
     except FamilyError as error:
-        raise ModelFolderError([_located(said, positions, config_shown) for said in error.problems]) from error
+        raise ModelFolderError([_locate(problem, by_key, config_shown) for problem in error.problems]) from error
     values = dict(_leaves(asdict(model)))
-    places = {path: _place(_KEYS.get(path, ()), positions, config_shown) for path in values}
-    return ModelSection(values, places, tuple(f"{config_shown}{note.removeprefix('config.json')}" for note in notes))
+    positions = {path: _position(_KEYS.get(path, ()), by_key, config_shown) for path in values}
+    return ModelSection(values, positions, tuple(f"{config_shown}{note.removeprefix('config.json')}" for note in notes))
 
 
 def _no_config(folder: Path, shown: str) -> str | None:
     """Return why a path has no config.json, with the folder that was probably meant; None if it has one."""
     if folder.is_file():
         if folder.name == CONFIG:
-            return f"{shown} is a file; name its folder: model={Path(shown).parent}"
-        return f"{shown} is a file; name a Hugging Face folder, with a {CONFIG} inside"
+            return f"{shown} is a file; name the folder: model={Path(shown).parent}"
+        return f"{shown} is a file; name a Hugging Face folder with a {CONFIG}"
     if (folder / CONFIG).is_file():
         return None
     found = [path.parent for inside in ("*", "snapshots/*") for path in sorted(folder.glob(f"{inside}/{CONFIG}"))]
-    meant = f"; name the one with the model's {CONFIG}"
+    hint = f"; name the folder that has the model's {CONFIG}"
     if found:
-        meant = f"; did you mean model={shown.rstrip('/')}/{found[0].relative_to(folder)}?"
-    return f"the folder {shown} has no {CONFIG}{meant}"
+        hint = f"; did you mean model={shown.rstrip('/')}/{found[0].relative_to(folder)}?"
+    return f"the folder {shown} has no {CONFIG}{hint}"
 
 
-def _located(said: str, positions: Mapping[str, tuple[int, int]], shown: str) -> SpecProblem:
-    """Make a SpecProblem with the position of the key that the message begins with, and a remedy."""
-    key = re.match(r"config\.json: (\w+)", said)
-    place = _place((key.group(1),) if key else (), positions, shown)
-    if re.search(r"unknown to this family|no counterpart|none of the families|no every n-th", said):
-        return SpecProblem("model", f"{said}; {_OWN_SHAPE}", place)
-    if "quantised" in said:
-        return SpecProblem("model", said, place)
-    return SpecProblem("model", f"{said}; mend the file, or copy it again", place)
+def _locate(problem: str, by_key: Mapping[str, tuple[int, int]], shown: str) -> SpecProblem:
+    """Return a SpecProblem with the position of the key that `problem` begins with, and a fix."""
+    key = re.match(r"config\.json: (\w+)", problem)
+    position = _position((key.group(1),) if key else (), by_key, shown)
+    if re.search(r"unknown to this family|no counterpart|none of the families|no every n-th", problem):
+        return SpecProblem("model", f"{problem}; {_OWN_SHAPE}", position)
+    if "quantised" in problem:
+        return SpecProblem("model", problem, position)
+    return SpecProblem("model", f"{problem}; repair the file, or copy it again", position)
 
 
-def _place(keys: tuple[str, ...], positions: Mapping[str, tuple[int, int]], shown: str) -> str:
+def _position(keys: tuple[str, ...], by_key: Mapping[str, tuple[int, int]], shown: str) -> str:
     """Return `file:line:column` of the first key that the file has, else the file."""
     for key in keys:
         for path in (key, f"{TEXT}.{key}"):
-            if path in positions:
-                line, column = positions[path]
+            if path in by_key:
+                line, column = by_key[path]
                 return f"{shown}:{line}:{column}"
     return shown
 

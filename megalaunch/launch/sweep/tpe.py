@@ -46,7 +46,7 @@ class TreeSampler:
         axis = self._axes[key]
         if not isinstance(axis, Range):
             return str(trial.suggest_categorical(key, list(axis.values)))
-        if axis.whole:
+        if axis.integer:
             return axis.override(trial.suggest_int(key, int(axis.low), int(axis.high), log=axis.log))
         return axis.override(trial.suggest_float(key, axis.low, axis.high, log=axis.log))
 
@@ -54,7 +54,7 @@ class TreeSampler:
         axis, kinds = self._axes[key], self._optuna.distributions
         if not isinstance(axis, Range):
             return kinds.CategoricalDistribution(list(axis.values))
-        if axis.whole:
+        if axis.integer:
             return kinds.IntDistribution(int(axis.low), int(axis.high), log=axis.log)
         return kinds.FloatDistribution(axis.low, axis.high, log=axis.log)
 
@@ -62,4 +62,4 @@ class TreeSampler:
         axis = self._axes[key]
         if not isinstance(axis, Range):
             return word
-        return int(word) if axis.whole else float(word)
+        return int(word) if axis.integer else float(word)

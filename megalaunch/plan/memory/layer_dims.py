@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.model import GATED, ModelSpec
-from megalaunch.config.schema.parallel import ContextExchange
+from megalaunch.config.schema.parallel import ContextCommType
 from megalaunch.config.schema.recompute import RecomputeModule
 from megalaunch.plan.cp_comm_type import most_common_cp_comm_type
 from megalaunch.plan.layers import Layer
@@ -84,7 +84,7 @@ class DtypesAndGroups:
     modules: tuple[RecomputeModule, ...]
     keys: int
     cp: int
-    exchange: ContextExchange
+    exchange: ContextCommType
     documents: bool
     dynamic_cp: bool
 

@@ -170,7 +170,7 @@ class _TrialRunner:
                 planned.spec,
                 directory,
                 lock,
-                planned.composition.words,
+                planned.composition.overrides,
                 throughput_basis(planned.spec),
                 planned.machine.cores,
             )

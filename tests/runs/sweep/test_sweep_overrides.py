@@ -19,7 +19,7 @@ from megalaunch.launch.sweep.sampling import grid, random_points
         ("range(1,8,step=3)", Categorical(("1", "4", "7"))),
         ("interval(1e-5,1e-3)", Range(1e-5, 1e-3)),
         ("tag(log,interval(1e-5,1e-3))", Range(1e-5, 1e-3, log=True)),
-        ("int(interval(1,5))", Range(1, 5, whole=True)),
+        ("int(interval(1,5))", Range(1, 5, integer=True)),
         ("3e-4", None),
     ],
 )
@@ -36,13 +36,13 @@ def test_options_are_named_by_list_and_by_pattern():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["recipe=tiny"], "no word names several values"),
+        (["recipe=tiny"], "no override has several values"),
         (["optimizer.lr=1,2", "optimizer.lr=3"], "given twice"),
         (["optimizer.lr=choice(1,"], "cannot read"),
         (["optimizer.lr=shuffle(choice(1,2,3))"], "--sampler random"),
         (["optimizer.lr=interval(2,1)"], "is empty"),
         (["optimizer.lr=tag(log,interval(0,1))"], "above 0"),
-        (["parallel=interval(0,1)"], "chosen by name"),
+        (["parallel=interval(0,1)"], "takes the name of an option"),
         (["schedule=glob(nothing*)"], "matches nothing"),
         (["run.directory=a,b"], "--name"),
         (["run.name=x", "optimizer.lr=1,2"], "--name"),
