@@ -56,7 +56,7 @@ def test_the_five_likeliest_tokens(folder, tmp_path):
 def walk() -> tuple[list[list[str]], str]:
     """The commands and the program of docs/checkpoints.md, word for word."""
     page = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
-    section = page.partition("## From anyone's weights, and back\n")[2].partition("\n## ")[0]
+    section = page.partition("## Hugging Face weights\n")[2].partition("\n## ")[0]
     (block,) = re.findall(r"^```console\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     (program,) = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     lines = block.replace("\\\n", " ").splitlines()
