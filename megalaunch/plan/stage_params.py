@@ -20,7 +20,7 @@ from megalaunch.plan.parameters import (
     vocabulary_rows,
 )
 from megalaunch.plan.stage_validation import PipelineSplit
-from megalaunch.plan.stages import build_stages
+from megalaunch.plan.stages import assign_layers
 
 
 @dataclass(frozen=True)
@@ -47,47 +47,26 @@ class DeviceParams:
     head: float
 
 
-@dataclass
-class _Cached:
-    """Results for one model and pipeline split; the reference to the model keeps its id from being reused."""
-
-    model: ModelSpec
-    chunks: tuple[tuple[VirtualStage, ...], ...]
-    held: dict[tuple[int, int], tuple[DeviceParams, ...]]
-
-
-_KNOWN: dict[tuple[int, PipelineSplit], _Cached] = {}  # by the model's id, since hashing a model is slow
-
-
-def _known(spec: RunSpec) -> _Cached:
-    key = (id(spec.model), PipelineSplit.from_spec(spec))
-    found = _KNOWN.get(key)
-    if found is None:
-        if len(_KNOWN) >= 4096:
-            _KNOWN.clear()
-        found = _KNOWN[key] = _Cached(spec.model, _chunks_by_rank(spec), {})
-    return found
-
-
 def chunks_by_rank(spec: RunSpec) -> tuple[tuple[VirtualStage, ...], ...]:
     """Return the virtual stages of every pipeline rank in order; raises StageError for an invalid split."""
-    return _known(spec).chunks
+    return _chunks_by_rank(spec.model, PipelineSplit.from_spec(spec))
 
 
-def params_by_rank(spec: RunSpec, tp: int, experts_divide: int) -> tuple[DeviceParams, ...]:
-    """Return the parameters per device of every pipeline rank; `experts_divide` = ep x etp shards routed experts."""
-    known = _known(spec)
-    found = known.held.get((tp, experts_divide))
-    if found is None:
-        found = tuple(_device_params(spec.model, chunks, tp, experts_divide) for chunks in known.chunks)
-        known.held[tp, experts_divide] = found
-    return found
+def params_by_rank(spec: RunSpec, tp: int, expert_shards: int) -> tuple[DeviceParams, ...]:
+    """Return the parameters per device of every pipeline rank; `expert_shards` = ep x etp shards routed experts."""
+    return _params_by_rank(spec.model, PipelineSplit.from_spec(spec), tp, expert_shards)
 
 
-def _chunks_by_rank(spec: RunSpec) -> tuple[tuple[VirtualStage, ...], ...]:
-    stages = build_stages(spec)  # first: it rejects more layers than can be listed
-    layers, depth_start = list_layers(spec.model), spec.model.num_layers
-    ranks: list[list[VirtualStage]] = [[] for _ in range(spec.parallel.pp)]
+@lru_cache(maxsize=4096)
+def _params_by_rank(model: ModelSpec, split: PipelineSplit, tp: int, expert_shards: int) -> tuple[DeviceParams, ...]:
+    return tuple(_device_params(model, chunks, tp, expert_shards) for chunks in _chunks_by_rank(model, split))
+
+
+@lru_cache(maxsize=4096)
+def _chunks_by_rank(model: ModelSpec, split: PipelineSplit) -> tuple[tuple[VirtualStage, ...], ...]:
+    stages = assign_layers(split)  # first: it rejects more layers than can be listed
+    layers, depth_start = list_layers(model), model.num_layers
+    ranks: list[list[VirtualStage]] = [[] for _ in range(split.pp)]
     for stage in sorted(stages, key=lambda stage: stage.chunk):
         indices = [*stage.layers, *(depth_start + depth for depth in stage.mtp)]
         kinds = Counter(replace(layers[index], index=0) for index in indices)
@@ -96,12 +75,12 @@ def _chunks_by_rank(spec: RunSpec) -> tuple[tuple[VirtualStage, ...], ...]:
 
 
 @lru_cache(maxsize=4096)
-def local_layer_params(model: ModelSpec, kind: Layer, tp: int, experts_divide: int) -> tuple[float, float]:
+def local_layer_params(model: ModelSpec, kind: Layer, tp: int, expert_shards: int) -> tuple[float, float]:
     """Return the parameters of one layer on one device: (dense, routed experts)."""
     count = layer_parameters(model, kind)
-    whole = count.latent + count.router + count.norms + count.mtp_projection
-    divided = _attention_share(model, count, tp) + (count.dense_mlp + count.shared_experts) / tp
-    return whole + divided, count.routed_experts / experts_divide
+    replicated = count.latent + count.router + count.norms + count.mtp_projection
+    sharded = _attention_share(model, count, tp) + (count.dense_mlp + count.shared_experts) / tp
+    return replicated + sharded, count.routed_experts / expert_shards
 
 
 def _attention_share(model: ModelSpec, count: LayerParameters, tp: int) -> float:
@@ -113,12 +92,12 @@ def _attention_share(model: ModelSpec, count: LayerParameters, tp: int) -> float
     return (count.attention - keys) / tp + keys / groups
 
 
-def _device_params(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int, experts_divide: int) -> DeviceParams:
+def _device_params(model: ModelSpec, chunks: tuple[VirtualStage, ...], tp: int, expert_shards: int) -> DeviceParams:
     """Return the parameters on one device of a pipeline rank."""
     dense = experts = largest = 0.0
     for chunk in chunks:
         for kind, count in chunk.kinds:
-            own, routed = local_layer_params(model, kind, tp, experts_divide)
+            own, routed = local_layer_params(model, kind, tp, expert_shards)
             dense += own * count
             experts += routed * count
             largest = max(largest, own + routed)

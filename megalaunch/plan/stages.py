@@ -40,7 +40,7 @@ def build_stages(spec: RunSpec) -> tuple[Stage, ...]:
 
     Stage s is chunk s // pp of pp rank s % pp; for zbv and dualpipev the second chunks are in reverse rank order.
     """
-    return _stages(PipelineSplit.from_spec(spec))
+    return assign_layers(PipelineSplit.from_spec(spec))
 
 
 def virtual_stages(spec: RunSpec) -> int:
@@ -56,7 +56,8 @@ def virtual_stages(spec: RunSpec) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _stages(division: PipelineSplit) -> tuple[Stage, ...]:
+def assign_layers(division: PipelineSplit) -> tuple[Stage, ...]:
+    """Assign every layer of a split to its stage; raises StageError."""
     faults = find_stage_violations(division)
     if not faults and division.num_counted_layers > MAX_LAYERS:
         message = f"{division.num_counted_layers} layers are more than the {MAX_LAYERS} that can be listed"
