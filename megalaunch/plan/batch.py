@@ -50,12 +50,6 @@ def get_rampup(spec: RunSpec) -> tuple[RampStage, ...]:
     return _parsed(spec.batch.rampup_batch_size)
 
 
-def samples_per_dp_rank(global_batch_size: int, dp: int) -> int | None:
-    """Return the samples per step of one data-parallel rank, or None when dp does not divide the batch."""
-    share, rest = divmod(global_batch_size, dp)
-    return None if rest else share
-
-
 def batch_gcd(spec: RunSpec) -> int:
     """Return the greatest common divisor of the batch sizes of all steps.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,16 @@ from typing import Any
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.paths import with_value
-from megalaunch.plan.batch import batch_gcd, samples_per_dp_rank, samples_requested
+from megalaunch.plan.batch import batch_gcd, samples_requested
 from megalaunch.plan.findings import Finding
 from megalaunch.plan.stages import virtual_stages
+from megalaunch.plan.world import (
+    data_parallel_size,
+    exact_quotient,
+    model_parallel_size,
+    smallest_world,
+    world_size,
+)
 from megalaunch.platform.chips import CHIPS, ChipFacts
 from megalaunch.platform.detect import Machine
 
@@ -206,30 +212,26 @@ def _devices_of_cpu(spec: RunSpec) -> _Changes:
     if spec.cluster.devices_per_node != "auto" or facts is None or facts.device != "cpu":
         return {}
     p = spec.parallel
-    # The dense grid and the expert grid must both divide the workers.
-    shards = math.lcm(p.tp * p.pp * p.cp * p.dp_replicate, p.pp * p.ep * (p.etp or 1))
+    smallest = smallest_world(p)
     if p.dp is None:
-        workers, why = (
-            shards * max(1, spec.cluster.cpu_workers // shards),
-            "the layout's need within cluster.cpu_workers",
-        )
+        workers = smallest * max(1, spec.cluster.cpu_workers // smallest)
+        why = f"the largest multiple of the layout's {smallest} ranks within cluster.cpu_workers"
     else:
-        workers, why = -(-p.tp * p.pp * p.cp * p.dp // spec.cluster.nodes), "tp x pp x cp x dp on a processor"
+        workers, why = -(-model_parallel_size(p) * p.dp // spec.cluster.nodes), "tp x pp x cp x dp on CPU"
     return {"cluster.devices_per_node": (workers, why)}
 
 
 def _data_parallel(spec: RunSpec) -> _Changes:
-    p, per_node = spec.parallel, spec.cluster.devices_per_node
-    if p.dp is not None or not isinstance(per_node, int):
+    if spec.parallel.dp is not None:
         return {}
-    dp, rest = divmod(spec.cluster.nodes * per_node, p.tp * p.pp * p.cp)
-    return {} if rest or dp == 0 else {"parallel.dp": (dp, "world / (tp x pp x cp)")}
+    dp = data_parallel_size(world_size(spec.cluster), spec.parallel)
+    return {} if dp is None else {"parallel.dp": (dp, "world / (tp x pp x cp)")}
 
 
 def _micro_batch(spec: RunSpec) -> _Changes:
     if spec.batch.micro_batch_size is not None or spec.parallel.dp is None:
         return {}
-    share = samples_per_dp_rank(batch_gcd(spec), spec.parallel.dp)
+    share = exact_quotient(batch_gcd(spec), spec.parallel.dp)
     if share is None:
         return {}
     why = (

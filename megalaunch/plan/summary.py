@@ -10,16 +10,18 @@ from megalaunch.plan.flops import step_flops
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.stages import StageError, build_stages, virtual_stages
 from megalaunch.plan.topology import Topology
+from megalaunch.plan.world import world_size
 
 _FILL_AND_DRAIN = ("auto", "gpipe", "1f1b", "interleaved")
 
 
 def derived_values(spec: RunSpec) -> dict[str, Any]:
     """Return plain numbers for `--json` and tables; values that cannot be derived are omitted."""
-    cluster, model, p = spec.cluster, spec.model, spec.parallel
+    model, p = spec.model, spec.parallel
     values: dict[str, Any] = {"chip": spec.platform.chip, "precision": spec.precision.compute_dtype}
-    if isinstance(cluster.devices_per_node, int):
-        values["world"] = cluster.nodes * cluster.devices_per_node
+    world = world_size(spec.cluster)
+    if world is not None:
+        values["world"] = world
     if None not in (model.head_dim, model.num_query_groups, model.vocab_size):
         values["parameters"] = count_parameters(model).total
         values["step_flops"] = step_flops(spec)

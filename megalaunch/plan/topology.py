@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.config.schema.parallel import ContextExchange, ParallelSpec
 from megalaunch.plan.stage_validation import V_SCHEDULES
+from megalaunch.plan.world import (
+    data_parallel_size,
+    expert_data_parallel_size,
+    num_microbatches,
+    replicas_and_shards,
+    world_size,
+)
 
 
 @dataclass(frozen=True)
@@ -79,25 +88,35 @@ class Topology:
     def from_spec(cls, spec: RunSpec) -> Topology:
         """Return the topology of a resolved and checked spec; raises ValueError if a degree does not divide."""
         p, batch = spec.parallel, spec.batch
-        if p.dp is None or batch.micro_batch_size is None or not isinstance(spec.cluster.devices_per_node, int):
+        world, per_node = world_size(spec.cluster), spec.cluster.devices_per_node
+        if p.dp is None or batch.micro_batch_size is None or world is None or not isinstance(per_node, int):
             raise ValueError("the spec is not resolved: dp, micro_batch_size or devices_per_node is open")
-        world, etp = spec.cluster.nodes * spec.cluster.devices_per_node, p.etp or 1
-        replicas = p.dp if p.data_sharding == "no_shard" else p.dp_replicate
-        if p.dp * p.pp * p.cp * p.tp != world:
+        if p.dp != data_parallel_size(world, p):
             raise ValueError(f"dp {p.dp} x pp {p.pp} x cp {p.cp} x tp {p.tp} is not the world of {world}")
+        edp, (replicas, shards) = expert_data_parallel_size(world, p), replicas_and_shards(p.dp, p)
+        if edp is None:
+            raise ValueError(f"pp {p.pp} x ep {p.ep} x etp {p.etp or 1} does not divide the world of {world}")
+        if shards is None:
+            raise ValueError(f"dp_replicate {replicas} does not divide dp {p.dp}")
+        microbatches = num_microbatches(batch.global_batch_size, batch.micro_batch_size, p.dp)
+        if microbatches is None:
+            raise ValueError(
+                f"micro_batch_size {batch.micro_batch_size} x dp {p.dp} does not divide "
+                f"global_batch_size {batch.global_batch_size}"
+            )
         return cls(
             tp=p.tp,
             pp=p.pp,
             cp=p.cp,
             dp=p.dp,
             ep=p.ep,
-            etp=etp,
-            edp=_exact(world, p.pp * p.ep * etp, "world by pp x ep x etp"),
+            etp=p.etp or 1,
+            edp=edp,
             dp_replicate=replicas,
-            dp_shard=_exact(p.dp, replicas, "dp by replicas"),
+            dp_shard=shards,
             micro_batch_size=batch.micro_batch_size,
-            microbatches=_exact(batch.global_batch_size, batch.micro_batch_size * p.dp, "global batch by micro x dp"),
-            devices_per_node=spec.cluster.devices_per_node,
+            microbatches=microbatches,
+            devices_per_node=per_node,
             nodes=spec.cluster.nodes,
             last_stage_rank=0 if p.schedule in V_SCHEDULES else p.pp - 1,
             hierarchical_context_parallel_sizes=p.hierarchical_context_parallel_sizes if p.cp > 1 else (),
@@ -128,8 +147,16 @@ class Topology:
         return " ".join(named) or "dp0"
 
 
-def _exact(whole: int, part: int, what: str) -> int:
-    quotient, rest = divmod(whole, part)
-    if rest:
-        raise ValueError(f"{what} does not divide: {whole} / {part}")
-    return quotient
+def most_common_cp_comm_type(parallel: ParallelSpec) -> ContextExchange:
+    """Return the context-parallel communication type of most layers, by which memory and time are predicted.
+
+    The default for an empty list, which a rule reports. For dynamic context parallelism return "allgather", the worst
+    case, since a plan does not have the documents: one as long as its sample is sharded over all ranks, and each rank
+    gets all its keys and values.
+    """
+    if parallel.dynamic_context_parallel:
+        return "allgather"
+    types = parallel.cp_comm_type
+    if isinstance(types, str):
+        return types
+    return Counter(types).most_common(1)[0][0] if types else "p2p"

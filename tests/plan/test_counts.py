@@ -3,10 +3,11 @@
 import pytest
 from made_specs import resolved
 
-from megalaunch.plan.batch import samples_per_dp_rank, samples_requested, tokens_per_step
+from megalaunch.plan.batch import samples_requested, tokens_per_step
 from megalaunch.plan.flops import flops_per_token, step_flops
 from megalaunch.plan.layers import list_layers
 from megalaunch.plan.parameters import count_parameters, layer_parameters
+from megalaunch.plan.world import exact_quotient
 
 
 def spec_of(*words):
@@ -168,6 +169,6 @@ def test_an_open_shape_has_no_count():
 
 def test_batch_math():
     spec = spec_of("train.steps=10")
-    assert (samples_per_dp_rank(8, 2), samples_per_dp_rank(8, 3)) == (4, None)
+    assert (exact_quotient(8, 2), exact_quotient(8, 3)) == (4, None)
     assert tokens_per_step(spec) == 8 * 32
     assert samples_requested(spec) == 80

@@ -4,7 +4,7 @@ import pytest
 
 from megalaunch.plan.pipeline_layout import LayoutError, expand_layout
 from megalaunch.plan.stage_validation import PipelineSplit, find_stage_violations
-from megalaunch.plan.stages import StageError, _stages
+from megalaunch.plan.stages import StageError, assign_layers
 
 EVEN = {
     "layers": 8,
@@ -21,7 +21,7 @@ EVEN = {
 
 
 def layers(**values):
-    return [len(stage.layers) for stage in _stages(PipelineSplit(**EVEN | values))]
+    return [len(stage.layers) for stage in assign_layers(PipelineSplit(**EVEN | values))]
 
 
 def rules(**values):
@@ -29,7 +29,7 @@ def rules(**values):
 
 
 def test_even_shares_in_pipeline_order():
-    stages = _stages(PipelineSplit(**EVEN | {"pp": 2, "vpp": 2, "mtp": 1}))
+    stages = assign_layers(PipelineSplit(**EVEN | {"pp": 2, "vpp": 2, "mtp": 1}))
     assert [(s.rank, s.chunk, s.layers) for s in stages] == [
         (0, 0, (0, 1)),
         (1, 0, (2, 3)),
@@ -42,7 +42,7 @@ def test_even_shares_in_pipeline_order():
 
 
 def test_a_v_runs_back():
-    stages = _stages(PipelineSplit(**EVEN | {"pp": 2, "vpp": 2, "v_shaped": True}))
+    stages = assign_layers(PipelineSplit(**EVEN | {"pp": 2, "vpp": 2, "v_shaped": True}))
     assert [(s.rank, s.chunk) for s in stages] == [(0, 0), (1, 0), (1, 1), (0, 1)]
     assert layers(pp=2, vpp=2, v_shaped=True, first=2) == [1, 3, 3, 1]
 
@@ -67,7 +67,7 @@ def test_uneven_ends():
 def test_a_layout_in_letters():
     """DeepSeek-V3: 61 layers and one MTP depth on 16 ranks of two stages."""
     deepseek = "Et*3|(tt|)*29m|L"
-    stages = _stages(PipelineSplit(**EVEN | {"layers": 61, "mtp": 1, "pp": 16, "layout": deepseek}))
+    stages = assign_layers(PipelineSplit(**EVEN | {"layers": 61, "mtp": 1, "pp": 16, "layout": deepseek}))
     assert [len(s.layers) for s in stages] == [3, *[2] * 29, 0, 0]
     assert [s.mtp for s in stages] == [*[()] * 30, (0,), ()]
     assert stages[-1].head
@@ -139,10 +139,10 @@ def test_what_is_no_layout(layout, reason):
 def test_every_reason_has_its_rule(values, expected):
     assert rules(**values) == expected
     with pytest.raises(StageError):
-        _stages(PipelineSplit(**EVEN | values))
+        assign_layers(PipelineSplit(**EVEN | values))
 
 
 def test_what_cannot_be_listed_is_refused():
     assert rules(layers=10**12, pp=2) == []
     with pytest.raises(StageError, match="more than the 100000"):
-        _stages(PipelineSplit(**EVEN | {"layers": 10**12, "pp": 2}))
+        assign_layers(PipelineSplit(**EVEN | {"layers": 10**12, "pp": 2}))

@@ -2,7 +2,8 @@ import pytest
 from made_specs import resolved
 
 from megalaunch.config.schema import with_values
-from megalaunch.plan.topology import RankGrid, Topology
+from megalaunch.config.schema.parallel import ParallelSpec
+from megalaunch.plan.topology import RankGrid, Topology, most_common_cp_comm_type
 
 AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "edp", "dp_replicate", "dp_shard")
 DEFAULTS = dict.fromkeys((*AXES, "micro_batch_size", "microbatches", "nodes"), 1)
@@ -95,3 +96,11 @@ def test_what_does_not_divide_has_no_topology(values):
     spec, _ = resolved("recipe=llama3_8b")
     with pytest.raises(ValueError, match=r"not the world|does not divide|is not resolved"):
         Topology.from_spec(with_values(spec, values))
+
+
+@pytest.mark.parametrize(
+    ("types", "most_common"),
+    [("a2a", "a2a"), (("p2p", "a2a", "a2a"), "a2a"), ((), "p2p"), (("allgather",), "allgather")],
+)
+def test_most_common_cp_comm_type(types, most_common):
+    assert most_common_cp_comm_type(ParallelSpec(cp_comm_type=types)) == most_common

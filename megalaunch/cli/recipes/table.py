@@ -21,6 +21,7 @@ from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.resume_compatibility import differences
 from megalaunch.plan.supported import unsupported
+from megalaunch.plan.world import world_size
 from megalaunch.platform.detect import Machine
 
 _NAMES = ("run.name", "run.directory", "model.name")
@@ -63,14 +64,13 @@ def _row(name: str, summary: str, machine: Machine, composer: Composer) -> Recip
         return RecipeRow(name, summary, problem=error.problems[0].message)
     written, spec = composition.spec, resolve(composition.spec, machine, name).spec
     count = count_parameters(spec.model) if spec.model.vocab_size is not None else None
-    per_node = written.cluster.devices_per_node  # auto stays open: the recipe runs on what there is
     return RecipeRow(
         name,
         summary,
         model=spec.model.name,
         parameters=count.decoder if count else None,
         active=count.active if count and spec.model.moe.num_experts is not None else None,
-        devices=written.cluster.nodes * per_node if isinstance(per_node, int) else None,
+        devices=world_size(written.cluster),  # None for auto: the recipe runs on the devices of any machine
         chip=None if written.platform.chip == "auto" else written.platform.chip,
         layout=" ".join(layout_text(written.parallel)),
         sequence_length=spec.batch.sequence_length,

@@ -8,21 +8,26 @@ from itertools import product
 
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import nearest
+from megalaunch.plan.world import expert_model_parallel_size
 
 
 @rule("parallel.world", "The world divides into copies of the model: world = dp x pp x cp x tp.")
 def world(at: RuleContext) -> Iterator[Violation]:
     """Every device has one place on each axis of the dense grid, so nothing may remain."""
     p, cluster = at.spec.parallel, at.spec.cluster
-    if at.world is None or at.world % at.shards == 0:
+    if at.world is None or at.world % at.model_parallel_size == 0:
         return
     degrees = {axis: getattr(p, axis) for axis in ("tp", "pp", "cp") if getattr(p, axis) > 1}
     need = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
-    lacks = f"needs {at.shards}" if at.world < at.shards else f"needs a multiple of {at.shards}"
+    lacks = (
+        f"needs {at.model_parallel_size}"
+        if at.world < at.model_parallel_size
+        else f"needs a multiple of {at.model_parallel_size}"
+    )
     yield Violation(
         "cluster.nodes",
         f"the world has {at.world} devices ({cluster.nodes} x {cluster.devices_per_node}); the layout {lacks} ({need})",
-        {"world": at.world, "need": at.shards, **degrees},
+        {"world": at.world, "need": at.model_parallel_size, **degrees},
         (*_larger_worlds(at), *_smaller_layouts(at), *_other_layouts(at)),
     )
 
@@ -31,7 +36,7 @@ def _larger_worlds(at: RuleContext) -> Iterator[Fix]:
     per_node, nodes = at.spec.cluster.devices_per_node, at.spec.cluster.nodes
     if not isinstance(per_node, int):
         return
-    need = at.shards * (at.spec.parallel.dp or 1)
+    need = at.model_parallel_size * (at.spec.parallel.dp or 1)
     enough = need // math.gcd(need, per_node)  # the fewest machines that divide
     yield {"cluster.nodes": -(-nodes // enough) * enough}
     if nodes > enough:
@@ -42,7 +47,7 @@ def _smaller_layouts(at: RuleContext) -> Iterator[Fix]:
     world = at.world or 0
     for axis in ("pp", "tp", "cp"):
         degree = getattr(at.spec.parallel, axis)
-        rest = at.shards // degree
+        rest = at.model_parallel_size // degree
 
         def legal(smaller: int, degree: int = degree, rest: int = rest) -> bool:
             return smaller < degree and world % (rest * smaller) == 0
@@ -68,19 +73,24 @@ def _other_layouts(at: RuleContext) -> Iterator[Fix]:
 def dp_assertion(at: RuleContext) -> Iterator[Violation]:
     """dp is derived; a dp that is given asserts the result."""
     asserted = at.spec.parallel.dp
-    if at.world is None or asserted is None or at.world % at.shards or asserted * at.shards == at.world:
+    if (
+        at.world is None
+        or asserted is None
+        or at.world % at.model_parallel_size
+        or asserted * at.model_parallel_size == at.world
+    ):
         return
-    actual, per_node = at.world // at.shards, at.spec.cluster.devices_per_node
+    actual, per_node = at.world // at.model_parallel_size, at.spec.cluster.devices_per_node
     fixes: list[Fix] = [{"parallel.dp": actual}]
-    if isinstance(per_node, int) and (asserted * at.shards) % per_node == 0:
-        fixes.append({"cluster.nodes": asserted * at.shards // per_node})
-    if (asserted * at.shards) % at.spec.cluster.nodes == 0:
-        fixes.append({"cluster.devices_per_node": asserted * at.shards // at.spec.cluster.nodes})
+    if isinstance(per_node, int) and (asserted * at.model_parallel_size) % per_node == 0:
+        fixes.append({"cluster.nodes": asserted * at.model_parallel_size // per_node})
+    if (asserted * at.model_parallel_size) % at.spec.cluster.nodes == 0:
+        fixes.append({"cluster.devices_per_node": asserted * at.model_parallel_size // at.spec.cluster.nodes})
     yield Violation(
         "parallel.dp",
         f"dp {asserted} is asked for, and a world of {at.world} devices leaves dp {actual} "
-        f"({at.world} / tp x pp x cp {at.shards})",
-        {"dp": asserted, "derived_dp": actual, "world": at.world, "shards": at.shards},
+        f"({at.world} / tp x pp x cp {at.model_parallel_size})",
+        {"dp": asserted, "derived_dp": actual, "world": at.world, "model_parallel_size": at.model_parallel_size},
         tuple(fixes),
     )
 
@@ -117,7 +127,7 @@ def dispatcher_needs_experts(at: RuleContext) -> Iterator[Violation]:
 def expert_world(at: RuleContext) -> Iterator[Violation]:
     """Routed experts lie over the same ranks as dense layers, in a grid of their own."""
     p = at.spec.parallel
-    need = p.pp * p.ep * (p.etp or 1)
+    need = expert_model_parallel_size(p)
     if at.world is None or at.world % need == 0 or (p.ep == 1 and (p.etp or 1) == 1):
         return
     yield Violation(
@@ -195,7 +205,7 @@ def tp_within_machine(at: RuleContext) -> Iterator[Violation]:
     tp, per_node = at.spec.parallel.tp, at.spec.cluster.devices_per_node
     if not isinstance(per_node, int) or at.spec.cluster.nodes == 1 or tp == 1 or per_node % tp == 0:
         return
-    if at.world is not None and at.world % at.shards == 0:
+    if at.world is not None and at.world % at.model_parallel_size == 0:
         within = [*nearest("parallel.tp", tp, lambda n: per_node % n == 0)]
         yield Violation(
             "parallel.tp",

@@ -8,6 +8,7 @@ from megalaunch.plan.batch import RampError, get_rampup
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import multiples, nearest
 from megalaunch.plan.stage_validation import V_SCHEDULES
+from megalaunch.plan.world import num_microbatches
 
 _ONE_CHUNK = ("gpipe", "1f1b")
 
@@ -209,8 +210,8 @@ def rampup_by_schedule(at: RuleContext) -> Iterator[Violation]:
     except RampError:  # batch.rampup_form says why
         return
     for stage in stages:
-        count, rest = divmod(stage.samples, batch.micro_batch_size * dp)
-        reason = _unfit(at, count) if not rest and stage.samples != batch.global_batch_size else ""
+        count = num_microbatches(stage.samples, batch.micro_batch_size, dp)
+        reason = _unfit(at, count) if count is not None and stage.samples != batch.global_batch_size else ""
         if reason:
             yield Violation(
                 "batch.rampup_batch_size",

@@ -15,6 +15,13 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.plan.findings import Severity
 from megalaunch.plan.stage_validation import PipelineSplit, StageViolation, find_stage_violations
 from megalaunch.plan.stages import virtual_stages
+from megalaunch.plan.world import (
+    data_parallel_size,
+    expert_data_parallel_size,
+    model_parallel_size,
+    num_microbatches,
+    world_size,
+)
 from megalaunch.platform.detect import Machine
 
 Purpose = Literal["validate", "train"]
@@ -42,29 +49,23 @@ class RuleContext:
     @cached_property
     def world(self) -> int | None:
         """Number of devices; None while devices_per_node is open."""
-        per_node = self.spec.cluster.devices_per_node
-        return self.spec.cluster.nodes * per_node if isinstance(per_node, int) else None
+        return world_size(self.spec.cluster)
 
     @cached_property
-    def shards(self) -> int:
-        """Devices that hold one copy of the model: tp * pp * cp."""
-        p = self.spec.parallel
-        return p.tp * p.pp * p.cp
+    def model_parallel_size(self) -> int:
+        """Devices of one data-parallel rank: tp x pp x cp."""
+        return model_parallel_size(self.spec.parallel)
 
     @cached_property
     def dp(self) -> int | None:
-        """The data-parallel degree, if it is given and equals world / (tp * pp * cp); else None."""
+        """The data-parallel degree, if it is given and equals world / (tp x pp x cp); else None."""
         dp = self.spec.parallel.dp
-        return dp if dp is not None and dp * self.shards == self.world else None
+        return dp if dp is not None and dp == data_parallel_size(self.world, self.spec.parallel) else None
 
     @cached_property
     def edp(self) -> int | None:
         """The data-parallel degree of routed experts; None if the expert grid does not divide the world."""
-        p = self.spec.parallel
-        if self.world is None:
-            return None
-        edp, rest = divmod(self.world, p.pp * p.ep * (p.etp or 1))
-        return edp if edp and not rest else None
+        return expert_data_parallel_size(self.world, self.spec.parallel)
 
     @cached_property
     def chunks(self) -> int:
@@ -75,10 +76,7 @@ class RuleContext:
     def microbatches(self) -> int | None:
         """Microbatches per rank and step at the full batch; None if not an integer."""
         batch = self.spec.batch
-        if self.dp is None or batch.micro_batch_size is None:
-            return None
-        count, rest = divmod(batch.global_batch_size, batch.micro_batch_size * self.dp)
-        return None if rest else count
+        return num_microbatches(batch.global_batch_size, batch.micro_batch_size, self.dp)
 
     @cached_property
     def stage_faults(self) -> tuple[StageViolation, ...]:

@@ -35,7 +35,7 @@ def layers_by_pp(at: RuleContext) -> Iterator[Violation]:
 def _legal_pp(at: RuleContext) -> Iterator[Fix]:
     p = at.spec.parallel
     rest, layers = (
-        at.shards // p.pp,
+        at.model_parallel_size // p.pp,
         at.spec.model.num_layers + p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split,
     )
 

@@ -128,7 +128,7 @@ def _by_tp(at: RuleContext, name: str, key: str, width: int, wider: bool = False
 def _legal_tp(at: RuleContext) -> Iterator[Fix]:
     """Degrees that suit every width of the model and the world, the nearest first."""
     model, p = at.spec.model, at.spec.parallel
-    rest = at.shards // p.tp
+    rest = at.model_parallel_size // p.tp
     groups = model.num_query_groups or model.num_attention_heads
     widths = [model.num_attention_heads]
     widths += [model.ffn_hidden_size] if at.has_dense_layers else []

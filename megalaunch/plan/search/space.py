@@ -12,6 +12,7 @@ from functools import cache
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.parallel import DataSharding, ParallelSpec
 from megalaunch.config.schema.recompute import RecomputeModule, RecomputeSpec
+from megalaunch.plan.world import data_parallel_size
 
 SHORTEST_PART = 512  # minimum tokens of a sequence per context-parallel rank
 LARGEST_MICRO_BATCH = 8
@@ -57,7 +58,6 @@ def grids(spec: RunSpec, world: int, per_node: int) -> Iterator[RunSpec]:
 def _gridded(spec: RunSpec, world: int, tp: int, pp: int, cp: int, ep: int, etp: int | None) -> RunSpec:
     """Return the spec with these degrees; settings that depend on its former degrees are reset to their defaults."""
     p = spec.parallel
-    dp, rest = divmod(world, tp * pp * cp)
     parallel = replace(
         _even_split(p),
         tp=tp,
@@ -65,7 +65,6 @@ def _gridded(spec: RunSpec, world: int, tp: int, pp: int, cp: int, ep: int, etp:
         cp=cp,
         ep=ep,
         etp=etp,
-        dp=None if rest or not dp else dp,
         dp_replicate=1,
         sequence_parallel=tp > 1,
         tp_comm_overlap=p.tp_comm_overlap and tp > 1,
@@ -73,7 +72,7 @@ def _gridded(spec: RunSpec, world: int, tp: int, pp: int, cp: int, ep: int, etp:
         hierarchical_context_parallel_sizes=(),
         microbatch_group_size_per_vp_stage=None,
     )
-    return replace(spec, parallel=parallel)
+    return replace(spec, parallel=replace(parallel, dp=data_parallel_size(world, parallel)))
 
 
 def _even_split(parallel: ParallelSpec) -> ParallelSpec:
