@@ -12,7 +12,7 @@ from megalaunch.plan.cost import CONSTANTS, STATEMENTS, Constant, Statement, Ste
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.memory import Memory, MemoryProfile, profile_for
 from megalaunch.plan.memory.layer_dims import DtypesAndGroups
-from megalaunch.plan.memory.model_states import GATHERED_UNITS, master_bytes
+from megalaunch.plan.memory.model_states import GATHERED_LAYERS, main_param_bytes
 from megalaunch.plan.memory.rank import memory_by_rank
 from megalaunch.plan.memory.saved_activations import rows_with_bytes, saved_bytes
 from megalaunch.plan.stage_params import chunks_by_rank
@@ -20,6 +20,7 @@ from megalaunch.plan.topology import RankGrid, Topology
 from megalaunch.platform.chips import CHIPS, ChipFacts
 
 DAY = 86400.0
+_SHARDING = {"sequence": "sharded by sequence", "tp": "sharded over tp", "replicated": "replicated"}
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -118,7 +119,7 @@ def parse_tokens(text: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([KMBT]?)\s*", text.upper())
     tokens = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if tokens <= 0:
-        raise ValueError(f"a number of tokens is written 15T, 300B, 20M or 1e12, not {text!r}")
+        raise ValueError(f"{text!r} is not a number of tokens: write 15T, 300B, 20M or 1e12")
     return tokens
 
 
@@ -129,33 +130,31 @@ def assumptions(spec: RunSpec) -> Iterator[Constant | Statement]:
         yield from _chip_assumptions(spec, chip)
     yield from CONSTANTS
     yield from STATEMENTS
-    accounting = profile_for(spec)
-    yield from _memory_assumptions(spec, accounting)
+    profile = profile_for(spec)
+    yield from _memory_assumptions(spec, profile)
     kinds = {kind for chunks in chunks_by_rank(spec) for chunk in chunks for kind, _ in chunk.kinds}
     for kind in sorted(kinds, key=lambda kind: (kind.mtp, kind.experts, kind.window or 0)):
-        name = ("further depth" if kind.mtp else "layer with experts" if kind.experts else "layer") + (
-            f" of window {kind.window}" if kind.window else ""
+        name = ("MTP depth" if kind.mtp else "layer with experts" if kind.experts else "layer") + (
+            f" with window {kind.window}" if kind.window else ""
         )
-        for row, size, spared in rows_with_bytes(spec.model, kind, DtypesAndGroups.from_spec(spec), accounting):
-            source = "computed again" if spared else f"plan/memory/saved_activations.py, divided by {row.divided}"
-            yield Constant(f"bytes a token that a {name} keeps: {row.name}", size, source)
-        working = saved_bytes(spec.model, kind, DtypesAndGroups.from_spec(spec), accounting).working
-        yield Constant(
-            f"bytes a token of gradients as a {name} runs backwards", working, "plan/memory/saved_activations.py"
-        )
+        for row, size, recomputed in rows_with_bytes(spec.model, kind, DtypesAndGroups.from_spec(spec), profile):
+            source = "recomputed" if recomputed else f"plan/memory/saved_activations.py, {_SHARDING[row.sharding]}"
+            yield Constant(f"bytes per token saved by a {name}: {row.name}", size, source)
+        peak = saved_bytes(spec.model, kind, DtypesAndGroups.from_spec(spec), profile).backward_peak
+        yield Constant(f"bytes per token of gradients, backward of a {name}", peak, "plan/memory/saved_activations.py")
 
 
-def _memory_assumptions(spec: RunSpec, accounting: MemoryProfile) -> Iterator[Constant]:
+def _memory_assumptions(spec: RunSpec, profile: MemoryProfile) -> Iterator[Constant]:
     """Yield the constants of the memory model of this project's engine."""
     sharding = "engine/parallel/fsdp.py"
-    yield Constant("bytes a master weight, divided as data_sharding says", master_bytes(spec), sharding)
-    yield Constant("layers gathered at once by optim_grads_params", GATHERED_UNITS, sharding)
-    yield Constant("bytes a logit as the loss runs backwards", accounting.logit_bytes, "engine/train/loss.py")
-    waiting = accounting.waiting_logits or 0.0
-    yield Constant("bytes a logit that waits in a pipeline, beside itself", waiting, "engine/train/loss.py")
+    yield Constant("bytes per main parameter, sharded by data_sharding", main_param_bytes(spec), sharding)
+    yield Constant("layers all-gathered at once by optim_grads_params", GATHERED_LAYERS, sharding)
+    yield Constant("bytes per logit, backward of the loss", profile.logit_bytes, "engine/train/loss.py")
+    pending = profile.pending_logit_bytes or 0.0
+    yield Constant("bytes per pending logit of a pipeline, in addition to the logit", pending, "engine/train/loss.py")
     yield Constant(
-        "copies of its scores that a ring of cp ranks holds",
-        accounting.ring_scores,
+        "fp32 copies of scores in ring attention",
+        profile.ring_score_copies,
         "engine/parallel/ring_attention.py",
     )
 
@@ -167,10 +166,10 @@ def _chip_assumptions(spec: RunSpec, chip: ChipFacts) -> Iterator[Constant]:
     for name, value in (
         ("memory, GB", chip.memory_bytes),
         ("memory bandwidth, GB/s", chip.memory_bandwidth),
-        ("link inside a node, one way, GB/s", chip.link_bandwidth),
-        ("network of a device, one way, GB/s", chip.network_bandwidth),
+        ("link within a node, one direction, GB/s", chip.link_bandwidth),
+        ("network per device, one direction, GB/s", chip.network_bandwidth),
     ):
         if value is not None:
             yield Constant(f"{chip.name}: {name}", value / 1e9, source)
     if spec.cluster.node_bandwidth:
-        yield Constant("network of a device as given, GB/s", spec.cluster.node_bandwidth, "cluster.node_bandwidth")
+        yield Constant("network per device as given, GB/s", spec.cluster.node_bandwidth, "cluster.node_bandwidth")

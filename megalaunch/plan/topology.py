@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.parallel import ContextExchange, ParallelSpec
+from megalaunch.config.schema.parallel import ContextCommType, ParallelSpec
 from megalaunch.plan.stage_validation import V_SCHEDULES
 from megalaunch.plan.world import (
     data_parallel_size,
@@ -147,7 +147,7 @@ class Topology:
         return " ".join(named) or "dp0"
 
 
-def most_common_cp_comm_type(parallel: ParallelSpec) -> ContextExchange:
+def most_common_cp_comm_type(parallel: ParallelSpec) -> ContextCommType:
     """Return the context-parallel communication type of most layers, by which memory and time are predicted.
 
     The default for an empty list, which a rule reports. For dynamic context parallelism return "allgather", the worst

@@ -20,7 +20,7 @@ from megalaunch.plan.memory import MEGATRON, predict_memory
 from megalaunch.plan.memory.profiles import MemoryProfile
 
 # Settings of the measured runs that are no part of a spec: see tests/plan/test_memory_anchors.py.
-BRIDGE_SFT = replace(MEGATRON, float8_weight_copies=1.0, deferred_heads=22)
+BRIDGE_SFT = replace(MEGATRON, fp8_weight_copy_bytes=1.0, deferred_head_microbatches=22)
 UNFUSED = replace(MEGATRON, unfused_attention=True)
 
 

@@ -108,7 +108,7 @@ def test_a_budget_of_tokens(text, days):
 def test_a_budget_that_is_no_number_is_refused(text):
     result = plan(*WORDS, f"--tokens={text}")
     assert result.exit_code == 2
-    assert "a number of tokens is written 15T" in result.output
+    assert "is not a number of tokens: write 15T" in result.output
 
 
 def test_devices_without_a_search_are_refused():

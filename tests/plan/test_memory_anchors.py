@@ -10,13 +10,13 @@ from published_runs import MEMORY_7B, MEMORY_MOE, MEMORY_SFT
 from megalaunch.plan.memory import MEGATRON, predict_memory
 
 # The recipe's own settings: `disable_parameter_transpose_cache`, `wgrad_deferral_limit`.
-BRIDGE_SFT = replace(MEGATRON, float8_weight_copies=1.0, deferred_heads=22)
+BRIDGE_SFT = replace(MEGATRON, fp8_weight_copy_bytes=1.0, deferred_head_microbatches=22)
 # That run asks for `--attention-backend unfused`: scores stay in memory.
 UNFUSED = replace(MEGATRON, unfused_attention=True)
 
 
-def _error(run, accounting):
-    return predict_memory(run.spec, accounting).total / 1e9 / run.gigabytes - 1
+def _error(run, profile):
+    return predict_memory(run.spec, profile).total / 1e9 / run.gigabytes - 1
 
 
 @pytest.mark.parametrize("run", MEMORY_7B, ids=lambda run: run.name)

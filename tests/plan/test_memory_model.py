@@ -11,7 +11,7 @@ from published_runs import BRIDGE, DGXC, MEMORY_7B, ONE_DEVICE, OTHERS
 from megalaunch.config.schema import with_values
 from megalaunch.plan.memory import ENGINE, MEGATRON, predict_memory
 from megalaunch.plan.memory.in_flight import in_flight
-from megalaunch.plan.memory.rank import END, LAYER, LOSS, memory_by_rank
+from megalaunch.plan.memory.rank import LAYER, LOSS, STEP_END, memory_by_rank
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.resolve import derive
 from megalaunch.plan.stage_params import chunks_by_rank, params_by_rank
@@ -96,7 +96,7 @@ def test_few_tokens_and_many_parameters_peak_as_embedding_and_head_are_summed(ll
         )
     )
     ends = 2 * 128256 * 4096 + 4096
-    assert memory.phase == END
+    assert memory.phase == STEP_END
     assert memory.buffers == pytest.approx((2 + 4 - 4 / 8) * ends)  # bf16 gradients, fp32 ones; the divided sum is new
     assert memory.activations == memory.logits == 0
 

@@ -394,7 +394,7 @@ ONE_DEVICE = tuple(
         ),
     )
 )
-# Whose peaks Megatron's accounting is held to. The logging rank of Megatron-LM is the last.
+# Whose peaks Megatron's profile is held to. The logging rank of Megatron-LM is the last.
 # Bridge's SFT recipe (perf_recipes/llama/h100): bf16 gradients, 8-bit parameters without cached transposes, head
 # gradients deferred over 22 microbatches; the baseline recomputes core attention, as the table of its source says.
 _SFT = ("precision.compute_dtype=fp8", "precision.grad_dtype=bf16", "precision.fp8.param_gather=true", *_OVERLAP)

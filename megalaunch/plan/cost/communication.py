@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.model import ModelSpec
 from megalaunch.plan.cost import constants as c
-from megalaunch.plan.cp_comm_type import most_common_cp_comm_type
-from megalaunch.plan.topology import Topology
+from megalaunch.plan.topology import Topology, most_common_cp_comm_type
 from megalaunch.platform.chips import ChipFacts
 
 

@@ -1,4 +1,4 @@
-"""Dimensions of one layer on one rank: the units in which plan/memory/saved_activations.py counts."""
+"""Dimensions of one layer on one rank, from which plan/memory/saved_activations.py computes bytes."""
 
 from __future__ import annotations
 
@@ -8,67 +8,64 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.config.schema.model import GATED, ModelSpec
 from megalaunch.config.schema.parallel import ContextCommType
 from megalaunch.config.schema.recompute import RecomputeModule
-from megalaunch.plan.cp_comm_type import most_common_cp_comm_type
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.profiles import MemoryProfile
+from megalaunch.plan.topology import most_common_cp_comm_type
 
 
 @dataclass(frozen=True)
 class LayerDims:
-    """Dimensions of one layer on one tensor-parallel rank, and bytes of its dtypes.
+    """Dimensions of one layer on one tensor-parallel rank, and bytes of its dtypes. Widths are local to the rank.
 
     Attributes:
-        b, i, r: bytes of an activation, of a matmul's saved input, of the residual stream.
-        h: hidden size.
-        q, k, v, o: local widths of queries, keys, values and attention's output.
-        n: local heads.
-        f, e, s: local inner widths of the feed-forward block, of an expert, of the shared experts.
-        g: inner values that the activation saves (1 plain, 2 gate and up).
-        d: gradients of inner values alive at once in its backward.
-        t: experts per token.
-        E: experts.
-        ql, kl, p: widths of the latents of queries and keys, and of the rotary part.
-        keys: attended tokens.
-        dropped: bytes that dropout saves for a block's output.
-        held: context parallelism: ranks whose keys and values are saved.
-        mask: columns of a saved attention mask.
-        scores: bytes of the scores that a ring step or a block works on.
-        weights: keys whose attention weights a CPU saves.
-        part: ranks that shard the sequence.
+        activation_bytes: bytes of an activation.
+        matmul_input_bytes: bytes of a matmul's saved input, 1 for fp8.
+        residual_bytes: bytes of the residual stream.
+        num_heads: query heads.
+        saved_activation_inputs: inner values that the activation function saves (1 plain, 2 gate and up).
+        activation_gradients: gradients of inner values allocated at once in its backward.
+        experts_per_token: top_k, once for each rank of etp.
+        attended_keys: keys that a query attends to.
+        dropout_mask_bytes: bytes that dropout saves for a block's output.
+        saved_kv_shards: keys and values saved, relative to those of the rank's own tokens (context parallelism).
+        mask_keys: columns of a saved attention mask.
+        score_buffer_bytes: bytes of the scores that ring attention, or one block of queries, works on.
+        saved_weight_keys: keys per query and head whose attention weights are saved on a CPU.
+        sequence_shards: tensor-parallel ranks that shard the sequence.
     """
 
-    b: float
-    i: float
-    r: float
-    h: int
-    q: float
-    k: float
-    v: float
-    o: float
-    n: float
-    f: float
-    e: float
-    s: float
-    g: int
-    d: int
-    t: float
-    E: int
-    ql: int
-    kl: int
-    p: int
-    keys: int
+    activation_bytes: float
+    matmul_input_bytes: float
+    residual_bytes: float
+    hidden_size: int
+    query_width: float
+    key_width: float
+    value_width: float
+    attention_output_width: float
+    num_heads: float
+    ffn_width: float
+    expert_ffn_width: float
+    shared_ffn_width: float
+    saved_activation_inputs: int
+    activation_gradients: int
+    experts_per_token: float
+    num_experts: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    attended_keys: int
     qk_norm: bool
-    out_norm: bool
-    dropped: int
+    post_norm: bool
+    dropout_mask_bytes: int
     mla: bool
     experts: bool
     mtp: bool
-    unfused: bool
-    held: float
-    mask: float
-    scores: float
-    weights: float
-    part: int
+    unfused_attention: bool
+    saved_kv_shards: float
+    mask_keys: float
+    score_buffer_bytes: float
+    saved_weight_keys: float
+    sequence_shards: int
 
 
 @dataclass(frozen=True)
@@ -79,111 +76,112 @@ class DtypesAndGroups:
     etp: int
     ep: int
     sequence_parallel: bool
-    compute: str
-    residual: str
-    modules: tuple[RecomputeModule, ...]
-    keys: int
+    compute_dtype: str
+    residual_dtype: str
+    recompute_modules: tuple[RecomputeModule, ...]
+    sequence_length: int
     cp: int
-    exchange: ContextCommType
-    documents: bool
+    cp_comm_type: ContextCommType
+    reset_attention_mask: bool
     dynamic_cp: bool
 
     @classmethod
     def from_spec(cls, spec: RunSpec) -> DtypesAndGroups:
         """Return those of a resolved spec."""
         p, recompute = spec.parallel, spec.recompute
-        modules = recompute.modules if recompute.granularity == "selective" else ()
         return cls(
             tp=p.tp,
             etp=p.etp or 1,
             ep=p.ep,
             sequence_parallel=p.sequence_parallel,
-            compute=spec.precision.compute_dtype,
-            residual=spec.precision.residual_dtype,
-            modules=modules,
-            keys=spec.batch.sequence_length,
+            compute_dtype=spec.precision.compute_dtype,
+            residual_dtype=spec.precision.residual_dtype,
+            recompute_modules=recompute.modules if recompute.granularity == "selective" else (),
+            sequence_length=spec.batch.sequence_length,
             cp=p.cp,
-            exchange=most_common_cp_comm_type(p),
-            documents=spec.data.reset_attention_mask,
+            cp_comm_type=most_common_cp_comm_type(p),
+            reset_attention_mask=spec.data.reset_attention_mask,
             dynamic_cp=p.dynamic_context_parallel and p.cp > 1,
         )
 
 
-def dtype_bytes(compute: str) -> int:
+def dtype_bytes(compute_dtype: str) -> int:
     """Return the bytes of an activation; with fp8 activations have 16 bits."""
-    return 4 if compute == "fp32" else 2
+    return 4 if compute_dtype == "fp32" else 2
 
 
-def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, accounting: MemoryProfile) -> LayerDims:
+def layer_dims(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile) -> LayerDims:
     """Return the dimensions of one layer on one rank."""
     tp, mla, moe = dtypes.tp, model.mla, model.moe
-    b = dtype_bytes(dtypes.compute)
-    small = dtypes.compute == "fp8" and accounting.float8_inputs
+    activation_bytes = dtype_bytes(dtypes.compute_dtype)
+    fp8 = dtypes.compute_dtype == "fp8" and profile.fp8_inputs
     heads, head_dim = model.num_attention_heads, model.head_dim or 0
-    n = heads / tp
+    local_heads = heads / tp
     groups = max(1.0, (model.num_query_groups or heads) / tp)
     latent = mla.kv_lora_rank is not None
-    query = n * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) if latent else n * head_dim
-    value = n * mla.v_head_dim if latent else groups * head_dim
+    query = local_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) if latent else local_heads * head_dim
+    value = local_heads * mla.v_head_dim if latent else groups * head_dim
     gated = model.activation in GATED
     return LayerDims(
-        b=b,
-        i=1 if small else b,
-        r=4 if dtypes.residual == "fp32" else b,
-        h=model.hidden_size,
-        q=query,
-        k=query if latent else groups * head_dim,
-        v=value,
-        o=n * mla.v_head_dim if latent else n * head_dim,
-        n=n,
-        f=model.ffn_hidden_size / tp,
-        e=(moe.ffn_hidden_size or model.ffn_hidden_size) / dtypes.etp,
-        s=moe.shared_ffn_hidden_size / tp,
-        g=accounting.activation_inputs if gated else 1,
-        d=accounting.activation_gradients if gated else 1,
-        t=moe.top_k * dtypes.etp,
-        E=moe.num_experts or 0,
-        ql=mla.q_lora_rank or 0,
-        kl=mla.kv_lora_rank or 0,
-        p=mla.qk_rope_head_dim,
-        keys=min(dtypes.keys, kind.window or dtypes.keys),
+        activation_bytes=activation_bytes,
+        matmul_input_bytes=1 if fp8 else activation_bytes,
+        residual_bytes=4 if dtypes.residual_dtype == "fp32" else activation_bytes,
+        hidden_size=model.hidden_size,
+        query_width=query,
+        key_width=query if latent else groups * head_dim,
+        value_width=value,
+        attention_output_width=local_heads * mla.v_head_dim if latent else local_heads * head_dim,
+        num_heads=local_heads,
+        ffn_width=model.ffn_hidden_size / tp,
+        expert_ffn_width=(moe.ffn_hidden_size or model.ffn_hidden_size) / dtypes.etp,
+        shared_ffn_width=moe.shared_ffn_hidden_size / tp,
+        saved_activation_inputs=profile.activation_inputs if gated else 1,
+        activation_gradients=profile.activation_gradients if gated else 1,
+        experts_per_token=moe.top_k * dtypes.etp,
+        num_experts=moe.num_experts or 0,
+        q_lora_rank=mla.q_lora_rank or 0,
+        kv_lora_rank=mla.kv_lora_rank or 0,
+        qk_rope_head_dim=mla.qk_rope_head_dim,
+        attended_keys=min(dtypes.sequence_length, kind.window or dtypes.sequence_length),
         qk_norm=model.qk_norm != "none",
-        out_norm=model.norm_placement != "pre",
-        dropped=(model.hidden_size if accounting.dropout_masks else 4) if model.hidden_dropout else 0,
+        post_norm=model.norm_placement != "pre",
+        dropout_mask_bytes=(model.hidden_size if profile.dropout_masks else 4) if model.hidden_dropout else 0,
         mla=latent,
         experts=kind.experts,
         mtp=kind.mtp,
-        unfused=accounting.unfused_attention,
-        held=_local_kv_heads(dtypes, groups),
-        mask=_seen(dtypes) if accounting.plain_contexts and _mask_bytes(dtypes) and not _scored(model) else 0,
-        scores=_score_bytes(model, dtypes, accounting, n, query),
-        weights=_weighed(model, kind, dtypes, accounting, n / groups),
-        part=tp if dtypes.sequence_parallel else 1,
+        unfused_attention=profile.unfused_attention,
+        saved_kv_shards=_saved_kv_shards(dtypes, groups),
+        mask_keys=_mask_keys(model, dtypes) if profile.saves_attention_mask else 0,
+        score_buffer_bytes=_score_bytes(model, dtypes, profile, local_heads, query),
+        saved_weight_keys=_saved_weight_keys(model, kind, dtypes, profile, local_heads / groups),
+        sequence_shards=tp if dtypes.sequence_parallel else 1,
     )
 
 
-def _local_kv_heads(dtypes: DtypesAndGroups, groups: float) -> float:
+def _saved_kv_shards(dtypes: DtypesAndGroups, groups: float) -> float:
     """Return the saved keys and values of a rank, relative to those of its own tokens.
 
     An all-gather saves those of all cp ranks; an all-to-all repeats heads if there are fewer groups than ranks.
     """
     if dtypes.dynamic_cp:
-        return dtypes.cp + 0.5  # of both pieces of a document (_seen)
-    if dtypes.exchange == "allgather":
+        return dtypes.cp + 0.5  # of both chunks of a document (_mask_keys)
+    if dtypes.cp_comm_type == "allgather":
         return dtypes.cp
-    return max(1.0, dtypes.cp / groups) if dtypes.exchange == "a2a" else 1.0
+    return max(1.0, dtypes.cp / groups) if dtypes.cp_comm_type == "a2a" else 1.0
 
 
-def _seen(dtypes: DtypesAndGroups) -> float:
-    """Return the keys per token of a mask.
+def _mask_keys(model: ModelSpec, dtypes: DtypesAndGroups) -> float:
+    """Return the columns of the saved attention mask, 0 without one.
 
     With dynamic cp a rank has two chunks of a document, each with the keys up to its end.
     """
-    return dtypes.keys * (1 + 1 / (2 * dtypes.cp)) / 2 if dtypes.dynamic_cp else dtypes.keys
+    if _needs_score_mod(model) or not _saves_mask(dtypes):
+        return 0
+    return dtypes.sequence_length * (1 + 1 / (2 * dtypes.cp)) / 2 if dtypes.dynamic_cp else dtypes.sequence_length
 
 
 def _score_bytes(
-    model: ModelSpec, dtypes: DtypesAndGroups, accounting: MemoryProfile, heads: float, query: float
+    model: ModelSpec, dtypes: DtypesAndGroups, profile: MemoryProfile, heads: float, query: float
 ) -> float:
     """Return the bytes of scores, in fp32, and of buffers as wide as the queries, where no fused kernel runs.
 
@@ -191,44 +189,48 @@ def _score_bytes(
     works on the keys of one rank at a time, other types on a block of queries. Logit softcapping saves a derivative,
     dropout one byte per score.
     """
-    here = dtypes.keys / dtypes.cp
-    if _in_ring(dtypes):
-        scores = heads * here
-    elif _scored(model) and accounting.scored_queries:
-        whole = dtypes.keys if dtypes.exchange == "a2a" else here  # queries of one sample on this rank
-        scores = heads * min(accounting.scored_queries / whole, 1.0) * dtypes.keys
+    local_length = dtypes.sequence_length / dtypes.cp
+    if _is_ring(dtypes):
+        scores = heads * local_length
+    elif _needs_score_mod(model) and profile.query_block:
+        queries = dtypes.sequence_length if dtypes.cp_comm_type == "a2a" else local_length
+        scores = heads * min(profile.query_block / queries, 1.0) * dtypes.sequence_length
     else:
         return 0.0
-    more = (4 if model.attn_logit_softcapping else 0) + (1 if model.attention_dropout else 0)
-    return accounting.ring_scores * 4 * (scores + 4 * query) + more * scores
+    modified = (4 if model.attn_logit_softcapping else 0) + (1 if model.attention_dropout else 0)
+    return profile.ring_score_copies * 4 * (scores + 4 * query) + modified * scores
 
 
-def _weighed(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, accounting: MemoryProfile, heads: float) -> float:
+def _saved_weight_keys(
+    model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile, heads: float
+) -> float:
     """Return the mean number of keys per token and head whose attention weights a CPU saves; `heads` per group.
 
-    With dynamic cp this applies only to a rank's first piece of a document, half of the rank's tokens.
+    With dynamic cp this applies only to a rank's first chunk of a document, half of the rank's tokens.
     """
-    plain = dtypes.cp == 1 or dtypes.exchange == "a2a" or dtypes.dynamic_cp
-    masked = dtypes.documents and not dtypes.dynamic_cp
-    share, tokens = (0.5, dtypes.keys / (2 * dtypes.cp)) if dtypes.dynamic_cp else (1.0, dtypes.keys)
-    seen_by_all = kind.window is None or kind.window >= tokens
-    if dtypes.compute != "fp32" or _scored(model) or masked or not (plain and seen_by_all):
+    all_keys = dtypes.cp == 1 or dtypes.cp_comm_type == "a2a" or dtypes.dynamic_cp
+    masked = dtypes.reset_attention_mask and not dtypes.dynamic_cp
+    share, tokens = 1.0, float(dtypes.sequence_length)
+    if dtypes.dynamic_cp:
+        share, tokens = 0.5, dtypes.sequence_length / (2 * dtypes.cp)
+    full_attention = kind.window is None or kind.window >= tokens
+    if dtypes.compute_dtype != "fp32" or _needs_score_mod(model) or masked or not (all_keys and full_attention):
         return 0.0
-    block = max(accounting.weight_rows // heads, 16)
-    return share * (tokens + min(block, tokens)) / 2 if tokens <= accounting.kept_weights else 0.0
+    block = max(profile.weight_block_rows // heads, 16)
+    return share * (tokens + min(block, tokens)) / 2 if tokens <= profile.max_saved_weight_tokens else 0.0
 
 
-def _scored(model: ModelSpec) -> bool:
+def _needs_score_mod(model: ModelSpec) -> bool:
     """Return whether torch's attention does not support the model's (engine/model/attention/score_mod.py)."""
     return model.attn_logit_softcapping is not None or model.attention_sinks or model.attention_dropout > 0
 
 
-def _in_ring(dtypes: DtypesAndGroups) -> bool:
-    return dtypes.cp > 1 and dtypes.exchange == "p2p"
+def _is_ring(dtypes: DtypesAndGroups) -> bool:
+    return dtypes.cp > 1 and dtypes.cp_comm_type == "p2p"
 
 
-def _mask_bytes(dtypes: DtypesAndGroups) -> bool:
+def _saves_mask(dtypes: DtypesAndGroups) -> bool:
     """Return whether a mask is saved: not for purely causal attention, nor in a ring, which rebuilds it."""
-    if dtypes.cp > 1 and dtypes.exchange == "allgather":
+    if dtypes.cp > 1 and dtypes.cp_comm_type == "allgather":
         return True
-    return dtypes.documents and not _in_ring(dtypes)
+    return dtypes.reset_attention_mask and not _is_ring(dtypes)

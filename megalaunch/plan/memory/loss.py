@@ -16,43 +16,46 @@ class LossBytes:
     """Bytes of one loss.
 
     Attributes:
-        logits: at their peak.
-        logits_waiting: of each other microbatch of a pipeline whose loss is computed.
-        beside: allocated at the same time as the logits, such as finished gradients.
-        scaled: while the finished gradients are scaled, after the logits are freed.
-        formed_waiting: finished gradients of each other microbatch.
+        logits: peak bytes of logits.
+        pending_logits: logits of each other microbatch of a pipeline whose loss is computed.
+        with_logits: allocated at the same time as the logits, such as gradients of the head.
+        while_scaling: while the head's gradients are scaled, after the logits are freed.
+        pending_gradients: gradients of the head of each other microbatch.
     """
 
     logits: float
-    logits_waiting: float = 0.0
-    beside: float = 0.0
-    scaled: float = 0.0
-    formed_waiting: float = 0.0
+    pending_logits: float = 0.0
+    with_logits: float = 0.0
+    while_scaling: float = 0.0
+    pending_gradients: float = 0.0
 
 
-def loss_bytes(spec: RunSpec, topology: Topology, accounting: MemoryProfile, tokens: float) -> LossBytes:
+def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens: float) -> LossBytes:
     """Return the bytes of the loss of a microbatch with `tokens` tokens on a rank."""
-    narrow = dtype_bytes(spec.precision.compute_dtype)
-    vocabulary = vocabulary_rows(spec.model.vocab_size or 0, topology.tp) / topology.tp
-    hidden = narrow * spec.model.hidden_size
-    formed = hidden * (tokens + vocabulary)  # the head's two gradients
-    gathered = hidden * tokens if spec.parallel.sequence_parallel else 0.0
-    if (
-        spec.train.loss_chunks > 1
-    ):  # engine/train/linear_cross_entropy.py: a chunk's logits stay allocated while its loss is computed
+    compute_bytes = dtype_bytes(spec.precision.compute_dtype)
+    vocab_rows = vocabulary_rows(spec.model.vocab_size or 0, topology.tp) / topology.tp
+    hidden_bytes = compute_bytes * spec.model.hidden_size
+    head_gradients = hidden_bytes * (tokens + vocab_rows)  # the head's two gradients
+    gathered = hidden_bytes * tokens if spec.parallel.sequence_parallel else 0.0
+    if spec.train.loss_chunks > 1:  # engine/train/linear_cross_entropy.py: the logits of one chunk at a time
         chunk = -(-tokens // spec.train.loss_chunks)
-        logits = (accounting.logit_bytes + narrow) * vocabulary * chunk
-        return LossBytes(logits, beside=formed + gathered, scaled=2 * formed, formed_waiting=formed)
-    if accounting.loss_in_place:
-        copied = narrow if narrow < 4 else 0
-        logits = (accounting.logit_bytes + copied) * vocabulary * tokens
-        return LossBytes(logits, logits if topology.pp > 1 else 0.0, beside=formed + gathered)
-    own, waits = _kept_by_a_stage(topology, accounting, narrow)
-    return LossBytes((accounting.logit_bytes + own) * vocabulary * tokens, waits * vocabulary * tokens)
+        logits = (profile.logit_bytes + compute_bytes) * vocab_rows * chunk
+        return LossBytes(
+            logits,
+            with_logits=head_gradients + gathered,
+            while_scaling=2 * head_gradients,
+            pending_gradients=head_gradients,
+        )
+    if profile.loss_in_place:
+        cast = compute_bytes if compute_bytes < 4 else 0
+        logits = (profile.logit_bytes + cast) * vocab_rows * tokens
+        return LossBytes(logits, logits if topology.pp > 1 else 0.0, with_logits=head_gradients + gathered)
+    own, pending = _pipeline_bytes_per_logit(topology, profile, compute_bytes)
+    return LossBytes((profile.logit_bytes + own) * vocab_rows * tokens, pending * vocab_rows * tokens)
 
 
-def _kept_by_a_stage(topology: Topology, accounting: MemoryProfile, narrow: int) -> tuple[float, float]:
-    """Return the bytes per logit that a pipeline holds, of the microbatch in backward and of each waiting one."""
-    if topology.pp == 1 or accounting.waiting_logits is None:
+def _pipeline_bytes_per_logit(topology: Topology, profile: MemoryProfile, compute_bytes: int) -> tuple[float, float]:
+    """Return the bytes per logit in a pipeline: of the microbatch in backward, and of each pending microbatch."""
+    if topology.pp == 1 or profile.pending_logit_bytes is None:
         return 0.0, 0.0
-    return float(narrow), accounting.waiting_logits + narrow
+    return float(compute_bytes), profile.pending_logit_bytes + compute_bytes

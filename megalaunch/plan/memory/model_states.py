@@ -14,9 +14,9 @@ from megalaunch.plan.stage_params import DeviceParams
 from megalaunch.plan.topology import Topology
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1}
-"""States (moments) of an optimizer per weight."""
+"""States (moment_bytes) of an optimizer per weight."""
 _BYTES = {"fp32": 4, "bf16": 2}
-GATHERED_UNITS = 2
+GATHERED_LAYERS = 2
 """Layers gathered at once by optim_grads_params: the one that computes, and the next one, prefetched."""
 
 
@@ -36,41 +36,41 @@ class ModelStates:
     Attributes:
         loss: during the backward of the loss.
         layer: during the backward of a layer.
-        unit: gradients of a layer while they are reduced.
-        last: during the backward of the last layer, with the gradients of the layers before it; None with several
-            microbatches, where every layer has them.
-        between: at the end of the backward of a microbatch that is not the last.
-        end: at the end of the last one, when gradients of embedding and head are reduced.
+        grad_reduce: gradients of a layer while they are reduced.
+        last_layer: during the backward of the last layer, with the gradients of all other layers; None with gradient
+            accumulation, where `layer` has them.
+        microbatch_end: at the end of the backward of a microbatch that is not the last.
+        step_end: at the end of the last one, when gradients of embedding and head are reduced.
     """
 
     optimizer: float
     loss: MemoryPhase
     layer: MemoryPhase
-    unit: float
-    last: MemoryPhase | None
-    between: MemoryPhase | None
-    end: MemoryPhase
+    grad_reduce: float
+    last_layer: MemoryPhase | None
+    microbatch_end: MemoryPhase | None
+    step_end: MemoryPhase
 
 
 def model_states(
-    spec: RunSpec, topology: Topology, held: DeviceParams, accounting: MemoryProfile, in_flight: int = 1
+    spec: RunSpec, topology: Topology, params: DeviceParams, profile: MemoryProfile, in_flight: int = 1
 ) -> ModelStates:
     """Return the states of one rank's parameters, with at most `in_flight` microbatches in flight."""
-    whole = spec.parallel.data_sharding == "no_shard"
-    shards = 1 if whole else topology.dp_shard * topology.cp
-    expert_shards = 1 if whole else max(1, topology.edp // spec.parallel.dp_replicate)
-    divided = held.dense / shards + held.experts / expert_shards
+    replicated = spec.parallel.data_sharding == "no_shard"
+    shards = 1 if replicated else topology.dp_shard * topology.cp
+    expert_shards = 1 if replicated else max(1, topology.edp // spec.parallel.dp_replicate)
+    sharded_params = params.dense / shards + params.experts / expert_shards
     on_device = 1 - spec.optimizer.optimizer_offload_fraction
-    moments = MOMENTS[spec.optimizer.name] * _BYTES[spec.precision.exp_avg_dtype] * on_device
-    if accounting.sharded_master and topology.dp * topology.cp == 1 and _computes_with_master(spec):
-        return _single_rank(spec, held, topology, moments, in_flight)
-    if accounting.sharded_master:
-        return _shard(spec, topology, held, accounting, divided, shards, moments, in_flight)
-    optimizer = moments if _computes_with_master(spec) else moments + master_bytes(spec) * on_device
-    return _full_weights(spec, held, divided, optimizer, accounting)
+    moment_bytes = MOMENTS[spec.optimizer.name] * _BYTES[spec.precision.exp_avg_dtype] * on_device
+    if profile.sharded_main_params and topology.dp * topology.cp == 1 and _computes_with_master(spec):
+        return _single_rank(spec, params, topology, moment_bytes, in_flight)
+    if profile.sharded_main_params:
+        return _fsdp(spec, topology, params, profile, sharded_params, shards, moment_bytes, in_flight)
+    optimizer = moment_bytes if _computes_with_master(spec) else moment_bytes + main_param_bytes(spec) * on_device
+    return _distributed_optimizer(spec, params, sharded_params, optimizer, profile)
 
 
-def master_bytes(spec: RunSpec) -> int:
+def main_param_bytes(spec: RunSpec) -> int:
     """Return the bytes of a master weight (main parameter)."""
     return _BYTES[spec.precision.main_params_dtype]
 
@@ -80,115 +80,124 @@ def _computes_with_master(spec: RunSpec) -> bool:
     return spec.precision.compute_dtype == spec.precision.main_params_dtype
 
 
-def _shard(
+def _fsdp(
     spec: RunSpec,
     topology: Topology,
-    held: DeviceParams,
-    accounting: MemoryProfile,
-    divided: float,
+    params: DeviceParams,
+    profile: MemoryProfile,
+    sharded_params: float,
     shards: int,
-    moments: float,
+    moment_bytes: float,
     in_flight: int,
 ) -> ModelStates:
     """FSDP2: sharded master weights, from which copies in the compute dtype are all-gathered.
 
-    A pipeline keeps full copies and gradients until its end for any strategy: its stages reduce once per step.
+    A pipeline has full copies and gradients until its end for any strategy: its stages reduce once per step.
     """
-    copy = dtype_bytes(spec.precision.compute_dtype)
+    compute_bytes = dtype_bytes(spec.precision.compute_dtype)
     if spec.precision.compute_dtype == "fp8" and spec.precision.fp8.param_gather:
-        copy = 1
-    added = _BYTES[spec.precision.grad_dtype]
+        compute_bytes = 1
+    grad_bytes = _BYTES[spec.precision.grad_dtype]
     sharding, pipelined = spec.parallel.data_sharding, topology.pp > 1
-    divides = shards == 1 and topology.dp * topology.cp > 1  # every rank is a replica
-    exchanged = shards > 1 or divides
-    reduced = min(_BYTES[spec.precision.grad_reduce_dtype], added) if exchanged else added
-    apart = accounting.parts_apart and shards > 1
-    copies = 2 if divides or apart else 1
-    adds_up = pipelined or sharding in ("no_shard", "optim")  # full gradients until the last microbatch
-    several = topology.microbatches > 1
-    every, width = held.dense + held.experts, master_bytes(spec)
-    master = summed = width * divided  # FSDP2 keeps reduced gradients in the dtype of the parameters
-    before = 0.0  # no gradients yet while all microbatches are in flight
+    all_reduces = shards == 1 and topology.dp * topology.cp > 1  # every rank is a replica
+    communicates = shards > 1 or all_reduces
+    reduced = min(_BYTES[spec.precision.grad_reduce_dtype], grad_bytes) if communicates else grad_bytes
+    separate_buffers = profile.separate_reduce_scatter_buffers and shards > 1
+    copies = 2 if all_reduces or separate_buffers else 1
+    full_grads = pipelined or sharding in ("no_shard", "optim")  # full gradients until the last microbatch
+    accumulates = topology.microbatches > 1
+    all_params, main_bytes = params.dense + params.experts, main_param_bytes(spec)
+    main_params = reduced_grads = main_bytes * sharded_params  # FSDP2 reduces into the dtype of the parameters
+    grads_in_forward = 0.0  # no gradients yet while all microbatches are in flight
     if topology.microbatches > in_flight:
-        before = added * every if adds_up else summed
-    gathered = loss_gathered = every
+        grads_in_forward = grad_bytes * all_params if full_grads else reduced_grads
+    gathered = loss_gathered = all_params
     if sharding == "optim_grads_params" and not pipelined:
-        loss_gathered = held.root
-        gathered = min(every, held.root + GATHERED_UNITS * held.layer)
-    between = MemoryPhase(master + copy * every, added * every, copy * held.root) if several and adds_up else None
+        loss_gathered = params.root
+        gathered = min(all_params, params.root + GATHERED_LAYERS * params.layer)
+    microbatch_end = None
+    if accumulates and full_grads:
+        weights = main_params + compute_bytes * all_params
+        microbatch_end = MemoryPhase(weights, grad_bytes * all_params, compute_bytes * params.root)
     if pipelined:  # embedding and head are reduced first, while all layers' gradients are still full
-        summing = _grad_reduce_buffer(added, reduced, width, shards, copies, adds=False)
-        moving = held.root * max(added, summing + width / shards - added)
-        end = MemoryPhase(master + copy * (every - held.root), added * every, moving)
+        reduction = _grad_reduce_buffer(grad_bytes, reduced, main_bytes, shards, copies, accumulate=False)
+        reducing = params.root * max(grad_bytes, reduction + main_bytes / shards - grad_bytes)
+        step_end = MemoryPhase(
+            main_params + compute_bytes * (all_params - params.root), grad_bytes * all_params, reducing
+        )
     else:
-        source = added if several and adds_up else copy
-        adds = several and not adds_up
-        moving = held.root * _grad_reduce_buffer(source, reduced, width, shards, copies, adds=adds)
+        source = grad_bytes if accumulates and full_grads else compute_bytes
+        accumulate = accumulates and not full_grads
+        reducing = params.root * _grad_reduce_buffer(source, reduced, main_bytes, shards, copies, accumulate=accumulate)
         replicated = topology.dp_replicate > 1 or (sharding == "no_shard" and topology.dp * topology.cp > 1)
-        if replicated and reduced != width:  # buffers of the replicas' all-reduce are held until the end of the pass
-            moving += reduced * divided
-        end = MemoryPhase(master, summed, moving)
-    unit = reduced if not (adds_up and several) else copy + (0 if before else added)
+        if replicated and reduced != main_bytes:  # the all-reduce's buffers live until the end
+            reducing += reduced * sharded_params
+        step_end = MemoryPhase(main_params, reduced_grads, reducing)
+    layer_grads = (
+        reduced if not (full_grads and accumulates) else compute_bytes + (0 if grads_in_forward else grad_bytes)
+    )
     return ModelStates(
-        optimizer=moments * divided,
-        loss=MemoryPhase(master + copy * loss_gathered, before),
-        layer=MemoryPhase(master + copy * gathered, before, copy * held.head),
-        unit=held.layer * (unit + (reduced if apart else 0)),
-        last=None
-        if several or pipelined
-        else MemoryPhase(master + copy * gathered, summed * _finished_grad_fraction(held)),
-        between=between,
-        end=end,
+        optimizer=moment_bytes * sharded_params,
+        loss=MemoryPhase(main_params + compute_bytes * loss_gathered, grads_in_forward),
+        layer=MemoryPhase(main_params + compute_bytes * gathered, grads_in_forward, compute_bytes * params.head),
+        grad_reduce=params.layer * (layer_grads + (reduced if separate_buffers else 0)),
+        last_layer=None
+        if accumulates or pipelined
+        else MemoryPhase(main_params + compute_bytes * gathered, reduced_grads * _finished_grad_fraction(params)),
+        microbatch_end=microbatch_end,
+        step_end=step_end,
     )
 
 
-def _grad_reduce_buffer(source: int, reduced: int, kept: int, shards: int, copies: int, *, adds: bool) -> float:
-    """Return the bytes per parameter of the buffers of a reduce-scatter, in addition to its result of `kept` bytes.
+def _grad_reduce_buffer(source: int, reduced: int, result: int, shards: int, copies: int, *, accumulate: bool) -> float:
+    """Return the bytes per parameter of the buffers of a reduce-scatter, in addition to its result of `result` bytes.
 
-    Gradients are first copied from `source` bytes to `reduced` bytes, then summed with `copies` buffers alive: two if
-    all ranks are replicas or if received parts have a buffer of their own; then, with `adds`, accumulated.
+    Gradients are first copied from `source` bytes to `reduced` bytes, then reduced with `copies` buffers allocated:
+    two if all ranks are replicas or if received shards have a separate buffer; then, with `accumulate`, accumulated.
     """
-    copying = source + reduced - kept / shards
-    summing = reduced * copies + (reduced / shards if adds else 0.0)
+    copying = source + reduced - result / shards
+    summing = reduced * copies + (reduced / shards if accumulate else 0.0)
     return max(copying, summing)
 
 
-def _single_rank(spec: RunSpec, held: DeviceParams, topology: Topology, moments: float, in_flight: int) -> ModelStates:
+def _single_rank(
+    spec: RunSpec, params: DeviceParams, topology: Topology, moment_bytes: float, in_flight: int
+) -> ModelStates:
     """One data-parallel rank that computes with the master weights; gradients are not copied."""
-    every, several = held.dense + held.experts, topology.microbatches > 1
-    width = master_bytes(spec)
-    gradient = max(width, _BYTES[spec.precision.grad_dtype])
-    weights, all_of_them = width * every, gradient * every
-    found = topology.microbatches > in_flight  # no gradients yet while all microbatches are in flight
-    before = all_of_them if found else 0.0
+    all_params, accumulates = params.dense + params.experts, topology.microbatches > 1
+    main_bytes = main_param_bytes(spec)
+    gradient = max(main_bytes, _BYTES[spec.precision.grad_dtype])
+    weights, all_grads = main_bytes * all_params, gradient * all_params
+    earlier_grads = topology.microbatches > in_flight  # no gradients yet while all microbatches are in flight
+    grads_in_forward = all_grads if earlier_grads else 0.0
     return ModelStates(
-        optimizer=moments * every,
-        loss=MemoryPhase(weights, before),
-        layer=MemoryPhase(weights, before, 0.0 if found else gradient * held.head),
-        unit=0.0 if found else gradient * held.layer,
-        last=None if several else MemoryPhase(weights, all_of_them * _finished_grad_fraction(held)),
-        between=MemoryPhase(weights, all_of_them) if several and not found else None,
-        end=MemoryPhase(weights, all_of_them, gradient * (held.root - held.head) if several else 0.0),
+        optimizer=moment_bytes * all_params,
+        loss=MemoryPhase(weights, grads_in_forward),
+        layer=MemoryPhase(weights, grads_in_forward, 0.0 if earlier_grads else gradient * params.head),
+        grad_reduce=0.0 if earlier_grads else gradient * params.layer,
+        last_layer=None if accumulates else MemoryPhase(weights, all_grads * _finished_grad_fraction(params)),
+        microbatch_end=MemoryPhase(weights, all_grads) if accumulates and not earlier_grads else None,
+        step_end=MemoryPhase(weights, all_grads, gradient * (params.root - params.head) if accumulates else 0.0),
     )
 
 
-def _finished_grad_fraction(held: DeviceParams) -> float:
+def _finished_grad_fraction(params: DeviceParams) -> float:
     """Return the fraction of gradients that exist during the last layer's backward: not its own nor the embedding's."""
-    return max(0.0, 1 - (held.layer + held.root - held.head) / (held.dense + held.experts))
+    return max(0.0, 1 - (params.layer + params.root - params.head) / (params.dense + params.experts))
 
 
-def _full_weights(
-    spec: RunSpec, held: DeviceParams, divided: float, optimizer: float, accounting: MemoryProfile
+def _distributed_optimizer(
+    spec: RunSpec, params: DeviceParams, sharded_params: float, optimizer: float, profile: MemoryProfile
 ) -> ModelStates:
     """Full weights and gradients, sharded master weights and moments: Megatron's distributed optimizer."""
-    plain = dtype_bytes(spec.precision.compute_dtype)
-    weight: float = plain
+    compute_bytes = dtype_bytes(spec.precision.compute_dtype)
+    weight: float = compute_bytes
     if spec.precision.compute_dtype == "fp8":
-        weight = accounting.float8_weight_copies + (0 if spec.precision.fp8.param_gather else plain)
+        weight = profile.fp8_weight_copy_bytes + (0 if spec.precision.fp8.param_gather else compute_bytes)
     # Embedding and head have no 8-bit copies.
-    weights = weight * (held.dense + held.experts - held.root) + plain * held.root
-    whole = held.dense + held.experts
+    weights = weight * (params.dense + params.experts - params.root) + compute_bytes * params.root
+    grads = params.dense + params.experts
     if spec.parallel.data_sharding == "optim_grads_params":
-        weights, whole = plain * divided, divided
-    phase = MemoryPhase(weights, _BYTES[spec.precision.grad_dtype] * whole)
-    return ModelStates(optimizer * divided, phase, phase, 0.0, None, None, phase)
+        weights, grads = compute_bytes * sharded_params, sharded_params
+    phase = MemoryPhase(weights, _BYTES[spec.precision.grad_dtype] * grads)
+    return ModelStates(optimizer * sharded_params, phase, phase, 0.0, None, None, phase)

@@ -17,9 +17,9 @@ from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.stage_params import DeviceParams, VirtualStage, chunks_by_rank, params_by_rank
 from megalaunch.plan.topology import Topology
 
-LOSS, LAYER, UNIT = "as the loss runs backwards", "as a layer runs backwards", "as a layer's gradients are summed"
-LAST, BETWEEN = "as the last layer runs backwards", "as a microbatch ends"
-END = "as the last gradients are summed"
+LOSS, LAYER, GRAD_REDUCE = "backward of the loss", "backward of a layer", "gradient reduction of a layer"
+LAST_LAYER, MICROBATCH_END = "backward of the last layer", "end of a microbatch"
+STEP_END = "last gradient reduction"
 
 
 @dataclass(frozen=True)
@@ -51,36 +51,36 @@ class Memory:
         return {name: getattr(self, name) for name in names}
 
 
-def predict_memory(spec: RunSpec, accounting: MemoryProfile | None = None) -> Memory:
+def predict_memory(spec: RunSpec, profile: MemoryProfile | None = None) -> Memory:
     """Return the memory of the device that needs most, of a resolved spec.
 
     Args:
-        accounting: the memory profile; None: that of this project's engine.
+        profile: the memory profile; None: that of this project's engine.
 
     Raises:
         ValueError: the spec is open, or a degree does not divide (StageError for stages).
     """
-    ranks = memory_by_rank(spec, accounting)
+    ranks = memory_by_rank(spec, profile)
     return max(ranks, key=lambda memory: memory.total)
 
 
-def memory_by_rank(spec: RunSpec, accounting: MemoryProfile | None = None) -> list[Memory]:
+def memory_by_rank(spec: RunSpec, profile: MemoryProfile | None = None) -> list[Memory]:
     """Return the memory of a device of every pipeline rank."""
-    accounting = accounting or profile_for(spec)
+    profile = profile or profile_for(spec)
     topology, dtypes = Topology.from_spec(spec), DtypesAndGroups.from_spec(spec)
     ranks = chunks_by_rank(spec)
-    held = params_by_rank(spec, topology.tp, topology.ep * topology.etp)
+    params = params_by_rank(spec, topology.tp, topology.ep * topology.etp)
     kinds = {kind for chunks in ranks for chunk in chunks for kind, _ in chunk.kinds}
-    saved = {kind: saved_bytes(spec.model, kind, dtypes, accounting) for kind in kinds}
-    ends = head_bytes(spec.model, dtypes, accounting)
-    found = []
+    saved = {kind: saved_bytes(spec.model, kind, dtypes, profile) for kind in kinds}
+    head = head_bytes(spec.model, dtypes, profile)
+    by_rank = []
     for rank, chunks in enumerate(ranks):
-        kept = _saved_activations(spec, topology, rank, chunks, saved, ends)
-        if accounting.stage_messages:
-            kept = _add_p2p_buffers(kept, chunks, next(iter(saved.values())).boundary)
-        moments = _peak_candidates(spec, topology, kept, held[rank], rank, chunks, accounting)
-        found.append(max(moments, key=lambda memory: memory.total))
-    return found
+        activations = _saved_activations(spec, topology, rank, chunks, saved, head)
+        if profile.p2p_buffers:
+            activations = _add_p2p_buffers(activations, chunks, next(iter(saved.values())).layer_input)
+        candidates = _peak_candidates(spec, topology, activations, params[rank], rank, chunks, profile)
+        by_rank.append(max(candidates, key=lambda memory: memory.total))
+    return by_rank
 
 
 @dataclass(frozen=True)
@@ -90,77 +90,78 @@ class _SavedActivations:
     Attributes:
         all: when its backward passes begin.
         layer: of one layer.
-        working: in addition, during the backward of one layer.
-        messages: gradients sent and received between stages meanwhile.
-        alive: microbatches in flight of each chunk.
+        backward_peak: in addition, during the backward of one layer.
+        p2p_gradients: gradients sent to and received from other stages meanwhile.
+        in_flight: microbatches in flight of each chunk.
+        head_microbatches: microbatches in flight of the chunk with the head.
     """
 
     all: float
     layer: float
-    working: float
-    alive: tuple[int, ...]
-    head_copies: int
-    messages: float = 0.0
+    backward_peak: float
+    in_flight: tuple[int, ...]
+    head_microbatches: int
+    p2p_gradients: float = 0.0
 
     @property
     def num_microbatches(self) -> int:
         """Microbatches in flight, of the chunk that has most."""
-        return max(1, *self.alive)
+        return max(1, *self.in_flight)
 
 
 def _peak_candidates(
     spec: RunSpec,
     topology: Topology,
-    kept: _SavedActivations,
-    held: DeviceParams,
+    saved: _SavedActivations,
+    params: DeviceParams,
     rank: int,
     chunks: tuple[VirtualStage, ...],
-    accounting: MemoryProfile,
+    profile: MemoryProfile,
 ) -> Iterator[Memory]:
     """Yield the memory in each phase that may have the peak of a rank."""
-    states = model_states(spec, topology, held, accounting, kept.num_microbatches)
+    states = model_states(spec, topology, params, profile, saved.num_microbatches)
     tokens = topology.micro_batch_size * spec.batch.sequence_length / topology.cp
     losses = sum(chunk.head + chunk.depths for chunk in chunks)
-    loss = loss_bytes(spec, topology, accounting, tokens)
-    waiting = losses * (kept.head_copies - 1)
-    late = losses * tokens * _deferred(spec, topology, accounting) + waiting * loss.logits_waiting
+    loss = loss_bytes(spec, topology, profile, tokens)
+    pending = losses * (saved.head_microbatches - 1)
+    held_logits = losses * tokens * _deferred_head(spec, topology, profile) + pending * loss.pending_logits
 
     def at(
-        moment: str,
-        phase: MemoryPhase,
+        phase: str,
+        states_in_phase: MemoryPhase,
         activations: float,
         logits: float = 0.0,
         buffers: float = 0.0,
-        beside: float = 0.0,
+        head_gradients: float = 0.0,
     ) -> Memory:
         return Memory(
-            weights=phase.weights,
-            gradients=phase.gradients,
+            weights=states_in_phase.weights,
+            gradients=states_in_phase.gradients,
             optimizer=states.optimizer,
-            activations=tokens * activations + beside + waiting * loss.formed_waiting,
-            logits=logits + late,
-            buffers=phase.buffers + buffers,
+            activations=tokens * activations + head_gradients + pending * loss.pending_gradients,
+            logits=logits + held_logits,
+            buffers=states_in_phase.buffers + buffers,
             rank=rank,
-            parameters=held.dense + held.experts,
-            phase=moment,
+            parameters=params.dense + params.experts,
+            phase=phase,
         )
 
     if losses:
-        yield at(LOSS, states.loss, kept.all, losses * loss.logits, beside=losses * loss.beside)
-        yield at(LOSS, states.loss, kept.all, beside=losses * loss.scaled)
-    yield at(LAYER, states.layer, kept.all + kept.working, buffers=tokens * kept.messages)
-    if states.unit:
-        yield at(UNIT, states.layer, kept.all - kept.layer, buffers=states.unit)
-    if states.last is not None:
-        yield at(LAST, states.last, kept.layer + kept.working)
-    if states.between is not None:
-        yield at(BETWEEN, states.between, kept.all * (1 - 1 / kept.num_microbatches))
-    yield at(END, states.end, 0.0)
+        yield at(LOSS, states.loss, saved.all, losses * loss.logits, head_gradients=losses * loss.with_logits)
+        yield at(LOSS, states.loss, saved.all, head_gradients=losses * loss.while_scaling)
+    yield at(LAYER, states.layer, saved.all + saved.backward_peak, buffers=tokens * saved.p2p_gradients)
+    if states.grad_reduce:
+        yield at(GRAD_REDUCE, states.layer, saved.all - saved.layer, buffers=states.grad_reduce)
+    if states.last_layer is not None:
+        yield at(LAST_LAYER, states.last_layer, saved.layer + saved.backward_peak)
+    if states.microbatch_end is not None:
+        yield at(MICROBATCH_END, states.microbatch_end, saved.all * (1 - 1 / saved.num_microbatches))
+    yield at(STEP_END, states.step_end, 0.0)
 
 
-def _deferred(spec: RunSpec, topology: Topology, accounting: MemoryProfile) -> float:
+def _deferred_head(spec: RunSpec, topology: Topology, profile: MemoryProfile) -> float:
     """Return the bytes per token held for the head's deferred gradient: gradients of logits, and the head's inputs."""
-    microbatches = min(accounting.deferred_heads, topology.microbatches)
+    microbatches = min(profile.deferred_head_microbatches, topology.microbatches)
     part = topology.tp if spec.parallel.sequence_parallel else 1
     width = vocabulary_rows(spec.model.vocab_size or 0, topology.tp) / topology.tp + spec.model.hidden_size / part
     return microbatches * dtype_bytes(spec.precision.compute_dtype) * width
@@ -172,10 +173,10 @@ def _saved_activations(
     rank: int,
     chunks: tuple[VirtualStage, ...],
     saved: dict[Layer, SavedBytes],
-    ends: float,
+    head: float,
 ) -> _SavedActivations:
     """Sum the saved activations of every chunk's layers, times its microbatches in flight."""
-    alive = in_flight(
+    microbatches = in_flight(
         spec.parallel.schedule,
         topology.pp,
         len(chunks),
@@ -184,54 +185,61 @@ def _saved_activations(
         spec.parallel.microbatch_group_size_per_vp_stage or topology.pp,
     )
     full = spec.recompute.granularity == "full"
-    total = working = layer = 0.0
-    head_copies = 1
-    for chunk, copies in zip(chunks, alive, strict=True):
+    total = peak = layer = 0.0
+    head_microbatches = 1
+    for chunk, count_in_flight in zip(chunks, microbatches, strict=True):
         offloaded, layers = spec.recompute.cpu_offloading_num_layers, sum(count for _, count in chunk.kinds)
-        back = _layers_resident(layers, offloaded)
-        left = spec.recompute.num_layers  # layers to recompute by recompute.method=block: the first ones of a stage
+        prefetched = _layers_resident(layers, offloaded)
+        to_recompute = (
+            spec.recompute.num_layers
+        )  # layers to recompute by recompute.method=block: the first ones of a stage
         for kind, count in chunk.kinds:
             one = saved[kind]
             on_device = max(0, count - offloaded)
             offloaded = max(0, offloaded - count)
             if full:
-                kept, again, left = _add_recompute(spec, one, on_device, left)
+                size, recomputed, to_recompute = _full_recompute(spec, one, on_device, to_recompute)
             else:
-                kept, again = one.kept * on_device, one.again
-            total += kept * copies
-            working = max(working, again + one.working + back * (one.kept + one.again))
-            layer = kept / on_device if on_device else 0.0
+                size, recomputed = one.saved * on_device, one.recomputed
+            total += size * count_in_flight
+            peak = max(peak, recomputed + one.backward_peak + prefetched * one.without_recompute)
+            layer = size / on_device if on_device else 0.0
         if chunk.head:
-            total += ends * copies
-            head_copies = max(1, copies)
-    return _SavedActivations(total, layer, working, alive, head_copies)
+            total += head * count_in_flight
+            head_microbatches = max(1, count_in_flight)
+    return _SavedActivations(total, layer, peak, microbatches, head_microbatches)
 
 
 def _layers_resident(layers: int, offloaded: int) -> int:
-    """Return the offloaded layers of a stage on the device during a backward: it and the next, less layers freed."""
-    here = max(0, layers - offloaded)
-    return max(0, min(2, layers) - here) if offloaded else 0
+    """Return the offloaded layers on the device during a backward: the layer in backward and the prefetched one.
+
+    Layers that were never offloaded are freed by then.
+    """
+    never_offloaded = max(0, layers - offloaded)
+    return max(0, min(2, layers) - never_offloaded) if offloaded else 0
 
 
-def _add_p2p_buffers(kept: _SavedActivations, chunks: tuple[VirtualStage, ...], stream: float) -> _SavedActivations:
-    """Add the outputs that stages hold, the gradient received from the next stage and the one sent to the previous."""
-    outputs = sum(copies for chunk, copies in zip(chunks, kept.alive, strict=True) if not chunk.head)
+def _add_p2p_buffers(
+    saved: _SavedActivations, chunks: tuple[VirtualStage, ...], hidden_states: float
+) -> _SavedActivations:
+    """Add the sent outputs, the gradient received from the next stage and the one sent to the previous."""
+    outputs = sum(count for chunk, count in zip(chunks, saved.in_flight, strict=True) if not chunk.head)
     gradients = any(not chunk.head for chunk in chunks) + any(not chunk.embedding for chunk in chunks)
-    return replace(kept, all=kept.all + outputs * stream, messages=gradients * stream)
+    return replace(saved, all=saved.all + outputs * hidden_states, p2p_gradients=gradients * hidden_states)
 
 
-def _add_recompute(spec: RunSpec, saved: SavedBytes, layers: int, left: int) -> tuple[float, float, int]:
-    """Return the bytes saved, the further bytes alive during recomputation, and the layers left to recompute.
+def _full_recompute(spec: RunSpec, layer: SavedBytes, layers: int, to_recompute: int) -> tuple[float, float, int]:
+    """Return the bytes saved, those allocated in addition during recomputation, and the layers left to recompute.
 
     For recompute.granularity=full: activation checkpointing of full layers, method block or uniform.
     """
-    whole = saved.kept + saved.again
+    full = layer.without_recompute
     if spec.recompute.method == "block":
-        again = min(left, layers)
+        count = min(to_recompute, layers)
         # Layers that are not recomputed come after the others, and are freed by then.
-        meanwhile = whole - saved.boundary if again == layers else 0.0
-        return saved.boundary * again + whole * (layers - again), meanwhile, left - again
-    size = min(spec.recompute.num_layers, layers)
-    if not size:
-        return 0.0, 0.0, left
-    return saved.boundary * -(-layers // size), whole * size - saved.boundary, left
+        recomputed = full - layer.layer_input if count == layers else 0.0
+        return layer.layer_input * count + full * (layers - count), recomputed, to_recompute - count
+    chunk = min(spec.recompute.num_layers, layers)
+    if not chunk:
+        return 0.0, 0.0, to_recompute
+    return layer.layer_input * -(-layers // chunk), full * chunk - layer.layer_input, to_recompute

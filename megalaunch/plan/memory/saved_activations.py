@@ -1,7 +1,7 @@
 """Activations saved for backward by each operator of a layer: one row per operator, in bytes per token.
 
 The rows describe the decoder of engine/model in plain torch. With 16-bit activations a Llama layer has 2 (4h + 2q + 2k
-+ 3f) bytes (h hidden, q and k widths of queries and keys, f inner width): table 2 of Korthikanti et al. 2022 ("Reducing
++ 3f) bytes (h hidden, q and k dims of queries and keys, f inner width): table 2 of Korthikanti et al. 2022 ("Reducing
 Activation Recomputation") with fused attention and without dropout.
 """
 
@@ -18,151 +18,270 @@ from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.layer_dims import DtypesAndGroups, LayerDims, layer_dims
 from megalaunch.plan.memory.profiles import MemoryProfile
 
-Divided = Literal["sequence", "tp", "whole"]
+Sharding = Literal["sequence", "tp", "replicated"]
 
 
 @dataclass(frozen=True)
 class OpRow:
-    """One operator: `bytes` per token, what shards them, and the recomputed modules that do not save them."""
+    """One operator: `bytes` per token, how they are sharded, and the recompute modules that do not save them.
+
+    `gathered`: a matmul's input that sequence parallelism all-gathers; a profile may save it gathered.
+    """
 
     name: str
     bytes: Callable[[LayerDims], float]
-    divided: Divided = "tp"
-    spared_by: tuple[RecomputeModule, ...] = ()
+    sharding: Sharding = "tp"
+    recomputed_by: tuple[RecomputeModule, ...] = ()
+    gathered: bool = False
 
 
 ATTENTION = (
-    OpRow("input of the first norm: the residual stream", lambda w: w.r * w.h, "sequence"),
-    OpRow("statistics of the first norm, fp32", lambda w: 4, "sequence"),
-    OpRow("normed, input of the projections", lambda w: w.i * w.h, "sequence", ("norm",)),
-    OpRow("queries, rotated", lambda w: w.b * w.q),
-    OpRow("keys, rotated", lambda w: w.b * w.k * w.held),
-    OpRow("values", lambda w: w.b * w.v * w.held),
-    OpRow("mask of scores in the format of queries", lambda w: w.b * w.mask, "whole", ("attention",)),
-    OpRow("queries and keys before their norms", lambda w: w.b * (w.q + w.k) if w.qk_norm else 0),
+    OpRow("input of the first norm: the residual stream", lambda d: d.residual_bytes * d.hidden_size, "sequence"),
+    OpRow("statistics of the first norm, fp32", lambda d: 4, "sequence"),
     OpRow(
-        "attention's weights, where no fused kernel runs",
-        lambda w: w.b * w.n * w.keys * w.unfused,
+        "first norm's output, input of the projections",
+        lambda d: d.matmul_input_bytes * d.hidden_size,
+        "sequence",
+        ("norm",),
+        gathered=True,
+    ),
+    OpRow("queries, after RoPE", lambda d: d.activation_bytes * d.query_width),
+    OpRow("keys, after RoPE", lambda d: d.activation_bytes * d.key_width * d.saved_kv_shards),
+    OpRow("values", lambda d: d.activation_bytes * d.value_width * d.saved_kv_shards),
+    OpRow(
+        "attention mask in the dtype of queries",
+        lambda d: d.activation_bytes * d.mask_keys,
+        "replicated",
+        ("attention",),
+    ),
+    OpRow(
+        "queries and keys, before QK norm",
+        lambda d: d.activation_bytes * (d.query_width + d.key_width) if d.qk_norm else 0,
+    ),
+    OpRow(
+        "attention weights of unfused attention",
+        lambda d: d.activation_bytes * d.num_heads * d.attended_keys * d.unfused_attention,
         "tp",
         ("attention",),
     ),
-    OpRow("attention's weights that a processor keeps, fp32", lambda w: 4 * w.n * w.weights, "tp", ("attention",)),
-    OpRow("log-sum of each softmax, fp32", lambda w: 4 * w.n, "tp", ("attention",)),
-    OpRow("attention's output, input of the last projection", lambda w: w.i * w.o),
-    OpRow("the same in 16 bits, beside an 8-bit input", lambda w: (w.b - w.i) * 2 * w.o, spared_by=("attention",)),
-    OpRow("the same before the norm after it", lambda w: w.b * w.h if w.out_norm else 0, "sequence"),
-    OpRow("dropout's mask, or what it is drawn from", lambda w: w.dropped, "sequence"),
+    OpRow(
+        "attention weights of causal attention on CPU, fp32",
+        lambda d: 4 * d.num_heads * d.saved_weight_keys,
+        "tp",
+        ("attention",),
+    ),
+    OpRow("logsumexp of each softmax, fp32", lambda d: 4 * d.num_heads, "tp", ("attention",)),
+    OpRow(
+        "attention's output, input of the output projection", lambda d: d.matmul_input_bytes * d.attention_output_width
+    ),
+    OpRow(
+        "attention's output in 16 bits, in addition to the fp8 input",
+        lambda d: (d.activation_bytes - d.matmul_input_bytes) * 2 * d.attention_output_width,
+        recomputed_by=("attention",),
+    ),
+    OpRow(
+        "output projection's output, before its norm",
+        lambda d: d.activation_bytes * d.hidden_size if d.post_norm else 0,
+        "sequence",
+    ),
+    OpRow("dropout mask, or its random seed", lambda d: d.dropout_mask_bytes, "sequence"),
 )
 # DeepSeek-V2 report, section 2.1: down to the latents (replicated on every rank), their norms, up to heads.
 LATENTS = (
-    OpRow("latent of queries", lambda w: w.b * w.ql, "sequence", ("mla_up",)),
-    OpRow("latent of queries, normed", lambda w: w.i * w.ql, "sequence", ("norm",)),
-    OpRow("latent of keys and values, and the rotary key", lambda w: w.b * (w.kl + w.p), "sequence"),
-    OpRow("latent of keys and values, normed", lambda w: w.i * w.kl, "sequence", ("norm",)),
+    OpRow("query latent", lambda d: d.activation_bytes * d.q_lora_rank, "sequence", ("mla_up",)),
+    OpRow("query latent after its norm", lambda d: d.matmul_input_bytes * d.q_lora_rank, "sequence", ("norm",)),
+    OpRow(
+        "key/value latent, and the RoPE key",
+        lambda d: d.activation_bytes * (d.kv_lora_rank + d.qk_rope_head_dim),
+        "sequence",
+    ),
+    OpRow("key/value latent after its norm", lambda d: d.matmul_input_bytes * d.kv_lora_rank, "sequence", ("norm",)),
 )
 DENSE = (
-    OpRow("input of the second norm: the residual stream", lambda w: w.r * w.h, "sequence"),
-    OpRow("statistics of the second norm, fp32", lambda w: 4, "sequence"),
-    OpRow("normed, input of (gate and) up", lambda w: w.i * w.h, "sequence", ("norm",)),
-    OpRow("inputs of the activation", lambda w: w.b * w.g * w.f, "tp", ("mlp",)),
-    OpRow("activation's output, input of down", lambda w: w.i * w.f, "tp", ("mlp", "activation")),
-    OpRow("the block's output before the norm after it", lambda w: w.b * w.h if w.out_norm else 0, "sequence"),
-    OpRow("dropout's mask, or what it is drawn from", lambda w: w.dropped, "sequence"),
+    OpRow("input of the second norm: the residual stream", lambda d: d.residual_bytes * d.hidden_size, "sequence"),
+    OpRow("statistics of the second norm, fp32", lambda d: 4, "sequence"),
+    OpRow(
+        "second norm's output, input of (gate and) up",
+        lambda d: d.matmul_input_bytes * d.hidden_size,
+        "sequence",
+        ("norm",),
+        gathered=True,
+    ),
+    OpRow(
+        "inputs of the activation",
+        lambda d: d.activation_bytes * d.saved_activation_inputs * d.ffn_width,
+        "tp",
+        ("mlp",),
+    ),
+    OpRow(
+        "activation's output, input of down", lambda d: d.matmul_input_bytes * d.ffn_width, "tp", ("mlp", "activation")
+    ),
+    OpRow(
+        "down projection's output, before its norm",
+        lambda d: d.activation_bytes * d.hidden_size if d.post_norm else 0,
+        "sequence",
+    ),
+    OpRow("dropout mask, or its random seed", lambda d: d.dropout_mask_bytes, "sequence"),
 )
-# Each token is dispatched to t experts; balanced routing is assumed. Expert matmuls have full rows.
+# Each token is dispatched to top_k experts; balanced routing is assumed. Expert matmuls have full rows.
 EXPERTS = (
-    OpRow("input of the second norm: the residual stream", lambda w: w.r * w.h, "sequence"),
-    OpRow("statistics of the second norm, fp32", lambda w: 4, "sequence"),
-    OpRow("normed, input of router and dispatch", lambda w: w.b * w.h, "sequence", ("norm",)),
-    OpRow("router's logits and weights, fp32", lambda w: 2 * 4 * w.E, "sequence", ("moe",)),
-    OpRow("dispatched copies, input of (gate and) up", lambda w: w.i * w.t * w.h, "sequence", ("moe",)),
-    OpRow("inputs of the experts' activation", lambda w: w.b * w.g * w.t * w.e, "sequence", ("moe",)),
-    OpRow("output of the experts' activation", lambda w: w.i * w.t * w.e, "sequence", ("moe", "activation")),
-    OpRow("experts' outputs, weighted and summed", lambda w: w.b * w.t * w.h, "sequence", ("moe",)),
-    OpRow("inputs of the shared experts' activation", lambda w: w.b * w.g * w.s, "tp", ("moe", "shared_experts")),
-    OpRow("output of the shared experts' activation", lambda w: w.i * w.s, "tp", ("moe", "shared_experts")),
+    OpRow("input of the second norm: the residual stream", lambda d: d.residual_bytes * d.hidden_size, "sequence"),
+    OpRow("statistics of the second norm, fp32", lambda d: 4, "sequence"),
+    OpRow(
+        "second norm's output, input of router and dispatch",
+        lambda d: d.activation_bytes * d.hidden_size,
+        "sequence",
+        ("norm",),
+        gathered=True,
+    ),
+    OpRow("router's logits and weights, fp32", lambda d: 2 * 4 * d.num_experts, "sequence", ("moe",)),
+    OpRow(
+        "dispatched tokens, input of (gate and) up",
+        lambda d: d.matmul_input_bytes * d.experts_per_token * d.hidden_size,
+        "sequence",
+        ("moe",),
+    ),
+    OpRow(
+        "inputs of the experts' activation",
+        lambda d: d.activation_bytes * d.saved_activation_inputs * d.experts_per_token * d.expert_ffn_width,
+        "sequence",
+        ("moe",),
+    ),
+    OpRow(
+        "output of the experts' activation",
+        lambda d: d.matmul_input_bytes * d.experts_per_token * d.expert_ffn_width,
+        "sequence",
+        ("moe", "activation"),
+    ),
+    OpRow(
+        "experts' outputs, to be weighted and summed",
+        lambda d: d.activation_bytes * d.experts_per_token * d.hidden_size,
+        "sequence",
+        ("moe",),
+    ),
+    OpRow(
+        "inputs of the shared experts' activation",
+        lambda d: d.activation_bytes * d.saved_activation_inputs * d.shared_ffn_width,
+        "tp",
+        ("moe", "shared_experts"),
+    ),
+    OpRow(
+        "output of the shared experts' activation",
+        lambda d: d.matmul_input_bytes * d.shared_ffn_width,
+        "tp",
+        ("moe", "shared_experts"),
+    ),
 )
-# DeepSeek-V3 report, section 2.2: two norms, concatenation of both streams, one projection; then the last norm.
-FURTHER = (
-    OpRow("inputs of the two norms", lambda w: 2 * w.r * w.h, "sequence"),
-    OpRow("both normed, input of the projection", lambda w: w.i * 2 * w.h, "sequence", ("norm",)),
-    OpRow("input of the last norm, and its output", lambda w: w.r * w.h + w.i * w.h, "sequence"),
+# DeepSeek-V3 report, section 2.2: two norms, concatenation of both streams, one projection; then the final norm.
+MTP = (
+    OpRow("inputs of the two norms", lambda d: 2 * d.residual_bytes * d.hidden_size, "sequence"),
+    OpRow(
+        "outputs of the two norms, input of the projection",
+        lambda d: d.matmul_input_bytes * 2 * d.hidden_size,
+        "sequence",
+        ("norm",),
+    ),
+    OpRow(
+        "input and output of the final norm",
+        lambda d: d.residual_bytes * d.hidden_size + d.matmul_input_bytes * d.hidden_size,
+        "sequence",
+    ),
 )
-ENDS = (OpRow("input of the last norm, and its output: the head's input", lambda w: w.r * w.h + w.i * w.h, "sequence"),)
+HEAD = (
+    OpRow(
+        "input and output of the final norm: the head's input",
+        lambda d: d.residual_bytes * d.hidden_size + d.matmul_input_bytes * d.hidden_size,
+        "sequence",
+    ),
+)
 
 
-def op_rows(widths: LayerDims) -> Iterator[OpRow]:
+def op_rows(dims: LayerDims) -> Iterator[OpRow]:
     """Yield the rows of one layer."""
     yield from ATTENTION
-    if widths.mla:
+    if dims.mla:
         yield from LATENTS
-    yield from EXPERTS if widths.experts else DENSE
-    if widths.mtp:
-        yield from FURTHER
+    yield from EXPERTS if dims.experts else DENSE
+    if dims.mtp:
+        yield from MTP
 
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes per token of one layer: `kept` until backward, and `again` alive only while the layer is recomputed.
+    """Bytes per token of one layer.
 
-    `boundary` is its input, `working` the peak of gradients (and scores) in its backward, in addition.
+    Attributes:
+        saved: saved for backward.
+        recomputed: allocated in addition while the layer is recomputed.
+        layer_input: of them, the layer's input.
+        backward_peak: peak of gradients (and scores) in its backward, in addition.
     """
 
-    kept: float
-    again: float
-    boundary: float
-    working: float
+    saved: float
+    recomputed: float
+    layer_input: float
+    backward_peak: float
+
+    @property
+    def without_recompute(self) -> float:
+        """Bytes saved for backward if nothing is recomputed."""
+        return self.saved + self.recomputed
 
 
 def rows_with_bytes(
-    model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, accounting: MemoryProfile
+    model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile
 ) -> Iterator[tuple[OpRow, float, bool]]:
-    """Yield every row of one layer with saved bytes, its bytes per token, and whether recomputation saves them."""
-    widths = layer_dims(model, kind, dtypes, accounting)
-    for row in op_rows(widths):
-        size = row.bytes(widths) / _divisor(row, dtypes, accounting)
+    """Yield every row of one layer with saved bytes, its bytes per token, and whether it is recomputed instead."""
+    dims = layer_dims(model, kind, dtypes, profile)
+    for row in op_rows(dims):
+        size = row.bytes(dims) / _sequence_shards(row, dtypes, profile)
         if size:
-            yield row, size, any(module in row.spared_by for module in dtypes.modules)
+            yield row, size, any(module in row.recomputed_by for module in dtypes.recompute_modules)
 
 
 @lru_cache(maxsize=8192)
-def saved_bytes(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, accounting: MemoryProfile) -> SavedBytes:
+def saved_bytes(model: ModelSpec, kind: Layer, dtypes: DtypesAndGroups, profile: MemoryProfile) -> SavedBytes:
     """Return the saved bytes of one layer, by the table."""
-    kept = 0.0
-    again = {True: 0.0, False: 0.0}  # attention, feed-forward block: one finishes before the other starts
-    widths = layer_dims(model, kind, dtypes, accounting)
-    for row, size, spared in rows_with_bytes(model, kind, dtypes, accounting):
-        again[row in ATTENTION or row in LATENTS] += size if spared else 0.0
-        kept += 0.0 if spared else size
-    return SavedBytes(kept, max(again.values()), widths.r * widths.h / widths.part, _working(widths))
+    saved = 0.0
+    recomputed = {True: 0.0, False: 0.0}  # attention, feed-forward block: one finishes before the other starts
+    dims = layer_dims(model, kind, dtypes, profile)
+    for row, size, is_recomputed in rows_with_bytes(model, kind, dtypes, profile):
+        recomputed[row in ATTENTION or row in LATENTS] += size if is_recomputed else 0.0
+        saved += 0.0 if is_recomputed else size
+    layer_input = dims.residual_bytes * dims.hidden_size / dims.sequence_shards
+    return SavedBytes(saved, max(recomputed.values()), layer_input, _backward_peak(dims))
 
 
-def _working(w: LayerDims) -> float:
+def _backward_peak(d: LayerDims) -> float:
     """Return the peak of gradients during the backward of one layer, in addition to its saved activations.
 
     The peak is in the feed-forward block: gradients of the residual stream, of the block's output and of the inputs of
-    its activation; the inner values themselves are freed by then. A ring of context-parallel ranks works on scores
-    after the block's values are freed.
+    its activation; the inner values themselves are freed by then. Ring attention allocates its scores after the block's
+    values are freed.
     """
-    if w.experts:
-        inner = w.t * (w.h + w.d * w.e) / w.part + w.d * w.s
-        kept = w.t * (2 * w.h + (w.g + 1) * w.e) / w.part + (w.g + 1) * w.s
+    if d.experts:
+        routed = d.experts_per_token * (d.hidden_size + d.activation_gradients * d.expert_ffn_width)
+        inner = routed / d.sequence_shards + d.activation_gradients * d.shared_ffn_width
+        values = d.saved_activation_inputs + 1
+        routed = d.experts_per_token * (2 * d.hidden_size + values * d.expert_ffn_width)
+        freed = routed / d.sequence_shards + values * d.shared_ffn_width
     else:
-        inner, kept = w.d * w.f, (w.g + 1) * w.f
-    stream = w.h / w.part + w.h
-    return max(w.b * (stream + inner), w.scores - w.b * (w.h / w.part + kept))
+        inner = d.activation_gradients * d.ffn_width
+        freed = (d.saved_activation_inputs + 1) * d.ffn_width
+    stream = d.hidden_size / d.sequence_shards + d.hidden_size
+    ring_attention = d.score_buffer_bytes - d.activation_bytes * (d.hidden_size / d.sequence_shards + freed)
+    return max(d.activation_bytes * (stream + inner), ring_attention)
 
 
-def _divisor(row: OpRow, dtypes: DtypesAndGroups, accounting: MemoryProfile) -> int:
+def _sequence_shards(row: OpRow, dtypes: DtypesAndGroups, profile: MemoryProfile) -> int:
     """Return the ranks that shard a row by sequence; widths of rows sharded over tp are local already."""
-    if row.divided != "sequence" or not dtypes.sequence_parallel:
+    if row.sharding != "sequence" or not dtypes.sequence_parallel:
         return 1
-    gathered = row.name.startswith("normed, input of") and not accounting.gathers_again
-    return 1 if gathered else dtypes.tp
+    return 1 if row.gathered and not profile.regathers_inputs else dtypes.tp
 
 
 @lru_cache(maxsize=1024)
-def head_bytes(model: ModelSpec, dtypes: DtypesAndGroups, accounting: MemoryProfile) -> float:
+def head_bytes(model: ModelSpec, dtypes: DtypesAndGroups, profile: MemoryProfile) -> float:
     """Return the bytes per token that the last norm and the head save."""
-    widths = layer_dims(model, Layer(0, experts=False, window=None, mtp=False), dtypes, accounting)
-    return sum(row.bytes(widths) / _divisor(row, dtypes, accounting) for row in ENDS)
+    dims = layer_dims(model, Layer(0, experts=False, window=None, mtp=False), dtypes, profile)
+    return sum(row.bytes(dims) / _sequence_shards(row, dtypes, profile) for row in HEAD)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from megalaunch.plan.memory.model_states import MOMENTS, master_bytes
+from megalaunch.plan.memory.model_states import MOMENTS, main_param_bytes
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.rules.memory import fullest, smaller
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
@@ -73,7 +73,7 @@ def _checkpoint_bytes(at: RuleContext) -> int | None:
     if None in (spec.model.head_dim, spec.model.num_query_groups, spec.model.vocab_size):
         return None
     moment = 2 if spec.precision.exp_avg_dtype == "bf16" else 4
-    return count_parameters(spec.model).total * (master_bytes(spec) + MOMENTS[spec.optimizer.name] * moment)
+    return count_parameters(spec.model).total * (main_param_bytes(spec) + MOMENTS[spec.optimizer.name] * moment)
 
 
 def _most_kept(at: RuleContext) -> int:

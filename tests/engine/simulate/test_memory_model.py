@@ -12,7 +12,16 @@ from made_specs import resolved
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.simulate.deep_plan import deep_plan
-from megalaunch.plan.memory.rank import BETWEEN, END, LAST, LAYER, LOSS, UNIT, Memory, memory_by_rank
+from megalaunch.plan.memory.rank import (
+    GRAD_REDUCE,
+    LAST_LAYER,
+    LAYER,
+    LOSS,
+    MICROBATCH_END,
+    STEP_END,
+    Memory,
+    memory_by_rank,
+)
 from megalaunch.plan.topology import Topology
 
 CLOSE = 0.05
@@ -72,7 +81,7 @@ class Case:
 
 
 CASES = [
-    Case("dp", 1, (1, 1, 256), END),
+    Case("dp", 1, (1, 1, 256), STEP_END),
     Case("dp", 1, (8, 4, 2048), LOSS),
     Case("dp", 1, (4, 4, 2048), LOSS, precision="fp32"),
     Case("dp", 1, (8, 4, 2048), LAYER, (FEW_WORDS,)),
@@ -84,9 +93,11 @@ CASES = [
     Case("dp", 1, (8, 4, 1024), LAYER, shape=DROPPING),
     Case("tp4sp", 4, (8, 4, 1024), LAYER, shape=DROPPING),
     Case("cp2", 2, (4, 2, 1024), LAYER, shape=DROPPING),
-    Case("zero0", 4, (8, 1, 64), END, ("precision.grad_reduce_dtype=bf16",)),
-    Case("pp3", 6, (24, 1, 128), BETWEEN, ("parallel.data_sharding=no_shard", "precision.grad_reduce_dtype=bf16")),
-    Case("zero1", 8, (8, 1, 256), UNIT, (FEW_WORDS,)),
+    Case("zero0", 4, (8, 1, 64), STEP_END, ("precision.grad_reduce_dtype=bf16",)),
+    Case(
+        "pp3", 6, (24, 1, 128), MICROBATCH_END, ("parallel.data_sharding=no_shard", "precision.grad_reduce_dtype=bf16")
+    ),
+    Case("zero1", 8, (8, 1, 256), GRAD_REDUCE, (FEW_WORDS,)),
     Case("zero2", 4, (16, 2, 2048), LAYER, (FEW_WORDS,)),
     Case("zero3", 8, (32, 2, 1024), LAYER, (FEW_WORDS,)),
     Case("zero3hsdp2", 4, (16, 2, 2048), LOSS),
@@ -97,8 +108,8 @@ CASES = [
     Case("cp2", 2, (4, 2, 2048), LOSS, ("parallel.cp_comm_type=a2a",)),
     Case("pp3", 3, (6, 1, 2048), LAYER),
     Case("pp3", 3, (6, 1, 2048), LAYER, ("precision.residual_dtype=fp32", FEW_WORDS), rank=1),
-    Case("pp3", 3, (12, 1, 128), BETWEEN),
-    Case("pp3", 6, (24, 1, 128), END, ("parallel.data_sharding=no_shard",)),
+    Case("pp3", 3, (12, 1, 128), MICROBATCH_END),
+    Case("pp3", 6, (24, 1, 128), STEP_END, ("parallel.data_sharding=no_shard",)),
     Case("pp3", 3, (6, 1, 2048), LOSS, rank=2),
     Case("pp3", 3, (3, 1, 2048), LOSS, ("parallel.schedule=gpipe",), rank=2),
     Case("dp", 1, (8, 4, 2048), LOSS, ("train.loss_chunks=4",)),
@@ -108,8 +119,8 @@ CASES = [
     Case("tp4sp", 4, (4, 2, 2048), LOSS, ("train.loss_chunks=4",)),
     Case("pp3", 3, (3, 1, 2048), LOSS, ("train.loss_chunks=4", "parallel.schedule=gpipe"), rank=2),
     Case("tp2pp3sp", 6, (6, 2, 2048), LAYER, rank=2),
-    Case("dp", 1, (4, 4, 512), LAST, (FEW_WORDS, "recompute=full"), precision="fp32"),
-    Case("zero1", 2, (2, 1, 256), LAST, (FEW_WORDS, "recompute=full"), precision="fp32"),
+    Case("dp", 1, (4, 4, 512), LAST_LAYER, (FEW_WORDS, "recompute=full"), precision="fp32"),
+    Case("zero1", 2, (2, 1, 256), LAST_LAYER, (FEW_WORDS, "recompute=full"), precision="fp32"),
 ]
 
 
@@ -123,7 +134,7 @@ CASES += [
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS),  # attention's weights are kept
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, "data.reset_attention_mask=true"),  # none, but a mask
     _on_processors("dp", 1, (2, 2, 1024), LAYER, FEW_WORDS),  # so many are not
-    _on_processors("dp", 1, (4, 4, 512), LAST, FEW_WORDS, "recompute=full"),
+    _on_processors("dp", 1, (4, 4, 512), LAST_LAYER, FEW_WORDS, "recompute=full"),
     _on_processors("dp", 1, (4, 4, 512), LAYER, FEW_WORDS, SELECTIVE, "recompute.modules=[attention]"),
     _on_processors("tp2", 2, (8, 4, 512), LOSS),
     _on_processors("tp2sp", 2, (8, 4, 512), LOSS),
@@ -134,7 +145,7 @@ CASES += [
     _on_processors("cp2", 2, (4, 4, 512), LAYER, FEW_WORDS, *DEALT),
     _on_processors("pp3", 3, (6, 2, 512), LAYER, FEW_WORDS),
     Case("dp", 1, (4, 4, 512), LAYER, (FEW_WORDS,), platform="cpu"),
-    Case("zero1", 2, (2, 1, 256), UNIT, (FEW_WORDS,), platform="cpu"),
+    Case("zero1", 2, (2, 1, 256), GRAD_REDUCE, (FEW_WORDS,), platform="cpu"),
 ]
 
 
