@@ -23,7 +23,7 @@ def check_corpus(spec: RunSpec, origins: Mapping[str, HasOrigin] | None = None) 
     found = []
     for key in ("corpus", "sft_data"):
         source = getattr(spec.data, key)
-        if source is None or source == STANDARD_LIBRARY or is_address(source):  # rules/remote.py reports addresses
+        if source is None or source == STANDARD_LIBRARY or is_address(source):  # rules/launching.py reports addresses
             continue
         origin = origins.get(f"data.{key}") if origins else None
         where = origin.where if origin and origin.kind != "default" else ""

@@ -44,14 +44,14 @@ def validated(result: SearchResult, origins: Mapping[str, HasOrigin], count: int
     from megalaunch.plan.check import check
     from megalaunch.plan.rules.registry import RULES
     from megalaunch.plan.rules.suggestions import suggestions_disabled
-    from megalaunch.plan.search.filter import LAYOUT_ROOMS
+    from megalaunch.plan.search.filter import LAYOUT_RULE_MODULES
 
-    rooms = {rule.id: rule.check.__module__.rpartition(".")[2] for rule in RULES.values()}
+    modules = {rule.id: rule.check.__module__.rpartition(".")[2] for rule in RULES.values()}
     passed: list[Found] = []
     for found in result.ranked:
         with suggestions_disabled():
             findings = check(found.spec, origins)
-        if not any(f.severity == "error" and rooms[f.rule] in (*LAYOUT_ROOMS, "memory") for f in findings):
+        if not any(f.severity == "error" and modules[f.rule] in (*LAYOUT_RULE_MODULES, "memory") for f in findings):
             passed.append(found)
         if len(passed) == count:
             break

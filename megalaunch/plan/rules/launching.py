@@ -1,13 +1,18 @@
-"""Rules of what can be started today, and under which name."""
+"""Rules of starting a run: supported by the engine, chip, devices, launcher, name and paths."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 
+from megalaunch.config.schema.paths import value_at
+from megalaunch.config.schema.remote import is_address
 from megalaunch.plan.findings import as_override
+from megalaunch.plan.rules.data import blend_entry
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.supported import unsupported
+from megalaunch.platform.chips import CHIPS
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -80,3 +85,61 @@ def run_name(at: RuleContext) -> Iterator[Violation]:
         yield Violation(
             "run.name", f"{name!r} is no name of a folder (letters, digits, dot, dash, underscore)", fixes=fixes
         )
+
+
+@rule("platform.chip", "The chip is one whose facts are known.")
+def chip(at: RuleContext) -> Iterator[Violation]:
+    """Memory, formats and peak come from that row."""
+    name = at.spec.platform.chip
+    if name not in CHIPS:
+        near = difflib.get_close_matches(name, CHIPS, n=2, cutoff=0.5)
+        yield Violation(
+            "platform.chip",
+            f"the chip {name!r} is not known (known: {', '.join(CHIPS)})",
+            fixes=tuple({"platform.chip": known} for known in near),
+        )
+
+
+@rule("cluster.devices", "The number of devices of a machine is known.")
+def devices(at: RuleContext) -> Iterator[Violation]:
+    """`auto` counts those of this machine, which says nothing about another chip."""
+    cluster, name = at.spec.cluster, at.spec.platform.chip
+    if cluster.devices_per_node == "auto" and name in CHIPS:
+        need = at.model_parallel_size * (at.spec.parallel.dp or 1)
+        per_node = max(1, -(-need // cluster.nodes))
+        yield Violation(
+            "cluster.devices_per_node",
+            f"auto counts the devices of this machine, and it has no {name}; say how many each machine has",
+            {"need": need},
+            ({"cluster.devices_per_node": 8}, {"cluster.devices_per_node": per_node}),
+        )
+
+
+_PATHS = (
+    "data.corpus",
+    "data.sft_data",
+    "data.train_prefix",
+    "data.validation_prefix",
+    "data.blend",
+    "data.validation_blend",
+    "data.cache_directory",
+    "tokenizer.path",
+    "checkpoint.load_pretrained",
+    "run.directory",
+)
+
+
+@rule("run.local_paths", "Text, tokenizers, weights and run directories are paths of this machine.")
+def local_paths(at: RuleContext) -> Iterator[Violation]:
+    """Nothing is downloaded or uploaded: a run that could change with a server would not be repeatable."""
+    for key in _PATHS:
+        value = value_at(at.spec, key)
+        paths = [blend_entry(entry)[1] for entry in value] if isinstance(value, tuple) else [value]
+        for address in (path for path in paths if path is not None and is_address(path)):
+            name = address.split("?")[0].rstrip("/").rpartition("/")[2] or "PATH"
+            yield Violation(
+                key,
+                f"{address} is an address, and nothing is downloaded: fetch it first, then name the file, {key}={name}",
+                {"address": address},
+            )
+            break

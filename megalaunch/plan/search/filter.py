@@ -1,7 +1,7 @@
 """Drop layouts that violate a rule, by running only the rules that a layout can violate.
 
-The checker takes a millisecond and verifies fixes; a search checks thousands of layouts. A test compares `LAYOUT_ROOMS`
-to the checker.
+The checker takes a millisecond and verifies fixes; a search checks thousands of layouts. A test compares the result to
+the checker.
 """
 
 from __future__ import annotations
@@ -12,35 +12,32 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.plan import rules as _all_rules  # noqa: F401  (registers them)
 from megalaunch.plan.rules.registry import RULES, Rule, RuleContext
 
-LAYOUT_ROOMS = (
+LAYOUT_RULE_MODULES = (
     "parallel",
     "tensor",
     "stages",
     "pipeline",
     "context",
-    "sequence",
     "data_blend",
     "moe",
     "mtp",
-    "expert_overlap",
     "batch",
-    "batch_rampup",
     "recompute",
 )
 """Modules of plan/rules whose rules read the degrees, the split of layers, the micro batch or recomputation."""
 
-_BATCH_ROOMS = ("batch", "batch_rampup", "pipeline", "recompute", "data_blend")
+_BATCH_RULE_MODULES = ("batch", "pipeline", "recompute", "data_blend")
 """The modules among them that read the micro batch or recomputation."""
 
 
 def first_violated_rule(spec: RunSpec) -> str | None:
     """Return the id of the first rule that a layout violates, or None."""
-    return _first(spec, _rules_for(LAYOUT_ROOMS))
+    return _first(spec, _rules_for(LAYOUT_RULE_MODULES))
 
 
-def broken_batch(spec: RunSpec) -> str | None:
+def first_violated_batch_rule(spec: RunSpec) -> str | None:
     """Return the same after a change of only micro batch and recomputation."""
-    return _first(spec, _rules_for(_BATCH_ROOMS))
+    return _first(spec, _rules_for(_BATCH_RULE_MODULES))
 
 
 def _first(spec: RunSpec, rules: tuple[Rule, ...]) -> str | None:
@@ -52,5 +49,5 @@ def _first(spec: RunSpec, rules: tuple[Rule, ...]) -> str | None:
 
 
 @cache
-def _rules_for(rooms: tuple[str, ...]) -> tuple[Rule, ...]:
-    return tuple(entry for entry in RULES.values() if entry.check.__module__.rpartition(".")[2] in rooms)
+def _rules_for(modules: tuple[str, ...]) -> tuple[Rule, ...]:
+    return tuple(entry for entry in RULES.values() if entry.check.__module__.rpartition(".")[2] in modules)

@@ -10,8 +10,9 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.plan.cost import StepTime, step_time
 from megalaunch.plan.memory import Memory, predict_memory
 from megalaunch.plan.rules.suggestions import suggestions_disabled
-from megalaunch.plan.search.filter import broken_batch, first_violated_rule
+from megalaunch.plan.search.filter import first_violated_batch_rule, first_violated_rule
 from megalaunch.plan.search.space import grids, micro_batches, pipeline_splits, recomputations, shardings, split_layers
+from megalaunch.plan.world import data_parallel_size
 from megalaunch.platform.chips import CHIPS
 
 TOO_BIG = "memory.fits"
@@ -121,9 +122,7 @@ def _on(spec: RunSpec, devices: int | None) -> RunSpec:
     if world % per_node:
         raise SearchError(f"{world} devices are no whole number of machines of {per_node}")
     spec = replace(spec, cluster=replace(spec.cluster, nodes=world // per_node, devices_per_node=per_node))
-    p = spec.parallel
-    dp, rest = divmod(world, p.tp * p.pp * p.cp)
-    return replace(spec, parallel=replace(p, dp=None if rest or not dp else dp))
+    return replace(spec, parallel=replace(spec.parallel, dp=data_parallel_size(world, spec.parallel)))
 
 
 def _room(spec: RunSpec) -> float:
@@ -162,7 +161,7 @@ def _within(node: RunSpec, room: float, dropped: Counter[str]) -> tuple[list[Fou
     for size in micro_batches(node):
         batch = replace(node.batch, micro_batch_size=size)
         steps = [replace(node, batch=batch, recompute=recompute) for recompute in ladder]
-        reason = broken_batch(steps[0]) if size > 1 else None
+        reason = first_violated_batch_rule(steps[0]) if size > 1 else None
         if reason is not None:
             dropped[reason] += len(steps)
             continue
@@ -173,7 +172,7 @@ def _within(node: RunSpec, room: float, dropped: Counter[str]) -> tuple[list[Fou
         place, memory = fitting
         dropped[TOO_BIG] += place
         leaner += len(steps) - place - 1
-        reason = broken_batch(steps[place]) if place else None
+        reason = first_violated_batch_rule(steps[place]) if place else None
         if reason is None:
             found.append(Found(steps[place], memory, step_time(steps[place])))
         else:

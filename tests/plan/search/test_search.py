@@ -19,7 +19,7 @@ from megalaunch.plan.memory import predict_memory
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.rules.suggestions import suggestions_disabled
 from megalaunch.plan.search import SearchError, SearchResult, differences, search
-from megalaunch.plan.search.filter import broken_batch, first_violated_rule
+from megalaunch.plan.search.filter import first_violated_batch_rule, first_violated_rule
 from megalaunch.plan.search.search import TOO_BIG, _least_that_fits
 from megalaunch.plan.search.space import grids, micro_batches, pipeline_splits, recomputations, shardings, split_layers
 from megalaunch.platform.chips import CHIPS
@@ -113,7 +113,7 @@ def test_the_sieve_agrees_with_the_whole_checker(recipe):
         assert (first_violated_rule(layout) is not None) == bool(errors), (layout.parallel, errors)
         one = replace(layout, batch=replace(layout.batch, micro_batch_size=1), recompute=recomputations(layout)[0])
         if first_violated_rule(one) is None:  # then the rules of batch and recomputation decide alone
-            assert (broken_batch(layout) is None) == (not errors), (layout.parallel, errors)
+            assert (first_violated_batch_rule(layout) is None) == (not errors), (layout.parallel, errors)
         agreed[bool(errors)] += 1
     assert min(agreed.values()) > 5
 
