@@ -62,22 +62,47 @@ def model_states(
     sharded_params = params.dense / shards + params.experts / expert_shards
     on_device = 1 - spec.optimizer.optimizer_offload_fraction
     moment_bytes = MOMENTS[spec.optimizer.name] * _BYTES[spec.precision.exp_avg_dtype] * on_device
-    if profile.sharded_main_params and topology.dp * topology.cp == 1 and _computes_with_master(spec):
+    if profile.sharded_main_params and topology.dp * topology.cp == 1 and _computes_with_main_params(spec):
         return _single_rank(spec, params, topology, moment_bytes, in_flight)
     if profile.sharded_main_params:
         return _fsdp(spec, topology, params, profile, sharded_params, shards, moment_bytes, in_flight)
-    optimizer = moment_bytes if _computes_with_master(spec) else moment_bytes + main_param_bytes(spec) * on_device
+    optimizer = moment_bytes if _computes_with_main_params(spec) else moment_bytes + main_param_bytes(spec) * on_device
     return _distributed_optimizer(spec, params, sharded_params, optimizer, profile)
 
 
 def main_param_bytes(spec: RunSpec) -> int:
-    """Return the bytes of a master weight (main parameter)."""
+    """Return the bytes of a main parameter (master weight)."""
     return _BYTES[spec.precision.main_params_dtype]
 
 
-def _computes_with_master(spec: RunSpec) -> bool:
-    """Return whether master weights have the compute dtype, so that no copies are needed."""
+def _computes_with_main_params(spec: RunSpec) -> bool:
+    """Return whether main parameters have the compute dtype, so that no copies are needed."""
     return spec.precision.compute_dtype == spec.precision.main_params_dtype
+
+
+@dataclass(frozen=True)
+class _ParamBytes:
+    """Bytes per parameter: compute copy, main parameter, accumulated gradient, gradient while it is reduced."""
+
+    compute: int
+    main: int
+    grad: int
+    reduced: int
+
+    @classmethod
+    def from_spec(cls, spec: RunSpec, topology: Topology) -> _ParamBytes:
+        """Return those of a resolved spec; a single data-parallel rank reduces no gradients."""
+        precision = spec.precision
+        grad = _BYTES[precision.grad_dtype]
+        reduces = topology.dp * topology.cp > 1
+        return cls(
+            compute=1
+            if precision.compute_dtype == "fp8" and precision.fp8.param_gather
+            else dtype_bytes(precision.compute_dtype),
+            main=main_param_bytes(spec),
+            grad=grad,
+            reduced=min(_BYTES[precision.grad_reduce_dtype], grad) if reduces else grad,
+        )
 
 
 def _fsdp(
@@ -90,80 +115,98 @@ def _fsdp(
     moment_bytes: float,
     in_flight: int,
 ) -> ModelStates:
-    """FSDP2: sharded master weights, from which copies in the compute dtype are all-gathered.
+    """FSDP2: sharded main parameters, from which copies in the compute dtype are all-gathered.
 
     A pipeline has full copies and gradients until its end for any strategy: its stages reduce once per step.
     """
-    compute_bytes = dtype_bytes(spec.precision.compute_dtype)
-    if spec.precision.compute_dtype == "fp8" and spec.precision.fp8.param_gather:
-        compute_bytes = 1
-    grad_bytes = _BYTES[spec.precision.grad_dtype]
+    per_param = _ParamBytes.from_spec(spec, topology)
     sharding, pipelined = spec.parallel.data_sharding, topology.pp > 1
-    all_reduces = shards == 1 and topology.dp * topology.cp > 1  # every rank is a replica
-    communicates = shards > 1 or all_reduces
-    reduced = min(_BYTES[spec.precision.grad_reduce_dtype], grad_bytes) if communicates else grad_bytes
-    separate_buffers = profile.separate_reduce_scatter_buffers and shards > 1
-    copies = 2 if all_reduces or separate_buffers else 1
     full_grads = pipelined or sharding in ("no_shard", "optim")  # full gradients until the last microbatch
     accumulates = topology.microbatches > 1
-    all_params, main_bytes = params.dense + params.experts, main_param_bytes(spec)
-    main_params = reduced_grads = main_bytes * sharded_params  # FSDP2 reduces into the dtype of the parameters
+    all_params = params.dense + params.experts
+    main_params = reduced_grads = per_param.main * sharded_params  # FSDP2 reduces into the dtype of the parameters
     grads_in_forward = 0.0  # no gradients yet while all microbatches are in flight
     if topology.microbatches > in_flight:
-        grads_in_forward = grad_bytes * all_params if full_grads else reduced_grads
+        grads_in_forward = per_param.grad * all_params if full_grads else reduced_grads
     gathered = loss_gathered = all_params
     if sharding == "optim_grads_params" and not pipelined:
         loss_gathered = params.root
         gathered = min(all_params, params.root + GATHERED_LAYERS * params.layer)
     microbatch_end = None
     if accumulates and full_grads:
-        weights = main_params + compute_bytes * all_params
-        microbatch_end = MemoryPhase(weights, grad_bytes * all_params, compute_bytes * params.root)
-    if pipelined:  # embedding and head are reduced first, while all layers' gradients are still full
-        reduction = _grad_reduce_buffer(grad_bytes, reduced, main_bytes, shards, copies, accumulate=False)
-        reducing = params.root * max(grad_bytes, reduction + main_bytes / shards - grad_bytes)
-        step_end = MemoryPhase(
-            main_params + compute_bytes * (all_params - params.root), grad_bytes * all_params, reducing
-        )
-    else:
-        source = grad_bytes if accumulates and full_grads else compute_bytes
-        accumulate = accumulates and not full_grads
-        reducing = params.root * _grad_reduce_buffer(source, reduced, main_bytes, shards, copies, accumulate=accumulate)
-        replicated = topology.dp_replicate > 1 or (sharding == "no_shard" and topology.dp * topology.cp > 1)
-        if replicated and reduced != main_bytes:  # the all-reduce's buffers live until the end
-            reducing += reduced * sharded_params
-        step_end = MemoryPhase(main_params, reduced_grads, reducing)
-    layer_grads = (
-        reduced if not (full_grads and accumulates) else compute_bytes + (0 if grads_in_forward else grad_bytes)
-    )
+        weights = main_params + per_param.compute * all_params
+        microbatch_end = MemoryPhase(weights, per_param.grad * all_params, per_param.compute * params.root)
+    layer_grads = per_param.reduced
+    if full_grads and accumulates:
+        layer_grads = per_param.compute + (0 if grads_in_forward else per_param.grad)
+    separate_buffers = profile.separate_reduce_scatter_buffers and shards > 1
     return ModelStates(
         optimizer=moment_bytes * sharded_params,
-        loss=MemoryPhase(main_params + compute_bytes * loss_gathered, grads_in_forward),
-        layer=MemoryPhase(main_params + compute_bytes * gathered, grads_in_forward, compute_bytes * params.head),
-        grad_reduce=params.layer * (layer_grads + (reduced if separate_buffers else 0)),
+        loss=MemoryPhase(main_params + per_param.compute * loss_gathered, grads_in_forward),
+        layer=MemoryPhase(
+            main_params + per_param.compute * gathered, grads_in_forward, per_param.compute * params.head
+        ),
+        grad_reduce=params.layer * (layer_grads + (per_param.reduced if separate_buffers else 0)),
         last_layer=None
         if accumulates or pipelined
-        else MemoryPhase(main_params + compute_bytes * gathered, reduced_grads * _finished_grad_fraction(params)),
+        else MemoryPhase(main_params + per_param.compute * gathered, reduced_grads * _finished_grad_fraction(params)),
         microbatch_end=microbatch_end,
-        step_end=step_end,
+        step_end=_fsdp_step_end(
+            topology,
+            params,
+            per_param,
+            sharded_params,
+            shards,
+            full_grads=full_grads,
+            separate_buffers=separate_buffers,
+        ),
     )
 
 
-def _grad_reduce_buffer(source: int, reduced: int, result: int, shards: int, copies: int, *, accumulate: bool) -> float:
-    """Return the bytes per parameter of the buffers of a reduce-scatter, in addition to its result of `result` bytes.
+def _fsdp_step_end(
+    topology: Topology,
+    params: DeviceParams,
+    per_param: _ParamBytes,
+    sharded_params: float,
+    shards: int,
+    *,
+    full_grads: bool,
+    separate_buffers: bool,
+) -> MemoryPhase:
+    """Return the phase in which the gradients of embedding and head are reduced."""
+    main_params = per_param.main * sharded_params
+    all_params = params.dense + params.experts
+    all_reduces = shards == 1 and topology.dp * topology.cp > 1  # every rank is a replica
+    copies = 2 if all_reduces or separate_buffers else 1
+    if topology.pp > 1:  # embedding and head are reduced first, while all layers' gradients are still full
+        reduction = _grad_reduce_buffer(per_param.grad, per_param, shards, copies, accumulate=False)
+        reducing = params.root * max(per_param.grad, reduction + per_param.main / shards - per_param.grad)
+        weights = main_params + per_param.compute * (all_params - params.root)
+        return MemoryPhase(weights, per_param.grad * all_params, reducing)
+    accumulates = topology.microbatches > 1
+    source = per_param.grad if accumulates and full_grads else per_param.compute
+    accumulate = accumulates and not full_grads
+    reducing = params.root * _grad_reduce_buffer(source, per_param, shards, copies, accumulate=accumulate)
+    if (topology.dp_replicate > 1 or all_reduces) and per_param.reduced != per_param.main:
+        reducing += per_param.reduced * sharded_params  # the replicas' all-reduce keeps its buffers until the end
+    return MemoryPhase(main_params, main_params, reducing)
 
-    Gradients are first copied from `source` bytes to `reduced` bytes, then reduced with `copies` buffers allocated:
-    two if all ranks are replicas or if received shards have a separate buffer; then, with `accumulate`, accumulated.
+
+def _grad_reduce_buffer(source: int, per_param: _ParamBytes, shards: int, copies: int, *, accumulate: bool) -> float:
+    """Return the bytes per parameter of the buffers of a reduce-scatter, in addition to its result.
+
+    Gradients are first converted from `source` bytes, then reduced with `copies` buffers allocated: two if all ranks
+    are replicas or if received shards have a separate buffer; then, with `accumulate`, accumulated.
     """
-    copying = source + reduced - result / shards
-    summing = reduced * copies + (reduced / shards if accumulate else 0.0)
-    return max(copying, summing)
+    converting = source + per_param.reduced - per_param.main / shards
+    reducing = per_param.reduced * copies + (per_param.reduced / shards if accumulate else 0.0)
+    return max(converting, reducing)
 
 
 def _single_rank(
     spec: RunSpec, params: DeviceParams, topology: Topology, moment_bytes: float, in_flight: int
 ) -> ModelStates:
-    """One data-parallel rank that computes with the master weights; gradients are not copied."""
+    """One data-parallel rank that computes with the main parameters; gradients are not copied."""
     all_params, accumulates = params.dense + params.experts, topology.microbatches > 1
     main_bytes = main_param_bytes(spec)
     gradient = max(main_bytes, _BYTES[spec.precision.grad_dtype])
@@ -189,7 +232,7 @@ def _finished_grad_fraction(params: DeviceParams) -> float:
 def _distributed_optimizer(
     spec: RunSpec, params: DeviceParams, sharded_params: float, optimizer: float, profile: MemoryProfile
 ) -> ModelStates:
-    """Full weights and gradients, sharded master weights and moments: Megatron's distributed optimizer."""
+    """Full weights and gradients, sharded main parameters and moments: Megatron's distributed optimizer."""
     compute_bytes = dtype_bytes(spec.precision.compute_dtype)
     weight: float = compute_bytes
     if spec.precision.compute_dtype == "fp8":
