@@ -46,7 +46,7 @@ COMMANDS = {
     ),
     "explain": Subcommand("reference.explain", "explain", "Explain a rule or a config key."),
     "plan": Subcommand("plan.plan", "plan", "Predict memory and speed; search for the best layout."),
-    "sweep": Subcommand("sweep.sweep", "sweep", "Run a sweep; invalid points are skipped.", True),
+    "sweep": Subcommand("sweep", "sweep", "Run a sweep; invalid points are skipped.", True),
     "recipes": Subcommand("recipes.recipes", "app", "List the recipes, show one, or compare two."),
     "import-megatron": Subcommand(
         "recipes.import_megatron", "import_megatron", "Convert a Megatron-LM script to a recipe."

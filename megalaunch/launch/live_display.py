@@ -21,7 +21,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 48
 _FRAME = 4  # the panel's border and padding
 _GAP = 3  # columns between two figures
-KEPT_FREE = 3
+RIGHT_MARGIN = 3
 """Columns at the right that stay empty: a terminal writes `^C` after the cursor, and a line that wraps
 would move the panel down, so that its first line would remain on the screen."""
 
@@ -47,7 +47,7 @@ class LiveDisplay:
         for record in view.fresh_metrics:
             if "loss" not in record:
                 self.say(validation_line(record))
-        self._live.update(panel(view, self._console.width - KEPT_FREE), refresh=True)
+        self._live.update(panel(view, self._console.width - RIGHT_MARGIN), refresh=True)
 
     def close(self) -> None:
         """Remove the panel."""

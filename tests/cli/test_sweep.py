@@ -20,10 +20,10 @@ from megalaunch.cli.app import app
 from megalaunch.config.compose import compose
 from megalaunch.config.spec_file import read_spec
 from megalaunch.launch.process import descendants, kill_all
-from megalaunch.launch.sweep.directory import SweepFolder
-from megalaunch.launch.sweep.display import LogSweepDisplay
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.runs.sweep import run
+from megalaunch.runs.sweep.display import LogSweepDisplay
+from megalaunch.runs.sweep.folder import SweepFolder
 
 
 def invoke(*words: str):
@@ -53,10 +53,10 @@ def test_a_dry_run_says_what_runs_and_why_the_rest_does_not(folder):
     words = sweep_words(folder, "batch.global_batch_size=8,6,7", "optimizer.lr=choice(1e-3,3e-3)")
     result = invoke("--dry-run", *words)
     assert result.exit_code == 0, result.output
-    assert "6 points: 4 to run, 2 left out" in result.stdout
-    assert "batch.global_batch_size=7 optimizer.lr=0.001  left out" in result.stdout
+    assert "6 points: 4 to run, 2 skipped" in result.stdout
+    assert "batch.global_batch_size=7 optimizer.lr=0.001  skipped" in result.stdout
     data = json.loads(invoke("--dry-run", "--json", *words).stdout)
-    assert (data["to_run"], data["left_out"], sum(data["reasons"].values())) == (4, 2, 2)
+    assert (data["to_run"], data["skipped"], sum(data["reasons"].values())) == (4, 2, 2)
     assert [point["runs"] for point in data["points"]] == [True] * 4 + [False] * 2
     reason = data["points"][4]["reasons"][0]
     assert reason["severity"] == "error"
@@ -77,7 +77,7 @@ def test_speed_ranks_layouts_and_the_loss_what_is_learned(folder, words, metric)
     assert f"ranked by {metric}" in invoke("--dry-run", *sweep_words(folder), *words).stdout
 
 
-def test_what_is_said_of_a_trials_data_goes_through_the_board(folder, monkeypatch):
+def test_messages_about_a_trials_data_go_through_the_display(folder, monkeypatch):
     """Printed beside a table that is drawn in place, it would leave a drawing behind."""
     heard = []
 
@@ -97,9 +97,9 @@ def test_what_is_wrong_at_every_point_is_said_once(folder):
     assert result.exit_code == 2
     lines = result.stdout.splitlines()
     assert sum("data.source" in line for line in lines) == 2  # the sentence, and the count
-    assert "  at every point: data.source: no data is named" in result.stdout
-    assert lines[0].endswith("would run, but for what is wrong at every point")
-    assert "left out: memory.fits: a rank needs" in lines[2]
+    assert "  all points: data.source: no data is named" in result.stdout
+    assert lines[0].endswith("no error of its own: only those of all points")
+    assert "skipped: memory.fits: a rank needs" in lines[2]
     refused = invoke("recipe=llama3_8b", "optimizer.lr=1e-4,2e-4")
     assert refused.exit_code == 2
     assert refused.stderr.count("data.source: no data is named") == 1
@@ -145,7 +145,7 @@ def test_a_sweep_in_which_nothing_can_run_starts_nothing(folder):
     assert invoke("--dry-run", *words).exit_code == 2
     result = invoke(*words)
     assert result.exit_code == 2
-    assert "0 to run, 2 left out" in result.stderr
+    assert "0 to run, 2 skipped" in result.stderr
     assert not (folder / "sweeps").exists()
 
 
@@ -178,7 +178,7 @@ def test_a_real_sweep_ranks_what_finished_and_is_continued(folder):
     assert {rows["1"]["rank"], rows["3"]["rank"]} == {"1", "2"}
     losses = [float(rows[trial]["validation_loss"]) for trial in ("1", "3")]
     assert rows["1" if losses[0] <= losses[1] else "3"]["rank"] == "1"
-    assert sweep.picture.read_bytes().startswith(b"\x89PNG")
+    assert sweep.plot.read_bytes().startswith(b"\x89PNG")
 
     best = next(row for row in rows.values() if row["rank"] == "1")
     directory = f"run.directory={sweep.trial(int(best['trial'])).root}"
@@ -194,7 +194,7 @@ def test_a_real_sweep_ranks_what_finished_and_is_continued(folder):
 
 def test_data_that_cannot_be_read_fails_its_trial_alone(folder):
     words = [word for word in sweep_words(folder, "train.steps=6") if not word.startswith("data.corpus")]
-    damaged = folder / "damaged.txt"  # one that is missing or empty would be left out beforehand
+    damaged = folder / "damaged.txt"  # one that is missing or empty would be skipped beforehand
     damaged.write_bytes(b"\xff\xff")
     result = invoke(*words, f"data.corpus={damaged},{folder / 'corpus'}", "--name", "s", "--json")
     assert result.exit_code == 0, result.output
@@ -225,7 +225,7 @@ def test_ctrl_c_stops_the_trial_resumably(folder):
         process.kill()
         kill_all(left, 5)
     assert process.returncode == 130, err
-    assert "the same command goes on" in err
+    assert "run the same command to continue the sweep" in err
     assert "unfinished" in out
     assert read_outcome(sweep.trial(1).outcome).exit_code == 130
     assert list(sweep.trial(1).checkpoints.iterdir())

@@ -30,7 +30,6 @@ ARROWS = {
     "launch": (
         "config.schema",
         "config.spec_file",
-        "config.search_space",
         "plan",
         "data",
         "platform",

@@ -1,4 +1,4 @@
-"""Plan a sweep: compose and check all points before the first trial starts."""
+"""Plan a sweep: compose and check all points before the first trial starts, with the reasons why points are skipped."""
 
 from __future__ import annotations
 
@@ -8,22 +8,104 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from megalaunch.config.compose import Composer, Composition
+from megalaunch.config.errors import ConfigError
+from megalaunch.config.schema import RunSpec, with_values
+from megalaunch.config.schema.data import DataSpec
 from megalaunch.config.search_space import Values
-from megalaunch.config.sweep_overrides import SweepOverrides
-from megalaunch.launch.sweep.directory import Definition, Metric, Sampler, SweepFolder
-from megalaunch.launch.sweep.sampling import grid, random_points
+from megalaunch.plan.check import check
 from megalaunch.plan.findings import Finding
+from megalaunch.plan.resolve import machine_mismatch, resolve
+from megalaunch.plan.rules.suggestions import suggestions_disabled
 from megalaunch.platform.detect import Machine, detect_machine
-from megalaunch.runs.sweep.validation import PointValidator, ValidatedPoint
+from megalaunch.runs.corpus_check import check_corpus
+from megalaunch.runs.sweep.folder import Definition, Metric, Sampler, SweepFolder
+from megalaunch.runs.sweep.overrides import SweepOverrides
+from megalaunch.runs.sweep.sampling import grid, random_points
 
 _DRAWS_PER_TRIAL = 20  # draws per requested trial, invalid points included
+
+
+@dataclass(frozen=True)
+class ValidatedPoint:
+    """One point: its resolved spec and composition, or the findings for which it is skipped."""
+
+    number: int
+    values: Values
+    spec: RunSpec | None
+    composition: Composition | None
+    reasons: tuple[Finding, ...] = ()
+
+    @property
+    def is_valid(self) -> bool:
+        """True without findings against the point."""
+        return not self.reasons
+
+    @property
+    def reason(self) -> str:
+        """Why the point is skipped, in one line."""
+        return "; ".join(f"{finding.rule}: {finding.message}" for finding in self.reasons)
+
+    @property
+    def label(self) -> str:
+        """The point's overrides."""
+        return " ".join(f"{key}={value}" for key, value in self.values.items())
+
+
+class PointValidator:
+    """Validates points one by one; of points with equal specs, only the first is valid.
+
+    `starts`: the trials start on this machine now, so it must match the spec.
+    """
+
+    def __init__(self, overrides: SweepOverrides, folder: SweepFolder, machine: Machine, starts: bool) -> None:
+        self._overrides, self._folder, self._machine, self._starts = overrides, folder, machine, starts
+        self._composer = Composer()
+        self._seen: dict[RunSpec, int] = {}
+        self._corpora: dict[DataSpec, list[Finding]] = {}
+
+    def validate(self, number: int, values: Values) -> ValidatedPoint:
+        """Compose, resolve and check one point."""
+        trial = self._folder.trial(number)
+        named = (f"run.name={self._folder.root.name}_{trial.root.name}", f"run.directory={trial.root}")
+        try:
+            composition = self._composer.compose([*self._overrides.point(values), *named])
+        except ConfigError as error:
+            reasons = [Finding("config.schema", "error", p.path, p.message, origin=p.where) for p in error.problems]
+            return ValidatedPoint(number, values, None, None, tuple(reasons))
+        spec = resolve(composition.spec, self._machine, composition.choices.get("recipe")).spec
+        with suggestions_disabled():  # a sweep tries other values anyway
+            findings = check(spec, composition.origins, "train", self._machine if self._starts else None)
+        findings += self._corpus_reason(spec, composition)
+        if self._starts:
+            findings += machine_mismatch(spec, self._machine)
+        else:  # a dry run: the sweep may start on other machines
+            findings = [finding for finding in findings if finding.rule != "launcher.multi_node"]
+        errors = [finding for finding in findings if finding.severity == "error"]
+        if not errors:
+            errors = [finding for finding in (self._duplicate_reason(number, spec),) if finding]
+        return ValidatedPoint(number, values, spec, composition, tuple(errors))
+
+    def _corpus_reason(self, spec: RunSpec, composition: Composition) -> list[Finding]:
+        """Return the findings about the corpus; checked once, since most points share it."""
+        if spec.data not in self._corpora:
+            self._corpora[spec.data] = check_corpus(spec, composition.origins)
+        return self._corpora[spec.data]
+
+    def _duplicate_reason(self, number: int, spec: RunSpec) -> Finding | None:
+        """Return a finding if an earlier point has the same spec."""
+        unnamed = with_values(spec, {"run.name": None, "run.directory": None})
+        first = self._seen.setdefault(unnamed, number)
+        if first == number:
+            return None
+        return Finding("sweep.repeated", "error", "sweep", f"the same run as point {first}", {"point": first})
 
 
 @dataclass(frozen=True)
 class Request:
     """The settings of a sweep; `trials` None: all points."""
 
-    words: SweepOverrides
+    overrides: SweepOverrides
     name: str
     sampler: Sampler
     metric: Metric
@@ -39,36 +121,36 @@ class Request:
     @property
     def definition(self) -> Definition:
         """The settings that must be equal when the sweep is continued."""
-        return Definition(self.words.typed, self.sampler, self.seed, self.metric)
+        return Definition(self.overrides.typed, self.sampler, self.seed, self.metric)
 
 
 @dataclass(frozen=True)
 class PlannedSweep:
-    """The points known before the start; tpe proposes its own during the sweep, validated by the same `judge`."""
+    """The points known before the start; tpe proposes its own during the sweep, validated by the same `validator`."""
 
     request: Request
     machine: Machine
-    judge: PointValidator
-    judged: list[ValidatedPoint] = field(default_factory=list)
+    validator: PointValidator
+    points: list[ValidatedPoint] = field(default_factory=list)
 
     @property
     def runnable(self) -> list[ValidatedPoint]:
         """The valid points, at most `trials`."""
-        return list(islice((point for point in self.judged if point.is_valid), self.request.trials))
+        return list(islice((point for point in self.points if point.is_valid), self.request.trials))
 
     @property
     def skipped(self) -> list[ValidatedPoint]:
         """The points that cannot run."""
-        return [point for point in self.judged if not point.is_valid]
+        return [point for point in self.points if not point.is_valid]
 
     @property
     def shared(self) -> tuple[Finding, ...]:
         """Findings common to all points, so not caused by a swept override; none if there is only one point."""
-        if len(self.judged) < 2:
+        if len(self.points) < 2:
             return ()
-        said = Counter((finding.rule, finding.message) for point in self.judged for finding in point.reasons)
-        first = self.judged[0].reasons
-        return tuple(finding for finding in first if said[finding.rule, finding.message] == len(self.judged))
+        occurrences = Counter((finding.rule, finding.message) for point in self.points for finding in point.reasons)
+        first = self.points[0].reasons
+        return tuple(finding for finding in first if occurrences[finding.rule, finding.message] == len(self.points))
 
     @property
     def reasons(self) -> Counter[str]:
@@ -79,7 +161,7 @@ class PlannedSweep:
 def plan_sweep(request: Request, starts: bool) -> PlannedSweep:
     """Validate the points: of the full grid, or random ones until enough are valid. For tpe: only in a dry run."""
     machine = detect_machine()
-    planned = PlannedSweep(request, machine, PointValidator(request.words, request.folder, machine, starts))
+    planned = PlannedSweep(request, machine, PointValidator(request.overrides, request.folder, machine, starts))
     if request.sampler == "tpe" and starts:
         return planned  # tpe proposes its points during the sweep
     wanted = request.trials if request.sampler != "grid" else None
@@ -87,13 +169,13 @@ def plan_sweep(request: Request, starts: bool) -> PlannedSweep:
     for number, values in enumerate(_points(request), 1):
         if wanted is not None and (found == wanted or number > _DRAWS_PER_TRIAL * wanted):
             break
-        judged = planned.judge.validate(number, values)
-        planned.judged.append(judged)
-        found += judged.is_valid
+        point = planned.validator.validate(number, values)
+        planned.points.append(point)
+        found += point.is_valid
     return planned
 
 
 def _points(request: Request) -> Iterator[Values]:
     if request.sampler == "grid":
-        return grid(request.words.axes)
-    return random_points(request.words.axes, request.seed)
+        return grid(request.overrides.axes)
+    return random_points(request.overrides.axes, request.seed)

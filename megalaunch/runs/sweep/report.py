@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megalaunch.launch.sweep.display import figures, label
-from megalaunch.launch.sweep.result import TrialResult, rank_results, unranked_reason
+from megalaunch.format.table import table_lines
 from megalaunch.plan.findings import Finding, as_json
-from megalaunch.runs.sweep.plan import PlannedSweep
-from megalaunch.runs.sweep.validation import ValidatedPoint
+from megalaunch.runs.sweep.display import figures, label
+from megalaunch.runs.sweep.plan import PlannedSweep, ValidatedPoint
+from megalaunch.runs.sweep.results import TrialResult, rank_results, unranked_reason
 
 _WIDTH = 116
 _BEST_SHOWN = 10
@@ -18,28 +18,27 @@ _BEST_SHOWN = 10
 
 def dry_run_text(planned: PlannedSweep) -> str:
     """Return one line per point, then the counts."""
-    width = max((len(point.label) for point in planned.judged), default=0)
     running = {point.number for point in planned.runnable}
     shared = planned.shared
-    lines = []
-    for point in planned.judged:
-        said = "runs" if point.number in running else "not among the trials"
-        text = said if point.is_valid else _skipped_lines(point, shared)
-        lines.append(_cut(f"  {point.number:>4}  {point.label:<{width}}  {text}"))
+    rows = []
+    for point in planned.points:
+        text = "runs" if point.number in running else "not run: enough trials without it"
+        rows.append((str(point.number), point.label, text if point.is_valid else _skip_reason(point, shared)))
+    lines = [_truncate(line) for line in table_lines(rows, right=(0,))]
     return "\n".join([*lines, "", *counts(planned)])
 
 
-def _skipped_lines(point: ValidatedPoint, shared: Sequence[Finding]) -> str:
+def _skip_reason(point: ValidatedPoint, shared: Sequence[Finding]) -> str:
     """Return the first reason for which this point, and not all points, is skipped."""
     known = {(finding.rule, finding.message) for finding in shared}
     own = [finding for finding in point.reasons if (finding.rule, finding.message) not in known]
     if not own:
-        return "would run, but for what is wrong at every point"
+        return "no error of its own: only those of all points"
     more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
-    return f"left out{more}: {own[0].rule}: {own[0].message}"
+    return f"skipped{more}: {own[0].rule}: {own[0].message}"
 
 
-def _cut(line: str) -> str:
+def _truncate(line: str) -> str:
     return line if len(line) <= _WIDTH + 40 else line[: _WIDTH + 37] + "..."
 
 
@@ -47,16 +46,16 @@ def counts(planned: PlannedSweep) -> list[str]:
     """Return how many points run, and how many each rule excludes."""
     request = planned.request
     ranking = f"each in a run directory below {request.folder.root}, ranked by {request.metric}"
-    if request.sampler == "tpe" and not planned.judged:
-        return [f"tpe proposes {request.trials} points while it goes", ranking]
-    total = len(planned.judged)
+    if request.sampler == "tpe" and not planned.points:
+        return [f"tpe proposes {request.trials} points during the sweep", ranking]
+    total = len(planned.points)
     points = f"{total} point{'s' if total != 1 else ''}"
-    lines = [f"{points}: {len(planned.runnable)} to run, {len(planned.skipped)} left out"]
-    lines += [f"  at every point: {finding.rule}: {finding.message}" for finding in planned.shared]
+    lines = [f"{points}: {len(planned.runnable)} to run, {len(planned.skipped)} skipped"]
+    lines += [f"  all points: {finding.rule}: {finding.message}" for finding in planned.shared]
     if planned.reasons:
-        lines += [f"  {count:>4}  {rule}" for rule, count in planned.reasons.most_common()]
+        lines += table_lines(((str(count), rule) for rule, count in planned.reasons.most_common()), right=(0,))
     if request.sampler == "tpe":
-        lines.append(f"tpe proposes {request.trials} points while it goes; those above are a sample by chance")
+        lines.append(f"tpe proposes {request.trials} points during the sweep; the points above are a random sample")
     return [*lines, ranking]
 
 
@@ -66,12 +65,12 @@ def dry_run_json(planned: PlannedSweep) -> str:
     points = [
         {
             "number": point.number,
-            "words": dict(point.values),
+            "overrides": dict(point.values),
             "runs": point.number in running,
             "valid": point.is_valid,
             "reasons": [as_json(finding) for finding in point.reasons],
         }
-        for point in planned.judged
+        for point in planned.points
     ]
     summary = {**_head(planned), "reasons": dict(planned.reasons), "points": points}
     return json.dumps(summary, indent=2, default=str)
@@ -85,7 +84,7 @@ def _head(planned: PlannedSweep) -> dict[str, Any]:
         "sampler": request.sampler,
         "metric": request.metric,
         "to_run": len(planned.runnable),
-        "left_out": len(planned.skipped),
+        "skipped": len(planned.skipped),
     }
 
 
@@ -100,10 +99,10 @@ def results_text(planned: PlannedSweep, results: Sequence[TrialResult], files: M
         lines.append(f"       and {len(order) - _BEST_SHOWN} more")
     for result in results:
         if reason := unranked_reason(result, metric):
-            lines.append(_cut(f"    -  trial {result.number}: {label(result)}: {result.state}: {reason}"))
+            lines.append(_truncate(f"    -  trial {result.number}: {label(result)}: {result.state}: {reason}"))
     if planned.skipped:
-        lines.append(f"  {len(planned.skipped)} points were left out: they cannot run")
-    return "\n".join([*lines, *(f"  {name:<8} {path}" for name, path in files.items())])
+        lines.append(f"  {len(planned.skipped)} points skipped: they cannot run")
+    return "\n".join([*lines, *table_lines(files.items())])
 
 
 def results_json(planned: PlannedSweep, results: Sequence[TrialResult], files: Mapping[str, str]) -> str:
@@ -116,7 +115,7 @@ def results_json(planned: PlannedSweep, results: Sequence[TrialResult], files: M
         {
             "rank": places.get(result.number),
             "number": result.number,
-            "words": dict(result.values),
+            "overrides": dict(result.values),
             "state": result.state,
             "exit_code": result.exit_code,
             "reason": unranked_reason(result, metric),
@@ -128,8 +127,8 @@ def results_json(planned: PlannedSweep, results: Sequence[TrialResult], files: M
         }
         for result in [*order, *others]
     ]
-    left_out = [
-        {"number": p.number, "words": dict(p.values), "reasons": [as_json(f) for f in p.reasons]}
+    skipped = [
+        {"number": p.number, "overrides": dict(p.values), "reasons": [as_json(f) for f in p.reasons]}
         for p in planned.skipped
     ]
-    return json.dumps({**_head(planned), "files": dict(files), "trials": trials, "points_left_out": left_out}, indent=2)
+    return json.dumps({**_head(planned), "files": dict(files), "trials": trials, "skipped_points": skipped}, indent=2)

@@ -17,22 +17,20 @@ from megalaunch.launch.lock import RunLock, RunLocked
 from megalaunch.launch.resume import decide
 from megalaunch.launch.run_state import throughput_basis
 from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
-from megalaunch.launch.sweep.directory import SweepFolderError, open_folder, record_started, started_trials
-from megalaunch.launch.sweep.display import SweepDisplay, open_board
-from megalaunch.launch.sweep.result import TrialResult, rank_results, read_result
-from megalaunch.launch.sweep.table import draw_results, write_results
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.resume_compatibility import incompatible_changes
 from megalaunch.rundir.atomic_file import write_file_atomically
 from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
 from megalaunch.runs.errors import fail, refuse
 from megalaunch.runs.prepare_run import PreparedRun, prepare_data
-from megalaunch.runs.sweep.plan import PlannedSweep
+from megalaunch.runs.sweep.display import SweepDisplay, open_sweep_display
+from megalaunch.runs.sweep.folder import SweepFolderError, open_folder, record_started, started_trials
+from megalaunch.runs.sweep.plan import PlannedSweep, ValidatedPoint
 from megalaunch.runs.sweep.report import counts, results_json, results_text
-from megalaunch.runs.sweep.validation import ValidatedPoint
+from megalaunch.runs.sweep.results import TrialResult, draw_results, rank_results, read_result, write_results
 
 if TYPE_CHECKING:
-    from megalaunch.launch.sweep.tpe import TreeSampler
+    from megalaunch.runs.sweep.sampling import TreeSampler
 
 _PROPOSALS_PER_TRIAL = 20
 
@@ -56,11 +54,11 @@ def run_sweep(planned: PlannedSweep, as_json: bool) -> ExitCode:
     files = _write(planned, results)
     typer.echo(results_json(planned, results, files) if as_json else results_text(planned, results, files))
     if code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED):
-        typer.echo("stopped; the same command goes on with the sweep", err=True)
+        typer.echo("stopped; run the same command to continue the sweep", err=True)
         return code
     if rank_results(results, request.metric):
         return ExitCode.DONE
-    typer.echo(f"error: no trial ranks; the run directories below {folder.root} hold their logs", err=True)
+    typer.echo(f"error: no trial could be ranked; see the logs in the run directories below {folder.root}", err=True)
     failed = next((r.exit_code for r in results if r.exit_code in list(ExitCode) and r.exit_code), ExitCode.CRASH)
     return ExitCode(failed)
 
@@ -79,9 +77,9 @@ def _lock_sweep(planned: PlannedSweep) -> RunLock:
         folder.root.mkdir(parents=True, exist_ok=True)
         lock = RunLock(folder.lock)
     except RunLocked as error:
-        fail(f"{error}\nfix:  wait for it or stop it there, or name another sweep with --name")
+        fail(f"{error}\nfix:  wait for it or stop it there, or choose another name with --name")
     except OSError as error:
-        fail(f"{folder.root} cannot be written ({error.strerror})\nfix:  work in another folder")
+        fail(f"{folder.root} cannot be written ({error.strerror})\nfix:  run the command in another folder")
     try:
         if open_folder(folder, planned.request.definition):
             typer.echo(f"continuing the sweep in {folder.root}")
@@ -96,7 +94,7 @@ class _TrialRunner:
 
     def __init__(self, planned: PlannedSweep, stop: StopSignals, terminal: bool) -> None:
         self._planned, self._stop = planned, stop
-        self._board: SweepDisplay = open_board(planned.request.metric, terminal, sys.stdout)
+        self._display: SweepDisplay = open_sweep_display(planned.request.metric, terminal, sys.stdout)
 
     def run(self) -> ExitCode:
         """Run the trials; DONE when every trial has run, failed ones included."""
@@ -107,16 +105,16 @@ class _TrialRunner:
                 if self._stop.count:
                     return self._stop.exit_code
                 before = self._result(point)
-                again = self._planned.request.retry_failed and before.state == "failed"
-                if before.state in ("waiting", "unfinished") or again:
-                    self._board.begin(_results(self._planned), before)
+                retry = self._planned.request.retry_failed and before.state == "failed"
+                if before.state in ("waiting", "unfinished") or retry:
+                    self._display.begin(_results(self._planned), before)
                     self._trial(point)
-                    self._board.end(self._result(point))
+                    self._display.end(self._result(point))
                     self._save()
             return self._stop.exit_code if self._stop.count else ExitCode.DONE
         finally:
             self._stop.watching = False
-            self._board.skip()
+            self._display.finish()
 
     def _points(self) -> Iterator[ValidatedPoint]:
         """Yield valid points; for tpe first the trials that have started, then proposals that learn from the scores."""
@@ -126,24 +124,24 @@ class _TrialRunner:
             return
         sampler = _tree_sampler(self._planned)
         for number, values in started_trials(request.folder).items():
-            judged = self._planned.judge.validate(number, values)
-            self._planned.judged.append(judged)
-            if judged.is_valid:
-                yield judged
-            sampler.learn(values, self._result(judged).score(request.metric))
+            point = self._planned.validator.validate(number, values)
+            self._planned.points.append(point)
+            if point.is_valid:
+                yield point
+            sampler.learn(values, self._result(point).score(request.metric))
         wanted = request.trials or 0
-        number = max((point.number for point in self._planned.judged), default=0)
+        number = max((point.number for point in self._planned.points), default=0)
         for _ in range(_PROPOSALS_PER_TRIAL * wanted):
             if len(self._planned.runnable) >= wanted:
                 return
             number += 1
             values = sampler.propose()
-            judged = self._planned.judge.validate(number, values)
-            if judged.is_valid or judged.reasons[0].rule != "sweep.repeated":
-                self._planned.judged.append(judged)
-            if judged.is_valid:
-                yield judged
-                sampler.learn(values, self._result(judged).score(request.metric))
+            point = self._planned.validator.validate(number, values)
+            if point.is_valid or point.reasons[0].rule != "sweep.repeated":
+                self._planned.points.append(point)
+            if point.is_valid:
+                yield point
+                sampler.learn(values, self._result(point).score(request.metric))
             else:
                 sampler.learn(values, None)
 
@@ -162,7 +160,7 @@ class _TrialRunner:
         try:
             lock = lock_run(directory)
         except (RunDirectoryError, RunLocked) as error:
-            self._board.say(f"  error: {error}")
+            self._display.say(f"  error: {error}")
             return
         try:
             planned = self._prepare(point)
@@ -174,19 +172,19 @@ class _TrialRunner:
                 throughput_basis(planned.spec),
                 planned.machine.cores,
             )
-            run_locally(launch, self._stop, lambda view: self._board)
+            run_locally(launch, self._stop, lambda view: self._display)
         except _TrialNotStarted as refusal:
             create_folders(directory)
             write_outcome(directory.outcome, Outcome(refusal.code, str(refusal), 0))
         except RunDirectoryError as error:
-            self._board.say(f"  error: {error}")
+            self._display.say(f"  error: {error}")
         finally:
             unlock_run(directory, lock)
 
     def _prepare(self, point: ValidatedPoint) -> PreparedRun:
         """Return the trial with its frozen spec and prepared data; raises _TrialNotStarted with the reason."""
-        assert point.spec is not None, "only sound points run"
-        assert point.composition is not None, "only sound points run"
+        assert point.spec is not None, "only valid points run"
+        assert point.composition is not None, "only valid points run"
         directory, machine = self._planned.request.folder.trial(point.number), self._planned.machine
         state, spec = inspect_run(directory), point.spec
         if state.stored is not None:
@@ -194,12 +192,12 @@ class _TrialRunner:
             if changes := incompatible_changes(spec, state.stored):
                 raise _TrialNotStarted(ExitCode.CONFIGURATION, f"its recipe changed: {changes[0].message}")
         planned = PreparedRun(point.composition, spec, machine, directory, state, decide(state, spec))
-        said = io.StringIO()
+        errors = io.StringIO()
         try:
-            with contextlib.redirect_stderr(said):
-                return replace(planned, spec=prepare_data(planned, self._board.say))
+            with contextlib.redirect_stderr(errors):
+                return replace(planned, spec=prepare_data(planned, self._display.say))
         except typer.Exit as end:
-            reason = (said.getvalue().strip().splitlines() or ["its data cannot be used"])[0]
+            reason = (errors.getvalue().strip().splitlines() or ["its data cannot be used"])[0]
             raise _TrialNotStarted(end.exit_code, reason.removeprefix("error: ")) from end
 
 
@@ -214,9 +212,9 @@ class _TrialNotStarted(Exception):
 def _tree_sampler(planned: PlannedSweep) -> TreeSampler:
     request = planned.request
     try:
-        from megalaunch.launch.sweep.tpe import TreeSampler
+        from megalaunch.runs.sweep.sampling import TreeSampler
 
-        return TreeSampler(request.words.axes, request.metric, request.seed)
+        return TreeSampler(request.overrides.axes, request.metric, request.seed)
     except ImportError:
         fail("--sampler tpe needs optuna\nfix:  pip install 'megalaunch[sweep]', or --sampler random")
 
@@ -241,11 +239,11 @@ def _write(planned: PlannedSweep, results: list[TrialResult]) -> dict[str, str]:
         return files
     try:
         if draw_results(folder, results, request.metric):
-            files["plot"] = str(folder.picture)
+            files["plot"] = str(folder.plot)
     except ImportError:
-        typer.echo("note: no picture, since matplotlib is not installed (pip install 'megalaunch[train]')", err=True)
+        typer.echo("note: no plot: matplotlib is not installed (pip install 'megalaunch[train]')", err=True)
     best = next(point for point in planned.runnable if point.number == order[0].number)
-    assert best.composition is not None, "only sound points run"
+    assert best.composition is not None, "only valid points run"
     summary = f"The best of {len(order)} trials of the sweep {request.name}: {best.label}"
     recipe = recipe_text(best.composition, f"{request.name}_best", summary)
     write_file_atomically(folder.best, recipe.text)

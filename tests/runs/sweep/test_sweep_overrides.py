@@ -7,8 +7,8 @@ import pytest
 from megalaunch.config.compose import Composer, compose, read_axis
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.search_space import Categorical, Range
-from megalaunch.config.sweep_overrides import parse_sweep
-from megalaunch.launch.sweep.sampling import grid, random_points
+from megalaunch.runs.sweep.overrides import parse_sweep
+from megalaunch.runs.sweep.sampling import grid, random_points
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_options_are_named_by_list_and_by_pattern():
         (["optimizer.lr=interval(2,1)"], "is empty"),
         (["optimizer.lr=tag(log,interval(0,1))"], "above 0"),
         (["parallel=interval(0,1)"], "takes the name of an option"),
-        (["schedule=glob(nothing*)"], "matches nothing"),
+        (["schedule=glob(nothing*)"], "matches no option"),
         (["run.directory=a,b"], "--name"),
         (["run.name=x", "optimizer.lr=1,2"], "--name"),
     ],

@@ -9,9 +9,10 @@ import pytest
 from made_specs import LAPTOP
 
 from megalaunch.config.compose import compose
-from megalaunch.config.sweep_overrides import parse_sweep
 from megalaunch.config.write_recipe import recipe_text
-from megalaunch.launch.sweep.directory import (
+from megalaunch.rundir.jsonl import append_line
+from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
+from megalaunch.runs.sweep.folder import (
     Definition,
     SweepFolder,
     SweepFolderError,
@@ -19,12 +20,17 @@ from megalaunch.launch.sweep.directory import (
     record_started,
     started_trials,
 )
-from megalaunch.launch.sweep.result import rank_results, read_result, read_speed, unranked_reason
-from megalaunch.launch.sweep.sampling import grid
-from megalaunch.launch.sweep.table import draw_results, write_results
-from megalaunch.rundir.jsonl import append_line
-from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
-from megalaunch.runs.sweep.validation import PointValidator
+from megalaunch.runs.sweep.overrides import parse_sweep
+from megalaunch.runs.sweep.plan import PointValidator
+from megalaunch.runs.sweep.results import (
+    draw_results,
+    rank_results,
+    read_result,
+    read_speed,
+    unranked_reason,
+    write_results,
+)
+from megalaunch.runs.sweep.sampling import grid
 
 
 def made_trial(folder, number, rate, code=ExitCode.DONE, validation=None, steps=12):
@@ -75,7 +81,7 @@ def test_the_lowest_validation_loss_wins_and_nan_never_ranks(tmp_path):
         made_trial(folder, 5, 300.0),
     ]
     assert [result.number for result in rank_results(results, "validation_loss")] == [2, 1]
-    assert "--metric loss ranks by the training loss" in unranked_reason(results[4], "validation_loss")
+    assert "--metric loss to rank by the training loss" in unranked_reason(results[4], "validation_loss")
 
 
 def test_the_training_loss_ranks_where_it_is_asked_for(tmp_path):
@@ -90,17 +96,17 @@ def test_the_table_holds_every_point_the_best_first(tmp_path):
     folder = SweepFolder(tmp_path / "s")
     words = parse_sweep(["recipe=tiny", "optimizer.lr=1,2", "batch.global_batch_size=7"])
     judge = PointValidator(words, folder, LAPTOP, False)
-    left_out = [judge.validate(number, values) for number, values in enumerate(grid(words.axes), 8)]
+    skipped = [judge.validate(number, values) for number, values in enumerate(grid(words.axes), 8)]
     results = [made_trial(folder, 1, 100.0), made_trial(folder, 2, 200.0), made_trial(folder, 3, 9.0, ExitCode.HANG)]
-    write_results(folder, results, left_out, "tokens_per_second")
+    write_results(folder, results, skipped, "tokens_per_second")
     with folder.results.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["rank"], row["trial"], row["state"]) for row in rows] == [
         ("1", "2", "done"),
         ("2", "1", "done"),
         ("", "3", "failed"),
-        ("", "8", "left out"),
-        ("", "9", "left out"),
+        ("", "8", "skipped"),
+        ("", "9", "skipped"),
     ]
     assert rows[0]["tokens_per_second"] == "207.5"
     assert rows[3]["reason"].count(":") >= 1
@@ -113,7 +119,7 @@ def test_a_sweep_is_continued_only_as_itself(tmp_path):
     definition = Definition(("recipe=tiny", "optimizer.lr=1,2"), "grid", 1, "validation_loss")
     assert open_folder(folder, definition) is False
     assert open_folder(folder, definition) is True
-    again = Definition(definition.words, "grid", 2, "tokens_per_second")  # a grid has no seed, a metric only ranks
+    again = Definition(definition.overrides, "grid", 2, "tokens_per_second")  # a grid has no seed, a metric only ranks
     assert open_folder(folder, again) is True
     other = Definition(("recipe=tiny", "optimizer.lr=1,3"), "random", 1, "validation_loss")
     with pytest.raises(SweepFolderError) as refused:
@@ -122,7 +128,7 @@ def test_a_sweep_is_continued_only_as_itself(tmp_path):
     assert "--sampler was grid and is random" in str(refused.value)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
-    with pytest.raises(SweepFolderError, match="holds no sweep"):
+    with pytest.raises(SweepFolderError, match="is not a sweep"):
         open_folder(SweepFolder(tmp_path / "mine"), definition)
 
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from megalaunch.config.sweep_overrides import parse_sweep
+from megalaunch.runs.sweep.overrides import parse_sweep
 
 pytest.importorskip("optuna")
-from megalaunch.launch.sweep.tpe import TreeSampler
+from megalaunch.runs.sweep.sampling import TreeSampler
 
 AXES = parse_sweep(
     ["optimizer.lr=tag(log,interval(1e-5,1e-1))", "schedule=cosine,linear", "train.seed=int(interval(1,9))"]

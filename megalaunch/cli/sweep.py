@@ -1,4 +1,4 @@
-"""`megalaunch sweep`: many runs that differ in a few words; what cannot run is left out before anything starts."""
+"""`megalaunch sweep`: run many points that differ in a few overrides; invalid points are skipped before the start."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from megalaunch.config.sweep_overrides import SweepOverrides
-    from megalaunch.launch.sweep.directory import Metric, Sampler
+    from megalaunch.runs.sweep.folder import Metric, Sampler
+    from megalaunch.runs.sweep.overrides import SweepOverrides
 
 
 _SPEED_ONLY = (
     "parallel", "recompute", "precision", "platform", "cluster", "launcher", "logging", "checkpoint",
     "batch.micro_batch_size", "train.compile", "train.loss_chunks",
 )  # fmt: skip
-"""Groups and keys that change how fast a run learns, not what: a sweep over others is ranked by the loss."""
+"""Groups and keys that change the speed of a run, not its result: a sweep over any other key is ranked by loss."""
 
 MetricOption = Annotated[
     str | None,
@@ -28,7 +28,7 @@ MetricOption = Annotated[
 
 def sweep(
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Overrides, as for train; some name several values.")
+        list[str] | None, typer.Argument(help="Overrides, as for train; at least one lists several values.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show which points would run, and why others would not.")
@@ -50,14 +50,14 @@ def sweep(
 ) -> None:
     """Run the points of a sweep one after the other, and rank them.
 
-    An override names several values as a list (parallel=tp1,tp2), choice(...), range(...), glob(...) or, for the random
-    and tpe samplers, interval(low,high) and tag(log,interval(low,high)). The same command again goes on where the
-    sweep was interrupted.
+    An override lists several values as parallel=tp1,tp2, choice(...), range(...), glob(...) or, for the random
+    and tpe samplers, interval(low,high) and tag(log,interval(low,high)). Run the same command
+    again to continue an interrupted sweep.
     """
     from megalaunch.config.errors import ConfigError
-    from megalaunch.config.sweep_overrides import parse_sweep
     from megalaunch.plan.report import problems_text
     from megalaunch.runs.errors import refuse
+    from megalaunch.runs.sweep.overrides import parse_sweep
     from megalaunch.runs.sweep.plan import Request, plan_sweep
 
     try:
@@ -88,33 +88,33 @@ def sweep(
     raise typer.Exit(int(run_sweep(plan_sweep(request, starts=True), as_json)))
 
 
-def _metric(word: str | None, swept: SweepOverrides) -> Metric:
+def _metric(name: str | None, swept: SweepOverrides) -> Metric:
     from megalaunch.runs.errors import fail
 
-    match word:
+    match name:
         case None:
             layouts_only = all(key.partition(".")[0] in _SPEED_ONLY or key in _SPEED_ONLY for key in swept.axes)
             return "tokens_per_second" if layouts_only else "validation_loss"
         case "tokens_per_second" | "validation_loss" | "loss":
-            return word
+            return name
         case _:
-            fail(f"there is no metric {word!r}\nfix:  --metric tokens_per_second, validation_loss or loss")
+            fail(f"unknown metric {name!r}\nfix:  --metric tokens_per_second, validation_loss or loss")
 
 
-def _sampler(word: str | None, swept: SweepOverrides, trials: int | None) -> Sampler:
+def _sampler(name: str | None, swept: SweepOverrides, trials: int | None) -> Sampler:
     from megalaunch.runs.errors import fail
 
-    if word is None:
-        word = "grid" if swept.size is not None else "random"
-    if word == "grid" and swept.size is None:
-        fail("an interval has no grid\nfix:  --sampler random --trials N, or a list of values")
-    if trials is None and (word == "tpe" or (word == "random" and swept.size is None)):
-        fail(f"the sampler {word} needs to know how many runs to make\nfix:  --trials N")
-    match word:
+    if name is None:
+        name = "grid" if swept.size is not None else "random"
+    if name == "grid" and swept.size is None:
+        fail("a grid needs lists of values, not an interval\nfix:  --sampler random --trials N, or a list of values")
+    if trials is None and (name == "tpe" or (name == "random" and swept.size is None)):
+        fail(f"the sampler {name} needs a number of trials\nfix:  --trials N")
+    match name:
         case "grid" | "random" | "tpe":
-            return word
+            return name
         case _:
-            fail(f"there is no sampler {word!r}\nfix:  --sampler grid, random or tpe")
+            fail(f"unknown sampler {name!r}\nfix:  --sampler grid, random or tpe")
 
 
 def _folder_name(swept: SweepOverrides, name: str | None) -> str:
@@ -124,8 +124,10 @@ def _folder_name(swept: SweepOverrides, name: str | None) -> str:
     from megalaunch.runs.errors import fail
 
     if name is None:
-        recipe = next((word.partition("=")[2] for word in swept.typed if word.startswith("recipe=")), "sweep")
+        recipe = next(
+            (override.partition("=")[2] for override in swept.typed if override.startswith("recipe=")), "sweep"
+        )
         name = "sweep" if "recipe" in swept.axes else Path(recipe).stem.replace("/", "_")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        fail(f"--name {name!r} is no name of a folder\nfix:  use letters, digits, - _ and .")
+        fail(f"--name {name!r} is not a valid folder name\nfix:  use letters, digits, - _ and .")
     return name

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from megalaunch.format.numbers import format_count, format_duration, format_loss
 from megalaunch.launch.event_messages import event_message
 from megalaunch.launch.run_state import RunState, number
-from megalaunch.launch.sweep.directory import Metric
-from megalaunch.launch.sweep.result import TrialResult, rank_results, unranked_reason
+from megalaunch.runs.sweep.folder import Metric
+from megalaunch.runs.sweep.results import TrialResult, rank_results, unranked_reason
 
 if TYPE_CHECKING:
-    from megalaunch.launch.sweep.trial_table import TrialRow
+    from rich.table import Table
 
 _ROWS = 24
 _SILENCE = 20.0
+_GAP = 2
+_MIN_VALUES_WIDTH = 12  # of a trial's values; below it, columns of figures are omitted
+_LEFT_ALIGNED = ("mark", "values", "state")
+_TITLES = {"mark": "", "rate": "tokens/s", "spread": "p25 to p75"}
+_OPTIONAL_COLUMNS = ("spread", "time", "loss", "rate")
+"""The columns that a narrow terminal omits, the first one first."""
 
 
 class SweepDisplay(Protocol):
@@ -38,11 +45,11 @@ class SweepDisplay(Protocol):
     def end(self, result: TrialResult) -> None:
         """Show the result of the trial."""
 
-    def skip(self) -> None:
+    def finish(self) -> None:
         """End the display of the sweep and restore the terminal."""
 
 
-def open_board(metric: Metric, terminal: bool, stream: TextIO) -> SweepDisplay:
+def open_sweep_display(metric: Metric, terminal: bool, stream: TextIO) -> SweepDisplay:
     """Return the table for a terminal, else a display that prints lines to `stream`."""
     return LiveSweepDisplay(metric) if terminal else LogSweepDisplay(metric, stream)
 
@@ -52,7 +59,7 @@ class LogSweepDisplay:
 
     def __init__(self, metric: Metric, stream: TextIO) -> None:
         self._metric, self._stream = metric, stream
-        self._spoke = time.monotonic()
+        self._last_line = time.monotonic()
 
     def begin(self, results: Sequence[TrialResult], current: TrialResult) -> None:
         """Print `trial 3 (2 of 8): parallel=tp2`."""
@@ -62,7 +69,7 @@ class LogSweepDisplay:
 
     def say(self, line: str) -> None:
         """Print one line now."""
-        self._spoke = time.monotonic()
+        self._last_line = time.monotonic()
         with contextlib.suppress(OSError, ValueError):  # a closed stream ends the printing, not the sweep
             print(line, file=self._stream, flush=True)
 
@@ -71,7 +78,7 @@ class LogSweepDisplay:
         for event in view.fresh_events:
             if event.get("event") in ("worker_failed", "restart", "stop_requested") and (line := event_message(event)):
                 self.say(f"  {line}")
-        if view.latest is not None and time.monotonic() - self._spoke > _SILENCE:
+        if view.latest is not None and time.monotonic() - self._last_line > _SILENCE:
             rate = format_count(number(view.latest, "tokens_per_second"))
             loss = format_loss(number(view.latest, "loss"))
             self.say(f"  step {view.step}/{view.last_step}, loss {loss}, {rate} tokens/s")
@@ -84,7 +91,7 @@ class LogSweepDisplay:
         reason = unranked_reason(result, self._metric)
         self.say(f"  {result.state}: {reason or figures(result)}")
 
-    def skip(self) -> None:
+    def finish(self) -> None:
         """Do nothing: there is no terminal state to restore."""
 
 
@@ -127,24 +134,21 @@ class LiveSweepDisplay:
         self._running = None
         self._draw()
 
-    def skip(self) -> None:
+    def finish(self) -> None:
         """Remove the table."""
         with contextlib.suppress(OSError):
             self._live.stop()
 
     def _draw(self) -> None:
-        from megalaunch.launch.live_display import KEPT_FREE
-        from megalaunch.launch.sweep.trial_table import trial_table
+        from megalaunch.launch.live_display import RIGHT_MARGIN
 
         visible = self._visible()
-        table = trial_table([self._row(result) for result in visible], self._live.console.width - KEPT_FREE)
+        table = trial_table([self._row(result) for result in visible], self._live.console.width - RIGHT_MARGIN)
         if (hidden := len(self._results) - self._rows) > 0:
             table.caption = f"{hidden} more trials"
         self._live.update(table, refresh=True)
 
     def _row(self, result: TrialResult) -> TrialRow:
-        from megalaunch.launch.sweep.trial_table import TrialRow
-
         running = result.number == self._running
         best = [other.number for other in rank_results(self._results, self._metric)[:1]]
         mark = "*" if result.number in best else ""
@@ -163,10 +167,10 @@ class LiveSweepDisplay:
         """Return the best trials, the running one and the next ones, in order, as many as fit."""
         if len(self._results) <= self._rows:
             return self._results
-        kept = {result.number for result in rank_results(self._results, self._metric)[: self._rows // 2]}
+        visible = {result.number for result in rank_results(self._results, self._metric)[: self._rows // 2]}
         upcoming = [r.number for r in self._results if r.number == self._running or r.state == "waiting"]
-        kept |= set(upcoming[: self._rows - len(kept)])
-        return [result for result in self._results if result.number in kept]
+        visible |= set(upcoming[: self._rows - len(visible)])
+        return [result for result in self._results if result.number in visible]
 
     def _cells(self, result: TrialResult, running: bool) -> list[str]:
         """Return state, tokens/s, its interquartile range, loss, validation loss, time."""
@@ -193,8 +197,8 @@ def label(result: TrialResult) -> str:
 def short_label(result: TrialResult) -> str:
     """Return the label with only the last part of each key, if that is unique."""
     names = {key: key.rpartition(".")[2] for key in result.values}
-    whole = len(set(names.values())) < len(names)
-    return " ".join(f"{key if whole else names[key]}={value}" for key, value in result.values.items())
+    ambiguous = len(set(names.values())) < len(names)
+    return " ".join(f"{key if ambiguous else names[key]}={value}" for key, value in result.values.items())
 
 
 def figures(result: TrialResult) -> str:
@@ -210,3 +214,45 @@ def _figure_cells(result: TrialResult) -> list[str]:
     rate = f"{format_count(speed.median)} ({format_count(speed.low)} to {format_count(speed.high)})" if speed else ""
     losses = ["" if loss is None else format_loss(loss) for loss in (result.loss, result.validation_loss)]
     return [rate, *losses, format_duration(result.seconds) if result.steps else ""]
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """The cells of one trial, and the style of its line."""
+
+    cells: Mapping[str, str]
+    style: str
+
+
+def trial_table(rows: Sequence[TrialRow], width: int) -> Table:
+    """Return a table of at most `width` columns; only `values` is truncated, other columns are shown or omitted."""
+    from rich.table import Table
+
+    names = list(rows[0].cells) if rows else []
+    for name in ("", *_OPTIONAL_COLUMNS):
+        names = [shown for shown in names if shown != name]
+        if _room(rows, names, width) >= min(_MIN_VALUES_WIDTH, _widest(rows, "values")):
+            break
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
+    for name in names:
+        flexible = name == "values"
+        table.add_column(
+            _TITLES.get(name, name),
+            justify="left" if name in _LEFT_ALIGNED else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=None if flexible else _widest(rows, name),
+            max_width=max(1, _room(rows, names, width)) if flexible else None,
+        )
+    for row in rows:
+        table.add_row(*(row.cells[name] for name in names), style=row.style)
+    return table
+
+
+def _room(rows: Sequence[TrialRow], names: Sequence[str], width: int) -> int:
+    """Return the width that remains for `values`."""
+    return width - sum(_widest(rows, name) + _GAP for name in names if name != "values") - _GAP
+
+
+def _widest(rows: Sequence[TrialRow], name: str) -> int:
+    return max(len(text) for text in (_TITLES.get(name, name), *(row.cells[name] for row in rows)))

@@ -9,9 +9,15 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from megalaunch.launch.sweep.display import LiveSweepDisplay, LogSweepDisplay, open_board, short_label
-from megalaunch.launch.sweep.result import Speed, TrialResult
-from megalaunch.launch.sweep.trial_table import TrialRow, trial_table
+from megalaunch.runs.sweep.display import (
+    LiveSweepDisplay,
+    LogSweepDisplay,
+    TrialRow,
+    open_sweep_display,
+    short_label,
+    trial_table,
+)
+from megalaunch.runs.sweep.results import Speed, TrialResult
 
 DONE = TrialResult(1, {"parallel": "dp1"}, "done", 0, "", 20, 8.0, Speed(1234.0, 1200.0, 1300.0, 18), 3.1, 3.2)
 SLOWER = TrialResult(2, {"parallel": "dp2"}, "done", 0, "", 20, 9.0, Speed(999.0, 900.0, 1100.0, 18), 3.1, 3.2)
@@ -27,14 +33,14 @@ def view(step, **changes):
 
 def test_lines_tell_of_every_start_and_end():
     stream = io.StringIO()
-    board = open_board("tokens_per_second", False, stream)
-    assert isinstance(board, LogSweepDisplay)
-    board.begin([DONE, NEXT], NEXT)
-    board.update(view(0))
+    display = open_sweep_display("tokens_per_second", False, stream)
+    assert isinstance(display, LogSweepDisplay)
+    display.begin([DONE, NEXT], NEXT)
+    display.update(view(0))
     event = {"event": "worker_failed", "rank": 1, "step": 3, "exception": "OSError", "message": "no"}
-    board.update(SimpleNamespace(**{**vars(view(1)), "fresh_events": [event]}))
-    board.end(DONE)
-    board.end(FAILED)
+    display.update(SimpleNamespace(**{**vars(view(1)), "fresh_events": [event]}))
+    display.end(DONE)
+    display.end(FAILED)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "trial 4 (2 of 2): parallel=dp8"
     assert "OSError" in lines[1]
@@ -52,9 +58,9 @@ def test_a_reader_that_is_gone_stops_no_sweep():
 def live(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr("rich.console.Console", lambda: Console(file=stream, force_terminal=True, width=130, height=20))
-    board = LiveSweepDisplay("tokens_per_second")
-    yield board, stream
-    board.skip()
+    display = LiveSweepDisplay("tokens_per_second")
+    yield display, stream
+    display.finish()
 
 
 def rows(stream):
@@ -64,20 +70,20 @@ def rows(stream):
 
 
 def test_the_table_marks_the_best_and_follows_the_running_trial(live):
-    board, stream = live
-    board.begin([DONE, SLOWER, FAILED, NEXT], NEXT)
-    board.update(view(0))
+    display, stream = live
+    display.begin([DONE, SLOWER, FAILED, NEXT], NEXT)
+    display.update(view(0))
     assert ["4", "parallel=dp8", "loading"] in rows(stream)
-    board.update(view(7))
+    display.update(view(7))
     assert ["4", "parallel=dp8", "step", "7/20", "4,321", "2.5000", "3", "s", "left"] in rows(stream)
-    board.update(view(7, stepping=False, phase="validating"))
+    display.update(view(7, stepping=False, phase="validating"))
     assert ["4", "parallel=dp8", "validating", "4,321", "2.5000", "3", "s", "left"] in rows(stream)
-    board.update(view(7, ending=True, seconds_left=None))
+    display.update(view(7, ending=True, seconds_left=None))
     assert ["4", "parallel=dp8", "stopping", "4,321", "2.5000"] in rows(stream)
     shown = rows(stream)
     assert [row[0] for row in shown if "parallel=dp1" in row] == ["*"]
     assert not any(row[:1] == ["*"] and "parallel=dp4" in row for row in shown)
-    board.end(TrialResult(4, NEXT.values, "done", 0, "", 20, 8.0, Speed(2000.0, 1, 1, 18), 3.1))
+    display.end(TrialResult(4, NEXT.values, "done", 0, "", 20, 8.0, Speed(2000.0, 1, 1, 18), 3.1))
     assert [row[0] for row in rows(stream) if "parallel=dp8" in row] == ["*"]
 
 
@@ -109,10 +115,10 @@ def test_keys_are_short_where_that_tells_them_apart():
 
 
 def test_a_long_table_shows_the_best_and_what_comes(live):
-    board, stream = live
+    display, stream = live
     done = [TrialResult(n, {"a": str(n)}, "done", 0, "", 9, 1.0, Speed(n, n, n, 9)) for n in range(1, 41)]
     waiting = [TrialResult(n, {"a": str(n)}, "waiting") for n in range(41, 81)]
-    board.begin([*done, *waiting], waiting[0])
+    display.begin([*done, *waiting], waiting[0])
     shown = [row[0] for row in rows(stream) if any(cell.startswith("a=") for cell in row)]
     assert len(shown) == 17
     assert {"39", "41"} <= set(shown)

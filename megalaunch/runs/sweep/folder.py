@@ -19,7 +19,7 @@ _VERSION = 1
 
 
 class SweepFolderError(Exception):
-    """The folder holds another sweep, or no sweep; `fix` says what to do."""
+    """The folder belongs to another sweep, or to none; `fix` says what to do."""
 
     def __init__(self, message: str, fix: str) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class SweepFolderError(Exception):
 class Definition:
     """The settings that identify a sweep: they must be equal when it is continued."""
 
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     sampler: Sampler
     seed: int
     metric: Metric
@@ -63,7 +63,7 @@ class SweepFolder:
         return self.root / "results.csv"
 
     @property
-    def picture(self) -> Path:
+    def plot(self) -> Path:
         """A bar chart of the ranked trials."""
         return self.root / "results.png"
 
@@ -81,14 +81,14 @@ def open_folder(folder: SweepFolder, wanted: Definition) -> bool:
     """Create the folder, or open it to continue the same sweep (True); raises SweepFolderError for other content."""
     if not folder.definition.exists():
         if folder.root.exists() and any(path.name != "lock" for path in folder.root.iterdir()):
-            raise SweepFolderError(f"{folder.root} exists and holds no sweep", "name another one with --name")
+            raise SweepFolderError(f"{folder.root} exists and is not a sweep", "choose another name with --name")
         folder.root.mkdir(parents=True, exist_ok=True)
         write_file_atomically(folder.definition, json.dumps({"version": _VERSION, **asdict(wanted)}, indent=2))
         return False
     changes = _changes(_read(folder), wanted)
     if changes:
         message = f"{folder.root} holds another sweep: {'; '.join(changes)}"
-        raise SweepFolderError(message, "give the words it was begun with, or name a new one with --name")
+        raise SweepFolderError(message, "repeat the original overrides, or choose another name with --name")
     return True
 
 
@@ -97,20 +97,20 @@ def _read(folder: SweepFolder) -> dict[str, Any]:
         data = json.loads(folder.definition.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SweepFolderError(
-            f"{folder.definition} cannot be read ({error})", "name another one with --name"
+            f"{folder.definition} cannot be read ({error})", "choose another name with --name"
         ) from None
     if not isinstance(data, dict) or data.get("version") != _VERSION:
-        message = f"{folder.definition} is no sweep that this megalaunch reads (version {_VERSION})"
-        raise SweepFolderError(message, "name another one with --name")
+        message = f"{folder.definition} is not a sweep of version {_VERSION}, which this megalaunch reads"
+        raise SweepFolderError(message, "choose another name with --name")
     return data
 
 
 def _changes(stored: dict[str, Any], wanted: Definition) -> list[str]:
-    then, now = [str(word) for word in stored.get("words", [])], list(wanted.words)
-    changes = [f"{word} is new" for word in now if word not in then]
-    changes += [f"{word} is gone" for word in then if word not in now]
+    then, now = [str(one) for one in stored.get("overrides", [])], list(wanted.overrides)
+    changes = [f"{override} is new" for override in now if override not in then]
+    changes += [f"{override} is missing" for override in then if override not in now]
     if not changes and then != now:
-        changes.append("the words stand in another order")
+        changes.append("the overrides are in another order")
     names = ["sampler"]
     names += ["seed"] if wanted.sampler != "grid" else []
     names += ["metric"] if wanted.sampler == "tpe" else []

@@ -42,7 +42,7 @@ class SweepOverrides:
 
 
 def parse_sweep(overrides: Sequence[str]) -> SweepOverrides:
-    """Find the axes; raises ConfigError with every sweep that cannot be parsed, or when there is none."""
+    """Find the axes; raises ConfigError with every override that cannot be parsed, or if none lists several values."""
     problems: list[SpecProblem] = []
     axes: dict[str, Categorical | Range] = {}
     keys = [override.partition("=")[0] for override in overrides]
@@ -59,7 +59,7 @@ def parse_sweep(overrides: Sequence[str]) -> SweepOverrides:
             continue
         if axis is not None:
             axes[key] = axis
-            problems += _faults(key, axis, keys.count(key))
+            problems += _axis_problems(key, axis, keys.count(key))
     if not axes and not problems:
         message = "no override has several values, e.g. 'optimizer.lr=1e-4,3e-4' or 'parallel=tp1,tp2'"
         problems.append(_problem("sweep", f"{message}; start a single run with `megalaunch train`"))
@@ -68,11 +68,11 @@ def parse_sweep(overrides: Sequence[str]) -> SweepOverrides:
     return SweepOverrides(tuple(overrides), axes)
 
 
-def _faults(key: str, axis: Categorical | Range, given: int) -> list[SpecProblem]:
+def _axis_problems(key: str, axis: Categorical | Range, given: int) -> list[SpecProblem]:
     if given > 1:
         return [_problem(key, "has several values and is given twice; remove one")]
     if isinstance(axis, Categorical):
-        return [] if axis.values else [_problem(key, "matches nothing")]
+        return [] if axis.values else [_problem(key, "matches no option")]
     if key not in schema_keys():
         return [_problem(key, "takes the name of an option, not an interval of numbers")]
     if axis.low >= axis.high:

@@ -1,12 +1,43 @@
-"""Propose points from the scores of earlier ones: tree-structured Parzen estimator (TPE), by optuna."""
+"""Select the points of a sweep: the full grid, random points, or points that a TPE sampler proposes."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping
+from random import Random
 from typing import Any, Literal
 
-from megalaunch.config.search_space import Range, Values
-from megalaunch.launch.sweep.directory import LOWER_IS_BETTER, Metric
-from megalaunch.launch.sweep.sampling import Axes
+from megalaunch.config.search_space import Categorical, Range, Values
+from megalaunch.runs.sweep.folder import LOWER_IS_BETTER, Metric
+
+Axes = Mapping[str, Categorical | Range]
+_REPEATS = 1000  # repeated draws in a row after which the space counts as exhausted
+
+
+def grid(axes: Axes) -> Iterator[Values]:
+    """Yield every point, the last axis fastest; raises ValueError when an axis is an interval."""
+    columns = []
+    for key, axis in axes.items():
+        if isinstance(axis, Range):
+            raise ValueError(f"{key} is an interval; a grid needs a list of values")
+        columns.append(axis.values)
+    for row in itertools.product(*columns):
+        yield dict(zip(axes, row, strict=True))
+
+
+def random_points(axes: Axes, seed: int) -> Iterator[Values]:
+    """Yield random points without repetition; the same for the same seed, so that a sweep can be continued."""
+    random = Random(seed)
+    seen: set[tuple[str, ...]] = set()
+    repeats = 0
+    while repeats < _REPEATS:
+        row = tuple(axis.draw(random) for axis in axes.values())
+        if row in seen:
+            repeats += 1
+            continue
+        seen.add(row)
+        repeats = 0
+        yield dict(zip(axes, row, strict=True))
 
 
 class TreeSampler:
@@ -36,7 +67,7 @@ class TreeSampler:
         """Add the score of a point; None: it cannot run, or failed."""
         states = self._optuna.trial.TrialState
         distributions = {key: self._distribution(key) for key in self._axes}
-        parameters = {key: self._parameter(key, word) for key, word in values.items()}
+        parameters = {key: self._parameter(key, value) for key, value in values.items()}
         state = states.FAIL if score is None else states.COMPLETE
         self._study.add_trial(
             self._optuna.trial.create_trial(params=parameters, distributions=distributions, value=score, state=state)
@@ -58,8 +89,8 @@ class TreeSampler:
             return kinds.IntDistribution(int(axis.low), int(axis.high), log=axis.log)
         return kinds.FloatDistribution(axis.low, axis.high, log=axis.log)
 
-    def _parameter(self, key: str, word: str) -> Any:
+    def _parameter(self, key: str, value: str) -> Any:
         axis = self._axes[key]
         if not isinstance(axis, Range):
-            return word
-        return int(word) if axis.integer else float(word)
+            return value
+        return int(value) if axis.integer else float(value)

@@ -1,1 +1,0 @@
-"""`megalaunch sweep` and its output."""
