@@ -8,7 +8,7 @@ import yaml
 
 from megalaunch.config.schema import RunSpec, SpecError, SpecProblem, build_run_spec, spec_to_dict
 from megalaunch.config.yaml_file import YamlProblem, load_yaml
-from megalaunch.rundir.atomic_file import write_file_atomically
+from megalaunch.fs import write_file_atomically
 
 SPEC_VERSION = 1
 _MAX_BYTES = 256 * 1024  # a recipe's keys with all defaults

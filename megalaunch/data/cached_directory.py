@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from megalaunch.data.errors import cannot
-from megalaunch.rundir.atomic_file import sync_directory, sync_tree
+from megalaunch.fs import (
+    PUBLIC_DIRECTORY_MODE,
+    PUBLIC_FILE_MODE,
+    create_temporary_directory,
+    discard_directory,
+    list_temporary_directories,
+    lock_file,
+    publish_directory,
+)
 
 _OTHER_PLACE = "Free space there, or choose another folder with data.cache_directory=PATH."
 
@@ -38,41 +42,24 @@ def cached_directory(
         return final
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _file_lock(root / f".{key}.lock", waiting):
+        lock = lock_file(root / f".{key}.lock", PUBLIC_FILE_MODE, waiting)
+        try:
             if not intact(final):
                 _build_and_publish(root, key, build)
+        finally:
+            os.close(lock)
     except OSError as error:
         raise cannot("keep prepared data here", root, error, _OTHER_PLACE) from error
     return final
 
 
 def _build_and_publish(root: Path, key: str, build: Callable[[Path], None]) -> None:
-    """Build in a temporary directory, flush it to disk, and rename it to `root/key`."""
-    for leftover in root.glob(f".{key}.unfinished-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{key}.unfinished-", dir=root))
+    """Build in a temporary directory and publish it as `root/key`; a damaged one of that name is replaced."""
+    for leftover in list_temporary_directories(root, key):
+        discard_directory(leftover)
+    unfinished = create_temporary_directory(root / key, PUBLIC_DIRECTORY_MODE)
     try:
         build(unfinished)
-        sync_tree(unfinished)  # otherwise a power failure may leave files of zeros under the final name
-        unfinished.chmod(0o755)
-        if (root / key).exists():  # damaged: renamed so that the next build removes it
-            (root / key).rename(Path(tempfile.mkdtemp(prefix=f".{key}.unfinished-", dir=root), "damaged"))
-        unfinished.rename(root / key)
-        sync_directory(root)
+        publish_directory(unfinished, root / key)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-@contextmanager
-def _file_lock(lock: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold an exclusive lock on the file `lock`; the kernel releases it when the holder dies."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting()
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        discard_directory(unfinished)

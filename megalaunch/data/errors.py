@@ -1,9 +1,11 @@
-"""The error of the data package: where it occurred, the cause, and a fix."""
+"""The error of the data package (where, cause, fix), and the file operations that raise it."""
 
 from __future__ import annotations
 
 import stat
 from pathlib import Path
+
+from megalaunch.fs import PUBLIC_FILE_MODE, AtomicFile
 
 
 class DataError(Exception):
@@ -40,3 +42,19 @@ def refuse_special_file(path: Path) -> None:
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise DataError("it is no regular file or folder", file=path, fix="Name a file.")
+
+
+def open_output(path: Path) -> AtomicFile:
+    """Open a file that gets the name `path` when it is published, and create its directory.
+
+    Raises:
+        DataError: the file cannot be created, or another process is writing it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return AtomicFile(path, PUBLIC_FILE_MODE, leftover="lock")
+    except BlockingIOError:
+        fix = "Wait for it, or choose another name."
+        raise DataError("another process is writing this file", file=path, fix=fix) from None
+    except OSError as error:
+        raise cannot("write here", path, error, "Choose a folder that you may write to.") from error

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from megalaunch.fs import make_directory, open_file
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
-from megalaunch.rundir.files import make_directory, open_file
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megalaunch.fs import open_file
 from megalaunch.launch.process import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
@@ -19,7 +20,6 @@ from megalaunch.launch.process import (
     kill_all,
     set_process_control,
 )
-from megalaunch.rundir.files import open_file
 
 KILL_SECONDS = 5.0
 

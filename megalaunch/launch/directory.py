@@ -12,9 +12,9 @@ from typing import Literal
 
 from megalaunch.config.schema import RunSpec, SpecError
 from megalaunch.config.spec_file import read_spec
+from megalaunch.fs import make_directory
 from megalaunch.launch.lock import RunLock, is_held
 from megalaunch.rundir.checkpoint.names import SPEC_FILE
-from megalaunch.rundir.files import make_directory
 from megalaunch.rundir.outcome import Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 

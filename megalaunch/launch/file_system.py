@@ -8,6 +8,8 @@ import re
 import time
 from pathlib import Path
 
+from megalaunch.fs import PRIVATE_MODE, open_file
+
 _MOUNTS = Path("/proc/self/mountinfo")
 # File systems shared with other machines whose flock is local to this kernel: by type, or by an option of nfs(5),
 # mount.lustre(8) or mount.cifs(8).
@@ -40,7 +42,7 @@ def file_system_time(folder: Path) -> float:
     """
     probe = folder / ".lock.unfinished"
     try:
-        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        descriptor = open_file(probe, os.O_WRONLY | os.O_CREAT, PRIVATE_MODE)
     except OSError:
         return time.time()
     try:

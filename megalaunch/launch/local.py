@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.spec_file import write_spec
+from megalaunch.fs import append_line
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.commands import WORKER_MODULE, agent_environment, node_commands
 from megalaunch.launch.directory import RunDirectoryError, create_folders
@@ -18,7 +19,6 @@ from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.supervise import Display, LaunchResult, Supervisor
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE
 from megalaunch.rundir.events import record_event
-from megalaunch.rundir.files import append_line_bytes
 from megalaunch.rundir.paths import RunDirectory
 
 
@@ -37,7 +37,7 @@ class Launch:
 
 def record_overrides(directory: RunDirectory, overrides: Sequence[str]) -> None:
     """Append the overrides of a launch to the run's history (overrides.txt). Raises OSError."""
-    append_line_bytes(directory.overrides, f"{shlex.join(overrides)}\n".encode())
+    append_line(directory.overrides, f"{shlex.join(overrides)}\n".encode())
 
 
 def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunState], Display | None]) -> LaunchResult:

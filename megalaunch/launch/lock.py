@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -17,9 +16,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megalaunch.fs import is_open_at, open_file, try_lock
 from megalaunch.launch.file_system import file_system_time, has_local_locks
 from megalaunch.launch.process import Process, find_process, is_alive
-from megalaunch.rundir.files import open_file
 
 SILENT_SECONDS = 60.0  # a holder on another machine counts as dead after so long without a touch
 TOUCH_SECONDS = 10.0
@@ -64,13 +63,13 @@ class RunLock:
             except BaseException:
                 os.close(self._descriptor)
                 raise
-            if self._is_at_its_path():
+            if is_open_at(self._descriptor, self._path):
                 return
             os.close(self._descriptor)  # its last holder removed the file between our open and our flock
 
     def _take(self) -> None:
         """Take the flock and write this process as the holder; check the heartbeat if flock is not decisive."""
-        decided = _flock(self._descriptor, fcntl.LOCK_EX)
+        decided = _take_flock(self._descriptor)
         if decided is False:
             raise RunLocked(self._path, read_holder(self._path))
         if decided is None or has_local_locks(self._path):
@@ -83,12 +82,6 @@ class RunLock:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, text.encode(), 0)
 
-    def _is_at_its_path(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._descriptor), self._path.lstat())
-        except FileNotFoundError:
-            return False
-
     def touch(self) -> None:
         """Update the heartbeat for machines that cannot see this process; cheap to call often, raises nothing."""
         if time.monotonic() - self._touched > TOUCH_SECONDS:
@@ -99,7 +92,7 @@ class RunLock:
     def release(self) -> None:
         """Remove the file and release the lock; raises nothing, as a file that remains blocks no other launcher."""
         with contextlib.suppress(OSError):
-            if self._is_at_its_path():
+            if is_open_at(self._descriptor, self._path):
                 self._path.unlink(missing_ok=True)
         descriptor, self._descriptor = self._descriptor, -1
         with contextlib.suppress(OSError):
@@ -109,11 +102,11 @@ class RunLock:
 def is_held(path: Path) -> bool:
     """Return whether a launcher holds the lock at `path` now; does not change the file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = open_file(path, os.O_RDONLY)
     except OSError:
         return False
     try:
-        free = _flock(descriptor, fcntl.LOCK_SH)
+        free = _take_flock(descriptor, shared=True)
     finally:
         os.close(descriptor)
     if free is False:
@@ -124,20 +117,19 @@ def is_held(path: Path) -> bool:
     return holder is not None and _has_heartbeat(holder, path)
 
 
-def _flock(descriptor: int, kind: int) -> bool | None:
-    """Take an flock without blocking: True if taken, False if held elsewhere, None if the file system has no locks."""
+def _take_flock(descriptor: int, shared: bool = False) -> bool | None:
+    """Take an flock: True if taken, False if another process holds it, None if the file system has no locks."""
     deadline = time.monotonic() + _PROBE_SECONDS
     while True:
         try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            if try_lock(descriptor, shared):
+                return True
         except OSError as error:
             if error.errno in _NO_LOCKS_HERE:
                 return None
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_PROBE_SECONDS / 5)
-        else:
-            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_PROBE_SECONDS / 5)
 
 
 def read_holder(path: Path) -> Holder | None:

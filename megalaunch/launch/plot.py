@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean
 
+from megalaunch.fs import atomic_file, make_directory
 from megalaunch.launch.run_state import number
-from megalaunch.rundir.atomic_file import atomic_file
-from megalaunch.rundir.files import make_directory
 from megalaunch.rundir.jsonl import Record, read_lines
 from megalaunch.rundir.paths import RunDirectory
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megalaunch.rundir.atomic_file import temporary_path
-from megalaunch.rundir.files import create_file
+from megalaunch.fs import write_file_atomically
 
 DUMP_STACKS_SIGNAL = signal.SIGUSR2
 """On this signal a worker writes the stacks of its threads to its log, even if they are blocked."""
@@ -81,10 +80,7 @@ def frame_location(stack: Iterable[StackLine]) -> tuple[str, bool]:
 
 def write_collective_trace(path: Path, trace: CollectiveTrace) -> None:
     """Write a trace by an atomic rename. Raises OSError."""
-    unfinished = temporary_path(path)  # not synced: the reader runs while the machine is up
-    with os.fdopen(create_file(unfinished), "w", encoding="utf-8") as file:
-        json.dump(asdict(trace), file)
-    unfinished.replace(path)
+    write_file_atomically(path, json.dumps(asdict(trace)), sync=False)  # its reader does not outlive the machine
 
 
 def read_collective_trace(path: Path, attempt: int, since: float = 0.0) -> CollectiveTrace | None:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megalaunch.rundir.atomic_file import atomic_file
-from megalaunch.rundir.files import append_line_bytes
+from megalaunch import fs
 
 Record = dict[str, Any]
 
@@ -16,7 +15,7 @@ Record = dict[str, Any]
 def append_line(path: Path, record: Record) -> None:
     """Append one record in a single write, so that lines of several processes do not mix."""
     line = (json.dumps(record, ensure_ascii=False, allow_nan=True) + "\n").encode()
-    append_line_bytes(path, line)
+    fs.append_line(path, line)
 
 
 def read_lines(path: Path) -> Iterator[Record]:
@@ -44,7 +43,7 @@ def keep_lines(path: Path, wanted: Callable[[Record], bool]) -> int:
     kept = [record for record in read_lines(path) if wanted(record)]
     if len(kept) == total:
         return 0
-    with atomic_file(path) as file:
+    with fs.atomic_file(path) as file:
         for record in kept:
             file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
     return total - len(kept)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from megalaunch.rundir.atomic_file import sync_directory, temporary_path
-from megalaunch.rundir.files import create_file, open_file
+from megalaunch.fs import reserve_space, write_file_atomically
 
 _RESERVED_BYTES = 4096
 
@@ -42,22 +40,12 @@ class Outcome:
 
 def reserve_outcome_space(path: Path) -> None:
     """Reserve disk space for the outcome at the start, so that a run that fills the disk can still write it."""
-    with os.fdopen(create_file(temporary_path(path)), "wb") as file:
-        file.write(b" " * _RESERVED_BYTES)
+    reserve_space(path, _RESERVED_BYTES)
 
 
 def write_outcome(path: Path, outcome: Outcome) -> None:
     """Write the outcome by an atomic rename, in the reserved file if there is one."""
-    content = json.dumps(asdict(outcome), indent=2).encode()
-    unfinished = temporary_path(path)
-    descriptor = open_file(unfinished, os.O_WRONLY | os.O_CREAT)  # no O_TRUNC: it would release the reserved space
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.truncate()
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    sync_directory(path.parent)
+    write_file_atomically(path, json.dumps(asdict(outcome), indent=2), leftover="reuse")
 
 
 def read_outcome(path: Path) -> Outcome | None:

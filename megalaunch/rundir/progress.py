@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megalaunch.rundir.files import open_file
+from megalaunch.fs import open_file
 
 _RECORD_BYTES = 512  # fixed size: one write replaces the record
 

@@ -9,8 +9,7 @@ import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megalaunch.rundir.atomic_file import write_file_atomically
-from megalaunch.rundir.files import PRIVATE_MODE, open_file
+from megalaunch.fs import PRIVATE_MODE, open_file, write_file_atomically
 
 _HEX = re.compile(r"[0-9a-f]{64}")
 

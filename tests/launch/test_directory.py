@@ -133,3 +133,22 @@ def test_raising_the_steps_says_what_stays(tmp_path):
     assert "train.steps raised from 20 to 40" in note
     assert "schedule.decay_steps=20" in note
     assert "first 160 samples" in note
+
+
+def test_an_empty_spec_file_does_not_block_a_resume(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.metrics.write_text('{"step": 1}\n')
+    for step, name in ((4, "older"), (8, "newest")):
+        directory.checkpoint(step).mkdir(parents=True)
+        write_spec(tiny_spec(run__name=name), directory.checkpoint(step) / "spec.yaml")
+    for content in (b"", b"\0" * 900):
+        directory.spec.write_bytes(content)
+        assert inspect_run(directory).stored == tiny_spec(run__name="newest")
+    directory.spec.unlink()
+    assert inspect_run(directory).stored == tiny_spec(run__name="newest")
+    (directory.checkpoint(8) / "spec.yaml").write_bytes(b"")
+    assert inspect_run(directory).stored == tiny_spec(run__name="older")
+    (directory.checkpoint(4) / "spec.yaml").unlink()
+    directory.spec.write_bytes(b"")
+    with pytest.raises(RunDirectoryError, match=r"spec\.yaml is empty, and no checkpoint holds a copy"):
+        inspect_run(directory)

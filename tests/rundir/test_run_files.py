@@ -11,13 +11,13 @@ import pytest
 from launching import tiny_spec
 
 from megalaunch.config.spec_file import write_spec
+from megalaunch.fs import make_directory
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.directory import RunDirectoryError, create_folders, lock_run
 from megalaunch.launch.local import record_overrides
 from megalaunch.launch.lock import RunLock
 from megalaunch.rundir.collective_trace import CollectiveTrace, write_collective_trace
 from megalaunch.rundir.events import record_event
-from megalaunch.rundir.files import make_directory
 from megalaunch.rundir.jsonl import append_line, keep_lines, read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome_space, write_outcome
 from megalaunch.rundir.paths import RunDirectory

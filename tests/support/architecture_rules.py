@@ -13,19 +13,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-LAUNCHER_WING = ("cli", "runs", "config", "importers", "plan", "launch", "data", "platform", "rundir", "format")
+LAUNCHER_WING = ("cli", "runs", "config", "importers", "plan", "launch", "data", "platform", "rundir", "format", "fs")
 
 # Room -> what it may import of ours, besides itself; a longer name speaks for a file alone. DESIGN section 2.
 ARROWS = {
     "format": (),
-    "rundir": (),
-    "config": ("rundir.atomic_file", "importers.huggingface", "importers.megatron.spelling"),
+    "fs": (),
+    "rundir": ("fs",),
+    "config": ("fs", "importers.huggingface", "importers.megatron.spelling"),
     "importers.huggingface": ("config.schema", "plan.layers", "plan.attention_factor"),
     "importers.megatron": ("config.schema", "config.shown"),
     "importers.megatron.importer": ("config", "format"),
     "importers.megatron.recipe_file": ("config",),
     "platform": ("config.schema",),
-    "data": ("config.schema", "rundir.atomic_file"),
+    "data": ("config.schema", "fs"),
     "plan": ("config.schema", "platform", "format"),
     "launch": (
         "config.schema",
@@ -35,6 +36,7 @@ ARROWS = {
         "platform",
         "rundir",
         "format",
+        "fs",
     ),
     "kernels": ("platform",),
     "engine": (
@@ -47,9 +49,22 @@ ARROWS = {
         "kernels",
         "rundir",
         "format",
+        "fs",
     ),
-    "runs": ("config", "plan", "data", "platform", "launch", "rundir", "format", "engine.api"),
-    "cli": ("config", "importers", "plan", "data", "platform", "launch", "rundir", "runs", "format", "engine.api"),
+    "runs": ("config", "plan", "data", "platform", "launch", "rundir", "format", "fs", "engine.api"),
+    "cli": (
+        "config",
+        "importers",
+        "plan",
+        "data",
+        "platform",
+        "launch",
+        "rundir",
+        "runs",
+        "format",
+        "fs",
+        "engine.api",
+    ),
     "__main__": ("cli",),
 }
 
@@ -341,16 +356,11 @@ def _unsafe_call(node: ast.Call) -> Iterator[str]:
 
 
 # Writers that open a fresh file of their own (O_EXCL, or in a directory just made), or what the user named.
-OWN_WRITERS = (
-    "megalaunch/rundir/files.py",
-    "megalaunch/launch/file_system.py",
-    "megalaunch/engine/checkpoint/safetensors_file.py",
-    "megalaunch/engine/checkpoint/export_huggingface.py",
-)
+OWN_WRITERS = ("megalaunch/engine/checkpoint/export_huggingface.py",)
 
 
 def unguarded_writes(path: str, tree: ast.Module) -> Iterator[str]:
-    """Files of a run that are opened for writing where a planted link would be followed: see rundir/files.py."""
+    """Files of a run that are opened for writing where a planted link would be followed: see fs.py."""
     if path in OWN_WRITERS:
         return
     for node in ast.walk(tree):

@@ -30,11 +30,12 @@ def list_checkpoints(
 ) -> None:
     """List the checkpoints of a run: step, size, whether it is complete, and why it is kept."""
     from megalaunch.cli.checkpoint.output import list_lines, list_rows
-    from megalaunch.rundir.checkpoint.listing import checkpoint_info, checkpoints_by_step, directory_size, leftovers
+    from megalaunch.fs import list_temporary_directories
+    from megalaunch.rundir.checkpoint.listing import checkpoint_info, checkpoints_by_step, directory_size
 
     run = _find_run(run_dir)
     found = [checkpoint_info(path) for path in sorted(checkpoints_by_step(run.checkpoints).values())]
-    unfinished = {path.name: directory_size(path) for path in leftovers(run.checkpoints)}
+    unfinished = {path.name: directory_size(path) for path in list_temporary_directories(run.checkpoints)}
     rows = list_rows(found, _read_spec(run.spec))
     if as_json:
         typer.echo(json.dumps({"checkpoints": rows, "unfinished": unfinished}, indent=2))

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalaunch.data.errors import DataError, cannot
-from megalaunch.data.indexed_dataset.atomic_file import AtomicFile
+from megalaunch.data.errors import DataError, cannot, open_output
 from megalaunch.data.indexed_dataset.dataset import bin_path, idx_path
 from megalaunch.data.indexed_dataset.idx_writer import write_documents, write_header, write_offsets
-from megalaunch.rundir.atomic_file import sync_directory
+from megalaunch.fs import AtomicFile, sync_directory
 
 _LARGEST_UINT16_VOCABULARY = 65500  # exclusive; Megatron's limit, less than 65,536
 _LONGEST_SEQUENCE = 2**31 - 1
@@ -45,7 +44,7 @@ class TokenWriter:
         self._range = np.iinfo(dtype)
         self._lengths = array("i")
         self._documents = array("q", [0])
-        self._bin = AtomicFile(bin_path(prefix))
+        self._bin = open_output(bin_path(prefix))
         self._idx: AtomicFile | None = None
 
     @property
@@ -96,12 +95,12 @@ class TokenWriter:
 
     def _publish(self) -> None:
         """Publish both files, the index last: if it exists, its tokens are complete."""
-        self._idx = AtomicFile(idx_path(self.prefix))
+        self._idx = open_output(idx_path(self.prefix))
         self._write_index(self._idx)
         self._bin.sync()
         self._idx.sync()
         # Remove the old index before renaming: a crash in between leaves no index rather than one of other tokens.
-        self._idx.final.unlink(missing_ok=True)
+        self._idx.path.unlink(missing_ok=True)
         self._bin.publish()
         self._idx.publish()
         sync_directory(self.prefix.parent)

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalaunch.data.errors import DataError, cannot
-from megalaunch.data.indexed_dataset.atomic_file import AtomicFile
+from megalaunch.data.errors import DataError, cannot, open_output
 from megalaunch.data.indexed_dataset.block_hashes import BlockHashes, describe
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens, bin_path, idx_path
 from megalaunch.data.indexed_dataset.idx_writer import write_documents, write_header, write_offsets
 from megalaunch.data.indexed_dataset.report import merge_reports, report_path, write_report
-from megalaunch.rundir.atomic_file import sync_directory
+from megalaunch.fs import AtomicFile, sync_directory
 
 _ENTRIES_AT_ONCE = 1 << 20
 _BYTES_AT_ONCE = 1 << 24
@@ -89,7 +88,7 @@ def _write(target: Path, parts: Sequence[tuple[IndexedTokens, range]]) -> None:
     unfinished: list[AtomicFile] = []
     try:
         for path in (bin_path(target), idx_path(target)):
-            unfinished.append(AtomicFile(path))
+            unfinished.append(open_output(path))
         tokens, index = unfinished
         for source, documents in parts:
             _copy_tokens(source, documents, tokens, hashes)
@@ -105,15 +104,15 @@ def _write(target: Path, parts: Sequence[tuple[IndexedTokens, range]]) -> None:
         for file in unfinished:
             file.sync()
         # Remove the old index before renaming: a crash in between leaves no index rather than one of other tokens.
-        index.final.unlink(missing_ok=True)
+        index.path.unlink(missing_ok=True)
         report_path(target).unlink(missing_ok=True)  # it describes the replaced files
         tokens.publish()
         index.publish()
         sync_directory(target.parent)
         if report is not None:
             described = {
-                tokens.final.name: describe(tokens.final, hashes),
-                index.final.name: describe(index.final),
+                tokens.path.name: describe(tokens.path, hashes),
+                index.path.name: describe(index.path),
             }
             made = IndexedTokens(target)
             counts = {"documents": made.num_documents, "written": made.num_documents, "tokens": made.num_tokens}

@@ -9,9 +9,9 @@ from typing import Any
 
 import megalaunch
 from megalaunch.data.errors import DataError, cannot
-from megalaunch.data.indexed_dataset.atomic_file import AtomicFile
 from megalaunch.data.indexed_dataset.dataset import REMAKE, bin_path, idx_path
 from megalaunch.data.tokenizer.tokenizer import Tokenizer
+from megalaunch.fs import PUBLIC_FILE_MODE, write_file_atomically
 
 
 def report_path(prefix: Path) -> Path:
@@ -88,14 +88,9 @@ def merge_reports(prefixes: Sequence[Path]) -> dict[str, Any] | None:
 
 def write_report(prefix: Path, content: dict[str, Any]) -> Path:
     """Write a report atomically; DataError if that fails."""
-    report = report_path(prefix)
-    unfinished = AtomicFile(report)
+    path = report_path(prefix)
     try:
-        unfinished.file.write((json.dumps(content, indent=2) + "\n").encode())
-        unfinished.sync()
-        unfinished.publish()
+        write_file_atomically(path, json.dumps(content, indent=2) + "\n", PUBLIC_FILE_MODE, leftover="lock")
     except OSError as error:
-        raise cannot("write it", report, error, "Free space there, then go on with --resume.") from error
-    finally:
-        unfinished.discard()
-    return report
+        raise cannot("write it", path, error, "Free space there, then go on with --resume.") from error
+    return path

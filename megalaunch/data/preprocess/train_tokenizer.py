@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megalaunch.data.errors import DataError
-from megalaunch.data.indexed_dataset.atomic_file import AtomicFile
+from megalaunch.data.errors import DataError, open_output
 from megalaunch.data.preprocess.chunking import Position, Unreadable, chunks
 from megalaunch.data.preprocess.inputs import Input, check_unchanged, find_inputs
 from megalaunch.data.preprocess.parse_records import valid_texts
@@ -28,7 +27,7 @@ def train_tokenizer_on(
     Raises:
         DataError: the inputs hold no text, cannot be read, or changed meanwhile.
     """
-    found, unfinished = find_inputs(inputs, Format.AUTO), AtomicFile(output)
+    found, unfinished = find_inputs(inputs, Format.AUTO), open_output(output)
     seen = 0
 
     def counted() -> Iterator[str]:
@@ -38,7 +37,7 @@ def train_tokenizer_on(
             yield text
 
     try:
-        trained = train_tokenizer(counted(), vocab_size, unfinished.path)
+        trained = train_tokenizer(counted(), vocab_size, unfinished.temporary)
         check_unchanged(found)
         if not seen:
             raise DataError("the inputs hold no text to learn from", file=", ".join(inputs), fix="Give other files.")

@@ -6,7 +6,6 @@ and `state.json` with the sizes up to which all of them are safely on disk.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from megalaunch.data.indexed_dataset.block_hashes import BlockHashes, describe, 
 from megalaunch.data.indexed_dataset.dataset import bin_path, idx_path
 from megalaunch.data.indexed_dataset.idx_writer import copy_index
 from megalaunch.data.preprocess.encode_chunk import EncodedKey
-from megalaunch.rundir.atomic_file import sync_directory
+from megalaunch.fs import PUBLIC_FILE_MODE, lock_file, sync_directory, write_file_atomically
 
 _PARTS = ("bin", "lengths", "documents")
 _SYNCED_AT_ONCE = 1 << 23  # bytes between syncs, about as many as are left for the final one
@@ -51,10 +50,8 @@ class WorkDir:
         self._syncs = [BackgroundFsync() for _ in finals]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock_file(self.folder / "lock", PUBLIC_FILE_MODE)
         except BlockingIOError:
-            os.close(self._lock)
             fix = "Wait for it, or choose another --output-prefix."
             raise DataError("another process is writing these files", file=output_prefix, fix=fix) from None
         except OSError as error:
@@ -126,12 +123,7 @@ class WorkDir:
             for file in self._files.values():
                 os.fdatasync(file)
             sizes = {name: os.lseek(file, 0, os.SEEK_CUR) for name, file in self._files.items()}
-            fresh = self._state.with_suffix(".new")
-            with fresh.open("w", encoding="utf-8") as written:
-                json.dump({**state, "sizes": sizes}, written)
-                written.flush()
-                os.fsync(written.fileno())
-            fresh.replace(self._state)
+            write_file_atomically(self._state, json.dumps({**state, "sizes": sizes}), PUBLIC_FILE_MODE)
         except OSError as error:
             raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megalaunch.engine.checkpoint import commit
 from megalaunch.engine.checkpoint.errors import CheckpointError, free_bytes, no_space, write_error
+from megalaunch.fs import create_temporary_directory, discard_directory, make_directory, publish_directory
 
 
 def require_new(output: Path) -> None:
@@ -50,11 +50,12 @@ def atomic_directory(output: Path, needed: int) -> Iterator[Path]:
         raise no_space(output, needed, free_bytes(output.parent))
     unfinished = None
     try:
-        unfinished = commit.create_temp(output)
+        make_directory(output.parent)
+        unfinished = create_temporary_directory(output)
         yield unfinished
-        commit.commit(unfinished, output)
+        publish_directory(unfinished, output)
     except OSError as error:
         raise write_error(output, unfinished, needed, error) from error
     finally:
         if unfinished is not None:
-            commit.discard(unfinished)
+            discard_directory(unfinished)

@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from megalaunch.engine.checkpoint import commit
 from megalaunch.engine.checkpoint.atomic_directory import Wrote, count_bytes
 from megalaunch.engine.checkpoint.errors import CheckpointError, free_bytes, no_space, write_error
 from megalaunch.engine.checkpoint.load_tensors import stored_slice
@@ -44,6 +43,7 @@ from megalaunch.engine.checkpoint.safetensors_file import (
     TensorSource,
     write_file,
 )
+from megalaunch.fs import create_temporary_directory, make_directory, publish_directory
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, FileRecord, manifest_text
 from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE, Catalogue, Chunk, StoredTensor, tensor_index_text
 
@@ -96,7 +96,8 @@ class CheckpointWriter(StorageWriter):
             free = free_bytes(self._directory.parent)
             if free < self._needed:
                 raise no_space(self._directory, self._needed, free)
-            self.unfinished = commit.create_temp(self._directory)
+            make_directory(self._directory.parent)
+            self.unfinished = create_temporary_directory(self._directory)
         except OSError as error:
             raise write_error(self._directory, None, self._needed, error) from error
         return [
@@ -122,7 +123,7 @@ class CheckpointWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the JSON documents, copied files and manifest, then commit. Coordinator only, after all ranks wrote."""
+        """Write documents, copied files and manifest, then publish. Coordinator only, after all ranks wrote."""
         assert self.unfinished is not None
         places = {result.index: result.storage_data for share in results for result in share}
         shards: set[FileRecord] = set(places.values())
@@ -133,7 +134,7 @@ class CheckpointWriter(StorageWriter):
             records = [_write_text(self.unfinished / name, text) for name, text in texts.items()]
             records += [_copy(source, self.unfinished / name) for name, source in self._files.items()]
             _write_text(self.unfinished / MANIFEST, manifest_text([*records, *shards]))
-            commit.commit(self.unfinished, self._directory)
+            publish_directory(self.unfinished, self._directory)
         except OSError as error:
             raise write_error(self._directory, self.unfinished, self._needed, error) from error
 

@@ -19,11 +19,10 @@ from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggi
 from megalaunch.engine.dtensor import copy_from_global_
 from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.fs import make_directory, write_file_atomically
 from megalaunch.importers.huggingface.registry import differences
-from megalaunch.rundir.atomic_file import write_file_atomically
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
 from megalaunch.rundir.checkpoint.names import ORIGIN, ORIGIN_FILE
-from megalaunch.rundir.files import make_directory
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 

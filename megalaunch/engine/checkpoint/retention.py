@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from megalaunch.engine.checkpoint import commit
 from megalaunch.engine.checkpoint.coordination import rank_and_world, run_on_all_ranks, run_on_rank0
 from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.fs import discard_directory, list_temporary_directories, remove_directory
 from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
 from megalaunch.rundir.checkpoint.manifest import verify_checkpoint
 from megalaunch.rundir.checkpoint.retention import retention_reasons
@@ -72,7 +72,7 @@ def prune_checkpoints(
         keep_every: also keep the checkpoints of every `keep_every`-th step; 0: no such steps. While they are among
             the newest, they count towards `keep_last`.
     """
-    commit.remove_stale(checkpoints)
+    remove_leftovers(checkpoints)
     steps = checkpoints_by_step(checkpoints)
     kept = retention_reasons(steps, keep_last, keep_every)
     old = [directory for step, directory in steps.items() if step not in kept]
@@ -81,5 +81,11 @@ def prune_checkpoints(
         valid = next((directory for directory in others if not verify_checkpoint(directory)), None)
         old = [directory for directory in old if directory != valid]
     for directory in old:
-        commit.remove(directory)
+        remove_directory(directory)
     return old
+
+
+def remove_leftovers(checkpoints: Path) -> None:
+    """Remove the temporary directories of killed saves. Call in one process while no save is in progress."""
+    for leftover in list_temporary_directories(checkpoints):
+        discard_directory(leftover)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
+from megalaunch.fs import open_file
 from megalaunch.rundir.checkpoint.header import read_header
 from megalaunch.rundir.checkpoint.manifest import FileRecord
-from megalaunch.rundir.files import FILE_MODE
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -100,7 +100,7 @@ class HashedFile:
         self._path, self._hash, self._size, self._wrote = path, hashlib.sha256(), 0, wrote
 
     def __enter__(self) -> HashedFile:
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
+        self._descriptor = open_file(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         return self
 
     def write(self, data: bytes | memoryview) -> None:

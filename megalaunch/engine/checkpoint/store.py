@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megalaunch.engine.checkpoint.commit import discard
 from megalaunch.engine.checkpoint.coordination import coordination_group, run_on_all_ranks
 from megalaunch.engine.checkpoint.dcp_storage import CheckpointReader, CheckpointWriter
 from megalaunch.engine.checkpoint.errors import CheckpointError
@@ -32,6 +31,7 @@ from megalaunch.engine.checkpoint.load_tensors import read_tensors
 from megalaunch.engine.checkpoint.retention import latest_valid_checkpoint, prune_checkpoints
 from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES
 from megalaunch.engine.dtensor import local_slice, to_local_no_grad
+from megalaunch.fs import discard_directory
 from megalaunch.rundir.checkpoint.documents import JSON, read_document
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, is_plain_name, verify_checkpoint
 from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE, Catalogue, read_tensor_index
@@ -92,7 +92,7 @@ def save_checkpoint(
             )
     finally:
         if writer.unfinished is not None:  # after a commit that directory no longer exists, and this does nothing
-            discard(writer.unfinished)
+            discard_directory(writer.unfinished)
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -9,7 +9,7 @@ from pathlib import Path
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.train_step import StepResult
-from megalaunch.rundir.atomic_file import sync_file, write_file_atomically
+from megalaunch.fs import sync_file, write_file_atomically
 from megalaunch.rundir.events import EventName, record_event
 from megalaunch.rundir.jsonl import append_line, keep_lines, read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome_space, write_outcome

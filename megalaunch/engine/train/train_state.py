@@ -20,7 +20,7 @@ from megalaunch.engine.checkpoint.store import load_checkpoint, read_document, s
 from megalaunch.engine.model.decoder import strip_vocab_padding
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.train.optimizer import NamedAdamW
-from megalaunch.rundir.atomic_file import write_file_atomically
+from megalaunch.fs import write_file_atomically
 from megalaunch.rundir.checkpoint.names import ORIGIN, POSITION, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.paths import RunDirectory
 

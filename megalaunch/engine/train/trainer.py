@@ -11,10 +11,9 @@ from pathlib import Path
 from megalaunch.config.schema import RunSpec
 from megalaunch.data.samples.sample import Dataset
 from megalaunch.data.samples.validation_dataset import FiniteDataset
-from megalaunch.engine.checkpoint.commit import remove_stale
 from megalaunch.engine.checkpoint.coordination import run_on_rank0
 from megalaunch.engine.checkpoint.load_pretrained import load_pretrained, save_source_files
-from megalaunch.engine.checkpoint.retention import require_never_saved
+from megalaunch.engine.checkpoint.retention import remove_leftovers, require_never_saved
 from megalaunch.engine.checkpoint.store import latest_valid_checkpoint
 from megalaunch.engine.checkpoint.verify_config import describe_verification
 from megalaunch.engine.measure.memory import peak_bytes
@@ -97,7 +96,7 @@ class Trainer:
             run_on_rank0(
                 partial(require_never_saved, self._directory.checkpoints, self._passed_over, self._record.last_saved)
             )
-        run_on_rank0(partial(remove_stale, self._directory.checkpoints))
+        run_on_rank0(partial(remove_leftovers, self._directory.checkpoints))
         if found is not None:
             self._saver.saved = found
             self._record.phase("loading")

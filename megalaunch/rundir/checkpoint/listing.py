@@ -1,4 +1,4 @@
-"""List the checkpoints of a run: step, size, problems, and the temporary directories of interrupted saves."""
+"""List the checkpoints of a run: step, size, problems."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 
 from megalaunch.rundir.checkpoint.manifest import verify_checkpoint
 from megalaunch.rundir.paths import checkpoint_step
-
-UNFINISHED = ".unfinished-"  # prefix of a checkpoint's directory name while it is being written
 
 
 @dataclass(frozen=True)
@@ -40,11 +38,6 @@ def checkpoint_info(path: Path) -> CheckpointInfo:
         path.stat().st_mtime,
         tuple(verify_checkpoint(path, hashes=False)),
     )
-
-
-def leftovers(folder: Path) -> list[Path]:
-    """Return the temporary directories of saves in progress or interrupted."""
-    return sorted(folder.glob(f"{UNFINISHED}*"))
 
 
 def directory_size(directory: Path) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalaunch.config.search_space import Values
-from megalaunch.rundir.atomic_file import write_file_atomically
+from megalaunch.fs import write_file_atomically
 from megalaunch.rundir.jsonl import append_line, read_lines
 from megalaunch.rundir.paths import RunDirectory
 

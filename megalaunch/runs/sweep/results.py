@@ -15,8 +15,8 @@ from statistics import median, quantiles
 from typing import Literal
 
 from megalaunch.config.search_space import Values
+from megalaunch.fs import atomic_file, write_file_atomically
 from megalaunch.launch.run_state import number
-from megalaunch.rundir.atomic_file import atomic_file, write_file_atomically
 from megalaunch.rundir.jsonl import Record, read_lines
 from megalaunch.rundir.outcome import ExitCode, read_outcome
 from megalaunch.rundir.paths import RunDirectory

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from megalaunch.fs import write_file_atomically
 from megalaunch.launch.directory import RunDirectoryError, create_folders, inspect_run, lock_run, unlock_run
 from megalaunch.launch.local import Launch, run_locally
 from megalaunch.launch.lock import RunLock, RunLocked
@@ -19,7 +20,6 @@ from megalaunch.launch.run_state import throughput_basis
 from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.resume_compatibility import incompatible_changes
-from megalaunch.rundir.atomic_file import write_file_atomically
 from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
 from megalaunch.runs.errors import fail, refuse
 from megalaunch.runs.prepare_run import PreparedRun, prepare_data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -14,7 +15,7 @@ import pytest
 import torch
 from checkpoint_tensors import reference, require_reference
 
-from megalaunch.engine.checkpoint import commit, dcp_storage
+from megalaunch.engine.checkpoint import dcp_storage
 from megalaunch.engine.checkpoint.store import (
     CheckpointError,
     latest_valid_checkpoint,
@@ -194,7 +195,7 @@ def test_a_step_may_be_saved_again(save: Callable[[int], Path], monkeypatch: pyt
     (directory.parent / ".unfinished-step_00000005-0123").mkdir()
     save(5)
     assert verify_checkpoint(directory) == []
-    monkeypatch.setattr(commit.ctypes, "CDLL", lambda *_, **__: object())  # a system without renameat2
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())  # a system without renameat2
     (directory / "trainer.json").unlink()
     save(5)
     assert verify_checkpoint(directory) == []

@@ -18,7 +18,7 @@ from looped_run import Rank, events, metrics, run_loop, ten_steps
 from oracle import SEQUENCE
 
 from megalaunch.config.schema import RunSpec, with_values
-from megalaunch.engine.checkpoint import commit as publish_module
+from megalaunch.engine.checkpoint import dcp_storage
 from megalaunch.engine.checkpoint.store import read_tensors, verify_checkpoint
 from megalaunch.rundir.jsonl import append_line, read_lines
 from megalaunch.rundir.paths import RunDirectory
@@ -228,7 +228,7 @@ def test_lines_that_a_power_cut_took_are_told(spec, tmp_path):
 
 def test_metrics_are_on_disk_before_a_checkpoint_vouches_for_them(spec, tmp_path):
     def spoil(rank: Rank) -> None:
-        real, publish = os.fsync, publish_module.commit
+        real, publish = os.fsync, dcp_storage.publish_directory
 
         def fsync(descriptor: int) -> None:
             with (tmp_path / "order").open("a") as file:
@@ -241,7 +241,7 @@ def test_metrics_are_on_disk_before_a_checkpoint_vouches_for_them(spec, tmp_path
             publish(unfinished, directory)
 
         if rank.rank == 0:
-            os.fsync, publish_module.commit = fsync, published
+            os.fsync, dcp_storage.publish_directory = fsync, published
 
     saving = {"checkpoint.interval": 1, "train.exit_at_step": 2, "train.validation_interval": 0}
     run(with_values(spec, saving), tmp_path, spoil)
