@@ -101,5 +101,5 @@ def test_ctrl_c_leaves_nothing_under_the_final_names(tmp_path, tokenizer):
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert (output, errors) == ("", "interrupted; nothing stands under the final names, --resume goes on\n")
+    assert (output, errors) == ("", "interrupted; no file has its final name yet; continue with --resume\n")
     assert not list(tmp_path.glob("out*"))

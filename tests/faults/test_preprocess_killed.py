@@ -166,7 +166,7 @@ def test_resume_refuses_what_would_give_other_bytes(corpus, tmp_path):
     with pytest.raises(DataError, match="the unfinished run had other inputs"):
         again(resume=True)
     again()
-    assert notes == ["starting anew; --resume would have gone on with what an earlier run had done"]
+    assert notes == ["starting from the beginning; --resume would continue the unfinished run"]
     notes.clear()
     again(resume=True)
     assert notes == ["there is nothing to resume; starting from the beginning"]

@@ -128,22 +128,22 @@ def _max_bad(text: str | None, on_bad_record: OnBadRecord) -> MaxBad:
 def _preprocess(inputs: list[str], prefix: Path, settings: Settings, show: Callable[[Progress], None]) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy then has no threads, and the workers can be forked
     from megalaunch.data.errors import DataError
-    from megalaunch.data.preprocess.tokenizer_process import TokenizerProcess
+    from megalaunch.data.preprocess.tokenizer_loader import TokenizerLoader
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.errors import refuse
 
     try:
-        with TokenizerProcess(settings.tokenizer, settings.merges, settings.tiktoken) as early:
-            from megalaunch.data.preprocess import preprocess as work
+        with TokenizerLoader.start(settings.tokenizer, settings.merges, settings.tiktoken) as loader:
+            from megalaunch.data.preprocess.preprocess import preprocess as write_token_files
 
-            gc.freeze()  # what was imported stays to the end, which is quicker when it is not looked through again
-            result = work.preprocess(inputs, prefix, settings, show, _note, early)
+            gc.freeze()  # the garbage collector then ignores the imported modules, which saves time at exit
+            result = write_token_files(inputs, prefix, settings, show, _note, loader)
     except DataError as error:
         _end_line()
         refuse(str(error), ExitCode.DATA)
     except KeyboardInterrupt:
         _end_line()
-        refuse("interrupted; nothing stands under the final names, --resume goes on", ExitCode.INTERRUPTED)
+        refuse("interrupted; no file has its final name yet; continue with --resume", ExitCode.INTERRUPTED)
     _end_line()
     typer.echo(_summary(result))
 

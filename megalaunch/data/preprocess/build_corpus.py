@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megalaunch.config.schema.data import DataSpec
 from megalaunch.config.schema.tokenizer import TokenizerSpec
 from megalaunch.data.errors import DataError
-from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
 from megalaunch.data.prepared_files import TOKENIZER, TRAIN, VALIDATION
-from megalaunch.data.preprocess.corpus import Corpus, Document
-from megalaunch.data.preprocess.encoder_backend import make_encoder, select_backend
-from megalaunch.data.preprocess.settings import EngineChoice
-from megalaunch.data.tokenizer.tokenizer import Tokenizer, copy_tokenizer, required_special_tokens, train_tokenizer
+from megalaunch.data.preprocess.chunking import Chunk
+from megalaunch.data.preprocess.corpus import Corpus, Document, document_names
+from megalaunch.data.preprocess.encode_chunk import Encoded, EncodedKey
+from megalaunch.data.preprocess.inputs import Input
+from megalaunch.data.preprocess.pipeline import Job, TextToTokens
+from megalaunch.data.preprocess.settings import OnBadRecord
+from megalaunch.data.preprocess.tokenizer_loader import TokenizerLoader
+from megalaunch.data.tokenizer.tokenizer import Tokenizer, copy_tokenizer, train_tokenizer
 
-_BATCH_CHARACTERS = 1 << 20  # characters encoded at a time: enough to keep all cores busy
+_BYTES_A_WORKER = 8 << 20  # smaller corpora take less time to encode than a worker takes to start
 
 
 def is_validation(name: str, every: int) -> bool:
@@ -42,49 +44,45 @@ def build_corpus(
     """
     if not any(document.text for document in _training_documents(corpus, data)):
         raise _no_training_text(corpus, data)
-    encoder = _tokenizer(directory / TOKENIZER, corpus, data, tokenizer, report)
-    end = [encoder.require_eod(directory / TOKENIZER, "Set data.append_eod=false.")] if data.append_eod else []
-    before, after = _special_tokens(encoder, directory / TOKENIZER, data, report)
-    dtype = token_type(encoder.vocab_size)
-    bad: list[DataError] = []
-    batches = _batches(corpus.documents(bad_record_handler(data, bad)))
-    first = next(batches)
-    encode = _encode(encoder, [document.text for document in first], report)
-    with TokenWriter(directory / TRAIN, dtype) as train, TokenWriter(directory / VALIDATION, dtype) as validation:
-        for batch in chain([first], batches):
-            encoded = encode([document.text for document in batch])
-            for document, tokens in zip(batch, encoded, strict=True):
-                writer = validation if is_validation(document.name, data.validation_every) else train
-                # As in Megatron's files, a document without tokens has no sequence and no end-of-document token.
-                if len(tokens) or before or after:
-                    parts = (before, tokens, after, end)
-                    writer.add_sequence(np.concatenate([np.asarray(part, np.int64) for part in parts]))
-                writer.end_document()
-    report_bad_records(bad, report)
+    path = directory / TOKENIZER
+    loaded = _tokenizer(path, corpus, data, tokenizer, report)
+    settings = replace(
+        corpus.settings(path),
+        workers=max(1, min(len(os.sched_getaffinity(0)), corpus.size() // _BYTES_A_WORKER)),
+        append_eod=data.append_eod,
+        add_special_tokens=data.add_special_tokens,
+        on_bad_record=OnBadRecord(data.on_bad_record),
+    )
+    job = Job(
+        inputs=corpus.inputs,
+        chunks=corpus.chunks,
+        output_prefix=directory / TRAIN,
+        finals=(directory / TRAIN, directory / VALIDATION),
+        partition=partial(_split_off_validation, corpus.inputs, data.validation_every),
+        hashes_inputs=False,
+    )
+    loader = TokenizerLoader.of(loaded)
+    with TextToTokens.start(job, settings, loader, lambda progress: None, lambda text: report(f"note: {text}")) as run:
+        report("encoding the documents" + (f" ({run.backend.note})" if run.backend.note else ""))
+        run.encode()
+        run.finish()
+        run.output.build_indexes()
+        run.publish()
+    if run.state.bad:
+        first = run.state.bad[0]
+        error = DataError(first["cause"], file=first["file"], record=first["line"])
+        report(f"note: {run.state.counts.skipped:,} records left out, the first: {error}")
 
 
-def _special_tokens(
-    tokenizer: Tokenizer, path: Path, data: DataSpec, report: Callable[[str], None]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids before and after every document."""
-    if not data.add_special_tokens:
-        return (), ()
-    around = required_special_tokens(tokenizer.special_tokens_around, path)
-    if around:
-        report(f"note: every document gets the tokenizer's own {around}; data.add_special_tokens=false leaves that out")
-    return around.before, around.after
-
-
-def _encode(
-    tokenizer: Tokenizer, texts: Sequence[str], report: Callable[[str], None]
-) -> Callable[[Sequence[str]], Iterable[Sequence[int] | NDArray[Any]]]:
-    """Return the encoding function of the fastest correct backend; `texts` are the first texts, for the check."""
-    engine = select_backend(EngineChoice.AUTO, tokenizer, texts)
-    if engine.name is EngineChoice.TOKENIZERS:
-        report("encoding the documents" + (f" ({engine.note})" if engine.note else ""))
-        return tokenizer.encode_batch
-    report("encoding the documents")
-    return partial(map, make_encoder(EngineChoice.GIGATOKEN, tokenizer.to_json()))
+def _split_off_validation(
+    inputs: Sequence[Input], every: int, chunk: Chunk, encoded: Encoded, file: int, lines: int
+) -> list[EncodedKey]:
+    """Return the training and the validation documents of a chunk (see `pipeline.Partition`)."""
+    [documents] = encoded.keys
+    name, bad = document_names(chunk, inputs, file, lines), {record.number for record in encoded.bad}
+    numbers = (number for number in range(encoded.records) if number not in bad)
+    validation = np.array([is_validation(name(number), every) for number in numbers], np.bool_)
+    return [documents.select(~validation), documents.select(validation)]
 
 
 def bad_record_handler(data: DataSpec, bad: list[DataError]) -> Callable[[DataError], None] | None:
@@ -116,20 +114,6 @@ def _tokenizer(
     if trained.vocab_size < tokenizer.vocab_size:
         report(f"note: the corpus is too small for {tokenizer.vocab_size:,} tokens, it gave {trained.vocab_size:,}")
     return trained
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Group documents into batches of about `_BATCH_CHARACTERS`."""
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 def _no_training_text(corpus: Corpus, data: DataSpec) -> DataError:

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from megalaunch.data.preprocess.inputs import TABLES, CorruptStream, DecompressedStream, Input
+from megalaunch.data.preprocess.inputs import TABLES, CorruptStream, DecompressedStream, Input, lines
 from megalaunch.data.preprocess.settings import Format, Settings
 from megalaunch.data.preprocess.source_files import open_source
 from megalaunch.data.preprocess.tables import table_rows
 
 _SEARCHED_AT_ONCE = 1 << 16
+# A text file is split into sections of this size at a blank line, of four times this size at any line.
+_SECTION_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,14 @@ class WholeFiles:
 
 
 @dataclass(frozen=True)
+class Sections:
+    """Sections of a text file, each one document, and the first line of each, from 1."""
+
+    contents: list[bytes]
+    first_lines: list[int]
+
+
+@dataclass(frozen=True)
 class Unreadable:
     """A record that cannot be read, and the cause; `lines` is the number of lines it stands for."""
 
@@ -58,7 +68,7 @@ class Unreadable:
     lines: int
 
 
-Body: TypeAlias = ByteRange | Lines | Rows | WholeFiles | Unreadable
+Body: TypeAlias = ByteRange | Lines | Rows | WholeFiles | Sections | Unreadable
 
 
 @dataclass(frozen=True)
@@ -226,3 +236,38 @@ def _rows(entry: Input, number: int, settings: Settings, start: int) -> Iterator
     for part in table_rows(entry, settings.json_keys, settings.chunk_bytes, start):
         end = Position(number + 1, 0) if part.is_last else Position(number, part.end)
         yield Chunk(entry.path, Rows(part.values), part.stored, end)
+
+
+def section_chunks(entry: Input, chunk_bytes: int) -> Iterator[Chunk]:
+    """Yield chunks of a text file's sections of about 4 kB, which end at blank lines if possible.
+
+    Raises:
+        DataError: the file cannot be read, or is compressed and corrupt.
+    """
+    contents: list[bytes] = []
+    first_lines: list[int] = []
+    size = offset = 0
+    for first_line, content in _sections(entry):
+        if contents and size + len(content) > chunk_bytes:
+            offset += size
+            yield Chunk(entry.path, Sections(contents, first_lines), size, Position(0, offset))
+            contents, first_lines, size = [], [], 0
+        contents.append(content)
+        first_lines.append(first_line)
+        size += len(content)
+    if contents:
+        yield Chunk(entry.path, Sections(contents, first_lines), size, Position(1, 0))
+
+
+def _sections(entry: Input) -> Iterator[tuple[int, bytes]]:
+    """Yield every section with the number of its first line."""
+    section: list[bytes] = []
+    size, first_line = 0, 1
+    for number, line in enumerate(lines(entry.path), start=1):
+        section.append(line)
+        size += len(line)
+        if size >= (_SECTION_BYTES if not line.strip() else 4 * _SECTION_BYTES):
+            yield first_line, b"".join(section)
+            section, size, first_line = [], 0, number + 1
+    if section:
+        yield first_line, b"".join(section)

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from megalaunch.data.errors import DataError
 from megalaunch.data.preprocess.chunking import Chunk, Unreadable, too_long
 from megalaunch.data.preprocess.encoder_backend import Encode
-from megalaunch.data.preprocess.parse_records import Record, plain_texts, read, records
+from megalaunch.data.preprocess.records import Record, plain_texts, read_lines, records
 from megalaunch.data.preprocess.settings import EngineChoice
 from megalaunch.data.tokenizer.tokenizer import SpecialTokens
 
-_LONGEST_KEPT = 1 << 20  # bytes of a bad record that are written to the quarantine
+_MAX_QUARANTINED = 1 << 20  # bytes of a bad record that are written to the quarantine
 _PIECE = 1_000_000  # characters split at a time, as in Megatron
 
 
@@ -35,6 +35,7 @@ class EncoderConfig:
         language: language for splitting sentences; None: not split.
         record_bytes: maximum size of a record.
         around: special tokens added to every sequence.
+        sentence_lists: whether a value may be a list of texts.
     """
 
     engine: EngineChoice
@@ -46,6 +47,7 @@ class EncoderConfig:
     language: str | None
     record_bytes: int
     around: SpecialTokens = SpecialTokens()
+    sentence_lists: bool = True
 
 
 @dataclass(frozen=True)
@@ -54,19 +56,25 @@ class BadRecord:
 
     Attributes:
         path: its file.
-        line: its line, counted from 0 within the chunk, or from 1 in a text file (`absolute`); None if not known.
-        absolute: whether `line` counts from the start of the file.
+        number: its index in the chunk.
+        is_text: whether it is a text of several lines; any other record is one line (or row).
+        text_line: of a text, the line of the error in its file, from 1; None if it has none.
         cause: the error.
         fix: suggestion for the user.
         content: its first bytes.
     """
 
     path: Path
-    line: int | None
-    absolute: bool
+    number: int
+    is_text: bool
+    text_line: int | None
     cause: str
     fix: str
     content: bytes
+
+    def line(self, lines_before: int) -> int | None:
+        """Return its line in the file, from 1; `lines_before` is the number of lines before the chunk."""
+        return self.text_line if self.is_text else lines_before + self.number + 1
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,14 @@ class EncodedKey:
     tokens: NDArray[Any]
     lengths: NDArray[np.int32]
     documents: NDArray[np.int32]
+
+    def select(self, selected: NDArray[np.bool_]) -> EncodedKey:
+        """Return the documents for which `selected` [documents] is true."""
+        if selected.all():
+            return self
+        sequences = np.repeat(selected, self.documents)
+        tokens = self.tokens[np.repeat(sequences, self.lengths)]
+        return EncodedKey(tokens, self.lengths[sequences], self.documents[selected])
 
 
 @dataclass
@@ -103,12 +119,12 @@ class ChunkEncoder:
     out under all keys, so that the files remain aligned.
     """
 
-    def __init__(self, recipe: EncoderConfig, load: Callable[[EngineChoice, str], Encode]) -> None:
-        self._recipe = recipe
-        self._encode = load(recipe.engine, recipe.tokenizer.read_bytes().decode())
-        self._split = None if recipe.language is None else make_splitter(recipe.language)
-        self._end = None if recipe.end is None else np.array([recipe.end], np.uint32)
-        around = recipe.around
+    def __init__(self, config: EncoderConfig, load: Callable[[EngineChoice, str], Encode]) -> None:
+        self._config = config
+        self._encode = load(config.engine, config.tokenizer.read_bytes().decode())
+        self._split = None if config.language is None else make_splitter(config.language)
+        self._end = None if config.end is None else np.array([config.end], np.uint32)
+        around = config.around
         self._before, self._after = (np.array(ids, np.uint32) for ids in (around.before, around.after))
 
     def encode(self, chunk: Chunk) -> Encoded:
@@ -116,58 +132,56 @@ class ChunkEncoder:
         result = Encoded()
         if isinstance(chunk.body, Unreadable):
             result.records = result.lines = chunk.body.lines
-            result.bad.append(BadRecord(chunk.path, 0, False, chunk.body.cause, chunk.body.fix, b""))
-            result.keys = [self._join([]) for _ in self._recipe.keys]
+            result.bad.append(BadRecord(chunk.path, 0, False, None, chunk.body.cause, chunk.body.fix, b""))
+            result.keys = [self._join([]) for _ in self._config.keys]
             return result
-        chunk = read(chunk)
-        return self._encode_batch(chunk) or self._one_by_one(chunk)
+        chunk = read_lines(chunk)
+        return self._encode_batch(chunk) or self._encode_records(chunk)
 
     def _encode_batch(self, chunk: Chunk) -> Encoded | None:
         """Encode all records together; None if any of them needs individual treatment."""
-        texts = plain_texts(chunk, self._recipe.keys, self._recipe.record_bytes) if self._split is None else None
+        texts = plain_texts(chunk, self._config.keys, self._config.record_bytes) if self._split is None else None
         if texts is None:
             return None
-        keys, around = [], bool(self._recipe.around)
+        keys, around = [], bool(self._config.around)
         for column in texts:
             key = self._join([[ids] if ids.size or around else [] for ids in map(self._encode, column)])
-            if key.tokens.max(initial=0) >= self._recipe.vocab_size:
+            if key.tokens.max(initial=0) >= self._config.vocab_size:
                 return None
             keys.append(key)
         return Encoded(len(texts[0]), len(texts[0]), keys)
 
-    def _one_by_one(self, chunk: Chunk) -> Encoded:
+    def _encode_records(self, chunk: Chunk) -> Encoded:
         """Encode each record separately and collect the bad ones."""
         result = Encoded()
         documents: list[list[list[NDArray[Any]]]] = []
-        for record in records(chunk, self._recipe.keys):
-            result.records += 1
+        for record in records(chunk, self._config.keys, self._config.sentence_lists):
             try:
                 self._check_size(record)
-                documents.append([self._document(sentences) for sentences in record.sentences()])
+                documents.append([self._encode_document(sentences) for sentences in record.sentences()])
             except DataError as error:
-                line = record.number if error.record is None or record.number is not None else error.record
-                content = record.content()[:_LONGEST_KEPT]
-                absolute = record.number is None
-                result.bad.append(BadRecord(record.path, line, absolute, error.cause, error.fix, content))
+                where = (record.path, result.records, record.is_text, error.record)
+                result.bad.append(BadRecord(*where, error.cause, error.fix, record.content()[:_MAX_QUARANTINED]))
+            result.records += 1
         result.lines = result.records
-        columns = ([document[k] for document in documents] for k in range(len(self._recipe.keys)))
+        columns = ([document[k] for document in documents] for k in range(len(self._config.keys)))
         result.keys = [*map(self._join, columns)]
         return result
 
     def _check_size(self, record: Record) -> None:
         """Raise DataError for a record over the limit; a line's end counts, as in chunking.py."""
-        if isinstance(record.source, bytes) and len(record.source) >= self._recipe.record_bytes:
-            long = too_long(len(record.source) + 1, self._recipe.record_bytes)
+        if isinstance(record.source, bytes) and len(record.source) >= self._config.record_bytes:
+            long = too_long(len(record.source) + 1, self._config.record_bytes)
             raise DataError(long.cause, fix=long.fix)
 
-    def _document(self, sentences: Sequence[str]) -> list[NDArray[Any]]:
+    def _encode_document(self, sentences: Sequence[str]) -> list[NDArray[Any]]:
         if self._split is not None:
             sentences = [part for sentence in sentences for part in self._split(sentence)]
-        around = bool(self._recipe.around)
+        around = bool(self._config.around)
         sequences = [ids for ids in map(self._encode, sentences) if ids.size or around]
         for ids in sequences:
-            if (largest := ids.max(initial=0)) >= self._recipe.vocab_size:
-                raise DataError(f"id {largest} is beyond the vocabulary of {self._recipe.vocab_size:,}")
+            if (largest := ids.max(initial=0)) >= self._config.vocab_size:
+                raise DataError(f"id {largest} is beyond the vocabulary of {self._config.vocab_size:,}")
         return sequences
 
     def _join(self, documents: list[list[NDArray[Any]]]) -> EncodedKey:
@@ -181,7 +195,7 @@ class ChunkEncoder:
             if document and self._end is not None:
                 parts.append(self._end)
                 lengths[-1] += 1
-        none = [np.empty(0, self._recipe.dtype)]
+        none = [np.empty(0, self._config.dtype)]
         tokens = np.concatenate(parts or none)
         return EncodedKey(tokens, np.array(lengths, np.int32), np.array(list(map(len, documents)), np.int32))
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -14,7 +12,7 @@ from numpy.typing import NDArray
 from megalaunch.data.errors import DataError
 from megalaunch.data.preprocess.gigatoken_encoder import GigatokenEncoder
 from megalaunch.data.preprocess.settings import EngineChoice
-from megalaunch.data.preprocess.tokenizer_process import Checked, TokenizerProcess, reference_ids
+from megalaunch.data.preprocess.tokenizer_loader import Checked, TokenizerLoader, reference_ids
 from megalaunch.data.tokenizer.tokenizer import Tokenizer, tokenizer_from_json
 
 Encode: TypeAlias = Callable[[str], NDArray[Any]]
@@ -37,7 +35,7 @@ class PreloadedEncoder:
     encode: Encode
 
 
-def select_backend(asked: EngineChoice, tokenizer: Tokenizer, texts: Sequence[str]) -> EncoderBackend:
+def select_backend(requested: EngineChoice, tokenizer: Tokenizer, texts: Sequence[str]) -> EncoderBackend:
     """Select gigatoken if it is installed, loads the tokenizer and gives the ids of `tokenizers`, else `tokenizers`.
 
     The ids are compared for probes and for `texts`.
@@ -45,22 +43,22 @@ def select_backend(asked: EngineChoice, tokenizer: Tokenizer, texts: Sequence[st
     Raises:
         DataError: gigatoken was requested by name and cannot be used.
     """
-    if asked is EngineChoice.TOKENIZERS:
-        return EncoderBackend(asked)
+    if requested is EngineChoice.TOKENIZERS:
+        return EncoderBackend(requested)
     encode = gigatoken(tokenizer.to_json())
     return resolve_backend(
-        asked, encode if isinstance(encode, str) else find_mismatch(encode, reference_ids(tokenizer, texts))
+        requested, encode if isinstance(encode, str) else find_mismatch(encode, reference_ids(tokenizer, texts))
     )
 
 
-def resolve_backend(asked: EngineChoice, why_not: str) -> EncoderBackend:
+def resolve_backend(requested: EngineChoice, why_not: str) -> EncoderBackend:
     """Return gigatoken, or tokenizers if there is a reason `why_not`; DataError if gigatoken was requested by name."""
     if not why_not:
         return EncoderBackend(EngineChoice.GIGATOKEN)
-    if asked is EngineChoice.GIGATOKEN:
+    if requested is EngineChoice.GIGATOKEN:
         raise DataError(f"gigatoken cannot encode this: {why_not}", fix="Give --engine auto or tokenizers.")
     return EncoderBackend(
-        EngineChoice.TOKENIZERS, f"encoding with tokenizers, which takes about 40 times the processor time: {why_not}"
+        EngineChoice.TOKENIZERS, f"encoding with tokenizers, which takes about 40 times the CPU time: {why_not}"
     )
 
 
@@ -108,30 +106,30 @@ def _first_line(error: BaseException) -> str:
 
 
 class BackendTrial:
-    """Trial of the requested backend on the first `texts`; `loading` loads the tokenizer of `path` in another process.
+    """Trial of the requested backend on the first `texts`: `tokenizers` encodes them while gigatoken loads here.
 
     Raises DataError for files that `load_tokenizer` refuses, if there is a backend to be tried.
     """
 
-    def __init__(self, asked: EngineChoice, loading: TokenizerProcess, path: Path, texts: Sequence[str]) -> None:
-        self._asked = asked
+    def __init__(self, requested: EngineChoice, loader: TokenizerLoader, texts: Sequence[str]) -> None:
+        self._requested = requested
         self._checked: Checked = []
         self._tried: str | None = None
-        self._early: PreloadedEncoder | None = None
+        self._preloaded: PreloadedEncoder | None = None
         self._why_not = ""
-        if asked is EngineChoice.TOKENIZERS:
+        if requested is EngineChoice.TOKENIZERS:
             return
-        expected = loading.check(texts)
-        if path.suffix == ".json":  # nearly always a tokenizer.json, so start before it is confirmed
-            with suppress(OSError, ValueError):
-                self._try(path.read_bytes().decode())
+        expected = loader.start_check(texts)
+        content = loader.unconfirmed_content()
+        if content is not None:
+            self._try(content)
         self._checked = expected()
 
     def gigatoken(self, content: str) -> PreloadedEncoder | None:
         """Return gigatoken's encoder, if gigatoken supports the tokenizer.json `content`."""
-        if self._asked is not EngineChoice.TOKENIZERS and self._tried != content:
+        if self._requested is not EngineChoice.TOKENIZERS and self._tried != content:
             self._try(content)
-        return self._early
+        return self._preloaded
 
     def backend(self) -> EncoderBackend:
         """Return the selected backend (call once) and drop the gigatoken instance; freeing it at exit is slower.
@@ -139,17 +137,16 @@ class BackendTrial:
         Raises:
             DataError: gigatoken was requested by name and cannot be used.
         """
-        if self._asked is EngineChoice.TOKENIZERS:
-            return EncoderBackend(self._asked)
-        tried, self._early = self._early, None
-        return resolve_backend(
-            self._asked, self._why_not if tried is None else find_mismatch(tried.encode, self._checked)
-        )
+        if self._requested is EngineChoice.TOKENIZERS:
+            return EncoderBackend(self._requested)
+        tried, self._preloaded = self._preloaded, None
+        why_not = self._why_not if tried is None else find_mismatch(tried.encode, self._checked)
+        return resolve_backend(self._requested, why_not)
 
     def _try(self, content: str) -> None:
         found = gigatoken(content)
-        self._tried, self._early = content, None
+        self._tried, self._preloaded = content, None
         if isinstance(found, str):
             self._why_not = found
         else:
-            self._early = PreloadedEncoder(content, found)
+            self._preloaded = PreloadedEncoder(content, found)

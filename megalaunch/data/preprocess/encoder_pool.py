@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import mmap
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import lru_cache
 from itertools import chain, islice
 from typing import Any
 
@@ -24,138 +23,148 @@ from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess,
 
 _AHEAD = 4  # chunks per worker that are being encoded or wait to be written
 _SLOT_BYTES = 2  # shared bytes of tokens per byte of text; text has about one token per three bytes
-_shared: list[SharedBuffers] = []  # in a worker: the buffers shared with its parent, if forked
-_early: list[PreloadedEncoder] = []  # in the encoding process: the encoder loaded before it started, if any
 
 
-class Workers:
-    """`count` encoding processes; with one, this process encodes itself.
+class EncoderPool:
+    """`count` encoding processes; with one, this process encodes. A context manager, which ends them.
 
     Where forking is possible, `start` forks them: they inherit what this process has loaded, and share buffers with it
-    that hold most chunks of `chunk_bytes`. Otherwise they are spawned immediately.
+    that hold most chunks of `chunk_bytes`. Otherwise they are spawned on construction.
+
+    Args:
+        count: number of processes.
+        chunk_bytes: approximate size of a chunk.
+        died: the fix for a worker that died.
     """
 
-    def __init__(self, count: int, chunk_bytes: int) -> None:
-        self._count, self._chunk_bytes = count, chunk_bytes
-        self._slots: SharedBuffers | None = None
-        self._workers: list[WorkerProcess] = []
+    def __init__(self, count: int, chunk_bytes: int, died: str) -> None:
+        self._count, self._chunk_bytes, self._died = count, chunk_bytes, died
+        self._local = EncodeWorker()
+        self._buffers: SharedBuffers | None = None
+        self._workers: list[WorkerProcess[EncodeWorker]] = []
         if count > 1 and not is_single_threaded():
             self._spawn()
-        self._begun: EncoderConfig | None = None
-        self._waiting: deque[tuple[Chunk, int | None, Future[tuple[Encoded, list[int] | None]]]] = deque()
+        self._prefetched: EncoderConfig | None = None
+        self._pending: deque[tuple[Chunk, int | None, Future[tuple[Encoded, list[int] | None]]]] = deque()
 
-    def start(self, early: PreloadedEncoder | None) -> None:
+    def start(self, preloaded: PreloadedEncoder | None) -> None:
         """Start the worker processes; forked workers inherit the preloaded encoder."""
-        if self._count > 1 and not self._workers and not is_single_threaded():  # a thread was started meanwhile
+        if self._count == 1:
+            self._local = EncodeWorker(preloaded)
+            return
+        if not self._workers and not is_single_threaded():  # a thread was started meanwhile
             self._spawn()
         if self._workers:
             return
-        _early[:] = [] if early is None else [early]
-        if self._count > 1:
-            self._slots = SharedBuffers(_AHEAD * self._count + 1, _SLOT_BYTES * self._chunk_bytes)
-            self._workers = [WorkerProcess(True, _init_worker, self._slots) for _ in range(self._count)]
-            _early.clear()  # the workers keep their copies
+        self._buffers = SharedBuffers(_AHEAD * self._count + 1, _SLOT_BYTES * self._chunk_bytes)
+        self._workers = [WorkerProcess(True, _make_forked_worker, preloaded, self._buffers) for _ in range(self._count)]
 
-    def _spawn(self) -> None:
-        self._workers = [WorkerProcess(False, int) for _ in range(self._count)]
+    def prefetch(self, chunks: Iterator[Chunk], config: EncoderConfig) -> None:
+        """Start encoding the first chunks before it is known whether `encode` will use the same config."""
+        self._prefetched = config
+        self._submit(chunks, config, _AHEAD * len(self._workers))
 
-    def prefetch(self, ahead: Iterator[Chunk], recipe: EncoderConfig) -> None:
-        """Start encoding the first chunks before it is known whether `encode` will use the same recipe."""
-        self._begun = recipe
-        self._send(ahead, recipe, _AHEAD * len(self._workers))
-
-    def encode(self, ahead: Iterator[Chunk], recipe: EncoderConfig) -> Iterator[tuple[Chunk, Encoded]]:
+    def encode(self, chunks: Iterator[Chunk], config: EncoderConfig) -> Iterator[tuple[Chunk, Encoded]]:
         """Yield every chunk with its documents, in order; at most a few chunks are in memory at a time.
 
-        Prefetched chunks come first; they are encoded again if the recipe differs.
+        Prefetched chunks come first; they are encoded again if the config differs.
 
         Raises:
             DataError: a worker died, or reading or encoding failed.
         """
         if not self._workers:
-            encoder = ChunkEncoder(recipe, _loaded)
-            for chunk in ahead:
-                encoded = encoder.encode(chunk)
-                encoded.cast(recipe.dtype)
+            for chunk in chunks:
+                encoded, _ = self._local.encode(config, chunk, None)
                 yield chunk, encoded
             return
-        if recipe != self._begun:
-            ahead = chain(self._requeue(), ahead)
-            self._send(ahead, recipe, _AHEAD * len(self._workers))
-        while self._waiting:
-            chunk, slot, future = self._waiting.popleft()
-            encoded, sizes = _result(future)
-            self._send(ahead, recipe, 1)
-            if self._slots is None or slot is None:
+        if config != self._prefetched:
+            chunks = chain(self._requeue(), chunks)
+            self._submit(chunks, config, _AHEAD * len(self._workers))
+        while self._pending:
+            chunk, slot, future = self._pending.popleft()
+            encoded, sizes = self._wait(future)
+            self._submit(chunks, config, 1)
+            if self._buffers is None or slot is None:
                 yield chunk, encoded
                 continue
             if sizes is not None:
-                self._slots.read(slot, encoded, sizes)
+                self._buffers.read(slot, encoded, sizes)
             yield chunk, encoded
-            self._slots.free(slot)
+            self._buffers.free(slot)
         self._kill()  # no more work: the processes end while the rest is written
 
-    def _send(self, ahead: Iterator[Chunk], recipe: EncoderConfig, count: int) -> None:
-        for chunk in islice(ahead, count):
-            slot = None if self._slots is None else self._slots.take()
-            self._waiting.append((chunk, slot, self._submit(_encode, recipe, chunk, slot)))
+    def _submit(self, chunks: Iterator[Chunk], config: EncoderConfig, count: int) -> None:
+        for chunk in islice(chunks, count):
+            slot = None if self._buffers is None else self._buffers.take()
+            worker = min(self._workers, key=lambda worker: worker.is_busy)
+            self._pending.append((chunk, slot, worker.submit(EncodeWorker.encode, config, chunk, slot)))
 
     def _requeue(self) -> list[Chunk]:
         """Wait for the prefetched chunks to finish, free their slots, and return the chunks."""
-        begun, self._waiting = self._waiting, deque()
-        for _, slot, future in begun:
+        prefetched, self._pending = self._pending, deque()
+        for _, slot, future in prefetched:
             future.exception()
-            if self._slots is not None and slot is not None:
-                self._slots.free(slot)
-        return [chunk for chunk, _, _ in begun]
+            if self._buffers is not None and slot is not None:
+                self._buffers.free(slot)
+        return [chunk for chunk, _, _ in prefetched]
 
-    def close(self) -> None:
-        """End the processes and drop their work."""
-        self._kill()
-        for worker in self._workers:
-            worker.close()
+    def _wait(self, future: Future[tuple[Encoded, list[int] | None]]) -> tuple[Encoded, list[int] | None]:
+        try:
+            return future.result()
+        except WorkerDied:
+            raise DataError("a worker process died, perhaps for lack of memory", fix=self._died) from None
+
+    def _spawn(self) -> None:
+        self._workers = [WorkerProcess(False, EncodeWorker) for _ in range(self._count)]
 
     def _kill(self) -> None:
         for worker in self._workers:
             worker.kill()
 
-    def _submit(self, function: Callable[..., Any], *words: object) -> Future[Any]:
-        return min(self._workers, key=lambda worker: worker.is_busy).submit(function, *words)
+    def __enter__(self) -> EncoderPool:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """End the processes and drop their work."""
+        self._kill()
+        for worker in self._workers:
+            worker.close()
 
 
-def _result(future: Future[Any]) -> Any:
-    try:
-        return future.result()
-    except WorkerDied:
-        fix = "Give fewer --workers, or free memory; --resume goes on with what was done."
-        raise DataError("a worker process died, perhaps for lack of memory", fix=fix) from None
+class EncodeWorker:
+    """Encodes chunks, and holds the encoder of the last config.
+
+    Args:
+        preloaded: encoder that was loaded before the process started.
+        buffers: memory shared with the parent, if forked.
+    """
+
+    def __init__(self, preloaded: PreloadedEncoder | None = None, buffers: SharedBuffers | None = None) -> None:
+        self._preloaded, self._buffers = preloaded, buffers
+        self._last: tuple[EncoderConfig, ChunkEncoder] | None = None
+
+    def encode(self, config: EncoderConfig, chunk: Chunk, slot: int | None) -> tuple[Encoded, list[int] | None]:
+        """Encode a chunk. If token counts are returned, the tokens of each key are in the shared slot."""
+        if self._last is None or self._last[0] != config:
+            self._last = config, ChunkEncoder(config, self._load_encoder)
+        encoded = self._last[1].encode(chunk)
+        sizes = None
+        if self._buffers is not None and slot is not None:
+            sizes = self._buffers.write(slot, encoded, config.dtype)
+        if sizes is None:
+            encoded.cast(config.dtype)
+        return encoded, sizes
+
+    def _load_encoder(self, engine: EngineChoice, content: str) -> Encode:
+        early = self._preloaded
+        if engine is EngineChoice.GIGATOKEN and early is not None and early.content == content:
+            return early.encode
+        return make_encoder(engine, content)
 
 
-def _init_worker(slots: SharedBuffers) -> None:
-    """In a forked worker: store the shared buffers."""
+def _make_forked_worker(preloaded: PreloadedEncoder | None, buffers: SharedBuffers) -> EncodeWorker:
     gc.freeze()  # pages that the garbage collector does not visit stay shared with the parent
-    _shared.append(slots)
-
-
-@lru_cache(maxsize=1)
-def _loaded(engine: EngineChoice, content: str) -> Encode:
-    if engine is EngineChoice.GIGATOKEN and _early and _early[0].content == content:
-        return _early[0].encode
-    return make_encoder(engine, content)
-
-
-def _encode(recipe: EncoderConfig, chunk: Chunk, slot: int | None) -> tuple[Encoded, list[int] | None]:
-    """In a worker: encode a chunk. With token counts returned, the tokens of each key are in the slot."""
-    encoded = _encoder(recipe).encode(chunk)
-    left = None if slot is None else _shared[0].write(slot, encoded, recipe.dtype)
-    if left is None:
-        encoded.cast(recipe.dtype)
-    return encoded, left
-
-
-@lru_cache(maxsize=1)
-def _encoder(recipe: EncoderConfig) -> ChunkEncoder:
-    return ChunkEncoder(recipe, _loaded)
+    return EncodeWorker(preloaded, buffers)
 
 
 class SharedBuffers:

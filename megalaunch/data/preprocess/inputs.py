@@ -49,13 +49,15 @@ class Input:
         compression: suffix of its compression; empty for none.
         size: bytes as stored, at the start.
         changed: modification time at the start, ns.
+        name: its path relative to the directory or glob that it was found by; documents are named after it.
     """
 
     path: Path
     format: Format
     compression: str
     size: int
-    changed: int  # time of the last change, ns
+    changed: int
+    name: str = ""
 
     @property
     def is_stdin(self) -> bool:
@@ -89,7 +91,7 @@ def find_inputs(sources: Sequence[str], kind: Format, note: Callable[[str], None
                     note(text)
             if not files:
                 raise DataError("no such input", file=source, fix="Inputs are files, folders, globs and -.")
-            found += [describe(file.path, kind) for file in files]
+            found += [describe(file.path, kind, file.name) for file in files]
     stdin = [entry for entry in found if entry.is_stdin]
     if len(stdin) > 1:
         raise DataError("standard input is named twice", fix="Give - once.")
@@ -98,7 +100,7 @@ def find_inputs(sources: Sequence[str], kind: Format, note: Callable[[str], None
     return found
 
 
-def describe(path: Path, kind: Format) -> Input:
+def describe(path: Path, kind: Format, name: str = "") -> Input:
     """Return format and compression of a file by its suffixes; DataError if it is missing or is a compressed table."""
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     inner = Path(path.stem).suffix if compression else path.suffix
@@ -111,7 +113,7 @@ def describe(path: Path, kind: Format) -> Input:
         status = path.stat()
     except OSError as error:
         raise cannot("read it", path, error, CORRECT_PATH) from error
-    return Input(path, kind, compression, status.st_size, status.st_mtime_ns)
+    return Input(path, kind, compression, status.st_size, status.st_mtime_ns, name)
 
 
 def check_unchanged(inputs: Iterable[Input]) -> None:

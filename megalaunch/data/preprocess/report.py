@@ -12,12 +12,10 @@ import megalaunch
 from megalaunch.data.indexed_dataset.builder import token_type
 from megalaunch.data.indexed_dataset.dataset import bin_path, idx_path
 from megalaunch.data.indexed_dataset.report import write_report
-from megalaunch.data.preprocess.encoder_backend import EncoderBackend
 from megalaunch.data.preprocess.inputs import Input
+from megalaunch.data.preprocess.pipeline import TextToTokens
 from megalaunch.data.preprocess.settings import Settings
-from megalaunch.data.preprocess.state import State
-from megalaunch.data.preprocess.tokenizer_process import TokenizerInfo
-from megalaunch.data.tokenizer.tokenizer import SpecialTokens, tokenizer_file
+from megalaunch.data.tokenizer.tokenizer import tokenizer_file
 
 _RESULT_SETTINGS = (
     *("workers", "append_eod", "add_special_tokens", "json_keys"),
@@ -30,11 +28,8 @@ def write_reports(
     inputs: Sequence[Input],
     hashes: Sequence[str],
     settings: Settings,
-    tokenizer: TokenizerInfo,
+    run: TextToTokens,
     vocabulary_hash: str,
-    around: SpecialTokens,
-    engine: EncoderBackend,
-    state: State,
     outputs: dict[str, Any],
 ) -> list[Path]:
     """Write one report for each prefix (one for each JSON key), with that prefix's token count.
@@ -42,14 +37,14 @@ def write_reports(
     Args:
         prefixes: the prefixes of the output.
         inputs, hashes: the files that were read, and the sha256 of each.
-        settings, tokenizer, vocabulary_hash, engine: how the tokens were made.
-        around: special tokens added to every sequence.
-        state: counts and bad records.
+        settings, run: how the tokens were made.
+        vocabulary_hash: `Tokenizer.vocabulary_hash` of the tokenizer.
         outputs: size and hashes of each file written.
 
     Raises:
         DataError: a report cannot be written.
     """
+    tokenizer, around, state = run.tokenizer, run.special_tokens, run.state
     path = tokenizer_file(settings.tokenizer)
     chosen = asdict(settings)
     width = token_type(tokenizer.vocab_size).itemsize
@@ -61,7 +56,7 @@ def write_reports(
             "tiktoken": asdict(settings.tiktoken),
             **{name: chosen[name] for name in _RESULT_SETTINGS},
         },
-        "engine": {"name": engine.name, "note": engine.note},
+        "engine": {"name": run.backend.name, "note": run.backend.note},
         "tokenizer": {
             "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
             "vocabulary_sha256": vocabulary_hash,
@@ -78,7 +73,7 @@ def write_reports(
     }
     reports = []
     for prefix in prefixes:
-        made = {name: outputs[name] for name in (bin_path(prefix).name, idx_path(prefix).name)}
-        counts = asdict(state.counts) | {"tokens": made[bin_path(prefix).name]["bytes"] // width}
-        reports.append(write_report(prefix, {**content, "counts": counts, "outputs": made}))
+        files = {name: outputs[name] for name in (bin_path(prefix).name, idx_path(prefix).name)}
+        counts = asdict(state.counts) | {"tokens": files[bin_path(prefix).name]["bytes"] // width}
+        reports.append(write_report(prefix, {**content, "counts": counts, "outputs": files}))
     return reports

@@ -61,6 +61,25 @@ class MaxBad:
 
 
 @dataclass(frozen=True)
+class Fixes:
+    """Fixes that errors and notes suggest, in the words of `megalaunch preprocess` by default.
+
+    Attributes:
+        no_eod: to a tokenizer without an end-of-document token.
+        no_special_tokens: ends the note that sequences get the tokenizer's special tokens.
+        bad_record: to a record that stops the run.
+        disk_full: to a failed write.
+        worker_died: to a worker that was killed, probably for lack of memory.
+    """
+
+    no_eod: str = "Leave out --append-eod."
+    no_special_tokens: str = ", as by Megatron's tool; --no-bos leaves that out"
+    bad_record: str = "To leave such records out: --on-bad-record skip."
+    disk_full: str = "Free space there, then go on with --resume; no file has its final name yet."
+    worker_died: str = "Give fewer --workers, or free memory; --resume continues with the finished work."
+
+
+@dataclass(frozen=True)
 class Settings:
     """Settings of a preprocessing run. A text file is one document.
 
@@ -81,6 +100,8 @@ class Settings:
         record_bytes: larger records are invalid.
         chunk_bytes: approximate size of the chunks that are encoded at a time.
         checkpoint_seconds: interval of checkpoints for `resume`.
+        sentence_lists: whether the value of a key may be a list of texts (sentences), as in Megatron's tool.
+        fixes: what errors suggest to the user.
     """
 
     tokenizer: Path
@@ -99,3 +120,5 @@ class Settings:
     record_bytes: int = 64 << 20
     chunk_bytes: int = 2 << 20
     checkpoint_seconds: float = 10.0
+    sentence_lists: bool = True
+    fixes: Fixes = Fixes()

@@ -50,14 +50,13 @@ class State:
         Raises:
             DataError: a bad record stops the run, or there are more than `max_bad`. Nothing is counted then.
         """
-        on_bad_record = settings.on_bad_record
+        on_bad_record, stop_fix = settings.on_bad_record, settings.fixes.bad_record
         lines: list[bytes] = []
         listed: list[dict[str, Any]] = []
         for bad in encoded.bad:
-            line = bad.line if bad.absolute or bad.line is None else self.line + bad.line + 1
+            line = bad.line(self.line)
             if on_bad_record is OnBadRecord.STOP:
-                fix = f"{bad.fix} To leave such records out: --on-bad-record skip.".strip()
-                raise DataError(bad.cause, file=bad.path, record=line, fix=fix)
+                raise DataError(bad.cause, file=bad.path, record=line, fix=f"{bad.fix} {stop_fix}".strip())
             if len(self.bad) + len(listed) < _BAD_RECORDS_LISTED:
                 listed.append({"file": str(bad.path), "line": line, "cause": bad.cause})
             if on_bad_record is OnBadRecord.QUARANTINE:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megalaunch.data.errors import DataError, open_output
 from megalaunch.data.preprocess.chunking import Position, Unreadable, chunks
 from megalaunch.data.preprocess.inputs import Input, check_unchanged, find_inputs
-from megalaunch.data.preprocess.parse_records import valid_texts
+from megalaunch.data.preprocess.records import valid_texts
 from megalaunch.data.preprocess.settings import Format, Settings
 from megalaunch.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 

@@ -26,23 +26,24 @@ from megalaunch.fs import PUBLIC_FILE_MODE, lock_file, sync_directory, write_fil
 
 _PARTS = ("bin", "lengths", "documents")
 _SYNCED_AT_ONCE = 1 << 23  # bytes between syncs, about as many as are left for the final one
-_FREE_SPACE = "Free space there, then go on with --resume; nothing stands under the final names."
 
 
 class WorkDir:
-    """The work directory of one output prefix, locked by one process.
+    """The work directory of one output prefix, locked by one process; a context manager, which releases it.
 
     Args:
         output_prefix: start of the output's names.
-        finals: prefix of each key's files.
+        finals: prefixes of the token files: one a key, or one a part of the documents.
         dtype: dtype of the stored tokens.
+        disk_full: the fix for a failed write.
 
     Raises:
         DataError: another process is writing the same prefix, or the directory is not writable.
     """
 
-    def __init__(self, output_prefix: Path, finals: Sequence[Path], dtype: np.dtype[Any]) -> None:
+    def __init__(self, output_prefix: Path, finals: Sequence[Path], dtype: np.dtype[Any], disk_full: str) -> None:
         self.finals, self.dtype = tuple(finals), dtype
+        self._disk_full, self._published = disk_full, False
         self.folder = output_prefix.with_name(f".{output_prefix.name}.preprocess")
         self._state = self.folder / "state.json"
         self._files: dict[str, int] = {}
@@ -83,7 +84,7 @@ class WorkDir:
                 size = int(sizes.get(f"{number}.bin", 0))
                 self._hashes[number] = hash_file(self.folder / f"{number}.bin", size)
         except OSError as error:
-            raise cannot("write here", self.folder, error, _FREE_SPACE) from error
+            raise cannot("write here", self.folder, error, self._disk_full) from error
 
     def save_tokenizer(self, content: str) -> Path:
         """Write a tokenizer.json for the workers and return its path."""
@@ -91,7 +92,7 @@ class WorkDir:
         try:
             path.write_text(content, encoding="utf-8")
         except OSError as error:
-            raise cannot("write here", self.folder, error, _FREE_SPACE) from error
+            raise cannot("write here", self.folder, error, self._disk_full) from error
         return path
 
     def _open_at(self, name: str, size: int) -> None:
@@ -113,7 +114,7 @@ class WorkDir:
                 self._append(f"{number}.documents", key.documents)
             self._append("quarantine", b"".join(quarantined))
         except OSError as error:
-            raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
+            raise cannot("write it", self.finals[0], error, self._disk_full) from error
 
     def checkpoint(self, state: dict[str, Any]) -> None:
         """Flush everything that was added to disk, and save `state` with the sizes of the files."""
@@ -125,7 +126,7 @@ class WorkDir:
             sizes = {name: os.lseek(file, 0, os.SEEK_CUR) for name, file in self._files.items()}
             write_file_atomically(self._state, json.dumps({**state, "sizes": sizes}), PUBLIC_FILE_MODE)
         except OSError as error:
-            raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
+            raise cannot("write it", self.finals[0], error, self._disk_full) from error
 
     def build_indexes(self) -> dict[str, Any]:
         """Build the index files; return size and hashes of all files by final name, for the report."""
@@ -145,7 +146,7 @@ class WorkDir:
                     described[bin_path(final).name] = describe(bin_path(final))
                 described[idx_path(final).name] = describe(index if index.exists() else idx_path(final))
         except OSError as error:
-            raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
+            raise cannot("write it", self.finals[0], error, self._disk_full) from error
         return described
 
     def publish(self, quarantine: Path | None) -> None:
@@ -161,19 +162,23 @@ class WorkDir:
             if quarantine is not None and (self.folder / "quarantine").exists():
                 (self.folder / "quarantine").replace(quarantine)
             sync_directory(self.finals[0].parent)
+            self._published = True
         except OSError as error:
-            raise cannot("write it", self.finals[0], error, _FREE_SPACE) from error
+            raise cannot("write it", self.finals[0], error, self._disk_full) from error
 
     def _parts(self, number: int) -> tuple[Path, Path]:
         return self.folder / f"{number}.bin", self.folder / f"{number}.idx"
 
-    def close(self, keep: bool) -> None:
-        """Close the files and release the lock; remove the directory unless `keep` (for a later resume)."""
+    def __enter__(self) -> WorkDir:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Close the files and release the lock; remove the directory unless a later run can resume from it."""
         for sync in self._syncs:
             sync.close()
         for file in self._files.values():
             os.close(file)
-        if not keep:
+        if self._published or self.saved_state() is None:
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
 

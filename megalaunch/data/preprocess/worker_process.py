@@ -1,4 +1,4 @@
-"""A process that executes function calls in order, and the pipe to it."""
+"""A process that holds an object and calls its methods in order, and the pipe to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess, SpawnProcess
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class WorkerDied(Exception):
@@ -30,68 +33,68 @@ def is_single_threaded() -> bool:
         return False
 
 
-class WorkerProcess:
-    """A worker process; `prepare(*words)` runs in it first.
+class WorkerProcess(Generic[T]):
+    """A worker process. `make(*args)` runs in it first; calls go to the methods of the object that it returns.
 
     It is spawned, or `forked`, which is faster and shares memory. Fork only if `is_single_threaded`: a fork of a
     process with threads (of a tokenizer library, for example) may hang. `submit` starts a thread, so fork all workers
     before the first call.
 
-    Unlike the workers of a pool it shares no lock and no pipe with others: killed at any moment, even while it sends
-    a result, it blocks no other process.
+    Unlike the workers of `concurrent.futures` it shares no lock and no pipe with others: killed at any moment, even
+    while it sends a result, it blocks no other process.
     """
 
-    def __init__(self, forked: bool, prepare: Callable[..., object], *words: object) -> None:
-        self._pipe, there = Pipe()
-        self._asked: deque[Future[Any]] = deque()
+    def __init__(self, forked: bool, make: Callable[..., T], *args: object) -> None:
+        self._pipe, remote = Pipe()
+        self._pending: deque[Future[Any]] = deque()
         self._lock = threading.Lock()
-        self._gone = False
+        self._ended = False
         kind = _Forked if forked else _Spawned
         inherited = self._pipe if forked else None
-        self._process = kind(target=_worker_main, args=(there, inherited, prepare, words), daemon=True)
+        self._process = kind(target=_worker_main, args=(remote, inherited, make, args), daemon=True)
         self._process.start()
-        there.close()
+        remote.close()
         self._reader: threading.Thread | None = None
 
     @property
     def is_busy(self) -> int:
         """Number of calls without a result."""
-        return len(self._asked)
+        return len(self._pending)
 
-    def submit(self, function: Callable[..., Any], *words: object) -> Future[Any]:
-        """Call an importable function in the process; the future raises its exception, or WorkerDied."""
-        future: Future[Any] = Future()
+    def submit(self, method: Callable[..., R], *args: object) -> Future[R]:
+        """Call `method(obj, *args)` on the process's object; the future raises its exception, or WorkerDied."""
+        future: Future[R] = Future()
         with self._lock:
-            if self._gone:
+            if self._ended:
                 future.set_exception(WorkerDied())
                 return future
-            self._asked.append(future)
+            self._pending.append(future)
             if self._reader is None:
-                self._reader = threading.Thread(target=self._read_answers, daemon=True)
+                self._reader = threading.Thread(target=self._read_results, daemon=True)
                 self._reader.start()
-        self._send(function, words)
+        self._send(method, args)
         return future
 
-    def call_deferred(self, function: Callable[..., Any], *words: object) -> Callable[[], Any]:
-        """Call a function without starting a thread (before a fork); return a function that waits for the result.
+    def call_deferred(self, method: Callable[..., R], *args: object) -> Callable[[], R]:
+        """Call a method without starting a thread (before a fork); return a function that waits for the result.
 
         Wait for results in the order of the calls, and do not mix with `submit`.
         """
-        self._send(function, words)
-        return self._answer
+        self._send(method, args)
+        return self._receive
 
-    def _send(self, function: Callable[..., Any], words: tuple[object, ...]) -> None:
+    def _send(self, method: Callable[..., object], args: tuple[object, ...]) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # reading the result raises WorkerDied
-            self._pipe.send((function, words))
+            self._pipe.send((method, args))
 
-    def _answer(self) -> Any:
+    def _receive(self) -> Any:
         try:
-            succeeded, answer = self._pipe.recv()
+            succeeded, result = self._pipe.recv()
         except (EOFError, OSError):
             raise WorkerDied from None
         if succeeded:
-            return answer
-        raise answer
+            return result
+        raise result
 
     def kill(self) -> None:
         """Kill the process; `close` waits for its end."""
@@ -105,21 +108,21 @@ class WorkerProcess:
             self._reader.join()
         self._pipe.close()
 
-    def _read_answers(self) -> None:
+    def _read_results(self) -> None:
         """Reader thread: set the results of the futures in order; fail the pending ones when the process ends."""
         while True:
             try:
-                succeeded, answer = self._pipe.recv()
+                succeeded, result = self._pipe.recv()
             except (EOFError, OSError):  # the process ended, possibly while sending a result
                 break
-            future = self._asked.popleft()
+            future = self._pending.popleft()
             if succeeded:
-                future.set_result(answer)
+                future.set_result(result)
             else:
-                future.set_exception(answer)
+                future.set_exception(result)
         with self._lock:
-            self._gone = True
-        for future in self._asked:
+            self._ended = True
+        for future in self._pending:
             future.set_exception(WorkerDied())
 
 
@@ -150,20 +153,20 @@ class _Spawned(SpawnProcess):
     def start(self) -> None:
         """Hide the main module while the process is spawned."""
         names: dict[str, Any] = vars(sys.modules["__main__"])
-        kept: dict[str, Any] = {name: names[name] for name in ("__spec__", "__file__") if name in names}
+        hidden: dict[str, Any] = {name: names[name] for name in ("__spec__", "__file__") if name in names}
         names["__spec__"] = None
         names.pop("__file__", None)
         try:
             with _block_sigint():
                 super().start()
         finally:
-            names |= kept
+            names |= hidden
 
 
 def _worker_main(
-    pipe: Connection, inherited: Connection | None, prepare: Callable[..., object], words: tuple[object, ...]
+    pipe: Connection, inherited: Connection | None, make: Callable[..., object], args: tuple[object, ...]
 ) -> None:
-    """Main function of the process: ignore SIGINT (the parent handles it), prepare, execute calls.
+    """Main function of the process: ignore SIGINT (the parent handles it), make the object, call its methods.
 
     A pipe is closed when no process holds its other end. A forked process inherits the parent's end of its own pipe
     (`inherited`, closed here) and of the workers' before it: after the parent's death the last worker ends first.
@@ -171,22 +174,22 @@ def _worker_main(
     if inherited is not None:
         inherited.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    questions: SimpleQueue[tuple[Callable[..., Any], tuple[object, ...]]] = SimpleQueue()
-    threading.Thread(target=_read_questions, args=(pipe, questions), daemon=True).start()
-    prepare(*words)
+    calls: SimpleQueue[tuple[Callable[..., Any], tuple[object, ...]]] = SimpleQueue()
+    threading.Thread(target=_read_calls, args=(pipe, calls), daemon=True).start()
+    obj = make(*args)
     while True:
-        function, given = questions.get()
+        method, given = calls.get()
         try:
-            answer: tuple[bool, Any] = True, function(*given)
+            result: tuple[bool, Any] = True, method(obj, *given)
         except Exception as error:  # raised in the caller
-            answer = False, error
-        pipe.send(answer)
+            result = False, error
+        pipe.send(result)
 
 
-def _read_questions(pipe: Connection, questions: SimpleQueue[Any]) -> None:
+def _read_calls(pipe: Connection, calls: SimpleQueue[Any]) -> None:
     """Read calls at all times, so that the parent never blocks on sending; exit when the parent dies."""
     while True:
         try:
-            questions.put(pipe.recv())
+            calls.put(pipe.recv())
         except (EOFError, OSError):
             os._exit(1)

@@ -43,8 +43,8 @@ def wrong(name, content):
 
 encoder_backend.make_encoder = encoder_pool.make_encoder = wrong
 begun = []
-prefetch = encoder_pool.Workers.prefetch
-encoder_pool.Workers.prefetch = lambda self, *args: (prefetch(self, *args), begun.extend(self._waiting))
+prefetch = encoder_pool.EncoderPool.prefetch
+encoder_pool.EncoderPool.prefetch = lambda self, *args: (prefetch(self, *args), begun.extend(self._pending))
 """
 
 

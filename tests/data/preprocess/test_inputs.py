@@ -211,11 +211,13 @@ def test_globs_and_folders_keep_a_stable_order(tmp_path, tokenizer):
 
 
 def test_an_id_beyond_the_vocabulary_is_a_bad_record(tmp_path, tokenizer, monkeypatch):
-    from megalaunch.data.preprocess import encoder_pool
+    from megalaunch.data.preprocess.encoder_pool import EncodeWorker
 
-    real = encoder_pool.make_encoder  # not `_loaded`, which keeps what other tests have loaded
+    real = EncodeWorker._load_encoder
     monkeypatch.setattr(
-        encoder_pool, "_loaded", lambda *words: lambda text: real(*words)(text) + (300 if "gulls" in text else 0)
+        EncodeWorker,
+        "_load_encoder",
+        lambda *args: lambda text: real(*args)(text) + (300 if "gulls" in text else 0),
     )
     path = write_jsonl(tmp_path / "in.jsonl", ["the sea", "gulls", "the sea"])
     with pytest.raises(DataError, match=r"in\.jsonl, line 2: id \d+ is beyond the vocabulary of 300"):

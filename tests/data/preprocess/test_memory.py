@@ -56,7 +56,7 @@ def test_an_engine_that_gives_other_ids_is_not_taken(tokenizer_path, monkeypatch
     chosen = select_backend(EngineChoice.AUTO, tokenizer, ["the sea", "an odd wave"])
     assert chosen.name is EngineChoice.TOKENIZERS
     assert chosen.note.endswith("gigatoken gives other ids for 'an odd wave'")
-    assert chosen.note.startswith("encoding with tokenizers, which takes about 40 times the processor time: ")
+    assert chosen.note.startswith("encoding with tokenizers, which takes about 40 times the CPU time: ")
     with pytest.raises(DataError, match=r"gigatoken cannot encode this: .*Give --engine auto or tokenizers\."):
         select_backend(EngineChoice.GIGATOKEN, tokenizer, ["an odd wave"])
     assert select_backend(EngineChoice.TOKENIZERS, tokenizer, ["an odd wave"]).note == ""

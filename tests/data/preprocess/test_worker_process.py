@@ -19,32 +19,44 @@ def prepare(path: Path) -> None:
     path.write_text("ready")
 
 
-def nothing() -> None:
-    pass
+def make() -> str:
+    return "x"
 
 
-def twice(number: int) -> int:
+def twice(_: str, number: int) -> int:
     return 2 * number
 
 
-def fail(text: str) -> None:
+def fail(_: str, text: str) -> None:
     raise ValueError(text)
 
 
-def die() -> None:
+def die(_: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_within_an_answer() -> None:
+def upper(_: str, text: bytes) -> bytes:
+    return text.upper()
+
+
+def exists(_: None, path: Path) -> bool:
+    return path.exists()
+
+
+def sleep(_: str, seconds: int) -> None:
+    time.sleep(seconds)
+
+
+def die_within_an_answer(_: str) -> None:
     """The head of a message of 1,000 bytes and ten of them, then the end."""
     [pipe] = [fd for fd in Path("/proc/self/fd").iterdir() if fd.is_socket()]
     os.write(int(pipe.name), struct.pack("!i", 1000) + bytes(10))
-    die()
+    die(_)
 
 
 @pytest.fixture
 def worker():
-    made = WorkerProcess(False, nothing)
+    made = WorkerProcess(False, make)
     yield made
     made.close()
 
@@ -60,7 +72,7 @@ def test_answers_come_in_order_and_errors_are_those_raised(worker):
 
 
 def test_questions_larger_than_a_pipe_never_wait_for_answers_as_large(worker):
-    futures = [worker.submit(bytes.upper, b"a" * 5_000_000) for _ in range(8)]
+    futures = [worker.submit(upper, b"a" * 5_000_000) for _ in range(8)]
     assert all(len(future.result(LIMIT)) == 5_000_000 for future in futures)
 
 
@@ -77,12 +89,12 @@ def test_a_death_is_told_to_all_that_wait(worker, death):
 
 def test_it_is_made_ready_first(tmp_path):
     worker = WorkerProcess(False, prepare, tmp_path / "made")
-    assert worker.submit(os.path.exists, tmp_path / "made").result(LIMIT)
+    assert worker.submit(exists, tmp_path / "made").result(LIMIT)
     worker.close()
 
 
 def test_closing_does_not_wait_for_work_under_way(worker):
-    worker.submit(time.sleep, 1000)
+    worker.submit(sleep, 1000)
     began = time.monotonic()
     worker.close()
     assert time.monotonic() - began < LIMIT
@@ -92,16 +104,20 @@ FORKED = """
 import os, signal, sys, time
 from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess, is_single_threaded
 assert is_single_threaded()
+class Calls:
+    def pid(self): return os.getpid()
+    def sleep(self): time.sleep(1000)
+    def length(self, text): return len(text)
 here = os.getpid()
-workers = [WorkerProcess(True, int) for _ in range(3)]
-pids = [worker.submit(os.getpid).result(60) for worker in workers]
+workers = [WorkerProcess(True, Calls) for _ in range(3)]
+pids = [worker.submit(Calls.pid).result(60) for worker in workers]
 assert len({here, *pids}) == 4 and not is_single_threaded()
-asked = workers[1].submit(time.sleep, 1000)
+asked = workers[1].submit(Calls.sleep)
 os.kill(pids[1], signal.SIGKILL)
 try:
     asked.result(60)
 except WorkerDied:
-    assert [workers[number].submit(len, "abc").result(60) for number in (0, 2)] == [3, 3]
+    assert [workers[number].submit(Calls.length, "abc").result(60) for number in (0, 2)] == [3, 3]
     print(*pids, flush=True)
 os.kill(here, signal.SIGKILL)
 """

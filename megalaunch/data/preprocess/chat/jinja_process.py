@@ -10,10 +10,9 @@ import json
 import resource
 import signal
 from collections.abc import Mapping, Sequence
-from concurrent.futures import TimeoutError as NotInTime
+from concurrent.futures import TimeoutError as CallTimeout
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess
@@ -40,32 +39,31 @@ class TemplateProcess:
 
     def __init__(self, template: str, clock: bool = False) -> None:
         self._template, self._clock = template, clock
-        self._process: WorkerProcess | None = None
+        self._process: WorkerProcess[_Renderer] | None = None
 
     def render(self, conversations: Sequence[Mapping[str, Any]]) -> list[Rendering]:
         """Render conversations, each given as the template's variables (messages, bos_token, ...), sent as JSON."""
-        answers: list[Rendering] = []
-        for given in conversations:
-            words = json.dumps(given, ensure_ascii=False)
-            marked = _OPEN in words or _CLOSE in words
+        renderings: list[Rendering] = []
+        for conversation in conversations:
+            variables = json.dumps(conversation, ensure_ascii=False)
+            marked = _OPEN in variables or _CLOSE in variables
             error = Rendering(error="the conversation holds a noncharacter (U+FDD0 or U+FDD1)")
-            answers.append(error if marked else self._rendered(words))
-        return answers
+            renderings.append(error if marked else self._render(variables))
+        return renderings
 
-    def _rendered(self, words: str) -> Rendering:
+    def _render(self, variables: str) -> Rendering:
         """Render in the worker process; a timeout or its death becomes the rendering's error."""
         limit = 2 * _SECONDS
         if self._process is None:
-            self._process, limit = WorkerProcess(False, _limit), _START_SECONDS
+            self._process, limit = WorkerProcess(False, _make_renderer), _START_SECONDS
         try:
-            found: Rendering = self._process.submit(_render, self._template, words, self._clock).result(limit)
-        except NotInTime:
+            return self._process.submit(_Renderer.render, self._template, variables, self._clock).result(limit)
+        except CallTimeout:
             self.close()
             return Rendering(error=f"it takes longer than {_SECONDS:.0f} s, or does not end")
         except WorkerDied:
             self.close()
             return Rendering(error="the process that ran it died, perhaps for lack of memory")
-        return found
 
     def close(self) -> None:
         """End the process; the next rendering starts a new one."""
@@ -80,50 +78,62 @@ class TemplateProcess:
         self.close()
 
 
-def _limit() -> None:
+def _make_renderer() -> _Renderer:
     """In the process: after the imports, limit memory and core dumps, and install the handler of the time limit."""
-    _check_jinja()
+    _import_jinja()
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGALRM, _timeout_error)
+    signal.signal(signal.SIGALRM, _raise_timeout)
+    return _Renderer()
 
 
-def _check_jinja() -> None:
+def _import_jinja() -> None:
     with suppress(ImportError):
         import jinja2.ext
         import jinja2.sandbox  # noqa: F401  (before memory is limited)
 
 
-class _Stopped(BaseException):
+class _TimeLimit(BaseException):
     """Time limit exceeded. No template can catch it: Jinja has no statement for that."""
 
 
-def _timeout_error(*_: object) -> None:
-    raise _Stopped
+def _raise_timeout(*_: object) -> None:
+    raise _TimeLimit
 
 
-def _render(template: str, words: str, clock: bool) -> Rendering:
-    """In the process: render one conversation, with the spans that the template marks as generated."""
-    signal.setitimer(signal.ITIMER_REAL, _SECONDS)
-    try:
-        return _find_template(_program(template, clock), json.loads(words))
-    except _Stopped:
-        return Rendering(error=f"it takes longer than {_SECONDS:.0f} s, or does not end")
-    except MemoryError:
-        return Rendering(error=f"it takes more than {_MEMORY >> 20} MB of memory")
-    except ImportError:
-        return Rendering(error="it needs the package jinja2 (pip install jinja2)")
-    except Exception as error:  # a template may raise anything
-        return Rendering(error=f"{error}"[:1000] or type(error).__name__)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+class _Renderer:
+    """In the process: renders conversations, and holds the template that it compiled last."""
+
+    def __init__(self) -> None:
+        self._compiled: tuple[str, bool, Any] | None = None
+
+    def render(self, template: str, variables: str, clock: bool) -> Rendering:
+        """Render one conversation, with the spans that the template marks as generated."""
+        signal.setitimer(signal.ITIMER_REAL, _SECONDS)
+        try:
+            return _run_template(self._program(template, clock), json.loads(variables))
+        except _TimeLimit:
+            return Rendering(error=f"it takes longer than {_SECONDS:.0f} s, or does not end")
+        except MemoryError:
+            return Rendering(error=f"it takes more than {_MEMORY >> 20} MB of memory")
+        except ImportError:
+            return Rendering(error="it needs the package jinja2 (pip install jinja2)")
+        except Exception as error:  # a template may raise anything
+            return Rendering(error=f"{error}"[:1000] or type(error).__name__)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _program(self, template: str, clock: bool) -> Any:
+        if self._compiled is None or self._compiled[:2] != (template, clock):
+            self._compiled = template, clock, _compile(template, clock)
+        return self._compiled[2]
 
 
-def _find_template(program: Any, names: dict[str, Any]) -> Rendering:
+def _run_template(program: Any, variables: dict[str, Any]) -> Rendering:
     """Run the compiled template and extract the spans between the delimiters."""
     pieces, size = [], 0
-    for piece in program.generate(**names):
+    for piece in program.generate(**variables):
         pieces.append(piece)
         size += len(piece)
         if size > _LONGEST:
@@ -138,8 +148,7 @@ def _find_template(program: Any, names: dict[str, Any]) -> Rendering:
     return Rendering("".join(text), tuple(spans))
 
 
-@lru_cache(maxsize=2)
-def _program(template: str, clock: bool) -> Any:
+def _compile(template: str, clock: bool) -> Any:
     """Compile the template in a sandbox configured as in transformers."""
     sandbox = _sandbox()
     sandbox.filters["tojson"] = _as_json

@@ -9,22 +9,22 @@ from token_files import small_tokenizer
 from megalaunch.data.errors import DataError
 from megalaunch.data.preprocess.encoder_backend import BackendTrial
 from megalaunch.data.preprocess.settings import EngineChoice
-from megalaunch.data.preprocess.tokenizer_process import TokenizerProcess, reference_ids
+from megalaunch.data.preprocess.tokenizer_loader import TokenizerLoader, reference_ids
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 # Each case in a process of one thread, where the tokenizer is loaded by a fork; it prints what it found.
 THERE = """
 import os, signal, sys
 from pathlib import Path
-from megalaunch.data.preprocess.tokenizer_process import TokenizerProcess
+from megalaunch.data.preprocess.tokenizer_loader import TokenizerLoader
 from megalaunch.data.errors import DataError
-with TokenizerProcess(Path(sys.argv[1]), None) as loading:
+with TokenizerLoader.start(Path(sys.argv[1])) as loading:
     forked = loading._process is not None
     if sys.argv[2] == "killed":
         os.kill(loading._process._process.pid, signal.SIGKILL)
     try:
-        found = loading.check(["the sea", "a gull"])
-        print([forked, found(), loading.known(), loading.vocabulary_hash()])
+        found = loading.start_check(["the sea", "a gull"])
+        print([forked, found(), loading.info(), loading.vocabulary_hash()])
     except DataError as error:
         print(forked, error)
 """
@@ -38,10 +38,9 @@ def there(path, case=""):
 def test_another_process_finds_the_same(tmp_path):
     path = small_tokenizer(tmp_path / "tokenizer.json")
     tokenizer = load_tokenizer(path)
-    here = TokenizerProcess(path, None)
-    here.close()
-    here._process = None  # whether or not this process could be forked
-    checked, known = here.check(["the sea", "a gull"])(), here.known()
+    here = TokenizerLoader.start(path)
+    here.close()  # whether or not this process could be forked
+    checked, known = here.start_check(["the sea", "a gull"])(), here.info()
     assert checked == reference_ids(tokenizer, ["the sea", "a gull"])
     assert ("the sea", tokenizer.encode("the sea")) in checked
     assert (known.content, known.vocab_size, known.eod_id) == (path.read_text(), 300, tokenizer.eod_id)
@@ -59,7 +58,7 @@ def test_a_killed_process_is_named(tmp_path):
 
 @pytest.fixture
 def loading(tmp_path):
-    with TokenizerProcess(small_tokenizer(tmp_path / "tokenizer.json"), None) as made:
+    with TokenizerLoader.start(small_tokenizer(tmp_path / "tokenizer.json")) as made:
         yield made
 
 
@@ -71,20 +70,20 @@ def test_a_trial_takes_gigatoken_only_with_the_content_that_is_known_in_the_end(
         return load_tokenizer(tmp_path / "tokenizer.json").encode
 
     monkeypatch.setattr("megalaunch.data.preprocess.encoder_backend.make_encoder", make_encoder)
-    trial = BackendTrial(EngineChoice.AUTO, loading, tmp_path / "tokenizer.json", ["the sea"])
+    trial = BackendTrial(EngineChoice.AUTO, loading, ["the sea"])
     content = (tmp_path / "tokenizer.json").read_text()
     assert trial.gigatoken(content).content == content
-    assert tried == [content]  # while it was loaded elsewhere
+    assert tried == [content]  # once, whether or not it was loaded elsewhere
     assert trial.gigatoken("another").content == "another"
     assert tried == [content, "another"]
 
 
 def test_a_trial_is_not_made_of_an_engine_that_is_not_asked_for(loading, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    trial = BackendTrial(EngineChoice.TOKENIZERS, loading, tmp_path / "tokenizer.json", [])
+    trial = BackendTrial(EngineChoice.TOKENIZERS, loading, [])
     assert trial.gigatoken("x") is None
     assert trial.backend().name is EngineChoice.TOKENIZERS
-    asked = BackendTrial(EngineChoice.GIGATOKEN, loading, tmp_path / "tokenizer.json", [])
+    asked = BackendTrial(EngineChoice.GIGATOKEN, loading, [])
     assert asked.gigatoken((tmp_path / "tokenizer.json").read_text()) is None
     with pytest.raises(DataError, match="gigatoken cannot encode this: gigatoken is not installed"):
         asked.backend()
