@@ -1,4 +1,4 @@
-"""Run one rank of a distributed generation or evaluation job: build the sharded model, load weights, run the job."""
+"""The body of a rank of distributed generation or evaluation: build the sharded model, load weights, run the job."""
 
 from __future__ import annotations
 
@@ -31,67 +31,34 @@ from megalaunch.engine.inference.jobs import (
 from megalaunch.engine.inference.kv_cache import KVCache
 from megalaunch.engine.inference.load_model import ModelSource, read_source
 from megalaunch.engine.inference.request import generate_with, length_note, tokenize_prompts
-from megalaunch.engine.mesh import Mesh, make_mesh
+from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.parallelize import materialize, parallelize_decoder
 from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
 from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.perplexity import HEAD_CHUNKS, eval_sequence_length, scores_by
-from megalaunch.engine.process_group import destroy_process_group, init_process_group
 from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.evaluate import evaluate_loss_sum
 from megalaunch.engine.train.forward_backward import make_forward_backward, make_pipeline_forward
 from megalaunch.engine.train.rank_sync import sync_stop_signal
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.engine.worker_setup import StopSignal
-from megalaunch.plan.topology import Topology
 from megalaunch.rundir.jsonl import append_line
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
-from megalaunch.rundir.progress import ProgressWriter
 
 
-def run_inference_worker(
-    spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWriter, stop: StopSignal
-) -> None:
-    """Run the job of a run directory with the weights of `checkpoint.load_pretrained`. Collective.
+def answer_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> RunEnd:
+    """Run the job of a run directory with the weights of `checkpoint.load_pretrained` (`RankBody`). Collective.
 
     Stop requests are ignored: the launcher kills the worker, and there is no state to save.
-
-    Args:
-        spec: The run spec.
-        directory: The run directory, with the job file; answers are written there.
-        rank: Global rank of this worker.
-        progress: Writer of this rank's progress file.
-        stop: Unused; part of `WorkerMain`.
-    """
-    record = RunLogger(directory, rank, progress)
-    topology = Topology.from_spec(spec)
-    progress.coordinates = topology.coordinates(rank)
-    record.phase("joining")
-    device, problem = init_process_group(spec)
-    try:
-        if problem is not None:  # the same on every rank
-            raise RunEnd(problem.exit_code, problem.reason, 0)
-        run_job(spec, make_mesh(topology, device, rank), directory, record)
-        ending = RunEnd(ExitCode.DONE, "answered", 0)
-    except RunEnd as planned:
-        ending = planned
-    try:
-        record.outcome(ending)
-    finally:  # also if the outcome could not be written: the other ranks wait in the barrier
-        destroy_process_group()
-
-
-def run_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger) -> None:
-    """Build the sharded model, load its weights and run the job of the directory. Collective.
 
     Raises:
         RunEnd: The same on every rank, for errors in the source of the weights, the job or its data.
     """
+    del stop
     path = Path(spec.checkpoint.load_pretrained or "")
-    record.phase("building")
     model = parallelize_decoder(spec, mesh)
     materialize(model, mesh)
     record.phase("loading")
@@ -110,6 +77,7 @@ def run_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogge
         raise RunEnd(ExitCode.CHECKPOINT, str(error), 0) from error
     except DataError as error:
         raise RunEnd(ExitCode.DATA, str(error), 0) from error
+    return RunEnd(ExitCode.DONE, "answered", 0)
 
 
 def _open_source_on_all_ranks(path: Path) -> ModelSource:

@@ -19,7 +19,7 @@ from megalaunch.engine.hang_diagnostics import HangDiagnostics
 from megalaunch.engine.worker_setup import StopSignal, die_with_parent, redirect_output
 
 if TYPE_CHECKING:
-    from megalaunch.config.schema import RunSpec
+    from megalaunch.engine.run_rank import RankBody
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.rundir.progress import ProgressWriter
 
@@ -29,18 +29,14 @@ USAGE = """usage: python -m megalaunch.engine.agent -m megalaunch.engine.worker 
 that start them by hand"""
 
 
-WorkerMain = Callable[["RunSpec", "RunDirectory", int, "ProgressWriter", StopSignal], None]
-"""Main function of a rank: (spec, run directory, rank, progress, stop); returns after a controlled end of all ranks."""
+def load_train_body() -> RankBody:
+    """Return the body of a training rank; imports torch."""
+    from megalaunch.engine.train_worker import train
+
+    return train
 
 
-def train(spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWriter, stop: StopSignal) -> None:
-    """Run training on this rank; imports torch."""
-    from megalaunch.engine.train_worker import run_training
-
-    run_training(spec, directory, rank, progress, stop)
-
-
-def main(arguments: list[str], life: WorkerMain = train) -> int:
+def main(arguments: list[str], load_body: Callable[[], RankBody] = load_train_body) -> int:
     """Run one rank; returns 0 for a controlled end (see outcome.json), 2 for wrong arguments, raises for a crash."""
     die_with_parent()
     stop = StopSignal()
@@ -63,7 +59,10 @@ def main(arguments: list[str], life: WorkerMain = train) -> int:
     progress = ProgressWriter(directory.progress(rank), rank, _attempt())
     progress.report("loading torch")
     try:
-        life(read_spec(path), directory, rank, progress, stop)
+        spec, body = read_spec(path), load_body()
+        from megalaunch.engine.run_rank import run_rank
+
+        run_rank(spec, directory, rank, progress, stop, body)
     except BaseException as error:
         with contextlib.suppress(OSError):  # a full disk: the traceback still goes to the log
             diagnostics.dump(error)  # before the event, whose reader looks for the trace

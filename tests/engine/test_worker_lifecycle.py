@@ -14,9 +14,9 @@ from token_files import small_tokenizer
 
 from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.data.errors import DataError
-from megalaunch.engine import train_worker
+from megalaunch.engine import run_rank, train_worker
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.train import train_state
+from megalaunch.engine.train import checkpointer
 from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.rundir.outcome import Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory
@@ -31,14 +31,13 @@ def spec(tmp_path_factory) -> RunSpec:
 def live_on(ranks: int, spec: RunSpec, root: Path, spoil: Callable[[int], None] = lambda rank: None) -> Outcome:
     def body() -> None:
         directory, rank = prepared_directory(spec, root), dist.get_rank()
-        train_worker.init_process_group, train_worker.destroy_process_group = (
+        run_rank.init_process_group, run_rank.destroy_process_group = (
             (lambda spec: (torch.device("cpu"), None)),
             dist.barrier,
         )  # the ranks have met already
         spoil(rank)
-        train_worker.run_training(
-            spec, directory, rank, ProgressWriter(directory.progress(rank), rank, 0), StopSignal()
-        )
+        progress = ProgressWriter(directory.progress(rank), rank, 0)
+        run_rank.run_rank(spec, directory, rank, progress, StopSignal(), train_worker.train)
 
     run_ranks(ranks, body)
     outcome = read_outcome(RunDirectory(root).outcome)
@@ -61,9 +60,9 @@ def test_token_files_that_one_rank_cannot_open(spec, tmp_path):
             raise DataError("no such file", file="train.idx")
 
         if rank == 1:
-            from megalaunch.engine.train import build
+            from megalaunch.engine.train import trainer
 
-            build.build_valid_dataset = gone
+            trainer.build_valid_dataset = gone
 
     outcome = live_on(2, spec, tmp_path, spoil)
     assert (outcome.exit_code, outcome.reason) == (3, "train.idx: no such file.")
@@ -79,7 +78,7 @@ def test_only_rank_0_reads_the_position(spec, tmp_path, rank, code):
             raise CheckpointError("position.json is damaged")
 
         if here == rank:
-            train_state.read_document = damaged
+            checkpointer.read_document = damaged
 
     outcome = live_on(2, spec, tmp_path, spoil)
     assert outcome.exit_code == code

@@ -7,7 +7,7 @@ from token_files import prepared_spec, small_tokenizer
 
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.train.train_state import save_tokenizer
+from megalaunch.engine.train.checkpointer import save_tokenizer
 from megalaunch.rundir.paths import RunDirectory
 
 

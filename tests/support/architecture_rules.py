@@ -80,7 +80,7 @@ ENGINE_FLOORS = (
     ("parallel.parallelize",),
     ("checkpoint",),
     ("train", "inference"),
-    ("train_worker", "simulate", "perplexity", "lm_eval_adapter", "checkpoint.convert"),
+    ("run_rank", "train_worker", "simulate", "perplexity", "lm_eval_adapter", "checkpoint.convert"),
     ("inference.jobs",),
     ("inference_worker",),
     ("api", "worker"),

@@ -17,9 +17,8 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.config.spec_file import write_spec
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.run_end import RunEnd
-from megalaunch.engine.train.build import build_train_state
 from megalaunch.engine.train.run_logger import RunLogger
-from megalaunch.engine.train.trainer import Trainer, TrainState
+from megalaunch.engine.train.trainer import Trainer, TrainState, build_train_state
 from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.plan.topology import Topology
 from megalaunch.rundir.jsonl import read_lines

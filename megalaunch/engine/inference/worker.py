@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING
 from megalaunch.engine.worker import main
 
 if TYPE_CHECKING:
-    from megalaunch.config.schema import RunSpec
-    from megalaunch.engine.worker_setup import StopSignal
-    from megalaunch.rundir.paths import RunDirectory
-    from megalaunch.rundir.progress import ProgressWriter
+    from megalaunch.engine.run_rank import RankBody
 
 
-def run_worker(spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWriter, stop: StopSignal) -> None:
-    """Run the job of the run directory on this rank."""
-    from megalaunch.engine.inference_worker import run_inference_worker as answer_job  # imports torch
+def load_answer_body() -> RankBody:
+    """Return the body of an inference rank; imports torch."""
+    from megalaunch.engine.inference_worker import answer_job
 
-    answer_job(spec, directory, rank, progress, stop)
+    return answer_job
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], run_worker))
+    sys.exit(main(sys.argv[1:], load_answer_body))

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from megalaunch.config.schema import RunSpec
+from megalaunch.data.errors import DataError
+from megalaunch.data.samples.build_datasets import build_train_dataset, build_valid_dataset
 from megalaunch.data.samples.sample import Dataset
 from megalaunch.data.samples.validation_dataset import FiniteDataset
 from megalaunch.engine.checkpoint.coordination import run_on_rank0
@@ -19,25 +21,24 @@ from megalaunch.engine.checkpoint.verify_config import describe_verification
 from megalaunch.engine.measure.memory import peak_bytes
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
-from megalaunch.engine.parallel.parallelize import initialize_weights
+from megalaunch.engine.parallel.parallelize import initialize_weights, materialize, parallelize_decoder
 from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.run_end import RankError, RunEnd
-from megalaunch.engine.train.checkpointer import Checkpointer
-from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
-from megalaunch.engine.train.evaluate import validation_loss
-from megalaunch.engine.train.forward_backward import ForwardBackward
-from megalaunch.engine.train.optimizer import NamedAdamW
-from megalaunch.engine.train.rank_sync import sync_stop_signal
-from megalaunch.engine.train.run_logger import RunLogger
-from megalaunch.engine.train.train_state import (
+from megalaunch.engine.train.checkpointer import (
+    Checkpointer,
     TrainProgress,
     restore_run,
     save_tokenizer,
     tokenizer_vocab_size,
     true_vocab_size,
 )
-from megalaunch.engine.train.train_step import TrainStep
-from megalaunch.engine.train.zero_gradient import ZeroGradientGuard
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
+from megalaunch.engine.train.evaluate import validation_loss
+from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
+from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.rank_sync import raise_on_all_ranks, sync_stop_signal
+from megalaunch.engine.train.run_logger import RunLogger
+from megalaunch.engine.train.train_step import StepResult, TrainStep
 from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
@@ -54,6 +55,37 @@ class TrainState:
     optimizer: NamedAdamW
     training: Dataset
     validation: FiniteDataset | None
+
+
+def build_train_state(spec: RunSpec, mesh: Mesh) -> TrainState:
+    """Build the training state without weights, which `Trainer.resume` initializes or loads. Collective.
+
+    Raises:
+        RunEnd: On every rank, if any rank cannot open its data.
+    """
+    model = parallelize_decoder(spec, mesh)
+    materialize(model, mesh)
+    training, validation = _open_datasets(spec)
+    return TrainState(
+        spec,
+        mesh,
+        model,
+        make_forward_backward(spec, mesh, model),
+        NamedAdamW(model, spec.optimizer),
+        training,
+        validation,
+    )
+
+
+def _open_datasets(spec: RunSpec) -> tuple[Dataset, FiniteDataset | None]:
+    opened, problem = None, None
+    try:
+        opened = build_train_dataset(spec), build_valid_dataset(spec)
+    except (DataError, OSError) as error:
+        problem = RankError(ExitCode.DATA, str(error))
+    raise_on_all_ranks(problem, step=0)
+    assert opened is not None, "a rank with a problem does not come here"
+    return opened
 
 
 class Trainer:
@@ -243,3 +275,36 @@ class Trainer:
         if self.step == steps:
             return f"finished all {steps} steps"
         return f"stopped after step {self.step} of {steps} as asked"
+
+
+class ZeroGradientGuard:
+    """Counter of consecutive steps with a gradient norm of exactly 0, the same on every rank.
+
+    A step in which no label has a loss has no gradient anyway: it is ignored, and does not reset the count.
+
+    Args:
+        limit: Number of such steps that end the run; 0: never.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._row = limit, 0
+
+    @property
+    def is_exceeded(self) -> bool:
+        """True while the count is above 0: a save could replace a checkpoint from before the model stopped learning."""
+        return self._limit > 0 and self._row > 0
+
+    def update(self, step: int, result: StepResult, record: RunLogger) -> None:
+        """Count one step. Log an event at the first zero; raise the same RunEnd on every rank at the limit."""
+        if result.tokens == 0:
+            return
+        self._row = self._row + 1 if result.grad_norm == 0.0 else 0
+        if self._row == 1:
+            record.event("zero_gradient", step=step, limit=self._limit)
+        if self._row == self._limit > 0:
+            reason = (
+                f"the gradient norm is exactly 0 since step {step - self._row + 1}, for {self._row} steps in a row: "
+                "the model no longer learns, as after a step that was far too large"
+            )
+            details = {"loss": result.loss, "grad_norm": 0.0, "zero_gradient_steps": self._row}
+            raise RunEnd(ExitCode.NON_FINITE, reason, step, details)

@@ -23,10 +23,11 @@ from megalaunch.cli.app import app
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.inference.batch_generation import TextDelta
 from megalaunch.engine.inference.jobs import answers_file, to_record
-from megalaunch.engine.inference_worker import run_job
+from megalaunch.engine.inference_worker import answer_job
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.run_end import RunEnd
 from megalaunch.engine.train.run_logger import RunLogger
+from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.launch.directory import create_folders
 from megalaunch.launch.process import descendants, is_alive, kill_all
 from megalaunch.launch.stop import StopSignals
@@ -47,10 +48,11 @@ def rank_of_job(spec: RunSpec, directory: RunDirectory) -> tuple[int, str]:
     rank = dist.get_rank()
     record = RunLogger(directory, rank, ProgressWriter(directory.progress(rank), rank, 0))
     try:
-        run_job(spec, make_mesh(Topology.from_spec(spec), torch.device("cpu"), rank), directory, record)
-    except RunEnd as ending:
-        return int(ending.exit_code), ending.reason
-    return 0, ""
+        mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), rank)
+        ending = answer_job(spec, mesh, directory, record, StopSignal())
+    except RunEnd as planned:
+        ending = planned
+    return int(ending.exit_code), ending.reason
 
 
 def run_forked(spec, directory, words, machine, stop, display) -> LaunchResult:

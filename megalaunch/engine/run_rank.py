@@ -1,0 +1,69 @@
+"""The life of one rank of a job: join the process group, run a body, write the outcome, leave the group.
+
+Training and distributed inference have the same life; `worker.py` is the process around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from megalaunch.config.schema import RunSpec
+from megalaunch.engine.mesh import Mesh, make_mesh
+from megalaunch.engine.process_group import destroy_process_group, init_process_group
+from megalaunch.engine.run_end import RankError, RunEnd
+from megalaunch.engine.train.rank_sync import raise_on_all_ranks
+from megalaunch.engine.train.run_logger import RunLogger
+from megalaunch.engine.worker_setup import StopSignal
+from megalaunch.plan.topology import Topology
+from megalaunch.rundir.outcome import ExitCode
+from megalaunch.rundir.paths import RunDirectory
+from megalaunch.rundir.progress import ProgressWriter
+
+RankBody = Callable[[RunSpec, Mesh, RunDirectory, RunLogger, StopSignal], RunEnd]
+"""The work of a job on one rank, between joining and leaving. It returns or raises a RunEnd, the same on every rank."""
+
+
+def run_rank(
+    spec: RunSpec, directory: RunDirectory, rank: int, progress: ProgressWriter, stop: StopSignal, body: RankBody
+) -> None:
+    """Run a body on one rank; return when all ranks have come to the same controlled end. Collective.
+
+    Args:
+        spec: The run spec.
+        directory: The run directory, which gets the outcome.
+        rank: Global rank of this worker.
+        progress: Writer of this rank's progress file.
+        stop: The stop signal that this worker received, if any.
+        body: The work.
+    """
+    record = RunLogger(directory, rank, progress)
+    topology = Topology.from_spec(spec)
+    if rank < topology.world:
+        progress.coordinates = topology.coordinates(rank)
+    record.reserve_outcome_space()
+    record.phase("joining")
+    device, problem = init_process_group(spec)
+    try:
+        raise_on_all_ranks(_check_world_size(topology) or problem, step=0)
+        record.phase("building")
+        ending = body(spec, make_mesh(topology, device, rank), directory, record, stop)
+    except RunEnd as planned:
+        ending = planned
+    try:
+        record.outcome(ending)
+    finally:  # also if the outcome could not be written: the other ranks wait in the barrier
+        destroy_process_group()
+
+
+def _check_world_size(topology: Topology) -> RankError | None:
+    """Return an error if the number of workers, which may be started by hand, is not the spec's world size."""
+    started = dist.get_world_size()
+    if started == topology.world:
+        return None
+    return RankError(
+        ExitCode.CONFIGURATION,
+        f"the spec is laid out over {topology.world} workers ({topology.nodes} machines with "
+        f"{topology.devices_per_node} each), but {started} were started: set torchrun's --nnodes and --nproc-per-node",
+    )
