@@ -1,4 +1,4 @@
-"""Terms of the glossary are found by a search in code and docs; retired words are gone from names."""
+"""A search for a term finds code and docs; names, pages and help use no retired word."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from paths import ROOT
 
 PACKAGE = ROOT / "megalaunch"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# docs/dev/decisions.md quotes what was measured and decided at its time.
+DEV_PAGES = [ROOT / f"docs/dev/{name}.md" for name in ("README", "measurements", "tests")]
+PROSE = [
+    page for page in (*PAGES, ROOT / "CONTRIBUTING.md", *DEV_PAGES) if page.name not in ("plan.md", "deep-plan.md")
+]
 CODE = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
 DOCS = "\n".join(path.read_text() for path in PAGES)
 GLOSSARY = (ROOT / "docs/glossary.md").read_text()
@@ -33,6 +38,48 @@ RETIRED = {
     "sight", "sights", "trail", "trails", "witness", "verdict", "ballot", "elected", "accusation", "suspect", "doubt",
     "forgetting", "patience", "trade", "dealt", "laid", "speaks", "happening", "sieve", "trainee", "trip", "guilty",
 }  # fmt: skip
+
+
+# Retired phrases of prose, and what to write instead.
+PHRASES = {
+    r"(?<!post-)(?<!pre-)processors?": "CPU",
+    r"exchang(?:e|es|ed|ing)": "the collective's name",
+    r"deals?|dealt": "partition",
+    r"sights?": "attention mask",
+    r"trails?": "collective trace, flight recorder",
+    r"witness(?:es)?|verdicts?|ballots?|accusations?|guilty": "hang diagnostics, vote",
+    r"laid out|lies? (?:on|in|over|within|there)": "sharded, stored, distributed",
+    r"anew|made again": "again, recomputed",
+    r"beside": "next to; overlapped with; asynchronously",
+    r"words?": "override, argument, option",
+    r"gaps?": "bubble, launch overhead",
+    r"held to": "compared with, limited to",
+    r"what is": "a noun",
+    r"told|tells|hears?|heard|speaks?": "prints, reports, receives",
+    r"travel(?:s|led)?": "is sent",
+    r"go(?:es)? on": "continue, resume",
+    r"out of step": "collective mismatch",
+    r"still at it": "still running",
+    r"made-up": "mock, random",
+    r"shared out": "split",
+    r"runs? backwards": "backward",
+    r"(?:narrow|wide)r? format": "dtype",
+    r"whole square": "non-causal attention",
+    r"fullest": "peak",
+}  # fmt: skip
+# What contains such a word in its ordinary sense.
+ALLOWED = ("retired words", "retired word", "caches every word", "word cache", "word table", "what is learned")
+
+
+def _retired_phrases(text: str) -> list[str]:
+    """The retired phrases of a text with their surroundings, without those of blocks of code and of code in a line."""
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub("|".join(ALLOWED), "", " ".join(text.split()), flags=re.IGNORECASE)
+    return [
+        f"{text[max(0, match.start() - 40) : match.end() + 40]!r}: say {instead}"
+        for phrase, instead in PHRASES.items()
+        for match in re.finditer(rf"\b(?:{phrase})\b", text, re.IGNORECASE)
+    ]
 
 
 def _found(term: str, text: str) -> bool:
@@ -79,6 +126,17 @@ def test_a_retired_word_is_seen_in_any_spelling():
     assert _words("AttentionSight") & RETIRED
     assert _words("write_trail") & RETIRED
     assert not _words("insight") & RETIRED
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
+def test_no_page_uses_a_retired_phrase(page):
+    wrong = _retired_phrases(page.read_text())
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_retired_phrase_is_seen_over_lines_and_not_in_code():
+    assert _retired_phrases("The ranks go\non as before.") == ["'The ranks go on as before.': say continue, resume"]
+    assert not _retired_phrases("The post-processor of `beside`.\n\n```text\nout of step\n```\n")
 
 
 @pytest.mark.parametrize("path", re.findall(rf"`((?:{ROOMS})/[\w/.]*)`", GLOSSARY))
