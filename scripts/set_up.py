@@ -148,7 +148,7 @@ def lines_of(pip: subprocess.Popen[bytes]) -> Iterator[str]:
     while True:
         ready, _, _ = select.select([pip.stdout], [], [], HEARTBEAT)
         if not ready:
-            say(f"  still at it after {time.monotonic() - started:.0f} s")
+            say(f"  still running after {time.monotonic() - started:.0f} s")
             continue
         part = os.read(pip.stdout.fileno(), 65536)
         if not part:

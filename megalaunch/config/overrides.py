@@ -1,17 +1,19 @@
-"""Parse command-line overrides, `group=option` and `section.key=value`, and check them against the schema."""
+"""Parse command-line overrides, `group=option` and `section.key=value`; check them against schema and recipe."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from megalaunch.config.groups import option_names
+from megalaunch.config.groups import ConfigValues, option_names
 from megalaunch.config.keys import GROUPS, is_section, schema_keys
 from megalaunch.config.model_folder import exists
 from megalaunch.config.parallel_names import merge_layout_names
-from megalaunch.config.recipes import is_path, recipe_files
+from megalaunch.config.recipes import Recipe, is_path, recipe_files
 from megalaunch.config.schema import SpecProblem
+from megalaunch.config.schema.paths import entry_at
 from megalaunch.config.unknown_names import unknown_key
 
 COMMAND_LINE = "command line"
@@ -121,3 +123,31 @@ def _form_hint(override: str) -> str:
         return f"; did you mean parallel={merge_layout_names(override)}?"
     near = difflib.get_close_matches(override, recipes, n=1)
     return f"; did you mean recipe={near[0]}?" if near else ", e.g. recipe=quickstart or train.steps=100"
+
+
+def shadowed_overrides(
+    overrides: Overrides,
+    options: Mapping[tuple[str, str], ConfigValues],
+    chain: Sequence[Recipe],
+    data: Mapping[str, Mapping[str, Any]],
+    typed: Mapping[str, Any],
+) -> list[SpecProblem]:
+    """Return a problem for each value of a typed option that a recipe replaced, unless the key itself is overridden.
+
+    A recipe's own values are merged after the options, so they could mask a typed option.
+    """
+    problems = []
+    for group, option in overrides.choices.items():
+        if group == "recipe":
+            continue
+        for path, wanted in options[group, option].values.items():
+            value = entry_at(data, path)
+            if path in typed or value == wanted:
+                continue
+            recipe = next(r for r in reversed(chain) if path in r.body.values)
+            message = (
+                f"the recipe {recipe.name} sets it to {value}, which masks {wanted} of {group}={option}; "
+                f"add {path}={wanted} for the option's value, or {path}={value} for the recipe's"
+            )
+            problems.append(SpecProblem(path, message, recipe.body.positions[path]))
+    return problems

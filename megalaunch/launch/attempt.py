@@ -10,11 +10,9 @@ import signal
 import time
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.launch.abort import abort_location
-from megalaunch.launch.agent import Agent
-from megalaunch.launch.agent_log import exit_codes
+from megalaunch.launch.agent import Agent, exit_codes
 from megalaunch.launch.collective_mismatch import find_desynced_rank, find_mismatched_collective
-from megalaunch.launch.dump_traces import request_traces
+from megalaunch.launch.collective_traces import abort_location, request_traces
 from megalaunch.launch.failure import Failure, exit_description, first_failure, hang_failure
 from megalaunch.launch.hang_clock import HangClock
 from megalaunch.launch.process import Process, is_alive, kill_all, send_signal
@@ -37,7 +35,7 @@ class Attempt:
         self.ranks = RankMonitor(directory, spec.cluster.nodes * int(spec.cluster.devices_per_node), number)
         self._clock = HangClock(spec, time.monotonic())
         self._events: list[Record] = []  # worker_failed
-        self._asked: set[Process] = set()  # sent a stop signal
+        self._signalled: set[Process] = set()  # workers that were sent a stop signal
         self.agent_code: int | None = None
         self.failing_since: float | None = None
 
@@ -87,8 +85,8 @@ class Attempt:
     def forward_signal(self, stop: StopSignals) -> None:
         """Send a stop signal to each worker that has not been sent one."""
         for rank in self.ranks.alive:
-            if rank.process and rank.process not in self._asked:
-                self._asked.add(rank.process)
+            if rank.process and rank.process not in self._signalled:
+                self._signalled.add(rank.process)
                 send_signal(rank.process, stop.signal_for_workers)
 
     @property

@@ -1,4 +1,4 @@
-"""Collective mismatch: find the rank that is out of step with its group, from each rank's last collectives.
+"""Collective mismatch: find the rank that is desynchronized from its group, from each rank's last collectives.
 
 All members of a process group must call the same collectives in the same order. A rank that calls another one, or none,
 blocks the group: a hang, or an abort of its peers. The traces are those of PyTorch's flight recorder, read by
@@ -18,7 +18,7 @@ _SEEN_UNKNOWN = 2  # for an aborted rank, which has no trace: less suspect than 
 
 @dataclass(frozen=True)
 class Culprit:
-    """The rank that is out of step, and how it differs from the others."""
+    """The desynchronized rank, and how its collectives differ from those of the others."""
 
     rank: int
     message: str
@@ -74,8 +74,8 @@ def _different(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
         for rank, (what, seen) in ran.items():
             others = Counter(other for other, _ in ran.values() if other != what).most_common(1)[0][0]
             theirs = [other for other, (done, _) in ran.items() if done == others]
-            places = _locations(traces, rank, theirs, name, number)
-            message = f"it runs {what} where the other ranks of its {name} group run {others}{places}"
+            locations = _locations(traces, rank, theirs, name, number)
+            message = f"it calls {what}, the other ranks of its {name} group call {others}{locations}"
             yield _Candidate(run[name, number][what], seen, rank, message)
         return  # later differences follow from the first one
 
@@ -86,14 +86,14 @@ def _elsewhere(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
     Gloo aborts a rank when messages differ in size; which of the two sides it aborts is chance.
     """
     inside = {rank: trace for rank, trace in traces.items() if trace.in_collective and trace.location}
-    places = Counter(trace.location for trace in inside.values())
-    if len(places) < 2 or all(trace.groups for trace in inside.values()):
+    locations = Counter(trace.location for trace in inside.values())
+    if len(locations) < 2 or all(trace.groups for trace in inside.values()):
         return
     for rank, trace in inside.items():
         newest = [group.seen.get(group.last[-1].what, 0) for group in trace.groups if group.last]
         others = Counter(other.location for other in inside.values() if other.location != trace.location)
         message = f"it was in a collective at {trace.location}, the other ranks at {others.most_common(1)[0][0]}"
-        yield _Candidate(places[trace.location], min(newest, default=_SEEN_UNKNOWN), rank, message)
+        yield _Candidate(locations[trace.location], min(newest, default=_SEEN_UNKNOWN), rank, message)
 
 
 def _not_waiting(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate]:
@@ -111,7 +111,7 @@ def _waiting_alone(traces: Mapping[int, CollectiveTrace]) -> Iterator[_Candidate
     for rank, group, one in _all_collectives(traces):
         others = [newest.get((group.ranks, group.name, other), 0) for other in group.ranks if other != rank]
         if one.waiting and group.seen.get(one.what, 0) == 1 and others and max(others) < one.number:
-            message = f"it waits in {one.what}, to which no other rank of its {group.name} group comes"
+            message = f"it waits in {one.what}, which no other rank of its {group.name} group calls"
             message += _locations(traces, rank, [], group.name, one.number)
             yield _Candidate(1, 1, rank, message)
 
@@ -127,19 +127,21 @@ def _most_awaited(traces: Mapping[int, CollectiveTrace]) -> Culprit | None:
     if not ranked or ranked[0][1] == 0 or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
         return None
     rank = ranked[0][0]
-    at = f": it is at {traces[rank].location}" if rank in traces and traces[rank].location else ""
-    return Culprit(rank, f"the other ranks wait in collectives that it does not come to{at}")
+    at = f"; it is at {traces[rank].location}" if rank in traces and traces[rank].location else ""
+    return Culprit(rank, f"the other ranks wait in collectives that it has not called{at}")
 
 
 def _locations(traces: Mapping[int, CollectiveTrace], rank: int, others: Sequence[int], group: str, number: int) -> str:
     """Describe the source lines of `rank` and of most `others`, if collective `number` is still the newest of each."""
 
     def still_there(one: int) -> bool:
-        return any(told.name == group and told.last[-1].number == number for told in traces[one].groups if told.last)
+        return any(
+            other.name == group and other.last[-1].number == number for other in traces[one].groups if other.last
+        )
 
     mine = traces[rank].location if still_there(rank) else ""
-    places = Counter(traces[other].location for other in others if traces[other].location and still_there(other))
-    theirs = f", they at {places.most_common(1)[0][0]}" if places else ""
+    lines = Counter(traces[other].location for other in others if traces[other].location and still_there(other))
+    theirs = f", they at {lines.most_common(1)[0][0]}" if lines else ""
     return f"; it is at {mine}{theirs}" if mine else ""
 
 

@@ -42,9 +42,9 @@ def shown_commands(commands: Sequence[Sequence[str]]) -> list[str]:
     """Return the commands as shell lines to paste, each below a comment where there are several."""
     if len(commands) == 1:
         return [shlex.join(commands[0])]
-    lines = [f"# {_FIRST_NODE} is the address of the first machine, reachable from the others"]
+    lines = [f"# {_FIRST_NODE} is the address of node 0, reachable from the other nodes"]
     for node, command in enumerate(commands):
-        lines += [f"# machine {node}", shlex.join(command)]
+        lines += [f"# node {node}", shlex.join(command)]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The run directory before a launch: inspect its files, lock it, and create its folders."""
+"""The run directory before a launch: inspect it, decide whether to start or resume, lock it, create its folders."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Literal
 from megalaunch.config.schema import RunSpec, SpecError
 from megalaunch.config.spec_file import read_spec
 from megalaunch.fs import make_directory
-from megalaunch.launch.lock import RunLock, is_held
+from megalaunch.launch.lock import RunLock, is_locked
 from megalaunch.rundir.checkpoint.names import SPEC_FILE
-from megalaunch.rundir.outcome import Outcome, read_outcome
+from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 _OURS = re.compile(
@@ -33,7 +33,7 @@ class RunDirectoryError(Exception):
 
 
 @dataclass(frozen=True)
-class RunState:
+class DirectoryState:
     """The state that earlier launches left: `stored` is the frozen spec of a run that has trained."""
 
     kind: Literal["new", "begun"]
@@ -42,7 +42,7 @@ class RunState:
     checkpoints: tuple[int, ...] = ()
 
 
-def inspect_run(directory: RunDirectory) -> RunState:
+def inspect_run(directory: RunDirectory) -> DirectoryState:
     """Inspect a run directory without changing it.
 
     A run counts as begun once it has trained: a launch that ended before the first step left nothing to protect.
@@ -53,24 +53,26 @@ def inspect_run(directory: RunDirectory) -> RunState:
     """
     root = directory.root
     if not root.exists():
-        return RunState("new")
+        return DirectoryState("new")
     if not root.is_dir():
-        raise RunDirectoryError(f"{root} is no directory", "name another run.directory")
+        raise RunDirectoryError(f"{root} is not a directory", "name another run.directory")
     try:
         names = sorted(path.name for path in root.iterdir())
     except PermissionError:
         raise RunDirectoryError(f"{root} cannot be read", "name another run.directory, or ask its owner") from None
-    strangers = [name for name in names if not _OURS.fullmatch(name)]
+    foreign = [name for name in names if not _OURS.fullmatch(name)]
     trained = _has_content(directory.metrics) or bool(_checkpoint_steps(directory))
     if not directory.spec.exists():
         if trained and not any(_saved_specs(directory)):
-            raise RunDirectoryError(f"{root} holds a run without its spec.yaml", "name another run.directory")
-        if strangers and not trained:
-            shown = ", ".join(strangers[:3]) + (", ..." if len(strangers) > 3 else "")
-            raise RunDirectoryError(f"{root} is no run directory: it holds {shown}", "name a new run.directory")
+            raise RunDirectoryError(f"{root} has a run without its spec.yaml", "name another run.directory")
+        if foreign and not trained:
+            shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+            raise RunDirectoryError(f"{root} is not a run directory: it contains {shown}", "name a new run.directory")
     if not trained:
-        return RunState("new")
-    return RunState("begun", _stored_spec(directory), read_outcome(directory.outcome), _checkpoint_steps(directory))
+        return DirectoryState("new")
+    return DirectoryState(
+        "begun", _stored_spec(directory), read_outcome(directory.outcome), _checkpoint_steps(directory)
+    )
 
 
 def _stored_spec(directory: RunDirectory) -> RunSpec:
@@ -83,13 +85,51 @@ def _stored_spec(directory: RunDirectory) -> RunSpec:
     for path in _saved_specs(directory):
         with contextlib.suppress(SpecError):
             return read_spec(path)
-    raise RunDirectoryError(f"{directory.spec} is empty, and no checkpoint holds a copy", "name another run.directory")
+    raise RunDirectoryError(f"{directory.spec} is empty, and no checkpoint has a copy", "name another run.directory")
 
 
 def _saved_specs(directory: RunDirectory) -> list[Path]:
     """Return the copies of spec.yaml in checkpoints, newest first."""
     paths = (directory.checkpoint(step) / SPEC_FILE for step in reversed(_checkpoint_steps(directory)))
     return [path for path in paths if path.is_file()]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The action of a launch, and sentences for the user about what a continued run keeps."""
+
+    action: Literal["start", "continue", "report"]
+    notes: tuple[str, ...] = ()
+
+
+def decide(state: DirectoryState, spec: RunSpec) -> Decision:
+    """Decide the action; raises RunDirectoryError when `run.resume` forbids it.
+
+    Which keys a begun run may change is decided by plan.resume_compatibility.
+    """
+    if state.kind == "new" or state.stored is None:
+        if spec.run.resume == "required":
+            message = f"run.resume=required, but {spec.run.directory} has no run to resume"
+            raise RunDirectoryError(message, "set run.directory to that of the run, or omit run.resume")
+        return Decision("start")
+    if spec.run.resume == "never":
+        message = f"run.resume=never, but {spec.run.directory} has a run that has trained"
+        raise RunDirectoryError(message, "name another run.directory, or omit run.resume to resume the run")
+    last = min(spec.train.steps, spec.train.exit_at_step or spec.train.steps)
+    outcome = state.outcome
+    if outcome is not None and outcome.exit_code == ExitCode.DONE and outcome.step >= last:
+        return Decision("report")
+    return Decision("continue", _extension_notes(state.stored, spec))
+
+
+def _extension_notes(stored: RunSpec, spec: RunSpec) -> tuple[str, ...]:
+    if spec.train.steps <= stored.train.steps:
+        return ()
+    return (
+        f"train.steps is raised from {stored.train.steps} to {spec.train.steps}; unchanged are the "
+        f"learning rate schedule (schedule.decay_steps={spec.schedule.decay_steps}) and the order of the first "
+        f"{spec.data.num_samples} samples; later samples are from further epochs, shuffled again",
+    )
 
 
 def lock_run(directory: RunDirectory) -> RunLock:
@@ -101,7 +141,7 @@ def lock_run(directory: RunDirectory) -> RunLock:
         fix = "name a run.directory on a disk with space" if error.errno == 28 else "name another run.directory"
         message = f"{directory.root} is not writable ({error.strerror})"
         if directory.lock.is_symlink():
-            fix = "somebody put it there: remove it, or name another run.directory"
+            fix = "it is a symbolic link: remove it, or name another run.directory"
             message = f"{directory.lock} cannot be written ({error.strerror})"
         raise RunDirectoryError(message, fix) from error
 
@@ -113,9 +153,9 @@ def unlock_run(directory: RunDirectory, lock: RunLock) -> None:
         directory.root.rmdir()
 
 
-def run_is_held(directory: RunDirectory) -> bool:
+def run_is_locked(directory: RunDirectory) -> bool:
     """Return whether a launcher holds the run directory now."""
-    return is_held(directory.lock)
+    return is_locked(directory.lock)
 
 
 def unwritable_reason(directory: RunDirectory) -> str | None:

@@ -13,24 +13,26 @@ def event_message(event: Record) -> str | None:
         case "launch":
             return f"starting {event.get('workers')} workers"
         case "phase":
-            return f"{event.get('phase')}{_after(event)}"
+            return f"{event.get('phase')}{_elapsed_text(event)}"
         case "resumed":
-            return f"continuing after step {event.get('step')} from {event.get('checkpoint')}"
+            return f"resuming after step {event.get('step')} from {event.get('checkpoint')}"
         case "metrics_cut":
-            return _cut(event)
+            return _metrics_cut(event)
         case "metrics_gap":
             steps = f"{event.get('missing')} of the steps up to {event.get('until_step')}"
-            return f"metrics.jsonl lacks {steps} (the first is {event.get('first')}, the last {event.get('last')})"
+            return f"metrics.jsonl lacks {steps} (first missing: {event.get('first')}, last: {event.get('last')})"
         case "checkpoint":
             return f"checkpoint of step {event.get('step')} saved{_duration_text(event)}"
         case "checkpoint_refused":
-            return f"checkpoint {event.get('path')} refused: {event.get('reason')}"
+            return f"checkpoint {event.get('path')} is invalid and skipped: {event.get('reason')}"
         case "zero_gradient":
             limit = event.get("limit")
-            after = f"; {limit} such steps in a row end the run" if limit else ""
-            return f"warning: the gradient norm of step {event.get('step')} is exactly 0: nothing is learned{after}"
+            after = f"; the run ends after {limit} such steps in a row" if limit else ""
+            return (
+                f"warning: the gradient norm of step {event.get('step')} is exactly 0: no parameter is updated{after}"
+            )
         case "stop_requested":
-            return f"{event.get('signal')} received: saving a checkpoint, then ending"
+            return f"{event.get('signal')} received: saving a checkpoint, then stopping"
         case "worker_failed":
             return _failed(event)
         case "restart":
@@ -43,13 +45,13 @@ def event_message(event: Record) -> str | None:
             return None
 
 
-def _cut(event: Record) -> str:
+def _metrics_cut(event: Record) -> str:
     after, last, lines = (event.get(key) for key in ("after_step", "last_step", "lines"))
-    redone = f"steps {after + 1} to {last} are" if isinstance(after, int) and isinstance(last, int) else "they are"
-    return f"metrics after step {after} cut ({lines} lines): {redone} trained again"
+    repeated = f"steps {after + 1} to {last} are" if isinstance(after, int) and isinstance(last, int) else "they are"
+    return f"metrics after step {after} removed ({lines} lines): {repeated} trained again"
 
 
-def _after(event: Record) -> str:
+def _elapsed_text(event: Record) -> str:
     seconds = event.get("elapsed_seconds")
     return (
         f" ({format_duration(seconds)} since the start)" if isinstance(seconds, (int, float)) and seconds >= 1 else ""
@@ -60,8 +62,8 @@ def _duration_text(event: Record) -> str:
     seconds, waited = event.get("seconds"), event.get("waited_seconds")
     if not isinstance(seconds, (int, float)):
         return ""
-    beside = isinstance(waited, (int, float)) and waited < seconds
-    return f" ({seconds:.1f} s{f', training waited {waited:.1f} s' if beside else ''})"
+    is_async = isinstance(waited, (int, float)) and waited < seconds
+    return f" ({seconds:.1f} s{f', training waited {waited:.1f} s' if is_async else ''})"
 
 
 def _failed(event: Record) -> str:

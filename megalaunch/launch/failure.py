@@ -19,13 +19,13 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 _SIGNALS = {
-    signal.SIGKILL: "killed from outside, possibly because memory ran out",
-    signal.SIGTERM: "asked to end by someone else",
+    signal.SIGKILL: "killed from outside, possibly by the out-of-memory killer",
+    signal.SIGTERM: "terminated from outside",
     signal.SIGSEGV: "a crash in native code: invalid memory access",
-    signal.SIGBUS: "a crash in native code: a mapped file or shared memory gave out",
+    signal.SIGBUS: "a crash in native code: a memory-mapped file or shared memory is truncated or full",
     signal.SIGFPE: "a crash in native code: invalid arithmetic",
-    signal.SIGILL: "a crash in native code: an instruction that this processor lacks",
-    signal.SIGABRT: "native code gave up; its log says why",
+    signal.SIGILL: "a crash in native code: an instruction that this CPU does not support",
+    signal.SIGABRT: "aborted by native code; the reason is in the log",
 }
 
 
@@ -45,12 +45,12 @@ class Failure:
     message: str
 
     @property
-    def who(self) -> str:
+    def source(self) -> str:
         """`rank 1 (dp1)`, or `the agent` when no worker can be named."""
         return "the agent" if self.rank is None else rank_label(self.rank, self.coordinates)
 
     @property
-    def what(self) -> str:
+    def error(self) -> str:
         """`ValueError: ...` in one line."""
         return f"{self.exception}: {self.message}" if self.message else self.exception
 
@@ -60,11 +60,11 @@ class Failure:
 
 
 def describe_exit(code: int | None) -> tuple[str, str]:
-    """Return (short name, meaning) of an exit code; negative codes are signals."""
+    """Return (name, meaning) of an exit code; negative codes are signals."""
     if code is None:
-        return "ended", "how is not known"
+        return "ended", "its exit code is not known"
     if code >= 0:
-        return f"exit code {code}", "it reported no exception"
+        return f"exit code {code}", "no exception was reported"
     try:
         number = signal.Signals(-code)
     except ValueError:
@@ -102,29 +102,29 @@ def first_failure(
         return _from_event(attempt, own[0])
     if agent_code is not None and agent_code < 0:
         name, meaning = describe_exit(agent_code)
-        return Failure(attempt, None, "", "", step, name, f"{meaning}; its workers end with it")
-    spoke = {event.get("rank") for event in by_time}
-    held_on = [rank for rank in ranks.values() if rank.outlived_peer and rank.progress.rank not in spoke]
+        return Failure(attempt, None, "", "", step, name, f"{meaning}; its workers were ended with it")
+    reported = {event.get("rank") for event in by_time}
+    outlived = [rank for rank in ranks.values() if rank.outlived_peer and rank.progress.rank not in reported]
     silent = [
-        rank for rank in ranks.values() if rank.ended and not rank.outlived_peer and rank.progress.rank not in spoke
+        rank for rank in ranks.values() if rank.ended and not rank.outlived_peer and rank.progress.rank not in reported
     ]
-    ends = {rank.progress.rank: exit_description(rank, exit_codes) for rank in silent}
+    codes = {rank.progress.rank: exit_description(rank, exit_codes) for rank in silent}
     # The agent ends the other workers by SIGTERM, so a death by any other signal came first.
-    killed = [rank for rank in silent if ends[rank.progress.rank] not in (None, 0, -signal.SIGTERM)]
+    killed = [rank for rank in silent if codes[rank.progress.rank] not in (None, 0, -signal.SIGTERM)]
     if culprit is not None and culprit.rank in ranks and all(rank.progress.rank in aborted for rank in killed):
-        return _failure_location(attempt, ranks[culprit.rank], "out of step", culprit.message)
-    if held_on and not silent:  # the collectives of the others timed out waiting for it
-        behind = min(held_on, key=lambda rank: rank.progress.step)
+        return _failure_location(attempt, ranks[culprit.rank], "collective mismatch", culprit.message)
+    if outlived and not silent:  # the collectives of the others timed out waiting for it
+        behind = min(outlived, key=lambda rank: rank.progress.step)
         return _failure_location(
             attempt, behind, "hang", "the other ranks waited for it until their collectives timed out"
         )
     if silent:
         rank = min(killed or silent, key=lambda rank: rank.progress.time)
-        return _failure_location(attempt, rank, *describe_exit(ends[rank.progress.rank]))
+        return _failure_location(attempt, rank, *describe_exit(codes[rank.progress.rank]))
     if by_time:
         return _from_event(attempt, by_time[0])
-    how = "ended" if agent_code is None else f"exit code {agent_code}"
-    return Failure(attempt, None, "", "starting", step, how, "no worker reported anything")
+    exit_text = "ended" if agent_code is None else f"exit code {agent_code}"
+    return Failure(attempt, None, "", "starting", step, exit_text, "no worker reported an error")
 
 
 def hang_failure(attempt: int, behind: Rank | None, step: int, silent_seconds: float, reason: str = "") -> Failure:
@@ -136,8 +136,8 @@ def hang_failure(attempt: int, behind: Rank | None, step: int, silent_seconds: f
 
 
 def _failure_location(attempt: int, rank: Rank, exception: str, message: str) -> Failure:
-    where = rank.progress
-    return Failure(attempt, where.rank, where.coordinates, where.phase, where.step, exception, message)
+    progress = rank.progress
+    return Failure(attempt, progress.rank, progress.coordinates, progress.phase, progress.step, exception, message)
 
 
 def _lost_peer(event: Record) -> bool:

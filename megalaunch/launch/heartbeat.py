@@ -17,7 +17,7 @@ class Heartbeat:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._print = say
-        self._doing, self._since = "working", time.monotonic()
+        self._operation, self._since = "working", time.monotonic()
         self._last = self._since
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._repeat, daemon=True)
@@ -34,7 +34,7 @@ class Heartbeat:
 
     def say(self, line: str) -> None:
         """Print a line; it names the current operation from now on."""
-        self._doing = line
+        self._operation = line
         self._since = self._last = time.monotonic()
         self._print(line)
 
@@ -43,4 +43,4 @@ class Heartbeat:
             now = time.monotonic()
             if now - self._last >= INTERVAL:
                 self._last = now
-                self._print(f"  still at it, {format_duration(now - self._since)}: {self._doing}")
+                self._print(f"  still running, {format_duration(now - self._since)}: {self._operation}")

@@ -24,12 +24,12 @@ from megalaunch.rundir.paths import RunDirectory
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a resolved spec into a directory that this process has locked; `words` are the user's overrides."""
+    """One launch of a resolved spec into a directory that this process has locked; `overrides` are the user's."""
 
     spec: RunSpec
     directory: RunDirectory
     lock: RunLock
-    words: Sequence[str]
+    overrides: Sequence[str]
     scale: ThroughputBasis
     cores: int
     worker_module: str = WORKER_MODULE
@@ -52,9 +52,9 @@ def run_locally(launch: Launch, stop: StopSignals, open_display: Callable[[RunSt
     try:
         create_folders(directory)
         write_spec(spec, directory.spec)
-        record_overrides(directory, launch.words)
+        record_overrides(directory, launch.overrides)
         view = RunState(spec, directory, launch.scale)
-        record_event(directory, "launch", words=list(launch.words), workers=workers, command=command)
+        record_event(directory, "launch", overrides=list(launch.overrides), workers=workers, command=command)
     except OSError as error:
         fix = "free space there, or name another run.directory" if error.errno == 28 else "name another run.directory"
         message = f"{error.filename or directory.root} cannot be written ({error.strerror})"

@@ -23,7 +23,7 @@ from megalaunch.launch.process import Process, find_process, is_alive
 SILENT_SECONDS = 60.0  # a holder on another machine counts as dead after so long without a touch
 TOUCH_SECONDS = 10.0
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_PROBE_SECONDS = 0.1  # `is_held` takes the lock for a moment, so a failed attempt is repeated for so long
+_PROBE_SECONDS = 0.1  # `is_locked` takes the lock for a moment, so a failed attempt is repeated for so long
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class RunLocked(Exception):
 
     def __init__(self, path: Path, holder: Holder | None) -> None:
         self.holder = holder
-        who = holder.describe() if holder else "another process that has not said its name yet"
-        super().__init__(f"{path.parent} is in use: {who} runs it")
+        process = holder.describe() if holder else "another process"
+        super().__init__(f"{path.parent} is in use by {process}")
 
 
 class RunLock:
@@ -76,8 +76,8 @@ class RunLock:
             holder = read_holder(self._path)
             if holder and _has_heartbeat(holder, self._path):
                 raise RunLocked(self._path, holder)
-        me = find_process(os.getpid())
-        started = me.started if me else 0
+        process = find_process(os.getpid())
+        started = process.started if process else 0
         text = json.dumps(asdict(Holder(os.getpid(), started, socket.gethostname(), time.time())))
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, text.encode(), 0)
@@ -99,7 +99,7 @@ class RunLock:
             os.close(descriptor)
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Return whether a launcher holds the lock at `path` now; does not change the file."""
     try:
         descriptor = open_file(path, os.O_RDONLY)

@@ -6,7 +6,7 @@ import socket
 import textwrap
 
 from megalaunch.config.schema import RunSpec
-from megalaunch.launch.agent_log import last_lines
+from megalaunch.launch.agent import last_lines
 from megalaunch.launch.failure import Failure
 from megalaunch.launch.rank_monitor import STARTING, STEPPING
 from megalaunch.launch.supervise import LaunchResult
@@ -17,26 +17,26 @@ MAX_LINES = 15
 _WIDTH = 116
 
 _TITLES = {
-    ExitCode.CONFIGURATION: "the configuration does not fit",
+    ExitCode.CONFIGURATION: "the configuration is invalid",
     ExitCode.DATA: "the data cannot be used",
-    ExitCode.CHECKPOINT: "a checkpoint could not be saved or loaded, or the run directory takes no files",
+    ExitCode.CHECKPOINT: "a checkpoint could not be saved or loaded, or the run directory is not writable",
     ExitCode.CRASH: "a worker crashed",
     ExitCode.HANG: "the workers hung",
     ExitCode.NON_FINITE: "the loss or the gradient is not finite",
-    ExitCode.NO_PROGRESS: "no progress: three times the same failure at the same step",
-    ExitCode.PREEMPTED: "stopped by a signal; the run can be continued",
-    ExitCode.INTERRUPTED: "interrupted; the run can be continued",
+    ExitCode.NO_PROGRESS: "no progress: the same failure at the same step three times",
+    ExitCode.PREEMPTED: "stopped by a signal; the run can be resumed",
+    ExitCode.INTERRUPTED: "interrupted; the run can be resumed",
 }
 _NEXT = {
-    ExitCode.CONFIGURATION: "change the words named above and launch again",
-    ExitCode.DATA: "repair the data named above; the same command then continues",
-    ExitCode.CHECKPOINT: "free space or repair what is named above; the same command then continues",
-    ExitCode.CRASH: "read the log; the same command continues from the newest checkpoint",
-    ExitCode.HANG: "read that log; the same command continues; if it may take so long, raise launcher.",
-    ExitCode.NON_FINITE: "look at the samples named above; lower optimizer.lr or raise schedule.warmup_steps",
-    ExitCode.NO_PROGRESS: "this is no fault of the machine: read the log, repair the cause, then launch again",
-    ExitCode.PREEMPTED: "the same command continues",
-    ExitCode.INTERRUPTED: "the same command continues",
+    ExitCode.CONFIGURATION: "change the settings named above, then launch again",
+    ExitCode.DATA: "repair the data named above, then run the same command to resume",
+    ExitCode.CHECKPOINT: "free disk space or repair the cause named above, then run the same command to resume",
+    ExitCode.CRASH: "read the log; run the same command to resume from the newest checkpoint",
+    ExitCode.HANG: "read the log; run the same command to resume; if it was only slow, raise launcher.",
+    ExitCode.NON_FINITE: "inspect the samples named above; lower optimizer.lr or raise schedule.warmup_steps",
+    ExitCode.NO_PROGRESS: "the failure is reproducible: read the log, repair the cause, then launch again",
+    ExitCode.PREEMPTED: "run the same command to resume",
+    ExitCode.INTERRUPTED: "run the same command to resume",
 }
 
 
@@ -67,12 +67,14 @@ def failure_report(spec: RunSpec, directory: RunDirectory, end: LaunchResult, ad
 def _title(code: ExitCode, spec: RunSpec, end: LaunchResult) -> str:
     title = _TITLES.get(code, "the run failed")
     if _has_zero_gradients(end):
-        return "the gradient is zero: the model no longer learns"
+        return "the gradient is zero: no parameter is updated"
     if code != ExitCode.CRASH or end.failure is None:
         return title
     allowed, used = spec.launcher.max_restarts, int(end.outcome.details.get("restarts_in_a_row", 0))
-    title = "the agent that starts the workers failed" if end.failure.rank is None else title
-    return f"{title}, more often than launcher.max_restarts allows" if allowed and used >= allowed else title
+    title = "the elastic agent failed" if end.failure.rank is None else title
+    return (
+        f"{title}; restarts used: {used} of {allowed} (launcher.max_restarts)" if allowed and used >= allowed else title
+    )
 
 
 def _has_zero_gradients(end: LaunchResult) -> bool:
@@ -83,7 +85,7 @@ def _next_step(code: ExitCode, end: LaunchResult) -> str:
     step, failure = _NEXT.get(code, "read the log"), end.failure
     if _has_zero_gradients(end):
         return (
-            "begin a new run with a lower optimizer.lr or a higher schedule.warmup_steps; train.max_zero_grad_steps=0 "
+            "start a new run with a lower optimizer.lr or a higher schedule.warmup_steps; train.max_zero_grad_steps=0 "
             "only warns"
         )
     if code != ExitCode.HANG or failure is None:
@@ -94,9 +96,9 @@ def _next_step(code: ExitCode, end: LaunchResult) -> str:
 
 
 def _failure_lines(failure: Failure, directory: RunDirectory) -> list[str]:
-    lines = _field("first", f"{failure.who} on {socket.gethostname()}", 1)
+    lines = _field("first", f"{failure.source} on {socket.gethostname()}", 1)
     lines += _field("where", f"step {failure.step}, {failure.phase or 'starting'} (attempt {failure.attempt + 1})", 1)
-    lines += _field("reason", failure.what, 3)
+    lines += _field("reason", failure.error, 3)
     if failure.rank is None:
         lines += [f"  | {line[: _WIDTH - 4]}" for line in last_lines(directory.agent_log, 6)]
     return lines

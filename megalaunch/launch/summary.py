@@ -7,7 +7,7 @@ from statistics import fmean
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.format.numbers import format_count, format_duration, format_loss
-from megalaunch.launch.directory import RunState
+from megalaunch.launch.directory import DirectoryState
 from megalaunch.launch.run_state import number
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome
@@ -72,7 +72,7 @@ def _sample_lines(directory: RunDirectory) -> list[str]:
     return ["  the model wrote", *(f"    | {line}" for line in lines[:_SAMPLE_LINES]), *more]
 
 
-def finished_report(spec: RunSpec, directory: RunDirectory, state: RunState) -> list[str]:
+def finished_report(spec: RunSpec, directory: RunDirectory, state: DirectoryState) -> list[str]:
     """Return the lines that are printed instead of restarting a finished run."""
     assert state.outcome is not None
     return [

@@ -15,7 +15,6 @@ from megalaunch.launch.directory import unwritable_reason
 from megalaunch.launch.failure import Failure
 from megalaunch.launch.lock import RunLock
 from megalaunch.launch.process import wait_for_any_end
-from megalaunch.launch.restarts import RestartBudget
 from megalaunch.launch.run_state import RunState
 from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.tail import JsonlTail
@@ -26,6 +25,7 @@ from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 POLL_SECONDS = 0.2
 TEARDOWN_SECONDS = 20.0  # from a written outcome to the end of all processes
 SAME_FAILURES = 3
+LONGEST_PAUSE = 300.0  # between two restarts, seconds
 
 
 class Display(Protocol):
@@ -47,6 +47,31 @@ class LaunchResult:
 
     outcome: Outcome
     failure: Failure | None = None
+
+
+class RestartBudget:
+    """At most `max_restarts` restarts in a row; each new checkpoint resets the count.
+
+    The first restart is immediate, since most faults occur once. The second waits `backoff` seconds, and each further
+    one twice as long as the one before, up to LONGEST_PAUSE, since a fault of the machine may pass.
+    """
+
+    def __init__(self, max_restarts: int, backoff: float, saved_step: int = 0) -> None:
+        self._max, self._backoff, self._saved_step = max_restarts, backoff, saved_step
+        self.used = 0
+
+    def checkpoint_saved(self, step: int) -> None:
+        """Reset the count after a checkpoint of a new step; a checkpoint of an earlier step is no progress."""
+        if step > self._saved_step:
+            self._saved_step, self.used = step, 0
+
+    def take(self) -> float | None:
+        """Use one restart: return the seconds to wait before it, or None when none is left."""
+        if self.used >= self._max:
+            return None
+        pause = 0.0 if self.used == 0 else min(LONGEST_PAUSE, self._backoff * 2.0 ** (self.used - 1))
+        self.used += 1
+        return pause
 
 
 class Supervisor:
@@ -89,7 +114,7 @@ class Supervisor:
         try:
             attempt = Attempt(number, self._spec, self._directory, self._start_agent(number))
         except OSError as error:
-            message = f"it could not be started: {error}"
+            message = f"the agent could not be started: {error}"
             self._failures.append(Failure(number, None, "", "starting", 0, type(error).__name__, message))
             return False
         try:
@@ -119,7 +144,7 @@ class Supervisor:
             return agent_ended or aborted or late or self._stop.count > 1
         failure = attempt.failed(now)
         if failure is not None:
-            self._record_failure(failure, said=attempt.has_reported(failure.rank))
+            self._record_failure(failure, reported=attempt.has_reported(failure.rank))
         over = agent_ended or failure is not None
         return self._forward_stop(attempt, now) or over if self._stop.count else over
 
@@ -137,13 +162,13 @@ class Supervisor:
             self._display.update(self._view)
         except Exception as error:  # an error of the display must not stop the training
             self._display = None
-            self._record("note", message=f"the display stopped: {type(error).__name__}: {error}")
+            self._record("note", message=f"the display failed and is off: {type(error).__name__}: {error}")
 
     # -- failures
 
-    def _record_failure(self, failure: Failure, said: bool) -> None:
+    def _record_failure(self, failure: Failure, reported: bool) -> None:
         self._failures.append(failure)
-        if not said and failure.rank is not None and not self._stop.count:
+        if not reported and failure.rank is not None and not self._stop.count:
             self._record(
                 "worker_failed",
                 rank=failure.rank,
@@ -203,16 +228,16 @@ class Supervisor:
         unwritable = unwritable_reason(self._directory)
         if unwritable is not None:
             code, failure = ExitCode.CHECKPOINT, None
-            reason = f"{unwritable}; mend that, then run the same command again"
+            reason = f"{unwritable}; make it writable, then run the same command to resume"
         elif self._stop.count:
             code, failure = self._stop.exit_code, None
-            reason = "stopped before the workers had saved; the run continues from its newest checkpoint"
+            reason = "stopped before the workers saved; run the same command to resume from the newest checkpoint"
         elif failure is None:
-            code, reason = ExitCode.CRASH, "the workers ended without an outcome"
+            code, reason = ExitCode.CRASH, "the workers ended without an error and without outcome.json"
         else:
             code = ExitCode.HANG if failure.exception == "hang" else ExitCode.CRASH
             code = ExitCode.NO_PROGRESS if self._keeps_failing() else code
-            reason = f"{failure.who}: {failure.what}"
+            reason = f"{failure.source}: {failure.error}"
         details: dict[str, Any] = {} if failure is None else {**vars(failure), "attempts": len(self._failures)}
         if failure is not None:
             details["restarts_in_a_row"] = self._budget.used
@@ -228,4 +253,4 @@ class Supervisor:
 
 
 def _short(failure: Failure) -> str:
-    return f"{failure.who} failed at step {failure.step}: {failure.what}"[:300]
+    return f"{failure.source} failed at step {failure.step}: {failure.error}"[:300]

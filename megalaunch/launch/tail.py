@@ -37,9 +37,9 @@ class JsonlTail:
                 chunk = file.read(size - self._offset)
         except OSError:
             return [], False
-        whole = chunk.rfind(b"\n") + 1
-        self._offset += whole
-        return _parse(chunk[:whole]), rewritten
+        complete = chunk.rfind(b"\n") + 1
+        self._offset += complete
+        return _parse(chunk[:complete]), rewritten
 
 
 def _parse(chunk: bytes) -> list[Record]:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from megalaunch.config.compose import Composition
     from megalaunch.config.schema import RunSpec
     from megalaunch.data.prepare import PreparedData
-    from megalaunch.launch.directory import RunDirectoryError, RunState
-    from megalaunch.launch.resume import Decision
+    from megalaunch.launch.directory import Decision, DirectoryState, RunDirectoryError
     from megalaunch.plan.findings import Finding
     from megalaunch.platform.detect import Machine
     from megalaunch.rundir.paths import RunDirectory
@@ -30,7 +29,7 @@ class PreparedRun:
     spec: RunSpec
     machine: Machine
     directory: RunDirectory
-    state: RunState
+    state: DirectoryState
     decision: Decision
     derived: tuple[Finding, ...] = ()
 
@@ -44,8 +43,7 @@ def prepare_run(overrides: list[str], starts: bool) -> PreparedRun:
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.config.schema import SpecError
-    from megalaunch.launch.directory import RunDirectoryError, inspect_run
-    from megalaunch.launch.resume import decide
+    from megalaunch.launch.directory import RunDirectoryError, decide, inspect_run
     from megalaunch.plan.report import problems_text
     from megalaunch.plan.resolve import resolve
     from megalaunch.platform.detect import detect_machine

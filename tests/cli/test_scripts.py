@@ -239,7 +239,7 @@ def test_a_silent_pip_gets_a_line_of_ours(set_up, capsys, monkeypatch):
     words = [sys.executable, "-c", "import time; time.sleep(0.7); print('done')"]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
         assert list(set_up.lines_of(process)) == ["done"]
-    assert "still at it after 0 s" in capsys.readouterr().err
+    assert "still running after 0 s" in capsys.readouterr().err
 
 
 def test_bench_lists_its_benchmarks():

@@ -73,7 +73,7 @@ def test_several_machines_are_refused_by_name_with_their_commands(folder):
     ("words", "said"),
     [
         (["train.stepz=3"], "did you mean"),
-        (["+train.steps=3"], "needs no +"),
+        (["+train.steps=3"], "omit the +"),
         (["optimizer.embedding_lr=1e-4"], "[engine.unsupported]"),
         (["batch.global_batch_size=7"], "batch.global_batch_size"),
         (["run.resume=required"], "run.resume=required"),
@@ -100,7 +100,7 @@ def test_a_foreign_directory(folder):
     (folder / "run" / "letters.doc").write_text("")
     result = invoke(*words)
     assert result.exit_code == 2
-    assert "is no run directory: it holds letters.doc" in result.stderr
+    assert "is not a run directory: it contains letters.doc" in result.stderr
     assert [path.name for path in (folder / "run").iterdir()] == ["letters.doc"]
 
 
@@ -120,7 +120,7 @@ def test_a_held_directory_names_its_holder_within_a_second(folder):
     finally:
         lock.release()
     assert result.exit_code == 2
-    assert f"is in use: process {os.getpid()} on " in result.stderr
+    assert f"is in use by process {os.getpid()} on " in result.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
@@ -187,7 +187,7 @@ def test_a_whole_run_then_its_report_then_its_extension(folder):
     code, out, err = train_tiny(folder, "train.steps=22", "logging.log_interval=2", "parallel.dp=1")
     assert (code, err) == (0, ""), err
     assert "schedule.decay_steps=20" in out
-    assert "continuing after step 20" in out
+    assert "resuming after step 20" in out
     assert steps_of(directory)[-3:] == [21, 22, 22]
     assert read_spec(directory.spec).schedule.decay_steps == 20
     assert read_outcome(directory.outcome).step == 22

@@ -26,7 +26,7 @@ def spec():
 def test_what_is_no_run(tmp_path):
     result = watch(tmp_path)
     assert result.exit_code == 2
-    assert "is no run directory" in result.stderr
+    assert "is not a run directory" in result.stderr
 
 
 def test_a_run_that_is_over(tmp_path, spec):

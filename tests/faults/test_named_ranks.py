@@ -1,4 +1,4 @@
-"""A rank that dies, stalls or falls out of step is named by its coordinates, under layouts of several axes."""
+"""A rank that dies, stalls or calls another collective is named by its coordinates, under layouts of several axes."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ FAULTS = {
         3,
         "cp1 tp1",
         IN_TP,
-        "it waits in all_reduce of [7], to which no other rank of its tp group comes",
+        "it waits in all_reduce of [7], which no other rank of its tp group calls",
     ),
     "one_more_barrier": (
         "tp2pp2",
         1,
         "pp0 tp1",
         "dist.barrier()",
-        "it runs barrier where the other ranks of its world group run all_reduce of [2]",
+        "it calls barrier, the other ranks of its world group call all_reduce of [2]",
     ),
     "one_more_all_reduce": ("tp2pp2", 1, "pp0 tp1", "dist.all_reduce(torch.ones(7))", "at sitecustomize.py:"),
     "one_more_of_the_same": (
@@ -101,7 +101,7 @@ FAULTS = {
         2,
         "cp1 tp0",
         "dist.all_reduce(torch.ones(2, dtype=torch.int64))",
-        "it runs all_reduce of [2] where the other ranks of its world group run all_gather of [1]; it is at engine/",
+        "it calls all_reduce of [2], the other ranks of its world group call all_gather of [1]; it is at engine/",
     ),
     "an_endless_loop": ("tp2pp2", 2, "pp1 tp0", "time.sleep(1000)", "it is busy"),
 }

@@ -76,7 +76,7 @@ def test_a_killed_worker(tmp_path, shared, undisturbed, rank, step):
     assert (process.returncode, err) == (0, "")
     (restart,) = events_of(directory, "restart")
     assert f"rank {rank} (dp{rank}) failed" in restart["reason"]
-    assert "SIGKILL: killed from outside, possibly because memory ran out" in out
+    assert "SIGKILL: killed from outside, possibly by the out-of-memory killer" in out
     assert_same_run(directory, undisturbed)
 
 
@@ -95,7 +95,7 @@ def test_a_stop_then_the_same_command(tmp_path, shared, undisturbed, number, cod
     stopped_at = read_outcome(directory.outcome).step
     assert stopped_at < STEPS
     assert str(directory.checkpoint(stopped_at)) in out
-    assert "the same command continues" in err
+    assert "run the same command to resume" in err
     assert running(worker_pids(directory)) == []
     assert train_tiny(tmp_path, f"train.steps={STEPS}", shared=shared)[0] == 0
     assert_same_run(directory, undisturbed)
@@ -141,7 +141,7 @@ def test_a_flipped_byte_in_the_newest_checkpoint(tmp_path, shared, undisturbed):
     assert (code, err) == (0, "")
     assert "step_00000020 refused" in out
     assert shard.name in out
-    assert "continuing after step 10" in out
+    assert "resuming after step 10" in out
     assert_same_run(directory, undisturbed)
 
 

@@ -1,4 +1,4 @@
-"""Who fell out of step, from made-up traces: another collective, one too many, one too few, or no wait at all."""
+"""The desynchronized rank, from made-up traces: another collective, one too many, one too few, or no wait at all."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megalaunch.launch.abort import abort_location
 from megalaunch.launch.collective_mismatch import find_desynced_rank, find_mismatched_collective
+from megalaunch.launch.collective_traces import abort_location
 from megalaunch.rundir.collective_trace import (
     Collective,
     CollectiveTrace,
@@ -41,7 +41,7 @@ def test_another_collective_than_the_rest_of_the_group():
     for judge in (find_desynced_rank, find_mismatched_collective):
         found = judge(traces)
         assert (found.rank, found.message) == (
-            2, f"it runs barrier where the other ranks of its world group run {STEP}; it is at plugin.py:7 check, "
+            2, f"it calls barrier, the other ranks of its world group call {STEP}; it is at plugin.py:7 check, "
             "they at engine/train/train_step.py:1 run",
         )  # fmt: skip
 
@@ -49,9 +49,9 @@ def test_another_collective_than_the_rest_of_the_group():
 def test_a_rank_that_has_gone_on_since_is_not_said_to_be_there():
     traces = {rank: trace(group("world", WORLD, STEP, STEP, STEP, waiting=True)) for rank in (0, 1, 3)}
     traces[2] = trace(group("world", WORLD, STEP, "barrier", STEP, waiting=True))
-    assert find_desynced_rank(traces).message.endswith(f"group run {STEP}")
+    assert find_desynced_rank(traces).message.endswith(f"group call {STEP}")
     traces[2] = trace(group("world", WORLD, STEP, "barrier", waiting=True))
-    assert find_desynced_rank(traces).message.endswith(f"group run {STEP}; it is at engine/train/train_step.py:1 run")
+    assert find_desynced_rank(traces).message.endswith(f"group call {STEP}; it is at engine/train/train_step.py:1 run")
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -75,7 +75,7 @@ def test_one_too_many():
     traces[3] = trace(group("world", WORLD, STEP), group("tp", (2, 3), "all_reduce of [7]", waiting=True))
     found = find_desynced_rank(traces)
     assert (found.rank, found.message) == (
-        3, "it waits in all_reduce of [7], to which no other rank of its tp group comes; it is at "
+        3, "it waits in all_reduce of [7], which no other rank of its tp group calls; it is at "
         "engine/train/train_step.py:1 run",
     )  # fmt: skip
     assert find_mismatched_collective(traces) is None
@@ -87,7 +87,7 @@ def test_one_too_few():
     traces[1] = trace(group("dp", (0, 1, 2), STEP), group("tp", (1, 3), GATHER, GATHER, waiting=True))
     found = find_desynced_rank(traces)
     assert (found.rank, found.message) == (
-        1, "the other ranks wait in collectives that it does not come to: it is at engine/train/train_step.py:1 run",
+        1, "the other ranks wait in collectives that it has not called; it is at engine/train/train_step.py:1 run",
     )  # fmt: skip
 
 

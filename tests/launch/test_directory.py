@@ -10,8 +10,7 @@ from launching import tiny_spec
 
 from megalaunch.config.schema import SpecError
 from megalaunch.config.spec_file import write_spec
-from megalaunch.launch.directory import RunDirectoryError, create_folders, inspect_run, lock_run, unlock_run
-from megalaunch.launch.resume import decide
+from megalaunch.launch.directory import RunDirectoryError, create_folders, decide, inspect_run, lock_run, unlock_run
 from megalaunch.rundir.outcome import Outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 
@@ -52,7 +51,7 @@ def test_a_begun_run(tmp_path):
 def test_a_strangers_directory(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     (tmp_path / "lock").write_text("")
-    with pytest.raises(RunDirectoryError, match=r"is no run directory: it holds thesis\.tex"):
+    with pytest.raises(RunDirectoryError, match=r"is not a run directory: it contains thesis\.tex"):
         inspect_run(RunDirectory(tmp_path))
 
 
@@ -64,7 +63,7 @@ def test_files_beside_a_run_do_no_harm(tmp_path):
 
 def test_a_run_without_its_spec(tmp_path):
     begun(tmp_path).spec.unlink()
-    with pytest.raises(RunDirectoryError, match="holds a run without its spec"):
+    with pytest.raises(RunDirectoryError, match="has a run without its spec"):
         inspect_run(RunDirectory(tmp_path))
 
 
@@ -76,7 +75,7 @@ def test_a_broken_spec_is_named(tmp_path):
 
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(RunDirectoryError, match="is no directory"):
+    with pytest.raises(RunDirectoryError, match="is not a directory"):
         inspect_run(RunDirectory(tmp_path / "run"))
     with pytest.raises(RunDirectoryError, match="is not writable"):
         lock_run(RunDirectory(tmp_path / "run" / "below"))
@@ -102,7 +101,7 @@ def test_starting_and_continuing(tmp_path):
     spec = tiny_spec(run__directory=str(tmp_path))
     new = inspect_run(RunDirectory(tmp_path))
     assert decide(new, spec).action == "start"
-    with pytest.raises(RunDirectoryError, match=r"run\.resume=required, and .* holds no begun run"):
+    with pytest.raises(RunDirectoryError, match=r"run\.resume=required, but .* has no run to resume"):
         decide(new, tiny_spec(run__directory=str(tmp_path), run__resume="required"))
     stopped = inspect_run(begun(tmp_path, code=75, step=7))
     assert decide(stopped, spec).action == "continue"
@@ -130,7 +129,7 @@ def test_raising_the_steps_says_what_stays(tmp_path):
         inspect_run(begun(tmp_path)), tiny_spec(train__steps=40, schedule__decay_steps=20, data__num_samples=160)
     )
     (note,) = decision.notes
-    assert "train.steps raised from 20 to 40" in note
+    assert "train.steps is raised from 20 to 40" in note
     assert "schedule.decay_steps=20" in note
     assert "first 160 samples" in note
 

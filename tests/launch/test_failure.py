@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launching import tiny_spec
 
-from megalaunch.launch.agent_log import exit_codes
+from megalaunch.launch.agent import exit_codes
 from megalaunch.launch.collective_mismatch import Culprit
 from megalaunch.launch.event_messages import event_message
 from megalaunch.launch.failure import Failure, describe_exit, first_failure
@@ -39,7 +39,7 @@ def test_an_exception_beats_a_lost_connection_that_was_reported_earlier():
 def test_a_silent_death_beats_a_lost_connection():
     found = first_failure(0, [event(0, "RuntimeError", LOST)], {0: rank(0, 1), 1: rank(1, -9)}, {}, 5)
     assert (found.rank, found.coordinates, found.exception) == (1, "dp1", "SIGKILL")
-    assert found.message == "killed from outside, possibly because memory ran out"
+    assert found.message == "killed from outside, possibly by the out-of-memory killer"
 
 
 def test_the_agents_log_knows_how_it_ended(tmp_path):
@@ -73,13 +73,13 @@ def test_only_victims():
 
 def test_nobody_reported():
     found = first_failure(0, [], {}, {}, 0, agent_code=1)
-    assert (found.rank, found.who, found.what) == (None, "the agent", "exit code 1: no worker reported anything")
+    assert (found.rank, found.source, found.error) == (None, "the agent", "exit code 1: no worker reported an error")
 
 
 def test_a_killed_agent_takes_its_workers_with_it():
     ranks = {0: rank(0, -9), 1: rank(1, -9)}
     found = first_failure(0, [event(0, "RuntimeError", LOST)], ranks, {}, 5, agent_code=-9)
-    assert (found.who, found.step, found.exception) == ("the agent", 5, "SIGKILL")
+    assert (found.source, found.step, found.exception) == ("the agent", 5, "SIGKILL")
     found = first_failure(0, [event(1, "ValueError", "bad")], ranks, {}, 5, agent_code=-9)
     assert (found.rank, found.exception) == (1, "ValueError")  # before somebody killed the agent too
 
@@ -89,7 +89,7 @@ def test_an_abort_in_a_collective_is_no_proof_against_a_suspect():
     lost = [event(1, "RuntimeError", LOST)]
     suspect = Culprit(1, "it runs all_reduce of [7]")
     found = first_failure(0, lost, ranks, {}, 5, suspect, aborted={0})
-    assert (found.rank, found.exception, found.message) == (1, "out of step", suspect.message)
+    assert (found.rank, found.exception, found.message) == (1, "collective mismatch", suspect.message)
     found = first_failure(0, lost, ranks, {}, 5, suspect)  # it was aborted elsewhere
     assert (found.rank, found.exception) == (0, "SIGABRT")
 
@@ -97,10 +97,10 @@ def test_an_abort_in_a_collective_is_no_proof_against_a_suspect():
 @pytest.mark.parametrize(
     ("rank", "used", "allowed", "title"),
     [
-        (1, 3, 3, "a worker crashed, more often than launcher.max_restarts allows"),
+        (1, 3, 3, "a worker crashed; restarts used: 3 of 3 (launcher.max_restarts)"),
         (1, 0, 0, "a worker crashed"),
-        (None, 3, 3, "the agent that starts the workers failed, more often than launcher.max_restarts allows"),
-        (None, 0, 3, "the agent that starts the workers failed"),
+        (None, 3, 3, "the elastic agent failed; restarts used: 3 of 3 (launcher.max_restarts)"),
+        (None, 0, 3, "the elastic agent failed"),
     ],
 )
 def test_titles_say_who_failed_and_whether_restarts_were_used_up(tmp_path, rank, used, allowed, title):
@@ -141,7 +141,7 @@ def test_a_report_without_a_culprit_quotes_the_agents_log(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.logs.mkdir()
     (directory.logs / "agent.log").write_text("\n".join(f"line {n}" for n in range(50)) + "\nNo module named torch\n")
-    end = LaunchResult(Outcome(5, "x", 0), Failure(0, None, "", "starting", 0, "ended", "no worker reported anything"))
+    end = LaunchResult(Outcome(5, "x", 0), Failure(0, None, "", "starting", 0, "ended", "no worker reported an error"))
     lines = failure_report(tiny_spec(), directory, end)
     assert len(lines) <= 15
     assert "  | No module named torch" in lines
@@ -166,7 +166,7 @@ def test_a_report_of_zero_gradients_does_not_speak_of_numbers_that_are_not_finit
     details = {"loss": 11.5, "grad_norm": 0.0, "zero_gradient_steps": 10}
     end = LaunchResult(Outcome(7, "the gradient norm is exactly 0 since step 2", 11, details))
     lines = failure_report(tiny_spec(), RunDirectory(tmp_path), end)
-    assert lines[0] == "megalaunch: the gradient is zero: the model no longer learns (exit code 7)"
+    assert lines[0] == "megalaunch: the gradient is zero: no parameter is updated (exit code 7)"
     text = " ".join(" ".join(lines).split())
     assert "finite" not in text
     assert "train.max_zero_grad_steps=0 only warns" in text
@@ -174,6 +174,6 @@ def test_a_report_of_zero_gradients_does_not_speak_of_numbers_that_are_not_finit
 
 def test_zero_gradients_show_in_the_display():
     event = {"event": "zero_gradient", "step": 2, "limit": 10}
-    said = "warning: the gradient norm of step 2 is exactly 0: nothing is learned"
-    assert event_message(event) == f"{said}; 10 such steps in a row end the run"
+    said = "warning: the gradient norm of step 2 is exactly 0: no parameter is updated"
+    assert event_message(event) == f"{said}; the run ends after 10 such steps in a row"
     assert event_message({**event, "limit": 0}) == said

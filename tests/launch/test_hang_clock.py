@@ -11,7 +11,7 @@ from megalaunch.launch import rank_monitor as ranks_module
 from megalaunch.launch.hang_clock import HangClock
 from megalaunch.launch.process import Process
 from megalaunch.launch.rank_monitor import Rank, RankMonitor
-from megalaunch.launch.restarts import RestartBudget
+from megalaunch.launch.supervise import RestartBudget
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import Progress
 

@@ -66,10 +66,10 @@ def test_restarts_used_up(tmp_path):
     assert code == ExitCode.CRASH
     lines = err.splitlines()
     assert len(lines) <= 15
-    assert lines[0] == "megalaunch: a worker crashed, more often than launcher.max_restarts allows (exit code 5)"
+    assert lines[0] == "megalaunch: a worker crashed; restarts used: 1 of 1 (launcher.max_restarts) (exit code 5)"
     assert "rank 1 (dp1) on " in lines[1]
     assert "step 7, step (attempt 2)" in lines[2]
-    assert "SIGKILL: killed from outside, possibly because memory ran out" in lines[3]
+    assert "SIGKILL: killed from outside, possibly by the out-of-memory killer" in lines[3]
     assert str(run_of(tmp_path).rank_log(1)) in err
     outcome = read_outcome(run_of(tmp_path).outcome)
     assert (outcome.exit_code, outcome.step, outcome.details["rank"]) == (5, 6, 1)
@@ -78,7 +78,7 @@ def test_restarts_used_up(tmp_path):
 def test_workers_that_cannot_even_start_are_not_started_again(tmp_path):
     code, _, err = run_fake(tmp_path, tiny_spec(), PYTHONPATH=str(tmp_path))
     assert code == ExitCode.CRASH
-    assert err.startswith("megalaunch: the agent that starts the workers failed (exit code 5)")
+    assert err.startswith("megalaunch: the elastic agent failed (exit code 5)")
     assert "No module named fake_worker" in err
     assert events_of(run_of(tmp_path), "restart") == []
 
@@ -121,7 +121,9 @@ def test_faults_of_the_agent_are_named_and_it_is_started_again(tmp_path):
     reasons = [event["reason"] for event in events_of(directory, "restart")]
     assert len(reasons) == 2
     assert reasons[1].startswith("the agent failed at step ")
-    assert reasons[1].endswith("SIGKILL: killed from outside, possibly because memory ran out; its workers end with it")
+    assert reasons[1].endswith(
+        "SIGKILL: killed from outside, possibly by the out-of-memory killer; its workers were ended with it"
+    )
     assert "hang" not in out
     assert steps_of(directory) == list(range(1, 61))
 
@@ -165,7 +167,7 @@ def test_a_stop_signal_is_passed_on(tmp_path, number, expected, event):
     assert outcome.exit_code == expected
     assert directory.checkpoint(outcome.step).is_dir()
     assert events_of(directory, "stop_requested")[0]["signal"] == event
-    assert "the same command continues" in err
+    assert "run the same command to resume" in err
 
 
 def test_a_second_signal_ends_at_once(tmp_path):
@@ -227,7 +229,7 @@ def test_nothing_outlives_a_killed_launcher_or_agent(tmp_path, whom):
         _, err = process.communicate(timeout=10)
     if whom == "agent":
         assert process.returncode == ExitCode.CRASH
-        assert err.startswith("megalaunch: the agent that starts the workers failed (exit code 5)")
+        assert err.startswith("megalaunch: the elastic agent failed (exit code 5)")
         assert "SIGKILL: killed from outside" in err
     # Nothing needs cleaning up before the next launch.
     code, _, err = run_fake(tmp_path, tiny_spec())
@@ -255,8 +257,8 @@ def test_a_run_directory_that_becomes_read_only(tmp_path):
             out, err = process.communicate(timeout=60)
         assert process.returncode == ExitCode.CHECKPOINT
         assert "Traceback" not in err
-        assert "a checkpoint could not be saved or loaded, or the run directory takes no files (exit code 4)" in err
+        assert "a checkpoint could not be saved or loaded, or the run directory is not writable (exit code 4)" in err
         reason = " ".join(err.split())
         assert f"reason {directory.root} cannot be written: " in reason
-        assert "mend that, then run the same command again" in reason
+        assert "make it writable, then run the same command to resume" in reason
         assert "restart" not in out

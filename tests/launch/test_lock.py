@@ -18,7 +18,7 @@ from launching import wait_until
 
 import megalaunch.launch.lock
 from megalaunch.launch.file_system import has_local_locks
-from megalaunch.launch.lock import RunLock, RunLocked, is_held, read_holder
+from megalaunch.launch.lock import RunLock, RunLocked, is_locked, read_holder
 
 _HOLD = """
 import sys, time
@@ -45,7 +45,7 @@ def test_a_second_one_is_refused_by_name_within_a_second(tmp_path, holder):
         RunLock(tmp_path / "lock")
     assert time.monotonic() - began < 1
     year = time.strftime("%Y-")
-    assert f"{tmp_path} is in use: process {holder.pid} on {socket.gethostname()} since {year}" in str(refused.value)
+    assert f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} since {year}" in str(refused.value)
 
 
 def test_a_dead_holder_is_taken_over(tmp_path, holder):
@@ -80,18 +80,18 @@ def test_flock_decides_whatever_host_name_a_dead_holder_had(tmp_path):
     path = tmp_path / "lock"
     path.write_text(ELSEWHERE)
     os.utime(path, (time.time() + 3600, time.time() + 3600))
-    assert not is_held(path)
+    assert not is_locked(path)
     RunLock(path).release()
 
 
 def test_a_holder_on_another_machine_counts_while_it_touches_its_lock(tmp_path, no_locks):
     path = tmp_path / "lock"
     path.write_text(ELSEWHERE)
-    assert is_held(path)
+    assert is_locked(path)
     with pytest.raises(RunLocked, match="process 1 on elsewhere since 1970"):
         RunLock(path)
     os.utime(path, (time.time() - 61, time.time() - 61))
-    assert not is_held(path)
+    assert not is_locked(path)
     RunLock(path).release()
     assert list(tmp_path.iterdir()) == []
 
@@ -139,7 +139,7 @@ def test_where_locks_stay_on_this_machine_the_heartbeat_counts_too(tmp_path, mon
     path = tmp_path / "lock"
     path.write_text(ELSEWHERE)
     monkeypatch.setattr(megalaunch.launch.lock, "has_local_locks", lambda path: True)
-    assert is_held(path)
+    assert is_locked(path)
     with pytest.raises(RunLocked, match="on elsewhere"):
         RunLock(path)
 
@@ -217,7 +217,7 @@ def test_touching_keeps_it_young(tmp_path, monkeypatch):
 
 def test_whether_it_is_held(tmp_path, holder):
     path = tmp_path / "lock"
-    assert is_held(path)
+    assert is_locked(path)
     holder.kill()
-    wait_until(lambda: not is_held(path))
-    assert not is_held(tmp_path / "none")
+    wait_until(lambda: not is_locked(path))
+    assert not is_locked(tmp_path / "none")

@@ -101,5 +101,5 @@ def test_patience_repeats_what_goes_on(monkeypatch):
         patience.say("training a tokenizer")
         wait_until(lambda: len(lines) > 1)
     assert lines[0] == "training a tokenizer"
-    assert lines[1].startswith("  still at it, ")
+    assert lines[1].startswith("  still running, ")
     assert lines[1].endswith(": training a tokenizer")

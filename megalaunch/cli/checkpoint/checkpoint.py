@@ -40,9 +40,9 @@ def list_checkpoints(
     if as_json:
         typer.echo(json.dumps({"checkpoints": rows, "unfinished": unfinished}, indent=2))
         return
-    from megalaunch.launch.directory import run_is_held
+    from megalaunch.launch.directory import run_is_locked
 
-    for line in list_lines(run.checkpoints, rows, unfinished, run_is_held(run)):
+    for line in list_lines(run.checkpoints, rows, unfinished, run_is_locked(run)):
         typer.echo(line)
 
 

@@ -27,7 +27,7 @@ def watch(
     """
     from megalaunch.config.schema import SpecError
     from megalaunch.config.spec_file import read_spec
-    from megalaunch.launch.directory import run_is_held
+    from megalaunch.launch.directory import run_is_locked
     from megalaunch.launch.open_display import open_display
     from megalaunch.launch.run_state import RunState, throughput_basis
     from megalaunch.rundir.paths import RunDirectory
@@ -37,11 +37,11 @@ def watch(
     try:
         spec = read_spec(directory.spec)
     except FileNotFoundError:
-        fail(f"{run_dir} is no run directory: it holds no spec.yaml")
+        fail(f"{run_dir} is not a run directory: it has no spec.yaml")
     except (SpecError, OSError) as error:
         fail(str(error))
     view = RunState(spec, directory, throughput_basis(spec), attach=True)
-    if run_is_held(directory):
+    if run_is_locked(directory):
         display = open_display(view)
         try:
             _tail(view, display)
@@ -54,10 +54,10 @@ def watch(
 
 
 def _tail(view: RunState, display: Display) -> None:
-    from megalaunch.launch.directory import run_is_held
+    from megalaunch.launch.directory import run_is_locked
 
     while True:
-        held = run_is_held(view.directory)  # before looking, so that the last look sees all
+        held = run_is_locked(view.directory)  # before looking, so that the last look sees all
         view.refresh()
         display.update(view)
         if not held:

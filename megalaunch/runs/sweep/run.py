@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from megalaunch.fs import write_file_atomically
-from megalaunch.launch.directory import RunDirectoryError, create_folders, inspect_run, lock_run, unlock_run
+from megalaunch.launch.directory import RunDirectoryError, create_folders, decide, inspect_run, lock_run, unlock_run
 from megalaunch.launch.local import Launch, run_locally
 from megalaunch.launch.lock import RunLock, RunLocked
-from megalaunch.launch.resume import decide
 from megalaunch.launch.run_state import throughput_basis
 from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
 from megalaunch.plan.resolve import resolve

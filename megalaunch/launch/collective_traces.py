@@ -1,0 +1,79 @@
+"""Collect traces of hung and aborted workers: Python stacks and last collectives on request, stacks of an abort.
+
+Stacks go to a rank's log, its last collectives (PyTorch's flight recorder) to a file beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalaunch.launch.process import expects, is_alive, send_signal
+from megalaunch.launch.rank_monitor import Rank
+from megalaunch.rundir.collective_trace import (
+    DUMP_STACKS_SIGNAL,
+    DUMP_TRACE_SIGNAL,
+    CollectiveTrace,
+    frame_location,
+    read_collective_trace,
+)
+from megalaunch.rundir.paths import RunDirectory
+
+REPLY_SECONDS = 10.0  # after the newest reply: with more busy processes than cores each may be slow
+_SIGNALS = (DUMP_STACKS_SIGNAL, DUMP_TRACE_SIGNAL)
+
+_TAIL_BYTES = 256 * 1024
+_ABORTED = b"Fatal Python error: Aborted"  # faulthandler's heading
+_THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
+_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_MAIN = f"{os.sep}engine{os.sep}worker.py"  # the file of the outermost frame of every worker's main thread
+
+
+def request_traces(ranks: Sequence[Rank], directory: RunDirectory) -> dict[int, CollectiveTrace]:
+    """Signal the ranks, and return the traces of those that answer in time, by rank.
+
+    A stopped process cannot answer, nor one that holds the interpreter's lock (GIL) in native code. A process without
+    handlers for the two signals is left out: they would kill it.
+    """
+    signalled: dict[int, Rank] = {}
+    began = time.time()
+    for rank in ranks:
+        if rank.process and not rank.is_stopped and all(expects(rank.process, signal) for signal in _SIGNALS):
+            signalled[rank.progress.rank] = rank
+            for signal in _SIGNALS:
+                send_signal(rank.process, signal)
+    traces: dict[int, CollectiveTrace] = {}
+    deadline = time.monotonic() + REPLY_SECONDS
+    while time.monotonic() < deadline and any(
+        number not in traces and rank.process and is_alive(rank.process) for number, rank in signalled.items()
+    ):
+        time.sleep(0.05)
+        for number, rank in signalled.items():
+            trace = read_collective_trace(directory.collective_trace(number), rank.progress.attempt, since=began)
+            if trace is not None and number not in traces:
+                traces[number] = trace
+                deadline = time.monotonic() + REPLY_SECONDS
+    return traces
+
+
+def abort_location(log: Path) -> tuple[str, bool]:
+    """Return (file and line of the main thread when it aborted, True if in a collective); ("", False) without a stack.
+
+    Args:
+        log: the rank's log; its last 256 KiB are searched for faulthandler's newest dump.
+    """
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            _, found, dump = file.read().rpartition(_ABORTED)
+    except OSError:
+        return "", False
+    stacks = _THREAD.split(dump.decode(errors="replace"))[1:] if found else []
+    for stack in reversed(stacks):
+        lines = [(path, int(number), function) for path, number, function in _LINE.findall(stack)]
+        if any(_MAIN in path for path, _, _ in lines):
+            return frame_location(lines)
+    return "", False
