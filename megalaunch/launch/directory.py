@@ -14,7 +14,7 @@ from megalaunch.config.schema import RunSpec, SpecError
 from megalaunch.config.spec_file import read_spec
 from megalaunch.fs import make_directory
 from megalaunch.launch.lock import RunLock, is_locked
-from megalaunch.rundir.checkpoint.names import SPEC_FILE
+from megalaunch.rundir.checkpoint.contents import SPEC_FILE
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 

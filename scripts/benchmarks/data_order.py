@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megalaunch.data.samples.gpt_index import build_index, index_size
-from megalaunch.data.samples.sample_index import build_sample_index
+from megalaunch.data.samples.gpt_index import build_index, build_sample_index, index_size
 
 SECONDS_BAR, RATIO_BAR = 10.0, 1.2
 

@@ -13,7 +13,7 @@ from megalaunch.engine.checkpoint.store import save_checkpoint
 from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.init import init_weights
-from megalaunch.rundir.checkpoint.names import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
+from megalaunch.rundir.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.paths import RunDirectory
 
 TEXT = "the cat sat on the mat, the dog lay by the door; näh, hören wir auf. " * 20

@@ -55,8 +55,8 @@ def inspect(
     """What a checkpoint holds: step, layout, tensors, totals. Of a run: what its newest complete one holds."""
     from megalaunch.cli.checkpoint.output import inspect_lines
     from megalaunch.cli.checkpoint.summary import summarize_checkpoint
+    from megalaunch.rundir.checkpoint.contents import SPEC_FILE
     from megalaunch.rundir.checkpoint.errors import CheckpointError
-    from megalaunch.rundir.checkpoint.names import SPEC_FILE
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.errors import fail
 

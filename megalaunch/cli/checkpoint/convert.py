@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from megalaunch.cli.missing_parameters import CompleteCommand
-from megalaunch.rundir.checkpoint.names import TOKENIZER_FILE
+from megalaunch.rundir.checkpoint.contents import TOKENIZER_FILE
 from megalaunch.rundir.outcome import ExitCode
 
 app = typer.Typer(

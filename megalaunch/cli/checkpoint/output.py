@@ -13,8 +13,7 @@ from megalaunch.cli.checkpoint.summary import tensor_group
 from megalaunch.config.schema import RunSpec
 from megalaunch.format.numbers import format_bytes
 from megalaunch.format.table import table_lines
-from megalaunch.rundir.checkpoint.listing import CheckpointInfo
-from megalaunch.rundir.checkpoint.retention import retention_reasons
+from megalaunch.rundir.checkpoint.listing import CheckpointInfo, retention_reasons
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 

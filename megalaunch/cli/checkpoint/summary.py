@@ -8,10 +8,9 @@ from typing import Any
 
 from megalaunch.config.schema import RunSpec
 from megalaunch.plan.topology import Topology
-from megalaunch.rundir.checkpoint.documents import read_document
+from megalaunch.rundir.checkpoint.contents import POSITION, read_document
 from megalaunch.rundir.checkpoint.errors import CheckpointError
 from megalaunch.rundir.checkpoint.manifest import read_manifest, verify_checkpoint
-from megalaunch.rundir.checkpoint.names import POSITION
 from megalaunch.rundir.checkpoint.tensor_index import Catalogue, read_tensor_index
 
 

@@ -1,23 +1,26 @@
-"""Writes indexed datasets in Megatron's file format, byte for byte, complete or not at all."""
+"""Writes indexed datasets in Megatron's file format, byte for byte, complete or not at all.
+
+The index is written from streams of lengths and document sizes, in constant memory for any number of documents.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalaunch.data.errors import DataError, cannot, open_output
-from megalaunch.data.indexed_dataset.dataset import bin_path, idx_path
-from megalaunch.data.indexed_dataset.idx_writer import write_documents, write_header, write_offsets
+from megalaunch.data.indexed_dataset.dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION, bin_path, idx_path
 from megalaunch.fs import AtomicFile, sync_directory
 
 _LARGEST_UINT16_VOCABULARY = 65500  # exclusive; Megatron's limit, less than 65,536
 _LONGEST_SEQUENCE = 2**31 - 1
+_AT_ONCE = 1 << 20  # entries read at a time
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
@@ -116,3 +119,43 @@ class TokenWriter:
         return cannot(
             "write it", self.prefix, error, "Free space there, or choose another folder; nothing was changed."
         )
+
+
+def write_header(file: BinaryIO, dtype: np.dtype[Any], sequences: int, documents: int) -> None:
+    """Write the header of an index (Megatron counts one document more: the entries of the document index)."""
+    code = next(code for code, known in TOKEN_TYPES.items() if known == dtype)
+    file.write(HEADER.pack(MAGIC, VERSION, code, sequences, documents + 1))
+
+
+def write_offsets(file: BinaryIO, dtype: np.dtype[Any], lengths: Iterable[NDArray[Any]]) -> None:
+    """Write the byte offset of each sequence in the `.bin`, from the lengths in tokens."""
+    position = 0
+    for part in lengths:
+        ends = position + np.cumsum(part, dtype=np.int64) * dtype.itemsize
+        file.write((ends - part.astype(np.int64) * dtype.itemsize).astype("<i8").data)
+        position = int(ends[-1]) if len(ends) else position
+
+
+def write_documents(file: BinaryIO, counts: Iterable[NDArray[Any]]) -> None:
+    """Write the document index (the first sequence of each, then the number of all) from the sequences per document."""
+    file.write(np.zeros(1, "<i8").data)
+    total = 0
+    for part in counts:
+        ends = total + np.cumsum(part, dtype=np.int64)
+        file.write(ends.astype("<i8").data)
+        total = int(ends[-1]) if len(ends) else total
+
+
+def copy_index(file: BinaryIO, dtype: np.dtype[Any], lengths: Path, counts: Path) -> None:
+    """Write a complete index from two files of int32: tokens of each sequence, sequences of each document."""
+    write_header(file, dtype, lengths.stat().st_size // 4, counts.stat().st_size // 4)
+    for part in _int32(lengths):
+        file.write(part.data)
+    write_offsets(file, dtype, _int32(lengths))
+    write_documents(file, _int32(counts))
+
+
+def _int32(path: Path) -> Iterator[NDArray[Any]]:
+    with path.open("rb") as file:
+        while content := file.read(4 * _AT_ONCE):
+            yield np.frombuffer(content, "<i4")

@@ -1,10 +1,13 @@
 """Reads indexed datasets in Megatron's file format: `PREFIX.bin` has the tokens, `PREFIX.idx` sequences and documents.
 
-Both are memory-mapped; all invariants of the index are checked on opening.
+`IndexedTokens` memory-maps both and checks all invariants of the index on opening. `TokenReader` reads tokens of a
+`.bin` into new arrays: a memory map would count every page it ever touched, and a file truncated during the run would
+kill it by a signal.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +33,7 @@ TOKEN_TYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 REMAKE = "Make the files anew with `megalaunch preprocess`, or copy both again."
+_RESTORE = "Mend the disk or copy the file again; the run continues from its last checkpoint."
 _CHECKED_AT_ONCE = 1 << 20  # entries; bounds the memory for opening a huge index
 
 
@@ -210,3 +214,28 @@ def _map(path: Path, dtype: np.dtype[Any], offset: int, count: int) -> NDArray[A
         return np.asarray(np.memmap(path, dtype, mode="r", offset=offset, shape=(count,)))
     except OSError as error:
         raise cannot("read it", path, error) from error
+
+
+class TokenReader:
+    """An open `.bin` (Megatron's `_FileBinReader`). Thread-safe: `pread` has no shared file position."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self.path, self.dtype = path, dtype
+        try:
+            self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise cannot("read it", path, error) from error
+
+    def read(self, first: int, count: int) -> NDArray[Any]:
+        """Return `count` tokens starting at token `first`; DataError if the file cannot be read or is too short."""
+        tokens = np.empty(count, self.dtype)
+        rest, offset = tokens.view(np.uint8).data, first * self.dtype.itemsize
+        while rest:
+            try:
+                done = os.preadv(self._file.fileno(), [rest], offset)
+            except OSError as error:
+                raise cannot("read it", self.path, error, _RESTORE) from error
+            if done == 0:
+                raise DataError(f"it ends before token {first + count:,}", file=self.path, fix=REMAKE)
+            rest, offset = rest[done:], offset + done
+        return tokens

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from megalaunch.data.errors import DataError, cannot, open_output
 from megalaunch.data.indexed_dataset.block_hashes import BlockHashes, describe
+from megalaunch.data.indexed_dataset.builder import write_documents, write_header, write_offsets
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens, bin_path, idx_path
-from megalaunch.data.indexed_dataset.idx_writer import write_documents, write_header, write_offsets
 from megalaunch.data.indexed_dataset.report import merge_reports, report_path, write_report
 from megalaunch.fs import AtomicFile, sync_directory
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.indexed_dataset.block_hashes import BlockHashes, describe, hash_file
+from megalaunch.data.indexed_dataset.builder import copy_index
 from megalaunch.data.indexed_dataset.dataset import bin_path, idx_path
-from megalaunch.data.indexed_dataset.idx_writer import copy_index
 from megalaunch.data.preprocess.encode_chunk import EncodedKey
 from megalaunch.fs import PUBLIC_FILE_MODE, lock_file, sync_directory, write_file_atomically
 

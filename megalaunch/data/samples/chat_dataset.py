@@ -1,22 +1,27 @@
-"""Packed conversations: each attends only to itself, and only answers count in the loss."""
+"""Packed conversations: each attends only to itself, and only answers count in the loss.
+
+Sequence packing places truncated conversations in rows of a fixed length with little padding.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.indexed_dataset.bin_reader import TokenReader
-from megalaunch.data.indexed_dataset.dataset import REMAKE, IndexedTokens, bin_path
+from megalaunch.data.indexed_dataset.dataset import REMAKE, IndexedTokens, TokenReader, bin_path
 from megalaunch.data.prepared_files import loss_mask_prefix
-from megalaunch.data.samples.packing import pack
 from megalaunch.data.samples.sample import Sample
 
 _EPOCHS_KEPT = 2
 _CONVERSATIONS_DESCRIBED = 6
+# Conversations packed at a time: enough that rows are nearly full, few enough that the order stays random.
+_WINDOW = 1024
 
 
 class ConversationFile:
@@ -149,3 +154,40 @@ class ChatValidationDataset:
     def __getitem__(self, index: int) -> Sample:
         """Return row `index`."""
         return self._conversations.sample(self._rows[index])
+
+
+def pack(lengths: Sequence[int] | NDArray[np.integer], capacity: int, order: NDArray[np.int64]) -> list[list[int]]:
+    """Pack conversations into rows by best-fit decreasing, within windows of `order`.
+
+    Args:
+        lengths: tokens of each conversation; longer ones count as `capacity`.
+        capacity: tokens of a row.
+        order: numbers of the conversations to pack. In each window of 1,024 the longest is placed first, in the
+            fullest row that has room.
+
+    Returns:
+        The conversation numbers of each row; each number appears once, and no row exceeds `capacity` tokens.
+    """
+    rows: list[list[int]] = []
+    for start in range(0, len(order), _WINDOW):
+        window = order[start : start + _WINDOW].tolist()
+        window.sort(key=lambda number: -min(int(lengths[number]), capacity))
+        rows += _best_fit(window, lengths, capacity)
+    return rows
+
+
+def _best_fit(numbers: list[int], lengths: Sequence[int] | NDArray[np.integer], capacity: int) -> list[list[int]]:
+    """Pack `numbers`, longest first, each into the fullest row that has room."""
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    for number in numbers:
+        length = min(int(lengths[number]), capacity)
+        place = bisect_left(free, (length, -1))
+        if place < len(free):
+            room, row = free.pop(place)
+            rows[row].append(number)
+        else:
+            room, row = capacity, len(rows)
+            rows.append([number])
+        insort(free, (room - length, row))
+    return rows

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.indexed_dataset.bin_reader import TokenReader
-from megalaunch.data.indexed_dataset.dataset import IndexedTokens, bin_path
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens, TokenReader, bin_path
 from megalaunch.data.samples.gpt_index import EXTRA_TOKEN, GPTIndex, load_or_build_index
 
 _PIECES_DESCRIBED = 6

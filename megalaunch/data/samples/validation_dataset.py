@@ -11,8 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.indexed_dataset.bin_reader import TokenReader
-from megalaunch.data.indexed_dataset.dataset import IndexedTokens, bin_path
+from megalaunch.data.indexed_dataset.dataset import IndexedTokens, TokenReader, bin_path
 from megalaunch.data.samples.blended_dataset import normalize_weights
 from megalaunch.data.samples.sample import EodPolicy, Sample
 

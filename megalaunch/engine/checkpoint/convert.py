@@ -21,7 +21,7 @@ from megalaunch.engine.checkpoint.megatron_weights import MegatronWeights
 from megalaunch.engine.checkpoint.streaming_forward import Read
 from megalaunch.engine.checkpoint.verify_conversion import verify_logits
 from megalaunch.engine.inference.load_model import find_checkpoint
-from megalaunch.rundir.checkpoint.names import WEIGHTS
+from megalaunch.rundir.checkpoint.contents import WEIGHTS
 from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index
 
 # Upper bounds of the logit error from rounding weights to a dtype, relative to the largest logit. Measured errors are

@@ -26,8 +26,7 @@ from megalaunch.engine.families.weights import get_family_weights
 from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY
 from megalaunch.importers.huggingface.folder import CONFIG, INDEX, WEIGHTS_FILE
 from megalaunch.importers.huggingface.registry import FamilyError, decoder_config, to_hf_config
-from megalaunch.rundir.checkpoint.documents import read_document
-from megalaunch.rundir.checkpoint.names import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
+from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS, read_document
 from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index
 
 Prove = Callable[["StoredWeights", Path], dict[str, Any]]

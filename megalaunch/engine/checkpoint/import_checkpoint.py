@@ -17,8 +17,8 @@ from megalaunch.config.schema.model import ModelSpec
 from megalaunch.config.spec_file import spec_to_text
 from megalaunch.engine.checkpoint.atomic_directory import Wrote, atomic_directory, count_bytes
 from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, HashedFile, TensorSource, write_file
+from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, FileRecord, manifest_text
-from megalaunch.rundir.checkpoint.names import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE, Chunk, StoredTensor, tensor_index_text
 
 PROOF = "proof.json"

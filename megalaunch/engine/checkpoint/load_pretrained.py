@@ -21,8 +21,8 @@ from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.fs import make_directory, write_file_atomically
 from megalaunch.importers.huggingface.registry import differences
+from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
-from megalaunch.rundir.checkpoint.names import ORIGIN, ORIGIN_FILE
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 

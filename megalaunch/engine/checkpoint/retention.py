@@ -9,9 +9,8 @@ from pathlib import Path
 from megalaunch.engine.checkpoint.coordination import rank_and_world, run_on_all_ranks, run_on_rank0
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.fs import discard_directory, list_temporary_directories, remove_directory
-from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
+from megalaunch.rundir.checkpoint.listing import checkpoints_by_step, retention_reasons
 from megalaunch.rundir.checkpoint.manifest import verify_checkpoint
-from megalaunch.rundir.checkpoint.retention import retention_reasons
 
 
 def latest_valid_checkpoint(

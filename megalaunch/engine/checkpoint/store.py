@@ -32,7 +32,7 @@ from megalaunch.engine.checkpoint.retention import latest_valid_checkpoint, prun
 from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES
 from megalaunch.engine.dtensor import local_slice, to_local_no_grad
 from megalaunch.fs import discard_directory
-from megalaunch.rundir.checkpoint.documents import JSON, read_document
+from megalaunch.rundir.checkpoint.contents import JSON, read_document
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, is_plain_name, verify_checkpoint
 from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE, Catalogue, read_tensor_index
 

@@ -29,8 +29,8 @@ from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY, Decoder
 from megalaunch.importers.huggingface.folder import CONFIG
 from megalaunch.importers.huggingface.multimodal import TEXT_ALONE
 from megalaunch.importers.huggingface.registry import decoder_config, multimodal_family
+from megalaunch.rundir.checkpoint.contents import ORIGIN, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
-from megalaunch.rundir.checkpoint.names import ORIGIN, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 

@@ -30,7 +30,7 @@ from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.rank_sync import raise_on_all_ranks
 from megalaunch.engine.train.run_logger import RunLogger
 from megalaunch.fs import write_file_atomically
-from megalaunch.rundir.checkpoint.names import ORIGIN, POSITION, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
+from megalaunch.rundir.checkpoint.contents import ORIGIN, POSITION, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 

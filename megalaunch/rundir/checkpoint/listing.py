@@ -1,8 +1,8 @@
-"""List the checkpoints of a run: step, size, problems."""
+"""List the checkpoints of a run: step, size, problems, and which of them the next save keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,3 +43,19 @@ def checkpoint_info(path: Path) -> CheckpointInfo:
 def directory_size(directory: Path) -> int:
     """Return the total size of the files directly inside a directory."""
     return sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
+
+
+def retention_reasons(steps: Iterable[int], keep_last: int, keep_every: int) -> dict[int, str]:
+    """Return the reason for which each step's checkpoint is kept. Steps that the next save removes have no entry.
+
+    The newest `keep_last` are kept (0: all), and those of every `keep_every`-th step (0: no such steps).
+    """
+    reasons = {}
+    for place, step in enumerate(sorted(steps, reverse=True)):
+        if keep_last == 0:
+            reasons[step] = "all are kept"
+        elif keep_every and step % keep_every == 0:
+            reasons[step] = f"every {keep_every} steps"
+        elif place < keep_last:
+            reasons[step] = "newest" if keep_last == 1 else f"one of the newest {keep_last}"
+    return reasons

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalaunch.rundir.checkpoint.names import POSITION
+from megalaunch.rundir.checkpoint.contents import POSITION
 from megalaunch.rundir.paths import checkpoint_step
 
 MANIFEST = "manifest.json"

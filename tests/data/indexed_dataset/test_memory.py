@@ -9,8 +9,7 @@ import pytest
 from token_files import write_tokens
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.indexed_dataset.bin_reader import TokenReader
-from megalaunch.data.indexed_dataset.dataset import HEADER, MAGIC, bin_path, idx_path
+from megalaunch.data.indexed_dataset.dataset import HEADER, MAGIC, TokenReader, bin_path, idx_path
 
 GIGABYTE = 2**30
 PROGRAM = """

@@ -14,8 +14,7 @@ from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
 from megalaunch.data.samples.build_datasets import build_train_dataset, build_valid_dataset
 from megalaunch.data.samples.gpt_dataset import GPTDataset
-from megalaunch.data.samples.gpt_index import build_index
-from megalaunch.data.samples.sample_index import build_sample_index
+from megalaunch.data.samples.gpt_index import build_index, build_sample_index
 from megalaunch.data.samples.split import split_ranges
 from megalaunch.data.samples.validation_dataset import ValidationSamples
 
@@ -107,7 +106,7 @@ def test_starts_equal_the_naive_walk(lengths, sequence_length, num_samples, seed
 @settings(max_examples=40, deadline=None)
 def test_blocks_do_not_show(lengths, sequence_length, num_samples):
     whole = order_of(lengths, sequence_length, num_samples, 7)
-    with mock.patch("megalaunch.data.samples.sample_index._BLOCK", 4):
+    with mock.patch("megalaunch.data.samples.gpt_index._BLOCK", 4):
         cut = order_of(lengths, sequence_length, num_samples, 7)
     assert cut.sample_index.tolist() == whole.sample_index.tolist()
 
@@ -150,7 +149,7 @@ def test_blocks_of_more_tokens_than_32_bits_count_among_others(sequence_length):
     lengths = np.random.RandomState(4).randint(0, 2**27, 61).astype(np.int32)
     lengths[[3, 17, 18, 19, 40]] = 2**31 - 1, 2**31 - 1, 2**31 - 2, 2**31 - 1, 0
     samples = (int(lengths.sum(dtype=np.int64)) - 1) // sequence_length
-    with mock.patch("megalaunch.data.samples.sample_index._BLOCK", 4):
+    with mock.patch("megalaunch.data.samples.gpt_index._BLOCK", 4):
         starts = build_sample_index(lengths, np.arange(len(lengths), dtype=np.int32), samples, sequence_length)
     assert starts.tolist() == starts_by_search(lengths, samples, sequence_length)
 

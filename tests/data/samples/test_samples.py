@@ -17,10 +17,10 @@ from megalaunch.data.samples.blended_dataset import (
     parse_blend,
 )
 from megalaunch.data.samples.build_datasets import build_train_dataset, build_valid_dataset
+from megalaunch.data.samples.chat_dataset import pack
 from megalaunch.data.samples.fim_dataset import FIMDataset, FIMTokens, find_fim_tokens
 from megalaunch.data.samples.gpt_dataset import GPTDataset
 from megalaunch.data.samples.mock_dataset import MockSamples
-from megalaunch.data.samples.packing import pack
 from megalaunch.data.samples.sample import EodPolicy
 from megalaunch.data.samples.validation_dataset import num_tokens_in_slices
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer

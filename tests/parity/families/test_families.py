@@ -22,7 +22,7 @@ from megalaunch.engine.inference.fast_decoder import FastDecoder
 from megalaunch.engine.inference.generate import GenerationConfig, generate_tokens
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.importers.huggingface.registry import from_hf_config
-from megalaunch.rundir.checkpoint.names import WEIGHTS
+from megalaunch.rundir.checkpoint.contents import WEIGHTS
 
 pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
 

@@ -1,4 +1,4 @@
-"""The JSON documents of a checkpoint: all state that is no tensor."""
+"""Contents of a checkpoint besides tensors: names of its files, and JSON documents with all state that is no tensor."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from pathlib import Path
 from typing import TypeAlias, Union
 
 from megalaunch.rundir.checkpoint.errors import CheckpointError
+
+SPEC_FILE = "spec.yaml"
+TOKENIZER_FILE = "tokenizer.json"
+POSITION = "position"  # the document with the progress of the run: step, tokens
+WEIGHTS = "model."  # prefix of the name of each parameter of the decoder
+ORIGIN = "origin"  # the document about the source of the weights: true vocabulary size, config.json
+ORIGIN_FILE = "huggingface."  # prefix of the name of each file that came with the source's weights
+
 
 JSON: TypeAlias = Union[Mapping[str, "JSON"], "list[JSON]", str, int, float, bool, None]
 
