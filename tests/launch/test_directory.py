@@ -149,5 +149,5 @@ def test_an_empty_spec_file_does_not_block_a_resume(tmp_path):
     assert inspect_run(directory).stored == tiny_spec(run__name="older")
     (directory.checkpoint(4) / "spec.yaml").unlink()
     directory.spec.write_bytes(b"")
-    with pytest.raises(RunDirectoryError, match=r"spec\.yaml is empty, and no checkpoint holds a copy"):
+    with pytest.raises(RunDirectoryError, match=r"spec\.yaml is empty, and no checkpoint has a copy"):
         inspect_run(directory)
