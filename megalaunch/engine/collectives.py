@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megalaunch.engine.mesh import Axis
+from megalaunch.engine.torch_private import FUNCTIONAL_COLLECTIVES
 
-_OPS = torch.ops._c10d_functional
+_OPS = FUNCTIONAL_COLLECTIVES
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megalaunch.engine.torch_private import group_timeouts, set_group_timeout
 from megalaunch.plan.topology import Topology
 
 # Outermost first: neighbouring ranks share a tensor-parallel group (Megatron's order tp-cp-dp-pp).
@@ -127,24 +127,13 @@ def make_mesh(topology: Topology, device: torch.device, rank: int) -> Mesh:
 
 def world_timeout() -> datetime.timedelta | None:
     """Return the timeout of a collective of all ranks; None for a backend that has none."""
-    limits = [backend.options._timeout for backend in _backends(_world())]
-    return max(limits, default=None)
+    world = dist.group.WORLD
+    assert world is not None, "the process group is initialized first"
+    return max(group_timeouts(world), default=None)
 
 
 def keep_timeout(group: ProcessGroup) -> None:
     """Give a group the timeout of the world group; torch's default is 30 minutes with gloo and 10 with NCCL."""
     limit = world_timeout()
-    for backend in [] if limit is None else _backends(group):
-        backend._set_default_timeout(limit)
-
-
-def _world() -> ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None, "joined before"
-    return world
-
-
-def _backends(group: ProcessGroup) -> list[Any]:
-    """Return the backends of a group that have a timeout; a simulated backend has none."""
-    found = [group._get_backend(device) for device in group._device_types]
-    return [backend for backend in found if hasattr(getattr(backend, "options", None), "_timeout")]
+    if limit is not None:
+        set_group_timeout(group, limit)

@@ -13,7 +13,8 @@ import traceback
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d
+
+from megalaunch.engine.torch_private import ObjectUnpickler, set_object_unpickler
 
 _RECORDS = (
     *("megalaunch.engine.", "megalaunch.rundir.", "megalaunch.data."),
@@ -39,7 +40,7 @@ class DisallowedObject(Exception):
     """A pickle from another rank names a type that ranks do not send."""
 
 
-class _Unpickler(distributed_c10d._unpickler):
+class _Unpickler(ObjectUnpickler):
     """torch's unpickler, restricted to the allowed names; it never imports a module."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -64,4 +65,4 @@ def _is_record(module: str, found: Any) -> bool:
 
 def install_restricted_unpickler() -> None:
     """Make all object collectives of this process use the restricted unpickler."""
-    distributed_c10d._unpickler = _Unpickler
+    set_object_unpickler(_Unpickler)

@@ -86,6 +86,28 @@ def test_unguarded_writes_are_found(line, faults):
     assert len(list(rules.unguarded_writes("megalaunch/launch/x.py", ast.parse(line)))) == faults
 
 
+def test_private_names_of_torch_are_in_one_file():
+    assert [line for path, _, tree in sources("megalaunch/engine") for line in rules.private_names(path, tree)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "faults"),
+    [
+        ("from torch.utils._pytree import tree_leaves", 1),
+        ("from torch.distributed.pipelining.schedules import _Action", 1),
+        ("import torch._dynamo", 1),
+        ("group._reduce_dtype = dtype", 1),
+        ("super()._recv_meta(source)", 1),
+        ("from __future__ import annotations", 0),
+        ("self._saved = saved", 0),
+        ("def _own(): pass\nx._own()", 0),
+        ("os._exit(1)", 0),
+    ],
+)
+def test_private_names_are_found(line, faults):
+    assert len(list(rules.private_names("megalaunch/engine/x.py", ast.parse(line)))) == faults
+
+
 def test_nothing_unfinished():
     folders = ("megalaunch", "kernels", "scripts", "tests")
     assert [line for path, text, _ in sources(*folders) for line in rules.unfinished_words(path, text)] == []

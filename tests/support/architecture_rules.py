@@ -68,9 +68,17 @@ ARROWS = {
     "__main__": ("cli",),
 }
 
+# Files with private names of torch: all of them, those that override private methods, those read without an import.
+TORCH_PRIVATE = (
+    "megalaunch/engine/torch_private.py",
+    "megalaunch/engine/parallel/pipeline_schedule.py",
+    "megalaunch/engine/hang_diagnostics.py",
+)
+
 # From the ground up; a floor imports only from floors below it, and rooms of one floor do not know each other.
 # A name with a dot is a file that stands on another floor than its folder.
 ENGINE_FLOORS = (
+    ("torch_private",),
     ("worker_setup", "run_end", "hang_diagnostics", "agent", "restricted_objects"),
     ("process_group", "measure", "precision", "mesh"),
     ("param_layout",),
@@ -319,6 +327,25 @@ def device_branches(tree: Tree) -> Iterator[str]:
                 asks = any(isinstance(other, ast.Constant) and other.value == "cpu" for other in node.comparators)
             if asks:
                 yield f"{module.path}:{node.lineno}: a branch on the device belongs behind a dispatch in kernels/"
+
+
+def private_names(path: str, tree: ast.Module) -> Iterator[str]:
+    """Private names of other packages, torch's above all: they belong into engine/torch_private.py."""
+    if path in TORCH_PRIVATE:
+        return
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _dotted(node.value) == "self"}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            source = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for name in (f"{source}{alias.name}" for alias in node.names):
+                if _within(name, ("torch",)) and any(part.startswith("_") for part in name.split(".")):
+                    yield f"{path}:{node.lineno}: {name} belongs into engine/torch_private.py"
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            known = own | {"_replace"}  # of named tuples: no private name
+            if _dotted(node.value) not in ("self", "cls", "os", "sys") and node.attr not in known:
+                yield f"{path}:{node.lineno}: {ast.unparse(node)} belongs into engine/torch_private.py"
 
 
 def unsafe_code(path: str, tree: ast.Module) -> Iterator[str]:

@@ -18,6 +18,7 @@ from megalaunch.config.schema.recompute import RecomputeModule, RecomputeSpec
 from megalaunch.engine.model.decoder import Decoder, DecoderLayer
 from megalaunch.engine.model.norm import Norm
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
+from megalaunch.engine.torch_private import storage_id
 
 Operator = Callable[..., Tensor]
 
@@ -135,7 +136,7 @@ class OutputDiscardingCheckpoint:
         def remembered(*inputs: Any) -> Tensor:
             output = operator(*inputs)
             if self._forward:  # holding the output keeps its storage address, the key, from being reused
-                self._made[_storage(output)] = _RecomputableOutput(operator, inputs), output
+                self._made[storage_id(output)] = _RecomputableOutput(operator, inputs), output
             return output
 
         setattr(module, name, remembered)
@@ -148,7 +149,7 @@ class OutputDiscardingCheckpoint:
         function: Operator = getattr(module, name)
 
         def checkpointed(x: Tensor) -> Tensor:
-            found = self._made.get(_storage(x))
+            found = self._made.get(storage_id(x))
             if found is None:
                 return _checkpoint(function, self.observer, x)
             made, first = found[0], [x]
@@ -181,7 +182,7 @@ class OutputDiscardingCheckpoint:
         layer.forward = forgetful
 
     def _pack(self, tensor: Tensor) -> Tensor | _RecomputableView:
-        found = self._made.get(_storage(tensor))
+        found = self._made.get(storage_id(tensor))
         if found is None:
             return tensor
         found[0].uses += 1
@@ -190,7 +191,3 @@ class OutputDiscardingCheckpoint:
 
 def _unpack(saved: Tensor | _RecomputableView) -> Tensor:
     return saved.value() if isinstance(saved, _RecomputableView) else saved
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.param_layout import local_param
+from megalaunch.engine.torch_private import storage_id, tree_leaves
 
 
 class OffloadedTensor(Protocol):
@@ -123,7 +123,7 @@ class _LayerOffload:
 
     def pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         """Offload a tensor that autograd saves for backward: return it unchanged, or the function that fetches it."""
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_id(tensor)
         if storage in self.kept_here or not tensor.is_floating_point():  # masks and token ids are shared by all layers
             return tensor
         if storage not in self.by_storage:
@@ -171,7 +171,8 @@ def _install_offload_hooks(layer: nn.Module, before: list[_LayerOffload | None],
         if not torch.is_grad_enabled():
             return forward(x, *rest)
         shared = [leaf for leaf in tree_leaves(rest) if isinstance(leaf, Tensor)]
-        kept_here = {_storage(local_param(parameter)) for parameter in layer.parameters()} | set(map(_storage, shared))
+        parameters = [local_param(parameter) for parameter in layer.parameters()]
+        kept_here = {storage_id(tensor) for tensor in (*parameters, *shared)}
         mine = _LayerOffload(None if first else before[0], kept_here, offload)
         before[0] = mine
         try:
@@ -199,7 +200,3 @@ def _install_prefetch_hook(layer: nn.Module, before: list[_LayerOffload | None])
 
 def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved()
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

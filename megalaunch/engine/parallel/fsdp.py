@@ -26,6 +26,12 @@ from megalaunch.config.schema.parallel import DataSharding, ParallelSpec
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.parallel.gloo_reduce_scatter import AllToAllReduceScatter, LocalReduceScatter
+from megalaunch.engine.torch_private import (
+    run_fsdp_post_backward,
+    set_fsdp_async_all_gather,
+    set_fsdp_reduce_dtype,
+    widen_fsdp_partial_sum,
+)
 
 
 @dataclass(frozen=True)
@@ -88,43 +94,26 @@ def apply_fsdp(
         unit.set_force_sum_reduction_for_comms(True)
         if mesh.fsdp_mesh.size() > 1:  # on one rank it would copy gradients to divide them by 1
             unit.set_gradient_divide_factor(1.0)
-            _set_reduce_dtype(unit, reduce)
+            # FSDP2 has one `reduce_dtype` for gradient accumulation over microbatches and for the reduction over ranks;
+            # with the compute dtype, or a narrower one, it would round after every microbatch.
+            set_fsdp_reduce_dtype(unit, reduce)
         if mesh.device.type == "cpu":
             several = mesh.fsdp_mesh.size() > 1
-            unit.set_custom_reduce_scatter(AllToAllReduceScatter() if several else LocalReduceScatter())
+            scatter = AllToAllReduceScatter() if several else LocalReduceScatter()
+            unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # torch's type for it is private
     _set_prefetch_order(model, mesh, parallel.overlap_param_gather)
-
-
-def _set_reduce_dtype(unit: FSDPModule, reduce: torch.dtype) -> None:
-    """Reduce a unit's gradients over ranks in a dtype of its own.
-
-    FSDP2 has one `reduce_dtype` for gradient accumulation over microbatches and for the reduction over ranks; with the
-    compute dtype, or a narrower one, it would round after every microbatch. FSDP2 sets the dtypes of a parameter group
-    in the first forward pass (`_init_mp_dtypes`): the parameters keep the policy's for accumulation, and this hook then
-    sets the group's for the reduce-scatter and the all-reduce.
-    """
-    group = unit._get_fsdp_state()._fsdp_param_group
-    if group is None:  # no parameters of its own
-        return
-    find_out = group._init_mp_dtypes
-
-    def found_out() -> None:
-        find_out()
-        group._reduce_dtype = reduce
-
-    group._init_mp_dtypes = found_out  # type: ignore[method-assign]
 
 
 def _set_prefetch_order(model: Decoder, mesh: Mesh, overlap: bool) -> None:
     """All-gather the next unit's parameters while a unit computes (`overlap`), or each unit's only when it runs.
 
     FSDP2 has two ways to all-gather: on CUDA streams of its own, overlapping with any computation, or as an async
-    operation of the process group, in call order (`_set_unshard_async_op`). CPUs have no streams, and without overlap
+    operation of the process group, in call order. CPUs have no streams, and without overlap
     the all-gather must not run on a separate stream: both take the second way.
     """
     in_forward_order = fsdp_modules(model)  # starts with the root, which holds the embedding
     assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
-    model._set_unshard_async_op(mesh.device.type == "cpu" or not overlap)
+    set_fsdp_async_all_gather(model, mesh.device.type == "cpu" or not overlap)
     if overlap:
         for unit, following in pairwise(in_forward_order):
             unit.set_modules_to_forward_prefetch([following])
@@ -159,22 +148,12 @@ def reduce_grads_if_due(model: Decoder, parallel: ParallelSpec, last: bool) -> N
         assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
         model.set_requires_gradient_sync(True)
         model.set_requires_all_reduce(last)
-        # FSDP2 runs this callback at the end of a backward pass; it reduces all units that were not reduced during
-        # the pass: here every unit.
-        model._get_fsdp_state()._root_post_backward_final_callback()
+        # It reduces all units that were not reduced during the backward pass: here every unit.
+        run_fsdp_post_backward(model)
     if parallel.dp_replicate > 1 and not last:
-        _widen_partial_sums(model)
-
-
-def _widen_partial_sums(model: Decoder) -> None:
-    """HSDP: cast reduce-scattered gradients that wait for the last microbatch's all-reduce to the parameters' dtype.
-
-    FSDP2 would accumulate them over microbatches in the dtype of the reduction.
-    """
-    for unit in fsdp_modules(model):
-        group = unit._get_fsdp_state()._fsdp_param_group
-        if group is not None and group._partial_reduce_output is not None:
-            group._partial_reduce_output = group._partial_reduce_output.to(group._orig_dtype)
+        # FSDP2 would accumulate reduce-scattered gradients over microbatches in the dtype of the reduction.
+        for unit in fsdp_modules(model):
+            widen_fsdp_partial_sum(unit)
 
 
 def reshard(model: Decoder) -> None:

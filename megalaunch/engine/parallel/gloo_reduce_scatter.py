@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # the public setter takes this private type
 
 
-class AllToAllReduceScatter(ReduceScatter):
+class AllToAllReduceScatter:
     """Reduce-scatter for FSDP2's `set_custom_reduce_scatter`: sums in rank order, so that results are reproducible."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:

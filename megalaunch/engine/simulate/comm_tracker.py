@@ -6,15 +6,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group  # there is no public function from a name to its group
-from torch.distributed.distributed_c10d import GroupName
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megalaunch.engine.parallel.step_observer import Phase
 from megalaunch.engine.simulate.phase_tracker import PhaseTracker
+from megalaunch.engine.torch_private import TorchDispatchMode, operator_schema, ranks_of_group, tree_leaves
 
 # The kind of each operator of torch's two namespaces of collectives.
 _KINDS = {
@@ -106,17 +102,14 @@ def collective_kind(function: Any) -> str | None:
     """Return the collective that an operator runs, such as "all-gather"; None if it is no collective."""
     if function.namespace not in _NAMESPACES:
         return None
-    return _KINDS.get(function._schema.name.partition("::")[2])
+    return _KINDS.get(operator_schema(function).name.partition("::")[2])
 
 
 def _ranks(function: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the global ranks of the process group in an operator's arguments."""
-    for argument, value in zip(function._schema.arguments, args, strict=False):
+    for argument, value in zip(operator_schema(function).arguments, args, strict=False):
         if argument.name in ("process_group", "group_name"):
-            group = (
-                _resolve_process_group(GroupName(value)) if isinstance(value, str) else dist.ProcessGroup.unbox(value)
-            )
-            return tuple(dist.get_process_group_ranks(group))
+            return ranks_of_group(value)
     raise AssertionError(f"{function} names no process group")
 
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from megalaunch.config.schema import RunSpec, with_values
@@ -26,6 +25,7 @@ from megalaunch.engine.simulate.report import CollectiveReport, DeepPlan
 from megalaunch.engine.simulate.steady_state import enough_microbatches
 from megalaunch.engine.simulate.step import full_length_documents, make_batch, make_observed_step
 from megalaunch.engine.simulate.tensor_kinds import TensorKinds
+from megalaunch.engine.torch_private import make_fake_tensor_mode
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.memory import predict_memory
 from megalaunch.plan.parameters import vocabulary_rows
@@ -99,7 +99,7 @@ def _steps(spec: RunSpec, mesh: Mesh, moment: PhaseTracker, on_gpu: bool, world:
     tokens = mesh.topology.micro_batch_size * spec.batch.sequence_length // mesh.topology.cp
     exchanges = CommTracker(moment)
     memory = MemoryTracker(moment, (-(-tokens // spec.train.loss_chunks), _local_vocab(spec, mesh)))
-    for mode in (FakeTensorMode(allow_non_fake_inputs=True), FakeScalarMode(), exchanges, memory):
+    for mode in (make_fake_tensor_mode(), FakeScalarMode(), exchanges, memory):
         world.enter_context(mode)
     world.enter_context(memory.tracking())
     materialize(model, mesh)

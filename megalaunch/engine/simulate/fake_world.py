@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalaunch.engine.mesh import Mesh, make_mesh
+from megalaunch.engine.torch_private import READ_SCALAR, TorchDispatchMode, clear_dtensor_cache, init_fake_process_group
 from megalaunch.plan.topology import Topology
 
 
@@ -24,15 +22,15 @@ def fake_mesh(topology: Topology, rank: int) -> Iterator[Mesh]:
     """
     if dist.is_initialized():
         raise RuntimeError("a deep plan needs a process without a process group of its own")
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world)
+    clear_dtensor_cache()
+    init_fake_process_group(rank, topology.world)
     try:
         mesh = make_mesh(topology, torch.device("cpu"), rank)
         _ = mesh.tp, mesh.pp, mesh.cp  # create the axes now, with real tensors: a search in fake ones fails
         yield mesh
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        clear_dtensor_cache()
 
 
 class FakeScalarMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -44,6 +42,6 @@ class FakeScalarMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is torch.ops.aten._local_scalar_dense.default:
+        if function is READ_SCALAR:
             return 0
         return function(*args, **(kwargs or {}))

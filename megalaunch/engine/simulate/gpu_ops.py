@@ -14,12 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.fsdp import fsdp_modules
-from megalaunch.engine.simulate.patch import patch
+from megalaunch.engine.torch_private import fake_tensors_on_gpu, patch, set_default_reduce_scatter
 from megalaunch.kernels import swiglu
 
 
@@ -27,8 +25,7 @@ from megalaunch.kernels import swiglu
 def emulate_gpu_ops() -> Iterator[None]:
     """Within the context, fake tensors and the decoder's operators behave as on a GPU."""
     with ExitStack() as patches:
-        patches.enter_context(patch(FakeTensor, "is_cpu", property(lambda tensor: False)))
-        patches.enter_context(patch(FakeTensor, "is_cuda", property(lambda tensor: True)))
+        patches.enter_context(fake_tensors_on_gpu())
         patches.enter_context(patch(F, "rms_norm", _rms_norm))
         patches.enter_context(patch(F, "scaled_dot_product_attention", _attention))
         patches.enter_context(patch(swiglu, "_has_triton", lambda: True))
@@ -39,7 +36,7 @@ def emulate_gpu_ops() -> Iterator[None]:
 def use_gpu_reduce_scatter(model: ModelParts) -> None:
     """Give the FSDP units FSDP2's default reduce-scatter, instead of the one for gloo."""
     for unit in (unit for part in model.parts for unit in fsdp_modules(part)):
-        unit.set_custom_reduce_scatter(DefaultReduceScatter())
+        set_default_reduce_scatter(unit)
 
 
 class NoCopyOffload:

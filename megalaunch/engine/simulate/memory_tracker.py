@@ -12,14 +12,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megalaunch.engine.parallel.step_observer import Phase
 from megalaunch.engine.simulate.comm_tracker import collective_kind
-from megalaunch.engine.simulate.patch import patch
 from megalaunch.engine.simulate.phase_tracker import SHOWN, PhaseTracker
+from megalaunch.engine.torch_private import (
+    TorchDispatchMode,
+    around_dtensor_shape_inference,
+    local_shard,
+    observe_storage_resize,
+    storage_id,
+    tree_leaves,
+)
 
 Kind = Literal["weights", "gradients", "optimizer", "activations", "logits", "buffers", "collectives"]
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "collectives")
@@ -72,7 +76,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changes: list[_Change] = []
         self._of_forward: list[_Storage] = []
         self._before: Phase = "preparing"
-        self._deaf = False
+        self._is_paused = False
         self.after_phase: Callable[[], None] = lambda: None
         """Called before the first operation of a new phase."""
 
@@ -81,7 +85,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor dispatches again, with its local tensors
-        if self._deaf:
+        if self._is_paused:
             return function(*args, **(kwargs or {}))
         self._notice_phase()
         found = function(*args, **(kwargs or {}))
@@ -119,30 +123,22 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def tracking(self) -> Iterator[None]:
         """Record changes of storages that no operator shows, and ignore operators that are not part of the step."""
-        own_resize, own_meta = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            """Record a resize: FSDP2 frees and reallocates all-gathered parameters in this way."""
-            result = own_resize(storage, size)
-            known = self._live.get(storage._cdata)
-            if known is not None and known.bytes != size:
-                known.kind = "weights"
-                self._change(known, size - known.bytes)
-            return result
-
-        def propagate(*args: Any) -> Any:
-            """Pause recording: DTensor infers a result's shape by running the operator on global fake tensors."""
-            before, self._deaf = self._deaf, True
-            try:
-                return own_meta(*args)
-            finally:
-                self._deaf = before
-
-        with (
-            patch(torch.UntypedStorage, "resize_", resize),
-            patch(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate),
-        ):
+        with observe_storage_resize(self._on_resize), around_dtensor_shape_inference(self._paused):
             yield
+
+    def _on_resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        known = self._live.get(storage_id(storage))
+        if known is not None and known.bytes != size:
+            known.kind = "weights"
+            self._change(known, size - known.bytes)
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def _notice_phase(self) -> None:
         """At a change of phase, label the live storages of the past forward or recompute phase as activations."""
@@ -162,18 +158,19 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _storage(self, tensor: Tensor) -> _Storage:
         """Return the record of a tensor's storage; start one if the storage is new."""
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local = local_shard(tensor)
         own = local.untyped_storage()
-        known = self._live.get(own._cdata)
+        number = storage_id(own)
+        known = self._live.get(number)
         if known is not None:
             return known
         size = own.nbytes()
         known = _Storage(0, self._moment.phase)
         if known.born != "preparing" and local.numel() == self._logits[0] * self._logits[1]:
             known.kind = "logits" if local.shape[-1] == self._logits[1] else None
-        self._live[own._cdata] = known
+        self._live[number] = known
         self._change(known, size)
-        weakref.finalize(own, self._on_free, own._cdata)
+        weakref.finalize(own, self._on_free, number)
         if known.born in ("forward", "recompute"):
             self._of_forward.append(known)
         return known

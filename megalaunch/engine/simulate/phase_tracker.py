@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megalaunch.engine.parallel.step_observer import Phase, StepObserver
+from megalaunch.engine.torch_private import is_in_backward, storage_id
 
 SHOWN: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 
@@ -24,7 +24,7 @@ class PhaseTracker(StepObserver):
     @property
     def phase(self) -> Phase:
         """The phase of the current operation."""
-        if self._reported == "forward" and torch._C._current_graph_task_id() != -1:
+        if self._reported == "forward" and is_in_backward():
             return "backward"
         return self._reported
 
@@ -44,8 +44,8 @@ class PhaseTracker(StepObserver):
     def tag_p2p(self, operations: Sequence[dist.P2POp], phase: Phase) -> None:
         """Set the phase of sends and receives."""
         for operation in operations:
-            self._p2p[operation.tensor.untyped_storage()._cdata] = phase
+            self._p2p[storage_id(operation.tensor)] = phase
 
     def p2p_phase(self, tensor: Tensor) -> Phase:
         """Return the phase of a tensor's send or receive; by default the current phase."""
-        return self._p2p.get(tensor.untyped_storage()._cdata, self.phase)
+        return self._p2p.get(storage_id(tensor), self.phase)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.fsdp import fsdp_modules
 from megalaunch.engine.simulate.memory_tracker import MemoryTracker
+from megalaunch.engine.torch_private import fsdp_unsharded_grads
 from megalaunch.engine.train.optimizer import NamedAdamW
 
 
@@ -26,21 +26,14 @@ class TensorKinds:
         parameters = [parameter for part in self.model.parts for parameter in part.parameters()]
         ledger.label(parameters, "weights")
         ledger.label((parameter.grad for parameter in (*parameters, *self.optimizer.parameters)), "gradients")
-        ledger.label(self._whole_gradients(), "gradients")
+        ledger.label(self._unsharded_gradients(), "gradients")
 
     def claim_moments(self, ledger: MemoryTracker) -> None:
         """Allocate the optimizer's moments, which exist in every step but the first, and label them."""
         ledger.label(self.optimizer.states().values(), "optimizer")
 
-    def _whole_gradients(self) -> Iterator[Tensor | None]:
+    def _unsharded_gradients(self) -> Iterator[Tensor | None]:
         """Yield unsharded gradients, accumulated over microbatches and reduced only at the end of the step."""
-        for parameter in self._sharded():
-            yield parameter.unsharded_accumulated_grad
-            if hasattr(parameter, "_unsharded_param"):  # exists after the first all-gather
-                yield parameter.unsharded_param.grad
-
-    def _sharded(self) -> Iterator[FSDPParam]:
         for part in self.model.parts:
             for unit in fsdp_modules(part):
-                for group in unit._get_fsdp_state()._fsdp_param_groups:
-                    yield from group.fsdp_params
+                yield from fsdp_unsharded_grads(unit)

@@ -1,0 +1,226 @@
+"""The private names of torch that the engine needs, each with its purpose and with what fails without it.
+
+Other files use no private names; the architecture test refuses them. Two files are excepted: the classes of
+parallel/pipeline_schedule.py override private methods of torch's pipelines, and hang_diagnostics.py must not import
+torch. All names exist in torch 2.13, the version of constraints.txt. Unless a comment says otherwise, a torch without
+a name raises an AttributeError or ImportError at its first use.
+
+Modules that take long to import are imported by the functions that need them: generation needs none of them.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+# TorchDispatchMode shows every operator of a step to deep plans: there is no public interface for it.
+# tree_leaves returns the tensors in nested arguments: there is no public form of it.
+__all__ = ["TorchDispatchMode", "tree_leaves"]
+
+# The functional collectives. The public ones wait as soon as their result is used; the engine runs a matmul between
+# start and wait. The operators have the same names in every torch since 2.1.
+FUNCTIONAL_COLLECTIVES = torch.ops._c10d_functional
+
+# The operator of `Tensor.item()`, to which a simulation gives a result.
+READ_SCALAR = torch.ops.aten._local_scalar_dense.default
+
+# The unpickler of object collectives, which the engine replaces by a restricted one: torch has no setting for it.
+ObjectUnpickler = distributed_c10d._unpickler
+
+
+def set_object_unpickler(unpickler: type[Any]) -> None:
+    """Make all object collectives of this process use an unpickler."""
+    distributed_c10d._unpickler = unpickler
+
+
+def storage_id(owner: Tensor | torch.UntypedStorage) -> int:
+    """Return a number that names a live storage. Data pointers do not: they are 0 for fake tensors."""
+    return (owner.untyped_storage() if isinstance(owner, Tensor) else owner)._cdata
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd runs a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def operator_schema(operator: Any) -> Any:
+    """Return the schema of an operator that a dispatch mode receives: its name and its arguments' names."""
+    return operator._schema
+
+
+def ranks_of_group(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of the process group in an operator's arguments: its name, or a boxed group."""
+    if not isinstance(group, str):
+        return tuple(dist.get_process_group_ranks(ProcessGroup.unbox(group)))
+    from torch._C._distributed_c10d import _resolve_process_group  # there is no public function from name to group
+
+    return tuple(dist.get_process_group_ranks(_resolve_process_group(distributed_c10d.GroupName(group))))
+
+
+def group_timeouts(group: ProcessGroup) -> list[datetime.timedelta]:
+    """Return the timeouts of a group's backends; a backend without one, such as a simulated one, is left out."""
+    return [backend.options._timeout for backend in _backends(group)]
+
+
+def set_group_timeout(group: ProcessGroup, limit: datetime.timedelta) -> None:
+    """Set the timeout of a group's backends, which torch's device meshes create with the default."""
+    for backend in _backends(group):
+        backend._set_default_timeout(limit)
+
+
+def _backends(group: ProcessGroup) -> list[Any]:
+    found: list[Any] = [group._get_backend(device) for device in group._device_types]
+    return [backend for backend in found if hasattr(getattr(backend, "options", None), "_timeout")]
+
+
+def set_fsdp_reduce_dtype(unit: FSDPModule, dtype: torch.dtype) -> None:
+    """Reduce an FSDP unit's gradients over ranks in a dtype of its own.
+
+    FSDP2 sets the dtypes of a parameter group in the first forward pass (`_init_mp_dtypes`): the parameters keep the
+    policy's for accumulation, and this hook then sets the group's for the reduce-scatter and the all-reduce.
+    """
+    group: Any = unit._get_fsdp_state()._fsdp_param_group
+    if group is None:  # no parameters of its own
+        return
+    set_policy_dtypes = group._init_mp_dtypes
+
+    def set_dtypes() -> None:
+        set_policy_dtypes()
+        group._reduce_dtype = dtype
+
+    group._init_mp_dtypes = set_dtypes
+
+
+def set_fsdp_async_all_gather(model: FSDPModule, enabled: bool) -> None:
+    """All-gather parameters as async operations in call order, not on CUDA streams of FSDP2's own."""
+    model._set_unshard_async_op(enabled)
+
+
+def run_fsdp_post_backward(model: FSDPModule) -> None:
+    """Run the callback at the end of FSDP2's backward pass, which reduces all units that are not reduced yet."""
+    model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def widen_fsdp_partial_sum(unit: FSDPModule) -> None:
+    """HSDP: cast a reduce-scattered gradient that waits for its all-reduce to the parameters' dtype."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is not None and group._partial_reduce_output is not None:
+        group._partial_reduce_output = group._partial_reduce_output.to(group._orig_dtype)
+
+
+def fsdp_unsharded_grads(unit: FSDPModule) -> Iterator[Tensor | None]:
+    """Yield the unsharded gradients of an FSDP unit, accumulated over microbatches and not yet reduced."""
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        parameters: Sequence[FSDPParam] = group.fsdp_params
+        for parameter in parameters:
+            yield parameter.unsharded_accumulated_grad
+            if hasattr(parameter, "_unsharded_param"):  # exists after the first all-gather
+                yield parameter.unsharded_param.grad
+
+
+def set_default_reduce_scatter(unit: FSDPModule) -> None:
+    """Give an FSDP unit FSDP2's own reduce-scatter again."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    unit.set_custom_reduce_scatter(DefaultReduceScatter())
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor without an operator, which a dispatch mode would see; others unchanged."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def init_fake_process_group(rank: int, world_size: int) -> None:
+    """Initialize torch's fake process group, whose collectives send nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def clear_dtensor_cache() -> None:
+    """Clear DTensor's cache of sharding decisions, which holds meshes of process groups that were destroyed."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def make_fake_tensor_mode() -> FakeTensorMode:
+    """Return a mode in which tensors have shapes and dtypes, and no memory; real tensors may be their inputs."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def fake_tensors_on_gpu() -> Iterator[None]:
+    """Within the context, fake CPU tensors report that they are on a GPU, which this torch may not be built for."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    with (
+        patch(FakeTensor, "is_cpu", property(lambda tensor: False)),
+        patch(FakeTensor, "is_cuda", property(lambda tensor: True)),
+    ):
+        yield
+
+
+@contextmanager
+def observe_storage_resize(resized: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Within the context, call `resized` with each storage that is resized, and its new size.
+
+    A resize is no operator, so a dispatch mode does not see it. FSDP2 frees and reallocates all-gathered
+    parameters in this way.
+    """
+    resize_storage = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize_storage(storage, size)
+        resized(storage, size)
+        return result
+
+    with patch(torch.UntypedStorage, "resize_", resize):
+        yield
+
+
+@contextmanager
+def around_dtensor_shape_inference(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Within this context, enter `context` while DTensor infers a shape by an operator on global fake tensors."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    infer_shape: Any = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def infer(*args: Any) -> Any:
+        with context():
+            return infer_shape(*args)
+
+    with patch(ShardingPropagator, "_propagate_tensor_meta_non_cached", infer):
+        yield
+
+
+@contextmanager
+def patch(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set `owner.name` to `value` within the context. For torch only, where it has no hook."""
+    own, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:  # inherited
+            delattr(owner, name)
