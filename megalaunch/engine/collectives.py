@@ -46,7 +46,7 @@ def reduce_scatter_async(x: Tensor, dim: int, axis: Axis) -> AsyncCollective:
         return _completed(x)
     parts = x if dim == 0 else torch.cat(x.chunk(axis.size, dim=dim), dim=0)
     if x.is_cpu:
-        # gloo's own reduce-scatter sends the whole tensor to every rank (figures: parallel/gloo_reduce_scatter.py).
+        # gloo's own reduce-scatter sends the whole tensor to every rank (figures: parallel/fsdp.py).
         exchanged = all_to_all_async(parts, axis)
         return AsyncCollective(exchanged.sent, lambda found: found.view(axis.size, -1, *parts.shape[1:]).sum(0))
     return AsyncCollective(_OPS.reduce_scatter_tensor(parts.contiguous(), "sum", axis.size, axis.group), _identity)

@@ -32,7 +32,7 @@ class ParamLayout:
         return self.shard_dim is not None and (self.max_shards is None or self.max_shards >= ranks)
 
     def is_partial(self, ranks: int, sequence_parallel: bool) -> bool:
-        """Return whether the ranks' gradients must be summed (`train/finalize_grads.py`)."""
+        """Return whether the ranks' gradients must be summed (`train/grads.py`)."""
         if ranks == 1 or self.is_sharded(ranks):
             return False
         return self.shard_dim is not None or self.partial or (self.partial_under_sp and sequence_parallel)
@@ -59,7 +59,7 @@ def local_param(parameter: Tensor) -> Tensor:
     """Return this rank's shard of a parameter as a plain tensor; its gradient flows back to the parameter.
 
     The gradient gets the placements of the parameter. Gradients that are partial over tp are summed once a step, by
-    `train/finalize_grads.py`, and not here: one coalesced all-reduce instead of one for each parameter.
+    `train/grads.py`, and not here: one coalesced all-reduce instead of one for each parameter.
     """
     if not hasattr(type(parameter), "to_local"):  # of the type: of a tensor, a tracer of graphs gives no answer
         return parameter

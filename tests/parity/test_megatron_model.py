@@ -16,8 +16,8 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
-from megalaunch.engine.train.finalize_grads import finalize_grads
 from megalaunch.engine.train.forward_backward import make_forward_backward
+from megalaunch.engine.train.grads import finalize_grads
 from megalaunch.plan.topology import Topology
 
 BATCH = 8

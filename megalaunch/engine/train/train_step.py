@@ -20,10 +20,9 @@ from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.run_end import RankError, RunEnd
-from megalaunch.engine.train.clip import clip_divisor, local_grad_norm_sq
 from megalaunch.engine.train.dataloader import StepBatch
-from megalaunch.engine.train.finalize_grads import finalize_grads
 from megalaunch.engine.train.forward_backward import ForwardBackward
+from megalaunch.engine.train.grads import clip_divisor, finalize_grads, local_grad_norm_sq
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.rank_sync import StepReduction, all_gather_objects, reduce_step_stats, total_valid_tokens
 from megalaunch.engine.train.schedule import learning_rate

@@ -81,7 +81,7 @@ ENGINE = MemoryProfile(
 
 # The same on a CPU: it has no fused kernels, and allocating memory is slow. kernels/swiglu.py saves
 # silu(gate), which its gradients overwrite; see also kernels/causal_attention.py, engine/train/loss.py,
-# engine/parallel/gloo_reduce_scatter.py.
+# engine/parallel/fsdp.py.
 CPU_ENGINE = replace(
     ENGINE,
     name="engine on CPU",

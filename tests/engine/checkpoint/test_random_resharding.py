@@ -26,8 +26,8 @@ from megalaunch.engine.parallel.parallelize import build_sharded_model, material
 from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.train.checkpointer import AsyncSaveContext, TrainProgress, restore_run, save_run, state_tensors
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
-from megalaunch.engine.train.finalize_grads import finalize_grads
 from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
+from megalaunch.engine.train.grads import finalize_grads
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology

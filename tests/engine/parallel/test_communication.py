@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.parallel.fsdp import fsdp_modules
-from megalaunch.engine.parallel.gloo_reduce_scatter import AllToAllReduceScatter, LocalReduceScatter
+from megalaunch.engine.parallel.fsdp import AllToAllReduceScatter, LocalReduceScatter, fsdp_modules
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
 from megalaunch.engine.train.forward_backward import make_forward_backward

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalaunch.config.schema.optimizer import OptimizerSpec
-from megalaunch.engine.train.clip import clip_divisor, local_grad_norm_sq
+from megalaunch.engine.train.grads import clip_divisor, local_grad_norm_sq
 from megalaunch.engine.train.optimizer import NamedAdamW
 
 
