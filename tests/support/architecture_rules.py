@@ -81,7 +81,7 @@ ENGINE_FLOORS = (
     ("torch_private",),
     ("worker_setup", "run_end", "hang_diagnostics", "agent", "restricted_objects"),
     ("process_group", "measure", "precision", "mesh"),
-    ("param_layout",),
+    ("param_layout", "autograd"),
     ("collectives", "dtensor"),
     ("model",),
     ("families", "parallel"),

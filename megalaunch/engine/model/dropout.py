@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.tp_region import TPRegion
 
@@ -39,8 +40,7 @@ class DropoutMask:
 
     def __call__(self, x_BsH: Tensor) -> Tensor:
         """Zero elements with probability `rate`, and divide the others by 1 - rate."""
-        dropped: Tensor = _Drop.apply(x_BsH, self.rows, self.columns, self.rate)  # type: ignore[no-untyped-call]
-        return dropped
+        return apply_function(_Drop, x_BsH, self.rows, self.columns, self.rate)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.config import RopeConfig
 from megalaunch.engine.model.rope_scaling import scaled_inv_freq
 from megalaunch.plan.attention_factor import attention_factor
@@ -46,7 +47,7 @@ def rope_cos_sin(positions: Tensor, rope: RopeConfig, dtype: torch.dtype, last: 
 def apply_rope(x_BNSD: Tensor, rotation: RopeCache) -> Tensor:
     """Rotate the pairs (i, i + R/2) of each head's first R features by their position's angle."""
     width = rotation.cos.shape[-1]
-    turned: Tensor = _ApplyRope.apply(x_BNSD[..., :width], *rotation)  # type: ignore[no-untyped-call]
+    turned = apply_function(_ApplyRope, x_BNSD[..., :width], *rotation)
     rest = x_BNSD[..., width:]
     return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megalaunch.config.schema.parallel import ContextCommType, ParallelSpec
+from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.collectives import all_gather_async, all_to_all_async, reduce_scatter_async
 from megalaunch.engine.mesh import Axis, Mesh
 from megalaunch.engine.model.attention.core import AttentionFn, causal_attention, masked_attention
@@ -107,7 +108,7 @@ def _all_gather_attention(axis: Axis, order: Tensor, everyone: Tensor | None, wi
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
         keys_values = torch.stack((k_BGsD, v_BGsD))
-        whole: Tensor = _AllGather.apply(keys_values, axis)  # type: ignore[no-untyped-call]
+        whole = apply_function(_AllGather, keys_values, axis)
         k_BGSD, v_BGSD = whole.unbind()
         return attend_all(q_BNsD, k_BGSD, v_BGSD, scoring)
 
@@ -122,8 +123,7 @@ def _ring_attention(axis: Axis, order: Tensor, everyone: Tensor | None, window: 
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
         keys_values = torch.stack((k_BGsD, v_BGsD))
-        out: Tensor = RingAttention.apply(q_BNsD, keys_values, masks, axis, scoring, scoring.sinks)  # type: ignore[no-untyped-call]
-        return out
+        return apply_function(RingAttention, q_BNsD, keys_values, masks, axis, scoring, scoring.sinks)
 
     return attend
 
@@ -180,14 +180,14 @@ def _repeat_kv_to(x_BGsD: Tensor, ranks: int) -> Tensor:
 def _to_heads(x_BNsD: Tensor, axis: Axis) -> Tensor:
     """All-to-all from token shards to head shards: [B, N, s, D] -> [B, n, S, D], tokens in rank order."""
     parts = torch.stack(x_BNsD.chunk(axis.size, dim=1))  # [cp, B, n, s, D]: part i has the heads of rank i
-    found: Tensor = _AllToAll.apply(parts, axis)  # type: ignore[no-untyped-call]
+    found = apply_function(_AllToAll, parts, axis)
     return torch.cat(found.unbind(), dim=_SEQUENCE)
 
 
 def _to_tokens(x_BnSD: Tensor, axis: Axis) -> Tensor:
     """All-to-all from head shards to token shards: [B, n, S, D], tokens in rank order -> [B, N, s, D]."""
     parts = torch.stack(x_BnSD.chunk(axis.size, dim=_SEQUENCE))  # [cp, B, n, s, D]: part i has the tokens of rank i
-    found: Tensor = _AllToAll.apply(parts, axis)  # type: ignore[no-untyped-call]
+    found = apply_function(_AllToAll, parts, axis)
     return torch.cat(found.unbind(), dim=1)
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.collectives import AsyncCollective, all_to_all_v_async
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.model.attention.core import AttentionFn, causal_attention, masked_attention
@@ -136,10 +137,10 @@ def _attention(
         out = []
         if partition.has_split_documents:
             kv_exchange = _KVExchange(plan, axis, sent)
-            coming: Tensor = _StartKVExchange.apply(kv_GcD, kv_exchange)  # type: ignore[no-untyped-call]
+            coming = apply_function(_StartKVExchange, kv_GcD, kv_exchange)
             # Between start and finish, so that the all-to-all overlaps with it; autograd runs the reverse order.
             out += _computed(q_whole, kv_GcD[:, :, : plan.whole], whole, scoring)
-            arrived: Tensor = _FinishKVExchange.apply(coming, kv_exchange)  # type: ignore[no-untyped-call]
+            arrived = apply_function(_FinishKVExchange, coming, kv_exchange)
             at_hand = torch.cat((kv_GcD, arrived), dim=2)
             out += _computed(q_cut, at_hand.index_select(2, keys), rest, scoring)
             # An empty slice: it keeps `arrived` in the graph of a rank that received no keys, which must still enter

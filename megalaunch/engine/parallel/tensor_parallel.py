@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megalaunch.engine.autograd import apply_function, apply_tuple_function
 from megalaunch.engine.collectives import AsyncCollective, all_gather_async, all_reduce_async, reduce_scatter_async
 from megalaunch.engine.dtensor import shard_param
 from megalaunch.engine.mesh import Axis
@@ -57,9 +58,9 @@ class TensorParallel:
         weights = [self.local_param(p.weight, p.layout) for p in projections]
         outputs: tuple[Tensor, ...]
         if self.overlap and self.sequence_parallel:
-            outputs = AllGatherMatmulRing.apply(x_BsH, self.axis, *weights)  # type: ignore[no-untyped-call]
+            outputs = apply_tuple_function(AllGatherMatmulRing, x_BsH, self.axis, *weights)
         else:
-            outputs = _ColumnParallelLinearFn.apply(x_BsH, self.axis, self.sequence_parallel, *weights)  # type: ignore[no-untyped-call]
+            outputs = apply_tuple_function(_ColumnParallelLinearFn, x_BsH, self.axis, self.sequence_parallel, *weights)
         return tuple(
             out if p.bias is None else out + self.local_param(p.bias, p.bias_layout)
             for out, p in zip(outputs, projections, strict=True)
@@ -67,14 +68,13 @@ class TensorParallel:
 
     def gather_from_sequence_parallel_region(self, x_BsH: Tensor) -> Tensor:
         """All-gather the sequence: [B, s, H] -> [B, S, H]. Backward: reduce-scatter of the partial gradients."""
-        whole: Tensor = _GatherFromSP.apply(x_BsH, self.axis, self.sequence_parallel)  # type: ignore[no-untyped-call]
-        return whole
+        return apply_function(_GatherFromSP, x_BsH, self.axis, self.sequence_parallel)
 
     def row_parallel_linear(self, x_BSf: Tensor, projection: Linear) -> Tensor:
         """Apply a projection whose input features are sharded, and sum over ranks: [B, S, f] -> [B, s, H]."""
         weight = local_param(projection.weight)
         if self.overlap and self.sequence_parallel:
-            total: Tensor = MatmulReduceScatterRing.apply(x_BSf, self.axis, weight)  # type: ignore[no-untyped-call]
+            total = apply_function(MatmulReduceScatterRing, x_BSf, self.axis, weight)
         else:
             total = self._sum(linear(x_BSf, weight))
         return total if projection.bias is None else total + local_param(projection.bias)
@@ -93,8 +93,7 @@ class TensorParallel:
 
     def all_reduce_mean(self, statistic: Tensor) -> Tensor:
         """Average a statistic over ranks, each of which computed it on its shard of the features."""
-        mean: Tensor = _AllReduceMean.apply(statistic, self.axis)  # type: ignore[no-untyped-call]
-        return mean
+        return apply_function(_AllReduceMean, statistic, self.axis)
 
     def local_seq_len(self, length: int) -> int:
         """Return s for S = `length`."""
@@ -110,8 +109,7 @@ class TensorParallel:
             self.sequence_parallel = kept
 
     def _sum(self, partial: Tensor) -> Tensor:
-        total: Tensor = _ReduceFromTPRegion.apply(partial, self.axis, self.sequence_parallel)  # type: ignore[no-untyped-call]
-        return total
+        return apply_function(_ReduceFromTPRegion, partial, self.axis, self.sequence_parallel)
 
 
 class _ColumnParallelLinearFn(torch.autograd.Function):

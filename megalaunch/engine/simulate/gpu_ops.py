@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.fsdp import fsdp_modules
 from megalaunch.engine.torch_private import fake_tensors_on_gpu, patch, set_default_reduce_scatter
@@ -74,8 +75,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor, epsilon: float) -> Tensor:
-    normed: Tensor = _RMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
-    return normed
+    return apply_function(_RMSNorm, x, weight)
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -114,8 +114,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     bias = None if attn_mask is None else attn_mask.to(q.dtype)  # fused kernels add the mask in the dtype of the scores
-    out: Tensor = _FlashAttention.apply(q, k, v, bias)  # type: ignore[no-untyped-call]
-    return out
+    return apply_function(_FlashAttention, q, k, v, bias)
 
 
 class _Swiglu(torch.autograd.Function):

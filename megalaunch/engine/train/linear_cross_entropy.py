@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.train.loss import cross_entropy_sum
 
@@ -38,8 +39,14 @@ class LinearCrossEntropy:
         assert head is not None, "only the last stage knows a loss"
         x_TH = tp_region.gather_from_sequence_parallel_region(output).flatten(0, 1)
         weight_vH = tp_region.local_param(head.weight, head.layout)
-        loss: Tensor = _ChunkedLinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            x_TH, weight_vH, labels_BS.flatten(), self._chunk_loss, self.chunks, torch.is_grad_enabled()
+        loss = apply_function(
+            _ChunkedLinearCrossEntropy,
+            x_TH,
+            weight_vH,
+            labels_BS.flatten(),
+            self._chunk_loss,
+            self.chunks,
+            torch.is_grad_enabled(),
         )
         return loss
 

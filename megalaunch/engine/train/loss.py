@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.collectives import all_reduce_async, all_reduce_max
 from megalaunch.engine.mesh import Axis
 from megalaunch.kernels.cross_entropy import cross_entropy, logits_grad, subtract_max
@@ -39,8 +40,7 @@ def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor, vocabulary: Axis, c
         logits.detach()[:, columns:] = -math.inf  # probability 0, and so gradient 0
     if vocabulary.size == 1:
         return cross_entropy(logits, labels, IGNORE_INDEX)
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, vocabulary)  # type: ignore[no-untyped-call]
-    return loss
+    return apply_function(_VocabParallelCrossEntropy, logits, labels, vocabulary)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.attention.mask import AttentionMask
 from megalaunch.engine.model.attention.score_mod import ScoreMod
 
@@ -105,8 +106,7 @@ def attention(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: AttentionMas
         return F.scaled_dot_product_attention(
             q_BNSD, k_BGTD, v_BGTD, attn_mask=mask.allowed, scale=scoring.scale, enable_gqa=grouped
         )
-    out: Tensor = _BlockwiseAttention.apply(q_BNSD, k_BGTD, v_BGTD, mask, scoring, scoring.sinks)  # type: ignore[no-untyped-call]
-    return out
+    return apply_function(_BlockwiseAttention, q_BNSD, k_BGTD, v_BGTD, mask, scoring, scoring.sinks)
 
 
 class _BlockwiseAttention(torch.autograd.Function):
