@@ -75,9 +75,10 @@ def _checkpoint_method(module: nn.Module, name: str, observer: StepObserver) -> 
 
 def _checkpoint(function: Operator, observer: StepObserver, *inputs: Any) -> Tensor:
     """Run a function under `torch.utils.checkpoint`. It draws no random numbers, so no RNG state is saved."""
-    output: Tensor = checkpoint(
-        function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=observer.checkpoint_contexts
-    )
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if observer is not NO_OBSERVER:  # torch.compile does not trace a call with a `context_fn`
+        settings["context_fn"] = observer.checkpoint_contexts
+    output: Tensor = checkpoint(function, *inputs, **settings)
     return output
 
 

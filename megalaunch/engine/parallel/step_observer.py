@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch.distributed as dist
-from torch.utils.checkpoint import noop_context_fn
 
 Phase = Literal["preparing", "forward", "backward", "recompute", "optimizer"]
 """Phases of a step; "preparing" is everything outside of steps, such as the shape inference of a pipeline."""
@@ -16,11 +15,9 @@ Phase = Literal["preparing", "forward", "backward", "recompute", "optimizer"]
 class StepObserver:
     """Hooks that the engine calls while it runs a step. These defaults do nothing and cost nothing."""
 
-    checkpoint_contexts = staticmethod(noop_context_fn)
-    """Return a context for the forward pass of a checkpointed function, and one for its recomputation.
-
-    The default is torch's own no-op, which `torch.compile` recognizes.
-    """
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return a context for the forward pass of a checkpointed function, and one for its recomputation."""
+        return nullcontext(), nullcontext()
 
     def phase_scope(self, phase: Phase) -> AbstractContextManager[None]:
         """Return a context in which the engine runs `phase`."""
