@@ -1,6 +1,7 @@
 """Corpus to token files: right sides, right tokens, the same bytes, once, whatever is killed meanwhile."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -21,8 +22,12 @@ from megalaunch.config.schema.tokenizer import TokenizerSpec
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 from megalaunch.data.prepare import PreparedData, prepare
+from megalaunch.data.preprocess import build_corpus
+from megalaunch.data.preprocess import corpus as corpus_module
 from megalaunch.data.preprocess.build_corpus import is_validation
 from megalaunch.data.preprocess.corpus import find_corpus
+from megalaunch.data.preprocess.encoder_pool import EncoderPool
+from megalaunch.data.preprocess.settings import Settings
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 
 FILES = ["train.bin", "train.idx", "validation.bin", "validation.idx", "tokenizer.json"]
@@ -158,6 +163,22 @@ def test_the_fast_engine_writes_the_same_files(data, monkeypatch):
     slow, said = run(dataclasses.replace(data, cache_directory=data.cache_directory + "2"))
     assert any("gigatoken is not installed" in line for line in said)
     assert hashes(fast) == hashes(slow)
+
+
+def test_several_workers_write_the_same_files(tmp_path, monkeypatch):
+    corpus = write_jsonl(tmp_path / "c.jsonl", ["", *sentences(3000)])
+    lines = corpus.read_bytes().splitlines(keepends=True)
+    corpus.write_bytes(b"".join([*lines[:1000], b"{nonsense\n", *lines[1000:]]))
+    data = DataSpec(corpus=str(corpus), validation_every=3, on_bad_record="skip", cache_directory=str(tmp_path / "one"))
+    one, _ = run(data)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(build_corpus, "_BYTES_A_WORKER", 10_000)
+    monkeypatch.setattr(corpus_module, "Settings", functools.partial(Settings, chunk_bytes=5000))
+    counts, real = [], EncoderPool.__init__
+    monkeypatch.setattr(EncoderPool, "__init__", lambda *args: (counts.append(args[1]), real(*args))[1])
+    two, _ = run(dataclasses.replace(data, cache_directory=str(tmp_path / "two")))
+    assert counts == [2]
+    assert hashes(one) == hashes(two)
 
 
 def test_another_vocabulary_gives_other_files(data):

@@ -13,7 +13,7 @@ import pytest
 from token_files import sentences, small_tokenizer
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.preprocess import work_dir
+from megalaunch.data.preprocess import state
 from megalaunch.data.preprocess.preprocess import preprocess
 from megalaunch.data.preprocess.settings import OnBadRecord, Settings
 
@@ -108,7 +108,7 @@ def test_an_end_while_the_final_names_are_given(corpus, one_pass, tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", replace)
         if step == "assemble":
-            patch.setattr(work_dir, "copy_index", full)
+            patch.setattr(state, "copy_index", full)
         with pytest.raises(DataError, match=r"No space left on device\. Free space there, then go on with --resume"):
             preprocess([str(corpus[0])], tmp_path / "out", settings_for(corpus[1]), lambda progress: None)
     assert not (tmp_path / "out_text_document.idx").exists()
@@ -130,7 +130,7 @@ def test_a_full_disk_while_writing(corpus, one_pass, tmp_path, monkeypatch):
         return real(file, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(work_dir.os, "write", write)
+        patch.setattr(state.os, "write", write)
         with pytest.raises(DataError, match="cannot write it: No space left on device"):
             preprocess([str(corpus[0])], tmp_path / "out", settings_for(corpus[1]), lambda progress: None)
     assert not list(tmp_path.glob("out*"))

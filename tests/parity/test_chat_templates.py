@@ -140,7 +140,7 @@ def test_a_template_without_marks(tmp_path, folder):
     assert prepared(tmp_path, folder, [{"messages": messages(talk)} for talk in TALKS], "tokenizer") == marked
     forgets = "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}|{% endif %}{% endfor %}"
     configured(folder, forgets, "chatml")
-    with pytest.raises(DataError, match=r"in another way than within the whole.*\{% generation %\}"):
+    with pytest.raises(DataError, match=r"in another way than in the complete one.*\{% generation %\}"):
         prepared(tmp_path, folder, [{"messages": messages(TALKS[1])}], "tokenizer")
 
 
@@ -213,7 +213,7 @@ def test_what_a_tokenizers_own_template_may_not(tmp_path, folder):
         with pytest.raises(DataError, match=r"line 1: a message holds <\|im_start\|>, which would begin or end a turn"):
             prepared(tmp_path, folder, forged, name)
     (folder / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(DataError, match="no chat template stands beside it"):
+    with pytest.raises(DataError, match="its directory has no chat template"):
         prepared(tmp_path, folder, talk, "tokenizer")
 
 

@@ -29,7 +29,7 @@ class MegatronCommand(CompleteCommand):
     """Takes Megatron-LM's spelling of the options as well as ours."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Rewrite the words, then parse them."""
+        """Translate Megatron's options, then parse the arguments."""
         from megalaunch.cli.data.megatron_args import translate_args
         from megalaunch.rundir.outcome import ExitCode
         from megalaunch.runs.errors import refuse
@@ -56,7 +56,7 @@ def run(
     tokenizer: Annotated[
         Path, typer.Option(help="tokenizer.json, GPT-2 vocabulary, SentencePiece model, tiktoken or tekken ranks.")
     ],
-    merges: Annotated[Path | None, typer.Option(help="Merges of a GPT-2 vocabulary; default: beside it.")] = None,
+    merges: Annotated[Path | None, typer.Option(help="Merges of a GPT-2 vocabulary; default: next to it.")] = None,
     tiktoken_pattern: Annotated[str, typer.Option(help="Of Megatron's JSON list of tiktoken ranks: v1 or v2.")] = "v2",
     vocab_size: Annotated[int, typer.Option(help="Of such a list, special tokens included.")] = 1 << 17,
     tiktoken_num_special_tokens: Annotated[int, typer.Option(help="Of such a list.")] = 1000,
@@ -153,7 +153,7 @@ def _note(text: str) -> None:
 
 
 def _progress_line(documents: int | None) -> Callable[[Progress], None]:
-    """Shows progress on stderr: one line drawn over on a terminal, else a line now and then."""
+    """Return a function that shows progress on stderr: on a terminal one redrawn line, else a line every 10 s."""
     terminal = sys.stderr.isatty()
     interval = _TERMINAL_INTERVAL if terminal else _PLAIN_INTERVAL
     shown, counted = time.monotonic(), 0
@@ -173,7 +173,7 @@ def _progress_line(documents: int | None) -> Callable[[Progress], None]:
 
 
 def _end_line() -> None:
-    """Clear the line that is drawn over, where there is one."""
+    """Clear the redrawn line on a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write("\r\033[K")
         sys.stderr.flush()
@@ -183,7 +183,7 @@ def _line(progress: Progress) -> str:
     seconds = max(progress.seconds, 1e-9)
     speed = progress.bytes_read / seconds
     rates = f"{progress.documents:,} documents  {speed / 1e6:.1f} MB/s  {progress.tokens / seconds:,.0f} tokens/s"
-    if not progress.bytes_total:  # of standard input nobody knows the end
+    if not progress.bytes_total:  # the size of standard input is not known
         return f"{progress.bytes_read / 1e6:,.1f} MB  {rates}"
     share = min(progress.bytes_read / progress.bytes_total, 1.0)
     bar = "#" * round(share * _BAR)

@@ -61,7 +61,7 @@ class Sections:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A record that cannot be read, and the cause; `lines` is the number of lines it stands for."""
+    """A record that cannot be read, and the cause; `lines` is the number of lines that it replaces."""
 
     cause: str
     fix: str
@@ -162,42 +162,44 @@ def too_long(size: int, limit: int) -> Unreadable:
 
 def _decompressed_chunks(entry: Input, number: int, settings: Settings, start: int) -> Iterator[Chunk]:
     """Yield chunks of a stream; content before `start` is decompressed and skipped."""
-    stream, held, at, stored, dropped = DecompressedStream(entry), bytearray(), 0, 0, 0
+    stream, buffer, read, stored, dropped = DecompressedStream(entry), bytearray(), 0, 0, 0
     end = Position(number + 1, 0)
     try:
         for block in stream.blocks():
-            at += len(block)
-            if at <= start:
+            read += len(block)
+            if read <= start:
                 continue
-            held += block[max(0, start - at) :] if at - len(block) < start else block
-            cut = held.rfind(b"\n") + 1
+            buffer += block[max(0, start - read) :] if read - len(block) < start else block
+            cut = buffer.rfind(b"\n") + 1
             if dropped and cut:  # the end of a line that was too long to buffer
-                rest = held.find(b"\n") + 1
+                rest = buffer.find(b"\n") + 1
                 body: Body = too_long(dropped + rest, settings.record_bytes)
-                yield Chunk(entry.path, body, stream.stored - stored, Position(number, at - len(held) + rest))
-                del held[:rest]
+                yield Chunk(entry.path, body, stream.stored - stored, Position(number, read - len(buffer) + rest))
+                del buffer[:rest]
                 dropped, stored, cut = 0, stream.stored, cut - rest
-            if cut and len(held) >= settings.chunk_bytes:
-                offset = at - len(held)
-                body = Lines(offset, bytes(held[:cut]))
+            if cut and len(buffer) >= settings.chunk_bytes:
+                offset = read - len(buffer)
+                body = Lines(offset, bytes(buffer[:cut]))
                 yield Chunk(entry.path, body, stream.stored - stored, Position(number, offset + cut))
-                del held[:cut]
+                del buffer[:cut]
                 stored = stream.stored
-            elif not cut and len(held) + dropped > settings.record_bytes:
-                dropped += len(held)
-                held.clear()
+            elif not cut and len(buffer) + dropped > settings.record_bytes:
+                dropped += len(buffer)
+                buffer.clear()
     except CorruptStream as error:
-        if held.rfind(b"\n") >= 0:
-            whole = bytes(held[: held.rfind(b"\n") + 1])
-            yield Chunk(entry.path, Lines(at - len(held), whole), 0, Position(number, at - len(held) + len(whole)))
-        body = Unreadable(str(error), "Copy the file again, or make it anew.", 1)
+        if buffer.rfind(b"\n") >= 0:
+            complete = bytes(buffer[: buffer.rfind(b"\n") + 1])
+            yield Chunk(
+                entry.path, Lines(read - len(buffer), complete), 0, Position(number, read - len(buffer) + len(complete))
+            )
+        body = Unreadable(str(error), "Copy the file again, or create it again.", 1)
         yield Chunk(entry.path, body, entry.size - stored, end)
         return
     left = max(stream.stored, entry.size) - stored
     if dropped:
-        yield Chunk(entry.path, too_long(dropped + len(held), settings.record_bytes), left, end)
-    elif held:
-        yield Chunk(entry.path, Lines(at - len(held), bytes(held)), left, end)
+        yield Chunk(entry.path, too_long(dropped + len(buffer), settings.record_bytes), left, end)
+    elif buffer:
+        yield Chunk(entry.path, Lines(read - len(buffer), bytes(buffer)), left, end)
 
 
 def _texts(inputs: Sequence[Input], number: int, settings: Settings) -> Chunk:
@@ -206,7 +208,7 @@ def _texts(inputs: Sequence[Input], number: int, settings: Settings) -> Chunk:
     if first.size > settings.record_bytes:
         return Chunk(first.path, too_long(first.size, settings.record_bytes), first.size, Position(number + 1, 0))
     if not first.is_plain:
-        return _packed_text(first, number, settings)
+        return _compressed_text(first, number, settings)
     last, size = number + 1, first.size
     while last < len(inputs) and inputs[last].format is Format.TEXT and inputs[last].is_plain:
         if size + inputs[last].size > settings.chunk_bytes:
@@ -217,7 +219,7 @@ def _texts(inputs: Sequence[Input], number: int, settings: Settings) -> Chunk:
     return Chunk(first.path, WholeFiles(paths), size, Position(last, 0))
 
 
-def _packed_text(entry: Input, number: int, settings: Settings) -> Chunk:
+def _compressed_text(entry: Input, number: int, settings: Settings) -> Chunk:
     """Return a chunk of one compressed text file."""
     content, end = bytearray(), Position(number + 1, 0)
     try:
@@ -226,7 +228,7 @@ def _packed_text(entry: Input, number: int, settings: Settings) -> Chunk:
             if len(content) > settings.record_bytes:
                 return Chunk(entry.path, too_long(len(content), settings.record_bytes), entry.size, end)
     except CorruptStream as error:
-        body = Unreadable(str(error), "Copy the file again, or make it anew.", 1)
+        body = Unreadable(str(error), "Copy the file again, or create it again.", 1)
         return Chunk(entry.path, body, entry.size, end)
     return Chunk(entry.path, WholeFiles((entry.path,), bytes(content)), entry.size, end)
 

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from megalaunch.data.tokenizer.tokenizer import Tokenizer, tokenizer_from_json
 
 CACHE_BYTES = 192 << 20  # growth of the process at which gigatoken is reloaded to drop its cache
-_LOOK_EVERY = 1 << 20  # characters between checks of the memory
-_RENEW_EVERY = 1 << 25  # characters between reloads, if the system does not report a process's memory
+_CHECK_EVERY = 1 << 20  # characters between checks of the memory
+_RELOAD_EVERY = 1 << 25  # characters between reloads, if the system does not report a process's memory
 _NFC = '"NFC"'  # in a tokenizer.json with that normalizer; in others it may be a token, which is harmless
 _DIGITS = '"Digits"'  # in a tokenizer.json with that pre-tokenizer; in others it may be a token, which is harmless
 # Code points above are ideographs, private use and tags: no digits.
@@ -58,8 +58,8 @@ class GigatokenEncoder:
         self._normalizes = _NFC in content
         self._digits = DigitTokens.build(content)
         self._encode = self._load()
-        self._held = _bytes_held()
-        self._seen = 0  # characters since the last check of the memory
+        self._start_bytes = _private_bytes()
+        self._characters = 0  # characters since the last check of the memory
 
     def __call__(self, text: str) -> NDArray[Any]:
         """Return the ids of a text, from `tokenizers` where gigatoken might differ."""
@@ -68,9 +68,9 @@ class GigatokenEncoder:
         if self._digits is not None and may_hold_newer_digits(text):
             return self._exact_ids(text)
         ids = self._encode(text)
-        self._seen += len(text)
-        if self._seen >= _LOOK_EVERY:
-            self._look()
+        self._characters += len(text)
+        if self._characters >= _CHECK_EVERY:
+            self._check_memory()
         if self._digits is None:
             return ids
         replaced = self._digits.replace(ids)
@@ -83,18 +83,18 @@ class GigatokenEncoder:
         encode: Callable[[str], NDArray[Any]] = gigatoken.Tokenizer.from_json(content.encode()).encode
         return encode
 
-    def _look(self) -> None:
+    def _check_memory(self) -> None:
         """Reload gigatoken if the process has grown by more than `cache_bytes`."""
-        held = _bytes_held()
-        if held is None or self._held is None:
-            if self._seen < _RENEW_EVERY:
+        now = _private_bytes()
+        if now is None or self._start_bytes is None:
+            if self._characters < _RELOAD_EVERY:
                 return
-        elif held - self._held <= self._cache_bytes:
-            self._seen = 0
+        elif now - self._start_bytes <= self._cache_bytes:
+            self._characters = 0
             return
         del self._encode  # free the old one first, so that two never coexist
         self._encode = self._load()
-        self._held, self._seen = _bytes_held(), 0
+        self._start_bytes, self._characters = _private_bytes(), 0
 
     def _exact_ids(self, text: str) -> NDArray[Any]:
         return np.array(self._exact.encode_batch([text])[0], dtype=np.uint32)
@@ -118,7 +118,7 @@ def _newer() -> NDArray[np.bool_]:
     return table
 
 
-def _bytes_held() -> int | None:
+def _private_bytes() -> int | None:
     """Return the private memory of this process in bytes; None if the system does not report it."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
@@ -145,14 +145,14 @@ class DigitTokens:
         """Build from a tokenizer.json; None if it does not start with isolating digits, or another step interferes."""
         if _DIGITS not in content:
             return None
-        whole = json.loads(content)
-        steps = (whole.get("pre_tokenizer") or {}).get("pretokenizers") or [{}]
+        rewritten = json.loads(content)
+        steps = (rewritten.get("pre_tokenizer") or {}).get("pretokenizers") or [{}]
         isolates = steps[0].get("type") == "Digits" and steps[0].get("individual_digits")
         by_bytes = steps[-1].get("type") == "ByteLevel" and not any(step.get("add_prefix_space") for step in steps)
-        model, added = whole["model"], whole["added_tokens"]
-        if not isolates or not by_bytes or whole.get("normalizer") or any(map(_interferes, added)):
+        model, added = rewritten["model"], rewritten["added_tokens"]
+        if not isolates or not by_bytes or rewritten.get("normalizer") or any(map(_conflicts, added)):
             return None
-        whole["pre_tokenizer"] = steps[1] if len(steps) == 2 else {"type": "Sequence", "pretokenizers": steps[1:]}
+        rewritten["pre_tokenizer"] = steps[1] if len(steps) == 2 else {"type": "Sequence", "pretokenizers": steps[1:]}
         vocabulary = model["vocab"]
         first = 1 + max([*vocabulary.values(), *(token["id"] for token in added)], default=-1)
         missing = sorted(_byte_characters() - vocabulary.keys())
@@ -165,7 +165,7 @@ class DigitTokens:
         placeholders = {digit: bytes_end + at for at, digit in enumerate(several)}
         added += [_added_token(digit, placeholders.get(digit, ids[digit][0])) for digit in digits if ids[digit]]
         added.sort(key=lambda token: token["id"])
-        return cls(json.dumps(whole), first, bytes_end, [ids[digit] for digit in several])
+        return cls(json.dumps(rewritten), first, bytes_end, [ids[digit] for digit in several])
 
     def replace(self, ids: NDArray[Any]) -> NDArray[Any] | None:
         """Return the ids of the original tokenizer; None for text with a byte that has no token."""
@@ -188,7 +188,7 @@ def may_hold_newer_digits(text: str) -> bool:
     return bool(_unassigned()[points].any())
 
 
-def _interferes(token: dict[str, Any]) -> bool:
+def _conflicts(token: dict[str, Any]) -> bool:
     """Return whether an added token is matched after the digits, or in a different way."""
     return token["single_word"] or (token["normalized"] and any(map(str.isnumeric, token["content"])))
 

@@ -32,7 +32,7 @@ _BLOCK = 1 << 20
 _AHEAD = 1 << 28  # bytes that hashing may be ahead of the encoding
 START_AGAIN = "Start again when nothing writes to it any more, or read a copy."
 # Raised by the decompressors for a truncated or corrupt stream.
-_DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, OSError, ValueError)
+_CORRUPT = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, OSError, ValueError)
 
 
 class CorruptStream(Exception):
@@ -107,8 +107,8 @@ def describe(path: Path, kind: Format, name: str = "") -> Input:
     if kind is Format.AUTO:
         kind = Format.JSONL if inner in RECORD_SUFFIXES else _TABLES.get(inner, Format.TEXT)
     if kind in TABLES and compression:
-        fix = f"Unpack it first, or name it without {compression}."
-        raise DataError(f"{kind} files are compressed inside, not as a whole", file=path, fix=fix)
+        fix = f"Decompress it first, or name it without {compression}."
+        raise DataError(f"{kind} files have their own compression and are not compressed again", file=path, fix=fix)
     try:
         status = path.stat()
     except OSError as error:
@@ -122,7 +122,7 @@ def check_unchanged(inputs: Iterable[Input]) -> None:
     A file that was written to while it was read may lack lines or have partial ones.
 
     Raises:
-        DataError: an input has changed or is gone.
+        DataError: an input has changed or was removed.
     """
     for entry in inputs:
         if entry.is_stdin:
@@ -152,11 +152,11 @@ class DecompressedStream:
         """Yield non-empty blocks; raises CorruptStream, or DataError if reading the file fails."""
         try:
             yield from self._blocks
-        except _DAMAGE as error:
+        except _CORRUPT as error:
             if not self._source.compression:
                 raise cannot("read it", self._source.path, _as_os_error(error)) from error
             reason = str(error) or type(error).__name__
-            raise CorruptStream(f"the {self._source.compression} stream is cut or damaged ({reason})") from error
+            raise CorruptStream(f"the {self._source.compression} stream is truncated or corrupt ({reason})") from error
         finally:
             if not self._source.is_stdin:
                 self._raw.close()
@@ -180,21 +180,21 @@ class DecompressedStream:
     def _zstandard(self) -> Iterator[bytes]:
         """Decompress zstandard, with windows of up to 2 GiB and any number of frames."""
         zstandard = import_optional("zstandard", self._source.path)
-        unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-        whole = True
-        while packed := self._raw.read(_BLOCK // 8):
-            while packed:
+        decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+        frame_ended = True
+        while compressed := self._raw.read(_BLOCK // 8):
+            while compressed:
                 try:
-                    block = unpacker.decompress(packed)
+                    block = decompressor.decompress(compressed)
                 except zstandard.ZstdError as error:
                     raise ValueError(str(error)) from None
-                whole, packed = unpacker.eof, unpacker.unused_data if unpacker.eof else b""
+                frame_ended, compressed = decompressor.eof, decompressor.unused_data if decompressor.eof else b""
                 self._count(0)
                 if block:
                     yield block
-                if whole:  # a file may have several frames
-                    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-        if not whole:
+                if frame_ended:  # a file may have several frames
+                    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+        if not frame_ended:
             raise EOFError("the last frame is not complete")
 
 
@@ -205,15 +205,15 @@ def lines(path: Path) -> Iterator[bytes]:
         with open_source(path) as file:
             yield from file
         return
-    held = b""
+    partial = b""
     try:
         for block in DecompressedStream(source).blocks():
-            *whole, held = (held + block).split(b"\n")
-            yield from (line + b"\n" for line in whole)
+            *complete, partial = (partial + block).split(b"\n")
+            yield from (line + b"\n" for line in complete)
     except CorruptStream as error:
-        raise DataError(str(error), file=path, fix="Copy the file again, or make it anew.") from None
-    if held:
-        yield held
+        raise DataError(str(error), file=path, fix="Copy the file again, or create it again.") from None
+    if partial:
+        yield partial
 
 
 def import_optional(module: str, path: Path) -> Any:
@@ -241,7 +241,7 @@ class InputHashes:
         self._hashes: list[str] = []
         self._error: DataError | None = None
         self._hashed = self._reached = 0
-        self._moved = threading.Condition()
+        self._position_changed = threading.Condition()
         self._thread = threading.Thread(target=self._hash_all, daemon=True)
 
     def start(self) -> None:
@@ -250,9 +250,9 @@ class InputHashes:
 
     def reached(self, position: int) -> None:
         """Report the number of bytes of all inputs that are encoded, which paces the hashing."""
-        with self._moved:
+        with self._position_changed:
             self._reached = position
-            self._moved.notify()
+            self._position_changed.notify()
 
     def finish(self) -> list[str]:
         """Return the hex digest of each input, empty for standard input. DataError if an input could not be read."""
@@ -277,6 +277,6 @@ class InputHashes:
             while size := file.readinto(block):
                 digest.update(block[:size])
                 self._hashed += size
-                with self._moved:
-                    self._moved.wait_for(lambda: self._hashed <= self._reached + _AHEAD)
+                with self._position_changed:
+                    self._position_changed.wait_for(lambda: self._hashed <= self._reached + _AHEAD)
         return digest.hexdigest()

@@ -22,9 +22,8 @@ from megalaunch.data.preprocess.encoder_pool import EncoderPool
 from megalaunch.data.preprocess.inputs import Input, InputHashes, check_unchanged
 from megalaunch.data.preprocess.records import valid_texts
 from megalaunch.data.preprocess.settings import EngineChoice, Settings
-from megalaunch.data.preprocess.state import Progress, State, resume_fingerprint
+from megalaunch.data.preprocess.state import Progress, State, WorkDir, resume_fingerprint
 from megalaunch.data.preprocess.tokenizer_loader import CHECKED_CHARACTERS, TokenizerInfo, TokenizerLoader
-from megalaunch.data.preprocess.work_dir import WorkDir
 from megalaunch.data.tokenizer.tokenizer import SpecialTokens, required_eod, required_special_tokens, tokenizer_file
 
 _BEGINNING = Position(0, 0)

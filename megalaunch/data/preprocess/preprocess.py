@@ -1,22 +1,32 @@
-"""Text to token files in Megatron's format, in order, with several processes; needs no torch and no process group."""
+"""`megalaunch preprocess`: text to token files in Megatron's format and their reports; needs no torch."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import megalaunch
 from megalaunch.data.errors import DataError
+from megalaunch.data.indexed_dataset.builder import token_type
+from megalaunch.data.indexed_dataset.dataset import bin_path, idx_path
+from megalaunch.data.indexed_dataset.report import write_report
 from megalaunch.data.preprocess.chunking import chunks
 from megalaunch.data.preprocess.encoder_backend import EncoderBackend
-from megalaunch.data.preprocess.inputs import find_inputs
+from megalaunch.data.preprocess.inputs import Input, find_inputs
 from megalaunch.data.preprocess.pipeline import Job, TextToTokens
-from megalaunch.data.preprocess.report import write_reports
 from megalaunch.data.preprocess.settings import Settings
 from megalaunch.data.preprocess.state import Progress
 from megalaunch.data.preprocess.tokenizer_loader import TokenizerLoader
+from megalaunch.data.tokenizer.tokenizer import tokenizer_file
+
+_RESULT_SETTINGS = (
+    *("workers", "append_eod", "add_special_tokens", "json_keys"),
+    *("format", "on_bad_record", "language", "record_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,7 @@ def preprocess(
         loader: is already loading the tokenizer of these settings; closed here.
 
     Raises:
-        DataError: no file has its final name then, and finished work is saved for `settings.resume` (work_dir.py).
+        DataError: no file has its final name then, and finished work is saved for `settings.resume` (state.py).
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise DataError("preprocessing was started by torchrun, once a process", fix="Start it by itself, once.")
@@ -82,6 +92,62 @@ def preprocess(
                 quarantine = finals[0].with_name(f"{output_prefix.name}_quarantine.jsonl")
             hashes = run.finish()
             outputs = run.output.build_indexes()
-            report, *_ = write_reports(finals, found, hashes, settings, run, loading.vocabulary_hash(), outputs)
+            report, *_ = _write_reports(finals, found, hashes, settings, run, loading.vocabulary_hash(), outputs)
             run.publish(quarantine)
             return Result(tuple(finals), report, quarantine, state.counts, state.bad, run.backend)
+
+
+def _write_reports(
+    prefixes: Sequence[Path],
+    inputs: Sequence[Input],
+    hashes: Sequence[str],
+    settings: Settings,
+    run: TextToTokens,
+    vocabulary_hash: str,
+    outputs: dict[str, Any],
+) -> list[Path]:
+    """Write one report for each prefix (one for each JSON key), with that prefix's token count.
+
+    Args:
+        prefixes: the prefixes of the output.
+        inputs, hashes: the files that were read, and the sha256 of each.
+        settings, run: how the tokens were made.
+        vocabulary_hash: `Tokenizer.vocabulary_hash` of the tokenizer.
+        outputs: size and hashes of each file written.
+
+    Raises:
+        DataError: a report cannot be written.
+    """
+    tokenizer, around, state = run.tokenizer, run.special_tokens, run.state
+    path = tokenizer_file(settings.tokenizer)
+    chosen = asdict(settings)
+    width = token_type(tokenizer.vocab_size).itemsize
+    content: dict[str, Any] = {
+        "megalaunch": megalaunch.__version__,
+        "settings": {
+            "tokenizer": str(path),
+            "merges": None if settings.merges is None else str(settings.merges),
+            "tiktoken": asdict(settings.tiktoken),
+            **{name: chosen[name] for name in _RESULT_SETTINGS},
+        },
+        "engine": {"name": run.backend.name, "note": run.backend.note},
+        "tokenizer": {
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "vocabulary_sha256": vocabulary_hash,
+            "vocab_size": tokenizer.vocab_size,
+            "eod_id": tokenizer.eod_id,
+            "ids_before_text": list(around.before),
+            "ids_after_text": list(around.after),
+        },
+        "inputs": [
+            {"file": str(entry.path), "bytes": entry.size, "sha256": digest}
+            for entry, digest in zip(inputs, hashes, strict=True)
+        ],
+        "bad_records": state.bad,
+    }
+    reports = []
+    for prefix in prefixes:
+        files = {name: outputs[name] for name in (bin_path(prefix).name, idx_path(prefix).name)}
+        counts = asdict(state.counts) | {"tokens": files[bin_path(prefix).name]["bytes"] // width}
+        reports.append(write_report(prefix, {**content, "counts": counts, "outputs": files}))
+    return reports

@@ -62,7 +62,7 @@ class MaxBad:
 
 @dataclass(frozen=True)
 class Fixes:
-    """Fixes that errors and notes suggest, in the words of `megalaunch preprocess` by default.
+    """Fixes that errors and notes suggest, which name the options of `megalaunch preprocess` by default.
 
     Attributes:
         no_eod: to a tokenizer without an end-of-document token.

@@ -1,6 +1,6 @@
 """Files named by a path, directory or glob, in a stable order; of a dataset directory, its training split.
 
-Splits are found as on the Hub: by the words train, validation, test (and their usual variants) in the name of a file or
+Splits are found as on the Hub: by train, validation, test (and their usual variants) in the name of a file or
 directory, by `SPLIT-00000-of-00005`, and by dataset_dict.json and state.json of `save_to_disk`.
 """
 
@@ -26,17 +26,17 @@ CORRECT_PATH = "Correct the path, or allow reading."
 TRAIN = "train"
 _TABLES_AND_RECORDS = {*RECORD_SUFFIXES, *TABLE_SUFFIXES}
 _TEXTS = {".txt", ".text", ".raw", ".tokens"}
-_WORDS = {
+_SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), TRAIN),
     **dict.fromkeys(("validation", "valid", "dev", "val"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-_WORD = re.compile(rf"(?:^|[-._ 0-9])({'|'.join(_WORDS)})(?=$|[-._ 0-9])", re.IGNORECASE)
+_SPLIT_NAME = re.compile(rf"(?:^|[-._ 0-9])({'|'.join(_SPLIT_NAMES)})(?=$|[-._ 0-9])", re.IGNORECASE)
 _SHARD = re.compile(r"^(?:.*[-.])?(?P<split>\w+)[-.]\d{5}-of-\d{5}", re.ASCII)
 _NO_SPLITS = {"data", "part", "shard", "chunk", "file"}  # `part-00000-of-00005` is a shard, not a split
-_ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "croissant.json"}
-_ABOUT_STEMS = {"readme", "license", "licence", "notice", "copying", "citation", "changelog", "requirements"}
-_ABOUT_SUFFIXES = {".md", ".rst", ".py", ".ipynb", ".yaml", ".yml", ".lock", ".cff", ".sh"}
+_METADATA_NAMES = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "croissant.json"}
+_METADATA_STEMS = {"readme", "license", "licence", "notice", "copying", "citation", "changelog", "requirements"}
+_METADATA_SUFFIXES = {".md", ".rst", ".py", ".ipynb", ".yaml", ".yml", ".lock", ".cff", ".sh"}
 _SHOWN = 3
 
 
@@ -148,7 +148,7 @@ def select_files(root: Path, files: Sequence[CorpusFile], default: str | None = 
         chosen = named[default]
         notes = [_split_note(root, str(default), splits)]
     else:
-        shown = ", ".join(f"{name} ({_words_for(root, members, files)})" for name, members in sorted(named.items()))
+        shown = ", ".join(f"{name} ({_name_files(root, members, files)})" for name, members in sorted(named.items()))
         lacking = "" if default is None else f", none of which is called {default}"
         raise DataError(f"it holds several splits{lacking}: {shown}", file=root, fix="Name the files of one of them.")
     return SelectedFiles(tuple(chosen), (*notes, *_skipped_note(root, others)))
@@ -156,11 +156,11 @@ def select_files(root: Path, files: Sequence[CorpusFile], default: str | None = 
 
 def _data_files(root: Path, files: Sequence[CorpusFile]) -> list[CorpusFile]:
     """Return the files that may be data; empty for a directory of plain texts, where all files are data."""
-    if any(_kind(file) in _TABLES_AND_RECORDS and not _is_about(file) for file in files):
+    if any(_kind(file) in _TABLES_AND_RECORDS and not _is_metadata(file) for file in files):
         taken = _TABLES_AND_RECORDS | _TEXTS
-        return [file for file in files if _kind(file) in taken and not _is_about(file)]
+        return [file for file in files if _kind(file) in taken and not _is_metadata(file)]
     if _has_dataset_card(root) or _is_texts_in_splits(files):
-        return [file for file in files if _kind(file) not in _ABOUT_SUFFIXES and not _is_about(file)]
+        return [file for file in files if _kind(file) not in _METADATA_SUFFIXES and not _is_metadata(file)]
     return []
 
 
@@ -170,10 +170,10 @@ def _kind(file: CorpusFile) -> str:
     return (PurePosixPath(path.stem) if path.suffix in COMPRESSIONS else path).suffix.lower()
 
 
-def _is_about(file: CorpusFile) -> bool:
+def _is_metadata(file: CorpusFile) -> bool:
     """Return whether a file describes the dataset (README, license, metadata)."""
     name = PurePosixPath(file.name).name.lower()
-    return name in _ABOUT or re.split(r"[.\-_]", name)[0] in _ABOUT_STEMS
+    return name in _METADATA_NAMES or re.split(r"[.\-_]", name)[0] in _METADATA_STEMS
 
 
 def _has_dataset_card(root: Path) -> bool:
@@ -186,7 +186,7 @@ def _has_dataset_card(root: Path) -> bool:
 
 
 def _is_texts_in_splits(files: Sequence[CorpusFile]) -> bool:
-    data = [file for file in files if not _is_about(file) and _kind(file) not in _ABOUT_SUFFIXES]
+    data = [file for file in files if not _is_metadata(file) and _kind(file) not in _METADATA_SUFFIXES]
     return all(_kind(file) in _TEXTS for file in data) and _splits(data, {}, texts=True) is not None
 
 
@@ -204,17 +204,17 @@ def _splits(data: Sequence[CorpusFile], saved: dict[str, str], texts: bool) -> d
 
 
 def _split_name(file: CorpusFile, saved: dict[str, str]) -> str:
-    """Return the split of a file by its directory, shard name or words in its path; "" without one."""
+    """Return the split of a file by its directory, shard name, or a split's name in its path; "" without one."""
     path = PurePosixPath(file.name)
     for part in path.parts[:-1]:
         if part in saved:
             return saved[part]
     shard = _SHARD.match(path.name)
-    if shard and shard["split"].lower() not in {*_NO_SPLITS, *_WORDS} and not shard["split"].isdigit():
+    if shard and shard["split"].lower() not in {*_NO_SPLITS, *_SPLIT_NAMES} and not shard["split"].isdigit():
         return shard["split"]
     for part in reversed(path.parts):
-        if word := _WORD.search(part):
-            return _WORDS[word[1].lower()]
+        if found := _SPLIT_NAME.search(part):
+            return _SPLIT_NAMES[found[1].lower()]
     return ""
 
 
@@ -243,7 +243,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _split_note(root: Path, chosen: str, splits: dict[str, list[CorpusFile]]) -> str:
     everything = [file for members in splits.values() for file in members]
     left = [
-        f"split {name} ({_words_for(root, members, everything)})"
+        f"split {name} ({_name_files(root, members, everything)})"
         if name
         else f"without a split: {_join_names(members)}"
         for name, members in sorted(splits.items(), key=lambda item: (not item[0], item[0]))
@@ -253,10 +253,10 @@ def _split_note(root: Path, chosen: str, splits: dict[str, list[CorpusFile]]) ->
 
 
 def _skipped_note(root: Path, others: Sequence[CorpusFile]) -> tuple[str, ...]:
-    return (f"{root}: left out what is no data: {_join_names(others)}",) if others else ()
+    return (f"{root}: left out files without data: {_join_names(others)}",) if others else ()
 
 
-def _words_for(root: Path, members: Sequence[CorpusFile], everything: Sequence[CorpusFile]) -> str:
+def _name_files(root: Path, members: Sequence[CorpusFile], everything: Sequence[CorpusFile]) -> str:
     """Return a name for exactly these files: a file, a glob, or their number."""
     if len(members) == 1:
         return str(members[0].path)

@@ -56,28 +56,28 @@ def table_rows(entry: Input, keys: Sequence[str], part_bytes: int, start: int = 
     """Yield all rows from `start`, in parts of about `part_bytes`. Raises DataError."""
     arrow = import_optional("pyarrow", entry.path)
     read = _parquet if entry.format is Format.PARQUET else _arrow
-    held: list[tuple[Any, ...]] = []
-    size, row, share, told = 0, start, 0.0, -1
+    pending: list[tuple[Any, ...]] = []
+    size, row, share, counted = 0, start, 0.0, -1
     try:
         for batch in read(entry.path, keys, start):
-            if held and size >= part_bytes:  # another batch follows, so these rows are not the last
-                yield TablePart(held, row, int(entry.size * share) - told, is_last=False)
-                held, size, told = [], 0, int(entry.size * share)
+            if pending and size >= part_bytes:  # another batch follows, so these rows are not the last
+                yield TablePart(pending, row, int(entry.size * share) - counted, is_last=False)
+                pending, size, counted = [], 0, int(entry.size * share)
             columns = [batch.columns.column(batch.columns.schema.get_field_index(key)) for key in keys]
             rows = list(zip(*(column.to_pylist() for column in columns), strict=True))
             skipped = max(0, start - batch.first)
             if skipped >= len(rows):
                 continue
-            if told < 0:
-                told = int(entry.size * (batch.before + (batch.share - batch.before) * skipped / len(rows)))
-            held += rows[skipped:]
+            if counted < 0:
+                counted = int(entry.size * (batch.before + (batch.share - batch.before) * skipped / len(rows)))
+            pending += rows[skipped:]
             size += sum(column.nbytes for column in columns)
             row, share = batch.first + len(rows), batch.share
     except (arrow.ArrowException, OSError) as error:
         cause = f"it cannot be read as {entry.format} ({error})"
-        raise DataError(cause, file=entry.path, fix="Copy the file again, or make it anew.") from error
-    if held:
-        yield TablePart(held, row, entry.size - told, is_last=True)
+        raise DataError(cause, file=entry.path, fix="Copy the file again, or create it again.") from error
+    if pending:
+        yield TablePart(pending, row, entry.size - counted, is_last=True)
 
 
 def table_columns(entry: Input) -> list[str]:
@@ -93,7 +93,7 @@ def table_columns(entry: Input) -> list[str]:
             return list(opened(source).schema.names)
     except (arrow.ArrowException, OSError) as error:
         cause = f"it cannot be read as {entry.format} ({error})"
-        raise DataError(cause, file=entry.path, fix="Copy the file again, or make it anew.") from error
+        raise DataError(cause, file=entry.path, fix="Copy the file again, or create it again.") from error
 
 
 def _parquet(path: Path, keys: Sequence[str], start: int) -> Iterator[_Batch]:
@@ -128,13 +128,13 @@ def _arrow(path: Path, keys: Sequence[str], start: int) -> Iterator[_Batch]:
             batches = ((file.get_batch(number), (number + 1) / count) for number in range(count))
         else:
             file = ipc.open_stream(source)
-            batches = ((batch, source.tell() / size) for batch in file)
+            batches = ((one, source.tell() / size) for one in file)
         _check_columns(path, file.schema.names, keys)
         before = 0.0
-        for whole, after in batches:
-            for offset in range(0, whole.num_rows, _ROWS_AT_ONCE):
-                part = whole.slice(offset, _ROWS_AT_ONCE)
-                shares = [before + (after - before) * rows / whole.num_rows for rows in (offset, offset + len(part))]
+        for batch, after in batches:
+            for offset in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                part = batch.slice(offset, _ROWS_AT_ONCE)
+                shares = [before + (after - before) * rows / batch.num_rows for rows in (offset, offset + len(part))]
                 if row + len(part) > start:
                     yield _Batch(part, row, *shares)
                 row += len(part)

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from megalaunch.data.preprocess import work_dir
-from megalaunch.data.preprocess.work_dir import BackgroundFsync
+from megalaunch.data.preprocess import state
+from megalaunch.data.preprocess.state import BackgroundFsync
 
 
 def test_it_syncs_what_was_written_and_tells_of_failures(monkeypatch):
@@ -18,7 +18,7 @@ def test_it_syncs_what_was_written_and_tells_of_failures(monkeypatch):
             raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)
-    monkeypatch.setattr(work_dir, "_SYNCED_AT_ONCE", 100)
+    monkeypatch.setattr(state, "_SYNCED_AT_ONCE", 100)
     sync = BackgroundFsync()
     sync.notify_written(7, 99)
     sync.finish()
@@ -42,7 +42,7 @@ def test_one_at_a_time(monkeypatch):
         go.wait(60)
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)
-    monkeypatch.setattr(work_dir, "_SYNCED_AT_ONCE", 10)
+    monkeypatch.setattr(state, "_SYNCED_AT_ONCE", 10)
     sync = BackgroundFsync()
     for _ in range(5):
         sync.notify_written(7, 10)

@@ -119,7 +119,7 @@ def test_packed_files_hold_the_documents_of_plain_ones(tmp_path, suffix):
         assert [text for _, text in documents_of(packed)] == [text for _, text in plain]
         assert documents_of(packed)[0][0] == f"{name}{suffix}:1"
         packed.write_bytes(packed.read_bytes()[:-20])
-        with pytest.raises(DataError, match=rf"{name}{suffix}: the {suffix} stream is cut or damaged"):
+        with pytest.raises(DataError, match=rf"{name}{suffix}: the {suffix} stream is truncated or corrupt"):
             documents_of(packed)
 
 
@@ -223,6 +223,12 @@ def test_a_later_section_that_is_no_utf8_is_named_by_line(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"words\n" * 5000 + b"\xff\n")
     with pytest.raises(DataError, match=r"a\.txt, line 5001: no UTF-8 text \(byte 0xff in column 1\)"):
         documents_of(tmp_path)
+
+
+def test_text_with_nul_bytes_is_refused_as_in_preprocess(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"words\n" * 5000 + b"a\0b\n")
+    with pytest.raises(DataError, match=r"a\.txt, line 5001: it holds NUL bytes: no text, or a damaged file"):
+        documents_of(tmp_path / "a.txt")
 
 
 @pytest.mark.parametrize(

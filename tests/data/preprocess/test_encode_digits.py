@@ -132,9 +132,9 @@ def test_it_is_chosen_once_its_ids_are_found_to_agree(monkeypatch):
 
 
 def test_a_renewed_one_gives_the_same_ids(monkeypatch):
-    monkeypatch.setattr(gigatoken_encoder, "_bytes_held", lambda: None)
-    monkeypatch.setattr(gigatoken_encoder, "_LOOK_EVERY", 10)
-    monkeypatch.setattr(gigatoken_encoder, "_RENEW_EVERY", 10)
+    monkeypatch.setattr(gigatoken_encoder, "_private_bytes", lambda: None)
+    monkeypatch.setattr(gigatoken_encoder, "_CHECK_EVERY", 10)
+    monkeypatch.setattr(gigatoken_encoder, "_RELOAD_EVERY", 10)
     encode = GigatokenEncoder(in_smollm_style())
     first, engine = encode(TEXT), encode._encode
     assert first.tolist() == encode(TEXT).tolist()

@@ -11,7 +11,7 @@ from token_files import small_tokenizer
 
 from megalaunch.data.preprocess import gigatoken_encoder
 from megalaunch.data.preprocess.encoder_backend import make_encoder
-from megalaunch.data.preprocess.gigatoken_encoder import GigatokenEncoder, _bytes_held, has_newer_marks
+from megalaunch.data.preprocess.gigatoken_encoder import GigatokenEncoder, _private_bytes, has_newer_marks
 from megalaunch.data.preprocess.settings import EngineChoice
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer, tokenizer_from_json
 
@@ -33,25 +33,25 @@ def test_memory_is_bounded_on_text_that_never_repeats(content):
     limit = 12 << 20
     encode = GigatokenEncoder(content, limit)
     first = encode(unique_text(0))
-    before, most, loads = _bytes_held(), 0, []
+    before, most, loads = _private_bytes(), 0, []
     load = encode._load
     encode._load = lambda: loads.append(1) or load()
     for number in range(8):
         encode(unique_text(number))
-        most = max(most, _bytes_held() - before)
+        most = max(most, _private_bytes() - before)
     assert loads
     assert most < 3 * limit, most
     np.testing.assert_array_equal(encode(unique_text(0)), first)
     encode._cache_bytes = 1 << 40
     for number in range(8):
         encode(unique_text(number))
-    assert _bytes_held() - before > 4 * limit
+    assert _private_bytes() - before > 4 * limit
 
 
 def test_it_is_renewed_by_length_where_a_process_cannot_be_measured(content, monkeypatch):
-    monkeypatch.setattr(gigatoken_encoder, "_bytes_held", lambda: None)
-    monkeypatch.setattr(gigatoken_encoder, "_LOOK_EVERY", 10)
-    monkeypatch.setattr(gigatoken_encoder, "_RENEW_EVERY", 25)
+    monkeypatch.setattr(gigatoken_encoder, "_private_bytes", lambda: None)
+    monkeypatch.setattr(gigatoken_encoder, "_CHECK_EVERY", 10)
+    monkeypatch.setattr(gigatoken_encoder, "_RELOAD_EVERY", 25)
     encode = GigatokenEncoder(content)
     held = []
     for _ in range(6):

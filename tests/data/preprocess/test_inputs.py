@@ -60,7 +60,7 @@ def test_a_cut_stream_is_one_bad_record(tmp_path, tokenizer, suffix):
     content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     packed = tmp_path / f"in.jsonl{suffix}"
     packed.write_bytes(PACKERS[suffix](content)[:-9])
-    with pytest.raises(DataError, match=rf"in\.jsonl{suffix}.*the {suffix} stream is cut or damaged"):
+    with pytest.raises(DataError, match=rf"in\.jsonl{suffix}.*the {suffix} stream is truncated or corrupt"):
         run(packed, tmp_path / "out", Settings(tokenizer))
     counts = run(packed, tmp_path / "out", Settings(tokenizer, on_bad_record=OnBadRecord.SKIP)).counts
     assert (counts.skipped, counts.written) == (1, len(TEXTS))

@@ -204,7 +204,7 @@ def test_a_dataset_saved_to_disk(tmp_path, tokenizer):
     result = preprocess([str(root)], tmp_path / "out", Settings(tokenizer), lambda _: None, notes.append)
     assert result.counts.written == 400
     assert f"{root}: read split train (1 file); left out split holdout ({root}/holdout/data-00000" in notes[0]
-    assert notes[1].startswith(f"{root}: left out what is no data: ")
+    assert notes[1].startswith(f"{root}: left out files without data: ")
     assert "cache-3fd5a2.arrow" in notes[1] or "more" in notes[1]
     # One split by its own folder.
     one = preprocess([str(root / "holdout")], tmp_path / "one", Settings(tokenizer), lambda _: None)

@@ -77,19 +77,19 @@ def build_chat(
     bad: list[DataError] = []
     left_out = bad_record_handler(data, bad)
 
-    def refuse(error: DataError) -> None:
+    def reject(error: DataError) -> None:
         if left_out is None:
             raise error
         left_out(error)
 
     with ExitStack() as stack:
-        scribe = _make_encoder(tokenizer, data.chat_template, tokenizer_path, stack)
+        encoder = _make_encoder(tokenizer, data.chat_template, tokenizer_path, stack)
         report("encoding the conversations")
         writers = {side: stack.enter_context(_ChatWriter(directory / side, tokenizer)) for side in (TRAIN, VALIDATION)}
-        for batch in _batches(_encode_batch(_conversations(corpus, refuse), scribe, refuse)):
-            encoded = scribe.tokenizer.encode_spans([rendering.text for _, rendering in batch])
-            for (talk, rendering), (ids, offsets) in zip(batch, encoded, strict=True):
-                side = VALIDATION if is_validation(talk.name, data.validation_every) else TRAIN
+        for batch in _batches(_encode_batch(_conversations(corpus, reject), encoder, reject)):
+            encoded = encoder.tokenizer.encode_spans([rendering.text for _, rendering in batch])
+            for (parsed, rendering), (ids, offsets) in zip(batch, encoded, strict=True):
+                side = VALIDATION if is_validation(parsed.name, data.validation_every) else TRAIN
                 writers[side].add(ids, is_within(offsets, rendering.spans))
         if writers[TRAIN].conversations == 0:
             raise DataError("it holds no conversation to train on", file=data.sft_data, fix="Correct data.sft_data.")
@@ -153,7 +153,7 @@ def _worker_encoder(tokenizer: Tokenizer, path: Path, stack: ExitStack) -> _Conv
     program, names = chat_template(files), named_tokens(files)
     if program is None:
         raise DataError(
-            "no chat template stands beside it (chat_template.jinja, or chat_template in tokenizer_config.json)",
+            "its directory has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)",
             file=path,
             fix="Choose another data.chat_template.",
         )
@@ -166,29 +166,29 @@ def _worker_encoder(tokenizer: Tokenizer, path: Path, stack: ExitStack) -> _Conv
 
 
 def _encode_batch(
-    talks: Iterator[_ConversationText], scribe: _ConversationEncoder, refuse: Callable[[DataError], None]
+    conversations: Iterator[_ConversationText], encoder: _ConversationEncoder, reject: Callable[[DataError], None]
 ) -> Iterator[tuple[_ConversationText, Rendering]]:
-    """Yield every conversation with its rendered text; refuse those that cannot be rendered."""
-    for talk in talks:
-        forged = _template_injection(talk.conversation, scribe.marks)
-        rendering = Rendering(error=forged) if forged else scribe.write(talk.conversation)
+    """Yield every conversation with its rendered text; reject those that cannot be rendered."""
+    for parsed in conversations:
+        injected = _template_injection(parsed.conversation, encoder.marks)
+        rendering = Rendering(error=injected) if injected else encoder.write(parsed.conversation)
         if rendering.error is None:
-            yield talk, rendering
+            yield parsed, rendering
             continue
-        cause, fix = (forged, "Take it out of the text.") if forged else (rendering.error, "")
-        cause = cause if forged else f"the tokenizer's chat template cannot be applied: {cause}"
-        refuse(DataError(cause, file=talk.path, record=talk.number, fix=fix))
+        cause, fix = (injected, "Remove it from the text.") if injected else (rendering.error, "")
+        cause = cause if injected else f"the tokenizer's chat template cannot be applied: {cause}"
+        reject(DataError(cause, file=parsed.path, record=parsed.number, fix=fix))
 
 
-def _conversations(corpus: Corpus, refuse: Callable[[DataError], None]) -> Iterator[_ConversationText]:
-    """Yield every conversation in order; skip empty lines, refuse invalid records."""
+def _conversations(corpus: Corpus, reject: Callable[[DataError], None]) -> Iterator[_ConversationText]:
+    """Yield every conversation in order; skip empty lines, reject invalid records."""
     for file in corpus.files:
         table = describe(file.path, Format.AUTO).format in TABLES
         for number, read in _rows(file) if table else _lines(file):
             try:
                 found = read()
             except DataError as error:
-                refuse(error)
+                reject(error)
                 continue
             yield _ConversationText(file.path, number, f"{file.name}:{number}", found)
 
@@ -210,11 +210,11 @@ def _rows(file: CorpusFile) -> Iterator[tuple[int, Callable[[], Conversation]]]:
             yield number, partial(conversation, record, file.path, number)
 
 
-def _template_injection(talk: Conversation, marks: Mapping[str, str]) -> str | None:
+def _template_injection(parsed: Conversation, marks: Mapping[str, str]) -> str | None:
     """Return the error for a message that contains a token of the template; None if there is none."""
-    texts = [*_texts([message.given for message in talk.messages]), *_texts(talk.tools)]
-    forged = next((mark for mark in marks for text in texts if mark in text), None)
-    return None if forged is None else f"a message holds {marks[forged]}, which would begin or end a turn"
+    texts = [*_texts([message.given for message in parsed.messages]), *_texts(parsed.tools)]
+    injected = next((mark for mark in marks for text in texts if mark in text), None)
+    return None if injected is None else f"a message holds {marks[injected]}, which would begin or end a turn"
 
 
 def _texts(value: Any) -> Iterator[str]:

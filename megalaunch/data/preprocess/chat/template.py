@@ -68,33 +68,33 @@ def render_jinja(
 
     Answers are the parts within {% generation %}. Without these, an answer is the difference between the conversation
     up to and including it and the generation prompt before it; this needs a template that renders the start of a
-    conversation as a prefix of the whole.
+    conversation as a prefix of the complete one.
     """
-    given = [dict(message.given) for message in talk.messages]
+    messages = [dict(message.given) for message in talk.messages]
 
-    def asked(count: int, prompt: bool) -> dict[str, Any]:
+    def variables(count: int, prompt: bool) -> dict[str, Any]:
         tools = {} if talk.tools is None else {"tools": talk.tools}
-        return {**names, **tools, "messages": given[:count], "add_generation_prompt": prompt}
+        return {**names, **tools, "messages": messages[:count], "add_generation_prompt": prompt}
 
-    (whole,) = process.render([asked(len(given), False)])
+    (rendered,) = process.render([variables(len(messages), False)])
     answers = [number for number, message in enumerate(talk.messages) if message.role == "assistant"]
-    if whole.error is not None or not answers:
-        return whole
-    if whole.spans:
-        return _count_messages(whole, talk, answers)
-    questions = [asked(number, True) for number in answers] + [asked(number + 1, False) for number in answers]
-    parts = process.render(questions)
+    if rendered.error is not None or not answers:
+        return rendered
+    if rendered.spans:
+        return _count_messages(rendered, talk, answers)
+    prefixes = [variables(number, True) for number in answers] + [variables(number + 1, False) for number in answers]
+    parts = process.render(prefixes)
     if failed := next((part for part in parts if part.error is not None), None):
         return failed
     spans = []
     for before, after in zip(parts[: len(answers)], parts[len(answers) :], strict=True):
-        if not (whole.text.startswith(after.text) and after.text.startswith(before.text)):
+        if not (rendered.text.startswith(after.text) and after.text.startswith(before.text)):
             return Rendering(
-                error="it writes the beginning of a conversation in another way than within the whole, so that its "
-                "answers cannot be told; mark them in it by {% generation %} ... {% endgeneration %}"
+                error="it renders the start of a conversation in another way than in the complete one, so that its "
+                "answers cannot be located; mark them in it by {% generation %} ... {% endgeneration %}"
             )
         spans.append((len(before.text), _end(after.text, len(before.text), special)))
-    return _count_messages(Rendering(whole.text, tuple(spans)), talk, answers)
+    return _count_messages(Rendering(rendered.text, tuple(spans)), talk, answers)
 
 
 def _end(text: str, start: int, special: Iterable[str]) -> int:
@@ -109,6 +109,6 @@ def _count_messages(rendering: Rendering, talk: Conversation, answers: Sequence[
     if all(talk.messages[number].counted for number in answers):
         return rendering
     if len(rendering.spans) != len(answers):
-        return Rendering(error="its {% generation %} parts are not one an answer, so weights cannot be told apart")
-    kept = (span for span, number in zip(rendering.spans, answers, strict=True) if talk.messages[number].counted)
-    return Rendering(rendering.text, tuple(kept))
+        return Rendering(error="its {% generation %} parts are not one an answer, so message weights cannot be applied")
+    counted = (span for span, number in zip(rendering.spans, answers, strict=True) if talk.messages[number].counted)
+    return Rendering(rendering.text, tuple(counted))
