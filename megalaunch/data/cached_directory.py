@@ -17,7 +17,7 @@ from megalaunch.fs import (
     publish_directory,
 )
 
-_OTHER_PLACE = "Free space there, or choose another folder with data.cache_directory=PATH."
+_OTHER_PLACE = "Free disk space, or set data.cache_directory=PATH to another directory."
 
 
 def cached_directory(
@@ -49,7 +49,7 @@ def cached_directory(
         finally:
             os.close(lock)
     except OSError as error:
-        raise cannot("keep prepared data here", root, error, _OTHER_PLACE) from error
+        raise cannot("write the data cache here", root, error, _OTHER_PLACE) from error
     return final
 
 

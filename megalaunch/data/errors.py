@@ -41,7 +41,7 @@ def refuse_special_file(path: Path) -> None:
     """Raise DataError for a device, a pipe or a socket, which may never end; OSError if the path does not exist."""
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise DataError("it is no regular file or folder", file=path, fix="Name a file.")
+        raise DataError("it is neither a regular file nor a directory", file=path, fix="Give a file or a directory.")
 
 
 def open_output(path: Path) -> AtomicFile:
@@ -57,4 +57,4 @@ def open_output(path: Path) -> AtomicFile:
         fix = "Wait for it, or choose another name."
         raise DataError("another process is writing this file", file=path, fix=fix) from None
     except OSError as error:
-        raise cannot("write here", path, error, "Choose a folder that you may write to.") from error
+        raise cannot("write here", path, error, "Choose a directory with write permission.") from error

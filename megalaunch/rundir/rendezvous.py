@@ -42,10 +42,10 @@ def read_credentials(path: Path) -> Credentials:
             credentials = Credentials(**json.load(file))
     except FileNotFoundError:
         raise CredentialsError(
-            f"{path} is missing: `megalaunch train ... --prepare-only` writes it beside the spec, for every machine"
+            f"{path} is missing: `megalaunch train ... --prepare-only` writes it next to spec.yaml, for every machine"
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise CredentialsError(f"{path} cannot be read: {error}") from error
     if not all(isinstance(part, str) and _HEX.fullmatch(part) for part in (credentials.run_id, credentials.secret)):
-        raise CredentialsError(f"{path} holds no credentials of a run")
+        raise CredentialsError(f"{path} has no valid rendezvous credentials")
     return credentials

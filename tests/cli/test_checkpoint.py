@@ -117,7 +117,7 @@ def test_refusals(run: RunDirectory, tmp_path: Path):
     (run.checkpoint(30) / "manifest.json").unlink()
     refused = call("inspect", run.checkpoint(30))
     assert refused.exit_code == 4
-    assert "manifest.json: is missing, so this is no finished checkpoint" in refused.stderr
+    assert "manifest.json: is missing, so the checkpoint is incomplete" in refused.stderr
     assert str(run.checkpoint(20)) in call("inspect", run.root).stdout
     for step in (10, 20, 30):
         (run.checkpoint(step) / "tensors.json").unlink()

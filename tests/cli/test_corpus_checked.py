@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
     [
         ("missing.txt", "missing.txt: no such corpus"),
         ("empty.txt", "empty.txt: it is empty (1 files without a byte)"),
-        ("/dev/zero", "/dev/zero: it is no regular file or folder"),
+        ("/dev/zero", "/dev/zero: it is neither a regular file nor a directory"),
     ],
 )
 def test_it_is_refused(command, source, said):
@@ -52,7 +52,7 @@ def test_it_is_refused(command, source, said):
     [
         ("hollow", "hollow: the folder holds no readable files"),
         ("*.csv", "*.csv: no file matches this corpus"),
-        ("pipe", "pipe: it is no regular file or folder"),
+        ("pipe", "pipe: it is neither a regular file nor a directory"),
         ("splits", "splits: it holds several splits, none of which is called train"),
         ("'~nobody_at_all/x'", "~nobody_at_all/x: Could not determine home directory"),
     ],
@@ -78,4 +78,4 @@ def test_what_is_left_out_of_a_dataset_folder_is_noted(folder):
 
 def test_a_tokenizer_that_never_ends():
     result = CliRunner().invoke(app, ["tokenizer", "inspect", "/dev/zero"])
-    assert (result.exit_code, "/dev/zero: it is no regular file or folder" in result.output) == (3, True)
+    assert (result.exit_code, "/dev/zero: it is neither a regular file nor a directory" in result.output) == (3, True)

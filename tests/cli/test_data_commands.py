@@ -84,26 +84,26 @@ def test_verify_finds_a_flipped_bit_and_ids_beyond_the_vocabulary(made, tmp_path
     document = max(number for number in range(60) if read.first_token(number) <= 50)
     token = 50 - read.first_token(document)
     place = rf"byte 100 \(document {document + 1}, token {token}\)"
-    said = f"{place} is 0x{good[100] ^ 1:02x}, and 0x{good[100]:02x} was written"
+    said = f"{place} is 0x{good[100] ^ 1:02x}; 0x{good[100]:02x} was written"
     with pytest.raises(DataError, match=rf"out_text_document\.bin: {said}"):
         verify(made, None, quiet)
     path.write_bytes(good[:100] + bytes(byte ^ 1 for byte in good[100:103]) + good[103:])
-    said = r"bytes 0 to [\d,]+ \(document 1, token 0, to document 60, token \d+\) are not those that were written"
+    said = r"bytes 0 to [\d,]+ \(document 1, token 0, to document 60, token \d+\) differ from the written ones"
     with pytest.raises(DataError, match=rf"out_text_document\.bin: {said}"):
         verify(made, None, quiet)
     path.write_bytes(good[:-2])
-    with pytest.raises(DataError, match=rf"bin: it has {len(good) - 2:,} bytes, and {len(good):,} were written"):
+    with pytest.raises(DataError, match=rf"bin: it has {len(good) - 2:,} bytes; {len(good):,} were written"):
         verify(made, None, quiet)
     path.write_bytes(good)
     index = Path(f"{made}.idx")
     kept = index.read_bytes()
     index.write_bytes(kept[:40] + bytes([kept[40] ^ 128]) + kept[41:])
-    with pytest.raises(DataError, match=rf"idx: byte 40 is 0x{kept[40] ^ 128:02x}, and 0x{kept[40]:02x} was written"):
+    with pytest.raises(DataError, match=rf"idx: byte 40 is 0x{kept[40] ^ 128:02x}; 0x{kept[40]:02x} was written"):
         verify(made, None, quiet)
     prefix = write_tokens(tmp_path / "x", [[1, 2, 3], [], [4, 5, 600, 7]])
     assert verify(prefix, 601, quiet).largest == 600
     assert not verify(prefix, None, quiet).hashed
-    cause = r"x\.bin: id 600 of document 2, token 2, is beyond the vocabulary of 600"
+    cause = r"x\.bin: id 600 of document 2, token 2 is outside the vocabulary of 600"
     with pytest.raises(DataError, match=cause):
         verify(prefix, 600, quiet)
     done = run("data", "verify", prefix, "--vocab-size", 600)
@@ -121,7 +121,7 @@ def test_verify_without_a_vocabulary_does_not_say_good(tmp_path):
 def test_verify_knows_the_vocabulary_of_a_prepared_corpus(tmp_path):
     small_tokenizer(tmp_path / "tokenizer.json", 320)
     prefix = write_tokens(tmp_path / "train", [[1, 2], [3, 65_292]], vocab_size=65_500)
-    with pytest.raises(DataError, match="id 65,292 of document 1, token 1, is beyond the vocabulary of 3"):
+    with pytest.raises(DataError, match="id 65,292 of document 1, token 1 is outside the vocabulary of 3"):
         verify(prefix, None, quiet)
 
 
@@ -195,12 +195,12 @@ def test_merge_and_split_commands(made, tmp_path):
 
 def test_merge_refuses_what_does_not_fit(tmp_path):
     first, second = write_tokens(tmp_path / "a", [[1]]), write_tokens(tmp_path / "b", [[1]], vocab_size=70_000)
-    with pytest.raises(DataError, match=r"b: its tokens are int32, those of .*a are uint16"):
+    with pytest.raises(DataError, match=r"b: its tokens are int32, but those of .*a are uint16"):
         merge([first, second], tmp_path / "c")
     with pytest.raises(DataError, match="both source and target"):
         merge([first, second.with_name("a")], first)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="the folder holds no token files"):
+    with pytest.raises(DataError, match="the directory has no token files"):
         merge([tmp_path / "empty"], tmp_path / "c")
     assert not list(tmp_path.glob("*c.*"))
 
@@ -221,7 +221,7 @@ def test_merged_and_split_files_have_reports(made, tmp_path):
         Settings(small_tokenizer(tmp_path / "other.json", 280)),
         lambda progress: None,
     ).prefixes[0]
-    with pytest.raises(DataError, match=r"other_text_document: it was made with another tokenizer than .*part_0"):
+    with pytest.raises(DataError, match=r"other_text_document: it is from another tokenizer than .*part_0"):
         merge([*parts, other], tmp_path / "mixed")
     assert not (tmp_path / "mixed.idx").exists()
     Path(f"{parts[0]}.json").unlink()
@@ -238,7 +238,7 @@ def test_every_key_has_its_report(tmp_path):
         assert f"30 documents, {read.num_tokens:,} tokens" in check_report(prefix, load_tokenizer(tokenizer))
         assert verify(prefix, None, lambda done, total: None).hashed
     write_tokens(prefix, [[1, 2]])
-    with pytest.raises(DataError, match=r"out_b_document\.bin: it has 4 bytes, its report says .*: another file took"):
+    with pytest.raises(DataError, match=r"it has 4 bytes, its report says .*: the file was replaced"):
         check_report(prefix, load_tokenizer(tokenizer))
 
 
@@ -249,7 +249,7 @@ def test_the_report_is_checked_against_the_tokenizer(made, tmp_path):
         == f"out_text_document: 61 documents, {IndexedTokens(made).num_tokens:,} tokens (preprocessed from 1 files)"
     )
     other = load_tokenizer(small_tokenizer(tmp_path / "other.json", 280))
-    with pytest.raises(DataError, match=r"made with another tokenizer \(.*tokenizer\.json\)\. Set tokenizer\.path"):
+    with pytest.raises(DataError, match=r"are from another tokenizer \(.*tokenizer\.json\)\. Set tokenizer\.path"):
         check_report(made, other)
     assert check_report(tmp_path / "none", other) is None
 

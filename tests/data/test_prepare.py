@@ -257,10 +257,10 @@ def test_errors_of_the_settings(data, tmp_path):
         run(data, TokenizerSpec(path=str(tmp_path / "nowhere.json")))
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
-    with pytest.raises(DataError, match="it is no tokenizer"):
+    with pytest.raises(DataError, match="not a tokenizer"):
         run(data, TokenizerSpec(path=str(bad)))
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot keep prepared data here: .*data\.cache_directory=PATH"):
+    with pytest.raises(DataError, match=r"cannot write the data cache here: .*data\.cache_directory=PATH"):
         run(dataclasses.replace(data, cache_directory=str(tmp_path / "file")))
 
 
@@ -377,7 +377,7 @@ def test_the_tokenizer_round_trips_any_text(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "cause"),
-    [(None, "no such file"), (b"\xff\xfe", "it is no tokenizer file"), (b"{1", "it is no tokenizer.json")],
+    [(None, "no such file"), (b"\xff\xfe", "not a tokenizer file"), (b"{1", "not a tokenizer.json")],
 )
 def test_a_tokenizer_that_is_none(tmp_path, content, cause):
     path = tmp_path / "t.json"

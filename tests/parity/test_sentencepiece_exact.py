@@ -139,9 +139,9 @@ def test_runs_of_spaces_as_symbols(tmp_path, fallback):
         ({"user_defined_symbols": SPACES, "add_dummy_prefix": False}, "its treatment of spaces"),
         (
             {"user_defined_symbols": LINE_ENDS, "model_type": "unigram", "add_dummy_prefix": False, **AS_IS},
-            "its user-defined symbols overlap each other",
+            "its user-defined symbols overlap",
         ),
-        ({"model_type": "unigram", "user_defined_symbols": ["0x"], **AS_IS, **BYTES}, "the names of bytes"),
+        ({"model_type": "unigram", "user_defined_symbols": ["0x"], **AS_IS, **BYTES}, "texts with byte names"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(tmp_path, options, cause):

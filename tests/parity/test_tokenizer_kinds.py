@@ -189,5 +189,5 @@ def test_megatrons_list_of_tiktoken_ranks(tmp_path, pattern):
     ):
         load_tokenizer(path)
     path.write_text(json.dumps([{"text": "x"}] * 300))
-    with pytest.raises(DataError, match="line 1: no token with its rank"):
+    with pytest.raises(DataError, match="line 1: not a token and its rank"):
         load_tokenizer(path, tiktoken=TiktokenOptions("v2", 300, 50))

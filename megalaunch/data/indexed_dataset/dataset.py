@@ -32,8 +32,8 @@ TOKEN_TYPES: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-REMAKE = "Make the files anew with `megalaunch preprocess`, or copy both again."
-_RESTORE = "Mend the disk or copy the file again; the run continues from its last checkpoint."
+REMAKE = "Run `megalaunch preprocess` again, or copy both files again."
+_RESTORE = "Repair the disk or copy the file again; the run resumes from its last checkpoint."
 _CHECKED_AT_ONCE = 1 << 20  # entries; bounds the memory for opening a huge index
 
 
@@ -124,16 +124,16 @@ class IndexedTokens:
         with self._idx.open("rb") as file:
             magic, version, code, sequences, entries = HEADER.unpack(file.read(HEADER.size))
         if magic != MAGIC:
-            raise self._broken(f"it begins with {magic!r} instead of {MAGIC!r}: no Megatron token index")
+            raise self._broken(f"it begins with {magic!r} instead of {MAGIC!r}: not a Megatron .idx file")
         if version != VERSION:
-            raise self._broken(f"its version is {version}, known is {VERSION}")
+            raise self._broken(f"its version is {version}; only {VERSION} is supported")
         if code not in TOKEN_TYPES:
-            raise self._broken(f"its token type has the code {code}, known are 1 to 8")
+            raise self._broken(f"its dtype code is {code}; 1 to 8 are defined")
         if TOKEN_TYPES[code].kind == "f":
-            raise self._broken(f"its values are {TOKEN_TYPES[code].name}: no tokens")
+            raise self._broken(f"its dtype is {TOKEN_TYPES[code].name}, which cannot store token ids")
         expected = HEADER.size + 12 * sequences + 8 * entries
         if size == expected + sequences and sequences:
-            raise self._broken("it holds a mode for each sequence (multimodal data), which is not read here")
+            raise self._broken("it has a mode for each sequence (multimodal data), which is not supported")
         if size != expected:
             raise self._broken(
                 f"it has {size:,} bytes, but {sequences:,} sequences and {entries:,} document entries need {expected:,}"
@@ -168,8 +168,8 @@ class IndexedTokens:
             if wrong.any():
                 at = int(wrong.argmax())
                 raise self._broken(
-                    f"sequence {start + at} begins at byte {self._offsets[start + at]}, "
-                    f"by the lengths before it at {expected[at]}"
+                    f"sequence {start + at} begins at byte {self._offsets[start + at]}; "
+                    f"the lengths before it add up to {expected[at]}"
                 )
             total = int(ends[-1])
         return total
@@ -203,7 +203,7 @@ def _prefix_hint(prefix: Path) -> str:
     near = sorted(prefix.parent.glob(prefix.name + "*.idx"))
     if near:
         return f"Did you mean {near[0].with_suffix('')}?"
-    return "A prefix is the path of both files without .bin and .idx; `megalaunch preprocess` makes them."
+    return "A prefix is the path of both files without .bin and .idx; `megalaunch preprocess` writes them."
 
 
 def _map(path: Path, dtype: np.dtype[Any], offset: int, count: int) -> NDArray[Any]:

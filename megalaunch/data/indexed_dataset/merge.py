@@ -32,7 +32,9 @@ def expand_prefixes(sources: Sequence[Path]) -> list[Path]:
         if source.is_dir():
             inside = sorted(path.with_suffix("") for path in source.glob("*.idx") if not path.name.startswith("."))
             if not inside:
-                raise DataError("the folder holds no token files", file=source, fix="Give prefixes, or their folder.")
+                raise DataError(
+                    "the directory has no token files", file=source, fix="Give prefixes, or their directory."
+                )
             found += inside
         else:
             found.append(source)
@@ -51,7 +53,7 @@ def merge(sources: Sequence[Path], target: Path) -> IndexedTokens:
     for part in parts:
         if part.dtype != parts[0].dtype:
             raise DataError(
-                f"its tokens are {part.dtype.name}, those of {parts[0].prefix} are {parts[0].dtype.name}",
+                f"its tokens are {part.dtype.name}, but those of {parts[0].prefix} are {parts[0].dtype.name}",
                 file=part.prefix,
                 fix="They come from different vocabularies; preprocess their texts with one tokenizer.",
             )
@@ -137,7 +139,7 @@ def _copy_tokens(source: IndexedTokens, documents: range, target: AtomicFile, ha
         while left:
             block = file.read(min(left, _BYTES_AT_ONCE))
             if not block:
-                raise DataError("it became shorter while it was read", file=bin_path(source.prefix))
+                raise DataError("it was truncated while being read", file=bin_path(source.prefix))
             target.file.write(block)
             hashes.add(block)
             left -= len(block)

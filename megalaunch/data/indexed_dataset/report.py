@@ -39,7 +39,7 @@ def check_report(prefix: Path, tokenizer: Tokenizer) -> str | None:
         return None
     made, counts = report["tokenizer"], report.get("counts") or {}
     if made.get("vocabulary_sha256") not in (None, tokenizer.vocabulary_hash()):
-        cause = f"its tokens were made with another tokenizer ({report.get('settings', {}).get('tokenizer')})"
+        cause = f"its tokens are from another tokenizer ({report.get('settings', {}).get('tokenizer')})"
         raise DataError(cause, file=prefix, fix="Set tokenizer.path to that one, or preprocess the text again.")
     _check_sizes(prefix, report.get("outputs"))
     left_out = counts.get("skipped", 0) + counts.get("quarantined", 0)
@@ -55,7 +55,7 @@ def _check_sizes(prefix: Path, outputs: object) -> None:
         made = outputs.get(path.name) if isinstance(outputs, dict) else None
         written = made.get("bytes") if isinstance(made, dict) else None
         if isinstance(written, int) and path.stat().st_size != written:
-            cause = f"it has {path.stat().st_size:,} bytes, its report says {written:,}: another file took its place"
+            cause = f"it has {path.stat().st_size:,} bytes, its report says {written:,}: the file was replaced"
             raise DataError(cause, file=path, fix=f"{REMAKE} Or remove {report_path(prefix).name}.")
 
 
@@ -69,7 +69,7 @@ def merge_reports(prefixes: Sequence[Path]) -> dict[str, Any] | None:
     known = [(prefix, report) for prefix, report in zip(prefixes, reports, strict=True) if report is not None]
     for prefix, report in known[1:]:
         if report["tokenizer"].get("vocabulary_sha256") != known[0][1]["tokenizer"].get("vocabulary_sha256"):
-            cause = f"it was made with another tokenizer than {known[0][0]}, so its ids mean other text"
+            cause = f"it is from another tokenizer than {known[0][0]}, so the same id is different text"
             raise DataError(cause, file=prefix, fix="Preprocess the texts of both with one tokenizer.")
     if not known or len(known) < len(prefixes):
         return None

@@ -80,8 +80,8 @@ def _vocab_size(prefix: Path, report: dict[str, Any] | None) -> int | None:
 
 def _out_of_vocab(tokens: IndexedTokens, position: int, vocab_size: int | None) -> DataError:
     size = "any vocabulary" if vocab_size is None else f"the vocabulary of {vocab_size:,}"
-    cause = f"id {tokens.stream[position]:,} of {_place(tokens, position)}, is beyond {size}"
-    fix = "Give the tokenizer that made the files, or make them anew with `megalaunch preprocess`."
+    cause = f"id {tokens.stream[position]:,} of {_place(tokens, position)} is outside {size}"
+    fix = "Give the tokenizer that encoded the files, or run `megalaunch preprocess` again."
     return DataError(cause, file=bin_path(tokens.prefix), fix=fix)
 
 
@@ -113,15 +113,15 @@ def _check_hashes(prefix: Path, report: dict[str, Any]) -> bool:
 
 def _altered(prefix: Path, path: Path, altered: Altered, size: int) -> str:
     if path.stat().st_size != size:
-        return f"it has {path.stat().st_size:,} bytes, and {size:,} were written"
+        return f"it has {path.stat().st_size:,} bytes; {size:,} were written"
     inside = ""
     if path == bin_path(prefix):  # the index is checked before the tokens
         tokens = IndexedTokens(prefix)
         first, last = (_place(tokens, byte // tokens.dtype.itemsize) for byte in (altered.first, altered.last))
         inside = f" ({first})" if altered.first == altered.last else f" ({first}, to {last})"
     if altered.was is None:
-        return f"bytes {altered.first:,} to {altered.last:,}{inside} are not those that were written (sha256 differs)"
+        return f"bytes {altered.first:,} to {altered.last:,}{inside} differ from the written ones (sha256)"
     with path.open("rb") as file:
         file.seek(altered.first)
         stands = file.read(1)[0]
-    return f"byte {altered.first:,}{inside} is 0x{stands:02x}, and 0x{altered.was:02x} was written"
+    return f"byte {altered.first:,}{inside} is 0x{stands:02x}; 0x{altered.was:02x} was written"

@@ -143,7 +143,7 @@ def _training_samples(spec: RunSpec) -> TokenDataset:
         return _mock(spec, data.num_samples or 1, spec.train.seed)
     parts = train_slices(data)
     if data.num_samples is None:
-        raise DataError("it is not known how many samples are wanted", fix="Set data.num_samples.")
+        raise DataError("the number of samples is not set", fix="Set data.num_samples.")
     cache = Path(data.cache_directory).expanduser() / ORDERS
     return build_blended_dataset([part.weight for part in parts], data.num_samples, _opener(spec, parts, cache), cache)
 
@@ -161,7 +161,7 @@ def _opener(spec: RunSpec, parts: tuple[DatasetSlice, ...], cache: Path) -> Call
 
 def _mock(spec: RunSpec, count: int, seed: int) -> MockSamples:
     if spec.model.vocab_size is None:
-        raise DataError("made-up tokens need a vocabulary", fix="Set model.vocab_size.")
+        raise DataError("mock data needs a vocabulary size", fix="Set model.vocab_size.")
     eod = None
     if spec.data.reset_position_ids or spec.data.reset_attention_mask or spec.data.eod_mask_loss:
         eod = _eod(spec)
@@ -186,7 +186,7 @@ def _eod(spec: RunSpec) -> int:
 
 def _tokenizer_path(spec: RunSpec, without: str) -> Path:
     if spec.tokenizer.path is None:
-        raise DataError("the tokenizer is not known", fix=f"Set tokenizer.path, or {without}.")
+        raise DataError("no tokenizer is set", fix=f"Set tokenizer.path, or {without}.")
     return Path(spec.tokenizer.path)
 
 

@@ -34,7 +34,7 @@ class ConversationFile:
         self.prefix, self.sequence_length, self._vocab_size = prefix, sequence_length, vocab_size
         self._file, self._marks = IndexedTokens(prefix), IndexedTokens(loss_mask_prefix(prefix))
         if not np.array_equal(self._file.lengths, self._marks.lengths):
-            raise DataError("its conversations and their answers do not fit each other", file=prefix, fix=REMAKE)
+            raise DataError("its loss mask does not match its conversations", file=prefix, fix=REMAKE)
         self._tokens = TokenReader(bin_path(prefix), self._file.dtype)
         self._answers = TokenReader(bin_path(loss_mask_prefix(prefix)), self._marks.dtype)
         self.numbers = np.array([n for n in range(self._file.num_sequences) if self._has_answer(n)], np.int64)
@@ -86,7 +86,7 @@ class ConversationFile:
                 f"a token of {self.describe(numbers)} is {tokens.max()}, "
                 f"the vocabulary has {self._vocab_size:,} entries",
                 file=self.prefix,
-                fix="Train with the tokenizer that made these files.",
+                fix="Train with the tokenizer that encoded these files.",
             )
 
 

@@ -62,7 +62,7 @@ def find_fim_tokens(tokenizer: Tokenizer, names: Sequence[str], eod: int, path: 
             return FIMTokens(prefix, middle, suffix, eod)
     looked = ", ".join(names) if names else " or ".join(marks[0] for marks in _KNOWN_MARKS)
     raise DataError(
-        f"it has no tokens for fill-in-the-middle (looked for {looked})",
+        f"it has no fill-in-the-middle tokens (tried {looked})",
         file=path,
         fix="Set data.fim_tokens=[PREFIX,MIDDLE,SUFFIX] to three tokens of it, or data.fim_rate=0.",
     )

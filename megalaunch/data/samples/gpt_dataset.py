@@ -57,11 +57,11 @@ class GPTDataset:
         self.sequences = range(self.file.num_sequences) if sequences is None else sequences
         self.epoch_tokens = self.file.tokens_in(self.sequences)
         if self.epoch_tokens == 0:
-            raise DataError("it holds no tokens to train on", file=prefix)
+            raise DataError("it has no tokens to train on", file=prefix)
         self.order = self._build_index(num_samples, seed)
         if len(self) == 0:
             raise DataError(
-                f"its {self.epoch_tokens:,} tokens do not fill one sample of {sequence_length + EXTRA_TOKEN:,}",
+                f"its {self.epoch_tokens:,} tokens are too few for one sample of {sequence_length + EXTRA_TOKEN:,}",
                 file=prefix,
                 fix="Give more text or a shorter batch.sequence_length.",
             )
@@ -140,5 +140,5 @@ class GPTDataset:
             f"token {start + at} of document {sequence} is {tokens[at]}, "
             f"the vocabulary has {self.vocab_size:,} entries",
             file=self.file.prefix,
-            fix="Train with the tokenizer that made these files, or make the files anew.",
+            fix="Train with the tokenizer that encoded these files, or run `megalaunch preprocess` again.",
         )

@@ -32,7 +32,7 @@ def split_shares(split: str) -> list[float]:
     numbers = [float(number) for number in re.findall(r"\.\d+|\d+(?:\.\d*)?", split)]
     shares = np.array((numbers + [0.0] * 3)[:3])
     if shares.sum() == 0:
-        raise DataError(f"data.split={split} names no part above 0", fix=f"Write it as `{DEFAULT_SPLIT}`.")
+        raise DataError(f"data.split={split} has no fraction above 0", fix=f"Write it as `{DEFAULT_SPLIT}`.")
     return [float(share) for share in shares / shares.sum()]
 
 

@@ -76,7 +76,7 @@ class ValidationSamples:
                 f"token {start + int(wrong.argmax())} is {tokens[wrong][0]}, "
                 f"the vocabulary has {self.vocab_size:,} entries",
                 file=self.file.prefix,
-                fix="Evaluate with the tokenizer that made these files, or make the files anew.",
+                fix="Evaluate with the tokenizer that encoded these files, or run `megalaunch preprocess` again.",
             )
         missing = self.sequence_length + 1 - len(tokens)
         counted = np.arange(self.sequence_length) < len(tokens) - 1

@@ -61,8 +61,8 @@ def find_merges(path: Path) -> Path:
     for name in _MERGES:
         if (path.parent / name).is_file():
             return path.parent / name
-    fix = "Give them by --merges (Megatron: --merge-file), or give a tokenizer.json."
-    raise DataError(f"a vocabulary without merges: no {' or '.join(_MERGES)} beside it", file=path, fix=fix)
+    fix = "Pass --merges FILE (Megatron: --merge-file), or give a tokenizer.json."
+    raise DataError(f"the vocabulary's directory has no {' or '.join(_MERGES)}", file=path, fix=fix)
 
 
 def convert_gpt2(path: Path, content: bytes, merges: Path) -> tokenizers.Tokenizer:
@@ -72,20 +72,20 @@ def convert_gpt2(path: Path, content: bytes, merges: Path) -> tokenizers.Tokeniz
     try:
         vocabulary = {str(token): int(number) for token, number in json.loads(content).items()}
     except (ValueError, AttributeError, TypeError) as error:
-        raise DataError(f"it is no GPT-2 vocabulary: {error}", file=path, fix=_AGAIN) from None
+        raise DataError(f"not a GPT-2 vocabulary: {error}", file=path, fix=_AGAIN) from None
     try:
         lines = merges.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise cannot("read it", merges, error, "Correct the path of the merges.") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"it is no list of merges: {error}", file=merges, fix=_AGAIN) from None
+        raise DataError(f"not a merges file: {error}", file=merges, fix=_AGAIN) from None
     pairs = []
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.startswith("#version"):
             continue
         left, _, right = line.rstrip("\r").partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            cause = f"the merge {line[:40]!r} is not of this vocabulary ({path.name})"
+            cause = f"the merge {line[:40]!r} does not match the vocabulary ({path.name})"
             raise DataError(cause, file=merges, record=number, fix="Give the merges that belong to the vocabulary.")
         pairs.append((left, right))
     return _byte_level(vocabulary, pairs, _GPT2, ignore_merges=False)
@@ -108,11 +108,13 @@ def convert_tiktoken(path: Path, content: bytes) -> tokenizers.Tokenizer:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
-            raise DataError("no token with its rank", file=path, record=number, fix=_AGAIN) from None
+            raise DataError("not a token and its rank", file=path, record=number, fix=_AGAIN) from None
     if len(ranks) not in _TIKTOKEN:
         known = ", ".join(f"{count:,}" for count in _TIKTOKEN)
-        cause = f"{len(ranks):,} ranks are of no known encoding (known: {known})"
-        raise DataError(cause, file=path, fix="Give its tokenizer.json instead: ranks alone do not hold the pattern.")
+        cause = f"{len(ranks):,} ranks match no known encoding (known: {known})"
+        raise DataError(
+            cause, file=path, fix="Give its tokenizer.json instead: a rank file has no pre-tokenization pattern."
+        )
     pattern, special = _TIKTOKEN[len(ranks)]
     return convert_ranks(ranks, pattern, special)
 
@@ -136,7 +138,7 @@ def convert_tekken(path: Path, parsed: dict[str, Any]) -> tokenizers.Tokenizer:
         ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) + special for entry in entries}
         pattern = str(config["pattern"])
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"it is no tekken file: {error!r}", file=path, fix=_AGAIN) from None
+        raise DataError(f"not a tekken file: {error!r}", file=path, fix=_AGAIN) from None
     return convert_ranks(ranks, pattern, {name: number for number, name in names.items()})
 
 
@@ -207,8 +209,8 @@ def convert_sentencepiece(path: Path, content: bytes) -> tokenizers.Tokenizer:
 
     model = read_sentencepiece(content)
     if model is None:
-        fix = "Known are tokenizer.json, GPT-2 vocabularies, SentencePiece models, tiktoken and tekken ranks."
-        raise DataError("it is no tokenizer file", file=path, fix=fix)
+        fix = "Supported: tokenizer.json, GPT-2 vocabularies, SentencePiece models, tiktoken and tekken ranks."
+        raise DataError("not a tokenizer file", file=path, fix=fix)
     defined = [piece.text for piece in model.pieces if piece.kind is PieceKind.USER_DEFINED]
     if (cause := _why_not_exact(model, defined)) is not None:
         raise DataError(cause, file=path, fix="Give its tokenizer.json instead.")
@@ -232,12 +234,12 @@ def _why_not_exact(model: SentencePieceModel, defined: Sequence[str]) -> str | N
     spaced = any(" " in text or _SPACE in text for text in defined)
     squeezes = spaced and model.squeezes_spaces
     if model.suffix_spaces or not model.escapes_spaces or squeezes or (spaced and model.dummy_prefix):
-        return "its treatment of spaces cannot be kept exactly"
+        return "its treatment of spaces has no exact equivalent in tokenizer.json"
     if model.kind == "unigram" and any(_overlap(one, other) for one in defined for other in defined):
-        return "its user-defined symbols overlap each other, and which of them are taken cannot be kept exactly"
+        return "its user-defined symbols overlap, and their matching has no exact equivalent in tokenizer.json"
     normal = (piece.text for piece in model.pieces if piece.kind in (PieceKind.NORMAL, PieceKind.USER_DEFINED))
     if model.kind == "unigram" and model.byte_fallback and any("0x" in text for text in normal):
-        return "texts with the names of bytes (<0x0A>) cannot be kept exactly beside pieces with 0x"
+        return "texts with byte names (<0x0A>) have no exact equivalent in tokenizer.json if pieces contain 0x"
     return None
 
 
@@ -261,7 +263,7 @@ def _sentencepiece_model(path: Path, model: SentencePieceModel) -> Any:
             fuse_unk=True,
             byte_fallback=model.byte_fallback,
         )
-    raise DataError(f"a SentencePiece model of the kind {model.kind} is not known", file=path, fix="Give another.")
+    raise DataError(f"SentencePiece models of type {model.kind} are not supported", file=path, fix="Give another.")
 
 
 def _merges_from_scores(model: SentencePieceModel) -> Iterable[tuple[str, str]]:

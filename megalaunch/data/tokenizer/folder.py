@@ -52,18 +52,18 @@ def read_json(files: Mapping[str, Path], name: str) -> dict[str, Any]:
     try:
         data = json.loads(_read(files[name], 100 * _MAX_BYTES))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"it is no JSON: {error}", file=files[name]) from error
+        raise DataError(f"not valid JSON: {error}", file=files[name]) from error
     if not isinstance(data, dict):
-        raise DataError("it holds no object", file=files[name])
+        raise DataError("not a JSON object", file=files[name])
     return data
 
 
 def _read(path: Path, most: int) -> str:
     try:
         if path.stat().st_size > most:
-            raise DataError("it is too big to be what its name says", file=path)
+            raise DataError("too large for a file of this name", file=path)
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise cannot("read it", path, error) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"it is no UTF-8 ({error})", file=path) from error
+        raise DataError(f"not UTF-8 ({error})", file=path) from error

@@ -42,8 +42,8 @@ def convert_tiktoken_list(path: Path, parsed: list[Any], options: TiktokenOption
     special = options.special_tokens
     size = options.vocab_size - special
     if options.pattern not in _PATTERNS or special < len(_FIRST) or size < 1:
-        fix = f"Patterns are v1 and v2; special tokens are {len(_FIRST)} or more, and fewer than the vocabulary has."
-        raise DataError("its tiktoken options do not fit each other", file=path, fix=fix)
+        fix = f"Use pattern v1 or v2, and {len(_FIRST)} or more special tokens, fewer than the vocabulary size."
+        raise DataError("the tiktoken options contradict each other", file=path, fix=fix)
     if len(parsed) < size:
         fix = f"Give --vocab-size {len(parsed) + special} (Megatron's option of that name)."
         raise DataError(
@@ -56,7 +56,7 @@ def convert_tiktoken_list(path: Path, parsed: list[Any], options: TiktokenOption
                 raise ValueError("its rank is not its place")
             ranks[base64.b64decode(entry["token_bytes"], validate=True)] = number + special
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"no token with its rank ({error!r})", file=path, record=number + 1) from None
+            raise DataError(f"not a token and its rank ({error!r})", file=path, record=number + 1) from None
     names = [*_FIRST, *(f"<SPECIAL_{number}>" for number in range(len(_FIRST), special))]
     inner = convert_ranks(ranks, _PATTERNS[options.pattern], {name: number for number, name in enumerate(names)})
     inner.add_special_tokens([AddedToken(name, normalized=False) for name in names])

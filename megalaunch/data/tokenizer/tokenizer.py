@@ -157,8 +157,8 @@ def required_eod(eod_id: int | None, path: Path, switch: str) -> int:
 def required_special_tokens(around: SpecialTokens | None, path: Path) -> SpecialTokens:
     """Return `around` (special tokens of the tokenizer at `path`); DataError if None, with the option to omit them."""
     if around is None:
-        fix = "Leave its special tokens out: --no-bos (data.add_special_tokens=false)."
-        raise DataError("its post-processor does more than put tokens before and after a text", file=path, fix=fix)
+        fix = "Skip its special tokens: --no-bos (data.add_special_tokens=false)."
+        raise DataError("its post-processor does more than add tokens before and after a text", file=path, fix=fix)
     return around
 
 
@@ -226,7 +226,7 @@ def load_tokenizer(
         return Tokenizer(conversion.convert_tekken(path, parsed))
     if parsed and all(type(number) is int for number in parsed.values()):
         return Tokenizer(conversion.convert_gpt2(path, content, conversion.find_merges(path)))
-    cause = f"it is no tokenizer.json: {_rejection_reason(content)}"
+    cause = f"not a tokenizer.json: {_rejection_reason(content)}"
     raise DataError(cause, file=path, fix="Save it again from its source.")
 
 
@@ -234,7 +234,7 @@ def _decode_list(path: Path, content: bytes, options: TiktokenOptions) -> tokeni
     try:
         parsed = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"it is no tokenizer file: {error}", file=path, fix="Save it again from its source.") from None
+        raise DataError(f"not a tokenizer file: {error}", file=path, fix="Save it again from its source.") from None
     return convert_tiktoken_list(path, parsed, options)
 
 
@@ -269,9 +269,9 @@ def _parse(path: Path, content: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"it is no tokenizer.json: {error}", file=path, fix="Save it again from its source.") from None
+        raise DataError(f"not a tokenizer.json: {error}", file=path, fix="Save it again from its source.") from None
     if not isinstance(parsed, dict):
-        raise DataError("it is no tokenizer.json: no JSON object", file=path, fix="Save it again from its source.")
+        raise DataError("not a tokenizer.json: no JSON object", file=path, fix="Save it again from its source.")
     return parsed
 
 

@@ -50,7 +50,7 @@ def read_header(name: str, read: Callable[[int], bytes], size: int) -> dict[str,
     """
     length = int.from_bytes(read(8), "little")
     if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-        raise CheckpointError(f"{name}: is no safetensors file or is cut off ({size} bytes)")
+        raise CheckpointError(f"{name}: is no safetensors file, or is truncated ({size} bytes)")
     try:
         header = json.loads(read(length).decode(), object_pairs_hook=_unique)
         if not isinstance(header, dict):
@@ -79,7 +79,7 @@ def _entry(name: str, value: Any, start: int) -> Entry:
         raise ValueError(f"{name!r} has the unknown dtype {dtype!r}")
     shape, offsets = value["shape"], value["data_offsets"]
     if not are_sizes(shape) or not _are_places(offsets):
-        raise ValueError(f"{name!r} has impossible sizes")
+        raise ValueError(f"{name!r} has invalid sizes")
     if math.prod(shape) * DTYPE_BYTES[dtype] != offsets[1] - offsets[0]:
         raise ValueError(f"{name!r} has {offsets[1] - offsets[0]} bytes, which its shape {shape} does not need")
     return Entry(dtype, tuple(shape), start + offsets[0], start + offsets[1])

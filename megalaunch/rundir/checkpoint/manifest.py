@@ -90,15 +90,15 @@ def _position_problems(directory: Path) -> list[str]:
         position = json.loads((directory / POSITION_FILE).read_text(encoding="utf-8"))
         step = position["step"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return [f"{POSITION_FILE}: says no step"]
-    return [] if step == named else [f"{POSITION_FILE}: is of step {step!r}, and the name says step {named}"]
+        return [f"{POSITION_FILE}: has no step"]
+    return [] if step == named else [f"{POSITION_FILE}: is for step {step!r}, but the directory is named step {named}"]
 
 
 def read_manifest(directory: Path) -> list[FileRecord]:
     """Return the records of a manifest, largest file first. Raises ValueError that says what is wrong with it."""
     path = directory / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{MANIFEST}: is missing, so this is no finished checkpoint")
+        raise ValueError(f"{MANIFEST}: is missing, so the checkpoint is incomplete")
     if path.stat().st_size > _MAX_BYTES:
         raise ValueError(f"{MANIFEST}: is damaged (too big)")
     try:
@@ -109,7 +109,7 @@ def read_manifest(directory: Path) -> list[FileRecord]:
     except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise ValueError(f"{MANIFEST}: is damaged ({type(error).__name__})") from error
     if version != (FORMAT, VERSION):
-        raise ValueError(f"{MANIFEST}: has the format {version[0]!r} {version[1]!r}; this reads {FORMAT!r} {VERSION}")
+        raise ValueError(f"{MANIFEST}: has the format {version[0]!r} {version[1]!r}; {FORMAT!r} {VERSION} is supported")
     if not digest_fits:
         raise ValueError(f"{MANIFEST}: is damaged (its own digest does not fit)")
     return _records(body.get("files"))

@@ -65,7 +65,7 @@ def read_tensor_index(directory: Path) -> dict[str, StoredTensor]:
             raise ValueError("it is no mapping")
         return {name: stored_tensor(name, entry) for name, entry in data.items()}
     except FileNotFoundError as error:
-        raise CheckpointError(f"{directory} is no checkpoint: {CATALOGUE} is missing") from error
+        raise CheckpointError(f"{directory} is not a checkpoint: {CATALOGUE} is missing") from error
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -76,22 +76,22 @@ def stored_tensor(name: str, entry: Any) -> StoredTensor:
     """Validate one entry of a tensor index. Raises ValueError, TypeError or KeyError."""
     shape, chunks = entry["shape"], tuple(_chunk(chunk) for chunk in entry["chunks"])
     if not are_sizes(shape):
-        raise ValueError(f"{name!r} has an impossible shape")
+        raise ValueError(f"{name!r} has an invalid shape")
     if entry["dtype"] not in DTYPE_BYTES:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
     tensor = StoredTensor(entry["dtype"], tuple(shape), chunks)
     if any(not _inside(chunk, tensor.shape) for chunk in chunks):
-        raise ValueError(f"{name!r} has a part outside of its shape")
+        raise ValueError(f"{name!r} has a chunk outside its shape")
     filled = sum(math.prod(chunk.shape) for chunk in chunks)
     if filled != math.prod(tensor.shape) or not chunks or _overlap(chunks):
-        raise ValueError(f"the parts of {name!r} do not fill it exactly once")
+        raise ValueError(f"the chunks of {name!r} do not cover it exactly once")
     return tensor
 
 
 def _chunk(entry: Any) -> Chunk:
     offsets, shape, file = entry["offsets"], entry["shape"], entry["file"]
     if not are_sizes(offsets) or not are_sizes(shape) or not isinstance(file, str) or not is_plain_name(file):
-        raise ValueError("a part has impossible sizes or an impossible file name")
+        raise ValueError("a chunk has invalid sizes or an invalid file name")
     return Chunk(tuple(offsets), tuple(shape), file)
 
 
@@ -115,7 +115,7 @@ def _overlap(chunks: tuple[Chunk, ...]) -> bool:
         active = [other for other in active if other.offsets[sweep] + other.shape[sweep] > chunk.offsets[sweep]]
         compared += len(active)
         if compared > _MOST_COMPARED:
-            raise ValueError("a tensor has more parts side by side than any layout makes")
+            raise ValueError("a tensor has more adjacent chunks than any layout creates")
         if any(_share(chunk, other) for other in active):
             return True
         active.append(chunk)

@@ -79,19 +79,19 @@ def test_a_part_of_a_sequence(tmp_path):
 @pytest.mark.parametrize(
     ("at", "change", "cause"),
     [
-        (0, b"X", "no Megatron token index"),
-        (9, struct.pack("<Q", 2), "its version is 2, known is 1"),
-        (17, b"\x00", "token type has the code 0"),
-        (17, b"\x09", "token type has the code 9"),
-        (17, b"\x06", "float64: no tokens"),
+        (0, b"X", "not a Megatron .idx file"),
+        (9, struct.pack("<Q", 2), "its version is 2; only 1 is supported"),
+        (17, b"\x00", "its dtype code is 0"),
+        (17, b"\x09", "its dtype code is 9"),
+        (17, b"\x06", "float64, which cannot store token ids"),
         (18, struct.pack("<Q", 3), "3 sequences and 4 document entries need 102"),
         (26, struct.pack("<Q", 3), "2 sequences and 3 document entries need 82"),
         (18, struct.pack("<QQ", 4, 1), "document index goes from"),
         (LENGTHS_AT, struct.pack("<i", -1), "sequence 0 has a length of -1"),
-        (LENGTHS_AT, struct.pack("<i", 4), "sequence 1 begins at byte 6, by the lengths before it at 8"),
+        (LENGTHS_AT, struct.pack("<i", 4), "sequence 1 begins at byte 6; the lengths before it add up to 8"),
         (LENGTHS_AT + 4, struct.pack("<i", 3), "it has 10 bytes, but its index says 12 (6 tokens of 2)"),
-        (OFFSETS_AT, struct.pack("<q", 2), "sequence 0 begins at byte 2, by the lengths before it at 0"),
-        (OFFSETS_AT + 8, struct.pack("<q", 4), "sequence 1 begins at byte 4, by the lengths before it at 6"),
+        (OFFSETS_AT, struct.pack("<q", 2), "sequence 0 begins at byte 2; the lengths before it add up to 0"),
+        (OFFSETS_AT + 8, struct.pack("<q", 4), "sequence 1 begins at byte 4; the lengths before it add up to 6"),
         (DOCUMENTS_AT, struct.pack("<q", 1), "document index goes from 1 to 2 instead of 0 to 2"),
         (DOCUMENTS_AT + 24, struct.pack("<q", 1), "document index goes from 0 to 1 instead of 0 to 2"),
         (DOCUMENTS_AT + 8, struct.pack("<q", 3), "document 1 ends before it begins"),
@@ -105,7 +105,7 @@ def test_an_altered_index_is_refused(tmp_path, at, change, cause):
     with pytest.raises(DataError) as caught:
         IndexedTokens(prefix)
     assert cause in str(caught.value)
-    assert "Make the files anew" in str(caught.value)
+    assert "Run `megalaunch preprocess` again" in str(caught.value)
 
 
 def test_an_index_cut_anywhere_is_refused(tmp_path):

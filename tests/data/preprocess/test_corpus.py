@@ -237,7 +237,7 @@ def test_text_with_nul_bytes_is_refused_as_in_preprocess(tmp_path):
         ("nowhere", "no such corpus. data.corpus takes a file, a folder, a glob or python-stdlib"),
         ("nowhere/*.txt", "no file matches this corpus"),
         ("empty", "the folder holds no readable files"),
-        ("pipe", "it is no regular file or folder"),
+        ("pipe", "it is neither a regular file nor a directory"),
     ],
 )
 def test_a_corpus_that_is_not_there(tmp_path, monkeypatch, source, cause):

@@ -316,7 +316,7 @@ def test_a_post_processor_that_cannot_be_kept_is_refused_by_name(tmp_path, token
     inner.post_processor = tokenizers.processors.TemplateProcessing(single="X $A X $A", special_tokens=[("X", 0)])
     inner.save(str(path))
     source = write_jsonl(tmp_path / "in.jsonl", ["a ship"])
-    with pytest.raises(DataError, match="does more than put tokens before and after a text") as raised:
+    with pytest.raises(DataError, match="does more than add tokens before and after a text") as raised:
         run([source], tmp_path / "out", Settings(path))
     assert "--no-bos" in str(raised.value)
     result = run([source], tmp_path / "out", Settings(path, add_special_tokens=False))

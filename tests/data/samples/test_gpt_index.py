@@ -272,9 +272,9 @@ def test_a_negative_index_is_no_sample(tmp_path):
 
 def test_errors_of_training_samples(tmp_path):
     prefix = numbered(tmp_path, [5, 0, 4])
-    with pytest.raises(DataError, match=r"its 9 tokens do not fill one sample of 11\. Give more text"):
+    with pytest.raises(DataError, match=r"its 9 tokens are too few for one sample of 11\. Give more text"):
         GPTDataset(prefix, 10, None, 1)
-    with pytest.raises(DataError, match="it holds no tokens to train on"):
+    with pytest.raises(DataError, match="it has no tokens to train on"):
         GPTDataset(prefix, 2, 4, 1, sequences=range(1, 2))
 
 

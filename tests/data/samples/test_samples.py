@@ -203,9 +203,9 @@ def test_fill_in_the_middle_is_a_pure_function(filling):
 def test_marks_of_fill_in_the_middle(tmp_path):
     path = small_tokenizer(tmp_path / "tokenizer.json")
     tokenizer = load_tokenizer(path)
-    with pytest.raises(DataError, match=r"no tokens for fill-in-the-middle \(looked for <fim_prefix>"):
+    with pytest.raises(DataError, match=r"no fill-in-the-middle tokens \(tried <fim_prefix>"):
         find_fim_tokens(tokenizer, (), 0, path)
-    with pytest.raises(DataError, match=r"looked for a, bc, <none>.*data\.fim_rate=0"):
+    with pytest.raises(DataError, match=r"tried a, bc, <none>.*data\.fim_rate=0"):
         find_fim_tokens(tokenizer, ("a", "bc", "<none>"), 0, path)
     letters = find_fim_tokens(tokenizer, ("a", "b", "c"), 0, path)
     assert letters == FIMTokens(*(tokenizer.encode(letter)[0] for letter in "abc"), 0)

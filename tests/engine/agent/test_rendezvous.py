@@ -260,7 +260,7 @@ def test_credentials_are_random_private_and_kept(tmp_path):
     keep_credentials(one)
     assert read_credentials(one) == kept
     one.write_text('{"run_id": "guess", "secret": ""}')
-    with pytest.raises(CredentialsError, match="holds no credentials"):
+    with pytest.raises(CredentialsError, match="has no valid rendezvous credentials"):
         read_credentials(one)
 
 

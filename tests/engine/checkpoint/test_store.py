@@ -72,9 +72,9 @@ def test_missing_things_are_named(save: Callable[[int], Path]):
         read_tensors(directory, ["even", "other"])
     with pytest.raises(CheckpointError, match=r"cannot read .*other\.json: No such file"):
         read_document(directory, "other")
-    with pytest.raises(CheckpointError, match=r"is no checkpoint: tensors\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint: tensors\.json is missing"):
         load_checkpoint(directory.parent, reference())
-    assert verify_checkpoint(directory.parent) == ["manifest.json: is missing, so this is no finished checkpoint"]
+    assert verify_checkpoint(directory.parent) == ["manifest.json: is missing, so the checkpoint is incomplete"]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_unknown_format_versions_and_foreign_paths_are_refused(save: Callable[[i
     assert manifest(directory, lambda body: body.update(note="a later writer's key")) == []
     (problem,) = manifest(directory, lambda body: body.update(version=VERSION + 1))
     assert problem == f"manifest.json: has the format 'megalaunch checkpoint' {VERSION + 1}; " + (
-        f"this reads 'megalaunch checkpoint' {VERSION}"
+        f"'megalaunch checkpoint' {VERSION} is supported"
     )
     for name in ("../secret", "/etc/passwd", "a/b", ".hidden", ""):
         (directory / "manifest.json").write_text(manifest_text([FileRecord(name, 1, "0")]))
@@ -122,12 +122,12 @@ def test_unknown_format_versions_and_foreign_paths_are_refused(save: Callable[[i
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda even: even["chunks"][0].update(file="../shard_00000.safetensors"), "impossible file name"),
-        (lambda even: even["chunks"][0].update(offsets=[1, 0]), "outside of its shape"),
-        (lambda even: even["chunks"][0].update(shape=[7, 6]), "fill it exactly once"),
-        (lambda even: even["chunks"].append(even["chunks"][0]), "fill it exactly once"),
-        (lambda even: even.update(shape=[8, -6]), "impossible shape"),
-        (lambda even: even.update(shape=[2**40, 2**40]), "impossible shape"),
+        (lambda even: even["chunks"][0].update(file="../shard_00000.safetensors"), "invalid file name"),
+        (lambda even: even["chunks"][0].update(offsets=[1, 0]), "has a chunk outside its shape"),
+        (lambda even: even["chunks"][0].update(shape=[7, 6]), "cover it exactly once"),
+        (lambda even: even["chunks"].append(even["chunks"][0]), "cover it exactly once"),
+        (lambda even: even.update(shape=[8, -6]), "invalid shape"),
+        (lambda even: even.update(shape=[2**40, 2**40]), "invalid shape"),
         (lambda even: even.update(dtype="F99"), "F99"),
         (lambda even: even.update(dtype="I32"), "says otherwise"),
         (lambda even: even.update(chunks=3), "damaged"),
@@ -148,7 +148,7 @@ def test_overlapping_parts_of_the_right_volume_are_refused(save: Callable[[int],
     half = {"shape": [4, 6], "file": "shard_00000.safetensors"}
     tensor_index["even"]["chunks"] = [{"offsets": [0, 0], **half}, {"offsets": [2, 0], **half}]
     path.write_text(json.dumps(tensor_index))
-    with pytest.raises(CheckpointError, match="fill it exactly once"):
+    with pytest.raises(CheckpointError, match="cover it exactly once"):
         read_tensors(path.parent)
 
 
@@ -162,7 +162,7 @@ def test_the_newest_valid_one_is_used(save: Callable[[int], Path]):
     assert latest_valid_checkpoint(third.parent, lambda path, problems: refused.append((path, problems))) == first
     assert refused == [
         (third, ["trainer.json: is missing"]),
-        (second, ["manifest.json: is missing, so this is no finished checkpoint"]),
+        (second, ["manifest.json: is missing, so the checkpoint is incomplete"]),
     ]
     assert latest_valid_checkpoint(third.parent / "nowhere", lambda *_: None) is None
 
@@ -338,9 +338,9 @@ def test_a_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ("position", "problem"),
     [
         ({"step": 5, "tokens": 1}, []),
-        ({"step": 4, "tokens": 1}, ["position.json: is of step 4, and the name says step 5"]),
-        ({"tokens": 1}, ["position.json: says no step"]),
-        ([[]], ["position.json: says no step"]),
+        ({"step": 4, "tokens": 1}, ["position.json: is for step 4, but the directory is named step 5"]),
+        ({"tokens": 1}, ["position.json: has no step"]),
+        ([[]], ["position.json: has no step"]),
     ],
 )
 def test_the_name_of_a_checkpoint_is_held_against_its_position(tmp_path: Path, position, problem):
@@ -369,5 +369,5 @@ def test_parts_side_by_side_are_compared_for_a_bounded_time(monkeypatch: pytest.
     entry = {"dtype": "F32", "shape": [count + 1, count], "chunks": rows + columns}
     assert len(tensor_index.stored_tensor("x", entry).chunks) == 2 * count
     monkeypatch.setattr(tensor_index, "_MOST_COMPARED", 10_000)
-    with pytest.raises(ValueError, match="more parts side by side than any layout makes"):
+    with pytest.raises(ValueError, match="more adjacent chunks than any layout creates"):
         tensor_index.stored_tensor("x", entry)

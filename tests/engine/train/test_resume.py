@@ -205,7 +205,8 @@ def test_a_copy_under_another_steps_name_is_passed_over(spec, tmp_path):
     run(with_values(saving, {"train.exit_at_step": 4}), tmp_path)
     directory = RunDirectory(tmp_path)
     shutil.copytree(directory.checkpoint(4), directory.checkpoint(999))
-    assert verify_checkpoint(directory.checkpoint(999)) == ["position.json: is of step 4, and the name says step 999"]
+    problem = "position.json: is for step 4, but the directory is named step 999"
+    assert verify_checkpoint(directory.checkpoint(999)) == [problem]
     run(with_values(saving, {"train.exit_at_step": 6}), tmp_path)
     assert [event["step"] for event in events(tmp_path, "resumed")] == [4]
     assert verify_checkpoint(directory.checkpoint(6)) == []  # not removed as an older one
