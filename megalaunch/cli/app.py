@@ -78,7 +78,7 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command, once its name is known to be right."""
         if args[0] not in COMMANDS and not ctx.resilient_parsing:
-            from megalaunch.cli.unknown_command import next_step
+            from megalaunch.cli.usage_errors import next_step
 
             ctx.fail(f"No such command {args[0]!r}. {next_step(args, list(COMMANDS))}")
         name, listed, rest = super().resolve_command(ctx, args)
@@ -106,7 +106,7 @@ def _command_class(function: Any) -> type[TyperCommand] | None:
     """What answers unknown options of the commands that take KEY=VALUE arguments; None: Typer's own."""
     if "overrides" not in function.__annotations__:
         return None
-    from megalaunch.cli.unknown_options import OverridesCommand
+    from megalaunch.cli.usage_errors import OverridesCommand
 
     return OverridesCommand
 

@@ -1,43 +1,43 @@
-"""What a person reads who typed what another program would have understood: the counterpart here, and the next step."""
+"""Usage errors: another program's options and command names are answered with what to type."""
 
 import pytest
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import COMMANDS, app
-from megalaunch.cli.unknown_command import next_step
+from megalaunch.cli.usage_errors import next_step
 from megalaunch.importers.megatron.arguments import known_flags
 from megalaunch.importers.megatron.spelling import translate
 
 run = CliRunner()
 
 
-def said(*arguments):
+def invoke(*arguments):
     """The exit code, and the message with its lines joined."""
     result = run.invoke(app, list(arguments))
     return result.exit_code, " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("command", ["train", "validate-config", "plan", "sweep"])
-def test_megatrons_flags_are_answered_all_at_once(command):
+def test_all_megatron_flags_are_answered_at_once(command):
     flags = ["--tensor-model-parallel-size", "4", "--num_layers=8", "--swiglu", "--use-flash-attn", "--frobnicate"]
-    code, text = said(command, "recipe=quickstart", *flags)
+    code, text = invoke(command, "recipe=quickstart", *flags)
     assert code == 2
     assert "--tensor-model-parallel-size 4 write parallel.tp=4" in text
     assert "--num_layers 8 write model.num_layers=8" in text
     assert "--swiglu write model.activation=swiglu" in text
     assert "--use-flash-attn leave it out: " in text
-    assert "--frobnicate is no option of Megatron-LM either" in text
+    assert "--frobnicate unknown to Megatron-LM too" in text
     assert "`megalaunch import-megatron SCRIPT`" in text
 
 
 def test_settings_typed_as_options():
-    code, text = said("train", "--recipe", "quickstart", "--train.steps", "5", "--dryrun", "--config-file=a b.yaml")
+    code, text = invoke("train", "--recipe", "quickstart", "--train.steps", "5", "--dryrun", "--config-file=a b.yaml")
     assert code == 2
     assert "--recipe quickstart write recipe=quickstart" in text
     assert "--train.steps 5 write train.steps=5" in text
     assert "--dryrun did you mean --dry-run?" in text
     assert "write 'recipe=a b.yaml'" in text
-    assert said("validate-config", "recipe=tiny", "--explain", "train.steps")[0] == 0
+    assert invoke("validate-config", "recipe=tiny", "--explain", "train.steps")[0] == 0
 
 
 def test_every_flag_that_import_megatron_maps_has_an_answer():
@@ -63,19 +63,19 @@ def test_every_flag_that_import_megatron_maps_has_an_answer():
         (["version"], "megalaunch --version"),
     ],
 )
-def test_the_command_that_was_meant(arguments, meant):
+def test_a_similar_command_is_suggested(arguments, meant):
     assert next_step(arguments, list(COMMANDS)) == f"Did you mean '{meant}'?"
-    code, text = said(*arguments)
+    code, text = invoke(*arguments)
     assert (code, f"Did you mean '{meant}'?" in text) == (2, True)
 
 
-def test_a_command_like_no_other_is_told_where_they_are_listed():
-    assert "'megalaunch --help' lists the commands" in said("qqqq")[1]
+def test_an_unknown_command_is_told_how_to_list_commands():
+    assert "'megalaunch --help' lists the commands" in invoke("qqqq")[1]
 
 
 @pytest.mark.parametrize("arguments", [["-h"], ["help"], ["train", "-h"], ["help", "train"], ["help", "data", "merge"]])
 def test_help_by_other_names(arguments):
-    code, text = said(*arguments)
+    code, text = invoke(*arguments)
     assert code == 0
     assert text.startswith("Usage: ")
     assert ("--dry-run" in text) == ("train" in arguments)
@@ -83,25 +83,25 @@ def test_help_by_other_names(arguments):
 
 
 @pytest.mark.parametrize("command", ["validate-config", "plan"])
-def test_a_key_given_twice_is_told(command):
-    code, text = said(command, "recipe=quickstart", "train.steps=30", "train.steps=60")
+def test_a_repeated_key_is_a_warning(command):
+    code, text = invoke(command, "recipe=quickstart", "train.steps=30", "train.steps=60")
     assert code == 0
     assert "warning: train.steps" in text
     assert "is set 2 times (30, 60); the last applies: train.steps=60" in text
-    again = said(command, "recipe=quickstart", "train.steps=60", "train.steps=60")[1]
+    again = invoke(command, "recipe=quickstart", "train.steps=60", "train.steps=60")[1]
     assert "is given" not in again
 
 
 @pytest.mark.parametrize("key", ["data.corpus", "tokenizer.path", "checkpoint.load_pretrained"])
-def test_names_on_hubs_are_told_from_paths(key):
-    assert "download" in said("validate-config", "recipe=quickstart", f"{key}=nobody/Nothing-7B")[1]
-    assert "download" not in said("validate-config", "recipe=quickstart", f"{key}=nothing")[1]
+def test_names_on_hubs_are_distinguished_from_paths(key):
+    assert "download" in invoke("validate-config", "recipe=quickstart", f"{key}=nobody/Nothing-7B")[1]
+    assert "download" not in invoke("validate-config", "recipe=quickstart", f"{key}=nothing")[1]
 
 
-def test_train_tells_a_key_given_twice_too(tmp_path):
+def test_train_warns_of_a_repeated_key(tmp_path):
     (tmp_path / "text.txt").write_text("text")
     corpus = f"data.corpus={tmp_path}/text.txt"
-    text = said("train", "--dry-run", "recipe=tiny", corpus, "train.steps=30", "train.steps=60")[1]
+    text = invoke("train", "--dry-run", "recipe=tiny", corpus, "train.steps=30", "train.steps=60")[1]
     assert "the last applies: train.steps=60" in text
 
 
@@ -116,9 +116,9 @@ def test_train_tells_a_key_given_twice_too(tmp_path):
         (["tokenizer", "train"], ["INPUTS", "--output OUTPUT"]),
     ],
 )
-def test_all_that_is_missing_is_asked_for_at_once(arguments, missing):
-    code, text = said(*arguments)
+def test_all_missing_parameters_are_reported_at_once(arguments, missing):
+    code, text = invoke(*arguments)
     assert code == 2
-    assert f"{len(missing)} things are missing:" in text
+    assert f"{len(missing)} parameters are missing:" in text
     assert text.endswith(" ".join(missing))  # the whole command, to copy
-    assert said(*arguments, "--help")[0] == 0
+    assert invoke(*arguments, "--help")[0] == 0

@@ -1,39 +1,48 @@
-"""How far a long piece of work is: drawn over itself on a terminal, and nowhere else."""
+"""The progress line: redrawn in place in a terminal; elsewhere lines at an interval, or nothing."""
 
 from __future__ import annotations
 
 import sys
 
-from megalaunch.cli.output import progress as module
-from megalaunch.cli.output.progress import percent_progress
+from megalaunch.cli.output.progress import ProgressLine, percent_progress
 
 
-def _on_a_terminal(monkeypatch, every: float = -1.0) -> None:
+def in_a_terminal(monkeypatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(module, "_EVERY", every)
 
 
-def test_a_terminal_sees_the_share_and_what_comes_after(monkeypatch, capsys):
-    _on_a_terminal(monkeypatch)
-    show = percent_progress("out", after="out: written, now the proof")
+def test_a_terminal_shows_the_percentage_and_what_comes_after(monkeypatch, capsys):
+    in_a_terminal(monkeypatch)
+    show = percent_progress("out", after="out: written, verifying", interval=0.0)
     show(1, 4)
     show(4, 4)
-    assert capsys.readouterr() == ("", "\rout:  25%\r\rout: written, now the proof\r")
+    assert capsys.readouterr() == ("", "\r\033[Kout:  25%\r\r\033[Kout: written, verifying\r")
 
 
-def test_what_comes_after_covers_the_share(monkeypatch, capsys):
-    _on_a_terminal(monkeypatch)
-    percent_progress("a long name", after="done")(4, 4)
-    assert capsys.readouterr().err == f"\r{'done':{len('a long name: 100%')}}\r"
+def test_a_finished_task_leaves_nothing_on_the_terminal(monkeypatch, capsys):
+    in_a_terminal(monkeypatch)
+    show = percent_progress("a long name", interval=0.0)
+    show(1, 4)
+    show(4, 4)
+    assert capsys.readouterr().err.endswith("\r\033[K")
 
 
-def test_nothing_is_shown_twice_in_a_moment(monkeypatch, capsys):
-    _on_a_terminal(monkeypatch, every=60.0)
-    percent_progress("out")(1, 4)
+def test_updates_wait_for_the_interval(monkeypatch, capsys):
+    in_a_terminal(monkeypatch)
+    percent_progress("out", interval=60.0)(1, 4)
     assert capsys.readouterr().err == ""
 
 
-def test_a_file_sees_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(module, "_EVERY", -1.0)
-    percent_progress("out", after="then")(4, 4)
+def test_a_file_gets_no_progress_without_a_log_interval(capsys):
+    show = percent_progress("out", after="then", interval=0.0)
+    show(1, 4)
+    show(4, 4)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_file_gets_plain_lines_at_the_log_interval(capsys):
+    line = ProgressLine(log_interval=0.0)
+    assert line.due
+    line.show("1 MB")
+    line.clear()
+    assert capsys.readouterr().err == "1 MB\n"

@@ -135,7 +135,7 @@ def test_a_signal_while_the_data_is_prepared(folder, monkeypatch, number, code):
     before = signal.getsignal(number)
     result = invoke(*tiny_words(folder))
     assert result.exit_code == code
-    assert "stopped before the workers were started" in result.stderr
+    assert "stopped before the workers started" in result.stderr
     assert not (folder / "run").exists()
     assert signal.getsignal(number) is before
 

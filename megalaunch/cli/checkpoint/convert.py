@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megalaunch.cli.missing_parameters import CompleteCommand
+from megalaunch.cli.usage_errors import ParametersCommand
 from megalaunch.rundir.checkpoint.contents import TOKENIZER_FILE
 from megalaunch.rundir.outcome import ExitCode
 
@@ -24,7 +24,7 @@ app = typer.Typer(
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-@app.command("import", cls=CompleteCommand)
+@app.command("import", cls=ParametersCommand)
 def import_(
     folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A folder with config.json and safetensors.")],
     output: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The checkpoint to write.")],
@@ -47,7 +47,7 @@ def import_(
             typer.echo(f"{folder} has no tokenizer: {output} can begin a run, but write no text")
 
 
-@app.command("export", cls=CompleteCommand)
+@app.command("export", cls=ParametersCommand)
 def export(
     source: Annotated[Path, typer.Argument(metavar="CHECKPOINT|RUN_DIR", help="A checkpoint, or a run: its newest.")],
     output: Annotated[Path, typer.Option(metavar="HF_DIR", help="The folder to write.")],
@@ -80,7 +80,7 @@ def export(
         typer.echo(f"wrote {output}")
 
 
-@app.command("import-megatron", cls=CompleteCommand)
+@app.command("import-megatron", cls=ParametersCommand)
 def import_megatron(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A torch_dist checkpoint, or its run.")],
     output: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The checkpoint to write.")],
@@ -158,7 +158,7 @@ def _convert_errors() -> Iterator[None]:
 def _progress(output: Path) -> Callable[[int, int], None]:
     from megalaunch.cli.output.progress import percent_progress
 
-    return percent_progress(output.name, after=f"{output.name}: written, now the proof")
+    return percent_progress(output.name, after=f"{output.name}: written, verifying")
 
 
 def _verification_line(report: dict[str, Any]) -> str:

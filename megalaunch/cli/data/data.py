@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from megalaunch.cli.data.cache import cache
-from megalaunch.cli.missing_parameters import CompleteCommand
+from megalaunch.cli.output.progress import percent_progress
+from megalaunch.cli.usage_errors import ParametersCommand
 
 if TYPE_CHECKING:
     from megalaunch.data.indexed_dataset.dataset import IndexedTokens
@@ -29,7 +28,6 @@ app = typer.Typer(
 Prefix = Annotated[Path, typer.Argument(help="Path of the files without .bin and .idx.")]
 TokenizerPath = Annotated[Path | None, typer.Option(help="The tokenizer; by default the one their report names.")]
 _SHOWN_CHARACTERS, _SHOWN_IDS = 400, 12
-_PROGRESS_AFTER = 2.0  # seconds
 
 
 @app.command()
@@ -75,13 +73,7 @@ def verify(
 
         loaded = None if tokenizer is None else _load_tokenizer(prefix, tokenizer)
         size = vocab_size if loaded is None else loaded.vocab_size
-        started = time.monotonic()
-
-        def show(done: int, total: int) -> None:
-            if sys.stderr.isatty() and time.monotonic() - started > _PROGRESS_AFTER:
-                typer.echo(f"\r{done / total:4.0%}", err=True, nl=done == total)
-
-        found = check(prefix, size, show)
+        found = check(prefix, size, percent_progress(prefix.name))
         known = found.vocab_size is not None
         unknown = [] if known else ["ids (no vocabulary is known: give --tokenizer or --vocab-size)"]
         unknown += [] if found.hashed else ["bytes (no report beside the files)"]
@@ -94,7 +86,7 @@ def verify(
         )
 
 
-@app.command(cls=CompleteCommand)
+@app.command(cls=ParametersCommand)
 def merge(
     prefixes: Annotated[list[Path], typer.Argument(help="Prefixes in order, or folders (sorted by name).")],
     output_prefix: Annotated[Path, typer.Option(help="Path of the files to make, without .bin and .idx.")],
@@ -107,7 +99,7 @@ def merge(
         typer.echo(f"{made.prefix}: {made.num_documents:,} documents, {made.num_tokens:,} tokens")
 
 
-@app.command(cls=CompleteCommand)
+@app.command(cls=ParametersCommand)
 def split(
     prefix: Prefix,
     output_prefix: Annotated[Path, typer.Option(help="The parts are OUTPUT_PREFIX_0, OUTPUT_PREFIX_1...")],

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megalaunch.cli.missing_parameters import CompleteCommand
+from megalaunch.cli.output.progress import ProgressLine
+from megalaunch.cli.usage_errors import ParametersCommand
 from megalaunch.data.preprocess.settings import EngineChoice, Format, MaxBad, OnBadRecord, Settings
 from megalaunch.data.tokenizer.tiktoken_list import TiktokenOptions
 from megalaunch.format.numbers import format_duration
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from megalaunch.data.preprocess.preprocess import Result
     from megalaunch.data.preprocess.state import Progress
 
-_TERMINAL_INTERVAL, _PLAIN_INTERVAL = 0.2, 10.0  # seconds between two progress lines
+_TERMINAL_INTERVAL, _LOG_INTERVAL = 0.2, 10.0  # seconds between two progress lines
 _BAR = 24  # characters
 
 
-class MegatronCommand(CompleteCommand):
+class MegatronCommand(ParametersCommand):
     """Takes Megatron-LM's spelling of the options as well as ours."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -106,7 +106,7 @@ def run(
         record_bytes=int(max_record_mb * 1e6),
         checkpoint_seconds=checkpoint_every,
     )
-    _preprocess(inputs, output_prefix.expanduser(), settings, _progress_line(log_interval))
+    _preprocess(inputs, output_prefix.expanduser(), settings, log_interval)
 
 
 def _max_bad(text: str | None, on_bad_record: OnBadRecord) -> MaxBad:
@@ -125,7 +125,9 @@ def _max_bad(text: str | None, on_bad_record: OnBadRecord) -> MaxBad:
         refuse(f"--max-bad {text}: {fix}", ExitCode.CONFIGURATION)
 
 
-def _preprocess(inputs: list[str], prefix: Path, settings: Settings, show: Callable[[Progress], None]) -> None:
+def _preprocess(inputs: list[str], prefix: Path, settings: Settings, log_interval: int | None) -> None:
+    line = ProgressLine(_TERMINAL_INTERVAL, _LOG_INTERVAL)
+    show = _show_progress(line, log_interval)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy then has no threads, and the workers can be forked
     from megalaunch.data.errors import DataError
     from megalaunch.data.preprocess.tokenizer_loader import TokenizerLoader
@@ -139,12 +141,12 @@ def _preprocess(inputs: list[str], prefix: Path, settings: Settings, show: Calla
             gc.freeze()  # the garbage collector then ignores the imported modules, which saves time at exit
             result = write_token_files(inputs, prefix, settings, show, _note, loader)
     except DataError as error:
-        _end_line()
+        line.clear()
         refuse(str(error), ExitCode.DATA)
     except KeyboardInterrupt:
-        _end_line()
+        line.clear()
         refuse("interrupted; no file has its final name yet; continue with --resume", ExitCode.INTERRUPTED)
-    _end_line()
+    line.clear()
     typer.echo(_summary(result))
 
 
@@ -152,31 +154,18 @@ def _note(text: str) -> None:
     sys.stderr.write(f"note: {text}\n")
 
 
-def _progress_line(documents: int | None) -> Callable[[Progress], None]:
-    """Return a function that shows progress on stderr: on a terminal one redrawn line, else a line every 10 s."""
-    terminal = sys.stderr.isatty()
-    interval = _TERMINAL_INTERVAL if terminal else _PLAIN_INTERVAL
-    shown, counted = time.monotonic(), 0
+def _show_progress(line: ProgressLine, documents: int | None) -> Callable[[Progress], None]:
+    """Return a function that updates the progress line when it is due, and every `documents` documents."""
+    counted = 0
 
     def show(progress: Progress) -> None:
-        nonlocal shown, counted
-        due = documents is not None and progress.documents // documents > counted // documents
+        nonlocal counted
+        passed = documents is not None and progress.documents // documents > counted // documents
         counted = progress.documents
-        if time.monotonic() - shown < interval and not due:
-            return
-        shown = time.monotonic()
-        line = _line(progress)
-        sys.stderr.write(f"\r\033[K{line}" if terminal else f"{line}\n")
-        sys.stderr.flush()
+        if passed or line.due:
+            line.show(_line(progress))
 
     return show
-
-
-def _end_line() -> None:
-    """Clear the redrawn line on a terminal."""
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\033[K")
-        sys.stderr.flush()
 
 
 def _line(progress: Progress) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megalaunch.cli.missing_parameters import CompleteCommand
+from megalaunch.cli.usage_errors import ParametersCommand
 
 app = typer.Typer(
     add_completion=False,
@@ -18,7 +18,7 @@ app = typer.Typer(
 )
 
 
-@app.command(cls=CompleteCommand)
+@app.command(cls=ParametersCommand)
 def train(
     inputs: Annotated[list[str], typer.Argument(metavar="INPUTS", help="As for preprocess: files, folders, globs.")],
     output: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],

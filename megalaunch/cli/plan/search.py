@@ -30,7 +30,7 @@ def show_search(
     from megalaunch.runs.errors import fail
 
     try:
-        result = search(spec, devices, percent_progress("searching layouts", after=" "))
+        result = search(spec, devices, percent_progress("searching layouts"))
     except SearchError as error:
         fail(str(error))
     best = validated(result, origins, shown)

@@ -1,0 +1,128 @@
+"""Train a prepared run: lock its directory, prepare its data, launch the workers, report the end."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import typer
+
+from megalaunch.rundir.outcome import ExitCode
+from megalaunch.runs.errors import fail
+from megalaunch.runs.prepare_run import command_lines, prepare_data, refuse_directory
+
+if TYPE_CHECKING:
+    from megalaunch.config.schema import RunSpec
+    from megalaunch.launch.lock import RunLock
+    from megalaunch.launch.stop import StopSignals
+    from megalaunch.rundir.paths import RunDirectory
+    from megalaunch.runs.prepare_run import PreparedRun
+
+_TRAINING_PACKAGES = ("torch", "safetensors")
+
+
+def require_training_packages() -> None:
+    """End the command if torch or safetensors is not installed: the launcher alone installs without them."""
+    missing = [name for name in _TRAINING_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        fail(
+            f"training needs {' and '.join(missing)}, which this installation of megalaunch lacks.\n"
+            "fix:  pip install 'megalaunch[train]'"
+        )
+
+
+def print_commands(planned: PreparedRun) -> None:
+    """Print the command of each machine's agent."""
+    for line in command_lines(planned):
+        typer.echo(line)
+    if not planned.directory.spec.exists():
+        typer.echo(f"# {planned.directory.spec} does not exist yet: train --prepare-only writes it, and so does train")
+
+
+def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool) -> ExitCode:
+    """Lock the run directory, prepare the data, launch the workers and report; return the exit code of the run.
+
+    Args:
+        planned: from `prepare_run`.
+        prepare_only: write spec.yaml and print the commands of the agents; start nothing.
+    """
+    from megalaunch.launch.directory import RunDirectoryError, lock_run, unlock_run
+    from megalaunch.launch.lock import RunLocked
+    from megalaunch.launch.summary import finished_report
+
+    if planned.decision.action == "report":
+        _echo(finished_report(planned.spec, planned.directory, planned.state))
+        return ExitCode.DONE
+    try:
+        lock = lock_run(planned.directory)
+    except RunDirectoryError as error:
+        refuse_directory(error)
+    except RunLocked as error:
+        fail(f"{error}\nfix:  wait for it or stop it there, or name another run.directory")
+    try:
+        if planned.decision.action == "continue":
+            typer.echo(f"continuing the run in {planned.directory.root}")
+        spec = prepare_data(planned)
+        if prepare_only:
+            return _write_spec(replace(planned, spec=spec))
+        return _launch(replace(planned, spec=spec), lock, stop)
+    except RunDirectoryError as error:
+        refuse_directory(error)
+    finally:
+        unlock_run(planned.directory, lock)
+
+
+def _write_spec(planned: PreparedRun) -> ExitCode:
+    from megalaunch.config.spec_file import write_spec
+    from megalaunch.launch.directory import create_folders
+    from megalaunch.rundir.rendezvous import keep_credentials
+
+    create_folders(planned.directory)
+    write_spec(planned.spec, planned.directory.spec)
+    if planned.spec.cluster.nodes > 1:
+        keep_credentials(planned.directory.rendezvous)
+    typer.echo(f"wrote {planned.directory.spec}")
+    print_commands(planned)
+    return ExitCode.DONE
+
+
+def _launch(planned: PreparedRun, lock: RunLock, stop: StopSignals) -> ExitCode:
+    from megalaunch.launch.local import Launch, run_locally
+    from megalaunch.launch.open_display import open_display
+    from megalaunch.launch.report import failure_report
+    from megalaunch.launch.run_state import throughput_basis
+    from megalaunch.launch.summary import run_summary
+
+    spec, directory = planned.spec, planned.directory
+    launch = Launch(spec, directory, lock, planned.composition.overrides, throughput_basis(spec), planned.machine.cores)
+    end = run_locally(launch, stop, open_display)
+    code = end.outcome.exit_code
+    if code in (ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED) and stop.count < 2:
+        _plot(spec, directory)
+        _echo(run_summary(spec, directory, end.outcome))
+    _echo(failure_report(spec, directory, end), err=True)
+    return ExitCode(code) if code in list(ExitCode) else ExitCode.CRASH
+
+
+def _plot(spec: RunSpec, directory: RunDirectory) -> None:
+    from megalaunch.launch.plot import plot_run
+
+    try:
+        plot_run(directory, str(spec.run.name))
+    except ImportError:
+        _echo(["note: no plot: matplotlib is not installed (pip install 'megalaunch[train]')"])
+    except OSError as error:
+        _echo([f"note: no plot: {error}"])
+
+
+def _echo(lines: list[str], err: bool = False) -> None:
+    """Print lines; a closed pipe or terminal must not change the exit code."""
+    try:
+        for line in lines:
+            typer.echo(line, err=err)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2 if err else 1)
+        os.close(nowhere)
