@@ -8,6 +8,8 @@ import re
 import pytest
 from paths import ROOT
 
+from megalaunch.cli.app import COMMANDS, load_command
+
 PACKAGE = ROOT / "megalaunch"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # docs/dev/decisions.md quotes what was measured and decided at its time.
@@ -131,6 +133,22 @@ def test_a_retired_word_is_seen_in_any_spelling():
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
 def test_no_page_uses_a_retired_phrase(page):
     wrong = _retired_phrases(page.read_text())
+    assert not wrong, "\n".join(wrong)
+
+
+def _help_texts(name: str) -> str:
+    """What `megalaunch NAME --help` prints of a command, its options and its subcommands."""
+    texts, commands = [COMMANDS[name].help], [load_command(name)]
+    while commands:
+        command = commands.pop()
+        texts += [command.help or "", *(getattr(option, "help", None) or "" for option in command.params)]
+        commands += getattr(command, "commands", {}).values()
+    return "\n\n".join(texts)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_help_uses_a_retired_phrase(name):
+    wrong = _retired_phrases(_help_texts(name))
     assert not wrong, "\n".join(wrong)
 
 

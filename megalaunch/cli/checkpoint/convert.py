@@ -19,7 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Carry weights from and to Hugging Face folders, and from Megatron, each time with a proof.",
+    help="Convert checkpoints from and to Hugging Face and from Megatron-LM, with numerical verification.",
 )
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 

@@ -12,7 +12,7 @@ def cache(
 ) -> None:
     """Prepare the data of a run in advance: tokenize its corpus, and build and cache its sample index.
 
-    Takes the words of `megalaunch train`; a run with the same words and data.cache_directory then finds it all.
+    Takes the overrides of `megalaunch train`. A run with the same overrides and data.cache_directory uses the cache.
     """
     import time
 

@@ -78,14 +78,14 @@ def run(
     ] = None,
     max_record_mb: Annotated[float, typer.Option(min=0.001, help="A larger record is a bad one.")] = 64.0,
     engine: Annotated[
-        EngineChoice, typer.Option(help="What encodes; auto: gigatoken where its ids prove the same.")
+        EngineChoice, typer.Option(help="Encoder; auto: gigatoken if its ids equal those of tokenizers.")
     ] = EngineChoice.AUTO,
     split_sentences: Annotated[
-        bool, typer.Option("--split-sentences", help="A sequence a sentence; the files end in _sentence.")
+        bool, typer.Option("--split-sentences", help="Write one sequence per sentence; the files end in _sentence.")
     ] = False,
     language: Annotated[str, typer.Option(help="Language of the sentences.")] = "english",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that did not end.")] = False,
-    checkpoint_every: Annotated[float, typer.Option(min=0, help="Seconds of work that a kill may cost.")] = 10.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")] = False,
+    checkpoint_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints of the work.")] = 10.0,
     log_interval: Annotated[int | None, typer.Option(min=1, help="Documents between two progress lines.")] = None,
 ) -> None:
     """Tokenize text into .bin and .idx files in Megatron's format. Megatron's options work too."""

@@ -48,8 +48,8 @@ def train(
 @app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="A tokenizer file of any known kind, or its folder.")],
-    merges: Annotated[Path | None, typer.Option(help="Merges of a GPT-2 vocabulary; default: beside it.")] = None,
-    text: Annotated[str | None, typer.Option(help="Show how this text is cut.")] = None,
+    merges: Annotated[Path | None, typer.Option(help="Merges of a GPT-2 vocabulary; default: next to it.")] = None,
+    text: Annotated[str | None, typer.Option(help="Show how this text is tokenized.")] = None,
 ) -> None:
     """Show vocabulary size, special tokens, how a text is tokenized, and which backend preprocess would use."""
     from megalaunch.data.errors import DataError

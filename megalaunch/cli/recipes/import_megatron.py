@@ -17,7 +17,7 @@ def import_megatron(
         str, typer.Argument(metavar="FILE", help="A launch script or argument list; - reads standard input.")
     ],
     output: Annotated[
-        Path | None, typer.Option(metavar="RECIPE.yaml", help="Write the recipe here, and its option files beside it.")
+        Path | None, typer.Option(metavar="RECIPE.yaml", help="Write the recipe here, and its option files next to it.")
     ] = None,
     variables: Annotated[
         list[str] | None,

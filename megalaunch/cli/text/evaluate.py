@@ -48,7 +48,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N questions of each task.")] = None,
     sequence_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens a row (default: the run's; in tasks all that the model is made for)."),
+        typer.Option(min=1, help="Sequence length in tokens (default: the run's; for tasks the model's maximum)."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Batch size: rows evaluated together.")] = 4,
     json_key: Annotated[str, typer.Option(help="The key of the text in jsonl and parquet.")] = "text",
@@ -57,8 +57,8 @@ def evaluate(
 ) -> None:
     """Evaluate a model on data sets (loss, perplexity, bits per byte) and on lm-eval tasks.
 
-    The loss is computed as the validation loss of a run is. `parallel=` words as those of `train` lay the model over
-    workers on this machine.
+    The loss is computed as the validation loss of a run. Overrides such as `parallel=tp2` shard the model over workers
+    on this machine, as in `train`.
     """
     source = source.expanduser()
     _check(source, data, layout, task, include_path)

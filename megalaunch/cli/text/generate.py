@@ -84,8 +84,8 @@ def generate(
 ) -> None:
     """Generate text with a trained model: prompts and completions go to stdout as tokens are generated.
 
-    Each text ends with the document that the model writes, before a stop string, or after the given number of tokens.
-    `parallel=` words as those of `train` lay the model over workers on this machine.
+    A completion ends at an end-of-document token, before a stop string, or after the maximum number of tokens.
+    Overrides such as `parallel=tp2` shard the model over workers on this machine, as in `train`.
     """
     from megalaunch.cli.text.output import JsonlOutput, TextOutput
     from megalaunch.runs.errors import fail
