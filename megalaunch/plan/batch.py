@@ -1,4 +1,4 @@
-"""Batch math: samples of each step, and how they are divided over data-parallel ranks and microbatches."""
+"""Batch math: the samples and tokens of each step, with or without a batch size rampup."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def parse_ramp(text: str) -> tuple[RampStage, ...]:
     Entries are separated by commas or blanks. A threshold is a number of tokens, with K, M, B or T for thousands,
     millions, billions or trillions.
     """
-    words = text.replace(",", " ").split()
-    if not words:
-        raise RampError("is empty: write TOKENS:SAMPLES from 0 on, as in '0:512 2B:1024'")
-    return tuple(_stage(word) for word in words)
+    entries = text.replace(",", " ").split()
+    if not entries:
+        raise RampError("is empty: write TOKENS:SAMPLES, starting at 0, as in '0:512 2B:1024'")
+    return tuple(_stage(entry) for entry in entries)
 
 
 def format_rampup(stages: Iterable[RampStage]) -> str:
@@ -102,18 +102,18 @@ def tokens_requested(spec: RunSpec) -> int:
     return samples_requested(spec) * spec.batch.sequence_length
 
 
-def _stage(word: str) -> RampStage:
-    match = _ENTRY.fullmatch(word)
+def _stage(entry: str) -> RampStage:
+    match = _ENTRY.fullmatch(entry)
     if match is None:
-        raise RampError(f"{word[:40]!r} is not TOKENS:SAMPLES (as in '0:512' or '2.5B:1024')")
+        raise RampError(f"{entry[:40]!r} is not TOKENS:SAMPLES (as in '0:512' or '2.5B:1024')")
     number, suffix, samples = match.groups()
     if int(samples) == 0:
-        raise RampError(f"{word!r} is a batch of no samples")
-    whole, _, part = number.partition(".")
+        raise RampError(f"{entry!r} has 0 samples")
+    integer, _, fraction = number.partition(".")
     scale = _SCALES[suffix.upper()]  # in integers: a float would round thresholds
-    tokens, rest = divmod(int(whole + part) * scale, 10 ** len(part))
+    tokens, rest = divmod(int(integer + fraction) * scale, 10 ** len(fraction))
     if rest:
-        raise RampError(f"{word!r} is no whole number of tokens")
+        raise RampError(f"{entry!r} is not an integer number of tokens")
     return RampStage(tokens, int(samples))
 
 

@@ -18,36 +18,36 @@ REFERENCE = "docs/reference/rules.md"
 OUTSIDE_RULES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "config.schema": (
-            "Every word and every line of a file is a key of the schema with a value of its type.",
-            "Composition refuses what it cannot read before any rule is run.",
+            "Every override and every line of a file is a key of the schema with a value of its type.",
+            "Composition reports it before any rule runs.",
         ),
         "data.corpus_exists": (
-            "A corpus, or conversations, can be read on this machine and are not empty.",
-            "A regular file, a folder or a glob, with a byte of text in it; looked at before anything is prepared.",
+            "The corpus or the conversations are readable on this machine and not empty.",
+            "A file, a folder or a glob with at least one byte of text; checked before data is prepared.",
         ),
         "data.enough_tokens": (
-            "The prepared data has tokens for every sample that is asked for.",
-            "Looked at when the data is prepared: beyond one pass over it samples repeat.",
+            "The prepared data has tokens for every sample of the run.",
+            "Checked when the data is prepared: beyond one epoch samples repeat.",
         ),
         "derived": (
-            "What was left open is derived from the rest, and told.",
-            "A note for each value that was null or auto: what it became, and why.",
+            "Open values are derived from the others, each with a note.",
+            "A value is open if it is null or auto; the note has the derived value and the reason.",
         ),
         "platform.this_machine": (
             "This machine can be a node of the run.",
-            "The launcher looks right before it starts workers here: same chip, enough devices.",
+            "The launcher checks the chip and the number of devices right before it starts workers.",
         ),
         "precision.native": (
-            "The chip multiplies the chosen format natively.",
-            "An emulated format is a warning: it works, and fp32 is likely faster.",
+            "The chip supports the compute dtype natively.",
+            "An emulated dtype is a warning: it works, but fp32 is likely faster.",
         ),
         "run.changed": (
-            "A rerun in the same directory is the same run.",
-            "Its layout, length and logging may change (a note); what it learns from may not (an error).",
+            "A rerun in the same directory continues the same run.",
+            "Layout, length and logging may change (a note); data, model and hyperparameters may not (an error).",
         ),
         "sweep.repeated": (
-            "Every point of a sweep is another run.",
-            "A point that comes to the same spec as an earlier one is left out.",
+            "Every point of a sweep is a different run.",
+            "A point with the same resolved spec as an earlier one is skipped.",
         ),
     }
 )

@@ -20,18 +20,18 @@ class LayoutError(ValueError):
 def expand_layout(layout: str) -> tuple[str, ...]:
     """Return the letters of each stage, with repeats expanded; raises LayoutError."""
     text = "".join(letter for letter in layout if letter not in ", \t\n")
-    written, end = _sequence(text, 0, 0)
+    letters, end = _sequence(text, 0, 0)
     if end < len(text):
         raise LayoutError(f"pipeline_layout: ) without ( at letter {end + 1}")
-    if not written:
-        raise LayoutError("pipeline_layout is empty; an even division is parallel.pipeline_layout=null")
-    return tuple(written.split("|"))
+    if not letters:
+        raise LayoutError("pipeline_layout is empty; parallel.pipeline_layout=null splits layers evenly")
+    return tuple(letters.split("|"))
 
 
 def _sequence(text: str, start: int, depth: int) -> tuple[str, int]:
-    """Expand from `start` to the end or a closing bracket; return the letters and the end position."""
+    """Expand from `start` to the end or a closing parenthesis; return the letters and the end position."""
     if depth > _MAX_DEPTH:
-        raise LayoutError(f"pipeline_layout: more than {_MAX_DEPTH} brackets within each other")
+        raise LayoutError(f"pipeline_layout: more than {_MAX_DEPTH} nested parentheses")
     parts: list[str] = []
     size, at = 0, start
     while at < len(text) and text[at] != ")":
@@ -42,17 +42,17 @@ def _sequence(text: str, start: int, depth: int) -> tuple[str, int]:
         elif text[at] in LETTERS:
             part = text[at]
         else:
-            raise LayoutError(f"pipeline_layout: {text[at]!r} at letter {at + 1} is none of E t m L | ( ) *")
+            raise LayoutError(f"pipeline_layout: {text[at]!r} at letter {at + 1} is not one of E t m L | ( ) *")
         times, at = _times(text, at + 1)
         size += len(part) * times
         if size > MAX_LETTERS:
-            raise LayoutError(f"pipeline_layout: more than {MAX_LETTERS} letters when written out")
+            raise LayoutError(f"pipeline_layout: more than {MAX_LETTERS} letters when expanded")
         parts.append(part * times)
     return "".join(parts), at
 
 
 def _times(text: str, at: int) -> tuple[int, int]:
-    """Return the repeat count after a letter or bracket (1 if there is none), and its end position."""
+    """Return the repeat count after a letter or parenthesis (1 if there is none), and its end position."""
     if at == len(text) or text[at] != "*":
         return 1, at
     end = at + 1

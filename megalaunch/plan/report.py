@@ -44,9 +44,9 @@ def findings_text(findings: Sequence[Finding], derived: Mapping[str, Any] | None
 def findings_json(findings: Sequence[Finding], derived: Mapping[str, Any]) -> str:
     """Return one object: valid, trains (the engine supports it), findings, derived."""
     valid = not has_errors(list(findings))
-    said = {"valid": valid, "trains": valid and not any(f.rule == _UNSUPPORTED for f in findings)}
+    status = {"valid": valid, "trains": valid and not any(f.rule == _UNSUPPORTED for f in findings)}
     return json.dumps(
-        {**said, "findings": [as_json(f) for f in findings], "derived": dict(derived)}, indent=2, default=str
+        {**status, "findings": [as_json(f) for f in findings], "derived": dict(derived)}, indent=2, default=str
     )
 
 
@@ -58,10 +58,10 @@ def run_table(spec: RunSpec, topology: Topology, train_tokens: int | None = None
     rows = [
         ("model", _model(spec)),
         ("layout", _layout(spec, topology)),
-        ("precision", f"{spec.precision.compute_dtype}, gradients summed in {spec.precision.grad_reduce_dtype}"),
+        ("precision", f"{spec.precision.compute_dtype}, gradients reduced in {spec.precision.grad_reduce_dtype}"),
         ("batch", _batch(spec, topology)),
         ("length", _length(spec, train_tokens)),
-        ("data", str(spec.data.corpus or spec.data.train_prefix or "none named yet")),
+        ("data", str(spec.data.corpus or spec.data.train_prefix or "not given")),
         ("run", str(spec.run.directory)),
     ]
     return "\n".join(table_lines(rows))
@@ -72,14 +72,14 @@ def _model(spec: RunSpec) -> str:
     size = f"{count_parameters(model).total:,} parameters, " if model.vocab_size is not None else ""
     heads = f"{model.num_attention_heads} heads in {model.num_query_groups} groups"
     shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}"
-    vocabulary = "open until the tokenizer is known" if model.vocab_size is None else _number(model.vocab_size)
+    vocabulary = "open until the tokenizer is given" if model.vocab_size is None else _number(model.vocab_size)
     return f"{model.name}: {size}{shape}, vocabulary {vocabulary}"
 
 
 def _batch(spec: RunSpec, topology: Topology) -> str:
-    division = f"micro {topology.micro_batch_size} x dp {topology.dp} x {topology.microbatches} microbatches"
-    sizes = f"sequence {spec.batch.sequence_length}; {tokens_per_step(spec):,} tokens a step"
-    return f"{spec.batch.global_batch_size} = {division}; {sizes}"
+    factors = f"micro {topology.micro_batch_size} x dp {topology.dp} x {topology.microbatches} microbatches"
+    sizes = f"sequence {spec.batch.sequence_length}; {tokens_per_step(spec):,} tokens per step"
+    return f"{spec.batch.global_batch_size} = {factors}; {sizes}"
 
 
 def _length(spec: RunSpec, train_tokens: int | None) -> str:
@@ -93,7 +93,7 @@ def _layout(spec: RunSpec, topology: Topology) -> str:
         f"{axis} {getattr(topology, axis)}" for axis in ("dp", "pp", "cp", "tp") if getattr(topology, axis) > 1
     )
     where = f"{topology.nodes} x {topology.devices_per_node} {spec.platform.chip}"
-    return f"{where}: {axes or 'one worker'}, data sharding {spec.parallel.data_sharding}"
+    return f"{where}: {axes or '1 rank'}, data sharding {spec.parallel.data_sharding}"
 
 
 def finding_block(finding: Finding) -> str:
@@ -120,9 +120,9 @@ def _number(value: Any) -> str:
 
 def _summary_line(findings: Sequence[Finding]) -> str:
     counts = [(sum(f.severity == kind for f in findings), kind) for kind in ("error", "warning")]
-    said = [f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in counts if count]
+    shown = [f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in counts if count]
     if counts[0][0]:
-        return ", ".join(said)
+        return ", ".join(shown)
     beyond = ", ".join(f"{f.path}={as_override(f.numbers['value'])}" for f in findings if f.rule == _UNSUPPORTED)
     plans_only = f"; a plan only: the engine of this version does not train with {beyond}" if beyond else ""
-    return "valid" + (f", {said[0]}" if said else "") + plans_only
+    return "valid" + (f", {shown[0]}" if shown else "") + plans_only

@@ -88,11 +88,11 @@ def machine_mismatch(spec: RunSpec, machine: Machine) -> list[Finding]:
     """Return errors if this machine cannot be a node of a resolved spec; checked right before a launch."""
     chip, wanted = spec.platform.chip, spec.cluster.devices_per_node
     if chip != machine.chip.name and chip != "cpu":
-        message = f"the run is made for {chip}, and this machine has {_describe(machine)}"
+        message = f"the run is for {chip}, but this machine has {_describe(machine)}"
         return [Finding("platform.this_machine", "error", "platform.chip", message, fixes=("platform=auto",))]
     if chip != "cpu" and isinstance(wanted, int) and wanted > machine.devices:
         numbers = {"devices_per_node": wanted, "devices": machine.devices}
-        message = f"the run wants {wanted} devices of each machine, and this one has {_describe(machine)}"
+        message = f"the run needs {wanted} devices per node, but this machine has {_describe(machine)}"
         return [Finding("platform.this_machine", "error", "cluster.devices_per_node", message, numbers)]
     return []
 
@@ -104,7 +104,7 @@ def _emulated_dtype(spec: RunSpec, machine: Machine) -> list[Finding]:
         return []
     if facts.device != machine.chip.device:  # no table has the dtypes of another machine's CPU
         return []
-    message = f"{facts.name} does not multiply bf16 natively here: fp32 is likely faster"
+    message = f"{facts.name} has no native bf16 here: fp32 is likely faster"
     return [Finding("precision.native", "warning", "precision.compute_dtype", message, fixes=("precision=fp32",))]
 
 
@@ -129,9 +129,9 @@ def _keep_open(spec: RunSpec, stored: RunSpec) -> _Changes:
         "precision.compute_dtype": (spec.precision.compute_dtype, "auto", stored.precision.compute_dtype),
     }
     return {
-        path: (kept, "as when the run began")
-        for path, (value, open_value, kept) in pairs.items()
-        if value == open_value and kept != open_value
+        path: (stored_value, "from the stored run")
+        for path, (value, open_value, stored_value) in pairs.items()
+        if value == open_value and stored_value != open_value
     }
 
 
@@ -144,9 +144,9 @@ def _machine_values(spec: RunSpec, machine: Machine) -> _Changes:
         return changes
     if spec.precision.compute_dtype == "auto":
         if facts.native_bf16:
-            changes["precision.compute_dtype"] = ("bf16", f"{facts.name} multiplies it natively: {facts.native_bf16}")
+            changes["precision.compute_dtype"] = ("bf16", f"{facts.name} supports it natively: {facts.native_bf16}")
         else:
-            changes["precision.compute_dtype"] = ("fp32", f"{facts.name} does not multiply bf16 natively")
+            changes["precision.compute_dtype"] = ("fp32", f"{facts.name} has no native bf16")
     found_here = facts.device != "cpu" and facts.name == machine.chip.name and machine.devices > 0
     if spec.cluster.devices_per_node == "auto" and found_here:
         changes["cluster.devices_per_node"] = (machine.devices, "found on this machine")
@@ -194,7 +194,7 @@ def _experts(spec: RunSpec) -> _Changes:
     if moe.ffn_hidden_size is None:
         changes["model.moe.ffn_hidden_size"] = (spec.model.ffn_hidden_size, "model.ffn_hidden_size")
     if spec.parallel.etp is None:
-        changes["parallel.etp"] = (1, "experts are not split")
+        changes["parallel.etp"] = (1, "experts are not sharded")
     return changes
 
 
@@ -203,7 +203,7 @@ def _pipeline(spec: RunSpec) -> _Changes:
         return {}
     if virtual_stages(spec) > 1:
         return {"parallel.schedule": ("interleaved", "there are virtual stages")}
-    return {"parallel.schedule": ("1f1b", "one stage a pipeline rank")}
+    return {"parallel.schedule": ("1f1b", "one stage per pipeline rank")}
 
 
 def _devices_of_cpu(spec: RunSpec) -> _Changes:
@@ -237,10 +237,10 @@ def _micro_batch(spec: RunSpec) -> _Changes:
     why = (
         "global_batch_size / dp"
         if spec.batch.rampup_batch_size is None
-        else "the largest share of every batch of the ramp"
+        else "the largest that divides every batch of the rampup"
     )
     if spec.parallel.pp > 1:
-        share, why = _for_every_stage(share, spec), f"{why}, in microbatches for every stage"
+        share, why = _for_every_stage(share, spec), f"{why}, with a microbatch for every stage"
     return {"batch.micro_batch_size": (share, why)}
 
 
@@ -264,7 +264,9 @@ def _horizons(spec: RunSpec) -> _Changes:
     if spec.data.num_samples is None:
         changes["data.num_samples"] = (
             samples_requested(spec),
-            "train.steps x global_batch_size" if spec.batch.rampup_batch_size is None else "the batches of train.steps",
+            "train.steps x global_batch_size"
+            if spec.batch.rampup_batch_size is None
+            else "sum of the rampup's batches over train.steps",
         )
     return changes
 

@@ -62,8 +62,8 @@ def incompatible_changes(new: RunSpec, stored: RunSpec) -> list[Finding]:
         if path in _BLENDS and _ingredients(now) == _ingredients(before):
             continue
         message = (
-            f"the run began with {path}={as_override(before)} and cannot go on with {as_override(now)}: "
-            "give the old value, or another run.directory"
+            f"the run started with {path}={as_override(before)} and cannot continue with {as_override(now)}: "
+            "restore the value, or give another run.directory"
         )
         numbers = {"stored": before, "new": now}
         findings.append(Finding("run.changed", "error", path, message, numbers, (f"{path}={as_override(before)}",)))

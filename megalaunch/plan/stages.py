@@ -28,11 +28,11 @@ class Stage:
 
 
 class StageError(ValueError):
-    """The split is invalid; `faults` lists every violation."""
+    """The split is invalid; `violations` lists every violation."""
 
-    def __init__(self, faults: tuple[StageViolation, ...]) -> None:
-        self.faults = faults
-        super().__init__("; ".join(fault.message for fault in faults))
+    def __init__(self, violations: tuple[StageViolation, ...]) -> None:
+        self.violations = violations
+        super().__init__("; ".join(violation.message for violation in violations))
 
 
 def build_stages(spec: RunSpec) -> tuple[Stage, ...]:
@@ -56,22 +56,22 @@ def virtual_stages(spec: RunSpec) -> int:
 
 
 @lru_cache(maxsize=4096)
-def assign_layers(division: PipelineSplit) -> tuple[Stage, ...]:
+def assign_layers(split: PipelineSplit) -> tuple[Stage, ...]:
     """Assign every layer of a split to its stage; raises StageError."""
-    faults = find_stage_violations(division)
-    if not faults and division.num_counted_layers > MAX_LAYERS:
-        message = f"{division.num_counted_layers} layers are more than the {MAX_LAYERS} that can be listed"
-        faults = (StageViolation("model.num_layers", "model.num_layers", message, {"num_layers": division.layers}),)
-    if faults:
-        raise StageError(faults)
-    counts, depths = _shares(division)
+    violations = find_stage_violations(split)
+    if not violations and split.num_counted_layers > MAX_LAYERS:
+        message = f"{split.num_counted_layers} layers are more than the {MAX_LAYERS} that can be listed"
+        violations = (StageViolation("model.num_layers", "model.num_layers", message, {"num_layers": split.layers}),)
+    if violations:
+        raise StageError(violations)
+    counts, depths = _layers_and_depths(split)
     stages, next_layer, next_depth = [], 0, 0
-    chunks = len(counts) // division.pp
+    chunks = len(counts) // split.pp
     for number, (count, depth) in enumerate(zip(counts, depths, strict=True)):
         stages.append(
             Stage(
-                rank=division.pipeline_rank(number, chunks),
-                chunk=number // division.pp,
+                rank=split.pipeline_rank(number, chunks),
+                chunk=number // split.pp,
                 layers=tuple(range(next_layer, next_layer + count)),
                 mtp=tuple(range(next_depth, next_depth + depth)),
                 embedding=number == 0,
@@ -82,26 +82,26 @@ def assign_layers(division: PipelineSplit) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def _shares(division: PipelineSplit) -> tuple[list[int], list[int]]:
+def _layers_and_depths(split: PipelineSplit) -> tuple[list[int], list[int]]:
     """Return the decoder layers and MTP depths of every stage of a valid split."""
-    if division.layout is not None:
-        stages = expand_layout(division.layout)
+    if split.layout is not None:
+        stages = expand_layout(split.layout)
         return [stage.count("t") for stage in stages], [stage.count("m") for stage in stages]
-    vpp = division.vpp or 1
-    number = division.pp * vpp
-    if division.first is None and division.last is None:
-        counts = [division.num_counted_layers // number] * number
-        counts[0] -= division.embedding_counts
-        counts[-1] -= division.head_counts
+    vpp = split.vpp or 1
+    number = split.pp * vpp
+    if split.first is None and split.last is None:
+        counts = [split.num_counted_layers // number] * number
+        counts[0] -= split.embedding_counts
+        counts[-1] -= split.head_counts
     else:
-        by_rank = _by_rank(division)
-        counts = [by_rank[division.pipeline_rank(stage, vpp)] // vpp for stage in range(number)]
-    return counts, [0] * (number - 1) + [division.mtp]
+        by_rank = _by_rank(split)
+        counts = [by_rank[split.pipeline_rank(stage, vpp)] // vpp for stage in range(number)]
+    return counts, [0] * (number - 1) + [split.mtp]
 
 
-def _by_rank(division: PipelineSplit) -> list[int]:
-    given = (division.first is not None) + (division.last is not None)
-    rest = division.layers - (division.first or 0) - (division.last or 0)
-    middle = [rest // (division.pp - given)] * (division.pp - given) if division.pp > given else []
-    first = [] if division.first is None else [division.first]
-    return [*first, *middle, *([] if division.last is None else [division.last])]
+def _by_rank(split: PipelineSplit) -> list[int]:
+    given = (split.first is not None) + (split.last is not None)
+    rest = split.layers - (split.first or 0) - (split.last or 0)
+    middle = [rest // (split.pp - given)] * (split.pp - given) if split.pp > given else []
+    first = [] if split.first is None else [split.first]
+    return [*first, *middle, *([] if split.last is None else [split.last])]

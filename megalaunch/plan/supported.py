@@ -35,7 +35,7 @@ class Limit:
         if self.idle is None:
             return self.meaning
         key, value = self.idle
-        return f"{self.meaning}; no limit while {key} is {value}"
+        return f"{self.meaning}; no limit if {key} is {value}"
 
     def allows(self, spec: RunSpec) -> bool:
         """Return True if the engine supports the spec's value of this key."""
@@ -52,20 +52,20 @@ LIMITS = (
     Limit("parallel.ep", (1,), "expert parallelism"),
     Limit("parallel.etp", (None, 1), "tensor parallelism inside experts"),
     Limit("precision.compute_dtype", ("auto", "fp32", "bf16"), "fp16 and fp8"),
-    Limit("precision.grad_dtype", ("fp32",), "gradients kept in bf16"),
+    Limit("precision.grad_dtype", ("fp32",), "gradients accumulated in bf16"),
     Limit("precision.exp_avg_dtype", ("fp32",), "moments in bf16"),
-    Limit("precision.main_params_dtype", ("fp32",), "weights without an fp32 copy"),
+    Limit("precision.main_params_dtype", ("fp32",), "weights without fp32 main params"),
     Limit(
         "recompute.modules",
         ("attention", "norm", "mlp", "activation"),
-        "recomputing parts of experts and of latent attention",
+        "recomputation inside experts and latent attention",
     ),
     Limit("optimizer.name", ("adamw",), "other optimizers"),
-    Limit("optimizer.embedding_lr", (None,), "a rate of its own for embedding and head"),
-    Limit("optimizer.skip_step_grad_norm", (None,), "skipping steps of a large gradient"),
+    Limit("optimizer.embedding_lr", (None,), "a separate learning rate for embedding and head"),
+    Limit("optimizer.skip_step_grad_norm", (None,), "skipping steps with a large gradient norm"),
     Limit("optimizer.optimizer_offload_fraction", (0.0,), "optimizer states in host memory"),
-    Limit("schedule.warmup_init_lr", (0.0,), "a warm-up that starts above 0"),
-    Limit("batch.rampup_batch_size", (None,), "batches that grow"),
+    Limit("schedule.warmup_init_lr", (0.0,), "a warmup that starts above 0"),
+    Limit("batch.rampup_batch_size", (None,), "batch size rampup"),
 )
 
 
@@ -73,7 +73,7 @@ ENGINE_DEVICES = ("cpu", "cuda")
 CHIP_LIMIT = Limit(
     "platform.chip",
     ("auto", *(name for name, chip in CHIPS.items() if chip.device in ENGINE_DEVICES)),
-    "chips whose kind of device the engine has no path for",
+    "chips that the engine does not support",
 )
 """The limit on devices; not in LIMITS, whose entries a test on one machine can verify against the engine."""
 

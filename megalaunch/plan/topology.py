@@ -42,10 +42,10 @@ class RankGrid:
         """Return the ranks that differ from `rank` on the named axes only, `rank` included, ascending."""
         members = [rank]
         stride = 1
-        place = self.coordinates(rank)
+        coordinates = self.coordinates(rank)
         for name, size in self.axes:
             if name in names:
-                members = [m + (i - place[name]) * stride for m in members for i in range(size)]
+                members = [m + (i - coordinates[name]) * stride for m in members for i in range(size)]
             stride *= size
         return sorted(members)
 
@@ -140,8 +140,8 @@ class Topology:
 
     def coordinates(self, rank: int) -> str:
         """Return a rank's coordinates as text, without axes of size 1: "pp0 dp1 tp3"; "dp0" for a single process."""
-        place = self.dense_grid.coordinates(rank)
-        named = [f"{axis}{place[axis]}" for axis in ("pp", "dp", "cp", "tp") if getattr(self, axis) > 1]
+        coordinates = self.dense_grid.coordinates(rank)
+        named = [f"{axis}{coordinates[axis]}" for axis in ("pp", "dp", "cp", "tp") if getattr(self, axis) > 1]
         if self.ep > 1:
             named.append(f"ep{self.expert_grid.coordinates(rank)['ep']}")
         return " ".join(named) or "dp0"

@@ -62,8 +62,8 @@ def tables() -> str:
     bound = (*DGXC, *BRIDGE)
     unseen = tuple(run for run in bound if run.name not in CALIBRATED.values())
     line = (
-        f"Median error {statistics.median(errors(bound)):.1%}, worst {max(errors(bound)):.1%}; of the eight rows that "
-        f"nothing was set on {statistics.median(errors(unseen)):.1%} and {max(errors(unseen)):.1%}."
+        f"Median error {statistics.median(errors(bound)):.1%}, worst {max(errors(bound)):.1%}; of the eight rows "
+        f"without calibration {statistics.median(errors(unseen)):.1%} and {max(errors(unseen)):.1%}."
     )
     other = [run for run in (*OTHERS, *ONE_DEVICE) if run.tokens is not None]
     return "\n".join([*speeds(bound), "", line, "", *speeds(tuple(other)), "", *sizes()])

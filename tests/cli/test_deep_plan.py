@@ -19,8 +19,8 @@ LAYOUT = ("parallel=tp2pp2sp", "cluster.devices_per_node=8")
 run = CliRunner()
 
 
-def deep(*words):
-    return run.invoke(app, ["plan", "--deep", *words])
+def deep(*overrides):
+    return run.invoke(app, ["plan", "--deep", *overrides])
 
 
 def test_a_rank_s_bytes_and_collectives():
@@ -46,12 +46,12 @@ def test_json():
 def test_one_rank_sends_nothing():
     result = deep("recipe=llama_tiny", "data.mock=true", "model.vocab_size=512", "parallel=dp1", "platform=cpu")
     assert result.exit_code == 0, result.output
-    assert "a processor's operators" in result.output
-    assert "none: one rank holds all" in result.output
+    assert "CPU operators" in result.output
+    assert "none: there is one rank" in result.output
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "said"),
     [
         (("--rank", "8"), "error: --rank 8 is outside the world of 8\nfix:  --rank 0 to 7"),
         (("model.mtp.num_layers=1",), "  model.mtp.num_layers=1  (multi-token prediction)"),
@@ -59,8 +59,8 @@ def test_one_rank_sends_nothing():
         (("--search",), "it knows no --search, --tokens or --assumptions"),
     ],
 )
-def test_what_cannot_be_is_refused(words, said):
-    result = deep(*SMALL, *LAYOUT, *words)
+def test_what_cannot_be_is_refused(overrides, said):
+    result = deep(*SMALL, *LAYOUT, *overrides)
     assert result.exit_code == 2
     assert said in result.stderr
 
@@ -68,12 +68,13 @@ def test_what_cannot_be_is_refused(words, said):
 def test_an_open_vocabulary_is_named():
     result = deep("recipe=tiny", "parallel=dp1")
     assert result.exit_code == 2
-    assert "name it (model.vocab_size=N) or the data" in result.stderr
+    assert "give it (model.vocab_size=N) or the data" in result.stderr
 
 
 def test_a_rank_belongs_to_deep():
     result = run.invoke(app, ["plan", *SMALL, "--rank", "1"])
-    assert (result.exit_code, result.stderr) == (2, "error: --rank belongs to --deep; a plan is of the fullest rank\n")
+    message = "error: --rank needs --deep; a plan reports the rank with the highest memory\n"
+    assert (result.exit_code, result.stderr) == (2, message)
 
 
 def test_without_torch_the_extra_is_named(monkeypatch):

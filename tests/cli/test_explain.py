@@ -28,7 +28,7 @@ def test_the_why_line_is_a_command_that_explains():
     (line,) = [line for line in result.output.splitlines() if "parallel.heads_by_tp" in line and "why:" in line]
     explained = run.invoke(app, shlex.split(line.removeprefix("  why:"))[1:])
     assert explained.exit_code == 0
-    assert explained.output.startswith("parallel.heads_by_tp\n\nEvery tensor-parallel rank holds whole query heads.")
+    assert explained.output.startswith("parallel.heads_by_tp\n\nnum_attention_heads is divisible by tp.")
     assert "$ megalaunch validate-config " in explained.output
     assert "fix:  parallel.tp=" in explained.output
 

@@ -20,8 +20,8 @@ WORDS = ("recipe=llama3_8b", "parallel=tp4pp4", "cluster.nodes=2", "cluster.devi
 run = CliRunner()
 
 
-def plan(*words):
-    return run.invoke(app, ["plan", *words])
+def plan(*overrides):
+    return run.invoke(app, ["plan", *overrides])
 
 
 def _plain(text: str) -> str:
@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_planned_all_the_same_and_refused():
     result = plan("recipe=llama3_8b", "batch.micro_batch_size=8")
     assert result.exit_code == 2
     assert "error: batch.micro_batch_size  [memory.fits]" in result.output
-    assert "memory of the fullest rank" in result.output
+    assert "peak memory of a rank" in result.output
 
 
 def test_what_does_not_divide_has_findings_and_no_plan():
@@ -87,13 +87,13 @@ def test_what_does_not_divide_has_findings_and_no_plan():
 def test_an_open_vocabulary_is_asked_for():
     result = plan("recipe=tiny", "data.corpus=null")
     assert result.exit_code == 2
-    assert result.output.rstrip().endswith("is open; name the vocabulary (model.vocab_size=N) or the data")
+    assert result.output.rstrip().endswith("is open; give the vocabulary (model.vocab_size=N) or the data")
 
 
 def test_a_processor_has_memory_and_no_speed():
     result = plan("recipe=tiny", "data.corpus=x", "platform=cpu", "precision=fp32")
     assert result.exit_code == 0, result.output
-    assert "not predicted: the speed of cpu is not known" in result.output
+    assert "not predicted: the speed of cpu is unknown" in result.output
     assert json.loads(plan("recipe=tiny", "data.corpus=x", "platform=cpu", "--json").output)["time"] is None
 
 
@@ -114,7 +114,7 @@ def test_a_budget_that_is_no_number_is_refused(text):
 def test_devices_without_a_search_are_refused():
     result = plan(*WORDS, "--devices", "64")
     assert result.exit_code == 2
-    assert "--devices belongs to --search" in result.output
+    assert "--devices needs --search" in result.output
 
 
 def test_a_word_that_is_no_key_is_refused_as_everywhere():

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from megalaunch.cli.app import app
 
 
-def invoke(*words: str):
-    return CliRunner().invoke(app, ["plan", "--search", *words])
+def invoke(*overrides: str):
+    return CliRunner().invoke(app, ["plan", "--search", *overrides])
 
 
 def test_the_table_names_the_fastest_and_the_runs_own_place():
@@ -19,8 +19,8 @@ def test_the_table_names_the_fastest_and_the_runs_own_place():
     lines = result.stdout.splitlines()
     assert lines[0].split()[:3] == ["tokens/s/device", "MFU", "GiB"]
     assert sum("this run's)" in line for line in lines) == 1
-    assert any(line.startswith("the fastest:  parallel=") for line in lines)
-    assert any(line.startswith("this run's own layout is number ") for line in lines)
+    assert any(line.startswith("the fastest:   parallel=") for line in lines)
+    assert any(line.startswith("this run's layout is number ") for line in lines)
     assert any("dropped: memory.fits" in line for line in lines)
 
 
@@ -33,8 +33,8 @@ def test_json_is_one_object_whose_words_are_a_valid_run():
     speeds = [layout["tokens_per_second_per_device"] for layout in data["layouts"]]
     assert speeds == sorted(speeds, reverse=True)
     assert all(layout["headroom_bytes"] >= 0 for layout in data["layouts"])
-    words = ["recipe=llama3_8b", "cluster.nodes=2", *data["layouts"][0]["words"]]
-    again = CliRunner().invoke(app, ["plan", "--json", *words])
+    overrides = ["recipe=llama3_8b", "cluster.nodes=2", *data["layouts"][0]["overrides"]]
+    again = CliRunner().invoke(app, ["plan", "--json", *overrides])
     assert again.exit_code == 0, again.output
 
 

@@ -11,8 +11,8 @@ def test_the_table_of_a_run(tmp_path, monkeypatch):
     assert run_table(spec, Topology.from_spec(spec), train_tokens=2_662_400).splitlines() == [
         "  model      quickstart: 5,048,576 parameters, 4 layers, hidden 256, 4 heads in 2 groups, vocabulary 4,096",
         "  layout     1 x 2 cpu: dp 2, data sharding optim",
-        "  precision  fp32, gradients summed in fp32",
-        "  batch      8 = micro 2 x dp 2 x 2 microbatches; sequence 256; 2,048 tokens a step",
+        "  precision  fp32, gradients reduced in fp32",
+        "  batch      8 = micro 2 x dp 2 x 2 microbatches; sequence 256; 2,048 tokens per step",
         "  length     650 steps, 1,331,200 tokens (0.50 epochs of 2,662,400)",
         "  data       python-stdlib",
         f"  run        {tmp_path}/runs/quickstart",
@@ -23,8 +23,8 @@ def test_the_table_before_the_vocabulary_is_known():
     spec, _ = resolved("recipe=tiny")
     text = run_table(spec, Topology.from_spec(spec))
     assert "tiny: 2 layers" in text
-    assert "vocabulary open until the tokenizer is known" in text
-    assert "none named yet" in text
+    assert "vocabulary open until the tokenizer is given" in text
+    assert "not given" in text
 
 
 def test_findings_as_text():

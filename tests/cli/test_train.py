@@ -181,8 +181,8 @@ def test_a_whole_run_then_its_report_then_its_extension(folder):
 
     code, out, err = train_tiny(folder, "optimizer.lr=1", "train.seed=3")
     assert code == 2
-    assert "the run began with optimizer.lr=0.01" in err
-    assert "the run began with train.seed=1234" in err
+    assert "the run started with optimizer.lr=0.01" in err
+    assert "the run started with train.seed=1234" in err
 
     code, out, err = train_tiny(folder, "train.steps=22", "logging.log_interval=2", "parallel.dp=1")
     assert (code, err) == (0, ""), err

@@ -15,19 +15,21 @@ from megalaunch.cli.app import COMMANDS, app
 run = CliRunner()
 
 
-def validate(*words):
-    return run.invoke(app, ["validate-config", *words])
+def validate(*overrides):
+    return run.invoke(app, ["validate-config", *overrides])
 
 
-@pytest.mark.parametrize("words", [("recipe=llama3_8b", "parallel=tp4pp4"), ("parallel=tp4pp4", "recipe=llama3_8b")])
-def test_tp4pp4_on_one_machine_is_exactly_one_error_with_its_fix(words):
-    result = validate(*words)
+@pytest.mark.parametrize(
+    "overrides", [("recipe=llama3_8b", "parallel=tp4pp4"), ("parallel=tp4pp4", "recipe=llama3_8b")]
+)
+def test_tp4pp4_on_one_machine_is_exactly_one_error_with_its_fix(overrides):
+    result = validate(*overrides)
     assert result.exit_code == 2
     assert result.output.count("error: ") == 1
     assert "the world has 8 devices (1 x 8); the layout needs 16 (tp 4 x pp 4)" in result.output
     assert "fix:  cluster.nodes=2" in result.output
     assert result.output.rstrip().endswith("1 error, 1 warning")
-    fixed = validate(*words, "cluster.nodes=2")
+    fixed = validate(*overrides, "cluster.nodes=2")
     assert fixed.exit_code == 0
     assert fixed.output.rstrip().endswith("valid, 1 warning")
 
@@ -39,10 +41,10 @@ def test_llama3_70b_by_three_and_seven_has_five_errors_each_with_fixes():
     assert (result.exit_code, report["valid"]) == (2, False)
     assert {(f["rule"], f["message"].partition(" (")[0]) for f in errors} == {
         ("parallel.world", "the world has 64 devices"),
-        ("parallel.layers_by_pp", "80 layers do not divide by pp 7"),
-        ("parallel.heads_by_tp", "heads 64 does not divide by tp 3"),
-        ("parallel.groups_by_tp", "8 key/value heads and tp 3: neither divides the other"),
-        ("parallel.ffn_by_tp", "ffn_hidden_size 28672 does not divide by tp 3"),
+        ("parallel.layers_by_pp", "80 layers are not divisible by pp 7"),
+        ("parallel.heads_by_tp", "heads 64 is not divisible by tp 3"),
+        ("parallel.groups_by_tp", "neither num_query_groups 8 nor tp 3 is divisible by the other"),
+        ("parallel.ffn_by_tp", "ffn_hidden_size 28672 is not divisible by tp 3"),
     }
     assert all(f["fixes"] for f in errors)
     assert all(f["origin"] for f in errors)
@@ -70,8 +72,8 @@ def test_a_word_without_its_section_is_understood(word, key):
 
 def test_train_tells_that_a_format_is_emulated(monkeypatch, tmp_path):
     monkeypatch.setattr("megalaunch.platform.detect.detect_machine", lambda: LAPTOP)
-    words = ["recipe=tiny", "data.corpus=x", "precision=bf16", f"run.directory={tmp_path}/run"]
-    assert "[precision.native]" in run.invoke(app, ["train", "--dry-run", *words]).output
+    overrides = ["recipe=tiny", "data.corpus=x", "precision=bf16", f"run.directory={tmp_path}/run"]
+    assert "[precision.native]" in run.invoke(app, ["train", "--dry-run", *overrides]).output
 
 
 def test_json_holds_all_of_it():
@@ -150,7 +152,7 @@ HEAVY = ("torch", "numpy", "rich", "tokenizers", "hydra", "matplotlib", "pandas"
 
 
 @pytest.mark.parametrize(
-    ("words", "allowed"),
+    ("overrides", "allowed"),
     [
         (["--help"], ()),
         (["recipes", "list"], ()),
@@ -159,8 +161,10 @@ HEAVY = ("torch", "numpy", "rich", "tokenizers", "hydra", "matplotlib", "pandas"
         (["validate-config", "recipe=tiny", "recompute.modules=[mlp]"], ("hydra",)),
     ],
 )
-def test_what_a_command_imports(words, allowed):
-    code = f"import sys\nfrom megalaunch.cli.app import app\ntry:\n    app({words!r})\nexcept SystemExit:\n    pass\n"
+def test_what_a_command_imports(overrides, allowed):
+    code = (
+        f"import sys\nfrom megalaunch.cli.app import app\ntry:\n    app({overrides!r})\nexcept SystemExit:\n    pass\n"
+    )
     code += f"print([n for n in {HEAVY!r} if n in sys.modules], file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stderr.splitlines()[-1] == str(list(allowed))
@@ -179,7 +183,7 @@ def test_a_recipe_of_a_megabyte_of_noise_ends_soon(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "beyond"),
+    ("overrides", "beyond"),
     [
         (("recipe=mixtral_tiny",), "model.moe.num_experts="),
         (
@@ -190,19 +194,19 @@ def test_a_recipe_of_a_megabyte_of_noise_ends_soon(tmp_path):
         (("recipe=tiny", "platform=mtt_s5000", "cluster.devices_per_node=2"), "platform.chip=mtt_s5000"),
     ],
 )
-def test_what_the_engine_does_not_train_yet_is_said(words, beyond):
+def test_what_the_engine_does_not_train_yet_is_said(overrides, beyond):
     """The verdict, its JSON, the plan and the list say what `train` would refuse."""
-    text = validate(*words)
+    text = validate(*overrides)
     assert text.exit_code == 0, text.output
     said = text.output.rstrip().splitlines()[-1]
     assert said.startswith("valid")
     assert "a plan only: the engine of this version does not train with" in said
     assert beyond in said
-    assert json.loads(validate(*words, "--json").output)["trains"] is False
-    planned = run.invoke(app, ["plan", *words, "model.vocab_size=512"]).output
+    assert json.loads(validate(*overrides, "--json").output)["trains"] is False
+    planned = run.invoke(app, ["plan", *overrides, "model.vocab_size=512"]).output
     assert "a plan only: the engine of this version does not train" in planned
     assert beyond in planned
-    refused = run.invoke(app, ["train", "--dry-run", *words, "data.mock=true", "data.corpus=null"])
+    refused = run.invoke(app, ["train", "--dry-run", *overrides, "data.mock=true", "data.corpus=null"])
     assert (refused.exit_code, "engine.unsupported" in refused.output) == (2, True), refused.output
     assert beyond.partition("=")[0] in refused.output
 

@@ -42,28 +42,28 @@ def ramped(ramp, **values):
 )
 def test_a_ramp_is_read_exactly(text, stages):
     if stages is None:
-        with pytest.raises(RampError, match="no whole number of tokens"):
+        with pytest.raises(RampError, match="is not an integer number of tokens"):
             parse_ramp(text)
         return
     assert [(stage.tokens, stage.samples) for stage in parse_ramp(text)] == stages
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "overrides"),
     [
         ("", "is empty"),
         ("8", "'8' is not TOKENS:SAMPLES"),
         ("0:8 2X:16", "'2X:16' is not TOKENS:SAMPLES"),
         ("0:-8", "'0:-8' is not"),
-        ("0:0", "'0:0' is a batch of no samples"),
+        ("0:0", "'0:0' has 0 samples"),
         ("0:8.5", "'0:8.5' is not"),
         ("1e400:8", "'1e400:8' is not"),
     ],
 )
-def test_what_is_no_ramp_is_named(text, words):
+def test_an_invalid_rampup_is_reported(text, overrides):
     with pytest.raises(RampError) as error:
         parse_ramp(text)
-    assert words in str(error.value)
+    assert overrides in str(error.value)
 
 
 @settings(max_examples=60)
@@ -109,10 +109,10 @@ def test_counting_by_stage_is_counting_step_by_step(ramp, steps):
 
 
 def test_an_open_micro_batch_fits_every_batch_of_a_ramp():
-    words = ("recipe=tiny", "data.corpus=x", "batch.micro_batch_size=null", "parallel.dp=2")
-    assert resolved(*words)[0].batch.micro_batch_size == 4
-    assert resolved(*words, "batch.rampup_batch_size=0:4,1K:8")[0].batch.micro_batch_size == 2
-    assert resolved(*words, "batch.rampup_batch_size=0:4,640:8")[0].data.num_samples == 5 * 4 + 15 * 8
+    overrides = ("recipe=tiny", "data.corpus=x", "batch.micro_batch_size=null", "parallel.dp=2")
+    assert resolved(*overrides)[0].batch.micro_batch_size == 4
+    assert resolved(*overrides, "batch.rampup_batch_size=0:4,1K:8")[0].batch.micro_batch_size == 2
+    assert resolved(*overrides, "batch.rampup_batch_size=0:4,640:8")[0].data.num_samples == 5 * 4 + 15 * 8
     assert (
-        resolved(*words, "batch.rampup_batch_size=nonsense")[0].batch.micro_batch_size == 4
+        resolved(*overrides, "batch.rampup_batch_size=nonsense")[0].batch.micro_batch_size == 4
     )  # a rule says what is wrong

@@ -111,7 +111,7 @@ def test_the_checker_never_raises_and_shown_fixes_are_right(drawn, machine, purp
     known = {(f.rule, f.path) for f in findings if f.severity != "note"}
     assert findings_text(findings, derived_values(spec))
     for finding in findings:
-        for fix in finding.fixes:  # applied as a user would: to the words, then all over again
+        for fix in finding.fixes:  # applied as a user would: to the overrides, then all over again
             changed = with_values(asked, dict(value_of(word) for word in shlex.split(fix)))
             fixed = resolve(changed, machine, recipe).spec
             after = check(fixed, origins_of(changed), purpose, machine)

@@ -10,8 +10,8 @@ from megalaunch.plan.parameters import count_parameters, layer_parameters
 from megalaunch.plan.world import exact_quotient
 
 
-def spec_of(*words):
-    return resolved("recipe=tiny", "data.corpus=x", *words)[0]
+def spec_of(*overrides):
+    return resolved("recipe=tiny", "data.corpus=x", *overrides)[0]
 
 
 def test_megatrons_flops_of_a_small_model():
@@ -77,13 +77,15 @@ def test_a_plain_feed_forward_block_has_two_matrices():
 
 
 def test_layers_with_experts_and_windows():
-    words = (
+    overrides = (
         "model.num_layers=7",
         "model.moe.num_experts=4",
         "model.moe.first_k_dense_replace=1",
         "model.moe.layer_freq=2",
     )
-    model = spec_of(*words, "model.sliding_window=8", "model.sliding_window_pattern=3", "model.mtp.num_layers=2").model
+    model = spec_of(
+        *overrides, "model.sliding_window=8", "model.sliding_window_pattern=3", "model.mtp.num_layers=2"
+    ).model
     layers = list_layers(model)
     assert [layer.index for layer in layers if layer.experts] == [1, 3, 5]
     assert [layer.index for layer in layers if layer.window is None] == [2, 5]
@@ -100,7 +102,7 @@ BASE = ("model=tiny",)  # 2 layers, hidden 32, ffn 64, 4 heads of 8, 2 groups
 
 
 @pytest.mark.parametrize(
-    ("words", "more"),
+    ("overrides", "more"),
     [
         (("model.qkv_bias=true",), 2 * (32 + 16 + 16)),
         (("model.attention_output_bias=true",), 2 * 32),
@@ -122,12 +124,14 @@ BASE = ("model=tiny",)  # 2 layers, hidden 32, ffn 64, 4 heads of 8, 2 groups
         (("model.mtp.num_layers=1",), 32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32 + 3 * 32 + 2 * 32 * 32),
     ],
 )
-def test_each_part_of_a_layer_is_counted(words, more):
-    assert count_parameters(spec_of(*BASE, *words).model).total - count_parameters(spec_of(*BASE).model).total == more
+def test_each_part_of_a_layer_is_counted(overrides, more):
+    assert (
+        count_parameters(spec_of(*BASE, *overrides).model).total - count_parameters(spec_of(*BASE).model).total == more
+    )
 
 
 @pytest.mark.parametrize("option", ["llama3_8b", "gpt2_124m", "mixtral_8x7b", "deepseek_v3", "gpt_oss_20b"])
-def test_layers_and_what_stands_outside_them_are_the_whole(option):
+def test_layers_and_the_rest_sum_to_the_total(option):
     model = spec_of(f"model={option}").model
     count = count_parameters(model)
     layers = sum(layer_parameters(model, layer).total for layer in list_layers(model))

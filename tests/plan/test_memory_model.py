@@ -63,7 +63,7 @@ def test_states_by_strategy(llama, sharding, weights, gradients, optimizer):
         assert getattr(memory, kind) == pytest.approx(expected * LLAMA), kind
 
 
-def test_whole_sharding_gathers_the_ends_and_two_layers(llama):
+def test_full_sharding_gathers_embedding_head_and_two_layers(llama):
     """As the loss runs backwards no layer is gathered; as layers do, one computes and one is gathered ahead."""
     zero3 = _with(llama, parallel__data_sharding="optim_grads_params")
     ends, layer = 2 * 128256 * 4096 + 4096, 218_112_000
@@ -81,11 +81,11 @@ def test_one_microbatch_has_no_gradients_when_its_backward_pass_begins(llama):
     assert (one.phase, one.gradients) == (LOSS, 0.0)
 
 
-def test_a_pipeline_keeps_gradients_and_copies_whole(llama):
+def test_a_pipeline_has_full_gradients_and_copies(llama):
     """torch's stages reduce once, at their end, whatever is sharded (engine/parallel/fsdp.py)."""
-    words = {"parallel__pp": 2, "batch__global_batch_size": 64}
-    zero1 = _with(llama, **words, parallel__data_sharding="optim")
-    zero3 = _with(llama, **words, parallel__data_sharding="optim_grads_params")
+    overrides = {"parallel__pp": 2, "batch__global_batch_size": 64}
+    zero1 = _with(llama, **overrides, parallel__data_sharding="optim")
+    zero3 = _with(llama, **overrides, parallel__data_sharding="optim_grads_params")
     assert predict_memory(zero1).kinds == predict_memory(zero3).kinds
 
 
@@ -106,7 +106,7 @@ def test_megatron_s_bytes_a_parameter(llama):
     assert memory.weights + memory.gradients + memory.optimizer == pytest.approx((6 + 12 / 8) * LLAMA)
 
 
-def test_logits_and_one_microbatch_of_a_whole_model(llama):
+def test_logits_and_one_microbatch_of_a_full_model(llama):
     memory = predict_memory(llama)
     assert memory.logits == 8192 * 128256 * 12
     h, kv, f = 4096, 1024, 14336
@@ -138,7 +138,7 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_leaves(llama):
 
 @pytest.mark.parametrize("run", [*DGXC, *BRIDGE, *OTHERS, *ONE_DEVICE, *MEMORY_7B], ids=lambda run: run.name)
 def test_ranks_hold_every_parameter_once(run):
-    """Over tensor, expert and pipeline ranks the divided parameters add up to the model's."""
+    """Over tensor, expert and pipeline ranks the sharded parameters sum to the model's."""
     spec = run.spec
     topology = Topology.from_spec(spec)
     held = params_by_rank(spec, 1, 1)
@@ -148,8 +148,8 @@ def test_ranks_hold_every_parameter_once(run):
     if spec.parallel.pp > 1 and spec.model.tie_word_embeddings:
         copies += count.embedding
     assert sum(rank.dense + rank.experts for rank in held) == count.total + copies
-    divided = params_by_rank(spec, topology.tp, topology.ep * topology.etp)
-    assert sum(r.experts for r in divided) * topology.ep * topology.etp == pytest.approx(sum(r.experts for r in held))
+    sharded = params_by_rank(spec, topology.tp, topology.ep * topology.etp)
+    assert sum(r.experts for r in sharded) * topology.ep * topology.etp == pytest.approx(sum(r.experts for r in held))
 
 
 def test_uneven_stages_are_counted_as_they_are():

@@ -12,8 +12,8 @@ from megalaunch.plan.resolve import derive, machine_mismatch, resolve
 from megalaunch.platform.chips import CHIPS
 
 
-def notes(*words, machine=LAPTOP, stored=None):
-    composition = compose(words)
+def notes(*overrides, machine=LAPTOP, stored=None):
+    composition = compose(overrides)
     found = resolve(composition.spec, machine, composition.choices.get("recipe"), stored).notes
     return {note.path: note for note in found}
 
@@ -46,8 +46,8 @@ def test_the_quickstart_fits_one_to_eight_workers(dp, micro):
 
 def test_a_huge_batch_of_a_pipeline_is_divided_at_once():
     began = time.process_time()
-    words = ("parallel=pp2", "parallel.vpp=2", "batch.global_batch_size=999999986")  # twice a prime
-    assert resolved("recipe=quickstart", *words)[0].batch.micro_batch_size == 1
+    overrides = ("parallel=pp2", "parallel.vpp=2", "batch.global_batch_size=999999986")  # twice a prime
+    assert resolved("recipe=quickstart", *overrides)[0].batch.micro_batch_size == 1
     assert time.process_time() - began < 5
 
 
@@ -58,7 +58,7 @@ def test_a_pipeline_gets_a_microbatch_for_every_stage(layout, micro):
 
 
 @pytest.mark.parametrize(
-    ("words", "devices", "dp"),
+    ("overrides", "devices", "dp"),
     [
         (["parallel=tp2"], 2, 1),
         (["parallel=tp2", "cluster.cpu_workers=4"], 4, 2),
@@ -69,13 +69,13 @@ def test_a_pipeline_gets_a_microbatch_for_every_stage(layout, micro):
         (["parallel=tp2dp2", "cluster.nodes=2"], 2, 2),
     ],
 )
-def test_a_processor_has_the_workers_that_the_layout_needs(words, devices, dp):
-    spec, _ = resolved("recipe=tiny", *words)
+def test_a_cpu_has_the_workers_that_the_layout_needs(overrides, devices, dp):
+    spec, _ = resolved("recipe=tiny", *overrides)
     assert (spec.cluster.devices_per_node, spec.parallel.dp) == (devices, dp)
 
 
 @pytest.mark.parametrize(
-    ("words", "devices", "dp"),
+    ("overrides", "devices", "dp"),
     [
         (["parallel=ep4", "cluster.cpu_workers=1"], 4, 4),
         (["parallel=ep2"], 2, 2),
@@ -84,8 +84,8 @@ def test_a_processor_has_the_workers_that_the_layout_needs(words, devices, dp):
         (["parallel=pp2ep2"], 4, 2),
     ],
 )
-def test_a_processor_has_workers_for_both_grids(words, devices, dp):
-    spec, _ = resolved("recipe=mixtral_tiny", *words)
+def test_a_cpu_has_workers_for_both_grids(overrides, devices, dp):
+    spec, _ = resolved("recipe=mixtral_tiny", *overrides)
     assert (spec.cluster.devices_per_node, spec.parallel.dp) == (devices, dp)
     assert resolved("recipe=tiny", "parallel=hsdp4")[0].parallel.dp == 4
 
@@ -93,7 +93,7 @@ def test_a_processor_has_workers_for_both_grids(words, devices, dp):
 def test_what_experts_leave_open_is_derived_for_experts_alone():
     found = notes("recipe=mixtral_tiny")
     assert found["model.moe.ffn_hidden_size"].message == "64 (model.ffn_hidden_size)"
-    assert found["parallel.etp"].message == "1 (experts are not split)"
+    assert found["parallel.etp"].message == "1 (experts are not sharded)"
     assert not {"model.moe.ffn_hidden_size", "parallel.etp"} & set(notes("recipe=tiny"))
     spec, _ = resolved("recipe=deepseek_tiny")
     assert (spec.model.moe.ffn_hidden_size, spec.model.head_dim) == (32, 12)  # given; 8 + 4 of the latent head
@@ -102,10 +102,12 @@ def test_what_experts_leave_open_is_derived_for_experts_alone():
 def test_the_schedule_follows_the_stages():
     assert resolved("recipe=tiny")[0].parallel.schedule == "auto"  # no pipeline, no schedule
     assert resolved("recipe=tiny", "parallel=pp2")[0].parallel.schedule == "1f1b"
-    words = ("recipe=tiny", "model.num_layers=4")
-    assert resolved(*words, "parallel=pp2vpp2")[0].parallel.schedule == "interleaved"
-    assert resolved(*words, "parallel=pp2", "parallel.pipeline_layout=Et|t|t|tL")[0].parallel.schedule == "interleaved"
-    assert resolved(*words, "parallel=pp2", "parallel.schedule=gpipe")[0].parallel.schedule == "gpipe"
+    overrides = ("recipe=tiny", "model.num_layers=4")
+    assert resolved(*overrides, "parallel=pp2vpp2")[0].parallel.schedule == "interleaved"
+    assert (
+        resolved(*overrides, "parallel=pp2", "parallel.pipeline_layout=Et|t|t|tL")[0].parallel.schedule == "interleaved"
+    )
+    assert resolved(*overrides, "parallel=pp2", "parallel.schedule=gpipe")[0].parallel.schedule == "gpipe"
 
 
 def test_the_embedding_starts_as_wide_as_the_rest():
@@ -155,7 +157,7 @@ def test_horizons_follow_the_steps_and_stay_as_they_began():
     assert (longer.train.steps, longer.schedule.decay_steps, longer.data.num_samples) == (40, 20, 160)
     assert longer.model.vocab_size == 300
     found = notes("recipe=tiny", "train.steps=40", stored=prepared)
-    assert found["schedule.decay_steps"].message == "20 (as when the run began)"
+    assert found["schedule.decay_steps"].message == "20 (from the stored run)"
     asked, _ = resolved("recipe=tiny", "schedule.decay_steps=40", stored=prepared)
     assert asked.schedule.decay_steps == 40
     elsewhere, _ = resolved("recipe=tiny", stored=first, machine=AMX_SERVER)
@@ -163,8 +165,8 @@ def test_horizons_follow_the_steps_and_stay_as_they_began():
 
 
 def test_resolving_twice_changes_nothing():
-    for words in (["recipe=quickstart"], ["recipe=llama3_8b", "parallel=tp4pp4"]):
-        spec, _ = resolved(*words)
+    for overrides in (["recipe=quickstart"], ["recipe=llama3_8b", "parallel=tp4pp4"]):
+        spec, _ = resolved(*overrides)
         assert derive(spec) == (spec, [])
         assert resolve(spec, LAPTOP, "other").spec == spec
 
@@ -173,7 +175,7 @@ def test_a_machine_that_cannot_be_a_node():
     spec, _ = resolved("recipe=llama3_8b")
     (finding,) = machine_mismatch(spec, LAPTOP)
     assert (finding.rule, finding.path) == ("platform.this_machine", "platform.chip")
-    assert "made for h100, and this machine has no accelerator (cpu)" in finding.message
+    assert "the run is for h100, but this machine has no accelerator (cpu)" in finding.message
     (finding,) = machine_mismatch(spec, replace(H100_NODE, devices=4))
     assert (finding.path, finding.numbers) == ("cluster.devices_per_node", {"devices_per_node": 8, "devices": 4})
     assert machine_mismatch(spec, H100_NODE) == []

@@ -20,16 +20,16 @@ def stored():
     return with_values(resolved(*WORDS)[0], PREPARED)
 
 
-def rerun(*words, values=None):
-    spec, _ = resolved(*WORDS, *words, stored=stored())
+def rerun(*overrides, values=None):
+    spec, _ = resolved(*WORDS, *overrides, stored=stored())
     return with_values(spec, values or {})
 
 
-def refused(*words, values=None):
-    return [finding.path for finding in incompatible_changes(rerun(*words, values=values), stored())]
+def refused(*overrides, values=None):
+    return [finding.path for finding in incompatible_changes(rerun(*overrides, values=values), stored())]
 
 
-def test_the_same_words_are_the_same_run_before_and_after_preparation():
+def test_the_same_overrides_are_the_same_run_before_and_after_preparation():
     assert refused() == []
     assert refused(values=PREPARED) == []
     assert compatible_changes(rerun(values=PREPARED), stored()) == []
@@ -93,7 +93,7 @@ def test_what_may_change(word):
 def test_what_makes_another_run(word, paths):
     assert refused(word) == paths
     first = incompatible_changes(rerun(word), stored())[0]
-    assert "give the old value, or another run.directory" in first.message
+    assert "restore the value, or give another run.directory" in first.message
     assert first.severity == "error"
 
 
@@ -105,9 +105,9 @@ def test_a_corpus_that_changed_under_its_name_is_another_run():
 
 
 def test_conversations_are_compared_by_content_as_a_corpus_is():
-    words = ("recipe=tiny", "data.sft_data=talks.jsonl")
-    began = with_values(resolved(*words)[0], {**PREPARED, "model.vocab_size": 320})
-    again = resolved(*words, stored=began)[0]
+    overrides = ("recipe=tiny", "data.sft_data=talks.jsonl")
+    began = with_values(resolved(*overrides)[0], {**PREPARED, "model.vocab_size": 320})
+    again = resolved(*overrides, stored=began)[0]
     assert incompatible_changes(again, began) == []
     other = with_values(again, {"data.train_prefix": "/cache/corpora/9999/train"})
     assert [finding.path for finding in incompatible_changes(other, began)] == ["data.train_prefix"]
@@ -146,13 +146,13 @@ def test_the_weights_that_a_run_began_with_stay(before, now, same):
     again = with_values(stored(), {key: now})
     found = incompatible_changes(again, then)
     assert [finding.path for finding in found] == ([] if same else [key])
-    assert same or "or another run.directory" in found[0].message
+    assert same or "or give another run.directory" in found[0].message
     assert compatible_changes(again, then) == []
 
 
 def test_a_warmup_in_steps_is_the_same_run_as_its_fraction():
-    words = ("recipe=quickstart", "data.corpus=x")
-    begun = resolved(*words, "schedule.warmup_steps=30", "schedule.warmup_fraction=0")[0]
-    assert incompatible_changes(resolved(*words)[0], begun) == []
-    shorter = resolved(*words, "schedule.warmup_fraction=0.05")[0]
+    overrides = ("recipe=quickstart", "data.corpus=x")
+    begun = resolved(*overrides, "schedule.warmup_steps=30", "schedule.warmup_fraction=0")[0]
+    assert incompatible_changes(resolved(*overrides)[0], begun) == []
+    shorter = resolved(*overrides, "schedule.warmup_fraction=0.05")[0]
     assert [finding.path for finding in incompatible_changes(shorter, begun)] == ["schedule.warmup_steps"]

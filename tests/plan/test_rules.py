@@ -14,8 +14,8 @@ from megalaunch.plan.findings import Finding, as_json, as_override, has_errors, 
 from megalaunch.plan.rules.registry import RULES, Rule, Violation, rule
 
 
-def findings(*words, base=TINY, purpose="validate"):
-    spec, composition = resolved(*base, *words)
+def findings(*overrides, base=TINY, purpose="validate"):
+    spec, composition = resolved(*base, *overrides)
     found = check(spec, composition.origins, purpose)
     return [finding for finding in found if finding.severity != "note"]
 
@@ -31,7 +31,7 @@ def test_data_may_be_open_in_a_plan_but_not_in_a_launch():
 def test_addresses_and_names_on_hubs_are_no_paths():
     (finding,) = findings("data.corpus=https://a.example/texts/b.jsonl?download=1")
     assert (finding.rule, finding.severity, finding.path) == ("run.local_paths", "error", "data.corpus")
-    assert finding.message.endswith("nothing is downloaded: fetch it first, then name the file, data.corpus=b.jsonl")
+    assert finding.message.endswith("nothing is downloaded: fetch it first, then give its path, data.corpus=b.jsonl")
     (finding,) = [f for f in findings("checkpoint.load_pretrained=hf://a/b") if f.rule == "run.local_paths"]
     assert finding.message.endswith("checkpoint.load_pretrained=b")
     (finding,) = findings("tokenizer.path=meta-llama/Llama-3.1-8B")
@@ -39,8 +39,8 @@ def test_addresses_and_names_on_hubs_are_no_paths():
 
 
 def test_a_learning_rate_that_is_far_too_high_has_a_fix():
-    for words in (["optimizer.lr=1"], ["optimizer.lr=5", "schedule.min_lr=0.01"], ["optimizer.embedding_lr=3"]):
-        (finding,) = findings(*words)
+    for overrides in (["optimizer.lr=1"], ["optimizer.lr=5", "schedule.min_lr=0.01"], ["optimizer.embedding_lr=3"]):
+        (finding,) = findings(*overrides)
         assert (finding.rule, finding.severity) == ("optimizer.rate_too_high", "warning")
         assert finding.fixes
     assert not findings("optimizer=muon", "optimizer.lr=0.5")
@@ -54,7 +54,7 @@ def test_more_workers_than_the_cores_can_carry():
     (finding,) = [f for f in check(spec, composition.origins, machine=machine) if f.severity != "note"]
     assert finding.rule == "cluster.cores"
     assert finding.message == (
-        "64 workers share the 2 cores of this machine, 32 a core: each step takes that much longer"
+        "64 workers share the 2 cores of this machine, 32 per core: each step takes that much longer"
     )
     assert finding.fixes == ("parallel.dp=2", "parallel.dp=1")
     assert not [f for f in check(spec, composition.origins) if f.severity != "note"]  # another machine
@@ -74,8 +74,8 @@ def test_the_world_of_llama3_8b_under_tp4pp4():
 
 
 def test_all_that_is_wrong_comes_at_once():
-    words = ("parallel=tp3pp7", "batch.sequence_length=9000", "optimizer.beta1=1", "train.exit_at_step=99999")
-    spec, composition = resolved("recipe=llama3_8b", *words)
+    overrides = ("parallel=tp3pp7", "batch.sequence_length=9000", "optimizer.beta1=1", "train.exit_at_step=99999")
+    spec, composition = resolved("recipe=llama3_8b", *overrides)
     errors = [f.rule for f in check(spec, composition.origins) if f.severity == "error"]
     assert errors == [
         "model.positions",
@@ -95,7 +95,7 @@ def test_a_finding_says_where_the_value_comes_from():
     assert as_json(finding)["numbers"] == {"num_attention_heads": 4, "tp": 8}
 
 
-def test_a_given_dp_is_kept_when_a_fix_is_proven():
+def test_a_given_dp_does_not_change_when_a_fix_is_verified():
     """Open, dp follows the fix; asserted, a smaller tp leaves another dp, so it is no fix."""
     (found,) = findings(*H100, "parallel=tp8", "model.num_query_groups=2")
     assert found.fixes == ("parallel.tp=4", "parallel.tp=2")  # tp=1 leaves dp 8, too many for the batch
@@ -144,12 +144,14 @@ def test_only_fixes_that_help_and_harm_nothing_are_shown(monkeypatch):
 
 def test_many_findings_are_proven_fast():
     """A fix is tried against every rule, so time grows with findings x fixes x rules."""
-    words = "parallel=tp3pp7cp6ep5etp2vpp2hsdp3sp batch.sequence_length=9001 optimizer.beta1=1 optimizer.beta2=1 "
-    words += "train.exit_at_step=99999999 schedule.warmup_steps=99999999 schedule.min_lr=1 model.num_query_groups=5 "
-    words += "model.head_dim=127 model.hidden_dropout=1 model.norm_epsilon=0 parallel.cp_comm_type=a2a+p2p "
-    words += "parallel.dynamic_context_parallel=true run.name=a/b platform.chip=h1000 "
-    words += "model.moe.top_k=9 parallel.num_layers_in_first_pipeline_stage=1"
-    spec, composition = resolved("recipe=mixtral_8x22b", *words.split())
+    overrides = "parallel=tp3pp7cp6ep5etp2vpp2hsdp3sp batch.sequence_length=9001 optimizer.beta1=1 optimizer.beta2=1 "
+    overrides += (
+        "train.exit_at_step=99999999 schedule.warmup_steps=99999999 schedule.min_lr=1 model.num_query_groups=5 "
+    )
+    overrides += "model.head_dim=127 model.hidden_dropout=1 model.norm_epsilon=0 parallel.cp_comm_type=a2a+p2p "
+    overrides += "parallel.dynamic_context_parallel=true run.name=a/b platform.chip=h1000 "
+    overrides += "model.moe.top_k=9 parallel.num_layers_in_first_pipeline_stage=1"
+    spec, composition = resolved("recipe=mixtral_8x22b", *overrides.split())
     check(spec, composition.origins)
     began = time.process_time()
     found = check(spec, composition.origins)
@@ -175,7 +177,7 @@ def test_a_list_in_a_fix_is_what_the_command_line_reads(items):
 
 
 @pytest.mark.parametrize(
-    ("words", "rule_id", "fix"),
+    ("overrides", "rule_id", "fix"),
     [
         ("recipe=llama31_405b parallel=tp8pp8cp2vpp7sp", "parallel.layers_by_pp",
          "parallel.account_for_embedding_in_pipeline_split=true "
@@ -186,6 +188,6 @@ def test_a_list_in_a_fix_is_what_the_command_line_reads(items):
          "parallel.tp=8 parallel.sequence_parallel=true"),
     ],
 )  # fmt: skip
-def test_layouts_that_people_type_have_a_way_out(words, rule_id, fix):
-    (found,) = [f for f in findings(base=tuple(words.split())) if f.rule == rule_id]
+def test_common_invalid_layouts_have_a_fix(overrides, rule_id, fix):
+    (found,) = [f for f in findings(base=tuple(overrides.split())) if f.rule == rule_id]
     assert fix in found.fixes

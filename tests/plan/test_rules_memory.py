@@ -1,4 +1,4 @@
-"""The rule that a run fits: who is told, with which numbers, and that its fixes work."""
+"""The rule memory.fits: its severities, its numbers, and that its fixes work."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ COMPOSER = Composer()
 
 
 @cache
-def composed(*words):
-    return COMPOSER.compose(words)
+def composed(*overrides):
+    return COMPOSER.compose(overrides)
 
 
-def spec_on(machine, *words):
-    composition = composed(*words)
+def spec_on(machine, *overrides):
+    composition = composed(*overrides)
     return resolve(composition.spec, machine, composition.choices["recipe"]).spec, composition
 
 
@@ -71,8 +71,8 @@ def test_stages_of_the_recipes_that_do_not_divide_evenly():
     assert (deep[-1].mtp, deep[-1].head, deep[0].embedding) == ((0,), True, True)
 
 
-def errors(machine, *words):
-    spec, composition = spec_on(machine, *words)
+def errors(machine, *overrides):
+    spec, composition = spec_on(machine, *overrides)
     return [f"{f.rule}: {f.message}" for f in check(spec, composition.origins) if f.severity == "error"]
 
 
@@ -85,9 +85,9 @@ def words_of(name, machine):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("machine", [LAPTOP, H100_NODE], ids=["laptop", "h100"])
 def test_a_recipe_is_valid_where_it_may_run(name, machine):
-    words = words_of(name, machine)
-    assert errors(machine, *words) == []
-    assert Topology.from_spec(spec_on(machine, *words)[0]).microbatches >= 1
+    overrides = words_of(name, machine)
+    assert errors(machine, *overrides) == []
+    assert Topology.from_spec(spec_on(machine, *overrides)[0]).microbatches >= 1
 
 
 @pytest.mark.parametrize("name", RECIPES)

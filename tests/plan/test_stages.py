@@ -99,7 +99,7 @@ def test_repeats_are_written_out(layout, written):
         ("E*", "needs a count"),
         ("*3", r"'\*' at letter 1"),
         ("((t*999)*999)*999", "more than 200000 letters"),
-        ("(" * 20 + "t" + ")" * 20, "more than 16 brackets"),
+        ("(" * 20 + "t" + ")" * 20, "more than 16 nested parentheses"),
     ],
 )
 def test_what_is_no_layout(layout, reason):

@@ -1,4 +1,4 @@
-"""The time model by its parts: where groups lie, what exchanges send, what overlap and stages do to a step."""
+"""The time model by its parts: placement of groups, volume of collectives, overlap, pipeline stages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_keys_of_dealt_documents_travel_once_each_way(seventy):
     """An all-gather counts a second gather in the backward pass."""
     spec = _with(seventy, parallel__cp=2, data__reset_attention_mask=True)
     gathered, dealt = (
-        step_time(_with(spec, **{f"parallel__{key}": value})).exchanges["cp"]
+        step_time(_with(spec, **{f"parallel__{key}": value})).communication["cp"]
         for key, value in (("cp_comm_type", "allgather"), ("dynamic_context_parallel", True))
     )
     assert dealt.exposed == pytest.approx(gathered.exposed * 2 / 3)
@@ -91,24 +91,24 @@ def test_what_makes_a_step_slower(seventy, change):
 
 
 def test_a_window_shortens_attention():
-    words = ("platform=h100", "cluster.devices_per_node=8", "batch.sequence_length=8192", "batch.global_batch_size=8",
-             "train.steps=1", "precision=bf16", "model=llama3_8b")  # fmt: skip
-    whole, narrow = resolved(*words)[0], resolved(*words, "model.sliding_window=1024")[0]
-    assert step_time(narrow).attention < step_time(whole).attention / 3
+    overrides = ("platform=h100", "cluster.devices_per_node=8", "batch.sequence_length=8192",
+                 "batch.global_batch_size=8", "train.steps=1", "precision=bf16", "model=llama3_8b")  # fmt: skip
+    full, windowed = resolved(*overrides)[0], resolved(*overrides, "model.sliding_window=1024")[0]
+    assert step_time(windowed).attention < step_time(full).attention / 3
 
 
 def test_a_node_of_four_ends_at_four_and_a_rack_does_not():
-    words = ("model=llama3_8b", "parallel=tp8", "cluster.nodes=2", "cluster.devices_per_node=4", "precision=bf16",
+    overrides = ("model=llama3_8b", "parallel=tp8", "cluster.nodes=2", "cluster.devices_per_node=4", "precision=bf16",
              "batch.sequence_length=8192", "batch.global_batch_size=8", "train.steps=1")  # fmt: skip
-    h100, rack = (step_time(resolved(*words, f"platform={chip}")[0]) for chip in ("h100", "gb200"))
-    whole = step_time(resolved(*words, "platform=h100", "cluster.nodes=1", "cluster.devices_per_node=8")[0])
-    assert h100.exchanges["tp"].exposed == pytest.approx(whole.exchanges["tp"].exposed * 360 / (4 * 42.5))
-    assert rack.exchanges["tp"].exposed == pytest.approx(whole.exchanges["tp"].exposed / 2)
+    h100, rack = (step_time(resolved(*overrides, f"platform={chip}")[0]) for chip in ("h100", "gb200"))
+    whole = step_time(resolved(*overrides, "platform=h100", "cluster.nodes=1", "cluster.devices_per_node=8")[0])
+    assert h100.communication["tp"].exposed == pytest.approx(whole.communication["tp"].exposed * 360 / (4 * 42.5))
+    assert rack.communication["tp"].exposed == pytest.approx(whole.communication["tp"].exposed / 2)
 
 
 def test_a_chip_without_figures_has_no_time():
     spec, _ = resolved("recipe=tiny", "data.corpus=x")
-    with pytest.raises(UnknownChipSpeed, match="the speed of cpu is not known"):
+    with pytest.raises(UnknownChipSpeed, match="the speed of cpu is unknown"):
         step_time(spec)
     spec, _ = resolved("recipe=llama3_8b", "platform=a100_80gb", "precision.compute_dtype=fp8")
     with pytest.raises(UnknownChipSpeed, match="no known peak in fp8"):
@@ -143,8 +143,8 @@ LAYOUTS = st.fixed_dictionaries(
 @settings(max_examples=50, deadline=None)
 @given(st.sampled_from([("model=llama3_8b",), ("model=mixtral_8x7b",), ("model=deepseek_v2_lite",)]), LAYOUTS)
 def test_any_layout_has_a_plan_or_a_reason(model, values):
-    words = ("platform=h100", "precision=bf16", "cluster.devices_per_node=8", "train.steps=1")
-    base, _ = resolved(*model, *words, "batch.sequence_length=64", "batch.global_batch_size=96")
+    overrides = ("platform=h100", "precision=bf16", "cluster.devices_per_node=8", "train.steps=1")
+    base, _ = resolved(*model, *overrides, "batch.sequence_length=64", "batch.global_batch_size=96")
     spec = derive(with_values(base, {"parallel.dp": None, **values}))[0]
     try:
         prediction = predict(spec)

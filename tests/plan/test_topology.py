@@ -59,7 +59,7 @@ def test_coordinates_name_the_axes_above_one():
 
 
 @pytest.mark.parametrize(
-    ("words", "replicas", "shards"),
+    ("overrides", "replicas", "shards"),
     [
         (["parallel=dp4"], 1, 4),
         (["parallel=dp4zero0"], 4, 1),
@@ -68,8 +68,8 @@ def test_coordinates_name_the_axes_above_one():
         (["parallel=zero0dp1"], 1, 1),
     ],
 )
-def test_what_data_parallel_ranks_share(words, replicas, shards):
-    spec, _ = resolved("recipe=tiny", *words)
+def test_replicas_and_shards_of_data_parallel_ranks(overrides, replicas, shards):
+    spec, _ = resolved("recipe=tiny", *overrides)
     t = Topology.from_spec(spec)
     assert (t.dp_replicate, t.dp_shard, t.dp) == (replicas, shards, replicas * shards)
 

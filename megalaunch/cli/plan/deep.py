@@ -1,4 +1,4 @@
-"""`megalaunch plan --deep`: what one rank's step of the engine itself holds and sends, beside the planner's figures."""
+"""`megalaunch plan --deep`: memory and communication of one rank's simulated step, next to the planner's figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def show_deep(spec: RunSpec, origins: Mapping[str, HasOrigin], rank: int | None, as_json: bool) -> None:
-    """Run one step on fake tensors and print it; refuses what cannot be run."""
+    """Simulate one step on fake tensors and print it; exit with code 2 if the engine does not support the run."""
     from megalaunch.runs.errors import fail
 
     if find_spec("torch") is None:
@@ -40,7 +40,7 @@ def show_deep(spec: RunSpec, origins: Mapping[str, HasOrigin], rank: int | None,
 
 
 def _require_valid(spec: RunSpec, origins: Mapping[str, HasOrigin]) -> None:
-    """End the command where the run is not valid, or beyond the engine; a device that is too small may be looked at."""
+    """Exit if the run is not valid or not supported by the engine; it may exceed device memory."""
     from megalaunch.plan.check import check
     from megalaunch.plan.report import finding_block
     from megalaunch.plan.supported import unsupported
@@ -50,10 +50,10 @@ def _require_valid(spec: RunSpec, origins: Mapping[str, HasOrigin]) -> None:
     if errors:
         refuse("\n\n".join(finding_block(finding) for finding in errors))
     if spec.model.vocab_size is None:
-        fail("the vocabulary is open; name it (model.vocab_size=N) or the data")
+        fail("the vocabulary is open; give it (model.vocab_size=N) or the data")
     beyond = [f"  {limit.path}={value}  ({limit.meaning})" for limit, value in unsupported(spec)]
     if beyond:
-        fail("\n".join(["the engine does not run this yet, so there is no step of it to look at:", *beyond]))
+        fail("\n".join(["the engine does not support this yet, so it cannot simulate a step:", *beyond]))
 
 
 def _as_text(spec: RunSpec, found: DeepPlan, planned: Memory) -> str:
@@ -70,7 +70,7 @@ def _as_text(spec: RunSpec, found: DeepPlan, planned: Memory) -> str:
 
 
 def _memory_lines(found: DeepPlan, planned: Memory) -> Iterator[str]:
-    devices = "a GPU's operators" if found.on_gpu else "a processor's operators"
+    devices = "GPU operators" if found.on_gpu else "CPU operators"
     yield (
         f"rank {found.rank} of {found.world} ({found.coordinates}): {found.parameters:,} parameters, "
         f"peak in the {found.phase} pass, {devices}"
@@ -85,13 +85,13 @@ def _memory_lines(found: DeepPlan, planned: Memory) -> Iterator[str]:
 
 
 def _communication_lines(found: DeepPlan) -> Iterator[str]:
-    part = "" if found.computed == found.microbatches else f", {found.computed} of them computed"
+    part = "" if found.computed == found.microbatches else f", {found.computed} of them simulated"
     yield f"collectives of a step of {found.microbatches} microbatches{part}"
     rows = [("phase", "kind", "axis", "ranks", "calls", "bytes")]
     for one in found.exchanges:
         size = format_bytes(one.bytes, digits=2)
         rows.append((one.phase, one.kind, one.axis, f"{one.ranks}", f"{one.count:,}", size))
-    yield from table_lines(rows if found.exchanges else [("none: one rank holds all",)], right=(3, 4, 5))
+    yield from table_lines(rows if found.exchanges else [("none: there is one rank",)], right=(3, 4, 5))
 
 
 def _as_json(spec: RunSpec, found: DeepPlan, planned: Memory) -> str:

@@ -1,4 +1,4 @@
-"""What `megalaunch plan` prints: findings, then the prediction as tables for people or one JSON object."""
+"""Output of `megalaunch plan`: findings, then the prediction as tables or as one JSON object."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _GB = 1e9
 _COMPUTE = {
     "matmul": "matmuls",
     "attention": "attention",
-    "memory": "norms, activations",
+    "memory": "memory-bound kernels",
     "head": "head and loss",
     "recompute": "recomputation",
-    "launch_gaps": "gaps, slowed by exchanges",
+    "launch_gaps": "kernel gaps, overlap slowdown",
 }
-_EXCHANGES = {
-    "tp": "tp gather, scatter",
+_COMMUNICATION = {
+    "tp": "tp all-gather, reduce-scatter",
     "cp": "cp keys and values",
     "ep": "ep all-to-all",
-    "pp": "pp send, receive",
-    "dp": "dp reduce, gather",
+    "pp": "pp send/recv",
+    "dp": "dp reduce-scatter, all-gather",
 }
 
 
 def show_plan(
     spec: RunSpec, origins: Mapping[str, HasOrigin], tokens: float | None, as_json: bool, with_assumptions: bool
 ) -> bool:
-    """Print the plan of a resolved spec; False when the run is not valid."""
+    """Print the plan of a resolved spec; return False if the run is not valid."""
     from megalaunch.plan.check import check
     from megalaunch.plan.findings import has_errors
     from megalaunch.plan.prediction import predict
@@ -62,10 +62,10 @@ def _as_text(
     from megalaunch.plan.report import finding_block, run_table
     from megalaunch.plan.supported import not_trained
 
-    # What is missing for a start, such as data, does not matter to a plan that can be made.
+    # Warnings about what a start needs, such as data, do not matter for a plan.
     shown = [f for f in findings if f.severity == "error" or f.rule == "memory.fits"]
     if prediction is None:
-        hint = "; name the vocabulary (model.vocab_size=N) or the data" if spec.model.vocab_size is None else ""
+        hint = "; give the vocabulary (model.vocab_size=N) or the data" if spec.model.vocab_size is None else ""
         shown = shown or [f for f in findings if f.severity == "warning"]
         return "\n\n".join([*(finding_block(f) for f in shown), f"no plan: {problem}{hint}"])
     blocks = [finding_block(f) for f in shown]
@@ -82,13 +82,13 @@ def _as_text(
 
 def _group_row(groups: Groups) -> tuple[str, ...]:
     shown = ", ".join(str(rank) for rank in groups.first[:8]) + (", ..." if groups.size > 8 else "")
-    place = "inside a node" if groups.inside_node else "between nodes"
-    return f"{groups.axis} {groups.size}", f"{groups.count} groups", place, f"the first: {shown}"
+    place = "within a node" if groups.inside_node else "between nodes"
+    return f"{groups.axis} {groups.size}", f"{groups.count} groups", place, f"first group: {shown}"
 
 
 def _memory_text(prediction: Prediction) -> str:
     memory = prediction.memory
-    head = f"memory of the fullest rank: {memory.parameters / 1e9:.2f} B parameters"
+    head = f"peak memory of a rank: {memory.parameters / 1e9:.2f} B parameters"
     if prediction.topology.pp > 1:
         head += f", pipeline rank {memory.rank}"
     head += f", {memory.phase}"
@@ -108,29 +108,29 @@ def _time_text(prediction: Prediction) -> str:
     time = prediction.time
     assert time is not None
     rows = [(name, f"{seconds:.3f} s", f"{seconds / time.total:.1%}", note) for name, seconds, note in _seconds(time)]
-    lines = [f"time of a step: {time.total:.3f} s", *table_lines(rows, right=(1, 2))]
+    lines = [f"step time: {time.total:.3f} s", *table_lines(rows, right=(1, 2))]
     budget, days = prediction.budget, prediction.days or 0.0
     speed = [
         (
-            "model FLOPs a step",
-            f"{prediction.flops:.4g} (with the whole square of attention {prediction.full_flops:.4g})",
+            "model FLOPs per step",
+            f"{prediction.flops:.4g} (with non-causal attention {prediction.full_flops:.4g})",
         ),
-        ("tokens/s", f"{time.tokens_per_second_per_device:,.0f} a device, {time.tokens / time.total:,.0f} in all"),
-        ("TFLOP/s a device", f"{time.flops_per_device / 1e12:,.0f}"),
+        ("tokens/s", f"{time.tokens_per_second_per_device:,.0f} per device, {time.tokens / time.total:,.0f} in total"),
+        ("TFLOP/s per device", f"{time.flops_per_device / 1e12:,.0f}"),
         ("MFU", f"{time.mfu_causal:.1%} causal, {time.mfu_full:.1%} full, of {time.peak / 1e12:,.0f} TFLOP/s"),
-        (f"{_tokens(budget)} tokens", f"{days:,.2f} days ({days * time.world * 24:,.0f} device hours)"),
+        (f"{_tokens(budget)} tokens", f"{days:,.2f} days ({days * time.world * 24:,.0f} device-hours)"),
     ]
     return "\n".join([*lines, "", "speed", *table_lines(speed)])
 
 
 def _seconds(time: StepTime) -> Iterator[tuple[str, float, str]]:
-    """Rows of the time table: name, seconds waited for, what hides."""
+    """Yield the rows of the time table: name, exposed seconds, overlapped seconds."""
     for name, label in _COMPUTE.items():
         if getattr(time, name):
             yield label, getattr(time, name), ""
-    for axis, exchange in time.exchanges.items():
-        if exchange.exposed + exchange.hidden:
-            yield _EXCHANGES[axis], exchange.exposed, f"and {exchange.hidden:.3f} s behind compute"
+    for axis, comm in time.communication.items():
+        if comm.exposed + comm.hidden:
+            yield _COMMUNICATION[axis], comm.exposed, f"and {comm.hidden:.3f} s overlapped"
     if time.bubble:
         yield "pipeline bubble", time.bubble, ""
     yield "optimizer", time.optimizer, ""
@@ -193,7 +193,7 @@ def _time_json(prediction: Prediction, time: StepTime) -> dict[str, Any]:
     return {
         "step_seconds": time.total,
         "compute": {name: getattr(time, name) for name in _COMPUTE},
-        "communication": {axis: vars(exchange) for axis, exchange in time.exchanges.items()},
+        "communication": {axis: vars(comm) for axis, comm in time.communication.items()},
         "bubble": time.bubble,
         "optimizer": time.optimizer,
         "tokens_per_second_per_device": time.tokens_per_second_per_device,

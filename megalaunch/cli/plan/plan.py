@@ -42,15 +42,15 @@ def plan(
     from megalaunch.runs.errors import fail
 
     if devices is not None and not search:
-        fail("--devices belongs to --search; a plan is of the cluster in the run (cluster.nodes=N)")
+        fail("--devices needs --search; a plan is for the cluster of the run (cluster.nodes=N)")
     try:
         budget = parse_tokens(tokens) if tokens is not None else None
     except ValueError as error:
         fail(f"--tokens: {error}")
     if rank is not None and not deep:
-        fail("--rank belongs to --deep; a plan is of the fullest rank")
+        fail("--rank needs --deep; a plan reports the rank with the highest memory")
     if deep and (search or budget is not None or show_assumptions):
-        fail("--deep counts what one rank holds and sends; it knows no --search, --tokens or --assumptions")
+        fail("--deep simulates one rank; it cannot be combined with --search, --tokens or --assumptions")
     composition, spec = _resolved(overrides or [])
     if deep:
         from megalaunch.cli.plan.deep import show_deep

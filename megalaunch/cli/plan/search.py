@@ -1,4 +1,4 @@
-"""`megalaunch plan --search`: the fastest layouts of a run, what was dropped and why, and where its own one stands."""
+"""`megalaunch plan --search`: the fastest layouts of a run, dropped ones by rule, and the rank of its own layout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def show_search(
 
 
 def validated(result: SearchResult, origins: Mapping[str, HasOrigin], count: int) -> list[Found]:
-    """The first `count` that the whole checker passes; what the run itself breaks, whatever its layout, is no fault."""
+    """Return the first `count` layouts without errors of layout rules or memory; other errors are the run's own."""
     from megalaunch.plan.check import check
     from megalaunch.plan.rules.registry import RULES
     from megalaunch.plan.rules.suggestions import suggestions_disabled
@@ -59,7 +59,7 @@ def validated(result: SearchResult, origins: Mapping[str, HasOrigin], count: int
 
 
 def layout_text(spec: RunSpec) -> list[str]:
-    """The words that give a run this layout: a name for parallel where there is one, and what the name cannot say."""
+    """Return the overrides of a layout: `parallel=NAME`, and overrides of all that the name does not cover."""
     from dataclasses import fields
 
     from megalaunch.config.keys import schema_defaults
@@ -92,13 +92,13 @@ def layout_text(spec: RunSpec) -> list[str]:
 
 
 def search_text(result: SearchResult, best: Sequence[Found]) -> str:
-    """A table of the best, the words of the first, what was dropped, and why the best beat the run's own layout."""
+    """Return a table of the best, the overrides of the first, dropped counts, and gains over the run's layout."""
     lines = _table(result, best)
     if best:
-        lines += ["", f"the fastest:  {shlex.join(layout_text(best[0].spec))}"]
-        roomy = next((found for found in best if not _near_memory_limit(result, found)), None)
-        if roomy is not None and roomy is not best[0]:
-            lines.append(f"with room:    {shlex.join(layout_text(roomy.spec))}")
+        lines += ["", f"the fastest:   {shlex.join(layout_text(best[0].spec))}"]
+        with_headroom = next((found for found in best if not _near_memory_limit(result, found)), None)
+        if with_headroom is not None and with_headroom is not best[0]:
+            lines.append(f"with headroom: {shlex.join(layout_text(with_headroom.spec))}")
     own = _own_lines(result, best)
     return "\n".join([*lines, *own, "", *_counts(result)])
 
@@ -117,7 +117,7 @@ def _table(result: SearchResult, best: Sequence[Found]) -> list[str]:
 
 
 def _near_memory_limit(result: SearchResult, found: Found) -> bool:
-    """So full that libraries and fragmentation may not find room; the checker warns of it too."""
+    """Return whether libraries and fragmentation may exceed the remaining memory; the checker warns of it too."""
     from megalaunch.plan.rules.memory import TIGHT
 
     return found.memory.total > TIGHT * result.device_bytes
@@ -151,39 +151,37 @@ def _own_lines(result: SearchResult, best: Sequence[Found]) -> list[str]:
 
     own = result.own
     if own is None:
-        return ["", f"this run's own layout is not among them: {result.own_fault}"]
+        return ["", f"this run's layout is not among them: {result.own_fault}"]
     place = result.place(own)
     share = place / result.valid
-    head = (
-        f"this run's own layout is number {place} of {result.valid:,} ({share:.1%}): {own.speed:,.1f} tokens/s/device"
-    )
+    head = f"this run's layout is number {place} of {result.valid:,} ({share:.1%}): {own.speed:,.1f} tokens/s/device"
     lines = ["", head]
     for found in [f for f in best if f.speed > own.speed][:_REASONS]:
         gain = found.speed / own.speed - 1
         lines.append(
             f"  number {result.place(found)} is {gain:.1%} faster: {_reasons(differences(found.time, own.time))}"
         )
-    return lines + ["  (seconds of a step, of the slowest rank)"] * (len(lines) > 2)
+    return lines + ["  (seconds per step of the slowest rank)"] * (len(lines) > 2)
 
 
 def _reasons(found: Sequence[Difference]) -> str:
-    """What the faster spends less on, then what it pays for that."""
+    """Return the parts in which the faster layout takes less time, then those in which it takes more."""
     seen = [difference for difference in found if abs(difference.seconds) >= 0.005]
     gains = [d.meaning for d in seen if d.seconds < 0][:_REASONS]
     price = [d.meaning for d in seen if d.seconds > 0][: _REASONS - 1]
-    text = "; ".join(gains) or "every part by a little"
-    return f"{text}; though {'; '.join(price)}" if price else text
+    text = "; ".join(gains) or "small differences in every part"
+    return f"{text}; but {'; '.join(price)}" if price else text
 
 
 def _counts(result: SearchResult) -> list[str]:
-    head = f"{result.num_considered:,} layouts looked at: {result.valid:,} are valid and fit"
-    lines = [f"{head}, {result.leaner:,} of them not timed, since they recompute more than they need to fit"]
+    head = f"{result.num_considered:,} layouts considered: {result.valid:,} are valid and fit"
+    lines = [f"{head}, {result.leaner:,} of them not timed: they recompute more than needed to fit"]
     lines += [f"  {count:>8,}  dropped: {rule}" for rule, count in result.dropped.most_common()]
     return lines
 
 
 def search_json(result: SearchResult, best: Sequence[Found]) -> str:
-    """One object: the best layouts with their words, the run's own, counts by reason."""
+    """Return one object: the best layouts with their overrides, the run's layout, dropped counts by rule."""
     data = {
         "devices": best[0].time.world if best else None,
         "considered": result.num_considered,

@@ -78,11 +78,11 @@ def tensor_parallel(spec: RunSpec, topology: Topology, wires: Interconnect, toke
         return CommTime()
     regions = 1 if experts and not spec.model.moe.shared_ffn_hidden_size else 2
     one = wires.ring(tokens * spec.model.hidden_size * 2, topology.tp, 1)
-    waiting, beside = one * 4 * regions, one * regions if spec.parallel.sequence_parallel else 0.0
+    exposed_time, hidden = one * 4 * regions, one * regions if spec.parallel.sequence_parallel else 0.0
     if not spec.parallel.tp_comm_overlap:
-        return CommTime(waiting, beside)
-    exposed = waiting * c.TP_EXPOSED.value
-    return CommTime(exposed, waiting - exposed + beside)
+        return CommTime(exposed_time, hidden)
+    exposed = exposed_time * c.TP_EXPOSED.value
+    return CommTime(exposed, exposed_time - exposed + hidden)
 
 
 def context_parallel(
@@ -103,15 +103,15 @@ def context_parallel(
     if cp == 1:
         return CommTime()
     queries, keys = widths
-    way = most_common_cp_comm_type(spec.parallel)
-    if way == "a2a":
+    comm_type = most_common_cp_comm_type(spec.parallel)
+    if comm_type == "a2a":
         return CommTime(2 * wires.all_to_all(tokens * 2 * (2 * queries + keys), cp, tp))
     if spec.parallel.dynamic_context_parallel:  # all-gather of keys and values, reduce-scatter of their gradients
         return CommTime(2 * wires.ring(cp * tokens * keys * 2, cp, tp))
     ring = 3 * wires.ring(cp * tokens * keys * 2, cp, tp)
-    if way == "allgather":
+    if comm_type == "allgather":
         return CommTime(ring)
-    if way == "a2a+p2p" and spec.parallel.hierarchical_context_parallel_sizes:
+    if comm_type == "a2a+p2p" and spec.parallel.hierarchical_context_parallel_sizes:
         inner = spec.parallel.hierarchical_context_parallel_sizes[0]
         both = 2 * wires.all_to_all(tokens * 2 * (2 * queries + keys), inner, tp)
         ring = 3 * wires.ring(cp // inner * tokens * keys * 2, cp // inner, tp * inner)
@@ -146,7 +146,7 @@ def pipeline(spec: RunSpec, topology: Topology, wires: Interconnect, tokens: flo
 
 
 def data_parallel(
-    spec: RunSpec, topology: Topology, wires: Interconnect, held: tuple[float, float], unit: float, window: float
+    spec: RunSpec, topology: Topology, wires: Interconnect, params: tuple[float, float], unit: float, window: float
 ) -> CommTime:
     """Return the data-parallel time of one step: reduction of gradients and all-gather of parameters.
 
@@ -155,66 +155,67 @@ def data_parallel(
     of one `unit` (a layer) cannot overlap. A pipeline gathers and reduces once per step, whatever is sharded.
 
     Args:
-        held: (dense, expert) parameters on one device.
+        params: (dense, expert) parameters on one device.
         unit: parameters of the largest layer.
         window: seconds of compute of one microbatch.
     """
     p, microbatches = spec.parallel, topology.microbatches
-    whole = p.data_sharding == "optim_grads_params" and topology.pp == 1
+    full_sharding = p.data_sharding == "optim_grads_params" and topology.pp == 1
     rounds = microbatches if topology.pp == 1 and p.data_sharding in ("optim_grads", "optim_grads_params") else 1
     width = 2 if spec.precision.grad_reduce_dtype == "bf16" else 4
-    reducing = rounds * _dense_and_expert(spec, topology, wires, held, width) + _replica_all_reduce(
-        spec, topology, wires, held, width
+    reducing = rounds * _dense_and_expert(spec, topology, wires, params, width) + _replica_all_reduce(
+        spec, topology, wires, params, width
     )
     gathering = 0.0
     if p.data_sharding != "no_shard":
-        gathering = (2 * microbatches if whole else 1) * _dense_and_expert(spec, topology, wires, held, 2)
-    share = unit / max(1.0, sum(held))
+        gathering = (2 * microbatches if full_sharding else 1) * _dense_and_expert(spec, topology, wires, params, 2)
+    share = unit / max(1.0, sum(params))
     hidden = 0.0
     if p.overlap_grad_reduce:
         hidden += min(reducing * (1 - share / rounds), window * rounds * c.BACKWARD_SHARE.value)
     if p.overlap_param_gather:
-        room = window * microbatches if whole else window * (1 - c.BACKWARD_SHARE.value)
-        hidden += min(gathering * (1 - (share / microbatches if whole else share)), room)
+        overlap = window * microbatches if full_sharding else window * (1 - c.BACKWARD_SHARE.value)
+        hidden += min(gathering * (1 - (share / microbatches if full_sharding else share)), overlap)
     return CommTime(reducing + gathering - hidden, hidden)
 
 
 def _dense_and_expert(
-    spec: RunSpec, topology: Topology, wires: Interconnect, held: tuple[float, float], each: int
+    spec: RunSpec, topology: Topology, wires: Interconnect, params: tuple[float, float], each: int
 ) -> float:
     """Return the seconds of one all-gather or reduce-scatter of all parameters, `each` bytes per parameter.
 
     Dense and expert parameters have groups of their own, within one replica of the model.
     """
     return sum(
-        wires.ring(parameters * each, shards, stride) for parameters, shards, _, stride in _grids(spec, topology, held)
+        wires.ring(parameters * each, shards, stride)
+        for parameters, shards, _, stride in _grids(spec, topology, params)
     )
 
 
 def _replica_all_reduce(
-    spec: RunSpec, topology: Topology, wires: Interconnect, held: tuple[float, float], each: int
+    spec: RunSpec, topology: Topology, wires: Interconnect, params: tuple[float, float], each: int
 ) -> float:
     """Return the seconds to all-reduce each device's shard over the replicas: once per step for any strategy (HSDP)."""
     return sum(
         2 * wires.ring(parameters * each / shards, replicas, stride * shards)
-        for parameters, shards, replicas, stride in _grids(spec, topology, held)
+        for parameters, shards, replicas, stride in _grids(spec, topology, params)
     )
 
 
 def _grids(
-    spec: RunSpec, topology: Topology, held: tuple[float, float]
+    spec: RunSpec, topology: Topology, params: tuple[float, float]
 ) -> tuple[tuple[float, int, int, int], tuple[float, int, int, int]]:
     """Return (parameters of a device, shards, replicas, stride between ranks), of dense and of expert parameters."""
-    whole = spec.parallel.data_sharding == "no_shard"
-    copies = topology.dp * topology.cp if whole else topology.dp_replicate
+    replicated = spec.parallel.data_sharding == "no_shard"
+    copies = topology.dp * topology.cp if replicated else topology.dp_replicate
 
     def of(parameters: float, size: int, stride: int) -> tuple[float, int, int, int]:
         replicas = max(1, min(copies, size))
         return parameters, max(1, size // replicas), replicas, stride
 
     return (
-        of(held[0], topology.dp * topology.cp, topology.tp),
-        of(held[1], topology.edp, topology.ep * topology.etp),
+        of(params[0], topology.dp * topology.cp, topology.tp),
+        of(params[1], topology.edp, topology.ep * topology.etp),
     )
 
 

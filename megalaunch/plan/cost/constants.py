@@ -28,25 +28,25 @@ class Statement:
 
 
 STATEMENTS = (
-    Statement("every expert gets its even share of tokens", "balanced routing, as published runs force it"),
-    Statement("every stage takes its own pace, the slowest one sets that of all", "plan/cost/step.py"),
-    Statement("gathered inputs of sequence-parallel matmuls are gathered again, not kept", "Korthikanti et al. 2022"),
-    Statement("one receive buffer for each microbatch in flight, and no more", "plan/memory/in_flight.py"),
-    Statement("libraries' own memory, NCCL's buffers and fragments: not counted", "memory.fits warns above 95 %"),
-    Statement("a batch ramp, evaluation, checkpoints and failures: no time", "steps at the full batch"),
+    Statement("balanced routing: every expert gets equally many tokens", "published runs force it"),
+    Statement("the slowest pipeline stage sets the pace of all", "plan/cost/step.py"),
+    Statement("sequence-parallel inputs are all-gathered again in backward, not saved", "Korthikanti et al. 2022"),
+    Statement("one receive buffer per microbatch in flight", "plan/memory/in_flight.py"),
+    Statement("memory of libraries, NCCL buffers and fragmentation: not counted", "memory.fits warns above 95 %"),
+    Statement("rampup, evaluation, checkpoints and failures: no time", "steps at the full batch"),
 )
 
 
 # MATMUL_16, MATMUL_8 and TP_EXPOSED are calibrated, by one row each (tests/plan/test_step_time_anchors.py).
 MATMUL_16 = Constant(
-    "large matmuls reach, of the 16-bit peak",
+    "efficiency of large matmuls, of the 16-bit peak",
     0.653,
-    "calibrated: Llama-3.1-70B bf16 on 64 H100 (dgxc); a lone matmul reaches 0.80, before power limits (MAMF)",
+    "calibrated: Llama-3.1-70B bf16 on 64 H100 (dgxc); a single matmul reaches 0.80, before power limits (MAMF)",
 )
 MATMUL_8 = Constant(
-    "large matmuls reach, of the 8-bit peak",
+    "efficiency of large matmuls, of the 8-bit peak",
     0.615,
-    "calibrated: Llama-3.1-405B FP8 on 1024 H100 (Megatron-Bridge); a lone matmul reaches 0.71 (MAMF)",
+    "calibrated: Llama-3.1-405B FP8 on 1024 H100 (Megatron-Bridge); a single matmul reaches 0.71 (MAMF)",
 )
 MATMUL_EDGE = Constant(
     "edge of a matmul of [m, k] x [k, n]: its time grows by edge (1/m + 1/k + 1/n)",
@@ -54,37 +54,47 @@ MATMUL_EDGE = Constant(
     "assumed: one tile of cuBLAS",
 )
 ATTENTION_FORWARD = Constant("fused attention forward, long sequences, of the 16-bit peak", 0.732, "cuDNN 9.19, H200")
-ATTENTION_FORWARD_HALF = Constant("sequence at which it reaches half of that", 1014.0, "cuDNN 9.19, H200, 2k and 8k")
-ATTENTION_BACKWARD = Constant("fused attention backward, long sequences, of the peak", 0.646, "cuDNN 9.19, H200")
-ATTENTION_BACKWARD_HALF = Constant("sequence at which it reaches half of that", 1491.0, "cuDNN 9.19, H200, 2k and 8k")
-NARROW_HEADS = Constant("heads of 64 against those of 128", 0.78, "FlashAttention-3 paper: 460 of 602 TFLOP/s at 8k")
-MEMORY = Constant("memory-bound kernels reach, of the memory's bandwidth", 0.78, "2.6 of 3.35 TB/s, H100 (QuACK 0.90)")
-LINK = Constant("collectives inside a node reach, of the link's bandwidth", 0.80, "assumed: 360 of 450 GB/s on H100")
-NETWORK = Constant("collectives between nodes reach, of the network's bandwidth", 0.85, "DeepEP: 43 of 50 GB/s")
-DEFAULT_LINK = Constant("link of a chip without a figure, bytes/s a way", 25e9, "assumed: PCIe 4 x16")
-DEFAULT_NETWORK = Constant("network of a chip without a figure, bytes/s a device", 25e9, "assumed: 200 Gb/s a device")
-BACKWARD = Constant("backward matmuls for each of the forward pass", 2.0, "gradients of inputs and of weights")
-ATTENTION_PRODUCTS = Constant(
-    "attention's backward work, of the forward work", 2.5, "FlashAttention-2, section 3.1: scores are computed again"
+ATTENTION_FORWARD_HALF = Constant(
+    "sequence length at which it reaches half of that", 1014.0, "cuDNN 9.19, H200, 2k and 8k"
 )
-NORM_TRAFFIC = Constant("values moved a hidden value by norms and residuals", 16.0, "both passes of a layer")
-ROTARY_TRAFFIC = Constant("values moved a rotated value", 4.0, "both passes")
-GATED_TRAFFIC = Constant("values moved an inner value of a gated block", 8.0, "both passes, SwiGLU in one kernel")
-PLAIN_TRAFFIC = Constant("values moved an inner value of a plain block", 5.0, "both passes")
-BACKWARD_SHARE = Constant("part of a microbatch behind which reductions hide", 2 / 3, "the backward pass")
+ATTENTION_BACKWARD = Constant("fused attention backward, long sequences, of the peak", 0.646, "cuDNN 9.19, H200")
+ATTENTION_BACKWARD_HALF = Constant(
+    "sequence length at which it reaches half of that", 1491.0, "cuDNN 9.19, H200, 2k and 8k"
+)
+NARROW_HEADS = Constant(
+    "attention rate with head_dim 64, of head_dim 128", 0.78, "FlashAttention-3 paper: 460 of 602 TFLOP/s at 8k"
+)
+MEMORY = Constant("memory-bound kernels, of the memory bandwidth", 0.78, "2.6 of 3.35 TB/s, H100 (QuACK 0.90)")
+LINK = Constant("collectives within a node, of the link bandwidth", 0.80, "assumed: 360 of 450 GB/s on H100")
+NETWORK = Constant("collectives between nodes, of the network bandwidth", 0.85, "DeepEP: 43 of 50 GB/s")
+DEFAULT_LINK = Constant("link of a chip without a figure, bytes/s per direction", 25e9, "assumed: PCIe 4 x16")
+DEFAULT_NETWORK = Constant(
+    "network of a chip without a figure, bytes/s per device", 25e9, "assumed: 200 Gb/s per device"
+)
+BACKWARD = Constant("backward matmuls per forward matmul", 2.0, "gradients of inputs and of weights")
+ATTENTION_PRODUCTS = Constant(
+    "attention FLOPs of backward, of forward", 2.5, "FlashAttention-2, section 3.1: scores are recomputed"
+)
+NORM_TRAFFIC = Constant("values moved per hidden value by norms and residuals", 16.0, "both passes of a layer")
+ROTARY_TRAFFIC = Constant("values moved per value with RoPE", 4.0, "both passes")
+GATED_TRAFFIC = Constant("values moved per inner value of a gated block", 8.0, "both passes, SwiGLU in one kernel")
+PLAIN_TRAFFIC = Constant("values moved per inner value of a plain block", 5.0, "both passes")
+BACKWARD_SHARE = Constant("fraction of a microbatch that overlaps gradient reductions", 2 / 3, "the backward pass")
 ZERO_BUBBLE = Constant("bubble of the zero_bubble schedule, of 1F1B's (zbv, dualpipev: none)", 1 / 3, "Qi et al. 2024")
-GAPS = Constant("launches and waits between kernels, of the compute time", 0.02, "assumed")
+KERNEL_GAPS = Constant("kernel launches and idle time between kernels, of the compute time", 0.02, "assumed")
 TP_EXPOSED = Constant(
-    "tensor-parallel exchanges that overlap leaves exposed (tp_comm_overlap)",
+    "tensor-parallel communication exposed with tp_comm_overlap",
     0.37,
     "calibrated: Llama-3.1-405B bf16 on 512 H100 (dgxc)",
 )
-EP_EXPOSED = Constant("expert exchanges that overlap leaves exposed (overlap_moe_expert_parallel_comm)", 0.2, "assumed")
-OVERLAP_SLOWDOWN = Constant("compute lost to a collective that runs beside it, of its time", 0.1, "assumed")
-LOGIT_TRAFFIC = Constant("bytes moved a logit by loss and its gradient", 44.0, "18.2 ms, 8192 x 131072, H100 (Liger)")
-OPTIMIZER_TRAFFIC = Constant("bytes moved a parameter by AdamW", 38.0, "fp32 gradient, master and moments, bf16 copy")
-CAST_TRAFFIC = Constant("bytes moved a value turned to 8 bits: largest, scaled, transposed", 6.0, "assumed")
-DISPATCH_TRAFFIC = Constant("passes over a dispatched token: permute, sort back, weigh", 6.0, "assumed")
+EP_EXPOSED = Constant("expert all-to-all exposed with overlap_moe_expert_parallel_comm", 0.2, "assumed")
+OVERLAP_SLOWDOWN = Constant("compute slowdown by an overlapped collective, of its time", 0.1, "assumed")
+LOGIT_TRAFFIC = Constant("bytes moved per logit by loss and gradient", 44.0, "18.2 ms, 8192 x 131072, H100 (Liger)")
+OPTIMIZER_TRAFFIC = Constant(
+    "bytes moved per parameter by AdamW", 38.0, "fp32 gradient, main params and moments, bf16 copy"
+)
+CAST_TRAFFIC = Constant("bytes moved per value cast to 8 bits: amax, scale, transpose", 6.0, "assumed")
+DISPATCH_TRAFFIC = Constant("passes over a dispatched token: permute, unpermute, weight", 6.0, "assumed")
 
 CONSTANTS: tuple[Constant, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Constant))
 """All constants, in this order."""

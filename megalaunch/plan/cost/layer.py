@@ -39,7 +39,7 @@ class Shape:
     etp: int
     sequence_parallel: bool
     recomputed_modules: tuple[RecomputeModule, ...]
-    full_again: bool
+    full_recompute: bool
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def layer_time(model: ModelSpec, kind: Layer, shape: Shape, device: Device) -> L
     attention, attention_back = _attention(model, kind, shape, device)
     memory = _memory_bytes(model, kind, shape, device) / device.memory
     again += attention if "attention" in shape.recomputed_modules else 0.0
-    if shape.full_again:
+    if shape.full_recompute:
         again = forward + attention + memory / 3
     return LayerTime(
         matmul=forward * (1 + c.BACKWARD.value),
@@ -111,10 +111,10 @@ def _matmuls(model: ModelSpec, kind: Layer, shape: Shape) -> Iterator[Matmul]:
         return
     moe = model.moe
     experts, width = moe.num_experts or 1, (moe.ffn_hidden_size or model.ffn_hidden_size) / shape.etp
-    held = max(1.0, experts / shape.ep)
+    local_experts = max(1.0, experts / shape.ep)
     arriving = rows * moe.top_k * shape.etp / tp if shape.sequence_parallel else rows * moe.top_k
-    yield Matmul(arriving / held, hidden, gate * width, "moe", held)
-    yield Matmul(arriving / held, width, hidden, "moe", held)
+    yield Matmul(arriving / local_experts, hidden, gate * width, "moe", local_experts)
+    yield Matmul(arriving / local_experts, width, hidden, "moe", local_experts)
     yield Matmul(rows / (tp if shape.sequence_parallel else 1), hidden, experts, "moe")
     if moe.shared_ffn_hidden_size:
         yield Matmul(rows, hidden, gate * moe.shared_ffn_hidden_size / tp, "shared_experts")

@@ -29,7 +29,7 @@ class UnknownChipSpeed(ValueError):
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step on the slowest rank, and the rates derived from them; `exchanges` is communication by axis.
+    """Seconds of one step on the slowest rank, and the rates derived from them; `communication` is by parallel axis.
 
     `matmul`, `attention`, `memory`, `head`, `recompute` and `launch_gaps` are compute. MFU is relative to the 16-bit
     peak, whatever the dtype of the matmuls.
@@ -41,7 +41,7 @@ class StepTime:
     head: float
     recompute: float
     launch_gaps: float
-    exchanges: dict[str, CommTime]
+    communication: dict[str, CommTime]
     bubble: float
     optimizer: float
     tokens: int
@@ -58,7 +58,7 @@ class StepTime:
     @property
     def exposed(self) -> float:
         """Seconds of exposed communication."""
-        return sum(exchange.exposed for exchange in self.exchanges.values())
+        return sum(comm.exposed for comm in self.communication.values())
 
     @property
     def total(self) -> float:
@@ -105,9 +105,9 @@ class _RankTime:
 
     @property
     def total(self) -> float:
-        waits = self.tp.exposed + self.cp.exposed + self.ep.exposed
-        runs_beside = self.tp.hidden + self.cp.hidden + self.ep.hidden
-        return self.compute * (1 + c.GAPS.value) + waits + runs_beside * c.OVERLAP_SLOWDOWN.value
+        exposed = self.tp.exposed + self.cp.exposed + self.ep.exposed
+        hidden = self.tp.hidden + self.cp.hidden + self.ep.hidden
+        return self.compute * (1 + c.KERNEL_GAPS.value) + exposed + hidden * c.OVERLAP_SLOWDOWN.value
 
 
 def step_time(spec: RunSpec) -> StepTime:
@@ -134,16 +134,16 @@ def _assemble(
 ) -> StepTime:
     worst, microbatches = times[slowest], topology.microbatches
     chunks = len(chunks_by_rank(spec)[slowest])
-    held = params_by_rank(spec, topology.tp, topology.ep * topology.etp)[slowest]
+    params = params_by_rank(spec, topology.tp, topology.ep * topology.etp)[slowest]
     tokens = topology.micro_batch_size * spec.batch.sequence_length / topology.cp
-    exchanges = {
+    communication = {
         "tp": worst.tp.times(microbatches),
         "cp": worst.cp.times(microbatches),
         "ep": worst.ep.times(microbatches),
         "pp": wire.pipeline(spec, topology, wires, tokens, chunks).times(microbatches),
-        "dp": wire.data_parallel(spec, topology, wires, (held.dense, held.experts), held.layer, worst.compute),
+        "dp": wire.data_parallel(spec, topology, wires, (params.dense, params.experts), params.layer, worst.compute),
     }
-    hidden = (worst.tp.hidden + worst.cp.hidden + worst.ep.hidden) * microbatches + exchanges["dp"].hidden
+    hidden = (worst.tp.hidden + worst.cp.hidden + worst.ep.hidden) * microbatches + communication["dp"].hidden
     peak = CHIPS[spec.platform.chip].peak_flops.get("bf16", device.attention_flops)
     flops, full = _model_flops(spec)
     return StepTime(
@@ -152,10 +152,10 @@ def _assemble(
         memory=worst.memory * microbatches,
         head=worst.head * microbatches,
         recompute=worst.again * microbatches,
-        launch_gaps=worst.compute * microbatches * c.GAPS.value + hidden * c.OVERLAP_SLOWDOWN.value,
-        exchanges=exchanges,
+        launch_gaps=worst.compute * microbatches * c.KERNEL_GAPS.value + hidden * c.OVERLAP_SLOWDOWN.value,
+        communication=communication,
         bubble=_bubble(spec, times, slowest, chunks),
-        optimizer=_optimizer(spec, topology, held.dense, held.experts, device),
+        optimizer=_optimizer(spec, topology, params.dense, params.experts, device),
         tokens=spec.batch.global_batch_size * spec.batch.sequence_length,
         world=topology.world,
         flops=flops,
@@ -168,7 +168,7 @@ def _device(chip: ChipFacts | None, compute: str) -> Device:
     """Return the rates of a chip for a compute dtype."""
     if chip is None or chip.memory_bandwidth is None or not chip.peak_flops:
         raise UnknownChipSpeed(
-            f"the speed of {chip.name if chip else 'this chip'} is not known: no peak FLOP/s in its facts"
+            f"the speed of {chip.name if chip else 'this chip'} is unknown: no peak FLOP/s in the table of chips"
         )
     name = {"fp16": "fp16", "fp32": "tf32"}.get(compute, "bf16")
     peak = chip.peak_flops.get(name)
@@ -223,7 +223,7 @@ def _shape(spec: RunSpec, topology: Topology) -> Shape:
         etp=topology.etp,
         sequence_parallel=spec.parallel.sequence_parallel,
         recomputed_modules=recompute.modules if recompute.granularity == "selective" else (),
-        full_again=recompute.granularity == "full",
+        full_recompute=recompute.granularity == "full",
     )
 
 

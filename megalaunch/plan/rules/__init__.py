@@ -1,4 +1,4 @@
-"""The rules of a valid run, one file a domain. Importing this package registers all of them."""
+"""The rules of a valid run, one file per domain. Importing this package registers all of them."""
 
 from megalaunch.plan.rules import (
     attention,

@@ -1,4 +1,4 @@
-"""Rules of where the data comes from. Files are looked for here only when a run is about to start on them."""
+"""Rules of data sources and tokenizers. A missing file is an error only if the run is about to start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SOURCES = {
 
 
 def sources(data: DataSpec) -> tuple[str, ...]:
-    """The keys of `data` that name training text, of those that are given."""
+    """Return the keys of `data` that give a source of training data."""
     given = {
         "corpus": data.corpus is not None,
         "sft_data": data.sft_data is not None,
@@ -36,19 +36,21 @@ def _absent(keys: Iterable[str]) -> dict[str, Any]:
 
 @rule(
     "data.source",
-    "There is one source of training text: a corpus, conversations, prepared tokens, a blend, or made up.",
+    "There is one source of training data: a corpus, conversations, prepared tokens, a blend or mock data.",
 )
 def source(at: RuleContext) -> Iterator[Violation]:
-    """None is a plan that still lacks its data; two are a contradiction."""
+    """Without a source the run cannot start; two sources contradict each other."""
     data = at.spec.data
     given = sources(data)
     if not given:
         yield Violation(
-            "data.corpus", f"no data is named: {', or '.join(_SOURCES.values())}", severity=at.pre_launch_severity
+            "data.corpus",
+            f"no training data is given: {', or '.join(_SOURCES.values())}",
+            severity=at.pre_launch_severity,
         )
     elif len(given) > 1:
-        # Of each source alone: the others go, with the validation prefix of prepared tokens.
-        alone = [[key for key in given if key != kept] for kept in given]
+        # One fix per source: remove all others, and with prepared tokens their validation prefix.
+        alone = [[key for key in given if key != only] for only in given]
         with_prefix = ["validation_prefix"] if data.validation_prefix is not None else []
         fixes = [
             _absent([*others, *(with_prefix if "train_prefix" in others else [])])
@@ -58,21 +60,21 @@ def source(at: RuleContext) -> Iterator[Violation]:
         yield Violation(f"data.{given[-1]}", f"two sources are given, {shown}", {"sources": list(given)}, tuple(fixes))
 
 
-@rule("data.validation_source", "data.validation_prefix goes with data.train_prefix.")
+@rule("data.validation_source", "data.validation_prefix is set only with data.train_prefix.")
 def validation_source(at: RuleContext) -> Iterator[Violation]:
-    """A corpus makes its own validation split, and a blend has data.validation_blend or data.split."""
+    """A corpus is split by data.validation_every, a blend by data.validation_blend or data.split."""
     data = at.spec.data
     if data.validation_prefix is not None and data.train_prefix is None:
         yield Violation(
             "data.validation_prefix",
-            "is given without data.train_prefix; a corpus makes its own split (data.validation_every)",
+            "data.validation_prefix needs data.train_prefix; a corpus is split by data.validation_every",
             fixes=({"data.validation_prefix": None},),
         )
 
 
-@rule("data.validation_twice", "There is one source of validation text.")
+@rule("data.validation_twice", "There is one source of validation data.")
 def validation_twice(at: RuleContext) -> Iterator[Violation]:
-    """A prefix, a blend, or a part of the training prefixes."""
+    """It is a prefix, a blend, or a part of the training prefixes."""
     data = at.spec.data
     one_file = data.train_prefix is not None and data.validation_prefix == data.train_prefix
     given = {
@@ -84,25 +86,25 @@ def validation_twice(at: RuleContext) -> Iterator[Violation]:
     if len(named) > 1:
         yield Violation(
             f"data.{named[-1]}",
-            f"validation text is named more than once: {' and '.join(f'data.{key}' for key in named)}",
-            fixes=tuple(_absent([key for key in named if key != kept]) for kept in named),
+            f"validation data is given more than once: {' and '.join(f'data.{key}' for key in named)}",
+            fixes=tuple(_absent([key for key in named if key != only]) for only in named),
         )
 
 
-@rule("data.mock_vocab", "Made-up tokens have a vocabulary.")
+@rule("data.mock_vocab", "model.vocab_size is given for mock data.")
 def mock_vocab(at: RuleContext) -> Iterator[Violation]:
-    """There is no tokenizer that would say how many tokens there are."""
+    """Mock data has no tokenizer that would determine it."""
     if at.spec.data.mock and at.spec.model.vocab_size is None:
         yield Violation(
             "model.vocab_size",
-            "data.mock makes tokens up, and needs model.vocab_size to know how many there are",
+            "data.mock needs model.vocab_size: there is no tokenizer that determines it",
             fixes=({"model.vocab_size": 32768},),
         )
 
 
-@rule("data.tokens_exist", "Prepared tokens are where their prefix says.")
+@rule("data.tokens_exist", "The .bin and .idx files of every prefix exist on this machine.")
 def tokens_exist(at: RuleContext) -> Iterator[Violation]:
-    """A prefix stands for two files."""
+    """A prefix is the common path of both files."""
     for key, prefix in dict.fromkeys(_prefixes(at.spec.data)):
         missing = [end for end in (".bin", ".idx") if not _is_file(f"{prefix}{end}")]
         if missing:
@@ -110,36 +112,36 @@ def tokens_exist(at: RuleContext) -> Iterator[Violation]:
             yield Violation(f"data.{key}", f"there is no {files} on this machine", severity=at.pre_launch_severity)
 
 
-@rule("data.stored_ids", "Stored tokens are numbers wide enough for the vocabulary.")
+@rule("data.stored_ids", "The dtype of stored tokens is wide enough for the vocabulary.")
 def stored_ids(at: RuleContext) -> Iterator[Violation]:
-    """Ids of 16 bits end at 65535: with a larger vocabulary the tokens are another tokenizer's, or were cut."""
+    """16-bit ids end at 65535: with a larger vocabulary the tokens are another tokenizer's, or were truncated."""
     vocab = at.spec.model.vocab_size
     for key, prefix in _prefixes(at.spec.data):
         largest = _LARGEST.get(_stored_type(prefix) or 0)
         if largest is not None and vocab is not None and vocab > largest + 1:
             yield Violation(
                 f"data.{key}",
-                f"{prefix} stores ids up to {largest}, and the vocabulary has {vocab}: "
-                "were its tokens made by this tokenizer?",
+                f"{prefix} stores ids up to {largest}, but the vocabulary has {vocab}: "
+                "check that this tokenizer made its tokens",
                 {"largest": largest, "vocab_size": vocab},
                 severity="warning",
             )
 
 
-@rule("tokenizer.path", "A given tokenizer is where its path says.")
+@rule("tokenizer.path", "tokenizer.path exists on this machine.")
 def tokenizer_path(at: RuleContext) -> Iterator[Violation]:
-    """A tokenizer.json, or a folder that holds one."""
+    """It is a tokenizer.json, or a folder with one."""
     path = at.spec.tokenizer.path
     if path is not None and not (_is_file(path) or _is_file(f"{path}/tokenizer.json")):
         message = f"there is no {path} on this machine"
         if is_hub_name(path):
-            message += "; of a tokenizer on a hub download its tokenizer.json first, and name that file"
+            message += "; download the tokenizer.json of a hub model first, then give its path"
         yield Violation("tokenizer.path", message, severity=at.pre_launch_severity)
 
 
-@rule("tokenizer.of_tokens", "Prepared tokens come with the tokenizer that made them.")
+@rule("tokenizer.of_tokens", "Prepared tokens are given with their tokenizer.")
 def of_tokens(at: RuleContext) -> Iterator[Violation]:
-    """Its end-of-document token and its vocabulary are needed."""
+    """Training needs its end-of-document token and its vocabulary."""
     data = at.spec.data
     if (data.train_prefix is not None or data.blend) and at.spec.tokenizer.path is None:
         key = "train_prefix" if data.train_prefix is not None else "blend"
@@ -148,11 +150,11 @@ def of_tokens(at: RuleContext) -> Iterator[Violation]:
 
 
 _LARGEST = {1: 2**8 - 1, 8: 2**16 - 1}
-"""By Megatron's code of a token type: the largest id, of those that a vocabulary may outgrow."""
+"""Largest id by Megatron's dtype code, for the dtypes that may be too narrow for a vocabulary."""
 
 
 def _prefixes(data: DataSpec) -> Iterator[tuple[str, str]]:
-    """Every prepared prefix with the key that names it."""
+    """Yield every prefix of prepared tokens with its key."""
     for key in ("train_prefix", "validation_prefix"):
         prefix = getattr(data, key)
         if prefix:
@@ -165,7 +167,7 @@ def _prefixes(data: DataSpec) -> Iterator[tuple[str, str]]:
 
 
 def blend_entry(entry: str) -> tuple[str | None, str]:
-    """The weight (as written) and the prefix of `PREFIX` or `WEIGHT PREFIX`."""
+    """Return the weight (as text) and the prefix of `PREFIX` or `WEIGHT PREFIX`."""
     first, _, rest = entry.strip().partition(" ")
     if not rest.strip():
         return None, first
@@ -177,7 +179,7 @@ def blend_entry(entry: str) -> tuple[str | None, str]:
 
 
 def _stored_type(prefix: str) -> int | None:
-    """The code of the token type in an index file's header: behind nine bytes of magic and eight of version."""
+    """Return the dtype code in an index file's header: after nine bytes of magic and eight of version."""
     try:
         with Path(f"{prefix}.idx").expanduser().open("rb") as file:
             header = file.read(18)

@@ -1,4 +1,4 @@
-"""Rules of how the load of experts is kept even: losses, biases, capacities."""
+"""Rules of expert load balancing: losses, biases, capacities."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 
 
-@rule("router.loss_coeff", "An auxiliary loss has a kind and a weight.")
+@rule("router.loss_coeff", "balance_loss and balance_loss_coeff are set together.")
 def loss_coeff(at: RuleContext) -> Iterator[Violation]:
-    """Either without the other changes nothing."""
+    """Either without the other has no effect."""
     moe = at.spec.model.moe
     if moe.num_experts is None:
         return
@@ -31,9 +31,9 @@ def loss_coeff(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("router.balance", "Something keeps the experts' load even.")
+@rule("router.balance", "A loss, a bias or a capacity balances the load of experts.")
 def balance(at: RuleContext) -> Iterator[Violation]:
-    """Without a loss, a bias or a capacity a router soon sends most tokens to few experts (Shazeer et al. 2017)."""
+    """Otherwise a router soon sends most tokens to few experts (Shazeer et al. 2017)."""
     moe = at.spec.model.moe
     if moe.num_experts is None:
         return
@@ -41,16 +41,16 @@ def balance(at: RuleContext) -> Iterator[Violation]:
     if experts > moe.top_k and moe.balance_loss == "none" and not moe.balance_bias and moe.capacity_factor is None:
         yield Violation(
             "model.moe.balance_loss",
-            f"nothing keeps the load of {experts} experts even: fine to tune a trained model, not to start one",
+            f"the load of {experts} experts is not balanced: right for fine-tuning, not for pretraining",
             {"num_experts": experts},
             ({"model.moe.balance_loss": "batch", "model.moe.balance_loss_coeff": 0.01},),
             severity="note",
         )
 
 
-@rule("router.capacity", "An expert takes at least its even share.")
+@rule("router.capacity", "capacity_factor is at least 1.")
 def capacity(at: RuleContext) -> Iterator[Violation]:
-    """At 0 it takes nothing; below 1 tokens are dropped however even the load is."""
+    """At 0 experts get no tokens; below 1 tokens are dropped even under a balanced load."""
     moe = at.spec.model.moe
     if moe.num_experts is None:
         return
@@ -59,16 +59,16 @@ def capacity(at: RuleContext) -> Iterator[Violation]:
         yield Violation(
             "model.moe.capacity_factor",
             f"capacity_factor {factor:g} "
-            + ("lets no token reach an expert" if factor == 0 else "drops tokens even where the load is even"),
+            + ("drops every token" if factor == 0 else "drops tokens even under a balanced load"),
             {"capacity_factor": factor},
             ({"model.moe.capacity_factor": 1.25}, {"model.moe.capacity_factor": None}),
             severity="warning" if factor else "error",
         )
 
 
-@rule("router.pad_needs_capacity", "Experts are padded to a capacity that is given.")
+@rule("router.pad_needs_capacity", "pad_to_capacity is on only with capacity_factor.")
 def pad_needs_capacity(at: RuleContext) -> Iterator[Violation]:
-    """Without one a buffer has no full size."""
+    """Without a capacity there is no size to pad to."""
     moe = at.spec.model.moe
     if moe.num_experts is None:
         return
@@ -80,45 +80,45 @@ def pad_needs_capacity(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("router.pad_without_flex", "A fused dispatch sends what there is, without padding.")
+@rule("router.pad_without_flex", "pad_to_capacity is off with moe_token_dispatcher_type=flex.")
 def pad_without_flex(at: RuleContext) -> Iterator[Violation]:
-    """DeepEP's buffers follow the tokens that come."""
+    """DeepEP sizes its buffers by the tokens that arrive."""
     moe = at.spec.model.moe
     if moe.num_experts is None:
         return
     if moe.pad_to_capacity and at.spec.parallel.moe_token_dispatcher_type == "flex":
         yield Violation(
             "model.moe.pad_to_capacity",
-            "pad_to_capacity does not go with moe_token_dispatcher_type=flex",
+            "pad_to_capacity is not supported with moe_token_dispatcher_type=flex",
             fixes=({"model.moe.pad_to_capacity": False}, {"parallel.moe_token_dispatcher_type": "alltoall"}),
         )
 
 
-@rule("router.drop_needs_capacity", "A policy of dropping goes with a capacity.")
+@rule("router.drop_needs_capacity", "drop_policy is set only with capacity_factor.")
 def drop_needs_capacity(at: RuleContext) -> Iterator[Violation]:
-    """Without one no token is dropped."""
+    """Without a capacity no token is dropped."""
     moe = at.spec.model.moe
     if moe.num_experts is None:
         return
     if moe.drop_policy != "probs" and moe.capacity_factor is None:
         yield Violation(
             "model.moe.drop_policy",
-            f"drop_policy={moe.drop_policy} has no effect: nothing is dropped without capacity_factor",
+            f"drop_policy={moe.drop_policy} has no effect: no token is dropped without capacity_factor",
             fixes=({"model.moe.drop_policy": "probs"}, {"model.moe.capacity_factor": 1.25}),
             severity="warning",
         )
 
 
-@rule("router.z_loss", "The z-loss of the router is a small part of the loss.")
+@rule("router.z_loss", "z_loss_coeff is small.")
 def z_loss(at: RuleContext) -> Iterator[Violation]:
-    """1e-3 is usual (Zoph et al. 2022); from about 0.1 on small logits matter more than the right experts."""
+    """1e-3 is usual (Zoph et al. 2022); above about 0.1 small logits matter more than the right experts."""
     moe = at.spec.model.moe
     if moe.num_experts is None:
         return
     if moe.z_loss_coeff > 0.1:
         yield Violation(
             "model.moe.z_loss_coeff",
-            f"z_loss_coeff {moe.z_loss_coeff:g} outweighs what the router learns from the text; 1e-3 is usual",
+            f"z_loss_coeff {moe.z_loss_coeff:g} outweighs the training loss in the router; 1e-3 is usual",
             {"z_loss_coeff": moe.z_loss_coeff},
             ({"model.moe.z_loss_coeff": 1e-3},),
             severity="warning",

@@ -1,4 +1,4 @@
-"""Rules of 8-bit matmuls: which chips have them, and which sizes their blocks divide."""
+"""Rules of fp8 matmuls: chips that support them, and sizes that are multiples of their blocks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megalaunch.plan.rules.suggestions import multiples
 from megalaunch.platform.chips import CHIPS
 
 GRAIN = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
-"""Numbers that an 8-bit matmul takes at once (16), or that share a scale (DeepSeek-V3: 128, OCP MX: 32)."""
+"""Block size by recipe: operand alignment of an fp8 matmul (16), or values per scale (DeepSeek-V3: 128, MX: 32)."""
 
 _BLACKWELL = ("b200", "gb200")
 
 register_inert(
     InertSetting(
         "fp8.idle",
-        "The settings of precision.fp8 go with 8-bit matmuls.",
-        "precision.compute_dtype=fp8 turns them on.",
+        "precision.fp8 is set only with compute_dtype=fp8.",
+        "precision.compute_dtype=fp8 enables it.",
         ("precision.fp8.",),
         "precision.compute_dtype",
         lambda spec: spec.precision.compute_dtype == "fp8",
@@ -29,8 +29,8 @@ register_inert(
 register_inert(
     InertSetting(
         "fp8.history_idle",
-        "A history of largest values gives the delayed scale.",
-        "Other recipes scale by the numbers at hand.",
+        "amax_history_len is set only for the delayed recipe.",
+        "Other recipes scale by the current values.",
         ("precision.fp8.amax_history_len",),
         "precision.fp8.recipe",
         lambda spec: spec.precision.compute_dtype != "fp8" or spec.precision.fp8.recipe == "delayed",
@@ -40,15 +40,15 @@ register_inert(
 
 
 def _grain(at: RuleContext) -> int | None:
-    """What sizes must divide by, or None without fp8."""
+    """Return the block size of the fp8 recipe, or None without fp8."""
     precision = at.spec.precision
     return GRAIN[precision.fp8.recipe] if precision.compute_dtype == "fp8" else None
 
 
 def _coarse(at: RuleContext, key: str, width: int | None, parts: int = 1, step: int = 1) -> Iterator[Violation]:
-    """A width whose part is no multiple of the recipe's grain; fixes are multiples of `step`, too.
+    """Yield a violation if width / parts is not a multiple of the block size; fixes are multiples of `step` too.
 
-    A width that does not divide into its parts is another rule's.
+    Another rule reports a width that is not divisible by its parts.
     """
     grain, recipe = _grain(at), at.spec.precision.fp8.recipe
     if grain is None or width is None or width % parts or (width // parts) % grain == 0:
@@ -57,13 +57,13 @@ def _coarse(at: RuleContext, key: str, width: int | None, parts: int = 1, step: 
     coarser: list[Fix] = [{"precision.fp8.recipe": "tensorwise"}] if grain > 16 else []
     yield Violation(
         key,
-        f"{key.removeprefix('model.')} {width}{split} is no multiple of {grain}, which fp8 ({recipe}) needs",
+        f"{key.removeprefix('model.')} {width}{split} is not a multiple of {grain}, as fp8 ({recipe}) requires",
         {"width": width, "parts": parts, "grain": grain},
         (*multiples(key, width, math.lcm(grain * parts, step)), *coarser, {"precision.compute_dtype": "bf16"}),
     )
 
 
-@rule("fp8.chip", "The chip multiplies 8-bit numbers.")
+@rule("fp8.chip", "The chip supports fp8 matmuls.")
 def chip(at: RuleContext) -> Iterator[Violation]:
     """Hopper and MI300 were the first that do."""
     facts = CHIPS.get(at.spec.platform.chip)
@@ -71,33 +71,33 @@ def chip(at: RuleContext) -> Iterator[Violation]:
         return
     if facts.peak_flops:
         yield Violation(
-            "precision.compute_dtype", f"{facts.name} has no unit for fp8", fixes=({"precision.compute_dtype": "bf16"},)
+            "precision.compute_dtype", f"{facts.name} has no fp8 units", fixes=({"precision.compute_dtype": "bf16"},)
         )
     elif facts.device == "cpu":
         yield Violation(
             "precision.compute_dtype",
-            "a processor has no unit for fp8: it only imitates one, slowly",
+            "a CPU has no fp8 units and only emulates them, slowly",
             fixes=({"precision.compute_dtype": "fp32"}, {"precision.compute_dtype": "bf16"}),
             severity="warning",
         )
 
 
-@rule("fp8.mxfp8_chip", "Scales of 32 numbers (mxfp8) are multiplied by Blackwell.")
+@rule("fp8.mxfp8_chip", "The mxfp8 recipe runs on Blackwell.")
 def mxfp8_chip(at: RuleContext) -> Iterator[Violation]:
-    """Its tensor cores read the scales; others have no such instruction."""
+    """Its tensor cores read one scale per 32 values; other chips have no such instruction."""
     facts = CHIPS.get(at.spec.platform.chip)
     known = facts is not None and "fp8" in facts.peak_flops
     if _grain(at) == 32 and known and at.spec.platform.chip not in _BLACKWELL:
         yield Violation(
             "precision.fp8.recipe",
-            f"mxfp8 needs Blackwell ({', '.join(_BLACKWELL)}), and the run is made for {at.spec.platform.chip}",
+            f"mxfp8 needs Blackwell ({', '.join(_BLACKWELL)}), but the chip is {at.spec.platform.chip}",
             fixes=({"precision.fp8.recipe": "blockwise"}, {"precision.fp8.recipe": "rowwise"}),
         )
 
 
 @rule("fp8.library_chip", "Transformer Engine runs on NVIDIA GPUs.")
 def library_chip(at: RuleContext) -> Iterator[Violation]:
-    """Its kernels are CUDA's."""
+    """Its kernels are written in CUDA."""
     facts = CHIPS.get(at.spec.platform.chip)
     asked = at.spec.precision.compute_dtype == "fp8" and at.spec.precision.fp8.implementation == "transformer_engine"
     if asked and facts is not None and facts.visible_devices_variable != "CUDA_VISIBLE_DEVICES":
@@ -108,40 +108,40 @@ def library_chip(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("fp8.hidden_size", "The width of the residual stream divides by the grain of fp8.")
+@rule("fp8.hidden_size", "hidden_size is a multiple of the fp8 block size.")
 def hidden_size(at: RuleContext) -> Iterator[Violation]:
-    """It is summed over, or written, by every matmul. Megatron finds out in the first step."""
+    """Every matmul reduces over it or writes it. Megatron-LM fails in the first step."""
     model = at.spec.model
     yield from _coarse(at, "model.hidden_size", model.hidden_size, step=model.num_attention_heads)
 
 
-@rule("fp8.ffn", "A rank's part of the feed-forward width divides by the grain of fp8.")
+@rule("fp8.ffn", "ffn_hidden_size / tp is a multiple of the fp8 block size.")
 def ffn(at: RuleContext) -> Iterator[Violation]:
-    """It is split over tp before it is multiplied."""
+    """The matrices are sharded over tp before the matmul."""
     if at.has_dense_layers:
         yield from _coarse(at, "model.ffn_hidden_size", at.spec.model.ffn_hidden_size, at.spec.parallel.tp)
 
 
-@rule("fp8.expert_ffn", "A rank's part of an expert's width divides by the grain of fp8.")
+@rule("fp8.expert_ffn", "moe.ffn_hidden_size / etp is a multiple of the fp8 block size.")
 def expert_ffn(at: RuleContext) -> Iterator[Violation]:
-    """It is split over etp before it is multiplied."""
+    """The matrices of an expert are sharded over etp before the matmul."""
     if at.has_experts:
         yield from _coarse(
             at, "model.moe.ffn_hidden_size", at.spec.model.moe.ffn_hidden_size, at.spec.parallel.etp or 1
         )
 
 
-@rule("fp8.shared_ffn", "A rank's part of the shared experts' width divides by the grain of fp8.")
+@rule("fp8.shared_ffn", "moe.shared_ffn_hidden_size / tp is a multiple of the fp8 block size.")
 def shared_ffn(at: RuleContext) -> Iterator[Violation]:
-    """It is split over tp before it is multiplied."""
+    """The matrices of shared experts are sharded over tp before the matmul."""
     if at.has_experts:
         key = "model.moe.shared_ffn_hidden_size"
         yield from _coarse(at, key, at.spec.model.moe.shared_ffn_hidden_size, at.spec.parallel.tp)
 
 
-@rule("fp8.heads", "A rank's query and key/value heads together divide by the grain of fp8.")
+@rule("fp8.heads", "The heads of a rank x head_dim are a multiple of the fp8 block size.")
 def heads(at: RuleContext) -> Iterator[Violation]:
-    """heads x head_dim is what attention's projections write and read."""
+    """The projections of attention write and read this width."""
     grain, model, tp = _grain(at), at.spec.model, at.spec.parallel.tp
     if grain is None or model.head_dim is None or model.mla.kv_lora_rank is not None:
         return
@@ -154,7 +154,7 @@ def heads(at: RuleContext) -> Iterator[Violation]:
             yield Violation(
                 "model.head_dim",
                 f"a rank's {max(1, count // tp)} heads of {model.head_dim} ({key} {count}) are {width} wide, "
-                f"no multiple of {grain}, which fp8 ({at.spec.precision.fp8.recipe}) needs",
+                f"not a multiple of {grain}, as fp8 ({at.spec.precision.fp8.recipe}) requires",
                 {key: count, "head_dim": model.head_dim, "tp": tp, "grain": grain},
                 (
                     *multiples("model.head_dim", model.head_dim, grain // math.gcd(grain, max(1, count // tp))),
@@ -165,18 +165,18 @@ def heads(at: RuleContext) -> Iterator[Violation]:
             return
 
 
-@rule("fp8.latent", "The latents of latent attention divide by the grain of fp8.")
+@rule("fp8.latent", "The latent widths are multiples of the fp8 block size.")
 def latent(at: RuleContext) -> Iterator[Violation]:
-    """Their up projections sum over them."""
+    """The up projections reduce over them."""
     mla = at.spec.model.mla
     if mla.kv_lora_rank is not None:
         yield from _coarse(at, "model.mla.kv_lora_rank", mla.kv_lora_rank)
         yield from _coarse(at, "model.mla.q_lora_rank", mla.q_lora_rank)
 
 
-@rule("fp8.tokens", "The tokens of a microbatch on one rank divide by the grain of fp8.")
+@rule("fp8.tokens", "The tokens of a microbatch on one rank are a multiple of the fp8 block size.")
 def tokens(at: RuleContext) -> Iterator[Violation]:
-    """A weight's gradient sums over them."""
+    """Weight gradients reduce over them."""
     grain, batch, cp = _grain(at), at.spec.batch, at.spec.parallel.cp
     if grain is None or batch.micro_batch_size is None or batch.sequence_length % cp:
         return
@@ -184,7 +184,7 @@ def tokens(at: RuleContext) -> Iterator[Violation]:
     if count % grain:
         yield Violation(
             "batch.sequence_length",
-            f"{count} tokens of a microbatch on one rank are no multiple of {grain}, which fp8 needs",
+            f"{count} tokens of a microbatch on one rank are not a multiple of {grain}, as fp8 requires",
             {"tokens": count, "micro_batch_size": batch.micro_batch_size, "cp": cp, "grain": grain},
             (
                 *multiples("batch.sequence_length", batch.sequence_length, 2 * grain * cp),
@@ -193,14 +193,14 @@ def tokens(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("fp8.layers_delayed", "Layers that stay in bf16 go with scales at hand, not with delayed ones.")
+@rule("fp8.layers_delayed", "With the delayed recipe first_layers_bf16 and last_layers_bf16 are 0.")
 def layers_delayed(at: RuleContext) -> Iterator[Violation]:
-    """The delayed recipe keeps one history for all layers."""
+    """The delayed recipe has one amax history for all layers."""
     fp8 = at.spec.precision.fp8
     if _grain(at) and fp8.recipe == "delayed" and fp8.first_layers_bf16 + fp8.last_layers_bf16 > 0:
         yield Violation(
             "precision.fp8.recipe",
-            "first_layers_bf16 and last_layers_bf16 do not go with the delayed recipe",
+            "first_layers_bf16 and last_layers_bf16 are not supported with the delayed recipe",
             {"first_layers_bf16": fp8.first_layers_bf16, "last_layers_bf16": fp8.last_layers_bf16},
             (
                 {"precision.fp8.recipe": "tensorwise"},
@@ -211,13 +211,13 @@ def layers_delayed(at: RuleContext) -> Iterator[Violation]:
 
 @rule("fp8.layers_left", "Some layer computes in fp8.")
 def layers_left(at: RuleContext) -> Iterator[Violation]:
-    """The first and the last that stay in bf16 are fewer than all."""
+    """first_layers_bf16 + last_layers_bf16 is below num_layers."""
     fp8, layers = at.spec.precision.fp8, at.spec.model.num_layers
     if _grain(at) and fp8.first_layers_bf16 + fp8.last_layers_bf16 >= layers:
         yield Violation(
             "precision.fp8.first_layers_bf16",
             f"first {fp8.first_layers_bf16} and last {fp8.last_layers_bf16} layers in bf16 "
-            f"leave none of {layers} for fp8",
+            f"leave no layer of {layers} in fp8",
             {"first": fp8.first_layers_bf16, "last": fp8.last_layers_bf16, "num_layers": layers},
             (
                 {"precision.fp8.first_layers_bf16": 1, "precision.fp8.last_layers_bf16": 1},
@@ -226,9 +226,9 @@ def layers_left(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("fp8.gather_needs_shards", "8-bit parameters are gathered where parameters are sharded.")
+@rule("fp8.gather_needs_shards", "fp8.param_gather is on only with data_sharding.")
 def gather_needs_shards(at: RuleContext) -> Iterator[Violation]:
-    """Without sharding each rank updates its own copy, and nothing is gathered."""
+    """Without sharding each rank updates its own copy, and no parameters are all-gathered."""
     fp8, sharding = at.spec.precision.fp8, at.spec.parallel.data_sharding
     if _grain(at) and fp8.param_gather and sharding == "no_shard":
         yield Violation(
@@ -238,27 +238,27 @@ def gather_needs_shards(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("fp8.gradient_range", "One scale for a whole gradient goes with the wider 8-bit format.")
+@rule("fp8.gradient_range", "Gradients with one scale per tensor use e5m2 (format hybrid).")
 def gradient_range(at: RuleContext) -> Iterator[Violation]:
-    """e4m3 spans 2^-9 to 448: under a single scale small gradients become 0. Scales by block leave it room."""
+    """e4m3 spans 2^-9 to 448: under a single scale small gradients become 0. Scales per block avoid that."""
     fp8 = at.spec.precision.fp8
     if _grain(at) and fp8.format == "e4m3" and fp8.recipe in ("delayed", "tensorwise"):
         yield Violation(
             "precision.fp8.format",
-            f"gradients in e4m3 under one scale a tensor ({fp8.recipe}) lose their small numbers",
+            f"e4m3 gradients with one scale per tensor ({fp8.recipe}) lose small values",
             fixes=({"precision.fp8.format": "hybrid"}, {"precision.fp8.recipe": "blockwise"}),
             severity="warning",
         )
 
 
-@rule("fp8.history_length", "A delayed scale looks back more than a few steps.")
+@rule("fp8.history_length", "amax_history_len is at least 4.")
 def history_length(at: RuleContext) -> Iterator[Violation]:
-    """The next step's largest value is guessed from the last ones: from one or two it is often too small."""
+    """The next amax is predicted from the history: from one or two steps it is often too small."""
     fp8 = at.spec.precision.fp8
     if _grain(at) and fp8.recipe == "delayed" and fp8.amax_history_len < 4:
         yield Violation(
             "precision.fp8.amax_history_len",
-            f"a history of {fp8.amax_history_len} steps makes delayed scales too small again and again",
+            f"amax_history_len {fp8.amax_history_len} often underestimates the next amax",
             {"amax_history_len": fp8.amax_history_len},
             ({"precision.fp8.amax_history_len": 1024}, {"precision.fp8.amax_history_len": 16}),
             severity="warning",

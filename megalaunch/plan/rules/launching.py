@@ -17,9 +17,9 @@ from megalaunch.platform.chips import CHIPS
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-@rule("engine.unsupported", "The engine can run every setting of the run.")
+@rule("engine.unsupported", "The engine supports every setting of the run.")
 def engine_unsupported(at: RuleContext) -> Iterator[Violation]:
-    """What composes and plans may still be ahead of the engine; it is refused by name, never silently."""
+    """Any setting can be planned; train refuses an unsupported one with its name."""
     for entry, value in unsupported(at.spec):
         shown = " or ".join(as_override(value) for value in entry.supported)
         yield Violation(
@@ -31,15 +31,15 @@ def engine_unsupported(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("launcher.multi_node", "The launcher can start workers on every machine of the cluster.")
+@rule("launcher.multi_node", "launcher=local has one node.")
 def multi_node(at: RuleContext) -> Iterator[Violation]:
-    """The local launcher starts this machine's workers only."""
+    """The local launcher starts the workers of this machine only."""
     nodes = at.spec.cluster.nodes
     if at.spec.launcher.name == "local" and nodes > 1:
         yield Violation(
             "cluster.nodes",
-            f"launcher=local starts workers on one machine, and the run has {nodes}: "
-            "start each by hand with the commands that `megalaunch train --dry-run` prints",
+            f"launcher=local starts workers on one node, but the run has {nodes}: "
+            "start each node with the commands that `megalaunch train --dry-run` prints",
             {"nodes": nodes},
             ({"cluster.nodes": 1},),
             severity="error" if at.purpose == "train" else "note",
@@ -49,9 +49,9 @@ def multi_node(at: RuleContext) -> Iterator[Violation]:
 _WORKERS_A_CORE = 4
 
 
-@rule("cluster.cores", "A machine without accelerators has cores for its workers.")
+@rule("cluster.cores", "A machine without accelerators has enough cores for its workers.")
 def cores(at: RuleContext) -> Iterator[Violation]:
-    """Workers that share a core take turns, and each holds a process with torch: more of them only slow a run down."""
+    """Workers that share a core take turns, and each loads torch: more workers only slow the run down."""
     workers = at.spec.cluster.devices_per_node
     if at.local_machine is None or at.local_machine.chip.device != "cpu" or not isinstance(workers, int):
         return
@@ -59,7 +59,7 @@ def cores(at: RuleContext) -> Iterator[Violation]:
         yield Violation(
             "cluster.devices_per_node",
             f"{workers} workers share the {at.local_machine.cores} core{'s' if at.local_machine.cores > 1 else ''} "
-            f"of this machine, {workers / at.local_machine.cores:.0f} a core: each step takes that much longer",
+            f"of this machine, {workers / at.local_machine.cores:.0f} per core: each step takes that much longer",
             {"workers": workers, "cores": at.local_machine.cores},
             _fewer_workers(at, at.local_machine.cores),
             severity="warning",
@@ -67,7 +67,7 @@ def cores(at: RuleContext) -> Iterator[Violation]:
 
 
 def _fewer_workers(at: RuleContext, cores: int) -> tuple[Fix, ...]:
-    """As many workers as there are cores, with the layout that is asked for, or without one."""
+    """Return fixes with one worker per core, with the given layout or data-parallel only."""
     one_shard = {f"parallel.{axis}": 1 for axis in ("tp", "pp", "cp", "ep")}
     fixes: list[Fix] = []
     for workers in (cores, 2, 1):
@@ -75,41 +75,41 @@ def _fewer_workers(at: RuleContext, cores: int) -> tuple[Fix, ...]:
     return tuple(fixes)
 
 
-@rule("run.name", "The name of a run is the name of a folder.")
+@rule("run.name", "run.name is a valid folder name.")
 def run_name(at: RuleContext) -> Iterator[Violation]:
-    """It becomes runs/<run.name>."""
+    """The run directory is runs/<run.name>."""
     name = at.spec.run.name
     if name is not None and not _NAME.fullmatch(name):
         plain = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._-")[:128]
         fixes = ({"run.name": plain},) if plain else ()
         yield Violation(
-            "run.name", f"{name!r} is no name of a folder (letters, digits, dot, dash, underscore)", fixes=fixes
+            "run.name", f"{name!r} is not a valid folder name (letters, digits, dot, dash, underscore)", fixes=fixes
         )
 
 
-@rule("platform.chip", "The chip is one whose facts are known.")
+@rule("platform.chip", "platform.chip is a known chip.")
 def chip(at: RuleContext) -> Iterator[Violation]:
-    """Memory, formats and peak come from that row."""
+    """Memory, dtypes and peak FLOP/s come from the table of chips."""
     name = at.spec.platform.chip
     if name not in CHIPS:
         near = difflib.get_close_matches(name, CHIPS, n=2, cutoff=0.5)
         yield Violation(
             "platform.chip",
-            f"the chip {name!r} is not known (known: {', '.join(CHIPS)})",
+            f"unknown chip {name!r} (known: {', '.join(CHIPS)})",
             fixes=tuple({"platform.chip": known} for known in near),
         )
 
 
-@rule("cluster.devices", "The number of devices of a machine is known.")
+@rule("cluster.devices", "cluster.devices_per_node is known.")
 def devices(at: RuleContext) -> Iterator[Violation]:
-    """`auto` counts those of this machine, which says nothing about another chip."""
+    """`auto` counts the devices of this machine, which says nothing about another chip."""
     cluster, name = at.spec.cluster, at.spec.platform.chip
     if cluster.devices_per_node == "auto" and name in CHIPS:
         need = at.model_parallel_size * (at.spec.parallel.dp or 1)
         per_node = max(1, -(-need // cluster.nodes))
         yield Violation(
             "cluster.devices_per_node",
-            f"auto counts the devices of this machine, and it has no {name}; say how many each machine has",
+            f"auto counts the devices of this machine, which has no {name}: give the devices per node",
             {"need": need},
             ({"cluster.devices_per_node": 8}, {"cluster.devices_per_node": per_node}),
         )
@@ -129,9 +129,9 @@ _PATHS = (
 )
 
 
-@rule("run.local_paths", "Text, tokenizers, weights and run directories are paths of this machine.")
+@rule("run.local_paths", "Data, tokenizers, weights and run directories are local paths.")
 def local_paths(at: RuleContext) -> Iterator[Violation]:
-    """Nothing is downloaded or uploaded: a run that could change with a server would not be repeatable."""
+    """Nothing is downloaded or uploaded: a run that depends on a server would not be reproducible."""
     for key in _PATHS:
         value = value_at(at.spec, key)
         paths = [blend_entry(entry)[1] for entry in value] if isinstance(value, tuple) else [value]
@@ -139,7 +139,7 @@ def local_paths(at: RuleContext) -> Iterator[Violation]:
             name = address.split("?")[0].rstrip("/").rpartition("/")[2] or "PATH"
             yield Violation(
                 key,
-                f"{address} is an address, and nothing is downloaded: fetch it first, then name the file, {key}={name}",
+                f"{address} is a URL, and nothing is downloaded: fetch it first, then give its path, {key}={name}",
                 {"address": address},
             )
             break

@@ -1,4 +1,4 @@
-"""The rule that a run fits into its devices' memory, by the memory model of our engine."""
+"""The rule that a run fits into device memory, by the memory model of this engine."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from megalaunch.plan.rules.suggestions import suggestions_enabled
 from megalaunch.platform.chips import CHIPS
 
 TIGHT = 0.95
-"""Part of a device above which a run may still fail: libraries and fragments take what the model does not count."""
+"""Fraction of device memory above which a run may still fail: the model excludes libraries and fragmentation."""
 _MANY_STAGES = 1024
 _CANDIDATES = 12
 _CHUNK = 1024
-"""Tokens whose logits a fix proposes to have at once: large enough for the head's matmul to be as fast as ever."""
+"""Tokens per chunk that a fix proposes: enough for the head's matmul to run at full speed."""
 _GB = 1e9
-_LESS: dict[str, Any] = {"recompute.granularity": "selective", "recompute.modules": ("norm", "activation")}
-_LEAST: dict[str, Any] = {
+_SELECTIVE: dict[str, Any] = {"recompute.granularity": "selective", "recompute.modules": ("norm", "activation")}
+_FULL: dict[str, Any] = {
     "recompute.granularity": "full",
     "recompute.method": "uniform",
     "recompute.num_layers": 1,
-    "recompute.modules": ("attention",),  # the default: modules mean nothing to full recomputation
+    "recompute.modules": ("attention",),  # the default: full recomputation has no modules
 }
 
 
-@rule("memory.fits", "The fullest device holds weights, gradients, optimizer states, activations and logits.")
+@rule("memory.fits", "Weights, gradients, optimizer states, activations and logits fit into device memory.")
 def fits(at: RuleContext) -> Iterator[Violation]:
-    """Out of memory is the most frequent end of a new layout; the model counts what our engine keeps."""
+    """Out of memory is the most frequent failure of a new layout; the memory model describes this engine."""
     chip = CHIPS.get(at.spec.platform.chip)
     if chip is None or chip.device == "cpu" or chip.memory_bytes is None:
         return
-    memory = fullest(at)
+    memory = peak_memory(at)
     if memory is None or memory.total <= TIGHT * chip.memory_bytes:
         return
     severity: Severity = "error" if memory.total > chip.memory_bytes else "warning"
     of_size = f"{chip.memory_bytes / _GB:.1f} GB"
     parts = ", ".join(f"{kind} {size / _GB:.1f}" for kind, size in memory.kinds.items() if size >= 0.05 * _GB)
-    where = f"the fullest rank (pp {memory.rank})" if at.spec.parallel.pp > 1 else "a rank"
+    where = f"pp rank {memory.rank}" if at.spec.parallel.pp > 1 else "a rank"
     tail = "" if severity == "error" else ", which leaves little for libraries and fragmentation"
     yield Violation(
         "batch.micro_batch_size",
@@ -57,9 +57,9 @@ def _rounded(memory: Memory) -> dict[str, int]:
     return {kind: round(size) for kind, size in memory.kinds.items()}
 
 
-def fullest(at: RuleContext) -> Memory | None:
-    """What the fullest device needs; None where another rule says why that cannot be told."""
-    if at.spec.parallel.pp * at.chunks > _MANY_STAGES or at.stage_faults or at.microbatches is None:
+def peak_memory(at: RuleContext) -> Memory | None:
+    """Return the memory of the device that needs most; None if another rule reports why it is unknown."""
+    if at.spec.parallel.pp * at.chunks > _MANY_STAGES or at.stage_violations or at.microbatches is None:
         return None
     return _predict(at.spec)
 
@@ -72,7 +72,7 @@ def _predict(spec: RunSpec) -> Memory | None:
 
 
 def smaller(at: RuleContext, limit: float) -> Iterator[Fix]:
-    """Candidates that fit by the model, the cheapest in time first."""
+    """Yield candidate fixes whose predicted memory is at most `limit`, the fastest first."""
     for fix in _candidates(at.spec):
         try:
             changed, _ = derive(with_values(at.spec, {"parallel.dp": None, **fix}))
@@ -84,7 +84,7 @@ def smaller(at: RuleContext, limit: float) -> Iterator[Fix]:
 
 
 def _chunked(spec: RunSpec) -> dict[str, Any]:
-    """Head and loss by chunks, which costs next to nothing; empty where they are chunked, or too short for it."""
+    """Return the fix that chunks head and loss, at almost no cost; empty if they are chunked or too short."""
     tokens = (spec.batch.micro_batch_size or 1) * spec.batch.sequence_length // spec.parallel.cp
     chunks = tokens // _CHUNK
     return {"train.loss_chunks": chunks} if spec.train.loss_chunks == 1 and chunks > 1 else {}
@@ -103,18 +103,18 @@ def _candidates(spec: RunSpec) -> Iterator[Fix]:
         yield chunked
     wider = [n for n in (2 * p.tp, 4 * p.tp, 8 * p.tp) if n <= 8]
     deeper = [n for n in (2 * p.pp, 4 * p.pp, 8 * p.pp) if n <= spec.model.num_layers]
-    again: list[dict[str, Any]] = [{}, *([_LESS] if spec.recompute.granularity == "none" else [])]
-    again += [_LEAST] if spec.recompute.granularity != "full" else []
+    again: list[dict[str, Any]] = [{}, *([_SELECTIVE] if spec.recompute.granularity == "none" else [])]
+    again += [_FULL] if spec.recompute.granularity != "full" else []
     layouts: list[dict[str, Any]] = [{}, *([chunked] if chunked else [])]
     layouts += [{"batch.micro_batch_size": n} for n in sorted({max(1, micro // 2), 1}, reverse=True) if n < micro]
     if p.tp > 1 and not p.sequence_parallel:
         layouts.insert(1, {"parallel.sequence_parallel": True})
-    dividing = len(layouts)
+    same_degrees = len(layouts)
     layouts += [{"parallel.tp": n, "parallel.sequence_parallel": True} for n in wider]
     layouts += [{"parallel.pp": n} for n in deeper]
     layouts += [{"parallel.tp": 8, "parallel.sequence_parallel": True, "parallel.pp": n} for n in deeper if p.tp < 8]
     for number, layout in enumerate(layouts):
         for recomputed in again:
-            for sharding in smaller if number < dividing else smaller[:1]:
+            for sharding in smaller if number < same_degrees else smaller[:1]:
                 if recomputed or sharding or layout not in ({}, chunked):
                     yield {**layout, **recomputed, **sharding}

@@ -12,7 +12,7 @@ from megalaunch.platform.chips import CHIPS
 register_inert(
     InertSetting(
         "moe.idle",
-        "The settings of model.moe go with experts.",
+        "model.moe is set only with experts.",
         "moe.num_experts makes a model a mixture of experts.",
         ("model.moe.",),
         "model.moe.num_experts",
@@ -22,91 +22,92 @@ register_inert(
 )
 
 
-@rule("moe.top_k", "A token goes to no more experts than there are.")
+@rule("moe.top_k", "moe.top_k is at most moe.num_experts.")
 def top_k(at: RuleContext) -> Iterator[Violation]:
-    """Megatron does not check it, and fails inside the router."""
+    """Megatron-LM does not check it and fails inside the router."""
     moe = at.spec.model.moe
     if moe.num_experts is not None and moe.top_k > moe.num_experts:
         yield Violation(
             "model.moe.top_k",
-            f"top_k {moe.top_k} is more than the {moe.num_experts} experts",
+            f"top_k {moe.top_k} is above num_experts {moe.num_experts}",
             {"top_k": moe.top_k, "num_experts": moe.num_experts},
             ({"model.moe.top_k": moe.num_experts}, {"model.moe.top_k": 1}, {"model.moe.num_experts": moe.top_k}),
         )
 
 
-@rule("moe.some_layer", "Some layer has the experts.")
+@rule("moe.some_layer", "Some layer has experts.")
 def some_layer(at: RuleContext) -> Iterator[Violation]:
-    """moe.first_k_dense_replace come first; with as many as the model has, none is left for experts."""
+    """The first moe.first_k_dense_replace layers are dense."""
     model, moe = at.spec.model, at.spec.model.moe
     if moe.num_experts is not None and moe.first_k_dense_replace >= model.num_layers:
         yield Violation(
             "model.moe.first_k_dense_replace",
-            f"first_k_dense_replace {moe.first_k_dense_replace} leaves none of {model.num_layers} layers for experts",
+            f"first_k_dense_replace {moe.first_k_dense_replace} leaves no layer of {model.num_layers} for experts",
             {"first_k_dense_replace": moe.first_k_dense_replace, "num_layers": model.num_layers},
             ({"model.moe.first_k_dense_replace": 0}, {"model.moe.first_k_dense_replace": 1}),
         )
 
 
-@rule("moe.layer_freq_reaches", "Every n-th layer has experts: more than one does.")
+@rule("moe.layer_freq_reaches", "moe.layer_freq gives experts to more than one layer.")
 def layer_freq_reaches(at: RuleContext) -> Iterator[Violation]:
-    """Where n is larger than what is left behind the dense layers, a single layer has experts."""
+    """With a frequency above the number of layers after the dense ones, only one layer has experts."""
     model, moe = at.spec.model, at.spec.model.moe
-    room = model.num_layers - moe.first_k_dense_replace
-    if moe.num_experts is not None and moe.layer_freq > room > 0:
+    remaining = model.num_layers - moe.first_k_dense_replace
+    if moe.num_experts is not None and moe.layer_freq > remaining > 0:
         yield Violation(
             "model.moe.layer_freq",
-            f"of the {room} layers behind the dense ones only the first has experts (every {moe.layer_freq})",
-            {"every": moe.layer_freq, "layers": room},
+            f"of the {remaining} layers after the dense ones only the first has experts (layer_freq {moe.layer_freq})",
+            {"every": moe.layer_freq, "layers": remaining},
             ({"model.moe.layer_freq": 1}, {"model.moe.layer_freq": 2}),
             severity="warning",
         )
 
 
-@rule("moe.experts_by_ep", "Experts divide over expert-parallel ranks.")
+@rule("moe.experts_by_ep", "moe.num_experts is divisible by ep.")
 def experts_by_ep(at: RuleContext) -> Iterator[Violation]:
-    """Every rank holds the same number of whole experts."""
+    """Every expert-parallel rank has the same number of complete experts."""
     experts, p = at.spec.model.moe.num_experts, at.spec.parallel
     if experts is not None and experts % p.ep:
         yield Violation(
             "parallel.ep",
-            f"{experts} experts do not divide by ep {p.ep}",
+            f"{experts} experts are not divisible by ep {p.ep}",
             {"num_experts": experts, "ep": p.ep},
             (*nearest("parallel.ep", p.ep, lambda n: experts % n == 0),),
         )
 
 
-@rule("moe.tp_needs_sp", "Experts beside tensor parallelism need sequence parallelism.")
+@rule("moe.tp_needs_sp", "With experts, tp above 1 needs sequence_parallel.")
 def tp_needs_sp(at: RuleContext) -> Iterator[Violation]:
-    """Without it all ranks of a tensor-parallel group hold the same tokens, and would send each of them to the experts.
-    Megatron refuses it in the first forward pass.
+    """Without it all ranks of a tensor-parallel group have the same tokens, and each would dispatch them.
+
+    Megatron-LM refuses it in the first forward pass.
     """
     p = at.spec.parallel
     if at.has_experts and p.tp > 1 and not p.sequence_parallel:
         yield Violation(
             "parallel.sequence_parallel",
-            f"experts under tp {p.tp} need sequence_parallel=true: tokens must differ between the ranks",
+            f"experts with tp {p.tp} need sequence_parallel=true: the ranks must have different tokens",
             {"tp": p.tp},
             ({"parallel.sequence_parallel": True}, {"parallel.tp": 1}),
         )
 
 
-@rule("moe.bias_by_etp", "Experts that are split over ranks have no biases.")
+@rule("moe.bias_by_etp", "Experts with biases have etp 1.")
 def bias_by_etp(at: RuleContext) -> Iterator[Violation]:
-    """The output bias would be added once for each part."""
+    """The output bias would be added once per etp rank."""
     model, etp = at.spec.model, at.spec.parallel.etp or 1
     if model.moe.num_experts is not None and model.mlp_bias and etp > 1:
         yield Violation(
             "parallel.etp",
-            f"biases of experts (mlp_bias) need etp 1, and it is {etp}",
+            f"biases of experts (mlp_bias) need etp 1, but it is {etp}",
             {"etp": etp},
             ({"parallel.etp": 1}, {"model.mlp_bias": False}),
         )
 
 
-@rule("moe.flex_needs_ranks", "A fused dispatch has ranks to send to.")
+@rule("moe.flex_needs_ranks", "moe_token_dispatcher_type=flex has tp x ep above 1.")
 def flex_needs_ranks(at: RuleContext) -> Iterator[Violation]:
-    """DeepEP's kernels exchange between GPUs; with tp and ep both 1 there is nobody."""
+    """DeepEP's kernels send tokens between GPUs."""
     p = at.spec.parallel
     if at.has_experts and p.moe_token_dispatcher_type == "flex" and p.tp * p.ep == 1:
         yield Violation(
@@ -117,7 +118,7 @@ def flex_needs_ranks(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("moe.flex_needs_gpu", "A fused dispatch runs on NVIDIA GPUs.")
+@rule("moe.flex_needs_gpu", "moe_token_dispatcher_type=flex runs on NVIDIA GPUs.")
 def flex_needs_gpu(at: RuleContext) -> Iterator[Violation]:
     """DeepEP is written for NVLink and NVSHMEM."""
     chip = CHIPS.get(at.spec.platform.chip)
@@ -130,21 +131,21 @@ def flex_needs_gpu(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("moe.flex_router", "A fused dispatch takes the router's weights in fp32.")
+@rule("moe.flex_router", "With moe_token_dispatcher_type=flex router_dtype is fp32.")
 def flex_router(at: RuleContext) -> Iterator[Violation]:
-    """Its kernels know no other format of weights."""
+    """DeepEP's kernels support no other dtype of router weights."""
     spec = at.spec
     if at.has_experts and spec.parallel.moe_token_dispatcher_type == "flex" and spec.model.moe.router_dtype != "fp32":
         yield Violation(
             "model.moe.router_dtype",
-            f"moe_token_dispatcher_type=flex takes weights in fp32, and router_dtype is {spec.model.moe.router_dtype}",
+            f"moe_token_dispatcher_type=flex needs router_dtype=fp32, but it is {spec.model.moe.router_dtype}",
             fixes=({"model.moe.router_dtype": "fp32"}, {"parallel.moe_token_dispatcher_type": "alltoall"}),
         )
 
 
-@rule("moe.dispatcher_without_ep", "A way of dispatch is chosen where tokens travel.")
+@rule("moe.dispatcher_without_ep", "moe_token_dispatcher_type is set only with ep above 1.")
 def dispatcher_without_ep(at: RuleContext) -> Iterator[Violation]:
-    """With ep 1 every rank has all experts, and tokens stay where they are."""
+    """With ep 1 every rank has all experts, and no token is sent."""
     p = at.spec.parallel
     if at.has_experts and p.ep == 1 and p.moe_token_dispatcher_type == "allgather":
         yield Violation(
@@ -160,13 +161,13 @@ _OFF: Fix = {"parallel.overlap_moe_expert_parallel_comm": False}
 
 
 def _overlaps(at: RuleContext) -> bool:
-    """True where the switch is on and there is something to hide."""
+    """Return whether the overlap is on and there is an all-to-all."""
     return at.spec.parallel.overlap_moe_expert_parallel_comm and at.has_experts and at.spec.parallel.ep > 1
 
 
-@rule("overlap_moe.all_to_all", "Expert exchanges are hidden where there are some.")
+@rule("overlap_moe.all_to_all", "overlap_moe_expert_parallel_comm is on only with ep above 1.")
 def all_to_all(at: RuleContext) -> Iterator[Violation]:
-    """Tokens travel only with ep above 1."""
+    """With ep 1 there is no all-to-all to overlap."""
     if at.spec.parallel.overlap_moe_expert_parallel_comm and not _overlaps(at):
         why = f"ep is {at.spec.parallel.ep}" if at.has_experts else "the model is dense"
         yield Violation(
@@ -178,20 +179,20 @@ def all_to_all(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("overlap_moe.dispatcher", "Exchanges that are hidden are between pairs of ranks.")
+@rule("overlap_moe.dispatcher", "overlap_moe_expert_parallel_comm uses the alltoall or flex dispatcher.")
 def dispatcher(at: RuleContext) -> Iterator[Violation]:
-    """allgather brings all tokens at once, and has no second half to hide."""
+    """An all-gather delivers all tokens at once, with no second half to overlap."""
     if _overlaps(at) and at.spec.parallel.moe_token_dispatcher_type == "allgather":
         yield Violation(
             "parallel.moe_token_dispatcher_type",
-            "overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type=alltoall or flex, and it is allgather",
+            "overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type=alltoall or flex, but it is allgather",
             fixes=({"parallel.moe_token_dispatcher_type": "alltoall"}, _OFF),
         )
 
 
-@rule("overlap_moe.stages", "In a pipeline the other microbatch is on another virtual stage.")
+@rule("overlap_moe.stages", "In a pipeline overlap_moe_expert_parallel_comm has virtual stages.")
 def stages(at: RuleContext) -> Iterator[Violation]:
-    """1f1b alternates one forward and one backward pass of the same layers; with vpp there are others to pair."""
+    """1F1B alternates one forward and one backward pass of the same layers; vpp gives other layers to pair."""
     p = at.spec.parallel
     if _overlaps(at) and p.pp > 1 and at.chunks == 1:
         yield Violation(
@@ -202,42 +203,41 @@ def stages(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("overlap_moe.recompute", "Layers whose exchanges are hidden are not recomputed whole.")
+@rule("overlap_moe.recompute", "With overlap_moe_expert_parallel_comm neither full layers nor experts are recomputed.")
 def recompute(at: RuleContext) -> Iterator[Violation]:
-    """Recomputing the experts would send their tokens again, unhidden."""
-    again = at.spec.recompute
-    experts_again = again.granularity == "selective" and "moe" in again.modules
-    if _overlaps(at) and (again.granularity == "full" or experts_again):
-        what = "whole layers" if again.granularity == "full" else "experts"
-        rest = tuple(module for module in again.modules if module != "moe")
+    """Recomputing experts would repeat their all-to-all without overlap."""
+    settings = at.spec.recompute
+    recomputes_experts = settings.granularity == "selective" and "moe" in settings.modules
+    if _overlaps(at) and (settings.granularity == "full" or recomputes_experts):
+        what = "full layers" if settings.granularity == "full" else "experts"
+        rest = tuple(module for module in settings.modules if module != "moe")
         fewer: Fix = {"recompute.granularity": "selective", "recompute.modules": rest or ("attention",)}
         yield Violation(
-            "recompute.granularity" if again.granularity == "full" else "recompute.modules",
-            f"overlap_moe_expert_parallel_comm does not go with recomputing {what}",
+            "recompute.granularity" if settings.granularity == "full" else "recompute.modules",
+            f"overlap_moe_expert_parallel_comm is not supported with recomputation of {what}",
             fixes=({"recompute.granularity": "none"}, fewer, _OFF),
         )
 
 
-@rule("overlap_moe.precision", "Hidden exchanges carry 16-bit numbers.")
+@rule("overlap_moe.precision", "With overlap_moe_expert_parallel_comm compute_dtype is bf16, fp16 or fp8.")
 def precision(at: RuleContext) -> Iterator[Violation]:
-    """As in Megatron: in fp32 they take twice as long, and there is nothing as long to hide them behind."""
+    """As in Megatron-LM: in fp32 the all-to-all takes twice as long, and no compute is long enough to hide it."""
     if _overlaps(at) and at.spec.precision.compute_dtype == "fp32":
         yield Violation(
             "precision.compute_dtype",
-            "overlap_moe_expert_parallel_comm needs bf16, fp16 or fp8, and precision.compute_dtype is fp32",
+            "overlap_moe_expert_parallel_comm needs bf16, fp16 or fp8, but precision.compute_dtype is fp32",
             fixes=(_OFF, {"precision.compute_dtype": "bf16"}),
         )
 
 
-@rule("overlap_moe.mtp", "At most one depth is predicted further ahead while exchanges are hidden.")
+@rule("overlap_moe.mtp", "With overlap_moe_expert_parallel_comm there is at most one MTP depth.")
 def mtp(at: RuleContext) -> Iterator[Violation]:
-    """The depths follow one another, with nothing between that could hide the second one's exchange."""
+    """MTP depths run one after the other, with no compute to hide the all-to-all of the second one."""
     depths = at.spec.model.mtp.num_layers
     if _overlaps(at) and depths > 1:
         yield Violation(
             "model.mtp.num_layers",
-            "overlap_moe_expert_parallel_comm needs at most one depth of multi-token prediction, "
-            f"and there are {depths}",
+            f"overlap_moe_expert_parallel_comm needs at most one MTP depth, but there are {depths}",
             {"num_layers": depths},
             ({"model.mtp.num_layers": 1}, _OFF),
         )

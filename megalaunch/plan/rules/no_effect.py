@@ -1,6 +1,6 @@
-"""Settings that mean something only together with another one: as a table, a rule each row.
+"""Settings that have an effect only with another setting: a table, with one rule per row.
 
-A key that has no effect is a warning and never an error: the run is what it would be without the key.
+A key without effect is a warning, never an error: the run equals the one without the key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 
 @dataclass(frozen=True)
 class InertSetting:
-    """One row: `keys` (a trailing dot: all of a section) do nothing unless `holds`; `switch` is the key that decides.
+    """One row: `keys` (a trailing dot: a section) have no effect unless `holds`; `switch` is the key that decides.
 
     `reason` ends the message "KEY=VALUE has no effect: ..."; `instead` are changes that give the keys an effect.
     """
@@ -36,7 +36,7 @@ class InertSetting:
     severity: Severity = "warning"
 
     def paths(self) -> tuple[str, ...]:
-        """The leaves that the row is about, without the switch itself."""
+        """Return the keys of the row, without the switch itself."""
         return tuple(
             path
             for path in defaults()
@@ -46,7 +46,7 @@ class InertSetting:
 
 
 DEPENDENT: dict[str, InertSetting] = {}
-"""Every row by its id; a test holds that no key is ignored by the engine without being told here."""
+"""Every row by its id; a test checks that the engine ignores no key without a row."""
 
 
 def register_inert(row: InertSetting) -> None:
@@ -65,7 +65,7 @@ def register_inert(row: InertSetting) -> None:
 def no_effect(
     spec: RunSpec, paths: tuple[str, ...], reason: str, instead: tuple[Fix, ...] = (), severity: Severity = "warning"
 ) -> Iterator[Violation]:
-    """A finding for each of the keys that has another value than its default."""
+    """Yield a violation for each key that differs from its default."""
     for path in paths:
         value, default = value_at(spec, path), defaults()[path]
         if value != default:
@@ -75,6 +75,6 @@ def no_effect(
 
 @cache
 def defaults() -> Mapping[str, Any]:
-    """The default of every leaf of the schema that has one."""
+    """Return the default of every key of the schema that has one."""
     found = {path: entry.default for path, _, entry in leaves(RunSpec) if entry.default is not MISSING}
     return MappingProxyType(found)

@@ -1,4 +1,4 @@
-"""Rules of the update rule and its numbers."""
+"""Rules of the optimizer and its hyperparameters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 from megalaunch.platform.chips import CHIPS
 
 
-@rule("optimizer.betas", "The decays of the moments are below 1.")
+@rule("optimizer.betas", "beta1 and beta2 are below 1.")
 def betas(at: RuleContext) -> Iterator[Violation]:
-    """At 1 a moment never learns anything."""
+    """At 1 a moment never changes."""
     for name, usual in (("beta1", 0.9), ("beta2", 0.95)):
         value = getattr(at.spec.optimizer, name)
         if value >= 1:
@@ -24,9 +24,9 @@ def betas(at: RuleContext) -> Iterator[Violation]:
             )
 
 
-@rule("optimizer.momentum", "The decay of the momentum is below 1.")
+@rule("optimizer.momentum", "optimizer.momentum is below 1.")
 def momentum(at: RuleContext) -> Iterator[Violation]:
-    """At 1 the first gradient is never forgotten, above it grows without bound."""
+    """At 1 the first gradient never decays; above 1 the momentum grows without bound."""
     optimizer = at.spec.optimizer
     if optimizer.name in ("sgd", "muon") and optimizer.momentum >= 1:
         yield Violation(
@@ -37,13 +37,13 @@ def momentum(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("optimizer.rate", "The learning rate is above 0.")
+@rule("optimizer.rate", "optimizer.lr is above 0.")
 def rate(at: RuleContext) -> Iterator[Violation]:
-    """At 0 nothing is learned; for a measurement that may be what is meant."""
+    """At 0 nothing is learned, which may be intended for a measurement."""
     if at.spec.optimizer.lr == 0:
         yield Violation(
             "optimizer.lr",
-            "a learning rate of 0 learns nothing",
+            "lr 0 learns nothing",
             {"lr": 0.0},
             ({"optimizer.lr": 3e-4},),
             severity="warning",
@@ -51,12 +51,12 @@ def rate(at: RuleContext) -> Iterator[Violation]:
 
 
 _TOO_HIGH = {"adamw": 0.1, "lion": 0.1, "muon": 1.0}
-"""By update rule: a learning rate at which one step moves weights further than they are usually large."""
+"""By optimizer: the learning rate at which one step changes a weight by more than its usual size."""
 
 
-@rule("optimizer.rate_too_high", "One step moves a weight by less than its usual size.")
+@rule("optimizer.rate_too_high", "One step changes a weight by less than its usual size.")
 def rate_too_high(at: RuleContext) -> Iterator[Violation]:
-    """AdamW and Lion move each weight by up to lr, and weights begin near 0.02: training diverges at once."""
+    """AdamW and Lion change each weight by up to lr, and initial weights are near 0.02: training diverges at once."""
     optimizer = at.spec.optimizer
     for key in ("lr", "embedding_lr"):
         lr = getattr(optimizer, key)
@@ -65,43 +65,43 @@ def rate_too_high(at: RuleContext) -> Iterator[Violation]:
             lower = {f"optimizer.{key}": usual}
             yield Violation(
                 f"optimizer.{key}",
-                f"{key} {lr:g} moves a weight by up to {lr:g} a step with {optimizer.name}, and weights begin near "
-                f"{at.spec.model.init_std:g}: the loss will rise",
+                f"{key} {lr:g} changes a weight by up to {lr:g} per step with {optimizer.name}, "
+                f"but initial weights are near {at.spec.model.init_std:g}: training will diverge",
                 {key: lr, "init_std": at.spec.model.init_std},
                 (lower, {f"optimizer.{key}": 10 * usual}, {**lower, "schedule.min_lr": 0.0}),
                 severity="warning",
             )
 
 
-@rule("optimizer.epsilon", "Adam divides by more than 0.")
+@rule("optimizer.epsilon", "optimizer.epsilon is above 0.")
 def epsilon(at: RuleContext) -> Iterator[Violation]:
-    """A token that a batch lacks has a gradient of 0 and a second moment of 0: its embedding would become NaN."""
+    """A token that is not in the batch has zero gradient and zero second moment: its embedding would become NaN."""
     optimizer = at.spec.optimizer
     if optimizer.name in ("adamw", "muon") and optimizer.epsilon == 0:
         yield Violation(
             "optimizer.epsilon",
-            "with epsilon 0 the embedding of a token that the first batch lacks becomes 0 / 0",
+            "with epsilon 0 the embedding of a token that is not in the first batch becomes 0 / 0",
             {"epsilon": 0.0},
             ({"optimizer.epsilon": 1e-8},),
         )
 
 
-@rule("optimizer.decay_by_rate", "One step's weight decay takes less than all of a weight.")
+@rule("optimizer.decay_by_rate", "lr x weight_decay is below 1.")
 def decay_by_rate(at: RuleContext) -> Iterator[Violation]:
-    """Decoupled decay multiplies every weight by 1 - lr * weight_decay: at or below 0 nothing of it is left."""
+    """Decoupled weight decay multiplies every weight by 1 - lr * weight_decay, which would be 0 or negative."""
     lr, decay = at.spec.optimizer.lr, at.spec.optimizer.weight_decay
     if lr * decay >= 1:
         yield Violation(
             "optimizer.weight_decay",
-            f"lr {lr:g} x weight_decay {decay:g} = {lr * decay:g} leaves nothing of a weight in one step",
+            f"lr {lr:g} x weight_decay {decay:g} = {lr * decay:g} removes a weight entirely in one step",
             {"lr": lr, "weight_decay": decay},
             ({"optimizer.weight_decay": 0.1}, {"optimizer.lr": 3e-4}),
         )
 
 
-@rule("optimizer.skip_all", "Some gradient is small enough to be used.")
+@rule("optimizer.skip_all", "skip_step_grad_norm is above 0.")
 def skip_all(at: RuleContext) -> Iterator[Violation]:
-    """Every norm is above 0, so a limit of 0 skips every step."""
+    """Every gradient norm is above 0, so a limit of 0 skips every step."""
     if at.spec.optimizer.skip_step_grad_norm == 0:
         yield Violation(
             "optimizer.skip_step_grad_norm",
@@ -111,68 +111,68 @@ def skip_all(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("optimizer.skip_by_clip", "Steps are skipped for norms above those that are clipped.")
+@rule("optimizer.skip_by_clip", "skip_step_grad_norm is above clip_grad.")
 def skip_by_clip(at: RuleContext) -> Iterator[Violation]:
-    """What would be clipped is skipped before: clipping never happens, and most early steps are lost."""
+    """Otherwise steps are skipped before they could be clipped, and most early steps are lost."""
     skip, clip = at.spec.optimizer.skip_step_grad_norm, at.spec.optimizer.clip_grad
     if skip is not None and 0 < skip <= clip:
         yield Violation(
             "optimizer.skip_step_grad_norm",
-            f"a norm above {skip:g} skips the step, so that none is ever clipped to {clip:g}",
+            f"a norm above {skip:g} skips the step, so none is ever clipped to {clip:g}",
             {"skip_step_grad_norm": skip, "clip_grad": clip},
             ({"optimizer.skip_step_grad_norm": 10 * clip}, {"optimizer.clip_grad": 0.0}),
             severity="warning",
         )
 
 
-@rule("optimizer.offload_needs_adam", "Optimizer states in host memory are Adam's.")
+@rule("optimizer.offload_needs_adam", "optimizer_offload_fraction is above 0 only for adamw.")
 def offload_needs_adam(at: RuleContext) -> Iterator[Violation]:
-    """The host's update exists for AdamW alone, as in Megatron."""
+    """As in Megatron-LM, the update on the host supports AdamW only."""
     optimizer = at.spec.optimizer
     if optimizer.optimizer_offload_fraction > 0 and optimizer.name != "adamw":
         yield Violation(
             "optimizer.optimizer_offload_fraction",
             f"optimizer_offload_fraction {optimizer.optimizer_offload_fraction:g} needs optimizer.name=adamw, "
-            f"and it is {optimizer.name}",
+            f"but it is {optimizer.name}",
             {"optimizer_offload_fraction": optimizer.optimizer_offload_fraction},
             ({"optimizer.optimizer_offload_fraction": 0.0}, {"optimizer.name": "adamw"}),
         )
 
 
-@rule("optimizer.exp_avg_needs_adam", "Moments in bf16 are Adam's.")
+@rule("optimizer.exp_avg_needs_adam", "exp_avg_dtype is bf16 only for adamw.")
 def exp_avg_needs_adam(at: RuleContext) -> Iterator[Violation]:
-    """Lion's sign and muon's orthogonal matrix magnify what rounding changes in a small moment."""
+    """Lion's sign and Muon's orthogonalisation amplify the rounding of small moments."""
     name, moments = at.spec.optimizer.name, at.spec.precision.exp_avg_dtype
     if moments != "fp32" and name != "adamw":
         yield Violation(
             "precision.exp_avg_dtype",
-            f"moments in {moments} are made for adamw, and the optimizer is {name}",
+            f"exp_avg_dtype={moments} needs adamw, but the optimizer is {name}",
             fixes=({"precision.exp_avg_dtype": "fp32"}, {"optimizer.name": "adamw"}),
         )
 
 
-@rule("optimizer.scaled_loss", "With a scaled loss the optimizer is Adam or SGD.")
+@rule("optimizer.scaled_loss", "With fp16 the optimizer is adamw or sgd.")
 def scaled_loss(at: RuleContext) -> Iterator[Violation]:
-    """As in Megatron: fp16's skipped steps and lion's or muon's updates, whose size ignores the gradient's, are a pair
-    that nobody has tuned.
+    """As in Megatron-LM: the update size of lion and muon ignores that of the gradient, which is untested with fp16's
+    skipped steps.
     """
     name = at.spec.optimizer.name
     if at.spec.precision.compute_dtype == "fp16" and name in ("lion", "muon"):
         yield Violation(
             "optimizer.name",
-            f"{name} is not made for fp16 and its loss scaling",
+            f"{name} does not support fp16 with loss scaling",
             fixes=({"precision.compute_dtype": "bf16"}, {"optimizer.name": "adamw"}),
         )
 
 
-@rule("optimizer.whole_matrices", "Muon's matrices are whole where they are updated.")
+@rule("optimizer.whole_matrices", "With muon parameters are not sharded.")
 def whole_matrices(at: RuleContext) -> Iterator[Violation]:
-    """It orthogonalises each matrix: under full sharding every update gathers all of them once more."""
+    """It orthogonalises each matrix: with optim_grads_params every update all-gathers all of them once more."""
     p = at.spec.parallel
     if at.spec.optimizer.name == "muon" and p.data_sharding == "optim_grads_params" and (at.dp or 1) > 1:
         yield Violation(
             "parallel.data_sharding",
-            f"muon gathers every matrix again for its update, since parameters are sharded over dp {at.dp}",
+            f"muon all-gathers every matrix again for its update: parameters are sharded over dp {at.dp}",
             {"dp": at.dp},
             ({"parallel.data_sharding": "optim"}, {"parallel.data_sharding": "optim_grads"}),
             severity="warning",
@@ -187,19 +187,19 @@ def _offloads_from_a_device(spec: RunSpec) -> bool:
 register_inert(
     InertSetting(
         "optimizer.offload_idle",
-        "Host memory is another memory than the device's.",
-        "On a processor they are the same.",
+        "Offloading to host memory is set only for accelerators.",
+        "The memory of a CPU is the host memory.",
         ("optimizer.optimizer_offload_fraction", "recompute.cpu_offloading_num_layers"),
         "platform.chip",
         _offloads_from_a_device,
-        "the run is made for a processor, whose memory is the host's",
+        "the run is on CPU, whose memory is the host memory",
     )
 )
 register_inert(
     InertSetting(
         "optimizer.momentum_idle",
-        "momentum belongs to sgd and muon.",
-        "The others have their betas.",
+        "optimizer.momentum is set only for sgd and muon.",
+        "The other optimizers have betas.",
         ("optimizer.momentum",),
         "optimizer.name",
         lambda spec: spec.optimizer.name in ("sgd", "muon"),
@@ -209,7 +209,7 @@ register_inert(
 register_inert(
     InertSetting(
         "optimizer.betas_idle",
-        "Betas and epsilon belong to adamw, lion and muon.",
+        "Betas and epsilon are set only for adamw, lion and muon.",
         "sgd has one momentum.",
         ("optimizer.beta1", "optimizer.beta2", "optimizer.epsilon"),
         "optimizer.name",

@@ -11,9 +11,9 @@ from megalaunch.plan.rules.suggestions import nearest
 from megalaunch.plan.world import expert_model_parallel_size
 
 
-@rule("parallel.world", "The world divides into copies of the model: world = dp x pp x cp x tp.")
+@rule("parallel.world", "The world size is divisible by tp x pp x cp.")
 def world(at: RuleContext) -> Iterator[Violation]:
-    """Every device has one place on each axis of the dense grid, so nothing may remain."""
+    """world = dp x pp x cp x tp: every rank has one coordinate on each axis of the dense grid."""
     p, cluster = at.spec.parallel, at.spec.cluster
     if at.world is None or at.world % at.model_parallel_size == 0:
         return
@@ -37,7 +37,7 @@ def _larger_worlds(at: RuleContext) -> Iterator[Fix]:
     if not isinstance(per_node, int):
         return
     need = at.model_parallel_size * (at.spec.parallel.dp or 1)
-    enough = need // math.gcd(need, per_node)  # the fewest machines that divide
+    enough = need // math.gcd(need, per_node)  # the fewest nodes that are divisible
     yield {"cluster.nodes": -(-nodes // enough) * enough}
     if nodes > enough:
         yield {"cluster.nodes": nodes // enough * enough}
@@ -56,7 +56,7 @@ def _smaller_layouts(at: RuleContext) -> Iterator[Fix]:
 
 
 def _other_layouts(at: RuleContext) -> Iterator[Fix]:
-    """Pairs of tp and pp, powers of two near the wrong ones, that divide the world together; some share sequences."""
+    """Yield pairs of tp and pp, powers of two near the invalid ones, that divide the world."""
     p, world = at.spec.parallel, at.world or 0
     powers = [2**n for n in range(8)]
     pairs = [(tp, pp) for tp, pp in product(powers, powers) if world % (tp * pp * p.cp) == 0]
@@ -65,13 +65,13 @@ def _other_layouts(at: RuleContext) -> Iterator[Fix]:
     for tp, pp in near:
         yield {"parallel.tp": tp, "parallel.pp": pp}
     for tp, pp in near:
-        if tp > 1:  # it may fit only so
+        if tp > 1:  # some specs fit only with it
             yield {"parallel.tp": tp, "parallel.pp": pp, "parallel.sequence_parallel": True}
 
 
-@rule("parallel.dp_assertion", "A given dp is the one that the world leaves.")
+@rule("parallel.dp_assertion", "A given dp equals world / (tp x pp x cp).")
 def dp_assertion(at: RuleContext) -> Iterator[Violation]:
-    """dp is derived; a dp that is given asserts the result."""
+    """dp is derived; a given dp asserts the result."""
     asserted = at.spec.parallel.dp
     if (
         at.world is None
@@ -88,30 +88,30 @@ def dp_assertion(at: RuleContext) -> Iterator[Violation]:
         fixes.append({"cluster.devices_per_node": asserted * at.model_parallel_size // at.spec.cluster.nodes})
     yield Violation(
         "parallel.dp",
-        f"dp {asserted} is asked for, and a world of {at.world} devices leaves dp {actual} "
+        f"dp {asserted} is given, but a world of {at.world} devices has dp {actual} "
         f"({at.world} / tp x pp x cp {at.model_parallel_size})",
         {"dp": asserted, "derived_dp": actual, "world": at.world, "model_parallel_size": at.model_parallel_size},
         tuple(fixes),
     )
 
 
-@rule("parallel.ep_needs_experts", "Expert parallelism divides experts, so the model has some.")
+@rule("parallel.ep_needs_experts", "ep and etp are above 1 only for a model with experts.")
 def ep_needs_experts(at: RuleContext) -> Iterator[Violation]:
-    """In a dense model ep and etp would divide nothing, and their ranks would idle."""
+    """A dense model has no experts to shard."""
     p = at.spec.parallel
     for axis, degree in (("ep", p.ep), ("etp", p.etp or 1)):
         if degree > 1 and not at.has_experts:
             yield Violation(
                 f"parallel.{axis}",
-                f"{axis} {degree} divides experts, and {at.spec.model.name} has none",
+                f"{axis} {degree} shards experts, but {at.spec.model.name} has none",
                 {axis: degree},
                 ({f"parallel.{axis}": 1}, {"parallel.ep": 1, "parallel.etp": 1}),
             )
 
 
-@rule("parallel.dispatcher_needs_experts", "A way of sending tokens to experts is chosen for a model that has experts.")
+@rule("parallel.dispatcher_needs_experts", "moe_token_dispatcher_type is set only for a model with experts.")
 def dispatcher_needs_experts(at: RuleContext) -> Iterator[Violation]:
-    """In a dense model the choice has no effect."""
+    """A dense model dispatches no tokens, so the setting has no effect."""
     dispatch = at.spec.parallel.moe_token_dispatcher_type
     if dispatch != "alltoall" and not at.has_experts:
         yield Violation(
@@ -123,16 +123,16 @@ def dispatcher_needs_experts(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("parallel.expert_world", "The world divides over the expert grid: world = edp x pp x ep x etp.")
+@rule("parallel.expert_world", "The world size is divisible by pp x ep x etp.")
 def expert_world(at: RuleContext) -> Iterator[Violation]:
-    """Routed experts lie over the same ranks as dense layers, in a grid of their own."""
+    """world = edp x pp x ep x etp: routed experts have a grid of their own over the same ranks."""
     p = at.spec.parallel
     need = expert_model_parallel_size(p)
     if at.world is None or at.world % need == 0 or (p.ep == 1 and (p.etp or 1) == 1):
         return
     yield Violation(
         "parallel.ep",
-        f"a world of {at.world} devices does not divide over the expert grid "
+        f"a world of {at.world} devices is not divisible by the expert grid "
         f"of pp {p.pp} x ep {p.ep} x etp {p.etp or 1} = {need}",
         {"world": at.world, "need": need},
         (
@@ -142,27 +142,27 @@ def expert_world(at: RuleContext) -> Iterator[Violation]:
     )
 
 
-@rule("parallel.dp_replicate_by_dp", "Whole copies of the sharded model fit into dp: dp = dp_replicate x shards.")
+@rule("parallel.dp_replicate_by_dp", "dp is divisible by dp_replicate.")
 def dp_replicate_by_dp(at: RuleContext) -> Iterator[Violation]:
-    """HSDP shards within a replica and sums over replicas; context-parallel ranks share their replica."""
+    """dp = dp_replicate x dp_shard. HSDP shards states within a replica and all-reduces gradients over replicas."""
     replicas, dp = at.spec.parallel.dp_replicate, at.dp
     if dp is not None and dp % replicas:
         yield Violation(
             "parallel.dp_replicate",
-            f"dp {dp} does not divide into {replicas} replicas",
+            f"dp {dp} is not divisible by dp_replicate {replicas}",
             {"dp": dp, "dp_replicate": replicas},
             (*nearest("parallel.dp_replicate", replicas, lambda n: dp % n == 0),),
         )
 
 
-@rule("parallel.dp_replicate_by_expert_dp", "Whole copies of the experts fit into expert dp, too.")
+@rule("parallel.dp_replicate_by_expert_dp", "Expert dp is divisible by dp_replicate.")
 def dp_replicate_by_expert_dp(at: RuleContext) -> Iterator[Violation]:
-    """The optimizer's shards are made of both grids with the same number of replicas."""
+    """Dense and expert parameters have the same number of replicas."""
     replicas, edp = at.spec.parallel.dp_replicate, at.edp
     if at.has_experts and edp is not None and at.dp is not None and at.dp % replicas == 0 and edp % replicas:
         yield Violation(
             "parallel.dp_replicate",
-            f"expert dp {edp} does not divide into {replicas} replicas",
+            f"expert dp {edp} is not divisible by dp_replicate {replicas}",
             {"expert_dp": edp, "dp_replicate": replicas},
             (
                 *nearest("parallel.dp_replicate", replicas, lambda n: edp % n == 0, 2),
@@ -171,37 +171,37 @@ def dp_replicate_by_expert_dp(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("parallel.dp_replicate_needs_sharding", "Replicas are copies of what is sharded, so something is.")
+@rule("parallel.dp_replicate_needs_sharding", "dp_replicate is above 1 only with data_sharding.")
 def dp_replicate_needs_sharding(at: RuleContext) -> Iterator[Violation]:
-    """With data_sharding=no_shard every rank is a replica already."""
+    """With data_sharding=no_shard every data-parallel rank is a replica already."""
     p = at.spec.parallel
     if p.data_sharding == "no_shard" and p.dp_replicate > 1:
         yield Violation(
             "parallel.dp_replicate",
-            f"dp_replicate {p.dp_replicate} has no meaning with data_sharding=no_shard: "
-            "every data-parallel rank is one",
+            f"dp_replicate {p.dp_replicate} conflicts with data_sharding=no_shard: "
+            "every data-parallel rank is a replica already",
             {"dp_replicate": p.dp_replicate},
             ({"parallel.dp_replicate": 1}, {"parallel.data_sharding": "optim"}),
         )
 
 
-@rule("parallel.dp_replicate_leaves_shards", "A replica has more than one data-parallel rank to shard over.")
+@rule("parallel.dp_replicate_leaves_shards", "dp_replicate is smaller than dp.")
 def dp_replicate_leaves_shards(at: RuleContext) -> Iterator[Violation]:
-    """With as many replicas as ranks every rank holds a whole copy, and data_sharding saves no memory."""
+    """With dp_replicate = dp every rank has a full copy, and data_sharding saves no memory."""
     p = at.spec.parallel
     if p.dp_replicate > 1 and p.data_sharding != "no_shard" and p.cp == 1 and at.dp == p.dp_replicate:
         yield Violation(
             "parallel.dp_replicate",
-            f"dp_replicate {p.dp_replicate} is all of dp {at.dp}: data_sharding={p.data_sharding} divides nothing",
+            f"dp_replicate {p.dp_replicate} equals dp: data_sharding={p.data_sharding} shards nothing",
             {"dp_replicate": p.dp_replicate, "dp": at.dp},
             ({"parallel.dp_replicate": 1}, {"parallel.dp_replicate": 1, "parallel.data_sharding": "no_shard"}),
             "warning",
         )
 
 
-@rule("parallel.tp_within_machine", "A tensor-parallel group lies within one machine.")
+@rule("parallel.tp_within_machine", "Every tensor-parallel group is within one node.")
 def tp_within_machine(at: RuleContext) -> Iterator[Violation]:
-    """Its exchanges stand before and behind every matmul, and between machines they are ten times slower."""
+    """Tensor-parallel collectives run before and after every matmul; between nodes they are about ten times slower."""
     tp, per_node = at.spec.parallel.tp, at.spec.cluster.devices_per_node
     if not isinstance(per_node, int) or at.spec.cluster.nodes == 1 or tp == 1 or per_node % tp == 0:
         return
@@ -209,22 +209,21 @@ def tp_within_machine(at: RuleContext) -> Iterator[Violation]:
         within = [*nearest("parallel.tp", tp, lambda n: per_node % n == 0)]
         yield Violation(
             "parallel.tp",
-            f"tp {tp} does not divide {per_node} devices of a machine: some groups reach over the network",
+            f"tp {tp} does not divide the {per_node} devices of a node: some groups span nodes",
             {"tp": tp, "devices_per_node": per_node},
             (*within, *({**fix, "parallel.sequence_parallel": True} for fix in within)),
             "warning",
         )
 
 
-@rule("parallel.gathers_by_microbatch", "Parameters are not gathered anew for every microbatch of a pipeline.")
+@rule("parallel.gathers_by_microbatch", "A pipeline does not all-gather parameters for every microbatch.")
 def gathers_by_microbatch(at: RuleContext) -> Iterator[Violation]:
-    """optim_grads_params frees parameters behind each use, and a pipeline uses them once a microbatch and direction."""
+    """optim_grads_params frees parameters after use, and a pipeline uses them once per microbatch and direction."""
     p = at.spec.parallel
     if p.data_sharding == "optim_grads_params" and p.pp > 1 and (at.dp or 1) * p.cp > 1 and (at.microbatches or 1) > 1:
         yield Violation(
             "parallel.data_sharding",
-            f"optim_grads_params in a pipeline of pp {p.pp} gathers every parameter "
-            f"for each of {at.microbatches} microbatches",
+            f"optim_grads_params with pp {p.pp} all-gathers every parameter for each of {at.microbatches} microbatches",
             {"pp": p.pp, "microbatches": at.microbatches},
             ({"parallel.data_sharding": "optim"}, {"parallel.data_sharding": "optim_grads"}),
             "warning",

@@ -1,4 +1,4 @@
-"""Rules of the order in which microbatches pass a pipeline: schedules, groups, overlap, bubble."""
+"""Rules of pipeline schedules: microbatches, their groups, overlap of send/recv."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megalaunch.plan.world import num_microbatches
 _ONE_CHUNK = ("gpipe", "1f1b")
 
 
-@rule("parallel.schedule_needs_pp", "An order of microbatches is chosen for a pipeline.")
+@rule("parallel.schedule_needs_pp", "parallel.schedule is set only with pp above 1.")
 def schedule_needs_pp(at: RuleContext) -> Iterator[Violation]:
-    """With pp 1 microbatches follow each other, and the choice has no effect."""
+    """With pp 1 there is no pipeline to schedule, so the setting has no effect."""
     p = at.spec.parallel
     if p.pp == 1 and p.schedule != "auto":
         yield Violation(
@@ -27,69 +27,69 @@ def schedule_needs_pp(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("parallel.interleaved_needs_vpp", "The interleaved schedule has virtual stages to interleave.")
+@rule("parallel.interleaved_needs_vpp", "The interleaved schedule has vpp above 1.")
 def interleaved_needs_vpp(at: RuleContext) -> Iterator[Violation]:
-    """With one stage a rank it would be 1f1b."""
+    """With one stage per rank it equals 1F1B."""
     p = at.spec.parallel
     if p.schedule == "interleaved" and p.pp > 1 and at.chunks == 1:
         yield Violation(
             "parallel.schedule",
-            "schedule=interleaved needs more than one stage a rank, and vpp is 1",
+            "schedule=interleaved needs more than one stage per rank, but vpp is 1",
             {"vpp": 1},
             ({"parallel.schedule": "1f1b"}, {"parallel.vpp": 2}, {"parallel.schedule": "auto"}),
         )
 
 
-@rule("parallel.one_stage_schedule", "The schedules gpipe and 1f1b have one stage a rank.")
+@rule("parallel.one_stage_schedule", "The gpipe and 1f1b schedules have one stage per rank.")
 def one_stage_schedule(at: RuleContext) -> Iterator[Violation]:
-    """They pass a microbatch through every rank once."""
+    """A microbatch passes through every rank once."""
     p = at.spec.parallel
     if p.schedule in _ONE_CHUNK and p.pp > 1 and at.chunks > 1:
         yield Violation(
             "parallel.schedule",
-            f"schedule={p.schedule} has one stage a rank, and this division has {at.chunks}",
+            f"schedule={p.schedule} needs one stage per rank, but there are {at.chunks}",
             {"vpp": at.chunks},
             ({"parallel.schedule": "interleaved"}, {"parallel.vpp": None}),
         )
 
 
-@rule("parallel.v_schedule", "The schedules zbv and dualpipev have exactly two stages a rank.")
+@rule("parallel.v_schedule", "The zbv and dualpipev schedules have exactly two stages per rank.")
 def v_schedule(at: RuleContext) -> Iterator[Violation]:
-    """A microbatch goes down the ranks through the first stages, and back up through the second."""
+    """A microbatch passes through the first stages in rank order, then through the second stages in reverse order."""
     p = at.spec.parallel
     if p.schedule in V_SCHEDULES and p.pp > 1 and at.chunks != 2:
         yield Violation(
             "parallel.vpp",
-            f"schedule={p.schedule} needs exactly two stages a rank, and there "
+            f"schedule={p.schedule} needs exactly two stages per rank, but there "
             f"{'is 1' if at.chunks == 1 else f'are {at.chunks}'}",
             {"vpp": at.chunks},
             ({"parallel.vpp": 2}, {"parallel.schedule": "auto"}),
         )
 
 
-@rule("parallel.enough_microbatches", "There are at least as many microbatches as stages for 1f1b and dualpipev.")
+@rule("parallel.enough_microbatches", "The 1f1b and dualpipev schedules have at least as many microbatches as stages.")
 def enough_microbatches(at: RuleContext) -> Iterator[Violation]:
-    """Their warm-up fills every stage once before anything goes back."""
+    """Their warm-up runs a forward pass on every stage before the first backward pass."""
     p, count = at.spec.parallel, at.microbatches
     stages = p.pp * at.chunks
     if p.pp > 1 and count is not None and p.schedule in ("1f1b", "dualpipev") and count < stages:
         yield Violation(
             "batch.global_batch_size",
-            f"{count} microbatches of a rank and step are fewer than {stages} stages, which {p.schedule} needs",
+            f"{count} microbatches per rank and step, but {p.schedule} needs one for each of {stages} stages",
             {"microbatches": count, "stages": stages},
             (*_more_microbatches(at, stages), {"parallel.schedule": "gpipe"}),
         )
 
 
-@rule("parallel.full_pipeline", "A pipeline is full for some of the time: microbatches are no fewer than pp.")
+@rule("parallel.full_pipeline", "There are at least pp microbatches.")
 def full_pipeline(at: RuleContext) -> Iterator[Violation]:
-    """Otherwise some rank idles at every moment."""
+    """With fewer some rank is idle at any time."""
     p, count = at.spec.parallel, at.microbatches
     needed = p.schedule in ("1f1b", "dualpipev", "interleaved")  # these refuse it
     if p.pp > 1 and count is not None and count < p.pp and not needed:
         yield Violation(
             "batch.global_batch_size",
-            f"{count} microbatches never fill a pipeline of pp {p.pp}",
+            f"{count} microbatches cannot fill a pipeline of pp {p.pp}",
             {"microbatches": count, "pp": p.pp},
             (*_more_microbatches(at, p.pp),),
             "warning",
@@ -97,7 +97,7 @@ def full_pipeline(at: RuleContext) -> Iterator[Violation]:
 
 
 def _more_microbatches(at: RuleContext, count: int) -> Iterator[Fix]:
-    """Smaller microbatches first, then a larger batch."""
+    """Yield fixes with at least `count` microbatches: smaller microbatches first, then a larger batch."""
     batch, dp = at.spec.batch, at.dp
     micro = batch.micro_batch_size
     if dp is None or micro is None:
@@ -110,7 +110,7 @@ def _more_microbatches(at: RuleContext, count: int) -> Iterator[Fix]:
     yield from nearest("parallel.pp", at.spec.parallel.pp, lambda n: n < at.spec.parallel.pp, 3)
 
 
-@rule("parallel.vpp_microbatches", "Interleaved stages take microbatches in whole groups of pp.")
+@rule("parallel.vpp_microbatches", "The number of microbatches of an interleaved schedule is divisible by pp.")
 def vpp_microbatches(at: RuleContext) -> Iterator[Violation]:
     """Each rank runs pp microbatches of one chunk before those of the next chunk."""
     p, count = at.spec.parallel, at.microbatches
@@ -118,15 +118,18 @@ def vpp_microbatches(at: RuleContext) -> Iterator[Violation]:
         return
     yield Violation(
         "batch.global_batch_size",
-        f"{count} microbatches do not divide into groups of pp {p.pp}, which vpp {at.chunks} needs",
+        f"{count} microbatches are not divisible by pp {p.pp}, as vpp {at.chunks} requires",
         {"microbatches": count, "pp": p.pp, "vpp": at.chunks},
-        (*_whole_groups(at, p.pp), {"parallel.vpp": None}),
+        (*_full_groups(at, p.pp), {"parallel.vpp": None}),
     )
 
 
-@rule("parallel.microbatch_group_bounds", "A group of microbatches is no smaller than pp and no larger than the step.")
+@rule(
+    "parallel.microbatch_group_bounds",
+    "microbatch_group_size_per_vp_stage is at least pp, and at most the microbatches of a step.",
+)
 def microbatch_group_bounds(at: RuleContext) -> Iterator[Violation]:
-    """A smaller group would wait for its own first microbatch; a larger one would never be whole."""
+    """In a smaller group the first rank would wait for its first microbatch to return; a larger group is never full."""
     p, count = at.spec.parallel, at.microbatches
     group = p.microbatch_group_size_per_vp_stage
     if group is None or not _interleaved(at) or (group >= p.pp and (count is None or group <= count)):
@@ -144,9 +147,9 @@ def microbatch_group_bounds(at: RuleContext) -> Iterator[Violation]:
     )
 
 
-@rule("parallel.microbatch_group_rest", "The last group of microbatches is whole, or no smaller than pp.")
+@rule("parallel.microbatch_group_rest", "The last group of microbatches is full, or has at least pp microbatches.")
 def microbatch_group_rest(at: RuleContext) -> Iterator[Violation]:
-    """A ragged last group must still fill the pipeline."""
+    """A partial last group must still fill the pipeline."""
     p, count = at.spec.parallel, at.microbatches
     group = p.microbatch_group_size_per_vp_stage
     if group is None or count is None or not _interleaved(at) or not p.pp <= group <= count:
@@ -155,7 +158,7 @@ def microbatch_group_rest(at: RuleContext) -> Iterator[Violation]:
     if 0 < rest < p.pp:
         yield Violation(
             "parallel.microbatch_group_size_per_vp_stage",
-            f"{count} microbatches in groups of {group} leave a last group of {rest}, smaller than pp {p.pp}",
+            f"{count} microbatches in groups of {group} leave a last group of {rest}, below pp {p.pp}",
             {"microbatches": count, "microbatch_group_size_per_vp_stage": group, "rest": rest, "pp": p.pp},
             (
                 *nearest(
@@ -163,14 +166,16 @@ def microbatch_group_rest(at: RuleContext) -> Iterator[Violation]:
                     group,
                     lambda n: p.pp <= n <= count and (count % n == 0 or count % n >= p.pp),
                 ),
-                *_whole_groups(at, group),
+                *_full_groups(at, group),
             ),
         )
 
 
-@rule("parallel.microbatch_group_needs_vpp", "A group of microbatches is one of an interleaved schedule.")
+@rule(
+    "parallel.microbatch_group_needs_vpp", "microbatch_group_size_per_vp_stage is set only for an interleaved schedule."
+)
 def microbatch_group_needs_vpp(at: RuleContext) -> Iterator[Violation]:
-    """Other schedules have no groups, and the setting has no effect."""
+    """Other schedules have no groups, so the setting has no effect."""
     p = at.spec.parallel
     if p.microbatch_group_size_per_vp_stage is not None and not _interleaved(at):
         yield Violation(
@@ -183,9 +188,11 @@ def microbatch_group_needs_vpp(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("parallel.zero_bubble_rounds", "The zero-bubble schedule runs rounds of equally many microbatches.")
+@rule(
+    "parallel.zero_bubble_rounds", "The number of microbatches of the zero_bubble schedule is divisible by its rounds."
+)
 def zero_bubble_rounds(at: RuleContext) -> Iterator[Violation]:
-    """There are microbatches // pp rounds, and none may be ragged."""
+    """There are microbatches // pp rounds, with equally many microbatches each."""
     p, count = at.spec.parallel, at.microbatches
     if p.schedule != "zero_bubble" or p.pp == 1 or count is None:
         return
@@ -193,15 +200,15 @@ def zero_bubble_rounds(at: RuleContext) -> Iterator[Violation]:
     if count % rounds:
         yield Violation(
             "batch.global_batch_size",
-            f"{count} microbatches do not divide into {rounds} rounds ({count} // pp {p.pp})",
+            f"{count} microbatches are not divisible by {rounds} rounds ({count} // pp {p.pp})",
             {"microbatches": count, "rounds": rounds, "pp": p.pp},
-            (*_whole_groups(at, p.pp), {"parallel.schedule": "auto"}),
+            (*_full_groups(at, p.pp), {"parallel.schedule": "auto"}),
         )
 
 
-@rule("parallel.rampup_by_schedule", "Every batch of a ramp has as many microbatches as the pipeline's schedule needs.")
+@rule("parallel.rampup_by_schedule", "Every batch of a rampup has enough microbatches for the pipeline schedule.")
 def rampup_by_schedule(at: RuleContext) -> Iterator[Violation]:
-    """A run would fail at the step at which such a batch begins, or at its first one."""
+    """Otherwise the run fails at the first step of such a batch."""
     p, batch, dp = at.spec.parallel, at.spec.batch, at.dp
     if batch.rampup_batch_size is None or p.pp == 1 or dp is None or batch.micro_batch_size is None:
         return
@@ -215,7 +222,7 @@ def rampup_by_schedule(at: RuleContext) -> Iterator[Violation]:
         if reason:
             yield Violation(
                 "batch.rampup_batch_size",
-                f"the ramp's batch of {stage.samples} has {count} microbatches: {reason}",
+                f"the rampup's batch of {stage.samples} samples has {count} microbatches: {reason}",
                 {"samples": stage.samples, "microbatches": count, "pp": p.pp, "vpp": at.chunks},
                 ({"batch.rampup_batch_size": None}, {"parallel.vpp": None}, {"parallel.schedule": "gpipe"}),
             )
@@ -223,27 +230,27 @@ def rampup_by_schedule(at: RuleContext) -> Iterator[Violation]:
 
 
 def _unfit(at: RuleContext, count: int) -> str:
-    """Why a schedule cannot run a step of that many microbatches; empty when it can."""
+    """Return why a schedule cannot run a step of `count` microbatches; empty if it can."""
     p = at.spec.parallel
     stages, group = p.pp * at.chunks, p.microbatch_group_size_per_vp_stage or p.pp
     if p.schedule in ("1f1b", "dualpipev") and count < stages:
         return f"{p.schedule} needs one for each of {stages} stages"
     if p.schedule == "zero_bubble" and count % max(1, count // p.pp):
-        return f"they do not divide into {count // p.pp} rounds"
+        return f"they are not divisible by {count // p.pp} rounds"
     if _interleaved(at) and (count < group or 0 < count % group < p.pp):
-        return f"they do not fill groups of {group}"
+        return f"they are not divisible into groups of {group}"
     return ""
 
 
-@rule("parallel.overlap_p2p_needs_vpp", "Sending beside computing is a part of the interleaved schedule.")
+@rule("parallel.overlap_p2p_needs_vpp", "overlap_p2p_comm is on only with virtual stages.")
 def overlap_p2p_needs_vpp(at: RuleContext) -> Iterator[Violation]:
-    """With one stage a rank there is no other chunk to compute meanwhile."""
+    """It overlaps the send/recv of one chunk with compute of another; one stage per rank has no other chunk."""
     p = at.spec.parallel
     if p.overlap_p2p_comm and (p.pp == 1 or at.chunks == 1):
-        why = "pp is 1" if p.pp == 1 else "there is one stage a rank"
+        why = "pp is 1" if p.pp == 1 else "there is one stage per rank"
         yield Violation(
             "parallel.overlap_p2p_comm",
-            f"overlap_p2p_comm sends a chunk while another one computes, and {why}",
+            f"overlap_p2p_comm overlaps the send/recv of one chunk with compute of another, but {why}",
             {"pp": p.pp, "vpp": at.chunks},
             ({"parallel.overlap_p2p_comm": False}, {"parallel.vpp": 2}),
         )
@@ -254,7 +261,7 @@ def _interleaved(at: RuleContext) -> bool:
     return p.pp > 1 and at.chunks > 1 and p.schedule in ("auto", "interleaved")
 
 
-def _whole_groups(at: RuleContext, group: int) -> Iterator[Fix]:
+def _full_groups(at: RuleContext, group: int) -> Iterator[Fix]:
     batch, dp = at.spec.batch, at.dp
     if dp is not None and batch.micro_batch_size is not None:
         yield from multiples("batch.global_batch_size", batch.global_batch_size, batch.micro_batch_size * dp * group)

@@ -1,4 +1,4 @@
-"""Rules of number formats other than fp8: what goes together, and what has no effect."""
+"""Rules of dtypes other than fp8, and of loss scaling."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 register_inert(
     InertSetting(
         "precision.loss_scale_idle",
-        "Loss scaling goes with fp16.",
-        "Other formats have the range of fp32.",
+        "precision.loss_scale is set only for fp16.",
+        "Other dtypes have the range of fp32.",
         ("precision.loss_scale.",),
         "precision.compute_dtype",
         lambda spec: spec.precision.compute_dtype == "fp16",
@@ -21,8 +21,8 @@ register_inert(
 register_inert(
     InertSetting(
         "precision.residual_idle",
-        "A residual stream in fp32 stands beside a narrower format.",
-        "Where all is fp32, so is the stream.",
+        "precision.residual_dtype is set only with a narrower compute_dtype.",
+        "With compute_dtype=fp32 the residual stream is fp32 already.",
         ("precision.residual_dtype",),
         "precision.compute_dtype",
         lambda spec: spec.precision.compute_dtype != "fp32",
@@ -31,27 +31,27 @@ register_inert(
 )
 
 
-@rule("precision.main_params_narrower", "Weights are kept in no narrower format than they are used in.")
+@rule("precision.main_params_narrower", "main_params_dtype is not narrower than compute_dtype.")
 def main_params_narrower(at: RuleContext) -> Iterator[Violation]:
-    """Copies in fp32 of weights in bf16 have no more digits than these."""
+    """fp32 copies of bf16 weights have no more precision than these."""
     precision = at.spec.precision
     if precision.compute_dtype == "fp32" and precision.main_params_dtype != "fp32":
         yield Violation(
             "precision.main_params_dtype",
-            f"matmuls are in fp32, of weights that are kept in {precision.main_params_dtype}",
+            f"compute_dtype is fp32, but main_params_dtype is {precision.main_params_dtype}",
             fixes=({"precision.main_params_dtype": "fp32"}, {"precision.compute_dtype": "bf16"}),
             severity="warning",
         )
 
 
-@rule("precision.scale_limits", "The first loss scale is no smaller than the smallest.")
+@rule("precision.scale_limits", "loss_scale.initial is at least loss_scale.minimum.")
 def scale_limits(at: RuleContext) -> Iterator[Violation]:
-    """It only falls from there when gradients overflow."""
+    """The scale only falls when gradients overflow."""
     scale = at.spec.precision.loss_scale
     if at.spec.precision.compute_dtype == "fp16" and scale.initial < scale.minimum:
         yield Violation(
             "precision.loss_scale.initial",
-            f"the first scale {scale.initial:g} is smaller than the smallest, {scale.minimum:g}",
+            f"loss_scale.initial {scale.initial:g} is below loss_scale.minimum {scale.minimum:g}",
             {"initial": scale.initial, "minimum": scale.minimum},
             (
                 {"precision.loss_scale.minimum": scale.initial},
@@ -61,82 +61,82 @@ def scale_limits(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("precision.scale_vanishes", "The loss scale cannot fall to 0.")
+@rule("precision.scale_vanishes", "loss_scale.minimum is above 0.")
 def scale_vanishes(at: RuleContext) -> Iterator[Violation]:
-    """Halved often enough it would: then every gradient is 0, and nothing says so."""
+    """A scale that is halved often enough becomes 0: then every gradient is 0, without an error."""
     if at.spec.precision.compute_dtype == "fp16" and at.spec.precision.loss_scale.minimum == 0:
         yield Violation(
             "precision.loss_scale.minimum",
-            "with a smallest scale of 0 a run of overflows ends in gradients of 0",
+            "with loss_scale.minimum 0 repeated overflows end in gradients of 0",
             {"minimum": 0.0},
             ({"precision.loss_scale.minimum": 1.0},),
             severity="warning",
         )
 
 
-@rule("precision.grad_reduce_narrower", "Gradients are summed in no narrower format than they are computed in.")
+@rule("precision.grad_reduce_narrower", "grad_reduce_dtype is not narrower than compute_dtype.")
 def grad_reduce_narrower(at: RuleContext) -> Iterator[Violation]:
-    """Who computes in fp32 wants its digits."""
+    """A reduction in bf16 discards the precision of fp32 gradients."""
     precision = at.spec.precision
     if precision.compute_dtype == "fp32" and precision.grad_reduce_dtype != "fp32":
         yield Violation(
             "precision.grad_reduce_dtype",
-            f"gradients are computed in fp32 and summed over ranks in {precision.grad_reduce_dtype}",
+            f"gradients are computed in fp32 but reduced over ranks in {precision.grad_reduce_dtype}",
             fixes=({"precision.grad_reduce_dtype": "fp32"}, {"precision.compute_dtype": "bf16"}),
             severity="warning",
         )
 
 
-@rule("precision.grad_narrower", "Gradients are kept in no narrower format than they are computed in.")
+@rule("precision.grad_narrower", "grad_dtype is not narrower than compute_dtype.")
 def grad_narrower(at: RuleContext) -> Iterator[Violation]:
-    """Added up in bf16, small microbatches' gradients vanish beside the sum."""
+    """In gradient accumulation in bf16 small gradients of a microbatch are rounded away."""
     precision = at.spec.precision
     if precision.compute_dtype == "fp32" and precision.grad_dtype != "fp32":
         yield Violation(
             "precision.grad_dtype",
-            f"gradients are computed in fp32 and kept in {precision.grad_dtype}",
+            f"gradients are computed in fp32 but accumulated in {precision.grad_dtype}",
             fixes=({"precision.grad_dtype": "fp32"}, {"precision.compute_dtype": "bf16"}),
             severity="warning",
         )
 
 
-@rule("precision.grad_rounding", "Many microbatches are added up in fp32.")
+@rule("precision.grad_rounding", "Gradients of many microbatches are accumulated in fp32.")
 def grad_rounding(at: RuleContext) -> Iterator[Violation]:
-    """bf16 has 8 bits: from about 256 equal terms on, one more changes nothing."""
+    """bf16 has 8 bits of precision: from about 256 equal terms on, one more changes nothing."""
     precision, count = at.spec.precision, at.microbatches
     if precision.compute_dtype != "fp32" and precision.grad_dtype == "bf16" and count is not None and count > 64:
         yield Violation(
             "precision.grad_dtype",
-            f"gradients of {count} microbatches are added up in bf16, whose 8 bits lose the last ones",
+            f"gradients of {count} microbatches are accumulated in bf16, whose 8 bits round the last ones away",
             {"microbatches": count},
             ({"precision.grad_dtype": "fp32"},),
             severity="warning",
         )
 
 
-@rule("precision.exp_avg_by_grad", "A second moment in bf16 changes although its decay is close to 1.")
+@rule("precision.exp_avg_by_grad", "With exp_avg_dtype=bf16 beta2 is at most 1 - 2^-8.")
 def exp_avg_by_grad(at: RuleContext) -> Iterator[Violation]:
-    """One step changes it by 1 - beta2 at most: below 2^-8 the change is lost in rounding to bf16."""
+    """One step changes the second moment by 1 - beta2 at most: below 2^-8 rounding to bf16 loses the change."""
     optimizer, moments = at.spec.optimizer, at.spec.precision.exp_avg_dtype
     if moments == "bf16" and optimizer.name == "adamw" and 1 > optimizer.beta2 > 1 - 2**-8:
         yield Violation(
             "precision.exp_avg_dtype",
-            f"with beta2 {optimizer.beta2:g} one step changes the second moment by less than bf16 can hold",
+            f"with beta2 {optimizer.beta2:g} one step changes the second moment by less than bf16 resolves",
             {"beta2": optimizer.beta2},
             ({"precision.exp_avg_dtype": "fp32"}, {"optimizer.beta2": 0.95}),
             severity="warning",
         )
 
 
-@rule("precision.scale_falls", "The loss scale falls at least as readily as it rises.")
+@rule("precision.scale_falls", "loss_scale.hysteresis is below loss_scale.window.")
 def scale_falls(at: RuleContext) -> Iterator[Violation]:
-    """`hysteresis` overflows halve it, `window` steps without one double it."""
+    """`hysteresis` overflows halve the scale, `window` steps without overflow double it."""
     scale = at.spec.precision.loss_scale
     if at.spec.precision.compute_dtype == "fp16" and scale.hysteresis >= scale.window:
         yield Violation(
             "precision.loss_scale.hysteresis",
-            f"the scale doubles after {scale.window} steps without overflow and halves after {scale.hysteresis} with: "
-            "most steps would be skipped",
+            f"the scale doubles after {scale.window} steps without overflow, but halves only after "
+            f"{scale.hysteresis} overflows: most steps would be skipped",
             {"hysteresis": scale.hysteresis, "window": scale.window},
             ({"precision.loss_scale.hysteresis": 2}, {"precision.loss_scale.window": 1000}),
             severity="warning",

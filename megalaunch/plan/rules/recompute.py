@@ -1,4 +1,4 @@
-"""Rules of activations that are computed again, or wait in host memory."""
+"""Rules of activation checkpointing (recomputation) and activation offload."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.stages import build_stages
 
 _NOTHING: Fix = {"recompute.granularity": "none", "recompute.modules": ("attention",)}
-_PARTS = {"activation": "mlp", "shared_experts": "moe"}  # a module, and the one that has it inside
+_PARTS = {"activation": "mlp", "shared_experts": "moe"}  # a module, and the module that contains it
 
 register_inert(
     InertSetting(
         "recompute.full_idle",
-        "method and num_layers belong to full recomputation.",
-        "Selective recomputation names modules.",
+        "recompute.method and num_layers are set only for full recomputation.",
+        "Selective recomputation has modules.",
         ("recompute.method", "recompute.num_layers"),
         "recompute.granularity",
         lambda spec: spec.recompute.granularity == "full",
@@ -25,8 +25,8 @@ register_inert(
 register_inert(
     InertSetting(
         "recompute.modules_idle",
-        "modules belong to selective recomputation.",
-        "Full recomputation takes whole layers.",
+        "recompute.modules is set only for selective recomputation.",
+        "Full recomputation recomputes complete layers.",
         ("recompute.modules",),
         "recompute.granularity",
         lambda spec: spec.recompute.granularity == "selective",
@@ -37,9 +37,9 @@ register_inert(
 
 
 def _selected(at: RuleContext) -> tuple[str, ...]:
-    """The modules that are recomputed; none where whole layers are, or nothing is."""
-    again = at.spec.recompute
-    return again.modules if again.granularity == "selective" else ()
+    """Return the modules of selective recomputation."""
+    recompute = at.spec.recompute
+    return recompute.modules if recompute.granularity == "selective" else ()
 
 
 def _without(at: RuleContext, *modules: str) -> tuple[Fix, ...]:
@@ -49,32 +49,32 @@ def _without(at: RuleContext, *modules: str) -> tuple[Fix, ...]:
 
 
 def _largest_stage(at: RuleContext) -> int | None:
-    """Most decoder layers of a stage; None where there are no stages."""
-    if at.stage_faults or at.spec.model.num_layers > 10**5:
+    """Return the most decoder layers of a stage; None if the split is invalid."""
+    if at.stage_violations or at.spec.model.num_layers > 10**5:
         return None
     return max(len(stage.layers) for stage in build_stages(at.spec))
 
 
-@rule("recompute.modules_empty", "Selective recomputation names a module.")
+@rule("recompute.modules_empty", "Selective recomputation has at least one module.")
 def modules_empty(at: RuleContext) -> Iterator[Violation]:
     """An empty list recomputes nothing."""
-    again = at.spec.recompute
-    if again.granularity == "selective" and not again.modules:
+    recompute = at.spec.recompute
+    if recompute.granularity == "selective" and not recompute.modules:
         yield Violation(
             "recompute.modules",
-            "recompute.granularity is selective, and recompute.modules is empty",
+            "recompute.granularity is selective, but recompute.modules is empty",
             fixes=({"recompute.modules": ("attention",)}, _NOTHING),
         )
 
 
-@rule("recompute.modules_twice", "A module is named once, and not inside another one.")
+@rule("recompute.modules_twice", "A module is listed once, and not together with the module that contains it.")
 def modules_twice(at: RuleContext) -> Iterator[Violation]:
-    """What is inside a recomputed module is computed again already."""
+    """A recomputed module recomputes all of its parts."""
     modules = _selected(at)
     twice = sorted({module for module in modules if modules.count(module) > 1})
-    inside = sorted({part for part, whole in _PARTS.items() if part in modules and whole in modules})
+    inside = sorted({part for part, module in _PARTS.items() if part in modules and module in modules})
     if twice or inside:
-        what = f"{twice[0]} is named twice" if twice else f"{inside[0]} lies inside {_PARTS[inside[0]]}"
+        what = f"{twice[0]} is listed twice" if twice else f"{inside[0]} is part of {_PARTS[inside[0]]}"
         once = tuple(module for module in dict.fromkeys(modules) if module not in inside)
         yield Violation(
             "recompute.modules",
@@ -85,83 +85,83 @@ def modules_twice(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("recompute.experts", "Experts are recomputed where there are some.")
+@rule("recompute.experts", "recompute.modules has moe only for a model with experts.")
 def experts(at: RuleContext) -> Iterator[Violation]:
     """`moe` is the block of routed experts."""
     if "moe" in _selected(at) and not at.has_experts:
         yield Violation(
             "recompute.modules",
-            "recompute.modules names moe, and the model is dense",
+            "recompute.modules has moe, but the model is dense",
             fixes=_without(at, "moe"),
         )
 
 
-@rule("recompute.shared_experts", "Shared experts are recomputed where there are some.")
+@rule("recompute.shared_experts", "recompute.modules has shared_experts only for a model with shared experts.")
 def shared_experts(at: RuleContext) -> Iterator[Violation]:
     """moe.shared_ffn_hidden_size gives them a width."""
     shared = at.has_experts and at.spec.model.moe.shared_ffn_hidden_size > 0
     if "shared_experts" in _selected(at) and not shared:
         yield Violation(
             "recompute.modules",
-            "recompute.modules names shared_experts, and the model has none",
+            "recompute.modules has shared_experts, but the model has none",
             fixes=_without(at, "shared_experts"),
         )
 
 
-@rule("recompute.latent", "The latent's up projection is recomputed where there is one.")
+@rule("recompute.latent", "recompute.modules has mla_up only for latent attention.")
 def latent(at: RuleContext) -> Iterator[Violation]:
-    """`mla_up` is a part of latent attention."""
+    """`mla_up` is the up projection of the latent."""
     if "mla_up" in _selected(at) and at.spec.model.mla.kv_lora_rank is None:
         yield Violation(
             "recompute.modules",
-            "recompute.modules names mla_up, and the model has no latent attention",
+            "recompute.modules has mla_up, but the model has no latent attention",
             fixes=_without(at, "mla_up"),
         )
 
 
-@rule("recompute.dense_blocks", "Dense feed-forward blocks are recomputed where there are some.")
+@rule("recompute.dense_blocks", "recompute.modules has mlp only for a model with dense feed-forward blocks.")
 def dense_blocks(at: RuleContext) -> Iterator[Violation]:
-    """In a model whose layers all have experts `mlp` is nothing."""
+    """If all layers have experts, there is no `mlp`."""
     if "mlp" in _selected(at) and not at.has_dense_layers:
         yield Violation(
             "recompute.modules",
-            "recompute.modules names mlp, and every layer has experts in its place (moe)",
+            "recompute.modules has mlp, but every layer has experts instead (moe)",
             fixes=_without(at, "mlp"),
             severity="warning",
         )
 
 
-@rule("recompute.delayed_scales", "Delayed fp8 scales see each activation once.")
+@rule("recompute.delayed_scales", "With delayed fp8 scales norm and activation are not recomputed.")
 def delayed_scales(at: RuleContext) -> Iterator[Violation]:
-    """A norm or an activation that is computed again would be counted twice in the history of largest values."""
+    """The recomputed values would enter the amax history twice."""
     precision = at.spec.precision
     wrong = [module for module in ("activation", "norm") if module in _selected(at)]
     if wrong and precision.compute_dtype == "fp8" and precision.fp8.recipe == "delayed":
         yield Violation(
             "recompute.modules",
-            f"recomputing {' and '.join(wrong)} does not go with delayed fp8 scales",
+            f"recomputing {' and '.join(wrong)} is not supported with delayed fp8 scales",
             {"modules": wrong},
             (*_without(at, *wrong), {"precision.fp8.recipe": "tensorwise"}),
         )
 
 
-@rule("recompute.chunk_by_stage", "A chunk that is recomputed is no longer than a stage.")
+@rule("recompute.chunk_by_stage", "recompute.num_layers is at most the layers of a stage.")
 def chunk_by_stage(at: RuleContext) -> Iterator[Violation]:
-    """A longer one means all layers of the stage, which is a larger peak than chunks of 1."""
-    again, most = at.spec.recompute, _largest_stage(at)
-    if again.granularity == "full" and most is not None and again.num_layers > max(most, 1):
+    """A larger number means all layers of the stage, which has a higher peak than chunks of 1."""
+    recompute, most = at.spec.recompute, _largest_stage(at)
+    if recompute.granularity == "full" and most is not None and recompute.num_layers > max(most, 1):
         yield Violation(
             "recompute.num_layers",
-            f"num_layers {again.num_layers} is more than the {most} layers of a stage",
-            {"num_layers": again.num_layers, "layers_of_stage": most},
+            f"num_layers {recompute.num_layers} is above the {most} layers of a stage",
+            {"num_layers": recompute.num_layers, "layers_of_stage": most},
             ({"recompute.num_layers": max(most, 1)}, {"recompute.num_layers": 1}),
             severity="warning",
         )
 
 
-@rule("recompute.offload_room", "Some layer of a stage keeps its activations on the device.")
+@rule("recompute.offload_room", "cpu_offloading_num_layers is below the layers of a stage.")
 def offload_room(at: RuleContext) -> Iterator[Violation]:
-    """The last layer's are needed at once: sending them away and back would only wait."""
+    """Backward needs the activations of the last layer at once: offloading them would only wait."""
     count, most = at.spec.recompute.cpu_offloading_num_layers, _largest_stage(at)
     if count > 0 and most is not None and count >= max(most, 1):
         fixes: list[Fix] = [{"recompute.cpu_offloading_num_layers": 0}]
@@ -169,21 +169,21 @@ def offload_room(at: RuleContext) -> Iterator[Violation]:
             fixes.insert(0, {"recompute.cpu_offloading_num_layers": most - 1})
         yield Violation(
             "recompute.cpu_offloading_num_layers",
-            f"cpu_offloading_num_layers {count} leaves none of the {most} layers of a stage on the device",
+            f"cpu_offloading_num_layers {count} leaves no layer of {most} of a stage on the device",
             {"cpu_offloading_num_layers": count, "layers_of_stage": most},
             tuple(fixes),
         )
 
 
-@rule("recompute.offload_or_full", "Activations wait in host memory, or are computed again, not both.")
+@rule("recompute.offload_or_full", "Activations are offloaded or fully recomputed, not both.")
 def offload_or_full(at: RuleContext) -> Iterator[Violation]:
-    """Full recomputation leaves nothing but a layer's input."""
-    again = at.spec.recompute
-    if again.cpu_offloading_num_layers > 0 and again.granularity == "full":
+    """Full recomputation saves only the input of a layer."""
+    recompute = at.spec.recompute
+    if recompute.cpu_offloading_num_layers > 0 and recompute.granularity == "full":
         yield Violation(
             "recompute.cpu_offloading_num_layers",
-            f"cpu_offloading_num_layers {again.cpu_offloading_num_layers} does not go with recompute.granularity=full",
-            {"cpu_offloading_num_layers": again.cpu_offloading_num_layers},
+            f"cpu_offloading_num_layers {recompute.cpu_offloading_num_layers} conflicts with full recomputation",
+            {"cpu_offloading_num_layers": recompute.cpu_offloading_num_layers},
             (
                 {"recompute.cpu_offloading_num_layers": 0},
                 {"recompute.granularity": "none"},

@@ -79,7 +79,7 @@ class RuleContext:
         return num_microbatches(batch.global_batch_size, batch.micro_batch_size, self.dp)
 
     @cached_property
-    def stage_faults(self) -> tuple[StageViolation, ...]:
+    def stage_violations(self) -> tuple[StageViolation, ...]:
         """The violations of the split of layers over stages; empty if it is valid."""
         return find_stage_violations(PipelineSplit.from_spec(self.spec))
 

@@ -1,4 +1,4 @@
-"""Rules of rotary positions and of their stretch beyond the length of training."""
+"""Rules of RoPE and of its scaling beyond the original context length."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 register_inert(
     InertSetting(
         "rope.idle",
-        "The settings of model.rope go with rotary positions.",
-        "Other positions do not read them.",
+        "model.rope is set only with RoPE.",
+        "Other position embeddings do not read it.",
         ("model.rope.",),
         "model.position_embedding",
         lambda spec: spec.model.position_embedding == "rope",
@@ -22,8 +22,8 @@ register_inert(
 register_inert(
     InertSetting(
         "rope.never_idle",
-        "Layers without rotation go with rotary positions.",
-        "With other positions no layer rotates.",
+        "no_rope_layer_interval is set only with RoPE.",
+        "With other position embeddings no layer has RoPE.",
         ("model.no_rope_layer_interval",),
         "model.position_embedding",
         lambda spec: spec.model.position_embedding == "rope",
@@ -33,19 +33,19 @@ register_inert(
 register_inert(
     InertSetting(
         "rope.window_idle",
-        "A base of windowed layers goes with a sliding window.",
-        "Without one there are no such layers.",
+        "rope.window_theta is set only with a sliding window.",
+        "Without a window there are no windowed layers.",
         ("model.rope.window_theta",),
         "model.sliding_window",
         lambda spec: spec.model.sliding_window is not None,
-        "model.sliding_window is null, so that every layer sees all tokens",
+        "model.sliding_window is null, so every layer attends to all tokens",
     )
 )
 register_inert(
     InertSetting(
         "rope.factor_idle",
-        "A factor stretches by some scaling.",
-        "rope.scaling says how.",
+        "rope.factor is set only with RoPE scaling.",
+        "rope.scaling selects the method.",
         ("model.rope.factor",),
         "model.rope.scaling",
         lambda spec: spec.model.rope.scaling != "none" or spec.model.rope.original_positions is not None,
@@ -56,8 +56,8 @@ register_inert(
 register_inert(
     InertSetting(
         "rope.original_idle",
-        "The context before the stretch goes with llama3, yarn and longrope.",
-        "They stretch waves by how often they turn in it; a stretch that is turned off keeps its numbers.",
+        "rope.original_positions is set only for llama3, yarn and longrope.",
+        "They scale frequencies by the rotations within the original context; scaling none ignores the value.",
         ("model.rope.original_positions",),
         "model.rope.scaling",
         lambda spec: spec.model.rope.scaling != "linear",
@@ -67,7 +67,7 @@ register_inert(
 register_inert(
     InertSetting(
         "rope.llama3_idle",
-        "The frequency factors are parts of the llama3 scaling.",
+        "The frequency factors are set only for llama3 scaling.",
         "Other scalings have none.",
         ("model.rope.low_frequency_factor", "model.rope.high_frequency_factor"),
         "model.rope.scaling",
@@ -78,7 +78,7 @@ register_inert(
 register_inert(
     InertSetting(
         "rope.longrope_idle",
-        "Short and long factors are parts of the longrope scaling.",
+        "short_factors and long_factors are set only for longrope scaling.",
         "Other scalings have none.",
         ("model.rope.short_factors", "model.rope.long_factors"),
         "model.rope.scaling",
@@ -89,7 +89,7 @@ register_inert(
 register_inert(
     InertSetting(
         "rope.attention_factor_idle",
-        "An attention factor is part of the yarn and longrope scalings.",
+        "rope.attention_factor is set only for yarn and longrope scaling.",
         "Other scalings have none.",
         ("model.rope.attention_factor",),
         "model.rope.scaling",
@@ -100,7 +100,7 @@ register_inert(
 register_inert(
     InertSetting(
         "rope.yarn_idle",
-        "Betas, mscale and truncate are parts of the yarn scaling.",
+        "The betas, mscale and truncate are set only for yarn scaling.",
         "Other scalings have none.",
         (
             "model.rope.beta_fast",
@@ -124,9 +124,9 @@ def _shrunk(positions: int, factor: float) -> int:
     return int(positions / Fraction(factor))
 
 
-@rule("rope.rotated_width", "The rotated part of a head is an even number of at least 2.")
+@rule("rope.rotated_width", "The rotated part of a head has an even width of at least 2.")
 def rotated_width(at: RuleContext) -> Iterator[Violation]:
-    """Rotary positions turn pairs; rope.fraction of the head takes part."""
+    """RoPE rotates pairs of dimensions, in rope.fraction of the head."""
     model, fraction = at.spec.model, at.spec.model.rope.fraction
     if model.position_embedding != "rope" or model.mla.kv_lora_rank is not None or model.head_dim is None:
         return
@@ -142,20 +142,20 @@ def rotated_width(at: RuleContext) -> Iterator[Violation]:
         fixes = [{"model.position_embedding": "none", "model.rope.fraction": 1.0}, *fixes]
     yield Violation(
         "model.rope.fraction",
-        f"fraction {fraction:g} of head_dim {model.head_dim} is {has}, and rotary positions turn pairs",
+        f"fraction {fraction:g} of head_dim {model.head_dim} is {has}, but RoPE rotates pairs",
         {"fraction": fraction, "head_dim": model.head_dim},
         (*fixes, {"model.rope.fraction": 1.0}),
     )
 
 
-@rule("rope.factor_one", "A stretch has a factor above 1.")
+@rule("rope.factor_one", "With RoPE scaling rope.factor is above 1.")
 def factor_one(at: RuleContext) -> Iterator[Violation]:
-    """By 1 nothing is stretched."""
+    """A factor of 1 changes nothing."""
     model, rope = at.spec.model, at.spec.model.rope
     if model.position_embedding == "rope" and rope.scaling != "none" and rope.factor == 1:
         yield Violation(
             "model.rope.factor",
-            f"scaling {rope.scaling} by a factor of 1 stretches nothing",
+            f"scaling {rope.scaling} by a factor of 1 changes nothing",
             {"factor": 1.0},
             (
                 {"model.rope.factor": 8.0},
@@ -166,9 +166,9 @@ def factor_one(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("rope.longrope_factors", "Each pair of a rotated head has a short and a long factor.")
+@rule("rope.longrope_factors", "Each rotated pair of a head has a short and a long factor.")
 def longrope_factors(at: RuleContext) -> Iterator[Violation]:
-    """Its frequency is divided by the one or the other, depending on the length of the text."""
+    """Its frequency is divided by one of them, depending on the sequence length."""
     model, rope = at.spec.model, at.spec.model.rope
     if rope.scaling != "longrope" or model.head_dim is None:
         return
@@ -178,48 +178,47 @@ def longrope_factors(at: RuleContext) -> Iterator[Violation]:
         if len(factors) != pairs or not all(factors):
             yield Violation(
                 f"model.rope.{key}",
-                f"longrope needs a factor above 0 for each of the {pairs} pairs that are rotated, and {key} has "
-                f"{len(factors)}",
+                f"longrope needs a factor above 0 for each of {pairs} rotated pairs, but {key} has {len(factors)}",
                 {"pairs": pairs, key: len(factors)},
                 ({"model.rope.scaling": "none", "model.rope.short_factors": (), "model.rope.long_factors": ()},),
             )
 
 
-@rule("rope.longrope_context", "Longrope goes without context parallelism.")
+@rule("rope.longrope_context", "longrope has cp 1.")
 def longrope_context(at: RuleContext) -> Iterator[Violation]:
-    """Which factors count follows from the length of the whole text, and a rank of cp sees a part of it."""
+    """The sequence length selects the factors, and a context-parallel rank has only a part of the sequence."""
     if at.spec.model.rope.scaling == "longrope" and at.spec.parallel.cp > 1:
         yield Violation(
             "parallel.cp",
-            f"longrope depends on the length of the whole text, and each of {at.spec.parallel.cp} ranks sees a part",
+            f"longrope depends on the sequence length, but each of {at.spec.parallel.cp} cp ranks has a part",
             {"cp": at.spec.parallel.cp},
             ({"parallel.cp": 1},),
         )
 
 
-@rule("rope.original_missing", "The llama3, yarn and longrope scalings know the context before the stretch.")
+@rule("rope.original_missing", "rope.original_positions is given for llama3, yarn and longrope.")
 def original_missing(at: RuleContext) -> Iterator[Violation]:
-    """Which waves are stretched depends on it."""
+    """It decides which frequencies are scaled."""
     model, rope = at.spec.model, at.spec.model.rope
     if rope.scaling in ("llama3", "yarn", "longrope") and rope.original_positions is None:
         guess = max(1, _shrunk(model.max_position_embeddings, rope.factor))
         yield Violation(
             "model.rope.original_positions",
-            f"scaling {rope.scaling} needs original_positions, the context before the stretch",
+            f"scaling {rope.scaling} needs original_positions, the context length before scaling",
             {"max_position_embeddings": model.max_position_embeddings, "factor": rope.factor},
             ({"model.rope.original_positions": guess}, {"model.rope.original_positions": 8192}),
         )
 
 
-@rule("rope.original_longer", "The context before the stretch is no longer than the one after it.")
+@rule("rope.original_longer", "rope.original_positions is at most max_position_embeddings.")
 def original_longer(at: RuleContext) -> Iterator[Violation]:
-    """max_position_embeddings is the length after the stretch."""
+    """max_position_embeddings is the context length after scaling."""
     model, rope = at.spec.model, at.spec.model.rope
     original, longest = rope.original_positions, model.max_position_embeddings
     if rope.scaling in ("llama3", "yarn", "longrope") and original is not None and original > longest:
         yield Violation(
             "model.rope.original_positions",
-            f"original_positions {original} is longer than the model's {longest} positions after the stretch",
+            f"original_positions {original} is above max_position_embeddings {longest}, the length after scaling",
             {"original_positions": original, "max_position_embeddings": longest},
             (
                 {"model.max_position_embeddings": _stretched(original, rope.factor)},
@@ -229,15 +228,15 @@ def original_longer(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("rope.llama3_waves", "The longest wave kept is longer than the shortest wave stretched.")
+@rule("rope.llama3_waves", "low_frequency_factor is above 0 and below high_frequency_factor.")
 def llama3_waves(at: RuleContext) -> Iterator[Violation]:
-    """The llama3 scaling blends between the two, and divides by their distance."""
+    """llama3 scaling interpolates between the two, and divides by their difference."""
     rope = at.spec.model.rope
     low, high = rope.low_frequency_factor, rope.high_frequency_factor
     if rope.scaling == "llama3" and not 0 < low < high:
         yield Violation(
             "model.rope.low_frequency_factor",
-            f"low_frequency_factor {low:g} must lie between 0 and high_frequency_factor {high:g}",
+            f"low_frequency_factor {low:g} must be between 0 and high_frequency_factor {high:g}",
             {"low_frequency_factor": low, "high_frequency_factor": high},
             (
                 {"model.rope.low_frequency_factor": 1.0},
@@ -246,22 +245,22 @@ def llama3_waves(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("rope.yarn_betas", "The fast beta of yarn is above the slow one.")
+@rule("rope.yarn_betas", "beta_slow is above 0 and below beta_fast.")
 def yarn_betas(at: RuleContext) -> Iterator[Violation]:
-    """Between them the stretch rises from nothing to all."""
+    """Between them yarn interpolates from no scaling to full scaling."""
     rope = at.spec.model.rope
     if rope.scaling == "yarn" and not 0 < rope.beta_slow < rope.beta_fast:
         yield Violation(
             "model.rope.beta_fast",
-            f"beta_slow {rope.beta_slow:g} must lie between 0 and beta_fast {rope.beta_fast:g}",
+            f"beta_slow {rope.beta_slow:g} must be between 0 and beta_fast {rope.beta_fast:g}",
             {"beta_slow": rope.beta_slow, "beta_fast": rope.beta_fast},
             ({"model.rope.beta_fast": 32.0}, {"model.rope.beta_fast": 32.0, "model.rope.beta_slow": 1.0}),
         )
 
 
-@rule("rope.yarn_reach", "A sequence is no longer than yarn stretches.")
+@rule("rope.yarn_reach", "sequence_length is at most original_positions x factor of yarn.")
 def yarn_reach(at: RuleContext) -> Iterator[Violation]:
-    """original_positions x factor is what it is made for."""
+    """Yarn scales the context to this length."""
     rope, length = at.spec.model.rope, at.spec.batch.sequence_length
     if rope.scaling != "yarn" or rope.original_positions is None:
         return
@@ -269,7 +268,7 @@ def yarn_reach(at: RuleContext) -> Iterator[Violation]:
     if length > reach:
         yield Violation(
             "batch.sequence_length",
-            f"sequence_length {length} is longer than what yarn stretches to: "
+            f"sequence_length {length} is above the context length of yarn: "
             f"{rope.original_positions} x {rope.factor:g} = {reach}",
             {"sequence_length": length, "reach": reach},
             ({"batch.sequence_length": reach}, {"model.rope.factor": float(-(-length // rope.original_positions))}),
@@ -280,8 +279,8 @@ def yarn_reach(at: RuleContext) -> Iterator[Violation]:
 register_inert(
     InertSetting(
         "rope.mscale_idle",
-        "mscale_all_dim scales the softmax of latent attention.",
-        "Ordinary attention has mscale.",
+        "mscale_all_dim is set only for latent attention.",
+        "It scales the softmax of latent attention; ordinary attention has mscale.",
         ("model.rope.mscale_all_dim",),
         "model.mla.kv_lora_rank",
         lambda spec: spec.model.mla.kv_lora_rank is not None or spec.model.rope.scaling != "yarn",
@@ -290,19 +289,16 @@ register_inert(
 )
 
 
-@rule("rope.mscale_whole_head", "Yarn's growth of the attention scale reaches the whole latent head.")
+@rule("rope.mscale_whole_head", "With latent attention mscale equals mscale_all_dim.")
 def mscale_whole_head(at: RuleContext) -> Iterator[Violation]:
-    """mscale grows the rotated part alone; mscale_all_dim takes that back, and grows the softmax scale instead.
-
-    Published models with latent attention give both the same value.
-    """
+    """mscale scales the rotated part alone; mscale_all_dim undoes that and scales the softmax instead."""
     model, rope = at.spec.model, at.spec.model.rope
     uneven = model.mla.kv_lora_rank is not None and rope.scaling == "yarn" and rope.mscale != rope.mscale_all_dim
     if uneven:
         yield Violation(
             "model.rope.mscale_all_dim",
             f"mscale {rope.mscale:g} and mscale_all_dim {rope.mscale_all_dim:g} differ: "
-            "the rotated part of a head is weighted unlike the rest of it",
+            "the rotated part of a head is scaled unlike the rest",
             {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim},
             ({"model.rope.mscale_all_dim": rope.mscale}, {"model.rope.mscale": rope.mscale_all_dim}),
             severity="warning",

@@ -37,40 +37,40 @@ def _groups(at: RuleContext) -> _Groups | None:
     return _Groups(moe.num_experts, moe.top_k, moe.num_groups, moe.top_k_groups)
 
 
-@rule("router.top_1", "With one expert a token, its weight is not normalised.")
+@rule("router.top_1", "With top_k 1 normalize_top_k is off.")
 def top_1(at: RuleContext) -> Iterator[Violation]:
-    """Normalised over one expert the weight is always 1, and the router has no gradient."""
+    """Normalised over one expert the weight is always 1, so the router has no gradient."""
     for moe, experts in num_experts(at):
         if moe.top_k == 1 and experts > 1 and moe.normalize_top_k:
             yield Violation(
                 "model.moe.normalize_top_k",
-                "with top_k 1 a normalised weight is always 1, from which the router learns nothing",
+                "with top_k 1 a normalised weight is always 1, so the router learns nothing",
                 {"top_k": 1},
                 ({"model.moe.normalize_top_k": False}, {"model.moe.top_k": 2}),
             )
 
 
-@rule("router.scaling", "Experts are weighted by more than 0.")
+@rule("router.scaling", "moe.scaling_factor is above 0.")
 def scaling(at: RuleContext) -> Iterator[Violation]:
-    """scaling_factor 0 turns all of them off."""
+    """A factor of 0 disables all experts."""
     for moe, _ in num_experts(at):
         if moe.scaling_factor == 0:
             yield Violation(
                 "model.moe.scaling_factor",
-                "scaling_factor 0 leaves nothing of the experts' output",
+                "scaling_factor 0 sets the experts' output to 0",
                 {"scaling_factor": 0.0},
                 ({"model.moe.scaling_factor": 1.0},),
             )
 
 
-@rule("router.bias_needs_sigmoid", "A bias that steers the choice of experts goes with sigmoid scores.")
+@rule("router.bias_needs_sigmoid", "balance_bias is on only with score=sigmoid.")
 def bias_needs_sigmoid(at: RuleContext) -> Iterator[Violation]:
-    """Softmax scores compete, so that a bias means something else for every token (DeepSeek-V3, section 2.1.2)."""
+    """Softmax scores compete, so a bias has another effect on every token (DeepSeek-V3, section 2.1.2)."""
     for moe, _ in num_experts(at):
         if moe.balance_bias and moe.score != "sigmoid":
             yield Violation(
                 "model.moe.balance_bias",
-                f"balance_bias needs score=sigmoid, and it is {moe.score}",
+                f"balance_bias needs score=sigmoid, but it is {moe.score}",
                 fixes=(
                     {"model.moe.score": "sigmoid"},
                     {"model.moe.balance_bias": False},
@@ -79,14 +79,14 @@ def bias_needs_sigmoid(at: RuleContext) -> Iterator[Violation]:
             )
 
 
-@rule("router.bias_rate", "The steering bias moves exactly where there is one.")
+@rule("router.bias_rate", "balance_bias and balance_bias_rate are set together.")
 def bias_rate(at: RuleContext) -> Iterator[Violation]:
-    """Its step is balance_bias_rate."""
+    """The rate is the step by which the bias changes."""
     for moe, _ in num_experts(at):
         if moe.balance_bias and moe.balance_bias_rate == 0:
             yield Violation(
                 "model.moe.balance_bias_rate",
-                "with balance_bias_rate 0 the bias stays at 0 and steers nothing",
+                "with balance_bias_rate 0 the bias stays at 0 and has no effect",
                 {"balance_bias_rate": 0.0},
                 ({"model.moe.balance_bias_rate": 1e-3}, {"model.moe.balance_bias": False}),
                 severity="warning",
@@ -101,9 +101,9 @@ def bias_rate(at: RuleContext) -> Iterator[Violation]:
             )
 
 
-@rule("router.groups_together", "Groups of experts come with the number of them that a token uses.")
+@rule("router.groups_together", "num_groups and top_k_groups are set together.")
 def groups_together(at: RuleContext) -> Iterator[Violation]:
-    """Either alone says nothing."""
+    """Either without the other has no meaning."""
     for moe, _ in num_experts(at):
         if moe.num_groups is None and moe.top_k_groups is not None:
             message = f"top_k_groups {moe.top_k_groups} is given without num_groups"
@@ -118,43 +118,43 @@ def groups_together(at: RuleContext) -> Iterator[Violation]:
             )
 
 
-@rule("router.experts_by_groups", "Experts divide into their groups.")
+@rule("router.experts_by_groups", "num_experts is divisible by num_groups.")
 def experts_by_groups(at: RuleContext) -> Iterator[Violation]:
-    """Groups are alike in size."""
+    """All groups have the same size."""
     g = _groups(at)
     if g is not None and g.experts % g.groups:
         yield Violation(
             "model.moe.num_groups",
-            f"{g.experts} experts do not divide into {g.groups} groups",
+            f"{g.experts} experts are not divisible by num_groups {g.groups}",
             {"num_experts": g.experts, "num_groups": g.groups},
             (*nearest("model.moe.num_groups", g.groups, lambda n: g.experts % n == 0), _NO_GROUPS),
         )
 
 
-@rule("router.groups_used", "A token uses no more groups than there are.")
+@rule("router.groups_used", "top_k_groups is at most num_groups.")
 def groups_used(at: RuleContext) -> Iterator[Violation]:
-    """top_k_groups out of num_groups."""
+    """A token uses top_k_groups of num_groups."""
     g = _groups(at)
     if g is not None and g.used > g.groups:
         yield Violation(
             "model.moe.top_k_groups",
-            f"top_k_groups {g.used} is more than the {g.groups} groups",
+            f"top_k_groups {g.used} is above num_groups {g.groups}",
             {"top_k_groups": g.used, "num_groups": g.groups},
             ({"model.moe.top_k_groups": g.groups}, {"model.moe.top_k_groups": max(1, g.groups // 2)}, _NO_GROUPS),
         )
 
 
-@rule("router.top_k_by_groups", "A token's experts divide over the groups it uses.")
+@rule("router.top_k_by_groups", "top_k is divisible by top_k_groups.")
 def top_k_by_groups(at: RuleContext) -> Iterator[Violation]:
     """A group is scored by its best top_k / top_k_groups experts.
 
-    Megatron rounds down without a word: with fewer experts than groups every group's score is 0.
+    Megatron-LM rounds down silently: with fewer experts than groups every group's score is 0.
     """
     g = _groups(at)
     if g is not None and g.used <= g.groups and g.top_k % g.used:
         yield Violation(
             "model.moe.top_k_groups",
-            f"top_k {g.top_k} does not divide by top_k_groups {g.used}",
+            f"top_k {g.top_k} is not divisible by top_k_groups {g.used}",
             {"top_k": g.top_k, "top_k_groups": g.used},
             (
                 *nearest("model.moe.top_k_groups", g.used, lambda n: g.top_k % n == 0 and n <= g.groups, 2),
@@ -163,9 +163,9 @@ def top_k_by_groups(at: RuleContext) -> Iterator[Violation]:
         )
 
 
-@rule("router.groups_hold_top_k", "The groups that a token uses hold as many experts as it needs.")
+@rule("router.groups_hold_top_k", "The groups of a token have at least top_k experts.")
 def groups_hold_top_k(at: RuleContext) -> Iterator[Violation]:
-    """Otherwise some of its experts come from groups it may not use."""
+    """Otherwise some experts would come from groups that the token may not use."""
     g = _groups(at)
     if g is None or g.used > g.groups or g.experts % g.groups or g.top_k > g.experts:
         return
@@ -179,26 +179,26 @@ def groups_hold_top_k(at: RuleContext) -> Iterator[Violation]:
         )
         yield Violation(
             "model.moe.top_k_groups",
-            f"{g.used} groups of {size} experts hold {g.used * size}, and a token goes to {g.top_k}",
-            {"top_k_groups": g.used, "room": g.used * size, "top_k": g.top_k},
+            f"{g.used} groups of {size} experts have {g.used * size} experts, but top_k is {g.top_k}",
+            {"top_k_groups": g.used, "available": g.used * size, "top_k": g.top_k},
             (*enough, {"model.moe.top_k": g.used * size}),
         )
 
 
 @rule("router.precision", "The router computes in fp32.")
 def precision(at: RuleContext) -> Iterator[Violation]:
-    """In bf16 experts of nearly equal scores change places by rounding, which shows as spikes of the loss."""
+    """In bf16 rounding swaps experts of nearly equal scores, which causes loss spikes."""
     for moe, _ in num_experts(at):
         if moe.router_dtype == "bf16":
             yield Violation(
                 "model.moe.router_dtype",
-                "a router in bf16 mixes up experts of nearly equal scores",
+                "a router in bf16 swaps experts of nearly equal scores",
                 fixes=({"model.moe.router_dtype": "fp32"},),
                 severity="warning",
             )
 
 
-@rule("router.jitter", "Noise on the router's input is small.")
+@rule("router.jitter", "moe.input_jitter is small.")
 def jitter(at: RuleContext) -> Iterator[Violation]:
     """The input is multiplied by 1 - jitter to 1 + jitter: 0.01 is usual (Fedus et al. 2021), 1 may erase it."""
     for moe, _ in num_experts(at):

@@ -1,4 +1,4 @@
-"""Rules of how layers are divided over pipeline stages; what is wrong is found in plan/stage_validation.py."""
+"""Rules of the split of layers over pipeline stages; plan/stage_validation.py finds the violations."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _UNCOUNTED: Fix = {
 
 
 def _faults(at: RuleContext, rule_id: str) -> Iterator[StageViolation]:
-    return (fault for fault in at.stage_faults if fault.rule == rule_id)
+    return (fault for fault in at.stage_violations if fault.rule == rule_id)
 
 
 def _broken(fault: StageViolation, *fixes: Fix) -> Violation:
     return Violation(fault.path, fault.message, fault.numbers, fixes)
 
 
-@rule("parallel.layers_by_pp", "Layers divide over pipeline stages.")
+@rule("parallel.layers_by_pp", "The number of layers is divisible by pp.")
 def layers_by_pp(at: RuleContext) -> Iterator[Violation]:
-    """Every rank has the same number of layers, unless its ends are told apart or a layout is written out."""
+    """Every pipeline rank has the same number of layers, unless uneven stages or a pipeline layout are given."""
     for fault in _faults(at, "parallel.layers_by_pp"):
         yield _broken(fault, *_legal_pp(at), *_counted_ends(at), *_uneven_ends(at))
 
@@ -46,7 +46,7 @@ def _legal_pp(at: RuleContext) -> Iterator[Fix]:
 
 
 def _counted_ends(at: RuleContext) -> Iterator[Fix]:
-    """Embedding and head counted as layers or not, where that makes the shares even; vpp follows the new share."""
+    """Yield fixes that count embedding and head as layers or not, if the split is even then; vpp follows."""
     p, layers = at.spec.parallel, at.spec.model.num_layers
     for embedding, head in ((True, True), (False, True), (False, False)):
         share, rest = divmod(layers + embedding + head, p.pp)
@@ -63,7 +63,7 @@ def _counted_ends(at: RuleContext) -> Iterator[Fix]:
 
 
 def _uneven_ends(at: RuleContext) -> Iterator[Fix]:
-    """A last (or first and last) rank with fewer layers than the others."""
+    """Yield fixes with fewer or more layers on the last rank."""
     p, layers = at.spec.parallel, at.spec.model.num_layers
     plain = not (p.account_for_embedding_in_pipeline_split or p.account_for_loss_in_pipeline_split)
     for share in (-(-layers // p.pp), layers // p.pp):
@@ -72,14 +72,14 @@ def _uneven_ends(at: RuleContext) -> Iterator[Fix]:
             yield {"parallel.num_layers_in_last_pipeline_stage": last}
 
 
-@rule("parallel.vpp_needs_pp", "Virtual stages interleave real ones, so pp is above 1.")
+@rule("parallel.vpp_needs_pp", "vpp is above 1 only with pp above 1.")
 def vpp_needs_pp(at: RuleContext) -> Iterator[Violation]:
-    """Without a pipeline there is no bubble to shrink."""
+    """Virtual stages shrink the pipeline bubble; without a pipeline there is none."""
     for fault in _faults(at, "parallel.vpp_needs_pp"):
         yield _broken(fault, {"parallel.vpp": None}, {"parallel.pp": 2}, {**_NO_LAYOUT, "parallel.vpp": None})
 
 
-@rule("parallel.layers_by_vpp", "The layers of a pipeline rank divide over its virtual stages.")
+@rule("parallel.layers_by_vpp", "The layers of a pipeline rank are divisible by vpp.")
 def layers_by_vpp(at: RuleContext) -> Iterator[Violation]:
     """Every virtual stage of a rank has the same number of layers."""
     p = at.spec.parallel
@@ -91,27 +91,30 @@ def layers_by_vpp(at: RuleContext) -> Iterator[Violation]:
         yield _broken(fault, *others, {"parallel.vpp": None}, _EVEN)
 
 
-def _divisors(key: str, value: int, whole: int) -> Iterator[Fix]:
-    return nearest(key, value, lambda n: whole % n == 0)
+def _divisors(key: str, value: int, number: int) -> Iterator[Fix]:
+    return nearest(key, value, lambda n: number % n == 0)
 
 
-@rule("parallel.one_division", "One setting says how layers are divided: counted ends, uneven ends, or a layout.")
+@rule(
+    "parallel.one_division",
+    "Only one setting splits the layers: counted ends, uneven first and last stages, or a layout.",
+)
 def one_division(at: RuleContext) -> Iterator[Violation]:
-    """Two of them would contradict each other."""
+    """Two settings could contradict each other."""
     for fault in _faults(at, "parallel.one_division"):
         yield _broken(fault, _UNCOUNTED, {**_UNCOUNTED, **_EVEN}, _EVEN, _NO_LAYOUT)
 
 
-@rule("parallel.uneven_needs_pp", "Uneven ends are those of a pipeline, so pp is above 1.")
+@rule("parallel.uneven_needs_pp", "The layers of the first or last stage are given only with pp above 1.")
 def uneven_needs_pp(at: RuleContext) -> Iterator[Violation]:
-    """One rank has all layers."""
+    """With pp 1 one rank has all layers."""
     for fault in _faults(at, "parallel.uneven_needs_pp"):
         yield _broken(fault, _EVEN, {"parallel.pp": 2})
 
 
-@rule("parallel.uneven_rest", "What uneven ends leave divides over the ranks between them.")
+@rule("parallel.uneven_rest", "The layers of the middle stages are divisible by the middle ranks.")
 def uneven_rest(at: RuleContext) -> Iterator[Violation]:
-    """Ranks in the middle have the same number of layers, and at least one each."""
+    """Middle ranks have the same number of layers, and at least one each."""
     p = at.spec.parallel
     first, last = p.num_layers_in_first_pipeline_stage, p.num_layers_in_last_pipeline_stage
     for fault in _faults(at, "parallel.uneven_rest"):
@@ -128,7 +131,7 @@ def uneven_rest(at: RuleContext) -> Iterator[Violation]:
 
 
 def _other_end(key: str, value: int, left: int, ranks: int) -> Iterator[Fix]:
-    """Counts of one end near the wrong one that leave an even share for the middle."""
+    """Yield layer counts of the first or last stage near the invalid one that leave an even split for the middle."""
 
     def legal(n: int) -> bool:
         rest = left - n
@@ -137,61 +140,70 @@ def _other_end(key: str, value: int, left: int, ranks: int) -> Iterator[Fix]:
     return nearest(key, value, legal, 2)
 
 
-@rule("parallel.layout_grammar", "A stage layout is written in the letters E t m L | with *n and brackets.")
+@rule(
+    "parallel.layout_grammar",
+    "A pipeline layout has only the letters E t m L, | between stages, *n repeats and parentheses.",
+)
 def layout_grammar(at: RuleContext) -> Iterator[Violation]:
     """It is Megatron-LM's notation: `Et*3|(tt|)*28m|L`."""
     for fault in _faults(at, "parallel.layout_grammar"):
         yield _broken(fault, _NO_LAYOUT)
 
 
-@rule("parallel.layout_by_pp", "The stages of a layout divide over pipeline ranks.")
+@rule("parallel.layout_by_pp", "The stages of a pipeline layout are divisible by pp.")
 def layout_by_pp(at: RuleContext) -> Iterator[Violation]:
     """Every rank has the same number of stages."""
     for fault in _faults(at, "parallel.layout_by_pp"):
         yield _broken(fault, *_divisors("parallel.pp", at.spec.parallel.pp, fault.numbers["stages"]), _NO_LAYOUT)
 
 
-@rule("parallel.layout_by_vpp", "A vpp beside a stage layout is the layout's own.")
+@rule("parallel.layout_by_vpp", "A given vpp equals the stages per rank of the pipeline layout.")
 def layout_by_vpp(at: RuleContext) -> Iterator[Violation]:
-    """The layout says how many stages a rank has; vpp may be left out."""
+    """The layout determines vpp, which may be omitted."""
     for fault in _faults(at, "parallel.layout_by_vpp"):
         yield _broken(fault, {"parallel.vpp": None}, _NO_LAYOUT)
 
 
-@rule("parallel.layout_ends", "A layout begins with the embedding and ends with the head, each once.")
+@rule("parallel.layout_ends", "A pipeline layout starts with the embedding and ends with the head, each once.")
 def layout_ends(at: RuleContext) -> Iterator[Violation]:
-    """A microbatch enters at the first stage, and its loss is at the last."""
+    """A microbatch enters at the first stage, and its loss is computed on the last one."""
     for fault in _faults(at, "parallel.layout_ends"):
         yield _broken(fault, _NO_LAYOUT)
 
 
-@rule("parallel.layout_layers", "A layout has as many layers as the model.")
+@rule("parallel.layout_layers", "A pipeline layout has as many layers as the model.")
 def layout_layers(at: RuleContext) -> Iterator[Violation]:
-    """Every decoder layer lies on one stage."""
+    """Every decoder layer is on exactly one stage."""
     for fault in _faults(at, "parallel.layout_layers"):
         written = fault.numbers["layout_layers"]
         yield _broken(fault, _NO_LAYOUT, *([{"model.num_layers": written}] if written else []))
 
 
-@rule("parallel.layout_mtp", "A layout has as many MTP depths as the model.")
+@rule("parallel.layout_mtp", "A pipeline layout has as many MTP depths as the model.")
 def layout_mtp(at: RuleContext) -> Iterator[Violation]:
-    """Every depth lies on one stage."""
+    """Every MTP depth is on exactly one stage."""
     for fault in _faults(at, "parallel.layout_mtp"):
         yield _broken(fault, _NO_LAYOUT, {"model.mtp.num_layers": fault.numbers["layout_mtp_layers"]})
 
 
-@rule("parallel.layout_mtp_place", "MTP depths follow all layers, together, on the last stage of a later rank.")
+@rule(
+    "parallel.layout_mtp_place", "MTP depths follow all layers, on one stage, the last of a rank other than the first."
+)
 def layout_mtp_place(at: RuleContext) -> Iterator[Violation]:
-    """They read the decoder's last state and the embedding, and send on to the head."""
+    """They need the decoder's final hidden states and the embedding, and they precede the head."""
     for fault in _faults(at, "parallel.layout_mtp_place"):
         yield _broken(fault, _NO_LAYOUT)
 
 
-@rule("parallel.empty_stages", "Every stage has something to compute.")
+@rule("parallel.empty_stages", "Every stage has a layer, an MTP depth, the embedding or the head.")
 def empty_stages(at: RuleContext) -> Iterator[Violation]:
-    """A stage without layer, embedding, MTP depth or head only passes tensors on, and costs a turn."""
+    """An empty stage only forwards tensors, which adds latency."""
     p = at.spec.parallel
-    if at.stage_faults or at.spec.model.num_layers > MAX_LAYERS or (p.pipeline_layout is None and not _has_ends(at)):
+    if (
+        at.stage_violations
+        or at.spec.model.num_layers > MAX_LAYERS
+        or (p.pipeline_layout is None and not _has_ends(at))
+    ):
         return
     empty = [
         number
@@ -202,7 +214,7 @@ def empty_stages(at: RuleContext) -> Iterator[Violation]:
         yield Violation(
             "parallel.pipeline_layout" if p.pipeline_layout is not None else "parallel.pp",
             f"{'stage' if len(empty) == 1 else 'stages'} {_listed(empty)} {'has' if len(empty) == 1 else 'have'} "
-            "nothing to compute",
+            "no layer, MTP depth, embedding or head",
             {"empty_stages": empty},
             (_NO_LAYOUT, _EVEN),
             "warning",
@@ -219,9 +231,9 @@ def _listed(numbers: list[int]) -> str:
     return f"{shown}, ..." if len(numbers) > 8 else shown
 
 
-@rule("parallel.counted_ends_need_pp", "Embedding and head count as layers where layers are shared out.")
+@rule("parallel.counted_ends_need_pp", "Embedding and head count as layers only with pp above 1.")
 def counted_ends_need_pp(at: RuleContext) -> Iterator[Violation]:
-    """With pp 1 one rank has everything, and the setting has no effect."""
+    """With pp 1 one rank has all layers, so the setting has no effect."""
     p = at.spec.parallel
     for name, counted in (
         ("account_for_embedding_in_pipeline_split", p.account_for_embedding_in_pipeline_split),
@@ -234,9 +246,9 @@ def counted_ends_need_pp(at: RuleContext) -> Iterator[Violation]:
 
 @rule("parallel.balanced_ranks", "No pipeline rank has far more layers than the others.")
 def balanced_ranks(at: RuleContext) -> Iterator[Violation]:
-    """Every step takes as long as the slowest rank; the others wait for it."""
+    """The slowest rank sets the step time, and the others wait for it."""
     p = at.spec.parallel
-    if p.pp == 1 or at.stage_faults or at.spec.model.num_layers > MAX_LAYERS:
+    if p.pp == 1 or at.stage_violations or at.spec.model.num_layers > MAX_LAYERS:
         return
     if p.pipeline_layout is None and not _has_ends(at):
         return
@@ -247,20 +259,20 @@ def balanced_ranks(at: RuleContext) -> Iterator[Violation]:
     if most >= mean + 2 and most > 1.5 * mean:
         yield Violation(
             "parallel.pipeline_layout" if p.pipeline_layout is not None else "parallel.pp",
-            f"pp rank {layers.index(most)} has {most} layers, and ranks have {mean:.4g} on average: the others wait",
+            f"pp rank {layers.index(most)} has {most} layers, {mean:.4g} on average: the other ranks wait for it",
             {"most": most, "mean": round(mean, 3)},
             (_NO_LAYOUT, _EVEN),
             "warning",
         )
 
 
-@rule("parallel.embedding_copies", "The embedding matrix lies on one pipeline rank.")
+@rule("parallel.embedding_copies", "The embedding is on one pipeline rank.")
 def embedding_copies(at: RuleContext) -> Iterator[Violation]:
-    """A tied head and MTP depths use it too; on other ranks they hold copies whose gradients are summed each step."""
+    """A tied head and MTP depths use it too; ranks that replicate it all-reduce its gradients each step."""
     model, p = at.spec.model, at.spec.parallel
     if (
         p.pp == 1
-        or at.stage_faults
+        or at.stage_violations
         or model.num_layers > MAX_LAYERS
         or not (model.tie_word_embeddings or model.mtp.num_layers)
     ):
@@ -273,10 +285,10 @@ def embedding_copies(at: RuleContext) -> Iterator[Violation]:
         if stage.head and model.tie_word_embeddings:
             ranks.setdefault(stage.rank, "the tied head")
     if len(ranks) > 1:
-        held = ", ".join(f"pp rank {rank} ({why})" for rank, why in ranks.items())
+        replicas = ", ".join(f"pp rank {rank} ({why})" for rank, why in ranks.items())
         yield Violation(
             "model.tie_word_embeddings" if model.tie_word_embeddings else "model.mtp.num_layers",
-            f"the embedding matrix is held by {held}; its gradients are summed over them each step",
+            f"the embedding is replicated on {replicas}; its gradients are all-reduced over them each step",
             {"ranks": sorted(ranks)},
             (),
             "note",

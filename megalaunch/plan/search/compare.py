@@ -9,17 +9,17 @@ from megalaunch.plan.cost import StepTime
 _MEANINGS = {
     "matmul": "in matmuls",
     "attention": "in attention",
-    "memory": "in work bound by memory",
+    "memory": "in memory-bound kernels",
     "head": "in head and loss",
     "recompute": "in recomputation",
-    "launch_gaps": "between kernels and beside exchanges",
-    "bubble": "in the pipeline's bubble",
+    "launch_gaps": "between kernels and in overlap slowdown",
+    "bubble": "in the pipeline bubble",
     "optimizer": "in the optimizer",
-    "tp": "waiting for tensor-parallel exchanges",
-    "cp": "waiting for context-parallel exchanges",
-    "ep": "waiting for expert exchanges",
-    "pp": "waiting for pipeline exchanges",
-    "dp": "waiting for data-parallel exchanges",
+    "tp": "in exposed tensor-parallel communication",
+    "cp": "in exposed context-parallel communication",
+    "ep": "in exposed expert-parallel communication",
+    "pp": "in exposed pipeline communication",
+    "dp": "in exposed data-parallel communication",
 }
 
 
@@ -44,6 +44,6 @@ def differences(faster: StepTime, slower: StepTime) -> list[Difference]:
 
 
 def _parts(time: StepTime) -> dict[str, float]:
-    own = ("matmul", "attention", "memory", "head", "recompute", "launch_gaps", "bubble", "optimizer")
-    parts = {name: float(getattr(time, name)) for name in own}
-    return dict.fromkeys(_MEANINGS, 0.0) | parts | {axis: e.exposed for axis, e in time.exchanges.items()}
+    compute = ("matmul", "attention", "memory", "head", "recompute", "launch_gaps", "bubble", "optimizer")
+    parts = {name: float(getattr(time, name)) for name in compute}
+    return dict.fromkeys(_MEANINGS, 0.0) | parts | {axis: e.exposed for axis, e in time.communication.items()}

@@ -87,7 +87,7 @@ def search(spec: RunSpec, devices: int | None = None, report: Callable[[int, int
     spec = _on(spec, devices)
     per_node = int(spec.cluster.devices_per_node)
     world = spec.cluster.nodes * per_node
-    room = _room(spec)
+    limit = _device_bytes(spec)
     dropped: Counter[str] = Counter()
     ranked: list[Found] = []
     leaner = 0
@@ -95,15 +95,15 @@ def search(spec: RunSpec, devices: int | None = None, report: Callable[[int, int
         all_grids = list(grids(spec, world, per_node))
         for index, grid in enumerate(all_grids, 1):
             for node in _nodes(grid, dropped):
-                found, more = _within(node, room, dropped)
+                found, more = _within(node, limit, dropped)
                 ranked += found
                 leaner += more
             report(index, len(all_grids))
-        own, fault = _own(spec, room)
+        own, fault = _own(spec, limit)
     if own is not None and not any(_same(own.spec, found.spec) for found in ranked):
         ranked.append(own)
     ranked.sort(key=lambda found: (-found.speed, found.memory.total))
-    return SearchResult(tuple(ranked), dropped, leaner, room, own, fault)
+    return SearchResult(tuple(ranked), dropped, leaner, limit, own, fault)
 
 
 def _on(spec: RunSpec, devices: int | None) -> RunSpec:
@@ -115,21 +115,21 @@ def _on(spec: RunSpec, devices: int | None) -> RunSpec:
         chip = CHIPS.get(spec.platform.chip)
         known = chip.devices_per_node if chip else None
         if known is None and devices is None:
-            raise SearchError("how many devices there are is open; give cluster.devices_per_node or --devices")
+            raise SearchError("the number of devices is open; give cluster.devices_per_node or --devices")
         per_node = known or devices or 1
     world = devices or spec.cluster.nodes * per_node
     per_node = min(per_node, world)
     if world % per_node:
-        raise SearchError(f"{world} devices are no whole number of machines of {per_node}")
+        raise SearchError(f"{world} devices are not divisible into nodes of {per_node}")
     spec = replace(spec, cluster=replace(spec.cluster, nodes=world // per_node, devices_per_node=per_node))
     return replace(spec, parallel=replace(spec.parallel, dp=data_parallel_size(world, spec.parallel)))
 
 
-def _room(spec: RunSpec) -> float:
+def _device_bytes(spec: RunSpec) -> float:
     """Return the memory of one device in bytes; raises SearchError if it, the speed or the vocabulary is unknown."""
     chip = CHIPS.get(spec.platform.chip)
     if chip is None or chip.memory_bytes is None or not chip.peak_flops:
-        raise SearchError(f"memory and speed of {spec.platform.chip} are not known; name a chip, e.g. platform=h100")
+        raise SearchError(f"memory and speed of {spec.platform.chip} are unknown; select a chip, e.g. platform=h100")
     if spec.model.vocab_size is None:
         raise SearchError("the vocabulary is open; give model.vocab_size")
     return float(chip.memory_bytes)
@@ -142,9 +142,9 @@ def _nodes(grid: RunSpec, dropped: Counter[str]) -> Iterator[RunSpec]:
     if p.dp is None or not choices:
         dropped[first_violated_rule(grid) or "parallel.layers_by_pp"] += 1
         return
-    for division in choices:
+    for split in choices:
         for sharding in shardings(grid):
-            node = split_layers(grid, division, sharding)
+            node = split_layers(grid, split, sharding)
             node = replace(node, batch=replace(node.batch, micro_batch_size=1), recompute=recomputations(node)[0])
             reason = first_violated_rule(node)
             if reason is None:
@@ -153,7 +153,7 @@ def _nodes(grid: RunSpec, dropped: Counter[str]) -> Iterator[RunSpec]:
                 dropped[reason] += 1
 
 
-def _within(node: RunSpec, room: float, dropped: Counter[str]) -> tuple[list[Found], int]:
+def _within(node: RunSpec, limit: float, dropped: Counter[str]) -> tuple[list[Found], int]:
     """Search micro batches and recomputation: for each micro batch the least recomputation that fits."""
     found: list[Found] = []
     leaner = 0
@@ -165,44 +165,44 @@ def _within(node: RunSpec, room: float, dropped: Counter[str]) -> tuple[list[Fou
         if reason is not None:
             dropped[reason] += len(steps)
             continue
-        fitting = _least_that_fits(steps, room)
+        fitting = _least_that_fits(steps, limit)
         if fitting is None:
             dropped[TOO_BIG] += len(steps)
             continue
-        place, memory = fitting
-        dropped[TOO_BIG] += place
-        leaner += len(steps) - place - 1
-        reason = first_violated_batch_rule(steps[place]) if place else None
+        index, memory = fitting
+        dropped[TOO_BIG] += index
+        leaner += len(steps) - index - 1
+        reason = first_violated_batch_rule(steps[index]) if index else None
         if reason is None:
-            found.append(Found(steps[place], memory, step_time(steps[place])))
+            found.append(Found(steps[index], memory, step_time(steps[index])))
         else:
             dropped[reason] += 1
     return found, leaner
 
 
-def _least_that_fits(steps: list[RunSpec], room: float) -> tuple[int, Memory] | None:
+def _least_that_fits(steps: list[RunSpec], limit: float) -> tuple[int, Memory] | None:
     """Return the first step that fits; the last one is tried second, since usually the first or none fits."""
     first = predict_memory(steps[0])
-    if first.total <= room:
+    if first.total <= limit:
         return 0, first
     last = predict_memory(steps[-1])
-    if last.total > room:
+    if last.total > limit:
         return None
-    for place, spec in enumerate(steps[1:-1], 1):
+    for index, spec in enumerate(steps[1:-1], 1):
         memory = predict_memory(spec)
-        if memory.total <= room:
-            return place, memory
+        if memory.total <= limit:
+            return index, memory
     return len(steps) - 1, last
 
 
-def _own(spec: RunSpec, room: float) -> tuple[Found | None, str]:
+def _own(spec: RunSpec, limit: float) -> tuple[Found | None, str]:
     """Return the layout of the given spec, or why it cannot run."""
     broken = first_violated_rule(spec)
     if broken is not None:
-        return None, f"it breaks the rule {broken}"
+        return None, f"it violates the rule {broken}"
     memory = predict_memory(spec)
-    if memory.total > room:
-        return None, f"it needs {memory.total / 2**30:.1f} GiB a device of {room / 2**30:.1f}"
+    if memory.total > limit:
+        return None, f"it needs {memory.total / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
     return Found(spec, memory, step_time(spec)), ""
 
 

@@ -88,22 +88,22 @@ def _even_split(parallel: ParallelSpec) -> ParallelSpec:
     )
 
 
-def split_layers(spec: RunSpec, division: LayerSplit, sharding: DataSharding) -> RunSpec:
+def split_layers(spec: RunSpec, split: LayerSplit, sharding: DataSharding) -> RunSpec:
     """Return the spec with a split of its layers and a sharding of its states."""
     schedule = spec.parallel.schedule
     if schedule in ("auto", "1f1b", "interleaved"):  # the choices of auto
-        schedule = "auto" if spec.parallel.pp == 1 else "interleaved" if division.interleaved else "1f1b"
+        schedule = "auto" if spec.parallel.pp == 1 else "interleaved" if split.interleaved else "1f1b"
     parallel = replace(
         spec.parallel,
         schedule=schedule,
         data_sharding=sharding,
-        vpp=division.vpp,
-        account_for_embedding_in_pipeline_split=division.embedding,
-        account_for_loss_in_pipeline_split=division.head,
-        num_layers_in_first_pipeline_stage=division.first,
-        num_layers_in_last_pipeline_stage=division.last,
-        pipeline_layout=division.layout,
-        overlap_p2p_comm=division.interleaved,
+        vpp=split.vpp,
+        account_for_embedding_in_pipeline_split=split.embedding,
+        account_for_loss_in_pipeline_split=split.head,
+        num_layers_in_first_pipeline_stage=split.first,
+        num_layers_in_last_pipeline_stage=split.last,
+        pipeline_layout=split.layout,
+        overlap_p2p_comm=split.interleaved,
     )
     return replace(spec, parallel=parallel)
 
@@ -149,10 +149,10 @@ def _layouts(layers: int, mtp: int, pp: int) -> Iterator[LayerSplit]:
     """Yield explicit virtual stages: embedding, layers, depths and head in equal parts, middle ones one larger."""
     units = "E" + "t" * layers + "m" * mtp + "L"
     for vpp in (2, 4):
-        size, over = divmod(len(units), pp * vpp)
+        size, remainder = divmod(len(units), pp * vpp)
         if size < max(1, mtp + 1):
             return
-        ends = [size + (1 <= stage <= over) for stage in range(pp * vpp)]
+        ends = [size + (1 <= stage <= remainder) for stage in range(pp * vpp)]
         starts = [sum(ends[:stage]) for stage in range(pp * vpp)]
         yield LayerSplit(layout="|".join(units[start : start + n] for start, n in zip(starts, ends, strict=True)))
 

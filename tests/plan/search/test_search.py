@@ -1,4 +1,4 @@
-"""The search keeps what the whole checker passes and what fits, drops the rest, and ranks real layouts high."""
+"""The search returns layouts that are valid and fit, drops the rest, and ranks real layouts high."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_measured_layouts_rank_in_the_top_tenth(name):
     assert place <= len(result.ranked) / 10, f"{place} of {len(result.ranked)} timed, {result.valid} valid"
 
 
-def test_the_search_tells_how_far_it_is():
+def test_the_search_reports_progress():
     told: list[tuple[int, int]] = []
     spec, _ = resolved("recipe=llama3_8b")
     search(spec, report=lambda done, total: told.append((done, total)))
@@ -86,7 +86,7 @@ def test_the_largest_search_takes_seconds():
 
 
 def _layouts(spec, count):
-    """Layouts of the whole space, by chance, with what comes before any sieve."""
+    """Return random layouts of the search space, before any filter."""
     source = random.Random(5)
     world = spec.cluster.nodes * spec.cluster.devices_per_node
     every = list(grids(spec, world, spec.cluster.devices_per_node))
@@ -102,8 +102,8 @@ def _layouts(spec, count):
 
 
 @pytest.mark.parametrize("recipe", ["llama31_405b", "mixtral_8x22b", "deepseek_v3", "gpt3_175b"])
-def test_the_sieve_agrees_with_the_whole_checker(recipe):
-    """On layouts drawn by chance: what only the sieve's rules look at is what the checker finds wrong with them."""
+def test_the_filter_agrees_with_the_checker(recipe):
+    """On random layouts the filter's rules find the same violations as the checker."""
     spec, _ = resolved(f"recipe={recipe}")
     before = {finding.rule for finding in check(spec) if finding.severity == "error"} | {TOO_BIG}
     agreed = {True: 0, False: 0}
@@ -188,7 +188,7 @@ def test_what_is_printed_names_the_place_of_the_runs_own_layout():
     result, composition = found_for("llama3_70b")
     best = validated(result, composition.origins, 3)
     text = search_text(result, best)
-    assert f"this run's own layout is number {result.place(result.own)} of {result.valid:,}" in text
+    assert f"this run's layout is number {result.place(result.own)} of {result.valid:,}" in text
     assert "number 1 is" in text
     (line,) = [line for line in text.splitlines() if line.startswith("  number 1 is")]
     gains, _, price = line.partition("; though ")
@@ -198,7 +198,7 @@ def test_what_is_printed_names_the_place_of_the_runs_own_layout():
     assert "dropped: memory.fits" in text
     assert '"own_fault": ""' in search_json(result, best)
     odd, composition = resolved("recipe=llama3_70b", "parallel=tp3")
-    assert "it breaks the rule parallel." in search_text(search(odd), [])
+    assert "it violates the rule parallel." in search_text(search(odd), [])
 
 
 def test_a_run_whose_layout_is_wrong_is_still_searched():

@@ -1,4 +1,4 @@
-"""One case a rule, by rule id: `CASES` joins the tables of this package's files, one file a domain.
+"""One case per rule, by rule id: `CASES` joins the tables of this package's files, one file per domain.
 
 To add a rule: write it under megalaunch/plan/rules/, add a row here, run `scripts/reference`.
 """

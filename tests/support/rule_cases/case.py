@@ -1,4 +1,4 @@
-"""What a case of a rule is: words that break it, words of a near miss, and how both are checked."""
+"""A case of a rule: overrides that violate it, valid overrides of a near miss, and how both are checked."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _COMPOSER = Composer()  # many cases share a recipe, which is read and merged on
 
 @dataclass(frozen=True)
 class Case:
-    """Words behind `base` that break one rule alone, and words that are nearly the same and right.
+    """Overrides after `base` that violate one rule alone, and overrides that are nearly the same and right.
 
-    PREFIX, OTHER, SIXTEEN_BITS and TOKENIZER in a word stand for files that exist; `purpose` "train"
-    is for what only a launch refuses; `together` are rules that cannot but be broken with this one.
+    PREFIX, OTHER, SIXTEEN_BITS and TOKENIZER in an override are replaced by existing files; `purpose` "train"
+    is for rules that only a launch enforces; `together` are rules that the case also violates.
     """
 
     breaks: str
@@ -35,13 +35,13 @@ class Case:
     together: tuple[str, ...] = ()
 
 
-def findings_of(case: Case, words: str, files: Mapping[str, str] | None = None) -> list[Finding]:
-    """What the checker says of a case's words; `~` in a word is a space."""
+def findings_of(case: Case, overrides: str, files: Mapping[str, str] | None = None) -> list[Finding]:
+    """Return the findings on the overrides of a case; `~` in an override is a space."""
     filled = []
-    for word in (*case.base, *words.split()):
+    for override in (*case.base, *overrides.split()):
         for name, value in (files or {}).items():
-            word = word.replace(name, value)
-        filled.append(word.replace("~", " "))
+            override = override.replace(name, value)
+        filled.append(override.replace("~", " "))
     composition = _COMPOSER.compose(filled)
     spec = resolve(composition.spec, case.machine, composition.choices.get("recipe")).spec
     return check(spec, composition.origins, case.purpose, case.machine)

@@ -1,4 +1,4 @@
-"""Cases of the rules of pipelines: how layers are divided, and in which order microbatches pass."""
+"""Cases of the rules of pipelines: the split of layers, and schedules."""
 
 from rule_cases.case import TINY, Case
 

@@ -12,8 +12,8 @@ BIG = ("recipe=tiny", "data.corpus=x", "parallel=dp1", "model=llama3_8b", "token
 OFTEN = ("train.steps=100", "checkpoint.interval=10", "checkpoint.keep_every=20", "checkpoint.keep_last=3")
 
 
-def found(rule, *words, machine, purpose="validate"):
-    spec, composition = resolved(*words, machine=machine)
+def found(rule, *overrides, machine, purpose="validate"):
+    spec, composition = resolved(*overrides, machine=machine)
     return spec, [f for f in check(spec, composition.origins, purpose, machine) if f.rule == rule]
 
 
@@ -54,14 +54,14 @@ def test_what_the_runs_own_checkpoints_hold_is_room_for_newer_ones(tmp_path):
     held.mkdir(parents=True)
     with (held / "shard").open("wb") as file:
         file.truncate(97 * 10**9)  # a hole: no disk is taken
-    words = (*BIG, f"run.directory={tmp_path}", "checkpoint.interval=0")
-    assert found("checkpoint.free_disk", *words, machine=with_disk(LAPTOP, 10**9))[1] == []
-    assert found("checkpoint.free_disk", *words, machine=with_disk(LAPTOP, 10**6))[1] == []
-    words = (*BIG, f"run.directory={tmp_path}/other", "checkpoint.interval=0")
-    assert len(found("checkpoint.free_disk", *words, machine=with_disk(LAPTOP, 10**9))[1]) == 1
+    overrides = (*BIG, f"run.directory={tmp_path}", "checkpoint.interval=0")
+    assert found("checkpoint.free_disk", *overrides, machine=with_disk(LAPTOP, 10**9))[1] == []
+    assert found("checkpoint.free_disk", *overrides, machine=with_disk(LAPTOP, 10**6))[1] == []
+    overrides = (*BIG, f"run.directory={tmp_path}/other", "checkpoint.interval=0")
+    assert len(found("checkpoint.free_disk", *overrides, machine=with_disk(LAPTOP, 10**9))[1]) == 1
 
 
-def test_a_run_for_other_devices_is_not_held_against_this_machine():
+def test_a_run_for_other_devices_is_not_checked_against_this_machine():
     on_h100 = ("recipe=llama3_8b", "data.corpus=x")
     assert found("checkpoint.free_disk", *on_h100, machine=with_disk(LAPTOP, 1))[1] == []
     assert len(found("checkpoint.free_disk", *on_h100, machine=with_disk(H100_NODE, 1))[1]) == 1
@@ -71,18 +71,18 @@ def test_a_run_for_other_devices_is_not_held_against_this_machine():
 
 
 def test_workers_share_the_hosts_memory():
-    words = ("recipe=tiny", "data.corpus=x", "model.hidden_size=2048", "model.ffn_hidden_size=8192", "parallel=dp2")
-    (finding,) = found("memory.host", *words, machine=replace(LAPTOP, memory_bytes=1))[1]
+    overrides = ("recipe=tiny", "data.corpus=x", "model.hidden_size=2048", "model.ffn_hidden_size=8192", "parallel=dp2")
+    (finding,) = found("memory.host", *overrides, machine=replace(LAPTOP, memory_bytes=1))[1]
     need = finding.numbers["bytes"]
     assert finding.numbers["workers"] == 2
-    assert found("memory.host", *words, machine=replace(LAPTOP, memory_bytes=need))[1] == []
+    assert found("memory.host", *overrides, machine=replace(LAPTOP, memory_bytes=need))[1] == []
     just_too_small = replace(LAPTOP, memory_bytes=need - 10**6)
-    (finding,) = found("memory.host", *words, machine=just_too_small)[1]
+    (finding,) = found("memory.host", *overrides, machine=just_too_small)[1]
     assert finding.severity == "warning"
     assert finding.fixes
     for fix in finding.fixes:
-        assert found("memory.host", *words, *shlex.split(fix), machine=just_too_small)[1] == [], fix
-    assert found("memory.host", *words, machine=replace(LAPTOP, memory_bytes=0))[1] == []
+        assert found("memory.host", *overrides, *shlex.split(fix), machine=just_too_small)[1] == [], fix
+    assert found("memory.host", *overrides, machine=replace(LAPTOP, memory_bytes=0))[1] == []
 
 
 def test_only_what_surely_does_not_fit_stops_a_launch():
