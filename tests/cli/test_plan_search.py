@@ -24,7 +24,7 @@ def test_the_table_names_the_fastest_and_the_runs_own_place():
     assert any("dropped: memory.fits" in line for line in lines)
 
 
-def test_json_is_one_object_whose_words_are_a_valid_run():
+def test_json_is_one_object_whose_overrides_are_a_valid_run():
     result = invoke("--json", "--devices", "16", "recipe=llama3_8b")
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
@@ -41,7 +41,7 @@ def test_json_is_one_object_whose_words_are_a_valid_run():
 def test_what_cannot_be_searched_is_refused_with_the_reason():
     odd = invoke("--devices", "12", "recipe=llama3_8b")
     assert odd.exit_code == 2
-    assert "machines of 8" in odd.stderr
+    assert "nodes of 8" in odd.stderr
     unknown = invoke("recipe=llama3_8b", "platform=cpu")
     assert unknown.exit_code == 2
     assert "platform=h100" in unknown.stderr

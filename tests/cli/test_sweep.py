@@ -97,12 +97,12 @@ def test_what_is_wrong_at_every_point_is_said_once(folder):
     assert result.exit_code == 2
     lines = result.stdout.splitlines()
     assert sum("data.source" in line for line in lines) == 2  # the sentence, and the count
-    assert "  all points: data.source: no data is named" in result.stdout
+    assert "  all points: data.source: no training data is given" in result.stdout
     assert lines[0].endswith("no error of its own: only those of all points")
     assert "skipped: memory.fits: a rank needs" in lines[2]
     refused = invoke("recipe=llama3_8b", "optimizer.lr=1e-4,2e-4")
     assert refused.exit_code == 2
-    assert refused.stderr.count("data.source: no data is named") == 1
+    assert refused.stderr.count("data.source: no training data is given") == 1
     assert not (folder / "sweeps").exists()
 
 

@@ -35,7 +35,7 @@ def test_addresses_and_names_on_hubs_are_no_paths():
     (finding,) = [f for f in findings("checkpoint.load_pretrained=hf://a/b") if f.rule == "run.local_paths"]
     assert finding.message.endswith("checkpoint.load_pretrained=b")
     (finding,) = findings("tokenizer.path=meta-llama/Llama-3.1-8B")
-    assert "download its tokenizer.json first" in finding.message
+    assert "download the tokenizer.json of a hub model first" in finding.message
 
 
 def test_a_learning_rate_that_is_far_too_high_has_a_fix():

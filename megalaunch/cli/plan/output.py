@@ -176,7 +176,7 @@ def _as_json(
         "total": memory.total,
         "device_bytes": prediction.device_bytes,
         "pipeline_rank": memory.rank,
-        "moment": memory.phase,
+        "phase": memory.phase,
         "parameters": memory.parameters,
         "total_by_pipeline_rank": [rank.total for rank in prediction.by_rank],
     }

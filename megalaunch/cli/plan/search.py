@@ -199,7 +199,7 @@ def search_json(result: SearchResult, best: Sequence[Found]) -> str:
 def _as_json(result: SearchResult, found: Found) -> dict[str, Any]:
     return {
         "place": result.place(found),
-        "words": layout_text(found.spec),
+        "overrides": layout_text(found.spec),
         "tokens_per_second_per_device": found.speed,
         "mfu_causal": found.time.mfu_causal,
         "step_seconds": found.time.total,
