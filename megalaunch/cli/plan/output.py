@@ -24,7 +24,7 @@ _COMPUTE = {
     "memory": "memory-bound kernels",
     "head": "head and loss",
     "recompute": "recomputation",
-    "launch_gaps": "kernel gaps, overlap slowdown",
+    "launch_overhead": "launch overhead, overlap slowdown",
 }
 _COMMUNICATION = {
     "tp": "tp all-gather, reduce-scatter",

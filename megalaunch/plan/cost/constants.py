@@ -81,7 +81,7 @@ GATED_TRAFFIC = Constant("values moved per inner value of a gated block", 8.0, "
 PLAIN_TRAFFIC = Constant("values moved per inner value of a plain block", 5.0, "both passes")
 BACKWARD_SHARE = Constant("fraction of a microbatch that overlaps gradient reductions", 2 / 3, "the backward pass")
 ZERO_BUBBLE = Constant("bubble of the zero_bubble schedule, of 1F1B's (zbv, dualpipev: none)", 1 / 3, "Qi et al. 2024")
-KERNEL_GAPS = Constant("kernel launches and idle time between kernels, of the compute time", 0.02, "assumed")
+LAUNCH_OVERHEAD = Constant("launch overhead and idle time between kernels, of the compute time", 0.02, "assumed")
 TP_EXPOSED = Constant(
     "tensor-parallel communication exposed with tp_comm_overlap",
     0.37,

@@ -31,7 +31,7 @@ class UnknownChipSpeed(ValueError):
 class StepTime:
     """Seconds of one step on the slowest rank, and the rates derived from them; `communication` is by parallel axis.
 
-    `matmul`, `attention`, `memory`, `head`, `recompute` and `launch_gaps` are compute. MFU is relative to the 16-bit
+    `matmul`, `attention`, `memory`, `head`, `recompute`, `launch_overhead`: compute. MFU is relative to the 16-bit
     peak, whatever the dtype of the matmuls.
     """
 
@@ -40,7 +40,7 @@ class StepTime:
     memory: float
     head: float
     recompute: float
-    launch_gaps: float
+    launch_overhead: float
     communication: dict[str, CommTime]
     bubble: float
     optimizer: float
@@ -53,7 +53,7 @@ class StepTime:
     @property
     def compute(self) -> float:
         """Seconds of compute."""
-        return self.matmul + self.attention + self.memory + self.head + self.recompute + self.launch_gaps
+        return self.matmul + self.attention + self.memory + self.head + self.recompute + self.launch_overhead
 
     @property
     def exposed(self) -> float:
@@ -107,7 +107,7 @@ class _RankTime:
     def total(self) -> float:
         exposed = self.tp.exposed + self.cp.exposed + self.ep.exposed
         hidden = self.tp.hidden + self.cp.hidden + self.ep.hidden
-        return self.compute * (1 + c.KERNEL_GAPS.value) + exposed + hidden * c.OVERLAP_SLOWDOWN.value
+        return self.compute * (1 + c.LAUNCH_OVERHEAD.value) + exposed + hidden * c.OVERLAP_SLOWDOWN.value
 
 
 def step_time(spec: RunSpec) -> StepTime:
@@ -152,7 +152,7 @@ def _assemble(
         memory=worst.memory * microbatches,
         head=worst.head * microbatches,
         recompute=worst.again * microbatches,
-        launch_gaps=worst.compute * microbatches * c.KERNEL_GAPS.value + hidden * c.OVERLAP_SLOWDOWN.value,
+        launch_overhead=worst.compute * microbatches * c.LAUNCH_OVERHEAD.value + hidden * c.OVERLAP_SLOWDOWN.value,
         communication=communication,
         bubble=_bubble(spec, times, slowest, chunks),
         optimizer=_optimizer(spec, topology, params.dense, params.experts, device),

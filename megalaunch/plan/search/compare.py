@@ -12,7 +12,7 @@ _MEANINGS = {
     "memory": "in memory-bound kernels",
     "head": "in head and loss",
     "recompute": "in recomputation",
-    "launch_gaps": "between kernels and in overlap slowdown",
+    "launch_overhead": "in launch overhead and overlap slowdown",
     "bubble": "in the pipeline bubble",
     "optimizer": "in the optimizer",
     "tp": "in exposed tensor-parallel communication",
@@ -44,6 +44,6 @@ def differences(faster: StepTime, slower: StepTime) -> list[Difference]:
 
 
 def _parts(time: StepTime) -> dict[str, float]:
-    compute = ("matmul", "attention", "memory", "head", "recompute", "launch_gaps", "bubble", "optimizer")
+    compute = ("matmul", "attention", "memory", "head", "recompute", "launch_overhead", "bubble", "optimizer")
     parts = {name: float(getattr(time, name)) for name in compute}
     return dict.fromkeys(_MEANINGS, 0.0) | parts | {axis: e.exposed for axis, e in time.communication.items()}
