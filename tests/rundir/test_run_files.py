@@ -97,7 +97,7 @@ def test_a_planted_link_is_not_written_through(run, tmp_path, name, kind):
         assert victim.read_text() == "precious\n"
 
 
-def test_lines_are_cut_without_following_a_link(run, tmp_path):
+def test_lines_are_truncated_without_following_a_link(run, tmp_path):
     victim = tmp_path / "victim"
     victim.write_text('{"step": 1}\n')
     run.metrics.symlink_to(victim)
@@ -106,7 +106,7 @@ def test_lines_are_cut_without_following_a_link(run, tmp_path):
     assert not run.metrics.is_symlink()
 
 
-def test_the_refusal_names_the_link(run, tmp_path):
+def test_the_error_names_the_link(run, tmp_path):
     run.lock.symlink_to(tmp_path / "victim")
     with pytest.raises(RunDirectoryError) as caught:
         lock_run(run)
@@ -115,7 +115,7 @@ def test_the_refusal_names_the_link(run, tmp_path):
 
 
 @pytest.mark.parametrize(("umask", "file_mode", "directory_mode"), [(0o022, 0o640, 0o750), (0o077, 0o600, 0o700)])
-def test_other_users_read_nothing(tmp_path, umask, file_mode, directory_mode):
+def test_files_are_not_readable_by_other_users(tmp_path, umask, file_mode, directory_mode):
     directory = RunDirectory(tmp_path / "run")
     before = os.umask(umask)
     try:
@@ -139,7 +139,7 @@ def tree(root: Path) -> list[Path]:
     return [root, *root.rglob("*")]
 
 
-def test_folders_behind_links(tmp_path, monkeypatch):
+def test_directories_behind_links(tmp_path, monkeypatch):
     """A link of one's own to a larger disk is a choice; one of another user leads where they want."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -152,7 +152,7 @@ def test_folders_behind_links(tmp_path, monkeypatch):
         make_directory(link)
 
 
-def test_a_torn_line_takes_no_other_with_it(tmp_path):
+def test_an_incomplete_line_does_not_corrupt_the_next(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     append_line(metrics, {"step": 1})
     metrics.write_bytes(metrics.read_bytes() + b'{"step": 2, "lo')  # a writer was killed, or the disk was full

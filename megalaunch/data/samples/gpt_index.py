@@ -133,14 +133,14 @@ def load_or_build_index(
     same index is built in memory.
     """
 
-    def made() -> GPTIndex:
+    def build_in_memory() -> GPTIndex:
         """Build the indices in memory."""
         return build_index(lengths, sequences, sequence_length, num_samples, np.random.RandomState(seed))
 
     part = lengths[sequences.start : sequences.stop]
     shape = index_size(int(part.sum(dtype=np.int64)), sequence_length, num_samples)
     if folder is None or shape.epochs * len(sequences) + shape.samples < KEPT_FROM:
-        return made()
+        return build_in_memory()
     settings = {
         "version": _ORDER_VERSION,
         "lengths": hashlib.sha256(np.ascontiguousarray(part).data).hexdigest(),
@@ -152,15 +152,15 @@ def load_or_build_index(
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:24]
 
     def build(unfinished: Path) -> None:
-        order = made()
+        index = build_in_memory()
         for field in fields(GPTIndex):
-            np.save(unfinished / f"{field.name}.npy", getattr(order, field.name), allow_pickle=False)
+            np.save(unfinished / f"{field.name}.npy", getattr(index, field.name), allow_pickle=False)
         (unfinished / "inputs.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
     try:
         return _memory_map(cached_directory(folder, key, build, lambda found: _is_intact(found, shape), lambda: None))
     except (DataError, OSError, ValueError):  # disk full or read-only
-        return made()
+        return build_in_memory()
 
 
 def _memory_map(directory: Path) -> GPTIndex:
@@ -171,10 +171,10 @@ def _memory_map(directory: Path) -> GPTIndex:
 
 def _is_intact(directory: Path, shape: IndexSize) -> bool:
     try:
-        order = _memory_map(directory)
+        index = _memory_map(directory)
     except (OSError, ValueError):
         return False
-    return order.sample_index.shape == (shape.samples + 1, 2) and order.shuffle.shape == (shape.samples,)
+    return index.sample_index.shape == (shape.samples + 1, 2) and index.shuffle.shape == (shape.samples,)
 
 
 def build_sample_index(

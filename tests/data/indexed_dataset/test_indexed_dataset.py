@@ -108,7 +108,7 @@ def test_an_altered_index_is_refused(tmp_path, at, change, cause):
     assert "Run `megalaunch preprocess` again" in str(caught.value)
 
 
-def test_an_index_cut_anywhere_is_refused(tmp_path):
+def test_a_truncated_index_is_refused(tmp_path):
     prefix = golden(tmp_path)
     index = read_bytes(prefix)[1]
     for length in range(len(index)):
@@ -250,7 +250,7 @@ def files_of_1000_bytes_at_most():
 
 
 @pytest.mark.parametrize(("documents", "length"), [(1, 100_000), (100, 8), (2, 300)])
-def test_a_full_disk_is_named_wherever_it_shows(tmp_path, documents, length):
+def test_a_full_disk_is_reported_in_tokens_index_and_flush(tmp_path, documents, length):
     """In the tokens at once, in the index (100 documents), or when buffered tokens are forced out."""
     said = pytest.raises(DataError, match=r"x: cannot write it: File too large\. Free space there")
     with said, files_of_1000_bytes_at_most():
@@ -258,14 +258,14 @@ def test_a_full_disk_is_named_wherever_it_shows(tmp_path, documents, length):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_in_the_way_is_not_followed(tmp_path):
+def test_a_symbolic_link_is_not_followed(tmp_path):
     (tmp_path / ".x.bin.unfinished").symlink_to(tmp_path / "other")
     with pytest.raises(DataError, match="cannot write here"):
         write_tokens(tmp_path / "x", [[1]])
     assert not (tmp_path / "other").exists()
 
 
-def test_a_folder_that_is_a_file(tmp_path):
+def test_a_file_in_place_of_the_directory_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot write here"):
         TokenWriter(tmp_path / "file" / "x", token_type(300))

@@ -52,7 +52,7 @@ def answers(row, tokenizer):
     return [tokenizer.decode(part) for part in [*pieces, piece] if part]
 
 
-def test_only_answers_have_a_loss_and_each_comes_once_an_epoch(chat):
+def test_only_answers_count_in_the_loss_and_each_once_an_epoch(chat):
     spec = chat([talk(number) for number in range(50)], length=256, validation_every=0)
     rows, tokenizer = build_train_dataset(spec), load_tokenizer(spec.tokenizer.path)
     epoch = [answers(rows[index], tokenizer) for index in range(len(rows))]
@@ -65,7 +65,7 @@ def test_only_answers_have_a_loss_and_each_comes_once_an_epoch(chat):
     assert rows.describe(0).startswith("row 0: conversations ")
 
 
-def test_conversations_do_not_see_each_other(chat):
+def test_packed_conversations_do_not_attend_to_each_other(chat):
     rows = build_train_dataset(chat([talk(number) for number in range(50)], length=400, validation_every=0))
     row = rows[0]
     begins = np.flatnonzero(np.diff(row.document_ids)) + 1
@@ -88,7 +88,7 @@ def test_validation_holds_every_conversation_once(chat):
     assert 0 < len(less) < len(build_valid_dataset(spec))
 
 
-def test_other_shapes_of_a_line(chat):
+def test_other_record_layouts_are_read(chat):
     lines = [
         {"conversations": [{"from": "human", "value": "hm"}, {"from": "gpt", "value": "one"}]},
         {"prompt": "hm", "completion": "two"},
@@ -100,7 +100,7 @@ def test_other_shapes_of_a_line(chat):
     assert sorted(text.strip() for text in answers(rows[0], tokenizer)) == ["one", "two"]
 
 
-def test_long_conversations_are_cut_and_those_without_an_answer_left_out(chat):
+def test_long_conversations_are_truncated_and_those_without_an_answer_skipped(chat):
     lines = [talk(1), {"prompt": "word " * 200, "completion": "never reached"}]
     rows = build_train_dataset(chat(lines, length=96, validation_every=0))
     assert len(rows) == 1
@@ -120,12 +120,12 @@ def test_long_conversations_are_cut_and_those_without_an_answer_left_out(chat):
         ({"prompt": "a", "completion": "b<|endoftext|>c"}, "line 2: a message holds the end-of-document token"),
     ],
 )
-def test_a_line_that_is_no_conversation(chat, line, cause):
+def test_a_record_that_is_not_a_conversation_is_refused(chat, line, cause):
     with pytest.raises(DataError, match=rf"chat\.jsonl, {cause}"):
         chat([talk(0), line])
 
 
-def test_bad_lines_can_be_left_out(chat):
+def test_bad_records_can_be_skipped(chat):
     bad = ["{", {"text": "x"}, {"prompt": "a", "completion": "b<|endoftext|>c"}]
     whole = chat([talk(number) for number in range(9)], validation_every=0)
     left = chat([talk(0), *bad, *(talk(number) for number in range(1, 9))], validation_every=0, on_bad_record="skip")

@@ -101,7 +101,7 @@ def plain(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("spm_rate", [0.0, 1.0])
-def test_nothing_is_lost_or_added(tmp_path, tokenizer, spm_rate):
+def test_fim_keeps_text_and_special_tokens(tmp_path, tokenizer, spm_rate):
     start, tool = tokenizer.token_id("<s>"), tokenizer.token_id("<|tool|>")
     documents = []
     for number, text in enumerate(sentences(200)):
@@ -142,7 +142,7 @@ def test_a_text_that_a_tokenizer_does_not_give_back_stays(tmp_path):
     assert [reordered[index].tolist() for index in range(20)] == [samples[index].tolist() for index in range(20)]
 
 
-def test_what_is_unknown_stays_one_token(tmp_path):
+def test_an_unknown_character_stays_one_token(tmp_path):
     tokenizer = load_tokenizer(llama(tmp_path))
     ids = tokenizer.encode("the \u4e2d sea")
     assert tokenizer.token_id("<unk>") in ids

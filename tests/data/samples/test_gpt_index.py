@@ -48,7 +48,7 @@ def numbered(folder: Path, lengths: list[int]) -> Path:
         (8, [2, 1, 5, 0, 4, 3, 0, 4, 3, 2, 5, 1], [1, 0, 3, 2, 5, 4, 8, 9, 11, 7, 10, 12, 6]),
     ],
 )
-def test_the_order_is_megatrons(num_samples, documents, shuffle):
+def test_the_document_and_shuffle_index_equal_megatrons(num_samples, documents, shuffle):
     order = order_of(GOLDEN_LENGTHS, 4, num_samples, 1234)
     assert order.documents.tolist() == documents
     assert order.shuffle.tolist() == shuffle
@@ -56,7 +56,7 @@ def test_the_order_is_megatrons(num_samples, documents, shuffle):
     assert order.shuffle.dtype == np.uint32
 
 
-def test_the_sample_starts_are_megatrons():
+def test_the_sample_index_equals_megatrons():
     starts = order_of(GOLDEN_LENGTHS, 4, None, 1234).sample_index
     assert starts.tolist() == [[0, 0], [0, 4], [1, 1], [2, 2], [3, 0], [3, 4], [4, 3]]
     assert starts.dtype == np.int32
@@ -90,7 +90,7 @@ corpora = st.lists(st.integers(0, 12), min_size=1, max_size=20).filter(any)
 
 @given(corpora, st.integers(1, 9), st.integers(1, 60), st.integers(0, 2**32 - 1))
 @settings(deadline=None)  # machines are busy
-def test_starts_equal_the_naive_walk(lengths, sequence_length, num_samples, seed):
+def test_the_sample_index_equals_a_naive_loop(lengths, sequence_length, num_samples, seed):
     order = order_of(lengths, sequence_length, num_samples, seed)
     assert len(order.shuffle) >= num_samples
     assert sorted(order.shuffle.tolist()) == list(range(len(order.shuffle)))
@@ -104,7 +104,7 @@ def test_starts_equal_the_naive_walk(lengths, sequence_length, num_samples, seed
 
 @given(st.lists(st.integers(0, 12), min_size=9, max_size=40).filter(any), st.integers(1, 30), st.integers(1, 60))
 @settings(max_examples=40, deadline=None)
-def test_blocks_do_not_show(lengths, sequence_length, num_samples):
+def test_the_block_size_does_not_change_the_sample_index(lengths, sequence_length, num_samples):
     whole = order_of(lengths, sequence_length, num_samples, 7)
     with mock.patch("megalaunch.data.samples.gpt_index._BLOCK", 4):
         cut = order_of(lengths, sequence_length, num_samples, 7)
@@ -156,7 +156,7 @@ def test_blocks_of_more_tokens_than_32_bits_count_among_others(sequence_length):
 
 @given(corpora, st.integers(1, 9), st.integers(1, 60))
 @settings(deadline=None)  # machines are busy
-def test_samples_are_the_joined_documents_cut(tmp_path_factory, lengths, sequence_length, num_samples):
+def test_samples_are_slices_of_the_concatenated_documents(tmp_path_factory, lengths, sequence_length, num_samples):
     samples = GPTDataset(numbered(tmp_path_factory.mktemp("cut"), lengths), sequence_length, num_samples, 7)
     order = samples.order
     stream = np.concatenate([samples.file.tokens(document) for document in order.documents])
@@ -194,27 +194,27 @@ def naive_order(documents: int, epoch_tokens: int, sequence_length: int, num_sam
 
 @given(corpora, st.integers(1, 9), st.integers(1, 60), st.integers(0, 2**32 - 1))
 @settings(deadline=None)  # machines are busy
-def test_the_order_equals_the_naive_one(lengths, sequence_length, num_samples, seed):
+def test_the_index_equals_a_naive_one(lengths, sequence_length, num_samples, seed):
     order = order_of(lengths, sequence_length, num_samples, seed)
     expected = naive_order(len(lengths), sum(lengths), sequence_length, num_samples, seed)
     assert (order.documents.tolist(), order.shuffle.tolist()) == expected
 
 
 @pytest.mark.parametrize("num_samples", range(1, 41))
-def test_the_border_of_the_last_epoch_is_megatrons(num_samples):
+def test_the_last_epoch_is_shuffled_as_in_megatron(num_samples):
     """Ten samples an epoch: 8 of the last one are shuffled with the rest, 7 apart."""
     order = order_of([1] * 41, 4, num_samples, 5)
     assert (order.documents.tolist(), order.shuffle.tolist()) == naive_order(41, 41, 4, num_samples, 5)
 
 
-def test_only_the_sequences_of_a_split_are_seen(tmp_path):
+def test_only_the_sequences_of_a_split_are_sampled(tmp_path):
     samples = GPTDataset(numbered(tmp_path, [4] * 10), 3, 50, 1, sequences=range(2, 5))
     seen = {token for index in range(len(samples)) for token in samples[index].tolist()}
     assert seen == set(range(8, 20))
 
 
 @pytest.mark.parametrize(("lengths", "sequence_length"), [(GOLDEN_LENGTHS, 4), ([3], 8), ([1, 0, 1], 5)])
-def test_past_the_request_further_epochs_follow(tmp_path, lengths, sequence_length):
+def test_indices_past_the_request_continue_with_more_epochs(tmp_path, lengths, sequence_length):
     prefix = numbered(tmp_path, lengths)
     samples = GPTDataset(prefix, sequence_length, 8, 1234)
     total = sum(lengths)
@@ -237,7 +237,7 @@ def test_past_the_request_further_epochs_follow(tmp_path, lengths, sequence_leng
     assert again[len(samples)].tolist() == blocks[0][0]
 
 
-def test_the_seed_decides_the_extension_too(tmp_path):
+def test_the_seed_determines_the_extension_too(tmp_path):
     prefix = numbered(tmp_path, [3] * 40)
     first, second = (GPTDataset(prefix, 3, 8, seed) for seed in (1, 2))
     after = len(first)
@@ -254,7 +254,7 @@ def test_describe_names_documents_and_tokens(tmp_path):
     assert samples[5].tolist() == [12, 13, 14, 5, 6]
 
 
-def test_describe_passes_over_empty_documents(tmp_path):
+def test_describe_skips_empty_documents(tmp_path):
     samples = GPTDataset(numbered(tmp_path, [0, 2, 0, 0, 3, 0]), 4, None, 1)
     assert samples.describe(0).count(" tokens ") == 2
 
@@ -265,7 +265,7 @@ def test_describe_stays_one_line(tmp_path):
     assert samples.describe(0).endswith(" and 14 more")
 
 
-def test_a_negative_index_is_no_sample(tmp_path):
+def test_a_negative_index_is_refused(tmp_path):
     with pytest.raises(IndexError):
         GPTDataset(numbered(tmp_path, [9]), 4, None, 1)[-1]
 
@@ -278,7 +278,7 @@ def test_errors_of_training_samples(tmp_path):
         GPTDataset(prefix, 2, 4, 1, sequences=range(1, 2))
 
 
-def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
+def test_a_token_outside_the_vocabulary_is_located(tmp_path):
     prefix = write_tokens(tmp_path / "x", [[1, 2, 3], [4, 5, 300, 6]])
     assert len(GPTDataset(prefix, 2, 3, 1, vocab_size=301)[0]) == 3
     samples = GPTDataset(prefix, 2, 3, 1, vocab_size=300)
@@ -289,7 +289,7 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
         [rows[index] for index in range(len(rows))]
 
 
-def test_a_negative_token_is_named(tmp_path):
+def test_a_negative_token_is_located(tmp_path):
     prefix = write_tokens(tmp_path / "x", [[1, 2, -3, 4]], vocab_size=70_000)
     with pytest.raises(DataError, match="token 2 of document 0 is -3"):
         GPTDataset(prefix, 3, 1, 1, vocab_size=300)[0]
@@ -330,11 +330,11 @@ def test_validation_rows_end(tmp_path):
         ("969, 30, 1", 6, [(0, 6), (6, 6), (6, 6)]),
     ],
 )
-def test_split_is_megatrons(split, count, parts):
+def test_split_ranges_equal_megatrons(split, count, parts):
     assert [(part.start, part.stop) for part in split_ranges(split, count)] == parts
 
 
-def test_the_engine_opens_what_the_spec_names(tmp_path):
+def test_the_engine_opens_the_datasets_of_the_spec(tmp_path):
     prefix = str(numbered(tmp_path, [4] * 1000))
     shared = prepared_spec(train_prefix=prefix, validation_prefix=prefix)
     assert build_train_dataset(shared).samples.sequences == range(969)

@@ -42,7 +42,7 @@ class Numbered:
         return f"{self.source}:{index}"
 
 
-def test_borders_follow_the_end_of_a_document():
+def test_position_ids_and_masks_restart_after_the_end_of_a_document():
     row = EodPolicy(0, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True).make_sample(
         np.array([5, 0, 6, 7, 0, 0, 8, 9])
     )
@@ -56,7 +56,7 @@ def test_borders_follow_the_end_of_a_document():
 @pytest.mark.parametrize(
     ("shares", "sources"), [([0.5, 0.3, 0.2], [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]), ([0.25, 0.75], [1, 0, 1, 1, 0, 1, 1, 1])]
 )
-def test_a_blend_is_megatrons(shares, sources):
+def test_a_blend_equals_megatrons(shares, sources):
     blend = BlendedDataset([Numbered(i, 99) for i in range(len(shares))], shares, len(sources))
     assert [blend[i][0] for i in range(len(blend))] == sources
     for source in range(len(shares)):
@@ -67,7 +67,7 @@ def test_a_blend_is_megatrons(shares, sources):
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=40), st.integers(1, 300))
 @settings(deadline=None, max_examples=40)
-def test_a_blend_keeps_its_shares_and_goes_on_as_it_began(weights, size):
+def test_a_blend_keeps_its_weights_past_its_end(weights, size):
     shares = normalize_weights(weights)
     sources = [Numbered(i, 10**9) for i in range(len(shares))]
     short, long = BlendedDataset(sources, shares, size), BlendedDataset(sources, shares, size + 500)
@@ -79,7 +79,7 @@ def test_a_blend_keeps_its_shares_and_goes_on_as_it_began(weights, size):
         assert [number for s, number in places if s == source] == list(range(counts[source]))
 
 
-def test_what_a_blend_asks_of_its_sources():
+def test_a_blend_requests_enough_samples_of_each_source():
     asked = {}
 
     def source(number, wanted):
@@ -142,7 +142,7 @@ def test_validation_parts_of_a_spec(tmp_path):
     assert len(np.concatenate(tokens(validation_blend=(f"1 {a}", f"3 {b}"), validation_tokens=40))) == 9 + 29
 
 
-def test_made_up_tokens_are_the_same_for_a_seed():
+def test_mock_data_is_a_function_of_the_seed():
     samples = MockSamples(8, 10, 3, 50, eod=0)
     assert len(samples) == 10
     assert samples[7].tolist() == MockSamples(8, 10, 3, 50, eod=0)[7].tolist()
@@ -168,7 +168,7 @@ def filling(tmp_path):
     return samples, filled, tokenizer
 
 
-def test_fill_in_the_middle_reorders_and_loses_nothing(filling):
+def test_fill_in_the_middle_reorders_without_loss(filling):
     samples, filled, tokenizer = filling
     for spm_rate, first in ((0.0, [1297]), (1.0, [1297, 1299])):
         reordered = filled(1.0, spm_rate)
@@ -200,7 +200,7 @@ def test_fill_in_the_middle_is_a_pure_function(filling):
     assert 20 < touched <= 60
 
 
-def test_marks_of_fill_in_the_middle(tmp_path):
+def test_fim_tokens_are_found(tmp_path):
     path = small_tokenizer(tmp_path / "tokenizer.json")
     tokenizer = load_tokenizer(path)
     with pytest.raises(DataError, match=r"no fill-in-the-middle tokens \(tried <fim_prefix>"):
@@ -211,7 +211,7 @@ def test_marks_of_fill_in_the_middle(tmp_path):
     assert letters == FIMTokens(*(tokenizer.encode(letter)[0] for letter in "abc"), 0)
 
 
-def test_large_orders_are_kept_and_found(tmp_path, monkeypatch):
+def test_large_indices_are_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(order_module, "KEPT_FROM", 10)
     prefix = write_tokens(tmp_path / "a", [[1, 2, 3, 4]] * 40)
     cache = tmp_path / "orders"
@@ -246,7 +246,7 @@ def test_large_orders_are_kept_and_found(tmp_path, monkeypatch):
 
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=300), st.integers(8, 64))
 @settings(deadline=None, max_examples=60)
-def test_packing_keeps_every_conversation_whole(lengths, capacity):
+def test_packing_keeps_conversations_complete(lengths, capacity):
     rows = pack(lengths, capacity, np.random.RandomState(0).permutation(len(lengths)))
     assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
     cut = [min(length, capacity) for length in lengths]
@@ -255,7 +255,7 @@ def test_packing_keeps_every_conversation_whole(lengths, capacity):
     assert len(rows) <= 1.3 * sum(cut) / capacity + 2 or min(cut) > capacity / 3
 
 
-def test_large_blends_are_kept_and_go_on_alike(tmp_path, monkeypatch):
+def test_large_blends_are_cached_and_continue_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(blend_module, "_KEPT_FROM", 10)
     shares, sources = normalize_weights([1, 2, 4]), [Numbered(i, 10**9) for i in range(3)]
 
