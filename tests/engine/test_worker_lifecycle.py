@@ -130,4 +130,4 @@ def test_a_sample_that_cannot_be_kept_is_a_note(spec, tmp_path):
 
     RunDirectory(tmp_path / "run").sample.mkdir(parents=True)
     outcome = live_on(2, sampling(spec, tmp_path), tmp_path / "run", spoil)
-    assert_done_without_a_sample(outcome, tmp_path / "run", "the sample could not be kept")
+    assert_done_without_a_sample(outcome, tmp_path / "run", "the sample could not be saved")

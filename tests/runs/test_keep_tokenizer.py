@@ -23,7 +23,9 @@ def test_the_tokenizer_outlives_the_cache(tmp_path):
     save_tokenizer(directory, spec)
     assert directory.tokenizer.read_bytes() == kept
     directory.tokenizer.unlink()
-    with pytest.raises(CheckpointError, match=r"the tokenizer cannot be kept with the run: .*tokenizer\.json: no such"):
+    with pytest.raises(
+        CheckpointError, match=r"the tokenizer cannot be saved with the run: .*tokenizer\.json: no such"
+    ):
         save_tokenizer(directory, spec)
     assert [path.name for path in tmp_path.iterdir()] == []
 

@@ -88,10 +88,10 @@ def _communication_lines(found: DeepPlan) -> Iterator[str]:
     part = "" if found.computed == found.microbatches else f", {found.computed} of them simulated"
     yield f"collectives of a step of {found.microbatches} microbatches{part}"
     rows = [("phase", "kind", "axis", "ranks", "calls", "bytes")]
-    for one in found.exchanges:
+    for one in found.collectives:
         size = format_bytes(one.bytes, digits=2)
         rows.append((one.phase, one.kind, one.axis, f"{one.ranks}", f"{one.count:,}", size))
-    yield from table_lines(rows if found.exchanges else [("none: there is one rank",)], right=(3, 4, 5))
+    yield from table_lines(rows if found.collectives else [("none: there is one rank",)], right=(3, 4, 5))
 
 
 def _as_json(spec: RunSpec, found: DeepPlan, planned: Memory) -> str:
@@ -113,7 +113,7 @@ def _as_json(spec: RunSpec, found: DeepPlan, planned: Memory) -> str:
             "planned_total": planned.total,
             "device_bytes": CHIPS[spec.platform.chip].memory_bytes,
         },
-        "collectives": [vars(one) for one in found.exchanges],
+        "collectives": [vars(one) for one in found.collectives],
         "seconds": found.seconds,
     }
     return json.dumps(data, indent=2)

@@ -89,15 +89,15 @@ class _RecomputableOutput:
     operator: Operator
     inputs: tuple[Any, ...]
     uses: int = 0
-    again: Tensor | None = None
+    recomputed: Tensor | None = None
 
     def value(self) -> Tensor:
         """Return the recomputed output. It is held until its last use, so that it is recomputed once."""
         with torch.no_grad():
-            made = self.operator(*self.inputs) if self.again is None else self.again
+            output = self.operator(*self.inputs) if self.recomputed is None else self.recomputed
         self.uses -= 1
-        self.again = made if self.uses > 0 else None
-        return made
+        self.recomputed = output if self.uses > 0 else None
+        return output
 
 
 @dataclass(frozen=True)
@@ -134,13 +134,13 @@ class OutputDiscardingCheckpoint:
         """Replace `module.name` by a function whose output is recomputed in backward instead of saved."""
         operator: Operator = getattr(module, name)
 
-        def remembered(*inputs: Any) -> Tensor:
+        def recorded(*inputs: Any) -> Tensor:
             output = operator(*inputs)
             if self._forward:  # holding the output keeps its storage address, the key, from being reused
                 self._made[storage_id(output)] = _RecomputableOutput(operator, inputs), output
             return output
 
-        setattr(module, name, remembered)
+        setattr(module, name, recorded)
 
     def checkpoint_function(self, module: nn.Module, name: str) -> None:
         """Checkpoint `module.name`, a function of one tensor.
@@ -169,7 +169,7 @@ class OutputDiscardingCheckpoint:
         """Install the saved-tensor hooks around the forward of `layer`, which contains the modules given above."""
         forward: Operator = layer.forward
 
-        def forgetful(*inputs: Any, **named: Any) -> Tensor:
+        def with_hooks(*inputs: Any, **named: Any) -> Tensor:
             if not torch.is_grad_enabled():
                 return forward(*inputs, **named)
             self._forward = True
@@ -180,7 +180,7 @@ class OutputDiscardingCheckpoint:
                 self._forward = False
                 self._made.clear()
 
-        layer.forward = forgetful
+        layer.forward = with_hooks
 
     def _pack(self, tensor: Tensor) -> Tensor | _RecomputableView:
         found = self._made.get(storage_id(tensor))

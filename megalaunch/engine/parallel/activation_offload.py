@@ -111,11 +111,11 @@ class _OffloadedStorage:
 class _LayerOffload:
     """One forward pass of one layer: the storages that it offloaded, and the pass of the preceding layer (`before`).
 
-    `kept_here` names the storages that stay on the device: parameters, and inputs that all layers share.
+    `on_device` names the storages that stay on the device: parameters, and inputs that all layers share.
     """
 
     before: _LayerOffload | None
-    kept_here: set[int]
+    on_device: set[int]
     offload: Offload
     away: weakref.WeakSet[_OffloadedStorage] = field(default_factory=weakref.WeakSet)
     by_storage: dict[int, tuple[_OffloadedStorage, Tensor]] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class _LayerOffload:
     def pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         """Offload a tensor that autograd saves for backward: return it unchanged, or the function that fetches it."""
         storage = storage_id(tensor)
-        if storage in self.kept_here or not tensor.is_floating_point():  # masks and token ids are shared by all layers
+        if storage in self.on_device or not tensor.is_floating_point():  # masks and token ids are shared by all layers
             return tensor
         if storage not in self.by_storage:
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -167,35 +167,35 @@ def apply_offload(model: Decoder, count: int, offload: Offload = offload_tensor)
 def _install_offload_hooks(layer: nn.Module, before: list[_LayerOffload | None], first: bool, offload: Offload) -> None:
     forward: Callable[..., Tensor] = layer.forward
 
-    def travelling(x: Tensor, *rest: Any) -> Tensor:
+    def offloading(x: Tensor, *rest: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return forward(x, *rest)
         shared = [leaf for leaf in tree_leaves(rest) if isinstance(leaf, Tensor)]
         parameters = [local_param(parameter) for parameter in layer.parameters()]
-        kept_here = {storage_id(tensor) for tensor in (*parameters, *shared)}
-        mine = _LayerOffload(None if first else before[0], kept_here, offload)
-        before[0] = mine
+        on_device = {storage_id(tensor) for tensor in (*parameters, *shared)}
+        this_pass = _LayerOffload(None if first else before[0], on_device, offload)
+        before[0] = this_pass
         try:
-            with saved_tensors_hooks(mine.pack, _unpack):
+            with saved_tensors_hooks(this_pass.pack, _unpack):
                 return forward(x, *rest)
         finally:
-            mine.by_storage.clear()
+            this_pass.by_storage.clear()
 
-    layer.forward = travelling
+    layer.forward = offloading
 
 
 def _install_prefetch_hook(layer: nn.Module, before: list[_LayerOffload | None]) -> None:
     """Fetch the last offloaded layer when the backward pass of this one, the first that is not offloaded, starts."""
     forward: Callable[..., Tensor] = layer.forward
 
-    def announcing(x: Tensor, *rest: Any) -> Tensor:
+    def prefetching(x: Tensor, *rest: Any) -> Tensor:
         output, last = forward(x, *rest), before[0]
         before[0] = None
         if last is not None and output.requires_grad:
             output.register_hook(lambda _: last.fetch())  # type: ignore[no-untyped-call]
         return output
 
-    layer.forward = announcing
+    layer.forward = prefetching
 
 
 def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:

@@ -37,11 +37,11 @@ class PipelineForward:
         Returns:
             The last stage's output on the rank that holds that stage, else None.
         """
-        mine, x = iter(self._model.parts), tokens_BS
+        parts, x = iter(self._model.parts), tokens_BS
         for number, rank in enumerate(self._ranks):
             if rank != self._mesh.pp.rank:
                 continue
-            part = next(mine)
+            part = next(parts)
             if number > 0 and self._ranks[number - 1] != rank:  # V schedules have neighbouring stages on one rank
                 x = self._receive(tokens_BS, self._ranks[number - 1])
             x = part(x, **inputs)
@@ -80,11 +80,11 @@ class DistributedGenerator:
         """Return the fp32 logits of the last position, [B, 1, V], on every rank. Collective."""
         tp_region = self._model.parts[0].tp_region
         with tp_region.sequence_parallel_disabled():
-            divided = self._relay.run(tokens_BS, {"positions": positions, "stores": stores})
-        if divided is None:
+            local_logits = self._relay.run(tokens_BS, {"positions": positions, "stores": stores})
+        if local_logits is None:
             logits = torch.empty(tokens_BS.shape[0], 1, self.config.vocab_size, device=self._mesh.device)
         else:
-            padded = all_gather_async(divided[:, -1:].float(), 2, tp_region.vocab_axis).wait()
+            padded = all_gather_async(local_logits[:, -1:].float(), 2, tp_region.vocab_axis).wait()
             logits = padded[..., : self.config.vocab_size].contiguous()
         if self._mesh.pp.size > 1:
             dist.broadcast(logits, group=self._mesh.pp_group, group_src=self._mesh.last_stage_rank)

@@ -63,9 +63,9 @@ class CommVolume:
 class CommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts collectives and their bytes while it is active, except in groups of one rank."""
 
-    def __init__(self, moment: PhaseTracker) -> None:
+    def __init__(self, phases: PhaseTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._moment = moment
+        self._phases = phases
         self._counts: Counter[CommKind] = Counter()
         self._bytes: Counter[CommKind] = Counter()
 
@@ -82,20 +82,20 @@ class CommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = function(*args, **(kwargs or {}))
+        output = function(*args, **(kwargs or {}))
         kind = collective_kind(function)
         if kind is not None:
             ranks = _ranks(function, args)
             if len(ranks) > 1:
                 call = CommKind(self._phase(kind, args), kind, ranks)
                 self._counts[call] += 1
-                self._bytes[call] += _largest(function, args, found)
-        return found
+                self._bytes[call] += _largest(function, args, output)
+        return output
 
     def _phase(self, kind: str, args: tuple[Any, ...]) -> Phase:
-        if kind in ("send", "receive") and self._moment.phase != "preparing":
-            return self._moment.p2p_phase(args[0][0])
-        return self._moment.phase
+        if kind in ("send", "receive") and self._phases.phase != "preparing":
+            return self._phases.p2p_phase(args[0][0])
+        return self._phases.phase
 
 
 def collective_kind(function: Any) -> str | None:
@@ -113,11 +113,11 @@ def _ranks(function: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     raise AssertionError(f"{function} names no process group")
 
 
-def _largest(function: Any, args: tuple[Any, ...], found: Any) -> int:
+def _largest(function: Any, args: tuple[Any, ...], output: Any) -> int:
     """Return the bytes of the largest input or output; outputs are arguments (c10d) or returned (functional)."""
     sides = [_bytes(tree_leaves(value)) for value in args]
     if function.namespace == "_c10d_functional":
-        sides.append(_bytes(tree_leaves(found)))
+        sides.append(_bytes(tree_leaves(output)))
     return max(sides)
 
 

@@ -35,7 +35,7 @@ from megalaunch.platform.chips import CHIPS
 
 
 @dataclass(frozen=True)
-class _Found:
+class _StepResult:
     """Memory peak and communication of a step with some number of microbatches."""
 
     peak: Peak
@@ -54,24 +54,24 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
         RuntimeError: the process is in a process group already.
     """
     started = time.perf_counter()
-    beyond = [f"{limit.path}={value}" for limit, value in unsupported(spec)]
-    if beyond:
-        raise ValueError(f"the engine does not run {', '.join(beyond)}")
+    unsupported_values = [f"{limit.path}={value}" for limit, value in unsupported(spec)]
+    if unsupported_values:
+        raise ValueError(f"the engine does not run {', '.join(unsupported_values)}")
     spec = with_values(spec, {"train.compile": False})  # the compiler needs tensors with memory
     topology = Topology.from_spec(spec)
     rank = topology.dense_grid.group(0, "pp")[predict_memory(spec).rank] if rank is None else rank
     coordinates = topology.coordinates(rank)
     on_gpu = CHIPS[spec.platform.chip].device != "cpu"
-    moment = PhaseTracker()
+    phases = PhaseTracker()
     with ExitStack() as world:
         mesh = world.enter_context(fake_mesh(topology, rank))
         if on_gpu:
             world.enter_context(emulate_gpu_ops())
-        parameters, computed, found = _steps(spec, mesh, moment, on_gpu, world)
+        parameters, computed, result = _steps(spec, mesh, phases, on_gpu, world)
         names = GroupNames(topology, rank)
-        exchanges = tuple(
+        collectives = tuple(
             CollectiveReport(call.phase, call.kind, names.get(call.ranks), len(call.ranks), count, size)
-            for call, (count, size) in found.traffic.items()
+            for call, (count, size) in result.traffic.items()
             if call.phase != "preparing"
         )
     return DeepPlan(
@@ -82,24 +82,26 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
         microbatches=topology.microbatches,
         computed=computed,
         on_gpu=on_gpu,
-        phase=found.peak.phase,
-        kinds={str(kind): size for kind, size in found.peak.kinds.items()},
-        exchanges=exchanges,
+        phase=result.peak.phase,
+        kinds={str(kind): size for kind, size in result.peak.kinds.items()},
+        collectives=collectives,
         seconds=time.perf_counter() - started,
     )
 
 
-def _steps(spec: RunSpec, mesh: Mesh, moment: PhaseTracker, on_gpu: bool, world: ExitStack) -> tuple[int, int, _Found]:
+def _steps(
+    spec: RunSpec, mesh: Mesh, phases: PhaseTracker, on_gpu: bool, world: ExitStack
+) -> tuple[int, int, _StepResult]:
     """Return the rank's parameter count, the number of microbatches run, and the result for a full step."""
     readers = TensorReaders(full_length_documents, NoCopyOffload) if on_gpu else TensorReaders(full_length_documents)
-    model = parallelize_decoder(spec, mesh, moment, readers)
+    model = parallelize_decoder(spec, mesh, phases, readers)
     if on_gpu:
         use_gpu_reduce_scatter(model)
     parameters = sum(_local_numel(parameter) for parameter in model.parameters())
     tokens = mesh.topology.micro_batch_size * spec.batch.sequence_length // mesh.topology.cp
-    exchanges = CommTracker(moment)
-    memory = MemoryTracker(moment, (-(-tokens // spec.train.loss_chunks), _local_vocab(spec, mesh)))
-    for mode in (make_fake_tensor_mode(), FakeScalarMode(), exchanges, memory):
+    collectives = CommTracker(phases)
+    memory = MemoryTracker(phases, (-(-tokens // spec.train.loss_chunks), _local_vocab(spec, mesh)))
+    for mode in (make_fake_tensor_mode(), FakeScalarMode(), collectives, memory):
         world.enter_context(mode)
     world.enter_context(memory.tracking())
     materialize(model, mesh)
@@ -109,50 +111,50 @@ def _steps(spec: RunSpec, mesh: Mesh, moment: PhaseTracker, on_gpu: bool, world:
     memory.after_phase = lambda: owners.label(memory)
     activations = StageActivations(_stage_output_shape(spec, mesh.topology), residual_dtype(spec.precision))
 
-    def found(microbatches: int) -> _Found:
-        step = make_observed_step(spec, mesh, model, optimizer, moment, activations)
+    def run(microbatches: int) -> _StepResult:
+        step = make_observed_step(spec, mesh, model, optimizer, phases, activations)
         batch = make_batch(spec, mesh, microbatches)
         gc.collect()  # frees the previous pipeline schedule and the tensors that it holds
         owners.label(memory)
-        exchanges.clear()
+        collectives.clear()
         memory.begin()
-        with moment.phase_scope("optimizer"):
+        with phases.phase_scope("optimizer"):
             step.run(1, batch, None)
-        return _Found(memory.peak(), {one.call: (one.count, one.bytes) for one in exchanges.traffic})
+        return _StepResult(memory.peak(), {one.call: (one.count, one.bytes) for one in collectives.traffic})
 
-    whole = mesh.topology.microbatches
+    total = mesh.topology.microbatches
     for fewer, group in enough_microbatches(spec, mesh.topology):
-        first, second = found(fewer), found(fewer + group)
+        first, second = run(fewer), run(fewer + group)
         growth = _per_microbatch_growth(first, second)
-        if not any(growth.values()) or growth == _per_microbatch_growth(second, found(fewer + 2 * group)):
-            return parameters, fewer + group, _extrapolate(first, second, (whole - fewer - group) // group)
+        if not any(growth.values()) or growth == _per_microbatch_growth(second, run(fewer + 2 * group)):
+            return parameters, fewer + group, _extrapolate(first, second, (total - fewer - group) // group)
         # The two peaks are at different points of the step, so growth is not linear yet: try more microbatches.
-    return parameters, whole, found(whole)
+    return parameters, total, run(total)
 
 
-def _per_microbatch_growth(fewer: _Found, more: _Found) -> dict[Kind, int]:
+def _per_microbatch_growth(fewer: _StepResult, more: _StepResult) -> dict[Kind, int]:
     """Return the bytes by kind that the additional microbatches add to the peak."""
     return {kind: size - fewer.peak.kinds[kind] for kind, size in more.peak.kinds.items()}
 
 
-def _extrapolate(fewer: _Found, more: _Found, times: int) -> _Found:
+def _extrapolate(fewer: _StepResult, more: _StepResult, times: int) -> _StepResult:
     """Return the result of a longer step: `more` plus `times` the difference between `more` and `fewer`."""
     kinds = {kind: more.peak.kinds[kind] + times * size for kind, size in _per_microbatch_growth(fewer, more).items()}
     traffic = {}
     for call, (count, size) in more.traffic.items():
         before = fewer.traffic.get(call, (0, 0))
         traffic[call] = count + times * (count - before[0]), size + times * (size - before[1])
-    return _Found(Peak(more.peak.phase, kinds), traffic)
+    return _StepResult(Peak(more.peak.phase, kinds), traffic)
 
 
 def _local_numel(parameter: Tensor) -> int:
     """Return the elements of a parameter that this rank computes with: sharded by tp, not by data parallelism."""
-    divided = 1
+    shards = 1
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
         for name, placement in zip(names, parameter.placements, strict=True):
-            divided *= 1 if placement.is_replicate() or name != "tp" else parameter.device_mesh[name].size()
-    return parameter.numel() // divided
+            shards *= 1 if placement.is_replicate() or name != "tp" else parameter.device_mesh[name].size()
+    return parameter.numel() // shards
 
 
 def _local_vocab(spec: RunSpec, mesh: Mesh) -> int:

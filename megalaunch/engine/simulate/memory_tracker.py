@@ -36,11 +36,11 @@ class _Storage:
     bytes: int
     born: Phase
     kind: Kind | None = None
-    exchanged: bool = False
+    is_collective: bool = False
 
     @property
     def final_kind(self) -> Kind:
-        return self.kind or ("collectives" if self.exchanged else "buffers")
+        return self.kind or ("collectives" if self.is_collective else "buffers")
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `logits`: (tokens, vocabulary shard) of a rank; a tensor of that many elements belongs to the loss.
     """
 
-    def __init__(self, moment: PhaseTracker, logits: tuple[int, int]) -> None:
+    def __init__(self, phases: PhaseTracker, logits: tuple[int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._moment, self._logits = moment, logits
+        self._phases, self._logits = phases, logits
         self._live: dict[int, _Storage] = {}
         self._changes: list[_Change] = []
-        self._of_forward: list[_Storage] = []
-        self._before: Phase = "preparing"
+        self._forward_storages: list[_Storage] = []
+        self._last_phase: Phase = "preparing"
         self._is_paused = False
         self.after_phase: Callable[[], None] = lambda: None
         """Called before the first operation of a new phase."""
@@ -88,16 +88,16 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_paused:
             return function(*args, **(kwargs or {}))
         self._notice_phase()
-        found = function(*args, **(kwargs or {}))
-        exchange = collective_kind(function) is not None
-        for leaf in tree_leaves(found):
+        output = function(*args, **(kwargs or {}))
+        is_collective = collective_kind(function) is not None
+        for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
-                self._on_alloc(leaf, exchange)
-        if exchange and function.namespace == "c10d":  # c10d operators get their outputs as arguments
+                self._on_alloc(leaf, is_collective)
+        if is_collective and function.namespace == "c10d":  # c10d operators get their outputs as arguments
             for leaf in tree_leaves(args):
                 if isinstance(leaf, Tensor):
-                    self._storage(leaf).exchanged = True
-        return found
+                    self._storage(leaf).is_collective = True
+        return output
 
     def label(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
         """Set the kind of tensors, from their allocation on."""
@@ -142,37 +142,37 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _notice_phase(self) -> None:
         """At a change of phase, label the live storages of the past forward or recompute phase as activations."""
-        phase = self._moment.phase
-        if phase != self._before:
-            if self._before in ("forward", "recompute"):
-                for storage in self._of_forward:
+        phase = self._phases.phase
+        if phase != self._last_phase:
+            if self._last_phase in ("forward", "recompute"):
+                for storage in self._forward_storages:
                     if storage.bytes and storage.kind is None:
                         storage.kind = "activations"
-                self._of_forward.clear()
-            self._before = phase
+                self._forward_storages.clear()
+            self._last_phase = phase
             self.after_phase()
 
-    def _on_alloc(self, tensor: Tensor, exchanged: bool) -> None:
+    def _on_alloc(self, tensor: Tensor, is_collective: bool) -> None:
         storage = self._storage(tensor)
-        storage.exchanged = storage.exchanged or exchanged
+        storage.is_collective = storage.is_collective or is_collective
 
     def _storage(self, tensor: Tensor) -> _Storage:
         """Return the record of a tensor's storage; start one if the storage is new."""
         local = local_shard(tensor)
-        own = local.untyped_storage()
-        number = storage_id(own)
+        untyped = local.untyped_storage()
+        number = storage_id(untyped)
         known = self._live.get(number)
         if known is not None:
             return known
-        size = own.nbytes()
-        known = _Storage(0, self._moment.phase)
+        size = untyped.nbytes()
+        known = _Storage(0, self._phases.phase)
         if known.born != "preparing" and local.numel() == self._logits[0] * self._logits[1]:
             known.kind = "logits" if local.shape[-1] == self._logits[1] else None
         self._live[number] = known
         self._change(known, size)
-        weakref.finalize(own, self._on_free, number)
+        weakref.finalize(untyped, self._on_free, number)
         if known.born in ("forward", "recompute"):
-            self._of_forward.append(known)
+            self._forward_storages.append(known)
         return known
 
     def _on_free(self, address: int) -> None:
@@ -181,4 +181,4 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _change(self, storage: _Storage, size: int) -> None:
         storage.bytes += size
-        self._changes.append(_Change(storage, size, self._moment.phase))
+        self._changes.append(_Change(storage, size, self._phases.phase))

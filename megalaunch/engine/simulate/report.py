@@ -35,7 +35,7 @@ class DeepPlan:
     on_gpu: bool
     phase: str
     kinds: dict[str, int]
-    exchanges: tuple[CollectiveReport, ...]
+    collectives: tuple[CollectiveReport, ...]
     seconds: float
 
     @property

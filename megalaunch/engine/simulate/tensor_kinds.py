@@ -21,16 +21,16 @@ class TensorKinds:
     model: ModelParts
     optimizer: NamedAdamW
 
-    def label(self, ledger: MemoryTracker) -> None:
+    def label(self, memory: MemoryTracker) -> None:
         """Label the current parameters and gradients in the memory tracker."""
         parameters = [parameter for part in self.model.parts for parameter in part.parameters()]
-        ledger.label(parameters, "weights")
-        ledger.label((parameter.grad for parameter in (*parameters, *self.optimizer.parameters)), "gradients")
-        ledger.label(self._unsharded_gradients(), "gradients")
+        memory.label(parameters, "weights")
+        memory.label((parameter.grad for parameter in (*parameters, *self.optimizer.parameters)), "gradients")
+        memory.label(self._unsharded_gradients(), "gradients")
 
-    def claim_moments(self, ledger: MemoryTracker) -> None:
+    def claim_moments(self, memory: MemoryTracker) -> None:
         """Allocate the optimizer's moments, which exist in every step but the first, and label them."""
-        ledger.label(self.optimizer.states().values(), "optimizer")
+        memory.label(self.optimizer.states().values(), "optimizer")
 
     def _unsharded_gradients(self) -> Iterator[Tensor | None]:
         """Yield unsharded gradients, accumulated over microbatches and reduced only at the end of the step."""

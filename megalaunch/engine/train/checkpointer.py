@@ -211,16 +211,16 @@ def save_tokenizer(directory: RunDirectory, spec: RunSpec) -> None:
     all ranks.
     """
 
-    def keep() -> None:
+    def save() -> None:
         if spec.tokenizer.path is None or directory.tokenizer.is_file():
             return
         try:
             content = load_tokenizer(Path(spec.tokenizer.path)).to_json()
         except DataError as error:
-            raise CheckpointError(f"the tokenizer cannot be kept with the run: {error}") from error
+            raise CheckpointError(f"the tokenizer cannot be saved with the run: {error}") from error
         write_file_atomically(directory.tokenizer, content)
 
-    run_on_rank0(keep)
+    run_on_rank0(save)
 
 
 def save_run(

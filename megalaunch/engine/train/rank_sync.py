@@ -75,13 +75,13 @@ def _decode_stop_signal(votes: list[float]) -> signal.Signals | None:
 
 def raise_on_all_ranks(problem: RankError | None, step: int) -> None:
     """Raise a RunEnd after `step` on every rank if any has a problem: that of the lowest such rank. Collective."""
-    for found in all_gather_objects(problem):
-        if isinstance(found, RankError):
-            raise RunEnd(found.exit_code, found.reason, step)
+    for shared in all_gather_objects(problem):
+        if isinstance(shared, RankError):
+            raise RunEnd(shared.exit_code, shared.reason, step)
 
 
 def all_gather_objects(mine: object) -> list[object]:
     """All-gather one small object per rank, in rank order. For reports, not for the hot path."""
-    everyone: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    gathered: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered

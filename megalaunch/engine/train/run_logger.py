@@ -16,7 +16,7 @@ from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome_space, 
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
 
-_BYTES_TOLD_SECONDS = 2.0
+_IO_REPORT_SECONDS = 2.0
 
 
 class RunLogger:
@@ -29,7 +29,7 @@ class RunLogger:
 
     def __init__(self, directory: RunDirectory, rank: int, progress: ProgressWriter) -> None:
         self._directory, self._first, self._progress = directory, rank == 0, progress
-        self._started = self._bytes_told = time.monotonic()
+        self._started = self._io_reported = time.monotonic()
         self.problem: RankError | None = None
 
     @property
@@ -57,9 +57,9 @@ class RunLogger:
             async_context: The work runs in the background of training, which reports its own heartbeats.
         """
         now = time.monotonic()
-        if now - self._bytes_told < _BYTES_TOLD_SECONDS:
+        if now - self._io_reported < _IO_REPORT_SECONDS:
             return
-        self._bytes_told = now
+        self._io_reported = now
         if not async_context:
             self.heartbeat(phase, step)
         self.event("progress", phase=phase, step=step, done=done, total=total)
@@ -106,7 +106,7 @@ class RunLogger:
         try:
             write_file_atomically(self._directory.sample, text)
         except OSError as error:
-            self.event("note", message=f"the sample could not be kept: {error}")
+            self.event("note", message=f"the sample could not be saved: {error}")
 
     def reserve_outcome_space(self) -> None:
         """Reserve disk space for the outcome, so that it can be written even if the disk fills up."""
@@ -167,5 +167,5 @@ class RunLogger:
         try:
             write()
         except OSError as error:
-            reason = f"{path} cannot be written: {error.strerror}; mend that, then run the same command again"
+            reason = f"{path} cannot be written: {error.strerror}; fix that, then run the same command again"
             self.problem = self.problem or RankError(ExitCode.CHECKPOINT, reason)

@@ -95,9 +95,9 @@ class Trainer:
         self._state, self._directory, self._record, self._stop = state, directory, record, stop
         self._spec, self._mesh = state.spec, state.mesh
         self._shape = batch_shape(state.spec.batch.global_batch_size, state.mesh)
-        self._position = TrainProgress(step=0, tokens=0)
+        self._progress = TrainProgress(step=0, tokens=0)
         self._saver = Checkpointer(state.spec, directory, state.model, state.optimizer, record)
-        self._passed_over: list[str] = []  # rejected checkpoints, each with its problems; filled on rank 0
+        self._rejected: list[str] = []  # rejected checkpoints, each with its problems; filled on rank 0
         self._zero_gradients = ZeroGradientGuard(state.spec.train.max_zero_grad_steps)
         self._stop_signal: signal.Signals | None = None  # the same on all ranks
         self._validated_step = 0
@@ -107,7 +107,7 @@ class Trainer:
     @property
     def step(self) -> int:
         """Number of the last finished step."""
-        return self._position.step
+        return self._progress.step
 
     def resume(self) -> None:
         """Load the newest valid checkpoint, or initial weights, and drop the metrics of later steps.
@@ -126,13 +126,13 @@ class Trainer:
         )
         if found is None:  # check before files are removed or truncated
             run_on_rank0(
-                partial(require_never_saved, self._directory.checkpoints, self._passed_over, self._record.last_saved)
+                partial(require_never_saved, self._directory.checkpoints, self._rejected, self._record.last_saved)
             )
         run_on_rank0(partial(remove_leftovers, self._directory.checkpoints))
         if found is not None:
             self._saver.saved = found
             self._record.phase("loading")
-            self._position = restore_run(found, self._spec.model, self._state.model, self._state.optimizer)
+            self._progress = restore_run(found, self._spec.model, self._state.model, self._state.optimizer)
             broadcast_tied_embedding(self._state.model, self._mesh)
             self._record.event("resumed", step=self.step, checkpoint=str(found))
         else:
@@ -191,7 +191,7 @@ class Trainer:
         if self._stop_signal is not None:
             self._record.event("stop_requested", signal=self._stop_signal.name)
         if self.step > 0:
-            self._saver.save(self._position)
+            self._saver.save(self._progress)
         self._record.phase("ending", self.step)
         return self._run_end()
 
@@ -214,11 +214,11 @@ class Trainer:
         self._record.heartbeat("step", number)
         batch = batches.get(number, self._last_step)
         result = step.run(number, batch, self._stop.signal, self._problem)
-        self._position = TrainProgress(number, self._position.tokens + result.tokens)
+        self._progress = TrainProgress(number, self._progress.tokens + result.tokens)
         self._loss, self._stop_signal = result.loss, result.stop
         seconds = time.perf_counter() - started
         self._record.step(
-            number, result, self._position.tokens, seconds, peak_bytes(self._mesh.device), batch.data_time
+            number, result, self._progress.tokens, seconds, peak_bytes(self._mesh.device), batch.data_time
         )
         self._zero_gradients.update(number, result, self._record)
 
@@ -247,18 +247,18 @@ class Trainer:
         if self._zero_gradients.is_exceeded:
             return
         if due and self._stop_signal is None:  # after a stop signal, `run` saves at its end
-            self._saver.save_async(self._position)
+            self._saver.save_async(self._progress)
             self._sync_stop_signal()
 
     def _on_checkpoint_rejected(self, path: Path, problems: list[str]) -> None:
-        self._passed_over.append(f"{path.name}: {'; '.join(problems)}")
+        self._rejected.append(f"{path.name}: {'; '.join(problems)}")
         self._record.event("checkpoint_refused", path=str(path), reason="; ".join(problems))
 
     def _run_end(self) -> RunEnd:
         details = {
             "loss": self._loss,
             "validation_loss": self._validation,
-            "tokens": self._position.tokens,
+            "tokens": self._progress.tokens,
             "checkpoint": str(self._saver.saved) if self._saver.saved else None,
         }
         stop = self._stop_signal

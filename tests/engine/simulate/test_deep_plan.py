@@ -90,7 +90,7 @@ def test_a_part_of_the_microbatches_tells_of_all(layout, monkeypatch):
     whole = deep_plan(spec, 0)
     assert whole.computed == 16
     assert (part.kinds, part.phase) == (whole.kinds, whole.phase)
-    assert part.exchanges == whole.exchanges
+    assert part.collectives == whole.collectives
 
 
 LLAMA = ("recipe=llama3_8b", "data.mock=true", "model.num_layers=4", "cluster.devices_per_node=8")
@@ -238,5 +238,5 @@ def test_documents_dealt_out_by_length_are_planned_as_long_as_their_sample():
     found = deep_plan(spec, 0)
     assert abs(memory_by_rank(spec)[0].total / found.total - 1) < 0.05
     key = 2 * 2 * 32 * 4  # key and value of two groups in fp32
-    traffic = [e.bytes for e in found.exchanges if (e.phase, e.kind, e.axis) == ("forward", "all-to-all", "cp")]
+    traffic = [e.bytes for e in found.collectives if (e.phase, e.kind, e.axis) == ("forward", "all-to-all", "cp")]
     assert traffic == [3 * 8 * 3 * 512 * key]  # of 3 layers and 8 microbatches: three ranks' keys arrive

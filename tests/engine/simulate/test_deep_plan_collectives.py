@@ -42,7 +42,7 @@ def _on_gloo(spec: RunSpec) -> Rows:
 
 
 def _planned(spec: RunSpec, rank: int) -> Rows:
-    return {(one.phase, one.kind, one.axis): (one.count, one.bytes) for one in deep_plan(spec, rank).exchanges}
+    return {(one.phase, one.kind, one.axis): (one.count, one.bytes) for one in deep_plan(spec, rank).collectives}
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
