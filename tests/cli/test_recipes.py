@@ -61,7 +61,7 @@ def test_list_as_json(folder):
     rows = {row["name"]: row for row in json.loads(run("list", "--json").stdout)}
     assert rows["llama3_8b"] == {
         "name": "llama3_8b",
-        "summary": "Llama-3 8B pre-training at sequence 8192 on one machine of 8 H100.",
+        "summary": "Llama-3 8B pre-training at sequence 8192 on one node of 8 H100.",
         "model": "llama3_8b",
         "parameters": 8_030_261_248,
         "active": None,
