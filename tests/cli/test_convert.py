@@ -88,7 +88,7 @@ def test_every_fault_is_listed_and_nothing_written(folder, tmp_path):
     assert result.exit_code == 4
     for text in (
         "missing: model.norm.weight [32]",
-        "mis-shaped: model.layers.0.mlp.up_proj.weight is [3, 4], config.json means [48, 32]",
+        "wrong shape: model.layers.0.mlp.up_proj.weight is [3, 4], config.json expects [48, 32]",
         "unexpected: model.layers.9.extra [1]",
     ):
         assert text in result.output
@@ -157,7 +157,7 @@ def test_a_wrong_carry_fails_the_proof(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "verify_logits", wrong)
     result = convert("import", folder, "--output", tmp_path / "ckpt")
     assert result.exit_code == 4
-    assert "both sides differ" in result.output
+    assert "the models differ" in result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
@@ -170,7 +170,7 @@ def test_a_misread_config_fails_the_proof(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(qwen2, "read_rope", lambda file: {**read(file), "theta": 500.0})
     result = convert("import", folder, "--output", tmp_path / "ckpt")
     assert result.exit_code == 4
-    assert "reads this config.json otherwise" in result.output
+    assert "reads this config.json differently" in result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 

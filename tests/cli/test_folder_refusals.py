@@ -55,7 +55,7 @@ def test_all_files_that_the_index_names_and_the_folder_lacks_are_listed(folder: 
     for name in files[:2]:
         (folder / name).unlink()
     for said in both(folder):
-        assert f"{folder} lacks {files[0]}, {files[1]}, which model.safetensors.index.json names" in said
+        assert f"{folder} lacks {files[0]}, {files[1]} of model.safetensors.index.json" in said
         assert "copy or download them" in said
 
 

@@ -125,7 +125,7 @@ def test_every_fault_is_listed_and_nothing_written(tensors, tmp_path):
     assert done.exit_code == 4
     for text in (
         "missing: decoder.final_layernorm.weight [16]",
-        "mis-shaped: decoder.layers.0.mlp.linear_fc2.weight is [16, 25], its arguments mean [16, 24]",
+        "wrong shape: decoder.layers.0.mlp.linear_fc2.weight is [16, 25], its arguments expect [16, 24]",
         "unexpected: decoder.layers.1.mlp.router.weight [2, 16]",
         "--vocab-size 41: the embedding has 40 rows",
     ):
@@ -190,7 +190,7 @@ def test_code_in_a_pickle_is_refused_by_name_and_does_not_run(poison, kind, save
     done = convert(saved, "--allow-pickle")
     assert done.exit_code == 4
     assert f"  {'posix.system' if kind is Evil else 'builtins.eval'} (in " in done.output
-    assert "nothing of it was run" in done.output
+    assert "no code of them was run" in done.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
 
 
@@ -218,7 +218,7 @@ def test_damaged_and_other_files(saved, tmp_path):
     assert done.exit_code == 4
     assert "__0_0.distcp" in done.output
     (saved / ".metadata").write_bytes(b"\x80\x04]")
-    assert "no torch_dist checkpoint, or a damaged one" in convert(saved, "--allow-pickle").output
+    assert "it is damaged, or not a torch_dist checkpoint" in convert(saved, "--allow-pickle").output
     (saved / ".metadata").unlink()
     assert "it has no .metadata" in convert(saved, "--allow-pickle").output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
@@ -234,10 +234,10 @@ def doubled(value: object, times: int, kind: type = list) -> object:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (doubled(1, 60), "lists in lists without an end"),
-        (doubled(1, 18), "lists in lists without an end"),
-        (["a" * 10_000] * 1000, "texts without an end"),
-        (2**5000, "a number that is too big"),
+        (doubled(1, 60), "too many values or too deeply nested lists"),
+        (doubled(1, 18), "too many values or too deeply nested lists"),
+        (["a" * 10_000] * 1000, "too much text"),
+        (2**5000, "a number that is too large"),
     ],
     ids=["deep", "wide", "texts", "number"],
 )
@@ -245,7 +245,7 @@ def test_arguments_that_are_endless_when_written_out_are_refused(value, reason, 
     torch.save({"args": Namespace(**ARGUMENTS, extra=value), "iteration": 1}, saved / "common.pt")
     done = convert(saved, "--allow-pickle")
     assert done.exit_code == 4
-    assert f"common.pt: its arguments hold {reason}" in done.output
+    assert f"common.pt: its arguments have {reason}" in done.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
 
 
@@ -262,10 +262,10 @@ def changed_metadata(saved: Path, change) -> str:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda tensor: setattr(tensor.properties, "dtype", doubled("x", 60, tuple)), "is of an unknown kind"),
-        (lambda tensor: setattr(tensor, "size", [0] * 100), "is no short list of numbers"),
-        (lambda tensor: setattr(tensor, "size", [2**80]), "with a number that is no size"),
-        (lambda tensor: setattr(tensor.chunks[0], "offsets", doubled(0, 60, tuple)), "with a number that is no size"),
+        (lambda tensor: setattr(tensor.properties, "dtype", doubled("x", 60, tuple)), "has an unknown dtype"),
+        (lambda tensor: setattr(tensor, "size", [0] * 100), "is not a short list of integers"),
+        (lambda tensor: setattr(tensor, "size", [2**80]), "has a number that is not a size"),
+        (lambda tensor: setattr(tensor.chunks[0], "offsets", doubled(0, 60, tuple)), "has a number that is not a size"),
     ],
     ids=["dtype", "dims", "size", "offsets"],
 )
@@ -280,11 +280,11 @@ def test_a_stack_of_more_layers_than_models_have_is_refused(saved):
         tensor.size, tensor.chunks[0].sizes = torch.Size([10**12, 0]), torch.Size([10**12, 0])
 
     said = changed_metadata(saved, change)
-    assert ".metadata says otherwise" in said or "more layers than models have" in said
+    assert "which contradicts .metadata" in said or "more layers than models have" in said
 
 
 def test_what_takes_too_long_ends_with_its_reason(saved, monkeypatch):
-    """The hash of nested tuples is taken while they are unpickled: only the limit on processor time ends that."""
+    """The hash of nested tuples is taken while they are unpickled: only the limit on CPU time ends that."""
     tuples = b"".join(b"h%ch%c\x86\x940" % (level, level) for level in range(60))  # each of twice the one before
     (saved / ".metadata").write_bytes(b"\x80\x04K\x01\x940" + tuples + b"}h<K\x01s.")  # and the last one as a key
     reader = megatron_checkpoint._READER
@@ -293,4 +293,4 @@ def test_what_takes_too_long_ends_with_its_reason(saved, monkeypatch):
     monkeypatch.setattr(megatron_checkpoint, "_READER", quick)
     done = convert(saved, "--allow-pickle")
     assert done.exit_code == 4
-    assert f"{saved} is refused: reading its pickles takes longer than honest ones of their size ever do" in done.output
+    assert f"{saved} is refused: reading its pickles exceeds the CPU time limit for their size" in done.output

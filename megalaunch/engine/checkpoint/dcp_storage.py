@@ -253,8 +253,8 @@ def _require_visible(unfinished: Path, directory: Path, shards: set[FileRecord])
     hidden = sorted(record.name for record in shards if not (unfinished / record.name).exists())
     if hidden:
         raise CheckpointError(
-            f"cannot save the checkpoint {directory}: rank 0 does not see {', '.join(hidden)}, which another rank "
-            f"wrote; the run directory must be on a filesystem that all nodes share"
+            f"cannot save the checkpoint {directory}: rank 0 cannot find {', '.join(hidden)}, which another rank "
+            f"wrote; put the run directory on a file system that all nodes share"
         )
 
 

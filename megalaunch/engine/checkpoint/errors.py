@@ -38,8 +38,8 @@ def write_error(directory: Path, unfinished: Path | None, needed: int, error: OS
     where = error.filename or directory
     if error.errno == errno.EFBIG:
         return CheckpointError(
-            f"cannot save the checkpoint {directory}: a file grew past the limit on file sizes "
-            f"(the checkpoint needs {format_bytes(needed)} in all; raise the limit: `ulimit -f unlimited`)"
+            f"cannot save the checkpoint {directory}: a file exceeds the limit on file sizes "
+            f"(the checkpoint needs {format_bytes(needed)}; raise the limit: `ulimit -f unlimited`)"
         )
     return CheckpointError(f"cannot save the checkpoint {directory}: {where}: {os.strerror(error.errno or 0)}")
 
@@ -47,10 +47,10 @@ def write_error(directory: Path, unfinished: Path | None, needed: int, error: OS
 def no_space(directory: Path, needed: int, free: int) -> CheckpointError:
     """Make the error for a full disk: the needed and the free bytes, and a checkpoint that may be removed."""
     missing = max(needed - free, 0)
-    wanted = f"free {format_bytes(missing)} or more" if missing else "free some space"
+    fix = f"free {format_bytes(missing)} or more" if missing else "free space"
     return CheckpointError(
         f"no space left for the checkpoint {directory}: it needs {format_bytes(needed)}, "
-        f"{format_bytes(free)} are free; {wanted} on that disk{_removable(directory)}, then run the same command again"
+        f"{format_bytes(free)} are free; {fix} on that disk{_removable(directory)}, then run the same command to resume"
     )
 
 
@@ -60,5 +60,5 @@ def _removable(directory: Path) -> str:
     if len(others) < 2:
         return ""
     oldest = others[0]
-    held = format_bytes(directory_size(oldest))
-    return f" (the oldest checkpoint there, {oldest.name}, holds {held}; checkpoint.keep_last keeps fewer)"
+    size = format_bytes(directory_size(oldest))
+    return f" (the oldest checkpoint there, {oldest.name}, takes {size}; a lower checkpoint.keep_last retains fewer)"

@@ -45,7 +45,7 @@ class StoredWeights:
         self.shapes = parameter_shapes(self.model)
         missing = [name for name in self.shapes if WEIGHTS + name not in self._catalogue]
         if missing:
-            raise CheckpointError(f"the checkpoint {checkpoint} holds no {', '.join(missing)}")
+            raise CheckpointError(f"the checkpoint {checkpoint} has no {', '.join(missing)}")
 
     def read(self, name: str) -> Tensor:
         """Read one parameter in its stored dtype."""
@@ -73,7 +73,9 @@ class StoredWeights:
         known = document if isinstance(document, Mapping) else {"vocab_size": "unknown"}
         size, config = known.get("vocab_size"), known.get("config")
         if not (size is None or (type(size) is int and size > 0)) or not isinstance(config or {}, Mapping):
-            raise CheckpointError(f"{self.checkpoint / ORIGIN}.json does not say where the weights came from")
+            raise CheckpointError(
+                f"{self.checkpoint / ORIGIN}.json is damaged: vocab_size must be a positive integer, config a mapping"
+            )
         return known
 
 
@@ -114,7 +116,7 @@ def export_folder(weights: StoredWeights, asked: Export, prove: Prove, wrote: Wr
 def _require_all_named(weights: StoredWeights, pairs: list[WeightMapping]) -> None:
     """Raise CheckpointError unless the family maps every parameter of the decoder, and no other."""
     named = {name for pair in pairs for name in pair.ours}
-    unnamed = [f"{name} has no name there" for name in weights.shapes if name not in named]
+    unnamed = [f"{name} has no Hugging Face name" for name in weights.shapes if name not in named]
     unnamed += [f"the model has no {name}" for name in named if name not in weights.shapes]
     if unnamed:
         raise CheckpointError(f"{weights.checkpoint} cannot be exported:\n  " + "\n  ".join(sorted(unnamed)))

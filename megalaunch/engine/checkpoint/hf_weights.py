@@ -31,20 +31,20 @@ class HuggingFaceWeights(MappedWeights):
         except FamilyError as error:
             raise _family_error(folder, error.problems) from error
         if model.num_layers > len(folder.tensors):  # before a decoder of that many layers is built
-            held = len(folder.tensors)
+            count = len(folder.tensors)
             raise _family_error(
-                folder, [f"config.json means {model.num_layers:,} layers, and the files hold {held:,} tensors"]
+                folder, [f"config.json has {model.num_layers:,} layers, but the files have only {count:,} tensors"]
             )
         self._weights = get_family_weights(model)
         multimodal = get_multimodal(folder.config)
         self._vision = () if multimodal is None else multimodal.vision
         self._layout = {} if multimodal is None else multimodal.layout(folder.tensors)
-        left_out = [name for name in folder.tensors if self._is_vision_tensor(name)]
-        if left_out:
-            self.notes.append(f"{len(left_out)} tensors of images ({left_out[0]}, ...) are not read")
+        skipped = [name for name in folder.tensors if self._is_vision_tensor(name)]
+        if skipped:
+            self.notes.append(f"{len(skipped)} tensors of the image encoder ({skipped[0]}, ...) are not read")
         self._bare = not any(name.startswith(self._weights.prefix) for name in folder.tensors)
         super().__init__(folder, model, list(self._weights.tensors(model)))
-        problems = list(self.problems("config.json means"))
+        problems = list(self.problems("config.json expects"))
         if problems:
             raise _family_error(folder, problems)
 
@@ -86,4 +86,4 @@ class HuggingFaceWeights(MappedWeights):
 
 def _family_error(folder: HuggingFaceFolder, problems: list[str]) -> CheckpointError:
     lines = "\n  ".join(problems)
-    return CheckpointError(f"{folder.directory} cannot be carried over exactly:\n  {lines}")
+    return CheckpointError(f"{folder.directory} cannot be converted exactly:\n  {lines}")

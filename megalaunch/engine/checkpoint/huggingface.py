@@ -41,8 +41,10 @@ class HuggingFaceFolder:
         if other is not None:
             raise CheckpointError(other)
         if not (directory / CONFIG).is_file():
-            what = f"has no {CONFIG}" if directory.is_dir() else "is no directory"
-            raise CheckpointError(f"{directory} {what}: give a Hugging Face folder, with {CONFIG} and safetensors")
+            cause = f"has no {CONFIG}" if directory.is_dir() else "is not a directory"
+            raise CheckpointError(
+                f"{directory} {cause}: name a Hugging Face folder with {CONFIG} and safetensors files"
+            )
         self.config = _json(directory / CONFIG)
         self._entries: dict[str, tuple[Path, Entry]] = {}
         for name in self._files():
@@ -56,7 +58,7 @@ class HuggingFaceFolder:
                 raise CheckpointError(f"{error}; copy or download it again") from error
             twice = found.keys() & self._entries.keys()
             if twice:
-                raise CheckpointError(f"{directory}: {', '.join(sorted(twice))} stand in two files")
+                raise CheckpointError(f"{directory}: two files have the same tensors: {', '.join(sorted(twice))}")
             self._entries |= {tensor: (path, entry) for tensor, entry in found.items()}
 
     @property
@@ -78,7 +80,7 @@ class HuggingFaceFolder:
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         if filled != len(held):
-            raise CheckpointError(f"{path}: ends inside of {name}")
+            raise CheckpointError(f"{path}: is truncated: it ends within {name}")
         return held.view(DTYPES[entry.dtype]).reshape(entry.shape)
 
     def companions(self) -> dict[str, Path]:
@@ -91,23 +93,21 @@ class HuggingFaceFolder:
         if index.is_file():
             named = _json(index).get("weight_map")
             if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-                raise CheckpointError(f"{index}: weight_map does not say which tensor is in which file; copy it again")
+                raise CheckpointError(f"{index}: weight_map must map tensors to file names; copy the file again")
             names = sorted(set(named.values()))
             if not names or not all(is_plain_name(name) for name in names):
-                raise CheckpointError(f"{index}: weight_map names no files, or files outside of the folder")
-            lacking = [name for name in names if not (self.directory / name).is_file()]
-            if lacking:
-                raise CheckpointError(
-                    f"{self.directory} lacks {', '.join(lacking)}, which {INDEX} names; copy or download them"
-                )
+                raise CheckpointError(f"{index}: weight_map must name files of the folder; copy the file again")
+            missing = [name for name in names if not (self.directory / name).is_file()]
+            if missing:
+                raise CheckpointError(f"{self.directory} lacks {', '.join(missing)} of {INDEX}; copy or download them")
             return names
         if (self.directory / WEIGHTS_FILE).is_file():
             return [WEIGHTS_FILE]
         pickles = sorted(path.name for pattern in _PICKLES for path in self.directory.glob(pattern))
         if pickles:
             raise CheckpointError(
-                f"{self.directory} has its weights as pickles ({', '.join(pickles[:3])}), which run whatever code is "
-                "in them when they are opened, so they are not. If you trust whoever made them, convert them with "
+                f"{self.directory} has pickled weights ({', '.join(pickles[:3])}), which are not read: opening a "
+                "pickle can run any code. If you trust their origin, convert them with "
                 "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
             )
         raise CheckpointError(f"{self.directory} has neither {WEIGHTS_FILE} nor {INDEX}")

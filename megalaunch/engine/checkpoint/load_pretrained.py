@@ -73,13 +73,14 @@ def _open(source: Path) -> HuggingFaceWeights | StoredWeights:
     if (source / MANIFEST).exists():
         problems = verify_checkpoint(source)
         if problems:
-            raise CheckpointError(f"the checkpoint {source} cannot be trusted: {'; '.join(problems)}")
+            raise CheckpointError(f"the checkpoint {source} is damaged: {'; '.join(problems)}")
         return StoredWeights(source)
     checkpoints = RunDirectory(source).checkpoints
     found = _newest(checkpoints) if checkpoints.is_dir() else None
     if found is None:
         raise CheckpointError(
-            f"checkpoint.load_pretrained: {source} is no Hugging Face folder (config.json), checkpoint or run with one"
+            f"checkpoint.load_pretrained: {source} is not a Hugging Face folder (config.json), a checkpoint or a run "
+            "with a valid checkpoint"
         )
     return StoredWeights(found)
 
@@ -104,9 +105,9 @@ def _require_same(source: Path, model: ModelSpec, there: ModelSpec) -> None:
     own, its = model.vocab_size or 0, there.vocab_size or 0
     found = differences(replace(model, vocab_size=its, family=there.family), there)
     if own < its:
-        found.append(f"model.vocab_size={own} (not {its}, or more)")
+        found.append(f"model.vocab_size={own} (must be at least {its})")
     if found:
-        raise CheckpointError(f"{source} holds another model than the run's:\n  " + "\n  ".join(found))
+        raise CheckpointError(f"{source} has another model than the run:\n  " + "\n  ".join(found))
 
 
 def _pad_vocab(name: str, value: Tensor, shape: torch.Size) -> Tensor:

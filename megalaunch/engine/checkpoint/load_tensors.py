@@ -31,7 +31,7 @@ def read_tensors(directory: Path, names: Collection[str] | None = None) -> dict[
     wanted = list(catalogue) if names is None else list(names)
     missing = [name for name in wanted if name not in catalogue]
     if missing:
-        raise CheckpointError(f"the checkpoint {directory} holds no {_listed(missing)}")
+        raise CheckpointError(f"the checkpoint {directory} has no {_listed(missing)}")
     files: dict[str, MappedFile] = {}
     return {name: full_tensor(directory, name, catalogue, files) for name in wanted}
 
@@ -44,18 +44,20 @@ def full_tensor(directory: Path, name: str, catalogue: Catalogue, files: dict[st
         if chunk.file not in files:
             files[chunk.file] = MappedFile(directory / chunk.file)
         parts.append(stored_slice(files[chunk.file], name, dtype, chunk.shape))
-    whole = torch.empty(stored.shape, dtype=dtype)
+    full = torch.empty(stored.shape, dtype=dtype)
     for chunk, part in zip(stored.chunks, parts, strict=True):
         box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.shape, strict=True))
-        whole[box] = part
-    return whole
+        full[box] = part
+    return full
 
 
 def stored_slice(file: MappedFile, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor of a file. Raises CheckpointError if its dtype or shape contradicts the tensor index."""
     part = file.tensor(name)
     if part.dtype != dtype or part.shape != shape:
-        raise CheckpointError(f"{file.path}: {name!r} is {part.dtype} {list(part.shape)}, {CATALOGUE} says otherwise")
+        raise CheckpointError(
+            f"{file.path}: {name!r} is {part.dtype} {list(part.shape)}, which contradicts {CATALOGUE}"
+        )
     return part
 
 

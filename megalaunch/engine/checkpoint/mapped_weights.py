@@ -78,9 +78,9 @@ class MappedWeights:
             if name not in found:
                 yield f"missing: {name} {list(shape)}"
             elif found[name].shape != tuple(shape):
-                yield f"mis-shaped: {name} is {list(found[name].shape)}, {source} {list(shape)}"
+                yield f"wrong shape: {name} is {list(found[name].shape)}, {source} {list(shape)}"
             elif not DTYPES[found[name].dtype].is_floating_point:
-                yield f"{name} is stored as {found[name].dtype}: quantised weights are not read"
+                yield f"{name} is stored as {found[name].dtype}: quantized weights are not supported"
         for name in found:
             if name not in expected and not self.is_ignorable(name):
                 yield f"unexpected: {name} {list(found[name].shape)}"
@@ -96,5 +96,5 @@ def parameter_shapes(model: ModelSpec) -> Mapping[str, torch.Size]:
         with torch.device("meta"):
             decoder = build_decoder(model)
     except (RuntimeError, OverflowError, TypeError, ValueError) as error:  # sizes that overflow torch's integers
-        raise CheckpointError(f"no model has these sizes: {str(error).splitlines()[0][:200]}") from error
+        raise CheckpointError(f"invalid model sizes: {str(error).splitlines()[0][:200]}") from error
     return {name: parameter.shape for name, parameter in decoder.named_parameters()}

@@ -113,10 +113,10 @@ def _iteration(directory: Path) -> Path:
     tracker = directory / _TRACKER
     if (directory / ".metadata").exists() or not tracker.is_file():
         return directory
-    word = tracker.read_text(encoding="utf-8", errors="replace").strip()[:40]
-    name = f"iter_{int(word):07d}" if word.isdecimal() else word
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()[:40]
+    name = f"iter_{int(text):07d}" if text.isdecimal() else text
     if not is_plain_name(name):
-        raise CheckpointError(f"{tracker} says {word!r}, which is no iteration")
+        raise CheckpointError(f"{tracker} has {text!r}, which is not an iteration")
     return directory / name
 
 
@@ -125,8 +125,8 @@ def _describe(directory: Path) -> dict[str, Any]:
     for name in (".metadata", "common.pt"):
         if not (directory / name).is_file():
             raise CheckpointError(
-                f"{directory} is no torch_dist checkpoint of Megatron-LM: it has no {name} "
-                "(one in another format is saved anew with: --ckpt-convert-format torch_dist)"
+                f"{directory} is not a torch_dist checkpoint of Megatron-LM: it has no {name} "
+                "(convert other formats with Megatron-LM: --ckpt-convert-format torch_dist)"
             )
     command = [sys.executable, "-I", "-S", str(_READER), str(directory.resolve())]
     try:
@@ -136,27 +136,25 @@ def _describe(directory: Path) -> dict[str, Any]:
     except subprocess.TimeoutExpired as error:
         raise CheckpointError(f"{directory}: reading its pickles took over {_TIMEOUT_SECONDS} s") from error
     if done.returncode == -signal.SIGXCPU:  # its limit on CPU time
-        raise CheckpointError(
-            f"{directory} is refused: reading its pickles takes longer than honest ones of their size ever do"
-        )
+        raise CheckpointError(f"{directory} is refused: reading its pickles exceeds the CPU time limit for their size")
     try:
-        said = json.loads(done.stdout)
+        reply = json.loads(done.stdout)
     except ValueError as error:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
         raise CheckpointError(
-            f"{directory}: the process that reads its pickles ended with {done.returncode}: {last[0]}"
+            f"{directory}: the process that reads its pickles exited with {done.returncode}: {last[0]}"
         ) from error
-    if "refused" in said:
-        names = sorted(said["refused"].items())
+    if "refused" in reply:
+        names = sorted(reply["refused"].items())
         lines = [f"{name:.200} (in {where})" for name, where in names[:_SHOWN]]
         lines += [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
         raise CheckpointError(
-            f"{directory} is refused: its pickles name what is neither a tensor nor a plain container, and nothing of "
-            "it was run:\n  " + "\n  ".join(lines)
+            f"{directory} is refused: its pickles name objects other than tensors and plain containers; no code of "
+            "them was run:\n  " + "\n  ".join(lines)
         )
-    if "problem" in said:
-        raise CheckpointError(f"{directory}: {said['problem']}")
-    return dict(said)
+    if "problem" in reply:
+        raise CheckpointError(f"{directory}: {reply['problem']}")
+    return dict(reply)
 
 
 def _values(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
@@ -170,5 +168,5 @@ def _values(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype, 
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if filled != len(flat):
-        raise CheckpointError(f"{path}: ends inside of {name}")
+        raise CheckpointError(f"{path}: is truncated: it ends within {name}")
     return part

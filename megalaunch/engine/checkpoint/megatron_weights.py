@@ -37,19 +37,17 @@ class MegatronWeights(MappedWeights):
         if rows is not None and rows.shape:
             model = replace(model, vocab_size=rows.shape[0])
         if model.num_layers > len(checkpoint.tensors):  # before a decoder of that many layers is built
-            raise CheckpointError(
-                f"{checkpoint.directory} holds fewer tensors than its {model.num_layers:,} layers need"
-            )
+            raise CheckpointError(f"{checkpoint.directory} has fewer tensors than its {model.num_layers:,} layers need")
         self._apart = any(name.endswith(".input_layernorm.weight") for name in checkpoint.tensors)
         super().__init__(checkpoint, _with_family(model), list(_pairs(model)))
-        problems = list(self.problems("its arguments mean"))
-        whole = model.vocab_size or 0
-        if not 0 < (vocabulary or whole) <= whole:
-            problems.append(f"--vocab-size {vocabulary}: the embedding has {whole} rows")
+        problems = list(self.problems("its arguments expect"))
+        rows_stored = model.vocab_size or 0
+        if not 0 < (vocabulary or rows_stored) <= rows_stored:
+            problems.append(f"--vocab-size {vocabulary}: the embedding has {rows_stored} rows")
         if problems:
             lines = "\n  ".join(problems)
-            raise CheckpointError(f"{checkpoint.directory} cannot be carried over exactly:\n  {lines}")
-        self._vocabulary = vocabulary or whole
+            raise CheckpointError(f"{checkpoint.directory} cannot be converted exactly:\n  {lines}")
+        self._vocabulary = vocabulary or rows_stored
 
     @property
     def origin(self) -> Mapping[str, object]:

@@ -48,13 +48,13 @@ def require_never_saved(checkpoints: Path, refused: Sequence[str], last_saved: C
         refused: the problems of each invalid checkpoint, newest first.
         last_saved: returns the step of the newest recorded save, or None.
     """
-    remedy = "nothing was changed: bring one back from a copy, or start again in another run.directory"
+    fix = "nothing was changed; restore one from a backup, or start a new run in another run.directory"
     if refused:
         more = f", and {len(refused) - 1} older" if len(refused) > 1 else ""
-        raise CheckpointError(f"no checkpoint in {checkpoints} is whole ({refused[0]}{more}); {remedy}")
+        raise CheckpointError(f"no checkpoint in {checkpoints} is valid ({refused[0]}{more}); {fix}")
     step = last_saved()
     if step is not None:
-        raise CheckpointError(f"{checkpoints} is empty, and the run has saved a checkpoint of step {step}; {remedy}")
+        raise CheckpointError(f"{checkpoints} is empty, but the run has saved a checkpoint of step {step}; {fix}")
 
 
 def prune_checkpoints(

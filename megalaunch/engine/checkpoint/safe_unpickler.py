@@ -144,11 +144,11 @@ class _PlainUnpickler:
         """Convert numbers, strings and lists; anything else becomes `<its type>`."""
         self._values -= 1
         if self._values < 0 or depth > _DEEPEST:
-            raise CorruptCheckpoint("common.pt: its arguments hold lists in lists without an end")
+            raise CorruptCheckpoint("common.pt: its arguments have too many values or too deeply nested lists")
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, int) and abs(value) > _LARGEST:
-            raise CorruptCheckpoint("common.pt: its arguments hold a number that is too big")
+            raise CorruptCheckpoint("common.pt: its arguments have a number that is too large")
         if value is None or isinstance(value, bool | int):
             return value
         if isinstance(value, float):
@@ -161,7 +161,7 @@ class _PlainUnpickler:
         """Return the string and count its length; a shared string counts each time."""
         self._text -= len(text)
         if self._text < 0:
-            raise CorruptCheckpoint("common.pt: its arguments hold texts without an end")
+            raise CorruptCheckpoint("common.pt: its arguments have too much text")
         return text
 
 
@@ -183,7 +183,7 @@ class RestrictedUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         """Return a tensor's storage reference: ("storage", dtype, key, device, length)."""
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-            raise CorruptCheckpoint(f"{self._where}: a storage of an unknown kind")
+            raise CorruptCheckpoint(f"{self._where}: a storage of an unknown type")
         return pid
 
 
@@ -224,7 +224,7 @@ class TorchZipReader:
             self._zip = zipfile.ZipFile(_Window(self._file, begin, length))
         except zipfile.BadZipFile as error:
             raise CorruptCheckpoint(
-                f"{path.name}: at byte {begin} is nothing that torch.save writes today ({error})"
+                f"{path.name}: at byte {begin} is not in torch.save's zip format ({error})"
             ) from error
         self._entries = {entry.filename.partition("/")[2]: entry for entry in self._zip.infolist()}
 
@@ -237,9 +237,9 @@ class TorchZipReader:
     def content(self) -> Any:
         """Return the unpickled object, with tensors and all other objects replaced by inert records."""
         if "byteorder" in self._entries and self._zip.read(self._entries["byteorder"]) != b"little":
-            raise CorruptCheckpoint(f"{self.path.name}: written by a machine with another byte order")
+            raise CorruptCheckpoint(f"{self.path.name}: was written with another byte order")
         if "data.pkl" not in self._entries:
-            raise CorruptCheckpoint(f"{self.path.name}: at byte {self.begin} is no pickle of torch.save")
+            raise CorruptCheckpoint(f"{self.path.name}: at byte {self.begin} is not a pickle of torch.save")
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in self._entries.values()):
             raise CorruptCheckpoint(f"{self.path.name}: is compressed, which torch.save never does")
         return RestrictedUnpickler(
@@ -250,7 +250,7 @@ class TorchZipReader:
         """Return a storage's position in the file and its size, both in bytes."""
         entry = self._entries.get(f"data/{key}")
         if entry is None or entry.compress_type != zipfile.ZIP_STORED:
-            raise CorruptCheckpoint(f"{self.path.name}: at byte {self.begin} lacks the values of its tensor")
+            raise CorruptCheckpoint(f"{self.path.name}: at byte {self.begin} has no values of its tensor")
         self._file.seek(self.begin + entry.header_offset)
         header = self._file.read(30)
         names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
@@ -273,16 +273,16 @@ def describe(directory: Path, refused: dict[str, str]) -> dict[str, Any]:
     if refused:
         return {}
     parts = _fields(metadata, "Metadata", "state_dict_metadata", "storage_data")
-    places = {}
+    storage_info = {}
     for index, info in parts["storage_data"].items():
         at = _fields(index, "MetadataIndex", "fqn")
         where = None if at.get("offset") is None else _sizes(at["offset"], "an offset")
         if isinstance(at["fqn"], str):
-            places[at["fqn"], where] = _fields(info, "_StorageInfo", "relative_path", "offset", "length")
+            storage_info[at["fqn"], where] = _fields(info, "_StorageInfo", "relative_path", "offset", "length")
     tensors = {}
     for name, entry in parts["state_dict_metadata"].items():
         if isinstance(entry, InertRecord) and entry.name.endswith("TensorStorageMetadata") and _is_weight(name):
-            tensors[name] = _tensor(directory, name, entry, places, refused)
+            tensors[name] = _tensor(directory, name, entry, storage_info, refused)
     plain = _PlainUnpickler()
     arguments = dict(_arguments(shared, plain))
     return {"arguments": arguments, "iteration": plain.value(shared.get("iteration")), "tensors": tensors}
@@ -297,9 +297,9 @@ def _is_weight(name: Any) -> bool:
 def _sizes(values: Any, what: str) -> tuple[int, ...]:
     """Validate sizes: a short list of integers from 0 that fit torch's integers. Raises CorruptCheckpoint."""
     if not isinstance(values, tuple | list) or len(values) > 64:
-        raise CorruptCheckpoint(f".metadata: {what} that is no short list of numbers")
+        raise CorruptCheckpoint(f".metadata: {what} is not a short list of integers")
     if not all(type(value) is int and 0 <= value < _LARGEST for value in values):
-        raise CorruptCheckpoint(f".metadata: {what} with a number that is no size")
+        raise CorruptCheckpoint(f".metadata: {what} has a number that is not a size")
     return tuple(values)
 
 
@@ -307,28 +307,30 @@ def _fields(record: Any, kind: str, *names: str) -> dict[str, Any]:
     """Return the state of a record of class `kind`, which must have the fields `names`. Raises CorruptCheckpoint."""
     state = record.state if isinstance(record, InertRecord) and record.name.endswith(f".{kind}") else None
     if not isinstance(state, dict) or any(name not in state for name in names):
-        raise CorruptCheckpoint(f".metadata: something else than a {kind}")
+        raise CorruptCheckpoint(f".metadata: a {kind} was expected")
     return state
 
 
-def _tensor(directory: Path, name: str, entry: InertRecord, places: Any, refused: dict[str, str]) -> dict[str, Any]:
+def _tensor(
+    directory: Path, name: str, entry: InertRecord, storage_info: Any, refused: dict[str, str]
+) -> dict[str, Any]:
     """Return dtype, shape and chunks of one tensor, each chunk with the byte where its values begin."""
     fields = _fields(entry, "TensorStorageMetadata", "properties", "size", "chunks")
     state = fields["properties"].state
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise CorruptCheckpoint(f".metadata: {name} is of an unknown kind")
+        raise CorruptCheckpoint(f".metadata: {name} has an unknown dtype")
     chunks = []
     for chunk in fields["chunks"]:
         box = _fields(chunk, "ChunkStorageMetadata", "offsets", "sizes")
-        offsets, sizes = _sizes(box["offsets"], f"a part of {name}"), _sizes(box["sizes"], f"a part of {name}")
-        place = places.get((name, offsets))
-        if place is None:
-            raise CorruptCheckpoint(f".metadata: does not say where the part of {name} at {list(offsets)} lies")
-        file = place["relative_path"]
+        offsets, sizes = _sizes(box["offsets"], f"a chunk of {name}"), _sizes(box["sizes"], f"a chunk of {name}")
+        info = storage_info.get((name, offsets))
+        if info is None:
+            raise CorruptCheckpoint(f".metadata: has no file for the chunk of {name} at {list(offsets)}")
+        file = info["relative_path"]
         if not isinstance(file, str) or "/" in file or file.startswith(".") or len(file) > _MOST_NAME:
-            raise CorruptCheckpoint(f".metadata: {name} lies in {file!r:.100}, which is no file of the checkpoint")
-        begin, length = _sizes([place["offset"], place["length"]], f"a place of {name}")
+            raise CorruptCheckpoint(f".metadata: {name} is in {file!r:.100}, which is not a file of the checkpoint")
+        begin, length = _sizes([info["offset"], info["length"]], f"a position of {name}")
         with TorchZipReader(directory / file, begin, length, refused) as archive:
             first = _values(archive, name, dtype, sizes) if not refused else 0
         chunks.append({"offsets": list(offsets), "shape": list(sizes), "file": file, "begin": first})
@@ -341,21 +343,23 @@ def _values(archive: TorchZipReader, name: str, dtype: str, shape: tuple[int, ..
     if archive._refused:
         return 0
     if not isinstance(made, InertRecord) or made.name != "torch._utils._rebuild_tensor_v2" or len(made.arguments) < 4:
-        raise CorruptCheckpoint(f"{archive.path.name}: {name} is no plain tensor")
+        raise CorruptCheckpoint(f"{archive.path.name}: {name} is not a plain tensor")
     storage, start, size, stride = made.arguments[:4]
-    kind, size, stride = storage[1], _sizes(size, f"a part of {name}"), _sizes(stride, f"a part of {name}")
-    (start,) = _sizes([start], f"a part of {name}")
+    kind, size, stride = storage[1], _sizes(size, f"a chunk of {name}"), _sizes(stride, f"a chunk of {name}")
+    (start,) = _sizes([start], f"a chunk of {name}")
     if not isinstance(kind, str) or kind != dtype or size != shape:
-        raise CorruptCheckpoint(f"{archive.path.name}: a part of {name} is of {list(size)}, .metadata says otherwise")
+        raise CorruptCheckpoint(
+            f"{archive.path.name}: a chunk of {name} has the shape {list(size)}, which contradicts .metadata"
+        )
     expected = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if any(length > 1 and step != right for length, step, right in zip(shape, stride, expected, strict=True)):
-        raise CorruptCheckpoint(f"{archive.path.name}: the values of {name} are not in order")
+        raise CorruptCheckpoint(f"{archive.path.name}: {name} is not contiguous")
     if not isinstance(storage[2], str):
-        raise CorruptCheckpoint(f"{archive.path.name}: {name} does not say where its values are")
-    begin, held = archive.offset_of(storage[2])
+        raise CorruptCheckpoint(f"{archive.path.name}: the storage of {name} has no key")
+    begin, size_bytes = archive.offset_of(storage[2])
     width = _DTYPES[dtype][1]
-    if (start + math.prod(shape)) * width > held:
-        raise CorruptCheckpoint(f"{archive.path.name}: {name} is cut off")
+    if (start + math.prod(shape)) * width > size_bytes:
+        raise CorruptCheckpoint(f"{archive.path.name}: {name} is truncated")
     return begin + start * width
 
 
@@ -363,7 +367,7 @@ def _arguments(shared: Any, plain: _PlainUnpickler) -> Iterator[tuple[str, Any]]
     """Yield Megatron's saved arguments as JSON types."""
     given = shared.get("args") if isinstance(shared, dict) else None
     if not isinstance(given, InertRecord) or not isinstance(given.state, dict):
-        raise CorruptCheckpoint("common.pt: holds no arguments of Megatron-LM (`args`)")
+        raise CorruptCheckpoint("common.pt: has no arguments of Megatron-LM (`args`)")
     for name, value in given.state.items():
         if isinstance(name, str):
             yield plain.text(name), plain.value(value)
@@ -387,16 +391,16 @@ _DAMAGE: tuple[type[Exception], ...] = (
 def main(directory: Path) -> dict[str, Any]:
     """Return the JSON output: a description, the refused names, or a problem."""
     refused: dict[str, str] = {}
-    said: dict[str, Any] = {}
+    reply: dict[str, Any] = {}
     try:
-        said = describe(directory, refused)
+        reply = describe(directory, refused)
     except OSError as error:
-        said = {"problem": f"cannot read {error.filename}: {error.strerror}"}
+        reply = {"problem": f"cannot read {error.filename}: {error.strerror}"}
     except CorruptCheckpoint as error:
-        said = {"problem": str(error)}
+        reply = {"problem": str(error)}
     except _DAMAGE as error:
-        said = {"problem": f"it is no torch_dist checkpoint, or a damaged one: {type(error).__name__}: {error}"}
-    return {"refused": refused} if refused else said
+        reply = {"problem": f"it is damaged, or not a torch_dist checkpoint: {type(error).__name__}: {error}"}
+    return {"refused": refused} if refused else reply
 
 
 def seconds_for(directory: Path) -> int:

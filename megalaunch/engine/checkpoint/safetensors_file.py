@@ -151,7 +151,7 @@ class MappedFile:
         """Return a tensor. Raises CheckpointError if the file has none of that name."""
         entry = self.entries.get(name)
         if entry is None:
-            raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
+            raise CheckpointError(f"{self.path}: has no tensor {name!r}")
         if entry.begin == entry.end:
             return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         count = math.prod(entry.shape)

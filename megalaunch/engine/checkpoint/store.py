@@ -179,10 +179,10 @@ def _require_names(tensors: Mapping[str, object], documents: Mapping[str, object
     """Raise ValueError for a programming error in the arguments, before anything is written."""
     names = [MANIFEST, CATALOGUE, *files, *(f"{name}.json" for name in documents)]
     if len(set(names)) != len(names) or not all(is_plain_name(name) for name in names):
-        raise ValueError(f"documents and files of a checkpoint need names of their own: {sorted(names)}")
+        raise ValueError(f"documents and files of a checkpoint need distinct plain names: {sorted(names)}")
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPE_NAMES or tensor.is_meta:
-            raise ValueError(f"{name!r} is nothing that a checkpoint can hold: {type(tensor).__name__}")
+            raise ValueError(f"{name!r} cannot be saved in a checkpoint: {type(tensor).__name__}")
 
 
 def _require_match(directory: Path, catalogue: Catalogue, tensors: Mapping[str, torch.Tensor], shapes: Shapes) -> None:
@@ -195,21 +195,21 @@ def _require_match(directory: Path, catalogue: Catalogue, tensors: Mapping[str, 
             if stored is None:
                 found.add(f"missing in the checkpoint: {name}")
             elif stored.shape != shape:
-                found.add(f"{name} has the shape {list(stored.shape)} there, {list(shape)} here")
+                found.add(f"{name} has the shape {list(stored.shape)} in the checkpoint, {list(shape)} in the run")
             elif DTYPES[stored.dtype] != tensor.dtype:
-                found.add(f"{name} is {DTYPES[stored.dtype]} there, {tensor.dtype} here")
+                found.add(f"{name} is {DTYPES[stored.dtype]} in the checkpoint, {tensor.dtype} in the run")
         return set(tensors), found
 
-    answers = run_on_all_ranks(differences)
-    asked = set().union(*(names for names, _ in answers))
-    problems = set().union(*(found for _, found in answers))
-    problems |= {f"unexpected in the checkpoint: {name}" for name in catalogue if name not in asked}
+    per_rank = run_on_all_ranks(differences)
+    names = set().union(*(names for names, _ in per_rank))
+    problems = set().union(*(found for _, found in per_rank))
+    problems |= {f"unexpected in the checkpoint: {name}" for name in catalogue if name not in names}
     if problems:
-        raise CheckpointError(f"the checkpoint {directory} does not fit this run: {'; '.join(sorted(problems))}")
+        raise CheckpointError(f"the checkpoint {directory} does not match the run: {'; '.join(sorted(problems))}")
 
 
 @contextmanager
-def _quiet_alone() -> Iterator[None]:
+def _suppress_single_process_warning() -> Iterator[None]:
     """Suppress DCP's warning about a missing process group. Filters affect all threads, so only without a group."""
     if dist.is_initialized():
         yield
@@ -223,7 +223,7 @@ def _quiet_alone() -> Iterator[None]:
 def _dcp_errors(directory: Path, action: str) -> Iterator[None]:
     """Convert DCP's exception to the CheckpointError of the lowest failed rank, on every rank."""
     try:
-        with _quiet_alone():
+        with _suppress_single_process_warning():
             yield
     except CheckpointException as failure:
         rank, (cause, _) = min(failure.failures.items())

@@ -75,8 +75,8 @@ def verify_config(config: Mapping[str, Any]) -> Verification:
         theirs = _their_model(transformers, small)
         expected = [_their_logits(theirs, *sample) for sample in samples]
     except Exception as error:  # any exception: a class of transformers may raise anything for a file that it refuses
-        why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        return Verification(None, reason=f"{reader} refuses this config.json: {why:.200}")
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        return Verification(None, reason=f"{reader} rejects the config.json: {reason:.200}")
     ours = _our_model(model, small, {name: value.detach() for name, value in theirs.state_dict().items()})
     with torch.no_grad():
         worst = [
@@ -101,20 +101,21 @@ def describe_verification(source: Path) -> str | None:
         return None
     config = HuggingFaceFolder(source).config
     found = verify_config(config)
-    require_agreement(found, "the run does not begin")
-    alone = "" if get_multimodal(config) is None else f"; {TEXT_ALONE}"
+    require_agreement(found, "the run is not started")
+    note = "" if get_multimodal(config) is None else f"; {TEXT_ALONE}"
     if not found.agrees:
-        return f"the config.json of {source} is not verified: {found.reason}{alone}"
-    same = "a small model with its keys, same logits"
-    return f"the config.json of {source} is read as {found.reader} reads it ({same}){alone}"
+        return f"the config.json of {source} is not verified: {found.reason}{note}"
+    evidence = "same logits of a small model with its keys"
+    return f"the config.json of {source} is read as by {found.reader} ({evidence}){note}"
 
 
-def require_agreement(verification: Verification, so: str) -> None:
-    """Raise CheckpointError if transformers reads the config.json differently; `so` names the consequence."""
+def require_agreement(verification: Verification, consequence: str) -> None:
+    """Raise CheckpointError if transformers reads the config.json differently; `consequence` ends the message."""
     if verification.reader is not None and not verification.agrees:
         raise CheckpointError(
-            f"{verification.reader} reads this config.json otherwise: logits of a small model with its keys differ "
-            f"by {verification.difference:.3g}, {verification.tolerance:.3g} is allowed; {so}. Please report the file"
+            f"{verification.reader} reads this config.json differently: logits of a small model with its keys differ "
+            f"by {verification.difference:.3g}, the tolerance is {verification.tolerance:.3g}; {consequence}. "
+            "Please report the file"
         )
 
 
@@ -218,8 +219,8 @@ def _our_model(model: ModelSpec, config: Mapping[str, Any], theirs: Mapping[str,
             parameter = parameters.pop(name)
             if parameter.shape != value.shape:
                 raise CheckpointError(
-                    f"transformers reads this config.json otherwise: in a small model with its keys {name} is "
-                    f"{list(value.shape)} there and {list(parameter.shape)} here. Please report the file"
+                    f"transformers reads this config.json differently: in a small model with its keys {name} is "
+                    f"{list(value.shape)} in transformers and {list(parameter.shape)} here. Please report the file"
                 )
             parameter.data.copy_(value)
     assert not parameters, f"no tensor of theirs is {', '.join(parameters)}"

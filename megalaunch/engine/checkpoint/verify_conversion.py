@@ -68,8 +68,8 @@ def verify_logits(
     }
     if not difference <= allowed:  # also if it is NaN
         raise CheckpointError(
-            f"both sides differ: logits by up to {difference:.3g}, {allowed:.3g} is allowed "
-            f"({report['compared']}; the folder read by {reader}); nothing was written"
+            f"the models differ: logits by up to {difference:.3g}, the tolerance is {allowed:.3g} "
+            f"({report['compared']}; the folder is read by {reader}); nothing was written"
         )
     return report
 
@@ -81,11 +81,11 @@ def _reference_logits(model: ModelSpec, folder: Path | None, read: Read, probe: 
     transformers: Any = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    there = transformers.AutoModelForCausalLM.from_pretrained(
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
     )
     with torch.no_grad():
-        logits: Tensor = there.eval()(probe).logits.float()
+        logits: Tensor = reference.eval()(probe).logits.float()
     return logits, f"transformers {transformers.__version__}"
 
 

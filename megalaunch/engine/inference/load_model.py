@@ -128,7 +128,7 @@ def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
     if (source / MANIFEST).exists() or (source / CATALOGUE).exists() or checkpoint_step(source) is not None:
         problems = verify_checkpoint(source)
         if problems:
-            raise CheckpointError(f"the checkpoint {source} cannot be trusted: {'; '.join(problems)}")
+            raise CheckpointError(f"the checkpoint {source} is damaged: {'; '.join(problems)}")
         return source
     run = RunDirectory(source)
     if not run.checkpoints.is_dir() and not run.spec.is_file():

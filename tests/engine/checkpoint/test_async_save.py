@@ -122,7 +122,7 @@ def test_a_failure_of_one_rank_ends_all_alike_and_keeps_what_there_was(
     assert int(ending.exit_code) == 4
     assert ending.step in noticed
     path = RunDirectory(tmp_path).checkpoint(failing)
-    assert f"cannot save the checkpoint {path}: a file grew past the limit on file sizes" in ending.reason
+    assert f"cannot save the checkpoint {path}: a file exceeds the limit on file sizes" in ending.reason
     assert set(saved(tmp_path)) == {step for step in (3, 6) if step < failing}
 
 
@@ -162,7 +162,7 @@ def test_such_an_end_tells_of_a_save_that_failed(spec, tmp_path, before_writing)
     assert (int(ending.exit_code), ending.step) == (3, 3)
     assert saved(tmp_path) == {}
     (note,) = events(tmp_path, "note")
-    assert "step_00000003: a file grew past the limit on file sizes" in note["message"]
+    assert "step_00000003: a file exceeds the limit on file sizes" in note["message"]
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])

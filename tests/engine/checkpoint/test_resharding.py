@@ -108,8 +108,8 @@ def test_differences_are_listed_at_once_on_every_rank(tmp_path: Path):
     for part in (
         "missing in the checkpoint: other",
         "unexpected in the checkpoint: few",
-        "even has the shape [8, 6] there, [9, 6] here",
-        "step is torch.float32 there, torch.float64 here",
+        "even has the shape [8, 6] in the checkpoint, [9, 6] in the run",
+        "step is torch.float32 in the checkpoint, torch.float64 in the run",
     ):
         assert part in first
 

@@ -40,7 +40,7 @@ def test_a_write_error_of_one_rank_reaches_every_rank(tmp_path: Path):
 
     first, second = run_ranks(2, body)
     assert first == second
-    assert f"{tmp_path / 'step_00000002'}: a file grew past the limit on file sizes" in first
+    assert f"{tmp_path / 'step_00000002'}: a file exceeds the limit on file sizes" in first
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     assert verify_checkpoint(tmp_path / "step_00000001") == []
 
@@ -93,8 +93,8 @@ def test_a_shard_that_only_one_node_sees_is_no_checkpoint(tmp_path: Path):
 
     first, second = run_ranks(2, body)
     assert first == second
-    assert "rank 0 does not see shard_00001.safetensors" in first
-    assert "a filesystem that all nodes share" in first
+    assert "rank 0 cannot find shard_00001.safetensors" in first
+    assert "a file system that all nodes share" in first
 
 
 def test_a_bad_file_fails_the_load_on_every_rank(tmp_path: Path):

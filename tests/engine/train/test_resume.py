@@ -164,7 +164,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(spec, tmp_path):
     other = replace(spec, model=replace(spec.model, num_layers=2, ffn_hidden_size=48))
     with pytest.raises(RanksFailed, match=r"layers\.2\.mlp\.up_proj\.weight") as failure:
         run(other, tmp_path / "run")
-    assert "layers.0.mlp.up_proj.weight has the shape [40, 24] there, [48, 24] here" in str(failure.value)
+    assert "layers.0.mlp.up_proj.weight has the shape [40, 24] in the checkpoint, [48, 24] in the run" in str(
+        failure.value
+    )
 
 
 def damage(checkpoint: Path) -> None:
@@ -187,7 +189,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_ends_and_changes_nothing(spec, 
     (RunDirectory(tmp_path).checkpoints / ".unfinished-step_00000006-00ff").mkdir()
     before = tree(tmp_path)
     with pytest.raises(
-        RanksFailed, match=r"no checkpoint in .* is whole \(step_00000004: shard_0000\d\.safe.*, and 1 older\)"
+        RanksFailed, match=r"no checkpoint in .* is valid \(step_00000004: shard_0000\d\.safe.*, and 1 older\)"
     ) as failure:
         run(spec, tmp_path)
     assert "CheckpointError" in str(failure.value)
@@ -195,7 +197,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_ends_and_changes_nothing(spec, 
     assert (RunDirectory(tmp_path).checkpoints / ".unfinished-step_00000006-00ff").is_dir()
     assert [event["path"][-2:] for event in events(tmp_path, "checkpoint_refused")] == ["04", "02"]
     shutil.rmtree(RunDirectory(tmp_path).checkpoints)
-    with pytest.raises(RanksFailed, match="is empty, and the run has saved a checkpoint of step 4"):
+    with pytest.raises(RanksFailed, match="is empty, but the run has saved a checkpoint of step 4"):
         run(spec, tmp_path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before[str(tmp_path / "metrics.jsonl")]
 

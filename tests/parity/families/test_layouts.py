@@ -105,7 +105,7 @@ def test_a_run_begins_with_the_weights_and_its_checkpoint_is_exported(tmp_path, 
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert again.config.vocab_size == 61
     events = (tmp_path / "run" / "events.jsonl").read_text()
-    assert f"is read as transformers {transformers.__version__} reads it" in events
+    assert f"is read as by transformers {transformers.__version__}" in events
     assert (tmp_path / "out" / "generation_config.json").read_text() == '{"top_k": 3}'
     before, after = (HuggingFaceFolder(tmp_path / name).read("model.norm.weight") for name in ("hf", "out"))
     assert 0 < (before - after).abs().max() < 0.01, "two small steps from where it began"
@@ -123,5 +123,5 @@ def test_a_run_does_not_begin_with_a_misread_model(tmp_path, monkeypatch):
     monkeypatch.undo()
     read = llama.read_rope
     monkeypatch.setattr(llama, "read_rope", lambda file: {**read(file), "theta": 500.0})
-    with pytest.raises(CheckpointError, match="the run does not begin"):
+    with pytest.raises(CheckpointError, match="the run is not started"):
         verify_config.describe_verification(tmp_path / "hf")

@@ -94,7 +94,7 @@ def test_it_is_imported_with_notes_and_exported_as_a_model_of_text(saved, tmp_pa
     assert report["reader_of_the_folder"].startswith("transformers")
     assert [note.split(" (")[0] for note in report["notes"]] == [
         *("config.json: vision_config", "config.json: mm_tokens_per_image", "config.json: boi_token_index"),
-        *("config.json: eoi_token_index", "config.json: image_token_index", "23 tensors of images"),
+        *("config.json: eoi_token_index", "config.json: image_token_index", "23 tensors of the image encoder"),
     ]
     export_huggingface(tmp_path / "ckpt", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
