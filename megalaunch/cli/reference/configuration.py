@@ -20,12 +20,12 @@ _HEAD = """\
 This page is generated: `scripts/reference` writes it from `megalaunch/config/schema/`, and a test fails when it is
 stale.
 
-A run has {count} keys in {sections} sections. A word `SECTION.KEY=VALUE` or a line of a recipe sets one;
-`megalaunch validate-config --explain KEY` says where a value comes from. A key without a default has to be given by a
-file or a word. Where no largest number is said, it is 1,000,000,000 for an integer and 1e100 for any other.
-**Runs** says which values this version's engine trains with; every other value composes, is checked
-and planned, and `train` refuses it by the rule `engine.unsupported`. How words and files come together is told in
-[configuration](../configuration.md), what is checked in [rules](rules.md).
+A run has {count} keys in {sections} sections. An override `SECTION.KEY=VALUE` or a line of a recipe sets one;
+`megalaunch validate-config --explain KEY` prints where a value comes from. A key without a default must be set by a
+file or an override. If no maximum is stated, it is 1,000,000,000 for an integer and 1e100 for any other number.
+**Runs** lists the values that this version's engine trains with; every other value composes, is checked
+and planned, and `train` refuses it by the rule `engine.unsupported`. [configuration](../configuration.md) describes how
+overrides and files are combined, [rules](rules.md) lists the checks.
 """
 
 

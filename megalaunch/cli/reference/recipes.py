@@ -17,8 +17,9 @@ This page is generated: `scripts/reference` writes it from `recipes/`, and a tes
 
 Each recipe is a complete run: `megalaunch train recipe=NAME`. `megalaunch recipes show NAME` prints its file,
 `megalaunch validate-config recipe=NAME` checks it, `megalaunch plan recipe=NAME` predicts its memory and speed, and
-`megalaunch recipes diff A B` compares two. Parameters are counted without the one of further depths of prediction; a
-mixture of experts shows what a token meets beside them. How they were chosen is told in [models](../models.md).
+`megalaunch recipes diff A B` compares two. Parameter counts exclude layers of multi-token prediction;
+for a mixture of experts the active parameters of a token are shown too. [models](../models.md) describes how they
+are counted.
 """
 _LAPTOP = Machine(CHIPS["cpu"], devices=0, cores=2, memory_bytes=8 * 2**30, notes=())
 

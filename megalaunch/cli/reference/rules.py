@@ -47,7 +47,7 @@ _DOMAINS = {
     "launcher": "Launchers",
     "engine": "What the engine can run",
     "run": "Run directory",
-    "config": "Words and files",
+    "config": "Overrides and files",
 }
 
 
