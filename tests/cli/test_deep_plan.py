@@ -56,7 +56,7 @@ def test_one_rank_sends_nothing():
         (("--rank", "8"), "error: --rank 8 is outside the world of 8\nfix:  --rank 0 to 7"),
         (("model.mtp.num_layers=1",), "  model.mtp.num_layers=1  (multi-token prediction)"),
         (("parallel.tp=3",), "[parallel."),
-        (("--search",), "it knows no --search, --tokens or --assumptions"),
+        (("--search",), "it cannot be combined with --search, --tokens or --assumptions"),
     ],
 )
 def test_what_cannot_be_is_refused(overrides, said):
