@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Subcommand:
     """Where a command is: `attribute` of `module` is a function with Typer annotations, or a Typer app.
 
-    `makes_files` is true where work goes on although nobody reads what is printed any more.
+    `makes_files`: the command continues when its standard output is closed.
     """
 
     module: str
@@ -63,7 +63,7 @@ class LazyGroup(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
-        """A name and a line of help, enough to list a command."""
+        """Return a stub with the name and help of a command, for the list of commands."""
         found = COMMANDS.get(cmd_name)
         if found is None:
             return None
@@ -103,7 +103,7 @@ def load_command(name: str) -> Any:
 
 
 def _command_class(function: Any) -> type[TyperCommand] | None:
-    """What answers unknown options of the commands that take KEY=VALUE arguments; None: Typer's own."""
+    """Return the class of a command that takes overrides; None: Typer's own."""
     if "overrides" not in function.__annotations__:
         return None
     from megalaunch.cli.usage_errors import OverridesCommand

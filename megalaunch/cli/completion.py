@@ -1,7 +1,7 @@
-"""Completes `GROUP=OPTION` and `SECTION.KEY=VALUE` words in bash, zsh, fish and PowerShell; Typer does the rest.
+"""Complete `GROUP=OPTION` and `SECTION.KEY=VALUE` in bash, zsh, fish and PowerShell; Typer completes the rest.
 
-Typer's own callbacks see nothing of `recipe=ll` in bash, which splits words at `=`; here the words are read as typed.
-A word that is unique so far is offered with what may follow it, so that no shell puts a space after `recipe=`.
+bash splits `recipe=ll` at `=`; the override is joined again here. A single match is offered together with its possible
+continuations, so that no shell appends a space to `recipe=`.
 """
 
 from __future__ import annotations
@@ -13,32 +13,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VARIABLE = "_MEGALAUNCH_COMPLETE"
-WORD_COMMANDS = ("train", "validate-config", "plan", "sweep")
+OVERRIDE_COMMANDS = ("train", "validate-config", "plan", "sweep")
 _HARMLESS = re.compile(r"[A-Za-z0-9_.,:=/~+-]*")
 _LAYOUT_PARTS = ("tp2", "tp4", "tp8", "pp2", "pp4", "pp8", "cp2", "ep8", "vpp2", "dp2", "hsdp2", "sp", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole word that could stand here, and one line about it."""
+    """A candidate for the argument at the cursor, and one line of help."""
 
-    word: str
+    text: str
     help: str = ""
 
 
 @dataclass(frozen=True)
 class Line:
-    """What is typed so far: whole words, the one to complete, and how much of its front the shell keeps itself."""
+    """A command line up to the cursor.
 
-    words: tuple[str, ...]
+    Attributes:
+        arguments: the complete arguments before the cursor.
+        incomplete: the argument to complete.
+        prefix: the part of `incomplete` that the shell does not replace.
+    """
+
+    arguments: tuple[str, ...]
     incomplete: str
-    kept: str = ""
+    prefix: str = ""
 
 
 def complete(environment: Mapping[str, str]) -> bool:
-    """Print completions when a shell asks for those of a word; False leaves the question to Typer.
+    """Print the completions of an override; return False if Typer has to complete the line.
 
-    Fish asks whether there are any by the exit code (0: yes).
+    fish also asks whether there are completions; the answer is the exit code (0: yes).
     """
     _, _, shell = environment.get(VARIABLE, "").partition("complete_")
     if not shell:
@@ -54,7 +60,7 @@ def complete(environment: Mapping[str, str]) -> bool:
 
 
 def typed_line(shell: str, environment: Mapping[str, str]) -> Line:
-    """The words of the line; bash's pieces around `=` are put together again."""
+    """Return the line as typed, with bash's pieces around `=` joined."""
     if shell != "bash":
         text = environment.get("_TYPER_COMPLETE_ARGS", "")
         words = _split(text)[1:]
@@ -78,13 +84,13 @@ def typed_line(shell: str, environment: Mapping[str, str]) -> Line:
 
 
 def completions(line: Line) -> list[Completion] | None:
-    """What could stand at the end of a line; None when it is no word of ours."""
-    if not line.words:
+    """Return the completions of the last argument; None if it is not an override."""
+    if not line.arguments:
         return None
-    command, before = line.words[0], line.words[-1]
-    if command == "recipes" and line.words[1:2] in (("show",), ("diff",)):
+    command, before = line.arguments[0], line.arguments[-1]
+    if command == "recipes" and line.arguments[1:2] in (("show",), ("diff",)):
         return None if line.incomplete.startswith("-") else _matching(_recipes(), line.incomplete)
-    if command not in WORD_COMMANDS or line.incomplete.startswith("-"):
+    if command not in OVERRIDE_COMMANDS or line.incomplete.startswith("-"):
         return None
     if before == "--explain":
         return _keys(line.incomplete, "")
@@ -95,11 +101,13 @@ def completions(line: Line) -> list[Completion] | None:
         return _keys(key, "=")
     front, comma, last = value.rpartition(",") if command == "sweep" else ("", "", value)
     known = _values(key, last)
-    return _matching([Completion(f"{key}={front}{comma}{offer.word}", offer.help) for offer in known], line.incomplete)
+    return _matching(
+        [Completion(f"{key}={front}{comma}{candidate.text}", candidate.help) for candidate in known], line.incomplete
+    )
 
 
 def _keys(incomplete: str, ending: str) -> list[Completion]:
-    """Groups, sections and keys, one level at a time; a single one with what may follow it."""
+    """Return matching groups, sections and keys, one level at a time; a single match with its continuations."""
     from megalaunch.config.keys import GROUPS, schema_keys
 
     if ending:
@@ -110,27 +118,27 @@ def _keys(incomplete: str, ending: str) -> list[Completion]:
     else:
         named = []
     level = incomplete.count(".")
-    found = {offer.word: offer for offer in named}
+    found = {candidate.text: candidate for candidate in named}
     for path, key in schema_keys().items():
         parts = path.split(".")
-        word = ".".join(parts[: level + 1])
-        if word == path:
+        name = ".".join(parts[: level + 1])
+        if name == path:
             found[path + ending] = Completion(path + ending, key.field.metadata["meaning"])
         else:
-            found.setdefault(f"{word}.", Completion(f"{word}.", "a section"))
+            found.setdefault(f"{name}.", Completion(f"{name}.", "a section"))
     matching = _matching(found.values(), incomplete)
     if len(matching) != 1:
         return matching
     (only,) = matching
-    if only.word.endswith("."):
-        return _keys(only.word, ending)
-    if only.word.endswith("="):
-        return [only, *(Completion(only.word + value.word, value.help) for value in _values(only.word[:-1], ""))]
+    if only.text.endswith("."):
+        return _keys(only.text, ending)
+    if only.text.endswith("="):
+        return [only, *(Completion(only.text + value.text, value.help) for value in _values(only.text[:-1], ""))]
     return matching
 
 
 def _values(key: str, typed: str) -> list[Completion]:
-    """The options of a group, or the values of a key that can be listed."""
+    """Return the options of a config group, or the values of a key that has a finite list."""
     from megalaunch.config.keys import GROUPS
 
     if key == "recipe":
@@ -169,7 +177,7 @@ def _recipes() -> list[Completion]:
 
 
 def _model_folders(typed: str) -> list[Completion]:
-    """Folders that go on as typed: those with a config.json as they are, the others with what may follow."""
+    """Return matching folders: one with a config.json as it is, another with a slash to continue."""
     front, slash, name = typed.rpartition("/")
     found = []
     try:
@@ -183,28 +191,28 @@ def _model_folders(typed: str) -> list[Completion]:
                 found.append(Completion(f"{front}{slash}{path.name}/", "a folder"))
     except (OSError, ValueError, RuntimeError):  # no such folder, or no such home
         return []
-    if len(found) == 1 and found[0].word.endswith("/"):
-        return [found[0], *_model_folders(found[0].word)]
+    if len(found) == 1 and found[0].text.endswith("/"):
+        return [found[0], *_model_folders(found[0].text)]
     return found
 
 
 def _layouts(typed: str) -> list[str]:
-    """`tp4` and then `tp4pp2`, `tp4zero3`, ...: one more part after those that are whole."""
+    """Return layout names that extend the complete parts of `typed` by one: `tp4`, then `tp4pp2`, `tp4zero3`, ..."""
     from megalaunch.config.parallel_names import LayoutError, layout_values
 
-    whole = typed if typed and layout_values(typed) else re.sub(r"[a-z]+$", "", typed)
-    words = []
+    complete_parts = typed if typed and layout_values(typed) else re.sub(r"[a-z]+$", "", typed)
+    names = []
     for part in _LAYOUT_PARTS:
         try:
-            if layout_values(whole + part):
-                words.append(whole + part)
+            if layout_values(complete_parts + part):
+                names.append(complete_parts + part)
         except LayoutError:
             continue
-    return words
+    return names
 
 
 def _takes_value(command: str, option: str) -> bool:
-    """True for an option that is followed by a value (`--devices 8`), false for a switch."""
+    """Return True for an option with a value (`--devices 8`), False for a flag."""
     from megalaunch.cli.app import load_command
 
     for parameter in load_command(command).params:
@@ -214,12 +222,16 @@ def _takes_value(command: str, option: str) -> bool:
 
 
 def _matching(found: Iterable[Completion], incomplete: str) -> list[Completion]:
-    """Offers that go on as typed; none that a shell would read as more than a word, such as a file named $(...)."""
-    return [offer for offer in found if offer.word.startswith(incomplete) and _HARMLESS.fullmatch(offer.word)]
+    """Return the candidates that start as typed, without those that a shell would interpret, such as $(...)."""
+    return [
+        candidate
+        for candidate in found
+        if candidate.text.startswith(incomplete) and _HARMLESS.fullmatch(candidate.text)
+    ]
 
 
 def _split(text: str) -> list[str]:
-    """Words of a line that may end inside a quote."""
+    """Split a line that may end inside a quote."""
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split = True
     lexer.commenters = ""
@@ -233,17 +245,20 @@ def _split(text: str) -> list[str]:
 
 def _as_shell(shell: str, found: Sequence[Completion], line: Line) -> str:
     if shell == "bash":
-        return "\n".join(offer.word[len(line.kept) :] for offer in found)
+        return "\n".join(candidate.text[len(line.prefix) :] for candidate in found)
     if shell == "zsh":
         if not found:
             return "_files"
-        rows = [f'"{_zsh(offer.word)}"' + (f':"{_zsh(offer.help)}"' if offer.help else "") for offer in found]
+        rows = [
+            f'"{_zsh(candidate.text)}"' + (f':"{_zsh(candidate.help)}"' if candidate.help else "")
+            for candidate in found
+        ]
         return "_arguments '*: :((" + "\n".join(rows) + "))'"
     if shell == "fish":
-        return "\n".join(offer.word + (f"\t{offer.help}" if offer.help else "") for offer in found)
-    return "\n".join(f"{offer.word}:::{offer.help or ' '}" for offer in found)
+        return "\n".join(candidate.text + (f"\t{candidate.help}" if candidate.help else "") for candidate in found)
+    return "\n".join(f"{candidate.text}:::{candidate.help or ' '}" for candidate in found)
 
 
 def _zsh(text: str) -> str:
-    """Text inside a quoted argument of zsh's _arguments."""
+    """Escape text for a quoted argument of zsh's _arguments."""
     return re.sub(r"([\"$`])", r"\\\1", text.replace("\\", "").replace("'", "''")).replace(":", r"\\:")

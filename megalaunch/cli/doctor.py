@@ -1,4 +1,4 @@
-"""`megalaunch doctor`: what this machine has, what is missing for what, and what the engine runs."""
+"""`megalaunch doctor`: report the devices of this machine, missing packages and the values that the engine runs."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
 def build_report(
     machine: Machine, packages: list[PackageState], optional: Mapping[Package, str | None] | None = None
 ) -> dict[str, Any]:
-    """Everything that doctor tells, as plain data; sizes in bytes, peaks in FLOP/s.
+    """Return the report as plain data; sizes in bytes, peaks in FLOP/s.
 
-    `optional` are the versions of optional packages, None for those that are not installed.
+    Args:
+        optional: versions of the optional packages; None for a package that is not installed.
     """
     import platform
     import shutil
@@ -104,7 +105,7 @@ def _package_problems(packages: list[PackageState]) -> list[dict[str, str]]:
 
 
 def _device_problems(machine: Machine, packages: list[PackageState]) -> list[dict[str, str]]:
-    """GPUs that are here and that the installed torch does not see."""
+    """Return a problem if the installed torch does not detect the GPUs of this machine."""
     torch = next((state for state in packages if state.package.name == "torch"), None)
     if torch is None or torch.problem is not None or machine.devices == 0 or torch.said == str(machine.devices):
         return []
@@ -121,7 +122,7 @@ def _device_problems(machine: Machine, packages: list[PackageState]) -> list[dic
 
 
 def report_text(report: dict[str, Any]) -> str:
-    """The report as aligned lines."""
+    """Format the report as aligned lines."""
     machine = report["machine"]
     lines = [f"megalaunch {report['megalaunch']}, Python {report['python']}", "", "machine"]
     lines += table_lines(
@@ -136,12 +137,12 @@ def report_text(report: dict[str, Any]) -> str:
     lines += ["", "packages"]
     lines += table_lines([(entry["name"], entry["version"] or "-", entry["purpose"]) for entry in report["packages"]])
     lines += _optional(report["optional"])
-    lines += ["", "operators and what computes them here", *table_lines(_operators(report["operators"]))]
+    lines += ["", "operators and their implementations here", *table_lines(_operators(report["operators"]))]
     lines += ["", "missing" if report["problems"] else _has_all_packages(report["optional"])]
     for problem in report["problems"]:
         lines += [f"  {problem['problem']} (for: {problem['needed_for']})", f"    fix: {problem['fix']}"]
     if report["engine"]:
-        lines += ["", "the engine runs (other values are checked and planned, not trained)"]
+        lines += ["", "values that the engine runs (others can be checked and planned, not trained)"]
         lines += table_lines([(row["key"], _values(row["runs"]), row["meaning"]) for row in report["engine"]])
     return "\n".join(lines)
 
@@ -162,13 +163,13 @@ def _has_all_packages(optional: list[dict[str, Any]]) -> str:
     absent = [row["name"] for row in optional if row["version"] is None]
     if not absent:
         return "nothing is missing"
-    return f"nothing that training needs is missing; not installed, and optional: {', '.join(absent)}"
+    return f"nothing required for training is missing; optional and not installed: {', '.join(absent)}"
 
 
 def _chip_text(machine: dict[str, Any]) -> str:
     if machine["devices"] == 0:
         unit = machine["native_bf16"]
-        return "cpu; " + (f"bf16 by {unit}" if unit else "no unit that multiplies bf16, so auto computes in fp32")
+        return "cpu; " + (f"bf16 by {unit}" if unit else "no bf16 matrix unit: auto computes in fp32")
     memory = machine["device_memory_bytes"]
     peak = machine["peak_flops"].get("bf16")
     parts = [f"{machine['devices']} x {machine['chip']}"]
@@ -178,5 +179,5 @@ def _chip_text(machine: dict[str, Any]) -> str:
 
 
 def _values(values: list[Any]) -> str:
-    words = {None: "null", False: "false", True: "true"}
-    return " | ".join(words[value] if value is None or isinstance(value, bool) else str(value) for value in values)
+    names = {None: "null", False: "false", True: "true"}
+    return " | ".join(names[value] if value is None or isinstance(value, bool) else str(value) for value in values)

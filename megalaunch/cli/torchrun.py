@@ -1,4 +1,4 @@
-"""`torchrun -m megalaunch train ...`: megalaunch starts its workers itself, once; say what to type instead."""
+"""Refuse `torchrun -m megalaunch train ...`: megalaunch starts its workers itself."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ _QUIET_SECONDS = 15.0
 EXIT_CODE = 2
 
 
-def is_torchrun_worker(words: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether torchrun started this process as one of several that would all launch the same run."""
-    return bool(words) and words[0] in STARTS_WORKERS and {"TORCHELASTIC_RUN_ID", "RANK"} <= set(environment)
+def is_torchrun_worker(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Return True if torchrun started this process as one of several that would launch the same run."""
+    return bool(arguments) and arguments[0] in STARTS_WORKERS and {"TORCHELASTIC_RUN_ID", "RANK"} <= set(environment)
 
 
-def refuse_torchrun(words: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Say it once a machine; returns the exit code. The other workers wait, since torchrun ends all when one ends."""
+def refuse_torchrun(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Print the advice once per machine; return the exit code.
+
+    The other workers wait, since torchrun ends all workers when one ends.
+    """
     if environment.get("LOCAL_RANK", "0") == "0":
-        print(advice(words, environment), file=sys.stderr, flush=True)
+        print(advice(arguments, environment), file=sys.stderr, flush=True)
     else:
         time.sleep(_QUIET_SECONDS)
     return EXIT_CODE
 
 
-def advice(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """One sentence with the command line that starts as many workers as torchrun did."""
-    typed, machines = list(words), int(environment.get("GROUP_WORLD_SIZE", "1"))
-    if words[0] in ("train", "sweep"):
+def advice(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return the message with the command line that starts as many workers as torchrun did."""
+    typed, machines = list(arguments), int(environment.get("GROUP_WORLD_SIZE", "1"))
+    if arguments[0] in ("train", "sweep"):
         wanted = {
             "cluster.nodes": str(machines) if machines > 1 else "",
             "cluster.devices_per_node": environment.get("LOCAL_WORLD_SIZE", ""),
@@ -37,10 +40,10 @@ def advice(words: Sequence[str], environment: Mapping[str, str]) -> str:
         typed += [
             f"{key}={value}"
             for key, value in wanted.items()
-            if value and not any(word.lstrip("+").startswith(f"{key}=") for word in words)
+            if value and not any(argument.lstrip("+").startswith(f"{key}=") for argument in arguments)
         ]
     then = ""
-    if machines > 1 and words[0] == "train":
+    if machines > 1 and arguments[0] == "train":
         typed.append("--prepare-only")
         then = " on one machine, then on each machine the command that it prints"
     command = shlex.join(["megalaunch", *typed])

@@ -8,7 +8,7 @@ from megalaunch.rundir.jsonl import Record
 
 
 def event_message(event: Record) -> str | None:
-    """Return one line for an event, or None for an event that is not shown while the run goes on."""
+    """Return one line for an event, or None for an event that is not shown while the run continues."""
     match event.get("event"):
         case "launch":
             return f"starting {event.get('workers')} workers"

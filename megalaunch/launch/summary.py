@@ -77,7 +77,7 @@ def finished_report(spec: RunSpec, directory: RunDirectory, state: DirectoryStat
     assert state.outcome is not None
     return [
         *run_summary(spec, directory, state.outcome),
-        "This run is finished. Raise train.steps to go on with it, or name another run.directory for a new one.",
+        "This run is finished. Raise train.steps to continue it, or set another run.directory for a new run.",
     ]
 
 

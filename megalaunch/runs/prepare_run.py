@@ -161,7 +161,7 @@ def prepare_data(planned: PreparedRun, say: Callable[[str], None] = typer.echo) 
     if changes:
         refuse(findings_text(changes))
     validation = f", {prepared.validation_tokens:,} for validation" if prepared.validation_tokens else ""
-    tokens = "made-up tokens" if spec.data.mock else f"{prepared.train_tokens:,} tokens"
+    tokens = "mock tokens" if spec.data.mock else f"{prepared.train_tokens:,} tokens"
     say(f"data: {tokens}{validation}; vocabulary {prepared.vocab_size:,}")
     for finding in check_epochs(spec):
         say(f"{finding.severity}: {finding.message}")

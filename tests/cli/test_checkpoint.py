@@ -51,9 +51,9 @@ def test_the_list_of_a_run(run: RunDirectory):
     lines = call("list", run.root).stdout.splitlines()
     size = shard.stat().st_size
     assert f"shard_00000.safetensors: has {size} bytes instead of {size + 1}  every 20 steps" in lines[3]
-    assert lines[5] == f"  {cut_off.name}, 1.5 kB: a save that was cut off; the next start of the run removes it"
+    assert lines[5] == f"  {cut_off.name}, 1.5 kB: an interrupted save; the next start of the run removes it"
     found = json.loads(call("list", run.root, "--json").stdout)
-    assert [(row["step"], row["complete"], row["kept"]) for row in found["checkpoints"]] == [
+    assert [(row["step"], row["complete"], row["retained"]) for row in found["checkpoints"]] == [
         (10, True, None), (20, False, "every 20 steps"), (30, True, "newest"),
     ]  # fmt: skip
     assert found["unfinished"] == {cut_off.name: 1500}
@@ -88,14 +88,16 @@ def test_the_layout_is_told(run: RunDirectory):
     assert "  layout   not known (its spec.yaml does not say)" in call("inspect", run.checkpoint(30)).stdout
     write_spec(with_values(tiny_spec(), layout), path)
     shown = call("inspect", run.checkpoint(30)).stdout
-    assert "  layout   4 ranks: dp 2 x tp 2, data sharding optim; any other loads it" in shown.splitlines()
+    assert (
+        "  layout   4 ranks: dp 2 x tp 2, data sharding optim; loads under any other layout too" in shown.splitlines()
+    )
     assert "spec.yaml: has " in shown.splitlines()[0]  # a changed file is no complete checkpoint
 
 
 def test_every_byte_is_verified_and_the_bad_file_named(run: RunDirectory):
     good = call("verify", run.root)
     assert good.exit_code == 0
-    steps = [f"{run.checkpoint(step)}: good. 5 files, " for step in (30, 20, 10)]
+    steps = [f"{run.checkpoint(step)}: valid. 5 files, " for step in (30, 20, 10)]
     assert all(line.startswith(step) for line, step in zip(good.stdout.splitlines(), steps, strict=True))
     flip(run.checkpoint(20) / "shard_00000.safetensors", -3)
     assert call("verify", run.checkpoint(30)).exit_code == 0

@@ -122,7 +122,7 @@ def test_no_space_follows_an_unfinished_word(bash):
 
 
 def words(line):
-    return [offer.word for offer in completions(line) or []]
+    return [offer.text for offer in completions(line) or []]
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ def test_inspect_without_a_tokenizer_shows_ids(tmp_path):
 def test_verify(made, tmp_path):
     done = run("data", "verify", made)
     assert done.returncode == 0, done.stderr
-    assert "good. 61 documents, 60 sequences" in done.stdout
-    assert "every byte is as it was written" in done.stdout
+    assert "valid. 61 documents, 60 sequences" in done.stdout
+    assert "all checksums match" in done.stdout
     done = run("data", "verify", tmp_path / "nowhere")
     assert (done.returncode, done.stdout) == (3, "")
     assert "no such file" in done.stderr
@@ -110,10 +110,10 @@ def test_verify_finds_a_flipped_bit_and_ids_beyond_the_vocabulary(made, tmp_path
     assert (done.returncode, "id 600 of document 2" in done.stderr) == (3, True)
 
 
-def test_verify_without_a_vocabulary_does_not_say_good(tmp_path):
+def test_verify_without_a_vocabulary_does_not_say_valid(tmp_path):
     prefix = write_tokens(tmp_path / "x", [[1, 65_292]], vocab_size=65_500)
     done = run("data", "verify", prefix)
-    assert (done.returncode, "good" in done.stdout) == (0, False)
+    assert (done.returncode, "valid" in done.stdout) == (0, False)
     said = "not compared: ids (no vocabulary is known: give --tokenizer or --vocab-size), bytes (no report"
     assert said in done.stdout
 

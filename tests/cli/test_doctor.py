@@ -49,7 +49,7 @@ def test_optional_packages_that_are_not_installed_are_named():
     assert "  optuna        not installed  sweep --sampler tpe" in text
     assert "pip install 'megalaunch[sweep]'" in text
     assert "pip install nltk\n" in text
-    assert "nothing that training needs is missing; not installed, and optional: nltk, optuna\n" in text
+    assert "nothing required for training is missing; optional and not installed: nltk, optuna\n" in text
     assert "\nnothing is missing\n" in report_text(
         build_report(machine(), [works(TORCH)], dict.fromkeys(OPTIONAL, "1"))
     )
@@ -69,7 +69,7 @@ def test_operators_and_what_computes_them(device):
     assert rows[0].operator == "causal attention"
     for module in re.findall(r"megalaunch\.[\w.]+", " ".join(row.implementation for row in rows)):
         assert importlib.util.find_spec(module.rstrip(".")), module
-    assert "operators and what computes them here\n  causal attention " in report_text(
+    assert "operators and their implementations here\n  causal attention " in report_text(
         build_report(machine(), [works(TORCH)])
     )
 

@@ -122,7 +122,7 @@ def test_diff_compares_derived_values_too(folder):
 
 def test_diff_of_equal_recipes(folder):
     write(folder / "recipes/same.yaml", "defaults:\n  - tiny\n  - _self_\n")
-    assert run("diff", "tiny", "same").stdout == "tiny and same come to the same run\n"
+    assert run("diff", "tiny", "same").stdout == "tiny and same give the same run\n"
     assert json.loads(run("diff", "tiny", "same", "--json").stdout)["differences"] == []
 
 

@@ -79,4 +79,4 @@ def test_leaving_does_not_touch_the_run(tmp_path, spec, monkeypatch):
         result = watch(run.root)
     finally:
         lock.release()
-    assert (result.exit_code, result.stdout.strip().splitlines()[-1]) == (0, "the run goes on")
+    assert (result.exit_code, result.stdout.strip().splitlines()[-1]) == (0, "the run continues")

@@ -13,7 +13,7 @@ from launching import tiny_spec
 from rich.console import Console
 
 from megalaunch.launch.directory import create_folders
-from megalaunch.launch.live_display import KEPT_FREE, LiveDisplay, doing_now, panel, sparkline
+from megalaunch.launch.live_display import RIGHT_MARGIN, LiveDisplay, doing_now, panel, sparkline
 from megalaunch.launch.log_display import PlainDisplay
 from megalaunch.launch.plot import plot_run, smooth
 from megalaunch.launch.run_state import RunState, ThroughputBasis
@@ -231,9 +231,9 @@ def test_no_figure_is_cut_at_any_width(directory, width):
     append_line(directory.metrics, {"step": 9, "validation_loss": 4.25})
     view.refresh()
     console = Console(width=width, file=io.StringIO(), force_terminal=False)
-    console.print(panel(view, width - KEPT_FREE))
+    console.print(panel(view, width - RIGHT_MARGIN))
     lines = console.file.getvalue().splitlines()
-    assert {len(line) for line in lines} == {width - KEPT_FREE}  # a ^C behind the last one wraps no line
+    assert {len(line) for line in lines} == {width - RIGHT_MARGIN}  # a ^C behind the last one wraps no line
     for figure in ("123,456,789,012", "12,345,678", "76.5 GiB", "1234.568", "4.2500", "MFU 40.0%", "step 9/1200000"):
         assert any(figure in line for line in lines), figure
 

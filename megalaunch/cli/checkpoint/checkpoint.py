@@ -1,4 +1,4 @@
-"""`megalaunch checkpoint`: what a run has saved, what one checkpoint holds, and whether every byte is still right."""
+"""`megalaunch checkpoint`: list the checkpoints of a run, inspect one, verify checksums."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def list_checkpoints(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")], as_json: AsJson = False
 ) -> None:
-    """List the checkpoints of a run: step, size, whether it is complete, and why it is kept."""
+    """List the checkpoints of a run: step, size, whether it is complete, and why it is retained."""
     from megalaunch.cli.checkpoint.output import list_lines, list_rows
     from megalaunch.fs import list_temporary_directories
     from megalaunch.rundir.checkpoint.listing import checkpoint_info, checkpoints_by_step, directory_size
@@ -49,10 +49,12 @@ def list_checkpoints(
 @app.command()
 def inspect(
     path: Source,
-    every: Annotated[bool, typer.Option("--all", help="A row for each tensor; else layers alike share one.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="One row per tensor; by default equal layers share one.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What a checkpoint holds: step, layout, tensors, totals. Of a run: what its newest complete one holds."""
+    """Show the content of a checkpoint (for a run: its newest complete one): step, layout, tensors, totals."""
     from megalaunch.cli.checkpoint.output import inspect_lines
     from megalaunch.cli.checkpoint.summary import summarize_checkpoint
     from megalaunch.rundir.checkpoint.contents import SPEC_FILE
@@ -71,9 +73,9 @@ def inspect(
 
 @app.command()
 def verify(path: Source) -> None:
-    """Read every byte and compare it with its checksum; names the files that differ. Of a run: all its checkpoints.
+    """Verify every file of a checkpoint (for a run: of all its checkpoints) by checksum; name the files that differ.
 
-    The exit code is 4 when any is damaged.
+    The exit code is 4 if a checkpoint is damaged.
     """
     from megalaunch.cli.checkpoint.output import verification_lines
     from megalaunch.cli.output.progress import percent_progress
@@ -103,7 +105,7 @@ def _find_run(path: Path) -> RunDirectory:
 
 
 def _find_checkpoints(path: Path, only_complete: bool = True) -> list[Path]:
-    """A checkpoint itself; of a run directory all of them, or the complete ones; the newest first, at least one."""
+    """Return a checkpoint itself, or all (or all complete) checkpoints of a run, newest first; at least one."""
     from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
     from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
     from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE
@@ -126,7 +128,7 @@ def _find_checkpoints(path: Path, only_complete: bool = True) -> list[Path]:
 
 
 def _read_spec(path: Path) -> RunSpec | None:
-    """The spec that lies there; None where there is none that can be read, which is another command's business."""
+    """Return the spec at `path`; None if it is missing or invalid."""
     from megalaunch.config.schema import SpecError
     from megalaunch.config.spec_file import read_spec
 

@@ -1,4 +1,4 @@
-"""Checkpoints as lines for people: the list of a run, what one holds, what is wrong with it."""
+"""Format checkpoints as lines: the list of a run, the content of one checkpoint, the result of a verification."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def list_rows(found: Sequence[CheckpointInfo], spec: RunSpec | None) -> list[dict[str, Any]]:
-    """A row for each checkpoint; `kept` says why it stays, None: the next save removes it (or nobody knows)."""
+    """Return a row per checkpoint; `retained`: why it is retained, None if the next save removes it or spec is None."""
     reasons: Mapping[int, str] = {}
     if spec is not None:
         steps = [one.step for one in found]
@@ -32,39 +32,39 @@ def list_rows(found: Sequence[CheckpointInfo], spec: RunSpec | None) -> list[dic
             "saved": one.saved,
             "complete": not one.problems,
             "problems": list(one.problems),
-            "kept": reasons.get(one.step),
+            "retained": reasons.get(one.step),
         }
         for one in found
     ]
 
 
 def list_lines(
-    folder: Path, rows: Sequence[Mapping[str, Any]], unfinished: Mapping[str, int], held: bool
+    folder: Path, rows: Sequence[Mapping[str, Any]], unfinished: Mapping[str, int], locked: bool
 ) -> Iterator[str]:
-    """The list of a run."""
+    """Yield the list of a run's checkpoints."""
     total = sum(row["bytes"] for row in rows)
     yield f"{folder}: {len(rows)} checkpoint{'s' if len(rows) != 1 else ''}, {format_bytes(total)}"
     if rows:
-        table = [("step", "saved", "size", "state", "kept")]
+        table = [("step", "saved", "size", "state", "retained")]
         for row in rows:
             state = "complete" if row["complete"] else row["problems"][0]
-            kept = row["kept"] or "until the next save"
-            table.append((str(row["step"]), _date(row["saved"]), format_bytes(row["bytes"]), state, kept))
+            retained = row["retained"] or "until the next save"
+            table.append((str(row["step"]), _date(row["saved"]), format_bytes(row["bytes"]), state, retained))
         yield from table_lines(table, right=(0, 2))
     for name, size in unfinished.items():
-        what = "a save under way" if held else "a save that was cut off; the next start of the run removes it"
+        what = "a save in progress" if locked else "an interrupted save; the next start of the run removes it"
         yield f"  {name}, {format_bytes(size)}: {what}"
 
 
 def inspect_lines(checkpoint: Path, summary: Mapping[str, Any], every: bool) -> Iterator[str]:
-    """What one checkpoint holds."""
+    """Yield the content of one checkpoint."""
     problems, files = summary["problems"], summary["files"]
     yield f"{checkpoint}: {problems[0] if problems else 'complete'}, saved {_date(summary['saved'])}"
     tokens = summary["tokens"]
     yield f"  step     {summary['step']}" + (f", {tokens:,} tokens seen" if isinstance(tokens, int) else "")
     if summary["model"] is not None:
         yield f"  model    {summary['model']['name']} ({summary['model']['family']})"
-    yield f"  layout   {_layout_text(summary['layout'])}; any other loads it"
+    yield f"  layout   {_layout_text(summary['layout'])}; loads under any other layout too"
     shards = [entry["bytes"] for name, entry in files.items() if name.endswith(".safetensors")]
     others = len(files) - len(shards)
     yield f"  files    {len(shards)} with tensors, {others} others, {format_bytes(summary['bytes'])} in all"
@@ -83,9 +83,9 @@ def inspect_lines(checkpoint: Path, summary: Mapping[str, Any], every: bool) -> 
 
 
 def verification_lines(checkpoint: Path, sizes: Sequence[int], problems: Sequence[str]) -> Iterator[str]:
-    """What came of reading every byte."""
+    """Yield the result of comparing every byte with its checksum."""
     if not problems:
-        yield f"{checkpoint}: good. {len(sizes)} files, {format_bytes(sum(sizes))}, every byte is as it was written"
+        yield f"{checkpoint}: valid. {len(sizes)} files, {format_bytes(sum(sizes))}, all checksums match"
         return
     yield f"{checkpoint}: damaged"
     for problem in problems:
@@ -93,7 +93,7 @@ def verification_lines(checkpoint: Path, sizes: Sequence[int], problems: Sequenc
 
 
 def _is_model_shape(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Groups (moments) with a tensor of the same kind for each of the model's."""
+    """Return the groups (optimizer moments) with the same tensors as the model: names, dtypes and shapes."""
     kinds: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         group = tensor_group(name)
@@ -102,7 +102,7 @@ def _is_model_shape(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _tensor_rows(tensors: Mapping[str, Mapping[str, Any]], every: bool) -> Iterator[tuple[str, ...]]:
-    """Tensors that differ only in the numbers in their names share a row, unless `every` one shall have its own."""
+    """Yield a row per tensor; without `every`, tensors that differ only in the numbers of their names share a row."""
 
     def kind(name: str) -> tuple[str, ...]:
         alike = name if every else _NUMBER.sub("*", name)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds as plain data: step, layout, files, tensors, totals; printed as JSON or as lines."""
+"""Summarize a checkpoint as plain data: step, layout, files, tensors, totals."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from megalaunch.rundir.checkpoint.tensor_index import Catalogue, read_tensor_ind
 
 
 def summarize_checkpoint(checkpoint: Path, spec: RunSpec | None) -> dict[str, Any]:
-    """Everything that can be told without reading tensors. Raises CheckpointError when it cannot be read at all.
+    """Summarize a checkpoint without reading its tensors.
 
-    `spec` is the run's, as the checkpoint has it.
+    Args:
+        spec: the run spec stored in the checkpoint.
+
+    Raises:
+        CheckpointError: the manifest, the index or the position cannot be read.
     """
     try:
         records = read_manifest(checkpoint)
@@ -53,7 +57,7 @@ def summarize_checkpoint(checkpoint: Path, spec: RunSpec | None) -> dict[str, An
 
 
 def tensor_group(name: str) -> str:
-    """`model`, or `optimizer.<moment>`: what a tensor is part of."""
+    """Return the group of a tensor: `model`, or `optimizer.<moment>`."""
     first, _, rest = name.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first == "optimizer" else first
 

@@ -77,11 +77,11 @@ def verify(
         known = found.vocab_size is not None
         unknown = [] if known else ["ids (no vocabulary is known: give --tokenizer or --vocab-size)"]
         unknown += [] if found.hashed else ["bytes (no report beside the files)"]
-        said = "good" if known else "no fault found"
+        result = "valid" if known else "no error found"
         typer.echo(
-            f"{prefix}: {said}. {found.documents:,} documents, {found.sequences:,} sequences, {found.tokens:,} tokens, "
-            f"largest id {found.largest:,}"
-            + ("; every byte is as it was written" if found.hashed else "")
+            f"{prefix}: {result}. {found.documents:,} documents, {found.sequences:,} sequences, "
+            f"{found.tokens:,} tokens, largest id {found.largest:,}"
+            + ("; all checksums match" if found.hashed else "")
             + (f"; not compared: {', '.join(unknown)}" if unknown else "")
         )
 

@@ -79,10 +79,10 @@ def _name(file: str, output: Path | None) -> str:
 def _variables(overrides: list[str]) -> dict[str, str]:
     from megalaunch.runs.errors import fail
 
-    for word in overrides:
-        if "=" not in word or not re.fullmatch(r"\w+", word.partition("=")[0]):
-            fail(f"--set {word}: write NAME=VALUE")
-    return {name: value for name, _, value in (word.partition("=") for word in overrides)}
+    for variable in overrides:
+        if "=" not in variable or not re.fullmatch(r"\w+", variable.partition("=")[0]):
+            fail(f"--set {variable}: write NAME=VALUE")
+    return {name: value for name, _, value in (variable.partition("=") for variable in overrides)}
 
 
 def _paths(imported: Imported, output: Path) -> list[Path]:

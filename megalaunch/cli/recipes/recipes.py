@@ -1,4 +1,4 @@
-"""`megalaunch recipes list|show|diff`: what can be run by name."""
+"""`megalaunch recipes list|show|diff`: list the recipes, show one, or compare two."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def list_recipes(
 @app.command("show")
 def show_recipe(
     name: Recipe,
-    whole: Annotated[bool, typer.Option("--whole", help="Show the composed run, with every default.")] = False,
+    composed: Annotated[bool, typer.Option("--whole", help="Show the composed run, with every default.")] = False,
 ) -> None:
     """Print a recipe's file, or with --whole the composed run spec."""
     from megalaunch.config.compose import compose
@@ -56,7 +56,7 @@ def show_recipe(
     from megalaunch.plan.report import problems_text
     from megalaunch.runs.errors import refuse
 
-    if whole:
+    if composed:
         try:
             typer.echo(spec_to_text(compose([f"recipe={name}"]).spec), nl=False)
         except ConfigError as error:

@@ -1,7 +1,4 @@
-"""What a recipe comes to, in one row: its model, size, devices, layout and sequence.
-
-Also the table of what differs between two of them.
-"""
+"""Summarize recipes as table rows (model, size, devices, layout, sequence), and compare two recipes."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from megalaunch.plan.world import world_size
 from megalaunch.platform.detect import Machine
 
 _NAMES = ("run.name", "run.directory", "model.name")
-"""Keys that only say what a thing is called."""
+"""Keys that hold only names."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ def _row(name: str, summary: str, machine: Machine, composer: Composer) -> Recip
 
 
 def layout_text(parallel: ParallelSpec) -> Iterator[str]:
-    """What a layout says beyond data parallelism, in words like those of a layout's name."""
+    """Yield the parts of a layout besides data parallelism: `tp4`, `pp8`, `sp`, ..."""
     for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"):
         degree = getattr(parallel, axis)
         if degree is not None and degree > 1:
@@ -107,14 +104,14 @@ def _uneven(parallel: ParallelSpec) -> bool:
 
 
 def rows_text(rows: Sequence[RecipeRow]) -> str:
-    """The rows as a table for people; what is open is left empty."""
+    """Format the rows as a table; unknown values are blank."""
     table = [("recipe", "parameters", "devices", "layout", "sequence", "what it is")]
     for row in rows:
         devices = f"{row.devices} {row.chip or ''}".strip() if row.devices else (row.chip or "any")
         size = _size(row)
         sequence = "" if row.sequence_length is None else str(row.sequence_length)
-        said = f"does not compose: {row.problem}" if row.problem else row.summary + _mark(row)
-        table.append((row.name, size, "" if row.problem else devices, row.layout or "", sequence, said))
+        summary = f"does not compose: {row.problem}" if row.problem else row.summary + _mark(row)
+        table.append((row.name, size, "" if row.problem else devices, row.layout or "", sequence, summary))
     return "\n".join(table_lines(table, indent=0))
 
 
@@ -135,10 +132,10 @@ def spec_differences(left: RunSpec, right: RunSpec) -> list[tuple[str, Any, Any]
 
 
 def differences_text(names: tuple[str, str], found: Sequence[tuple[str, Any, Any]]) -> str:
-    """The table of what differs, or that nothing does."""
+    """Format the differences of two recipes as a table."""
     from megalaunch.plan.findings import as_override
 
     if not found:
-        return f"{names[0]} and {names[1]} come to the same run"
+        return f"{names[0]} and {names[1]} give the same run"
     rows = [("key", *names), *((key, as_override(left), as_override(right)) for key, left, right in found)]
     return "\n".join(table_lines(rows, indent=0))

@@ -1,4 +1,4 @@
-"""Texts as they are written, on standard output: plain, in the order of the prompts, or as JSON lines."""
+"""Print generated texts as they grow: plain, in the order of the prompts, or as JSON lines."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 class GenerationOutput(Protocol):
-    """Takes texts as they grow."""
+    """Receives generated texts as they grow."""
 
     def add(self, event: TextDelta | Completion) -> None:
-        """The next piece, or the record of a finished text."""
+        """Print the next tokens of a text, or a finished text."""
 
 
 class TextOutput:
-    """Each prompt with its continuation (an answer alone, without the conversation), under a line that counts them."""
+    """Prints each prompt with its completion (for a conversation: only the answer), under a line with its number."""
 
     def __init__(self, prompts: Sequence[Prompt], samples: int, stream: bool) -> None:
         self._prompts, self._samples, self._stream = prompts, samples, stream
         self._turns, self._begun = _InOrder(), -1
 
     def add(self, event: TextDelta | Completion) -> None:
-        """Print what it is the turn of."""
+        """Print all text that is next in order."""
         for ready in self._turns.after(event):
             if self._stream or not _is_delta(ready):
                 self._print(ready)
@@ -49,14 +49,14 @@ class TextOutput:
 
 
 class JsonlOutput:
-    """A line for each text; with `stream` one for each piece before it."""
+    """Prints one line per text; with `stream` also one per new piece of text."""
 
     def __init__(self, prompts: Sequence[Prompt], samples: int, stream: bool) -> None:
         self._prompts, self._samples, self._stream = prompts, samples, stream
         self._turns = _InOrder()
 
     def add(self, event: TextDelta | Completion) -> None:
-        """Print its line, in turn where texts are not streamed."""
+        """Print the line of an event; without streaming, in the order of the prompts."""
         for ready in (event,) if self._stream else self._turns.after(event):
             self._print(ready)
 
@@ -84,13 +84,13 @@ def _is_delta(event: TextDelta | Completion) -> bool:
 
 
 class _InOrder:
-    """Rows one after the other: of each the events as they come, once those before it are finished."""
+    """Orders events by row: a row's events pass once all earlier rows are finished."""
 
     def __init__(self) -> None:
         self._turn, self._waiting = 0, dict[int, list[Any]]()
 
     def after(self, event: TextDelta | Completion) -> Iterator[Any]:
-        """What may be shown now that this has come, too."""
+        """Yield the events that are in order now."""
         self._waiting.setdefault(event.row, []).append(event)
         while self._waiting.get(self._turn):
             ready = self._waiting.pop(self._turn)
@@ -101,7 +101,7 @@ class _InOrder:
 
 
 def _show(text: str) -> None:
-    """Write at once; a character that the terminal's encoding lacks becomes a question mark."""
+    """Write and flush; a character that the encoding lacks becomes a question mark."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
     sys.stdout.flush()

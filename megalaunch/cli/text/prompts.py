@@ -1,4 +1,4 @@
-"""What a model is to continue or to answer: words of the command line, lines of a file, or standard input."""
+"""Read prompts from the command line, from a file, or from standard input."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Prompt = str | list[dict[str, str]]
 
 
 class PromptError(Exception):
-    """No prompts, or none that can be understood; the text says where."""
+    """There are no prompts, or one cannot be parsed; the message names its position."""
 
 
-def read_prompts(words: Sequence[str], file: str | None, chat: bool, system: str | None) -> list[Prompt]:
-    """All prompts: `words` first, then a prompt a line of `file` (`-`: standard input). Raises PromptError.
+def read_prompts(given: Sequence[str], file: str | None, chat: bool, system: str | None) -> list[Prompt]:
+    """Return all prompts: `given` first, then a prompt a line of `file` (`-`: standard input). Raises PromptError.
 
     Lines of a .jsonl file are {"prompt": TEXT}, or with `chat` {"messages": [...]} as well. With `chat` a text is what
     the user says, after the `system` message if there is one.
     """
-    found: list[Prompt] = list(words)
+    found: list[Prompt] = list(given)
     if file is not None:
         found += _read_file(file, chat)
     if not found:

@@ -22,7 +22,7 @@ def train(
 ) -> None:
     """Train a model: compose and check the run, prepare its data, launch the workers, show progress, summarize.
 
-    The same command again continues the run. Ctrl-C saves a checkpoint and ends; twice ends at once.
+    Run the same command again to continue. Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once.
     """
     from megalaunch.launch.stop import StopBeforeLaunch, StopSignals
     from megalaunch.runs.prepare_run import prepare_run

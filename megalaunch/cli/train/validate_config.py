@@ -1,4 +1,4 @@
-"""`megalaunch validate-config`: all that is wrong with a run, before anything starts."""
+"""`megalaunch validate-config`: report all problems of a run before it starts."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def watch(
             _tail(view, display)
         except KeyboardInterrupt:
             display.close()
-            typer.echo("the run goes on")
+            typer.echo("the run continues")
             return
         display.close()
     raise typer.Exit(_conclude(spec, directory))

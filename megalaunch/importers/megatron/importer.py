@@ -213,7 +213,7 @@ def report_text(imported: Imported) -> str:
         lines = [f"  {key} = {to_yaml(value)}" for key, value in imported.defaults.items()]
         blocks.append("\n".join(["Megatron's defaults, where megalaunch has others", *lines]))
     if imported.missing:
-        blocks.append("\n".join(["still to be said in the recipe", *(f"  {key}" for key in imported.missing)]))
+        blocks.append("\n".join(["to be set in the recipe", *(f"  {key}" for key in imported.missing)]))
     if imported.notes:
         blocks.append("\n".join(["notes", *(f"  {note}" for note in imported.notes)]))
     return "\n\n".join(blocks)
