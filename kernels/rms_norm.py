@@ -15,7 +15,7 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return x / rms(x) * weight, [..., H] -> [..., H] in the dtype of x, by the fastest form for the device."""
     if x.is_cpu and not torch.compiler.is_compiling():
-        return rms_norm_cpu(x, weight, epsilon)
+        return rms_norm_row(x, weight, epsilon) if _is_decoded_row(x) else rms_norm_cpu(x, weight, epsilon)
     return rms_norm_reference(x, weight, epsilon)
 
 
@@ -28,6 +28,18 @@ def rms_norm_cpu(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Compute RMSNorm in few passes over memory."""
     normed: Tensor = _RMSNorm.apply(x, weight, epsilon)
     return normed
+
+
+def rms_norm_row(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Compute RMSNorm of a single row in fp32 without a gradient, by three operators instead of seven."""
+    row = x.flatten()
+    mean = torch.dot(row, row).item() / row.shape[0]
+    return torch.mul(x, weight).mul_((mean + epsilon) ** -0.5)
+
+
+def _is_decoded_row(x: Tensor) -> bool:
+    """Return whether x is the hidden state of one new token in generation."""
+    return torch.is_inference_mode_enabled() and x.numel() == x.shape[-1] and x.dtype == torch.float32
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -20,3 +20,12 @@ def test_rms_norm_and_its_gradients_are_those_of_torch(dtype):
     for one, other in [(found, expected), *((m.grad, e.grad) for m, e in zip(mine, exact, strict=True))]:
         assert one.dtype == dtype
         assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+def test_one_row_in_generation_equals_torch():
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 1, 96) * 3, torch.rand(96)
+    with torch.inference_mode():
+        found = rms_norm(x, weight, 1e-5)
+    assert found.shape == x.shape
+    torch.testing.assert_close(found, F.rms_norm(x, (96,), weight, 1e-5), rtol=2e-6, atol=1e-6)

@@ -22,14 +22,15 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., size] -> [..., size] in the weight's dtype; statistics are fp32 whatever the dtype of x."""
-        weight, shape, epsilon = local_param(self.weight), self.weight.shape, self.config.epsilon
+        weight, epsilon = local_param(self.weight), self.config.epsilon
+        bias = None if self.bias is None else local_param(self.bias)
+        dtype = weight.dtype
         if self.config.zero_centered_gamma:  # in 16 bits, 1 + weight would lose most of a small weight
-            wide, dtype = 1 + weight.float(), weight.dtype
-            bias = local_param(self.bias).float() if self.bias is not None else None
-            normed = F.layer_norm(x.float(), shape, wide, bias, epsilon) if self.config.layer else None
-            return (rms_norm(x.float(), wide, epsilon) if normed is None else normed).to(dtype)
-        bias = None if self.bias is None else local_param(self.bias).to(x.dtype)
-        factor = weight.to(x.dtype)  # x may be a residual stream in fp32
+            x, weight = x.float(), 1 + weight.float()
+        elif x.dtype != dtype:  # x is a residual stream in fp32
+            weight = weight.to(x.dtype)
         if self.config.layer:
-            return F.layer_norm(x, shape, factor, bias, epsilon).to(weight.dtype)
-        return rms_norm(x, factor, epsilon).to(weight.dtype)
+            normed = F.layer_norm(x, weight.shape, weight, None if bias is None else bias.to(x.dtype), epsilon)
+        else:
+            normed = rms_norm(x, weight, epsilon)
+        return normed if normed.dtype == dtype else normed.to(dtype)

@@ -14,10 +14,15 @@ from megalaunch.plan.attention_factor import attention_factor
 
 
 class RopeCache(NamedTuple):
-    """Cosines and sines of each position's angles, [S, R] or [B, 1, S, R], for the first R features of each head."""
+    """Cosines and sines of each position's angles, [S, R] or [B, 1, S, R], for the first R features of each head.
+
+    For one new position per row in generation, `matrix` [1, R, R] or [B, R, R] is the rotation: one bmm rotates all
+    heads. A token takes hundreds of small operators, and each that is saved counts.
+    """
 
     cos: Tensor
     sin: Tensor
+    matrix: Tensor | None = None
 
 
 def rope_cos_sin(positions: Tensor, rope: RopeConfig, dtype: torch.dtype, last: Tensor | None = None) -> RopeCache:
@@ -41,15 +46,20 @@ def rope_cos_sin(positions: Tensor, rope: RopeConfig, dtype: torch.dtype, last: 
     if positions.dim() == 2:
         both_halves = both_halves.unsqueeze(1)  # broadcast over heads
     size = attention_factor(rope)
-    return RopeCache((both_halves.cos() * size).to(dtype), (both_halves.sin() * size).to(dtype))
+    cos, sin = (both_halves.cos() * size).to(dtype), (both_halves.sin() * size).to(dtype)
+    one_token = torch.is_inference_mode_enabled() and positions.shape[-1] == 1
+    return RopeCache(cos, sin, _rotation_matrix(cos, sin) if one_token else None)
 
 
 def apply_rope(x_BNSD: Tensor, rotation: RopeCache) -> Tensor:
     """Rotate the pairs (i, i + R/2) of each head's first R features by their position's angle."""
-    width = rotation.cos.shape[-1]
-    turned = apply_function(_ApplyRope, x_BNSD[..., :width], *rotation)
-    rest = x_BNSD[..., width:]
-    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
+    cos, sin, matrix = rotation
+    width = cos.shape[-1]
+    if width < x_BNSD.shape[-1]:
+        return torch.cat((apply_rope(x_BNSD[..., :width], rotation), x_BNSD[..., width:]), dim=-1)
+    if matrix is not None:
+        return torch.bmm(x_BNSD[:, :, 0], matrix.expand(x_BNSD.shape[0], -1, -1)).unsqueeze(2)
+    return apply_function(_ApplyRope, x_BNSD, cos, sin)
 
 
 class _ApplyRope(torch.autograd.Function):
@@ -64,6 +74,12 @@ class _ApplyRope(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotate_half(gradients[0], cos, sin, -1), None, None
+
+
+def _rotation_matrix(cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the matrix that rotates a head's features at one position, [R, R] or [B, R, R] with a leading 1."""
+    unit = torch.eye(cos.shape[-1], dtype=cos.dtype, device=cos.device)
+    return _rotate_half(unit, cos, sin, 1).view(-1, *unit.shape)
 
 
 def _rotate_half(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:

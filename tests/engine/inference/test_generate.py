@@ -40,14 +40,14 @@ def rows_of(model, prompts, count: int, sampling: Sampling, samples=None, **writ
 PROMPTS = [[5, 6, 7], [90, 4, 200], [11], [250, 3, 3, 8, 40, 41, 42]]
 
 
-@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("cuts", [[1] * 12, [12], [5, 1, 1, 5], [3, 4, 5]])
-def test_the_cache_gives_the_logits_of_a_whole_pass(cuts: list[int], lean: bool):
+def test_the_cache_gives_the_logits_of_a_whole_pass(cuts: list[int], fast: bool):
     model = tiny_decoder()
     tokens = torch.randint(0, 300, (3, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         whole = model(tokens)
-    writer = FastDecoder(model) if lean else model
+    writer = FastDecoder(model) if fast else model
     cache, start = cache_for(model, 12), 0
     for size in cuts:
         logits = next_logits(writer, tokens[:, start : start + size], cache)
@@ -55,7 +55,7 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(cuts: list[int], lean: bool)
         torch.testing.assert_close(logits, whole[:, start - 1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -65,14 +65,14 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(cuts: list[int], lean: bool)
         {"position_embedding": "learned", "norm": "layernorm", "mlp_bias": True, "qkv_bias": True},
     ],
 )
-def test_prompts_of_different_lengths_are_what_they_are_alone(shape: dict, lean: bool):
+def test_prompts_of_different_lengths_are_what_they_are_alone(shape: dict, fast: bool):
     """Logits to rounding, past the window."""
     model = tiny_decoder(**shape)
     longest = max(map(len, PROMPTS))
     starts = [longest - len(prompt) for prompt in PROMPTS]
     padded = torch.tensor([[0] * start + prompt for start, prompt in zip(starts, PROMPTS, strict=True)])
     more = torch.randint(0, 300, (len(PROMPTS), 4), generator=torch.Generator().manual_seed(2))
-    writer = FastDecoder(model) if lean else model
+    writer = FastDecoder(model) if fast else model
     cache = cache_for(model, longest + 4, starts)
     found = [next_logits(writer, padded, cache)]
     found += [next_logits(writer, more[:, place : place + 1], cache) for place in range(4)]
@@ -84,7 +84,7 @@ def test_prompts_of_different_lengths_are_what_they_are_alone(shape: dict, lean:
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 24, 25])
 @pytest.mark.parametrize("features", [(40,), (96, 192), (96, 105)])
-def test_joined_projections_are_each_by_itself_for_any_number_of_rows(features: tuple[int, ...], rows: int):
+def test_fused_projections_equal_each_projection_by_itself(features: tuple[int, ...], rows: int):
     """One row, few rows by blocks (with features left over and without), and many."""
     torch.manual_seed(rows)
     for bias in (False, True):
@@ -94,21 +94,21 @@ def test_joined_projections_are_each_by_itself_for_any_number_of_rows(features: 
         x, residual = torch.randn(rows, 32), torch.randn(rows, sum(features))
         with torch.no_grad():
             expected = torch.cat([projection(x) for projection in projections], dim=1)
-            joined = FusedLinear(*projections)
-            torch.testing.assert_close(joined(x), expected, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(joined.add_to(residual, x), residual + expected, rtol=1e-5, atol=1e-5)
+            fused = FusedLinear(*projections)
+            torch.testing.assert_close(fused(x), expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(fused.add_to(residual, x), residual + expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_lean_decoder_shares_its_parameters():
+def test_a_fast_decoder_shares_its_parameters():
     model = tiny_decoder(tie_word_embeddings=True)
     tokens = torch.tensor([PROMPTS[3]])
     with torch.no_grad():
         before = model(tokens)
-        lean = FastDecoder(model)
+        fast = FastDecoder(model)
         torch.testing.assert_close(model(tokens), before, rtol=1e-5, atol=1e-5)
         model.layers["1"].mlp.up_proj.weight.mul_(2)
         model.embedding.weight.mul_(0.5)
-        found = next_logits(lean, tokens, cache_for(model, 7))
+        found = next_logits(fast, tokens, cache_for(model, 7))
         torch.testing.assert_close(found, model(tokens)[:, -1], rtol=1e-5, atol=1e-5)
 
 

@@ -1,8 +1,9 @@
-"""Rotary position embedding: its backward pass."""
+"""Rotary position embedding: its backward pass, and the form for one new token."""
 
 import torch
 
-from megalaunch.engine.model.rope import RopeCache, apply_rope
+from megalaunch.engine.model.config import RopeConfig
+from megalaunch.engine.model.rope import RopeCache, apply_rope, rope_cos_sin
 
 
 def test_a_rotation_is_undone_by_its_backward_pass():
@@ -13,3 +14,13 @@ def test_a_rotation_is_undone_by_its_backward_pass():
     turned.backward(turned.detach())
     torch.testing.assert_close(x.grad, x.detach())
     assert (turned - x).detach()[..., 1:, :8].abs().max() > 0.1
+
+
+def test_the_matrix_of_one_new_token_rotates_alike():
+    rope, x = RopeConfig(theta=100.0, rotary_dim=8), torch.randn(2, 3, 1, 12)
+    for positions in (torch.tensor([7]), torch.tensor([[7], [3]])):
+        expected = apply_rope(x, rope_cos_sin(positions, rope, x.dtype))
+        with torch.inference_mode():
+            rotation = rope_cos_sin(positions, rope, x.dtype)
+            assert rotation.matrix is not None
+            torch.testing.assert_close(apply_rope(x, rotation), expected, rtol=1e-5, atol=1e-5)
