@@ -35,8 +35,8 @@ from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.simulate.report import CollectiveReport, DeepPlan
 
 if TYPE_CHECKING:
+    from megalaunch.engine.inference.perplexity import Score as Score
     from megalaunch.engine.lm_eval_adapter import TaskScore as TaskScore
-    from megalaunch.engine.perplexity import Score as Score
 
 __all__ = [
     "Answer",
@@ -102,7 +102,7 @@ def evaluate(
     batch_size: int = 4,
     json_key: str = "text",
 ) -> Iterator[Score]:
-    """Yield the loss and perplexity of a model on each data set; see `engine.perplexity.evaluate_perplexity`.
+    """Yield the loss and perplexity of a model on each data set; see `engine.inference.perplexity.evaluate_perplexity`.
 
     Args:
         model: The model.
@@ -115,7 +115,9 @@ def evaluate(
         DataError: A data set cannot be read or has no token to predict.
         ValueError: `sequence_length` exceeds the model's maximum.
     """
-    from megalaunch.engine.perplexity import evaluate_perplexity as scored  # late: generation needs no trainer
+    from megalaunch.engine.inference.perplexity import (
+        evaluate_perplexity as scored,  # late: generation needs no trainer
+    )
 
     return scored(model, data, sequence_length, batch_size, json_key)
 

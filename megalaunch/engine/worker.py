@@ -31,7 +31,7 @@ that start them by hand"""
 
 def load_train_body() -> RankBody:
     """Return the body of a training rank; imports torch."""
-    from megalaunch.engine.train_worker import train
+    from megalaunch.engine.train_rank import train
 
     return train
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megalaunch.launch.supervise import LaunchResult
     from megalaunch.platform.detect import Machine
 
-WORKER_MODULE = "megalaunch.engine.inference.worker"
+WORKER_MODULE = "megalaunch.engine.inference_worker"
 _PLANNED_LENGTH = 4096  # tokens, for a text of unknown length
 _MICROBATCHES = 4  # per stage: enough for the rules of every schedule; inference runs none
 

@@ -242,7 +242,7 @@ def test_arrows_are_checked(made_up, file, line, fault):
             "from ..train import trainer",
             "engine.inference may not import engine.train.trainer",
         ),
-        ("engine/inference/worker.py", "from megalaunch.engine.worker import main", None),
+        ("engine/inference_worker.py", "from megalaunch.engine.worker import main", None),
         ("engine/inference/x.py", "from . import jobs", "engine.inference may not import engine.inference.jobs"),
         ("engine/train/x.py", "from megalaunch.engine.worker import main", "engine.train may not import engine.worker"),
         ("engine/misplaced.py", "", "engine.misplaced has no floor in ENGINE_FLOORS"),

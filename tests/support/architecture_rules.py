@@ -88,11 +88,11 @@ ENGINE_FLOORS = (
     ("parallel.parallelize",),
     ("checkpoint",),
     ("train", "inference"),
-    ("run_rank", "train_worker", "simulate", "perplexity", "lm_eval_adapter", "checkpoint.convert"),
-    ("inference.jobs",),
-    ("inference_worker",),
+    ("run_rank", "simulate", "inference.perplexity"),
+    ("inference.jobs", "lm_eval_adapter"),
+    ("train_rank", "inference_rank"),
     ("api", "worker"),
-    ("inference.worker",),
+    ("inference_worker",),
 )
 
 # As ENGINE_FLOORS: a token's way from a text to a sample.

@@ -18,9 +18,9 @@ from megalaunch.engine.checkpoint.import_huggingface import import_folder
 from megalaunch.engine.checkpoint.load_tensors import full_tensor
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from megalaunch.engine.checkpoint.megatron_weights import MegatronWeights
+from megalaunch.engine.checkpoint.retention import find_checkpoint
 from megalaunch.engine.checkpoint.streaming_forward import Read
 from megalaunch.engine.checkpoint.verify_conversion import verify_logits
-from megalaunch.engine.inference.load_model import find_checkpoint
 from megalaunch.rundir.checkpoint.contents import WEIGHTS
 from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index
 

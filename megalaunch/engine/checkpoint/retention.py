@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which one to resume from, and which ones to remove."""
+"""The checkpoints of a run: which one to load or resume from, and which ones to remove."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from megalaunch.engine.checkpoint.coordination import rank_and_world, run_on_all
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.fs import discard_directory, list_temporary_directories, remove_directory
 from megalaunch.rundir.checkpoint.listing import checkpoints_by_step, retention_reasons
-from megalaunch.rundir.checkpoint.manifest import verify_checkpoint
+from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
+from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE
+from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 
 def latest_valid_checkpoint(
@@ -88,3 +90,36 @@ def remove_leftovers(checkpoints: Path) -> None:
     """Remove the temporary directories of killed saves. Call in one process while no save is in progress."""
     for leftover in list_temporary_directories(checkpoints):
         discard_directory(leftover)
+
+
+def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
+    """Return the verified checkpoint of a run directory (its newest valid one), or of a checkpoint directory.
+
+    Args:
+        source: A run directory or a checkpoint.
+        report: Called with a message for each skipped checkpoint.
+
+    Raises:
+        NotADirectoryError: `source` is neither.
+        CheckpointError: There is no valid checkpoint.
+    """
+    if (source / MANIFEST).exists() or (source / CATALOGUE).exists() or checkpoint_step(source) is not None:
+        problems = verify_checkpoint(source)
+        if problems:
+            raise CheckpointError(f"the checkpoint {source} is damaged: {'; '.join(problems)}")
+        return source
+    run = RunDirectory(source)
+    if not run.checkpoints.is_dir() and not run.spec.is_file():
+        what = "has neither a checkpoint nor a run in it" if source.is_dir() else "is no directory"
+        raise NotADirectoryError(f"{source} {what}; give a run directory or one of its checkpoints/step_<number>")
+    refused: list[str] = []
+
+    def pass_over(checkpoint: Path, problems: list[str]) -> None:
+        refused.append(checkpoint.name)
+        report(f"{checkpoint} is passed over: {'; '.join(problems)}")
+
+    found = latest_valid_checkpoint(run.checkpoints, pass_over)
+    if found is None:
+        reason = f"all of them are damaged: {', '.join(refused)}" if refused else "the run has not saved one yet"
+        raise CheckpointError(f"{run.checkpoints} holds no valid checkpoint ({reason})")
+    return found

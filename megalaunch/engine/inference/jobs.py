@@ -19,7 +19,7 @@ from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.paths import RunDirectory
 
 if TYPE_CHECKING:
-    from megalaunch.engine.perplexity import Score as Score
+    from megalaunch.engine.inference.perplexity import Score as Score
 
 Prompt = str | Sequence[dict[str, str]]
 
@@ -35,7 +35,7 @@ class GenerateJob:
 
 @dataclass(frozen=True)
 class EvaluateJob:
-    """Evaluate the loss on data sets. The fields are arguments of `engine.perplexity.evaluate_perplexity`."""
+    """Evaluate the loss on data sets. The fields are arguments of `engine.inference.perplexity.evaluate_perplexity`."""
 
     data: tuple[str, ...]
     sequence_length: int | None
@@ -94,7 +94,7 @@ def from_record(record: Record) -> Answer:
     if record["kind"] == "Completion":
         return _completion(values)
     if record["kind"] == "Score":
-        from megalaunch.engine.perplexity import Score  # imported late: generation needs no trainer
+        from megalaunch.engine.inference.perplexity import Score  # imported late: generation needs no trainer
 
         return Score(**values)
     kinds: dict[str, type[TextDelta] | type[Warning]] = {"TextDelta": TextDelta, "Warning": Warning}

@@ -21,7 +21,7 @@ from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggi
 from megalaunch.engine.checkpoint.import_checkpoint import make_spec
 from megalaunch.engine.checkpoint.import_huggingface import tokenizer_text
 from megalaunch.engine.checkpoint.load_tensors import read_tensors
-from megalaunch.engine.checkpoint.retention import latest_valid_checkpoint
+from megalaunch.engine.checkpoint.retention import find_checkpoint
 from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.inference.chat_template import stop_token_ids
 from megalaunch.engine.inference.fast_decoder import FastDecoder
@@ -30,9 +30,6 @@ from megalaunch.importers.huggingface.folder import CONFIG
 from megalaunch.importers.huggingface.multimodal import TEXT_ALONE
 from megalaunch.importers.huggingface.registry import decoder_config, multimodal_family
 from megalaunch.rundir.checkpoint.contents import ORIGIN, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
-from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
-from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE
-from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 
 @dataclass(frozen=True)
@@ -112,39 +109,6 @@ def not_verified_warning(folder: Path) -> str:
         f"{folder / 'config.json'} is read by megalaunch alone, not verified against transformers "
         f"(megalaunch convert import {folder} verifies it)"
     )
-
-
-def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
-    """Return the verified checkpoint of a run directory (its newest valid one), or of a checkpoint directory.
-
-    Args:
-        source: A run directory or a checkpoint.
-        report: Called with a message for each skipped checkpoint.
-
-    Raises:
-        NotADirectoryError: `source` is neither.
-        CheckpointError: There is no valid checkpoint.
-    """
-    if (source / MANIFEST).exists() or (source / CATALOGUE).exists() or checkpoint_step(source) is not None:
-        problems = verify_checkpoint(source)
-        if problems:
-            raise CheckpointError(f"the checkpoint {source} is damaged: {'; '.join(problems)}")
-        return source
-    run = RunDirectory(source)
-    if not run.checkpoints.is_dir() and not run.spec.is_file():
-        what = "has neither a checkpoint nor a run in it" if source.is_dir() else "is no directory"
-        raise NotADirectoryError(f"{source} {what}; give a run directory or one of its checkpoints/step_<number>")
-    refused: list[str] = []
-
-    def pass_over(checkpoint: Path, problems: list[str]) -> None:
-        refused.append(checkpoint.name)
-        report(f"{checkpoint} is passed over: {'; '.join(problems)}")
-
-    found = latest_valid_checkpoint(run.checkpoints, pass_over)
-    if found is None:
-        reason = f"all of them are damaged: {', '.join(refused)}" if refused else "the run has not saved one yet"
-        raise CheckpointError(f"{run.checkpoints} holds no valid checkpoint ({reason})")
-    return found
 
 
 def read_source(directory: Path) -> ModelSource:

@@ -15,8 +15,8 @@ from megalaunch.cli.app import app
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 from megalaunch.engine.inference.jobs import EvaluateJob, GenerateJob, read_job, write_job
 from megalaunch.engine.inference.load_model import open_source
+from megalaunch.engine.inference.perplexity import _write
 from megalaunch.engine.inference.request import GenerationRequest, tokenize_prompts
-from megalaunch.engine.perplexity import _write
 from megalaunch.rundir.checkpoint.manifest import FileRecord, manifest_text
 from megalaunch.rundir.paths import RunDirectory
 

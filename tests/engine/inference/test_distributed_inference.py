@@ -23,7 +23,7 @@ from megalaunch.cli.app import app
 from megalaunch.config.schema import RunSpec
 from megalaunch.engine.inference.batch_generation import TextDelta
 from megalaunch.engine.inference.jobs import answers_file, to_record
-from megalaunch.engine.inference_worker import answer_job
+from megalaunch.engine.inference_rank import answer_job
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.run_end import RunEnd
 from megalaunch.engine.train.run_logger import RunLogger
