@@ -98,13 +98,13 @@ def test_every_fault_is_listed_and_nothing_written(folder, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"model_type": "bloom"}, "model_type 'bloom' is none of the families"),
+        ({"model_type": "bloom"}, "model_type 'bloom' is not supported"),
         ({"hidden_act": "tanh"}, "hidden_act is 'tanh'"),
         ({"a_new_kind_of_norm": True}, "a_new_kind_of_norm (True) is unknown"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary scaling 'dynamic' has no counterpart"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported"),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
-            "rotary scaling 'longrope' has no counterpart",
+            "RoPE scaling 'longrope' is not supported",
         ),
         ({"hidden_size": "32"}, "hidden_size is '32'"),
     ],

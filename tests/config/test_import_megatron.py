@@ -11,9 +11,9 @@ from megatron_scripts import LLAMA3_8B, MIXTRAL_8X7B
 from megalaunch.config.compose import compose
 from megalaunch.config.keys import schema_keys
 from megalaunch.config.schema.paths import value_at
-from megalaunch.importers.megatron.arguments import drop_reason, flag_keys, known_flags
+from megalaunch.importers.megatron.arguments import flag_keys, known_flags, unmapped_reason
 from megalaunch.importers.megatron.importer import ScriptProblem, import_script, report_text
-from megalaunch.importers.megatron.unsupported_flags import DROPPED, LOST
+from megalaunch.importers.megatron.unsupported_flags import IGNORED, UNSUPPORTED
 from megalaunch.plan.resolve import resolve
 from megalaunch.platform.detect import detect_machine
 
@@ -39,8 +39,8 @@ def spec_of(tmp_path, text, **more):
     return resolve(compose([f"recipe={path}"]).spec, detect_machine(), "imported").spec
 
 
-def fates(imported):
-    return {entry.flag: (entry.fate, entry.text) for entry in imported.flags}
+def statuses(imported):
+    return {entry.flag: (entry.status, entry.text) for entry in imported.flags}
 
 
 def test_llama3_8b_is_the_model_that_we_ship(tmp_path):
@@ -75,7 +75,7 @@ def test_mixtral_8x7b_is_the_model_that_we_ship(tmp_path):
     assert (spec.parallel.pp, spec.parallel.ep, spec.parallel.vpp, spec.parallel.overlap_p2p_comm) == (4, 8, 4, True)
     assert (spec.cluster.nodes, spec.cluster.devices_per_node) == (8, 8)
     assert (spec.train.steps, spec.schedule.decay_steps, spec.data.split) == (500000, 320000, "99990,8,2")
-    assert fates(imported)["--data-path"][0] == "open"
+    assert statuses(imported)["--data-path"][0] == "unresolved"
 
 
 def test_a_model_that_differs_in_little_is_named_and_one_that_differs_in_much_is_not(tmp_path):
@@ -211,45 +211,50 @@ def test_all_of_it_composes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "flag", "fate", "text"),
+    ("flags", "flag", "status", "text"),
     [
-        ("--use-flash-attn", "--use-flash-attn", "dropped", "Megatron itself ignores it"),
-        ("--rampup-batch-size 16 16 100", "--rampup-batch-size", "dropped", "ignores"),
-        ("--tensorboard-dir /x", "--tensorboard-dir", "dropped", "nothing is sent to a tracker"),
-        ("--wandb-project x", "--wandb-project", "dropped", "in the run's metrics.jsonl"),
-        ("--log-validation-ppl-to-tensorboard", "--log-validation-ppl-to-tensorboard", "dropped", "to a tracker"),
-        ("--log-throughput", "--log-throughput", "dropped", "its own metrics"),
-        ("--fp8-format hybrid --fp8-amax-history-len 16", "--fp8-amax-history-len", "dropped", "the newest value"),
-        ("--moe-router-topk 2", "--moe-router-topk", "dropped", "without --num-experts"),
-        ("--num-query-groups 2", "--num-query-groups", "dropped", "only with --group-query-attention"),
-        ("--sequence-parallel", "--sequence-parallel", "dropped", "where tp is 1"),
-        ("--qk-l2-norm", "--qk-l2-norm", "lost", "no other norm"),
-        ("--position-embedding-type relative", "--position-embedding-type", "lost", "no relative positions"),
-        ("--softmax-type off-by-one", "--softmax-type", "lost", "learned"),
-        ("--position-embedding-type rope --no-rope-freq [1,0,0,0]", "--no-rope-freq", "lost", "every n-th"),
-        ("--optimizer soap", "--optimizer", "lost", "no soap"),
-        ("--num-experts 4 --moe-layer-freq [1,0,0,1]*1+[1]", "--moe-layer-freq", "lost", "every n-th"),
-        ("--lr abc", "--lr", "lost", "needs a number, got 'abc'"),
-        ("--export-qk-l2-norm", "--export-qk-l2-norm", "lost", "no other norm"),
-        ("--init-method-xavier-uniform", "--init-method-xavier-uniform", "lost", "normal distribution"),
-        ("--fim-data --fim-prefix-token '<P>'", "--fim-prefix-token", "lost", "given together"),
-        ("--fp8-format hybrid --fp8-recipe custom", "--fp8-recipe", "lost", "must be delayed | tensorwise"),
+        ("--use-flash-attn", "--use-flash-attn", "ignored", "Megatron itself ignores it"),
+        ("--rampup-batch-size 16 16 100", "--rampup-batch-size", "ignored", "ignores"),
+        ("--tensorboard-dir /x", "--tensorboard-dir", "ignored", "megalaunch uses no tracker"),
+        ("--wandb-project x", "--wandb-project", "ignored", "are in metrics.jsonl"),
+        ("--log-validation-ppl-to-tensorboard", "--log-validation-ppl-to-tensorboard", "ignored", "uses no tracker"),
+        ("--log-throughput", "--log-throughput", "ignored", "its own metrics"),
+        ("--fp8-format hybrid --fp8-amax-history-len 16", "--fp8-amax-history-len", "ignored", "the newest value"),
+        ("--moe-router-topk 2", "--moe-router-topk", "ignored", "without --num-experts"),
+        ("--num-query-groups 2", "--num-query-groups", "ignored", "without --group-query-attention"),
+        ("--sequence-parallel", "--sequence-parallel", "ignored", "at tp 1"),
+        ("--qk-l2-norm", "--qk-l2-norm", "unsupported", "the only QK norm"),
+        (
+            "--position-embedding-type relative",
+            "--position-embedding-type",
+            "unsupported",
+            "relative position embeddings",
+        ),
+        ("--softmax-type off-by-one", "--softmax-type", "unsupported", "learned"),
+        ("--position-embedding-type rope --no-rope-freq [1,0,0,0]", "--no-rope-freq", "unsupported", "every n-th"),
+        ("--optimizer soap", "--optimizer", "unsupported", "soap is not supported"),
+        ("--num-experts 4 --moe-layer-freq [1,0,0,1]*1+[1]", "--moe-layer-freq", "unsupported", "every n-th"),
+        ("--lr abc", "--lr", "unsupported", "must be a number, got 'abc'"),
+        ("--export-qk-l2-norm", "--export-qk-l2-norm", "unsupported", "the only QK norm"),
+        ("--init-method-xavier-uniform", "--init-method-xavier-uniform", "unsupported", "normal distribution"),
+        ("--fim-data --fim-prefix-token '<P>'", "--fim-prefix-token", "unsupported", "all three FIM tokens"),
+        ("--fp8-format hybrid --fp8-recipe custom", "--fp8-recipe", "unsupported", "must be delayed | tensorwise"),
         (
             "--num-experts 4 --moe-token-dispatcher-type alltoall_seq",
             "--moe-token-dispatcher-type",
-            "lost",
+            "unsupported",
             "must be alltoall | allgather | flex, got 'alltoall_seq'",
         ),
-        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size", "lost", "must be at least 1"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size", "unsupported", "must be at least 1"),
         ("--tensor-model-paralel-size 2", "--tensor-model-paralel-size", "unknown", "--tensor-model-parallel-size"),
         ("--save-interval", "--save-interval", "unknown", "no value"),
-        ("--data-path $DATA", "--data-path", "open", "when the script runs"),
-        ("--data-path $(ls /tmp)", "--data-path", "open", "when the script runs"),
+        ("--data-path $DATA", "--data-path", "unresolved", "depends on the running shell"),
+        ("--data-path $(ls /tmp)", "--data-path", "unresolved", "depends on the running shell"),
     ],
 )
-def test_what_becomes_of_flags_that_set_nothing(flags, flag, fate, text):
-    found = fates(import_script(SMALL + flags, "imported", "x"))[flag]
-    assert found[0] == fate
+def test_what_becomes_of_flags_that_set_nothing(flags, flag, status, text):
+    found = statuses(import_script(SMALL + flags, "imported", "x"))[flag]
+    assert found[0] == status
     assert text in found[1]
 
 
@@ -259,19 +264,22 @@ LAUNCH = "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64"
 @pytest.mark.parametrize(
     ("script", "note"),
     [
-        (f"for lr in 1e-4 3e-4; do {LAUNCH} --lr $lr; done", "read as one pass; what lr is in it stays open"),
-        (f"for i in 1 2\ndo\n  for lr in 1 2; do {LAUNCH} --lr $lr; done\ndone", "read as one pass; what lr is"),
-        (f"while true; do {LAUNCH}; done", "line 1: the while ... done is read as one pass"),
-        (f"for i in 1 2; do read x; done; {LAUNCH} --lr $i", "line 1: what the for ... done sets is left out"),
-        (f"for i in 1 2; do N=$i; done; {LAUNCH}", "line 1: what the for ... done sets is left out"),
-        (f"case $1 in a) {LAUNCH} --seed 1;; esac\n{LAUNCH}", "line 1: what the case ... esac sets is left out"),
+        (f"for lr in 1e-4 3e-4; do {LAUNCH} --lr $lr; done", "imported as one pass; the value of lr is unknown"),
+        (
+            f"for i in 1 2\ndo\n  for lr in 1 2; do {LAUNCH} --lr $lr; done\ndone",
+            "one pass; the value of lr is",
+        ),
+        (f"while true; do {LAUNCH}; done", "line 1: the while ... done is imported as one pass"),
+        (f"for i in 1 2; do read x; done; {LAUNCH} --lr $i", "line 1: the for ... done is skipped"),
+        (f"for i in 1 2; do N=$i; done; {LAUNCH}", "line 1: the for ... done is skipped"),
+        (f"case $1 in a) {LAUNCH} --seed 1;; esac\n{LAUNCH}", "line 1: the case ... esac is skipped"),
     ],
 )
 def test_a_loop_gets_a_note_on_one_line_too(script, note):
     imported = import_script(script, "imported", "x")
     assert any(note in line for line in imported.notes), imported.notes
     assert imported.values["model.num_layers"] == 2
-    assert fates(imported).get("--lr", ("open",))[0] == "open"
+    assert statuses(imported).get("--lr", ("unresolved",))[0] == "unresolved"
 
 
 def test_a_loop_that_says_nothing_of_the_run_gets_none():
@@ -313,12 +321,12 @@ def test_what_is_missing_is_said():
     [
         ('echo "open', 'line 1: the quote " is not closed'),
         ("A=(1 2", r"line 1: the array's \( is not closed"),
-        ("echo hello\n", "holds no argument of Megatron-LM"),
-        ("", "holds no argument of Megatron-LM"),
-        ("\x00\x01" * 500, "holds no argument of Megatron-LM"),
+        ("echo hello\n", "has no Megatron-LM argument"),
+        ("", "has no Megatron-LM argument"),
+        ("\x00\x01" * 500, "has no Megatron-LM argument"),
         ("A=aaaaaaaaaa\n" + "A=$A$A\n" * 40, "grows beyond"),
         ("A=(a b c d)\n" + "A=(${A[@]} ${A[@]})\n" * 40, "grows beyond"),
-        ("--a " * 400_000, "may have 1,000,000"),
+        ("--a " * 400_000, "the limit is 1,000,000"),
         ("echo ${A:-" * 60 + "x" + "}" * 60, "nested deeper"),
     ],
 )
@@ -340,16 +348,16 @@ def test_nothing_is_executed_and_no_environment_is_read(tmp_path, monkeypatch):
     )
     imported = import_script(script, "x", "x")
     assert not marker.exists()
-    assert "s3cret" not in json.dumps([entry.words for entry in imported.flags])
-    assert fates(imported)["--seed"][0] == "open"
+    assert "s3cret" not in json.dumps([entry.values for entry in imported.flags])
+    assert statuses(imported)["--seed"][0] == "unresolved"
 
 
 def test_the_tables_agree_with_the_schema_and_each_other():
     assert [key for name in known_flags() for key in flag_keys(name) if key not in schema_keys()] == []
-    exact = [word for table in (DROPPED, LOST) for row in table.values() for word in row.split()]
-    assert sorted({word for word in exact if exact.count(word) > 1}) == []
+    exact = [flag for table in (IGNORED, UNSUPPORTED) for row in table.values() for flag in row.split()]
+    assert sorted({flag for flag in exact if exact.count(flag) > 1}) == []
     assert [name for name in exact if name in known_flags()] == []
-    assert all(drop_reason(word.rstrip("*")) for word in exact)
+    assert all(unmapped_reason(flag.rstrip("*")) for flag in exact)
 
 
 def test_the_command_writes_a_recipe_that_composes(tmp_path):
@@ -374,5 +382,5 @@ def test_the_command_prints_json_and_reads_standard_input(tmp_path):
     told = json.loads(done.stdout)
     assert told["values"]["model.num_layers"] == 4
     assert told["flags"][0] == {
-        "flag": "--num-layers", "words": ["4"], "fate": "mapped", "text": "model.num_layers = 4",
+        "flag": "--num-layers", "values": ["4"], "status": "mapped", "text": "model.num_layers = 4",
     }  # fmt: skip

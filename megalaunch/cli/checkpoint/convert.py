@@ -124,9 +124,7 @@ def _require(folder: Path, kind: str, file: str = "") -> None:
 
     where = folder.expanduser()
     if folder.suffix == ".gguf":
-        text = (
-            f"{folder} is GGUF, quantised for llama.cpp, and is not read; take the Hugging Face folder it was made from"
-        )
+        text = f"{folder} is GGUF, quantised for llama.cpp: not supported; take the model's Hugging Face folder"
         fail(text, ExitCode.CHECKPOINT)
     if not where.is_dir():
         fail(f"{folder} is no directory: give {kind}", ExitCode.CHECKPOINT)

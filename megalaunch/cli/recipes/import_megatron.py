@@ -29,7 +29,7 @@ def import_megatron(
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Convert a Megatron-LM launch script to a recipe, and report what became of every flag.
+    """Convert a Megatron-LM launch script to a recipe, and report the result for every flag.
 
     Nothing is executed: variables, defaults, arrays and arithmetic are read as data.
     """
@@ -108,7 +108,7 @@ def _write(imported: Imported, output: Path, force: bool) -> None:
 
 def _files_text(imported: Imported) -> str:
     parts = [imported.recipe.text]
-    parts += [f"\n# --- {path} (beside the recipe)\n{text}" for path, text in imported.recipe.option_files.items()]
+    parts += [f"\n# --- {path} (next to the recipe)\n{text}" for path, text in imported.recipe.option_files.items()]
     return "".join(parts)
 
 
@@ -122,7 +122,7 @@ def _json(imported: Imported) -> str:
             "options": dict(imported.recipe.picked),
             "values": dict(imported.values),
             "flags": [
-                {"flag": entry.flag, "words": list(entry.words), "fate": entry.fate, "text": entry.text}
+                {"flag": entry.flag, "values": list(entry.values), "status": entry.status, "text": entry.text}
                 for entry in imported.flags
             ],
             "defaults": dict(imported.defaults),

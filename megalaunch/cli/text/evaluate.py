@@ -137,9 +137,7 @@ def _check(
     if layout and task:
         fail(f"tasks of lm-eval run in one process: leave out {' '.join(layout)}, or --task")
     if source.suffix == ".gguf" and source.is_file():
-        fail(
-            f"{source} is GGUF, quantised for llama.cpp, and is not read; take the Hugging Face folder it was made from"
-        )
+        fail(f"{source} is GGUF, quantised for llama.cpp: not supported; take the model's Hugging Face folder")
     if not source.is_dir():
         fail(f"{source} is no directory; give a run, one of its checkpoints/step_<number> or a Hugging Face folder")
     if include_path is not None and not include_path.is_dir():

@@ -92,9 +92,7 @@ def generate(
 
     source = source.expanduser()
     if source.suffix == ".gguf" and source.is_file():
-        fail(
-            f"{source} is GGUF, quantised for llama.cpp, and is not read; take the Hugging Face folder it was made from"
-        )
+        fail(f"{source} is GGUF, quantised for llama.cpp: not supported; take the model's Hugging Face folder")
     if not source.is_dir():
         fail(f"{source} is no directory; give a run, one of its checkpoints/step_<number> or a Hugging Face folder")
     if logprobs is not None and not json:

@@ -23,7 +23,7 @@ from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggi
 from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.families.multimodal import stored_name
 from megalaunch.engine.families.weights import get_family_weights, get_multimodal
-from megalaunch.importers.huggingface.multimodal import TEXT, TEXT_ALONE, VISION
+from megalaunch.importers.huggingface.multimodal import TEXT, TEXT_DECODER_ONLY, VISION
 from megalaunch.importers.huggingface.registry import decoder_config, family_of, from_hf_config
 
 _LAYERS, _HEADS, _VOCABULARY, _WINDOW, _LENGTH, _HIDDEN = 2, 4, 211, 11, 40, 256
@@ -102,7 +102,7 @@ def describe_verification(source: Path) -> str | None:
     config = HuggingFaceFolder(source).config
     found = verify_config(config)
     require_agreement(found, "the run is not started")
-    note = "" if get_multimodal(config) is None else f"; {TEXT_ALONE}"
+    note = "" if get_multimodal(config) is None else f"; {TEXT_DECODER_ONLY}"
     if not found.agrees:
         return f"the config.json of {source} is not verified: {found.reason}{note}"
     evidence = "same logits of a small model with its keys"

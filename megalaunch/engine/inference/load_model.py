@@ -27,7 +27,7 @@ from megalaunch.engine.inference.chat_template import stop_token_ids
 from megalaunch.engine.inference.fast_decoder import FastDecoder
 from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY, Decoder
 from megalaunch.importers.huggingface.folder import CONFIG
-from megalaunch.importers.huggingface.multimodal import TEXT_ALONE
+from megalaunch.importers.huggingface.multimodal import TEXT_DECODER_ONLY
 from megalaunch.importers.huggingface.registry import decoder_config, multimodal_family
 from megalaunch.rundir.checkpoint.contents import ORIGIN, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 
@@ -95,7 +95,7 @@ def open_source(source: Path, report: Callable[[str], None] = lambda message: No
         read = read_source(source)
         report(f"note: {not_verified_warning(source)}")
         if multimodal_family(HuggingFaceFolder(source).config) is not None:
-            report(f"note: {source / CONFIG}: {TEXT_ALONE}")
+            report(f"note: {source / CONFIG}: {TEXT_DECODER_ONLY}")
         return read
     try:
         return read_source(find_checkpoint(source, report))

@@ -29,6 +29,6 @@ class FamilySpec:
     """model_type of the multimodal model that contains this family's decoder."""
 
 
-def invert(words: Mapping[str, schema.Activation]) -> dict[schema.Activation, str]:
+def invert(names: Mapping[str, schema.Activation]) -> dict[schema.Activation, str]:
     """Invert a map; the first of several names for an activation wins."""
-    return {meaning: word for word, meaning in reversed(list(words.items()))}
+    return {activation: name for name, activation in reversed(list(names.items()))}

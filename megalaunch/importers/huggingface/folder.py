@@ -28,17 +28,17 @@ def other_format(path: Path) -> str | None:
     has_weights = any((path / name).is_file() for name in (INDEX, WEIGHTS_FILE))
     if path.suffix == ".gguf" or (inside and not has_weights):
         return (
-            f"{path} is GGUF, quantised for llama.cpp, and is not read; take the Hugging Face folder that it was made "
-            "from (config.json and safetensors)"
+            f"{path} is GGUF, quantised for llama.cpp: not supported; take the Hugging Face folder of the model "
+            "(config.json and safetensors)"
         )
     if (path / ADAPTER).is_file() and not has_weights:
         base = read_json(path / ADAPTER).get("base_model_name_or_path")
         return (
-            f"{path} is a LoRA adapter of {base or 'a model that it does not name'}, no model; merge both with peft: "
+            f"{path} is a LoRA adapter of {base or 'an unnamed model'}, not a model; merge both with peft: "
             "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW_FOLDER)"
         )
     if (path / GPTQ).is_file():
-        return f"{path} is quantised by GPTQ ({GPTQ}) and is not read; take the unquantised model that it was made from"
+        return f"{path} is quantised by GPTQ ({GPTQ}), which is not supported; take the unquantised model"
     return None
 
 
@@ -51,12 +51,12 @@ def read_text(path: Path) -> str:
     """Read the text of a JSON file. Raises FolderError."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
-            raise FolderError(f"{path} is too big to be what its name says")
+            raise FolderError(f"{path} is over {_MAX_JSON_BYTES:,} bytes, too large for a JSON file")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise FolderError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise FolderError(f"{path} is no JSON: {error}") from error
+        raise FolderError(f"{path} is not valid JSON: {error}") from error
 
 
 def parse_json(path: Path, text: str) -> dict[str, Any]:
@@ -64,9 +64,9 @@ def parse_json(path: Path, text: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise FolderError(f"{path} is no JSON: {error}", error.lineno, error.colno) from error
+        raise FolderError(f"{path} is not valid JSON: {error}", error.lineno, error.colno) from error
     except (ValueError, RecursionError) as error:
-        raise FolderError(f"{path} is no JSON: {error}") from error
+        raise FolderError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
-        raise FolderError(f"{path} holds no object")
+        raise FolderError(f"{path} is not a JSON object")
     return data

@@ -21,9 +21,13 @@ def read_gemma(file: ConfigFile, caps: tuple[float | None, float | None], every:
         every: every `every`-th layer has full attention; the others have a sliding window.
     """
     if file.pop("use_bidirectional_attention", None):
-        file.problems.append("config.json: use_bidirectional_attention is true; a decoder sees the past alone")
+        file.problems.append(
+            "config.json: use_bidirectional_attention is not supported: a decoder has causal attention"
+        )
     if file.pop("hidden_act", None) is not None and file.pop("hidden_activation", None) is None:
-        file.problems.append("config.json: hidden_act without hidden_activation; gemma computes gelu_pytorch_tanh")
+        file.problems.append(
+            "config.json: hidden_act has no effect without hidden_activation; gemma uses gelu_pytorch_tanh"
+        )
     shape = read_common(
         file, tied=True, head_dim=256, activation_key="hidden_activation", activation="gelu_pytorch_tanh"
     )

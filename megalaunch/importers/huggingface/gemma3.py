@@ -13,7 +13,7 @@ from megalaunch.importers.huggingface.rope import scaling_values, write_rope
 
 def _read(file: ConfigFile) -> Values:
     pattern = file.integer("sliding_window_pattern", 6)
-    file.ignore("attn_logit_softcapping", "Gemma 3 of transformers does not cap its scores")
+    file.ignore("attn_logit_softcapping", "Gemma 3 in transformers has no softcapping of attention scores")
     own = {"attn_logit_softcapping": None, "qk_norm": "head", "rope": _rope(file)}
     return read_gemma(file, caps=(None, None), every=pattern) | own
 
@@ -23,17 +23,17 @@ def _rope(file: ConfigFile) -> dict[str, Any]:
     new, old = file.pop("rope_parameters", None) or {}, file.pop("rope_scaling", None) or {}
     theta, local = file.number("rope_theta", 1e6), file.number("rope_local_base_freq", 1e4)
     if not isinstance(new, dict) or not isinstance(old, dict):
-        file.problems.append("config.json: rope_parameters and rope_scaling have to be objects or null")
+        file.problems.append("config.json: rope_parameters and rope_scaling must be objects or null")
         return {}
     if new.keys() - {"full_attention", "sliding_attention"}:
-        file.problems.append("config.json: rope_parameters has to hold full_attention and sliding_attention")
-    far, near = new.get("full_attention") or {}, new.get("sliding_attention") or {}
-    if near.get("rope_type", "default") != "default":
-        file.problems.append("config.json: rotary scaling in layers with a window has no counterpart here")
-    if any(part.get("partial_rotary_factor", 1) != 1 for part in (far, near, old)):
-        file.problems.append("config.json: partial_rotary_factor has no counterpart in this family")
-    given = {key: value for key, value in {**far, **old}.items() if key != "partial_rotary_factor"}
-    window = near.get("rope_theta", local)
+        file.problems.append("config.json: rope_parameters may only have full_attention and sliding_attention")
+    full, sliding = new.get("full_attention") or {}, new.get("sliding_attention") or {}
+    if sliding.get("rope_type", "default") != "default":
+        file.problems.append("config.json: RoPE scaling in sliding-window layers is not supported")
+    if any(part.get("partial_rotary_factor", 1) != 1 for part in (full, sliding, old)):
+        file.problems.append("config.json: partial_rotary_factor is not supported in this family")
+    given = {key: value for key, value in {**full, **old}.items() if key != "partial_rotary_factor"}
+    window = sliding.get("rope_theta", local)
     return scaling_values(file, {"rope_theta": theta, **given}) | {"window_theta": float(window)}
 
 

@@ -40,19 +40,19 @@ class ConfigFile:
         value = self.pop(key, default)
         if value is None and key in self._data:
             if null is _MISSING:
-                self.problems.append(f"config.json: {key} is null, and has to be a number above 0")
+                self.problems.append(f"config.json: {key} is null, must be a number above 0")
                 return None
             return null
         wrong = value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0)
         if wrong:
-            self.problems.append(f"config.json: {key} is {value!r}, and has to be a number above 0")
+            self.problems.append(f"config.json: {key} is {value!r}, must be a number above 0")
         return None if wrong else value
 
     def integer(self, key: str, default: Any = _MISSING, null: Any = _MISSING) -> Any:
         """Return a positive integer; arguments as for `number`."""
         value = self.number(key, default, null)
         if isinstance(value, float):
-            self.problems.append(f"config.json: {key} is {value!r}, and has to be a whole number")
+            self.problems.append(f"config.json: {key} is {value!r}, must be an integer")
             return None
         return value
 
@@ -62,7 +62,7 @@ class ConfigFile:
         if value is None:
             return 0.0
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            self.problems.append(f"config.json: {key} is {value!r}, and has to be a number from 0 to 1")
+            self.problems.append(f"config.json: {key} is {value!r}, must be a number from 0 to 1")
             return 0.0
         return float(value)
 
@@ -70,22 +70,22 @@ class ConfigFile:
         """Return a boolean; any other value is a problem."""
         value = self.pop(key, default)
         if not isinstance(value, bool):
-            self.problems.append(f"config.json: {key} is {value!r}, and has to be true or false")
+            self.problems.append(f"config.json: {key} is {value!r}, must be true or false")
         return value is True
 
     def pop_choice(self, key: str, choices: Mapping[str, Any], default: str) -> Any:
         """Return the value of `choices` for a key's string; any other string is a problem."""
-        word = self.pop(key, default)
-        if not isinstance(word, str) or word not in choices:
-            self.problems.append(f"config.json: {key} is {word!r}; this family's are {', '.join(choices)}")
+        name = self.pop(key, default)
+        if not isinstance(name, str) or name not in choices:
+            self.problems.append(f"config.json: {key} is {name!r}, must be one of {', '.join(choices)}")
             return None
-        return choices[word]
+        return choices[name]
 
     def expect(self, key: str, value: Any) -> None:
         """Require a key to be missing or to have one value; other values are not supported."""
         found = self.pop(key, value)
         if found != value:
-            self.problems.append(f"config.json: {key} is {found!r}; only {value!r} has a counterpart here")
+            self.problems.append(f"config.json: {key} is {found!r}; only {value!r} is supported")
 
     def ignore(self, key: str, why: str) -> None:
         """Ignore a key that transformers does not read for this family, and note it if it is set."""
@@ -96,10 +96,10 @@ class ConfigFile:
         """Make a problem of every unread key that may change the model's output; others give a note or nothing."""
         for key, value in self._data.items():
             if key == "quantization_config" and isinstance(value, Mapping):
-                method, bits = value.get("quant_method", "a method that is not named"), value.get("bits")
+                method, bits = value.get("quant_method", "unnamed method"), value.get("bits")
                 self.problems.append(
                     f"config.json: the weights are quantised ({method}{f', {bits} bits' if bits else ''}); take the "
-                    "unquantised model that they were made from"
+                    "unquantised model"
                 )
                 continue
             if key in self._taken or key in METADATA or value is None:
@@ -111,13 +111,12 @@ class ConfigFile:
                 self.notes.append(f"config.json: {key} ({value!r:.80}) is ignored: {why}")
 
 
-def every_nth(marks: list[bool], what: str, problems: list[str]) -> int | None:
-    """Return n if exactly the items n - 1, 2n - 1, ... are marked, None if no item is. Another pattern is a problem."""
-    if not any(marks):
+def every_nth(selected: list[bool], feature: str, problems: list[str]) -> int | None:
+    """Return n if exactly the layers n - 1, 2n - 1, ... are selected, None if none is. Another pattern is a problem."""
+    if not any(selected):
         return None
-    every = marks.index(True) + 1
-    if marks != [(index + 1) % every == 0 for index in range(len(marks))]:
-        problems.append(
-            f"config.json: {what} of the layers are no every n-th: {''.join('x' if m else '.' for m in marks)}"
-        )
+    every = selected.index(True) + 1
+    if selected != [(index + 1) % every == 0 for index in range(len(selected))]:
+        pattern = "".join("x" if layer else "." for layer in selected)
+        problems.append(f"config.json: {feature} is not supported in these layers, only in every n-th: {pattern}")
     return every

@@ -60,9 +60,9 @@ METADATA = frozenset(
     }
 )
 _GENERATION = "a setting of text generation (generation_config.json)"
-_TRAINING = "it says how the model was trained or loaded"
+_TRAINING = "a setting of training or loading"
 # Keys ignored at any value, with the reason.
-_ANYWHERE: Mapping[str, str] = {
+_IGNORED: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "assistant_confidence_threshold",
@@ -128,48 +128,48 @@ _ANYWHERE: Mapping[str, str] = {
         _TRAINING,
     ),
     "activation": "transformers reads hidden_act",
-    "boi_token_index": "it marks images, and this is text",
-    "eoi_token_index": "it marks images, and this is text",
-    "image_token_index": "it marks images, and this is text",
-    "custom_pipelines": "it names programs, and none is run",
-    "mask_token_id": "the number of a special token",
-    "n_special": "it counts special tokens of the first GPT",
-    "num_labels": "of a classifier; this is a language model",
+    "boi_token_index": "a token of images",
+    "eoi_token_index": "a token of images",
+    "image_token_index": "a token of images",
+    "custom_pipelines": "code of a model folder is never run",
+    "mask_token_id": "the id of a special token",
+    "n_special": "the number of special tokens of the first GPT",
+    "num_labels": "a setting of classifiers",
     "sliding_window_size": "transformers reads sliding_window",
 }
 # Keys ignored at these values only, with the reason.
-_AT: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "_sliding_window_pattern": ((6,), "the family's own"),
+_IGNORED_AT_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "_sliding_window_pattern": ((6,), "the family's default"),
     "add_cross_attention": ((False,), "the model has no encoder"),
     "attention_bias": ((False,), "no projection has a bias"),
-    "attention_probs_dropout_prob": ((0, 0.0), "nothing is dropped"),
-    "embd_pdrop": ((0, 0.0), "nothing is dropped"),
+    "attention_probs_dropout_prob": ((0, 0.0), "no dropout"),
+    "embd_pdrop": ((0, 0.0), "no dropout"),
     "full_attn_mod": ((1,), "every layer has full attention"),
-    "hidden_dropout": ((0, 0.0), "nothing is dropped"),
-    "hidden_dropout_prob": ((0, 0.0), "nothing is dropped"),
+    "hidden_dropout": ((0, 0.0), "no dropout"),
+    "hidden_dropout_prob": ((0, 0.0), "no dropout"),
     "is_encoder_decoder": ((False,), "the model has no encoder"),
-    "interpolate_factor": ((1,), "nothing is stretched"),
+    "interpolate_factor": ((1,), "no interpolation"),
     "lm_head_bias": ((False,), "the head has no bias"),
     "mlp_bias": ((False,), "no projection has a bias"),
-    "multi_query": ((False,), "the family's own"),
+    "multi_query": ((False,), "the family's default"),
     "no_bias": ((True,), "no projection has a bias"),
-    "per_layer_config": (({}, []), "all layers are alike"),
+    "per_layer_config": (({}, []), "all layers are identical"),
     "pruned_heads": (({}, []), "no head is pruned"),
-    "qk_layer_norms": ((False,), "queries and keys have no norm"),
+    "qk_layer_norms": ((False,), "no QK norm"),
     "qkv_bias": ((False,), "no projection has a bias"),
-    "resid_pdrop": ((0, 0.0), "nothing is dropped"),
-    "rope_interleaved": ((False,), "the two halves of a head are turned, as everywhere here"),
+    "resid_pdrop": ((0, 0.0), "no dropout"),
+    "rope_interleaved": ((False,), "the halves of a head are not interleaved"),
     "tie_encoder_decoder": ((False,), "the model has no encoder"),
-    "use_bidirectional_attention": ((False,), "a token sees the past alone"),
+    "use_bidirectional_attention": ((False,), "attention is causal"),
     "use_mrope": ((False,), "positions have one dimension"),
-    "use_qk_norm": ((False,), "queries and keys have no norm"),
-    "use_sliding_window": ((False,), "every token sees the whole past"),
+    "use_qk_norm": ((False,), "no QK norm"),
+    "use_sliding_window": ((False,), "all layers have full attention"),
 }
 
 
 def ignore_reason(key: str, value: Any) -> str | None:
     """Return why a key has no effect at this value; None if it may change the model."""
-    if key in _ANYWHERE:
-        return _ANYWHERE[key]
-    values, why = _AT.get(key, ((), ""))
+    if key in _IGNORED:
+        return _IGNORED[key]
+    values, why = _IGNORED_AT_VALUES.get(key, ((), ""))
     return why if any(type(value) is type(one) and value == one for one in values) else None

@@ -128,7 +128,7 @@ def _locate(problem: str, by_key: Mapping[str, tuple[int, int]], shown: str) -> 
     """Return a SpecProblem with the position of the key that `problem` begins with, and a fix."""
     key = re.match(r"config\.json: (\w+)", problem)
     position = _position((key.group(1),) if key else (), by_key, shown)
-    if re.search(r"unknown to this family|no counterpart|none of the families|no every n-th", problem):
+    if re.search(r"unknown to this family|not supported", problem):
         return SpecProblem("model", f"{problem}; {_OWN_SHAPE}", position)
     if "quantised" in problem:
         return SpecProblem("model", problem, position)

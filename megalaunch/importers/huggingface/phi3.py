@@ -13,7 +13,7 @@ from megalaunch.importers.huggingface.rope import read_rope, write_rope
 
 def _read(file: ConfigFile) -> Values:
     dropout = file.rate("resid_pdrop", 0.0)
-    file.ignore("embd_pdrop", "Phi-3 of transformers drops nothing there")
+    file.ignore("embd_pdrop", "Phi-3 in transformers has no embedding dropout")
     shape = read_common(file, epsilon=1e-5) | {"sliding_window": file.integer("sliding_window", None, null=None)}
     own = {"hidden_dropout": dropout, "embedding_dropout": 0.0}
     return shape | own | {"rope": read_rope(file, fraction=1.0, scalings=("longrope",), original=4096)}

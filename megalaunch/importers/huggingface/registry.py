@@ -30,9 +30,11 @@ from megalaunch.plan.attention_factor import attention_factor
 _FILES = (gpt, llama, mistral, qwen2, qwen3, smollm3, gemma2, gemma3, phi3, olmo2, gpt_neox)
 FAMILIES: Mapping[str, FamilySpec] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 _BY_TYPE = {family.model_type: family for family in FAMILIES.values()}
-_AROUND = {family.multimodal_type: family for family in FAMILIES.values() if family.multimodal_type is not None}
+_BY_MULTIMODAL_TYPE = {
+    family.multimodal_type: family for family in FAMILIES.values() if family.multimodal_type is not None
+}
 # Fields that do not change the model's output.
-_OTHERWISE = frozenset(
+_WITHOUT_EFFECT = frozenset(
     {"name", "init_std", "embedding_init_std", "hidden_dropout", "embedding_dropout", "attention_dropout"}
 )
 
@@ -61,26 +63,25 @@ def from_hf_config(config: Mapping[str, Any], name: str, notes: list[str] | None
     except FamilyError:
         raise
     except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
-        what = f"a value in config.json is of another kind than its key has: {str(error)[:200]}"
-        raise FamilyError([what]) from error
+        raise FamilyError([f"a value in config.json has the wrong type: {str(error)[:200]}"]) from error
 
 
 def _read(config: Mapping[str, Any], name: str, notes: list[str] | None) -> ModelSpec:
-    """Convert a config.json; FamilyError lists the problems of the decoder and of the multimodal config around it."""
-    whole = multimodal_family(config)
-    text, around = (config, ConfigFile({})) if whole is None else split_config(config, whole.model_type)
+    """Convert a config.json; FamilyError lists the problems of the decoder and of the outer multimodal config."""
+    multimodal = multimodal_family(config)
+    text, outer = (config, ConfigFile({})) if multimodal is None else split_config(config, multimodal.model_type)
     kind = text.get("model_type")
     family = _BY_TYPE.get(kind) if isinstance(kind, str) else None
     if family is None:
-        known = ", ".join((*_BY_TYPE, *_AROUND))
-        raise FamilyError([f"config.json: model_type {kind!r} is none of the families that are known here: {known}"])
+        known = ", ".join((*_BY_TYPE, *_BY_MULTIMODAL_TYPE))
+        raise FamilyError([f"config.json: model_type {kind!r} is not supported; the supported types are {known}"])
     file = ConfigFile({**family.defaults, **text})
     values = family.read(file)
     file.reject_unknown_keys()
-    if around.problems or file.problems:
-        raise FamilyError([*around.problems, *file.problems])
+    if outer.problems or file.problems:
+        raise FamilyError([*outer.problems, *file.problems])
     if notes is not None:
-        notes += [*around.notes, *file.notes]
+        notes += [*outer.notes, *file.notes]
     try:
         return build_section(ModelSpec, {"name": name, "family": family.name, **values}, "model.")
     except SpecError as error:
@@ -88,15 +89,15 @@ def _read(config: Mapping[str, Any], name: str, notes: list[str] | None) -> Mode
 
 
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the decoder's config.json: the file itself, or its part of a multimodal config."""
-    whole = multimodal_family(config)
-    return config if whole is None else split_config(config, whole.model_type)[0]
+    """Return the decoder's config.json: the file itself, or the text part of a multimodal config."""
+    multimodal = multimodal_family(config)
+    return config if multimodal is None else split_config(config, multimodal.model_type)[0]
 
 
 def multimodal_family(config: Mapping[str, Any]) -> FamilySpec | None:
     """Return the family of a multimodal config's text decoder; None for a language model's config."""
     kind = config.get("model_type")
-    return _AROUND.get(kind) if isinstance(kind, str) else None
+    return _BY_MULTIMODAL_TYPE.get(kind) if isinstance(kind, str) else None
 
 
 def to_hf_config(model: ModelSpec) -> dict[str, Any]:
@@ -105,18 +106,20 @@ def to_hf_config(model: ModelSpec) -> dict[str, Any]:
     config = {"model_type": family.model_type, "architectures": [family.architecture], **family.write(model)}
     lost = differences(model, from_hf_config(config, model.name))
     if lost:
-        raise FamilyError([f"family {model.family} has no word for {difference}" for difference in lost])
+        raise FamilyError([f"family {model.family} cannot express {difference}" for difference in lost])
     return config
 
 
 def family_of(model: ModelSpec) -> FamilySpec:
     """Return a model's family. Raises FamilyError if it is not supported."""
     if model.family not in FAMILIES:
-        raise FamilyError([f"family {model.family} is not exported yet; these are: {', '.join(FAMILIES)}"])
+        raise FamilyError(
+            [f"family {model.family} cannot be exported; the supported families are {', '.join(FAMILIES)}"]
+        )
     return FAMILIES[model.family]
 
 
-def _one_form(rope: RopeSpec) -> dict[str, Any]:
+def _fold_mscale(rope: RopeSpec) -> dict[str, Any]:
     """Return the section with mscale folded into the attention factor: config.json has one number for both."""
     values = asdict(rope)
     if rope.scaling == "yarn" and not rope.mscale_all_dim:
@@ -125,16 +128,16 @@ def _one_form(rope: RopeSpec) -> dict[str, Any]:
 
 
 def differences(model: ModelSpec, other: ModelSpec) -> list[str]:
-    """List every field in which two models compute something else: `model.qk_norm=head (not none)`."""
+    """List every field whose difference changes the output of two models: `model.qk_norm=head (not none)`."""
     found = []
     for field in fields(ModelSpec):
-        if field.name in _OTHERWISE:
+        if field.name in _WITHOUT_EFFECT:
             continue
         mine, its = getattr(model, field.name), getattr(other, field.name)
         if field.name in ("rope", "moe", "mla", "mtp"):
             mine, its = asdict(mine), asdict(its)
             if field.name == "rope":
-                mine, its = _one_form(model.rope), _one_form(other.rope)
+                mine, its = _fold_mscale(model.rope), _fold_mscale(other.rope)
             found += [f"model.{field.name}.{k}={v} (not {its[k]})" for k, v in mine.items() if v != its[k]]
         elif mine != its:
             found.append(f"model.{field.name}={mine} (not {its})")

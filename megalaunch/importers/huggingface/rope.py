@@ -21,7 +21,7 @@ FIELD_OF = {  # Hugging Face's key: field of RopeSpec
     "long_factor": "long_factors",
     "attention_factor": "attention_factor",
 }
-_OF = {  # the keys of each scaling
+_SCALING_KEYS = {  # the keys of each scaling
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": (
@@ -64,7 +64,7 @@ def read_rope(
     old, new = _mapping(file, "rope_scaling"), _mapping(file, "rope_parameters")
     base = file.number("rope_theta", None, null=None)
     if old and new and old != {key: value for key, value in new.items() if key != "rope_theta"}:
-        file.problems.append("config.json: rope_scaling and rope_parameters are both there, and differ")
+        file.problems.append("config.json: rope_scaling and rope_parameters differ")
     given = {**(old or new)}  # the older key wins, as in transformers
     given.setdefault("rope_theta", base or theta)
     file.pop(_LENGTH, None)  # without a scaling it has no effect
@@ -77,7 +77,7 @@ def read_rope(
 def _mapping(file: ConfigFile, key: str) -> dict[str, Any]:
     value = file.pop(key, None)
     if value is not None and not isinstance(value, dict):
-        file.problems.append(f"config.json: {key} is {value!r:.80}, and has to be an object or null")
+        file.problems.append(f"config.json: {key} is {value!r:.80}, must be an object or null")
     return value if isinstance(value, dict) else {}
 
 
@@ -88,11 +88,11 @@ def _fraction(file: ConfigFile, given: Mapping[str, Any], part: Any, default: fl
     if part is not None and part != 1:
         if _kind(given) == "default":
             file.notes.append(
-                f"config.json: partial_rotary_factor ({part!r}) is ignored: this family rotates whole heads"
+                f"config.json: partial_rotary_factor ({part!r}) is ignored: this family rotates full heads"
             )
         else:
             file.problems.append(
-                f"config.json: partial_rotary_factor {part!r} with a rotary scaling has no counterpart in this family"
+                f"config.json: partial_rotary_factor {part!r} with RoPE scaling is not supported in this family"
             )
     return {}
 
@@ -110,28 +110,26 @@ def scaling_values(
     rest = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_type", "type")}
     kind, theta = _kind(given), given["rope_theta"]
     if isinstance(theta, bool) or not isinstance(theta, int | float):
-        file.problems.append(f"config.json: rope_theta is {theta!r}, and has to be a number")
+        file.problems.append(f"config.json: rope_theta is {theta!r}, must be a number")
         theta = 1.0
     values: dict[str, Any] = {"theta": float(theta)}
     if kind == "default":
         return values
     if kind not in scalings:
-        file.problems.append(
-            f"config.json: rotary scaling {kind!r} has no counterpart here ({', '.join(scalings)} have)"
-        )
+        file.problems.append(f"config.json: RoPE scaling {kind!r} is not supported; supported: {', '.join(scalings)}")
         return values
     values["scaling"] = kind
-    for theirs in _OF[kind]:
+    for theirs in _SCALING_KEYS[kind]:
         if rest.get(theirs) is not None:
             values[FIELD_OF[theirs]] = rest[theirs]
         elif theirs in _REQUIRED[kind]:
-            file.problems.append(f"config.json: the rotary scaling {kind} has no {theirs}")
+            file.problems.append(f"config.json: RoPE scaling {kind} has no {theirs}")
     if kind != "linear":
         _read_lengths(file, values, original)
     if kind == "yarn":
         values |= _read_yarn(file, rest)
-    for left in set(rest) - set(_OF[kind]) - {"mscale", "mscale_all_dim", "finetuned"}:
-        file.problems.append(f"config.json: {left} of the rotary scaling has no counterpart here")
+    for left in set(rest) - set(_SCALING_KEYS[kind]) - {"mscale", "mscale_all_dim", "finetuned"}:
+        file.problems.append(f"config.json: {left} of the RoPE scaling is not supported")
     floats = ("factor", "low_frequency_factor", "attention_factor")
     return {key: float(value) if key in floats else value for key, value in values.items()}
 
@@ -142,7 +140,7 @@ def _read_lengths(file: ConfigFile, values: dict[str, Any], default: int | None)
     original = file.integer(_LENGTH, default, null=None)
     values["original_positions"] = original or values.get("original_positions") or longest
     if longest is None and not ("factor" in values and values["original_positions"]):
-        file.problems.append("config.json has no max_position_embeddings, and its rotary scaling goes by them")
+        file.problems.append("config.json has no max_position_embeddings, which its RoPE scaling needs")
     if "factor" in values or not isinstance(longest, int) or not isinstance(values["original_positions"], int):
         return
     values["factor"] = max(1.0, longest / values["original_positions"])
@@ -152,7 +150,7 @@ def _read_yarn(file: ConfigFile, rest: Mapping[str, Any]) -> dict[str, Any]:
     """Read YaRN's values: a beta of 0 is the default; mscale needs both keys and no attention_factor."""
     values: dict[str, Any] = {}
     if "factor" not in rest:
-        file.problems.append("config.json: the rotary scaling yarn has no factor")
+        file.problems.append("config.json: RoPE scaling yarn has no factor")
     for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
         if not rest.get(name):
             values[name] = default
@@ -172,7 +170,7 @@ def write_scaling(rope: RopeSpec) -> dict[str, Any] | None:
     if rope.scaling == "none":
         return None
     values: dict[str, Any] = {"rope_type": rope.scaling}
-    values |= {theirs: getattr(rope, FIELD_OF[theirs]) for theirs in _OF[rope.scaling]}
+    values |= {theirs: getattr(rope, FIELD_OF[theirs]) for theirs in _SCALING_KEYS[rope.scaling]}
     if values.get("attention_factor", 0) is None:
         del values["attention_factor"]
         if rope.scaling == "yarn" and rope.mscale_all_dim:

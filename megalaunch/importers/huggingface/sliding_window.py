@@ -24,18 +24,18 @@ def read_windows(file: ConfigFile, width: int | None, every: int | None = None) 
     types = file.pop("layer_types", None)
     layers = file.pop("num_hidden_layers", None)
     if isinstance(types, list) and isinstance(layers, int) and len(types) != layers:
-        file.problems.append(f"config.json: layer_types names {len(types)} layers, num_hidden_layers {layers}")
+        file.problems.append(f"config.json: layer_types has {len(types)} layers, but num_hidden_layers is {layers}")
     if types is None and every is not None and width is None:
-        file.problems.append("config.json: sliding_window is null, and this family has layers with a window")
+        file.problems.append("config.json: sliding_window is null, but this family has sliding-window layers")
     if types is None:
         return {"sliding_window": width, "sliding_window_pattern": every if width else None}
     if not isinstance(types, list) or not all(kind in (_SLIDING, _FULL) for kind in types):
-        file.problems.append(f"config.json: layer_types may only be {_SLIDING} and {_FULL}")
+        file.problems.append(f"config.json: layer_types may only contain {_SLIDING} and {_FULL}")
         return {}
     if _SLIDING not in types:
         return {"sliding_window": None}
     if width is None:
-        file.problems.append("config.json: layer_types has sliding windows, and there is no sliding_window")
+        file.problems.append("config.json: layer_types has sliding_attention, but there is no sliding_window")
     return {
         "sliding_window": width,
         "sliding_window_pattern": every_nth([kind == _FULL for kind in types], "full attention", file.problems),

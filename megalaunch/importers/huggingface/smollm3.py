@@ -15,13 +15,13 @@ from megalaunch.plan.layers import list_layers
 
 def _read(file: ConfigFile) -> Values:
     every, rotated = file.integer("no_rope_layer_interval", 4), file.pop("no_rope_layers", None)
-    file.ignore("max_window_layers", "SmolLM3 has windows on all layers or on none")
+    file.ignore("max_window_layers", "SmolLM3 has windows in all layers or none")
     if isinstance(rotated, list):  # 1 means rotated, in spite of the key's name
-        every = every_nth([not mark for mark in rotated], "rotation", file.problems)
+        every = every_nth([not mark for mark in rotated], "NoPE", file.problems)
     windowed = file.flag("use_sliding_window", False)
     width = file.integer("sliding_window", None, null=None)
     if windowed and width and file.pop("layer_types", None) is None:
-        file.problems.append("config.json: windows on the layers without rotation alone have no counterpart here")
+        file.problems.append("config.json: sliding windows in NoPE layers only are not supported")
     shape = read_common(file, tied=True) | read_biases(file) | read_windows(file, width if windowed else None)
     bias = file.flag("mlp_bias", False)
     return shape | {"mlp_bias": bias, "no_rope_layer_interval": every, "rope": read_rope(file, 2e6)}

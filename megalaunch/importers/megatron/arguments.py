@@ -10,11 +10,11 @@ from functools import cache
 from typing import Any, Literal
 
 from megalaunch.config.shown import to_yaml
-from megalaunch.importers.megatron.bash_expansion import is_open
+from megalaunch.importers.megatron.bash_expansion import is_unresolved
 from megalaunch.importers.megatron.flag_table import DIRECT, EXPERTS, JOINT, LATENT, MANY
-from megalaunch.importers.megatron.unsupported_flags import DROPPED, LOST
+from megalaunch.importers.megatron.unsupported_flags import IGNORED, UNSUPPORTED
 
-Fate = Literal["mapped", "dropped", "lost", "open", "unknown"]
+Status = Literal["mapped", "ignored", "unsupported", "unresolved", "unknown"]
 _FLAG = re.compile(r"--?[A-Za-z]")
 
 
@@ -23,31 +23,34 @@ class Report:
     """Result of one flag's conversion: `text` is what it set, or the reason why it set nothing."""
 
     flag: str
-    words: tuple[str, ...]
-    fate: Fate
+    values: tuple[str, ...]
+    status: Status
     text: str
 
 
 @dataclass
 class Arguments:
-    """The flags of a command, by name without dashes. `fates` records why a flag was not converted as given."""
+    """The flags of a command, by name without dashes.
+
+    `statuses` records why a flag was not converted as given, `stray` the arguments that belong to no flag.
+    """
 
     given: dict[str, tuple[str, ...]]
-    fates: dict[str, tuple[Fate, str]] = field(default_factory=dict)
+    statuses: dict[str, tuple[Status, str]] = field(default_factory=dict)
     stray: list[str] = field(default_factory=list)
 
     def has(self, name: str) -> bool:
         """Return True if a flag was given and its value is known."""
-        return name in self.given and not self._is_open(name)
+        return name in self.given and not self._is_unresolved(name)
 
-    def _is_open(self, name: str) -> bool:
-        fate = self.fates.get(name)
-        return fate is not None and fate[0] == "open"
+    def _is_unresolved(self, name: str) -> bool:
+        status = self.statuses.get(name)
+        return status is not None and status[0] == "unresolved"
 
     def value(self, name: str) -> str | None:
         """Return the single value of a flag; None if it was not given or its value is unknown."""
-        words = self.given.get(name)
-        return words[0] if words and self.has(name) else None
+        values = self.given.get(name)
+        return values[0] if values and self.has(name) else None
 
     def values(self, name: str) -> tuple[str, ...]:
         """Return all values of a flag."""
@@ -59,30 +62,30 @@ class Arguments:
         if number is None:
             return default
         if number != int(number):
-            self.mark_unsupported(name, f"needs a whole number, got {self.value(name)}")
+            self.mark_unsupported(name, f"must be an integer, got {self.value(name)}")
             return default
         return int(number)
 
     def number(self, name: str, default: float | None = None) -> float | None:
         """Return a number, or the default. Another value marks the flag as unsupported."""
-        word = self.value(name)
-        if word is None:
+        text = self.value(name)
+        if text is None:
             return default
         try:
-            return float(word)
+            return float(text)
         except ValueError:
-            self.mark_unsupported(name, f"needs a number, got {word!r}")
+            self.mark_unsupported(name, f"must be a number, got {text!r}")
             return default
 
     def mark_unsupported(self, name: str, reason: str) -> None:
-        """Record that a flag's meaning is lost in the conversion."""
+        """Record that a flag has an effect that the recipe cannot express."""
         if name in self.given:
-            self.fates.setdefault(name, ("lost", reason))
+            self.statuses.setdefault(name, ("unsupported", reason))
 
     def mark_ignored(self, name: str, reason: str) -> None:
         """Record that a flag has no effect on this run."""
         if name in self.given:
-            self.fates.setdefault(name, ("dropped", reason))
+            self.statuses.setdefault(name, ("ignored", reason))
 
 
 @cache
@@ -100,41 +103,41 @@ def flag_keys(name: str) -> tuple[str, ...]:
 
 
 @cache
-def drop_reason(name: str) -> tuple[Fate, str] | None:
+def unmapped_reason(name: str) -> tuple[Status, str] | None:
     """Return why a flag sets nothing; None for an unknown flag."""
-    rows: tuple[tuple[Fate, dict[str, str]], ...] = (("lost", LOST), ("dropped", DROPPED))
+    rows: tuple[tuple[Status, dict[str, str]], ...] = (("unsupported", UNSUPPORTED), ("ignored", IGNORED))
     for exact in (True, False):
-        for fate, table in rows:
+        for status, table in rows:
             for reason, names in table.items():
                 for listed in names.split():
                     if listed == name or (not exact and listed.endswith("*") and fnmatchcase(name, listed)):
-                        return fate, reason
+                        return status, reason
     return None
 
 
-def is_flag(word: str) -> bool:
+def is_flag(argument: str) -> bool:
     """Return True for a flag (`--num-layers`), False for a value, including a negative number."""
-    return _FLAG.match(word) is not None
+    return _FLAG.match(argument) is not None
 
 
-def parse_arguments(words: Sequence[str]) -> Arguments:
-    """Parse command-line words into flags and values. The last occurrence of a flag wins, as in Megatron."""
+def parse_arguments(command: Sequence[str]) -> Arguments:
+    """Parse command-line arguments into flags and values. The last occurrence of a flag wins, as in Megatron."""
     given: dict[str, tuple[str, ...]] = {}
     stray: list[str] = []
     name: str | None = None
-    for word in words:
-        if is_flag(word):
-            flag, equals, value = word.partition("=")
+    for argument in command:
+        if is_flag(argument):
+            flag, equals, value = argument.partition("=")
             name = flag.lstrip("-").replace("_", "-")
             given.pop(name, None)
             given[name] = (value,) if equals else ()
         elif name is None or _is_full(name, given[name]):
-            stray.append(word)
+            stray.append(argument)
         else:
-            given[name] = (*given[name], word)
+            given[name] = (*given[name], argument)
     arguments = Arguments(given, stray=stray)
     for name, values in given.items():
-        _judge(arguments, name, values)
+        _classify(arguments, name, values)
     return arguments
 
 
@@ -143,33 +146,34 @@ def _is_full(name: str, values: tuple[str, ...]) -> bool:
     return arity != MANY and len(values) >= arity
 
 
-def _judge(arguments: Arguments, name: str, values: tuple[str, ...]) -> None:
-    """Record a flag that is unknown, has no known value, or lacks its value."""
+def _classify(arguments: Arguments, name: str, values: tuple[str, ...]) -> None:
+    """Record the status of a flag that is unknown, has an unresolved value, or lacks its value."""
     arity = known_flags().get(name)
     if arity is None:
-        arguments.fates[name] = drop_reason(name) or ("unknown", "")
-    elif any(is_open(value) for value in values):
-        arguments.fates[name] = ("open", "its value is known only when the script runs")
+        arguments.statuses[name] = unmapped_reason(name) or ("unknown", "")
+    elif any(is_unresolved(value) for value in values):
+        arguments.statuses[name] = ("unresolved", "its value depends on the running shell")
     elif (arity == 1 and not values) or (arity == MANY and not values):
-        arguments.fates[name] = ("unknown", "has no value after it")
+        arguments.statuses[name] = ("unknown", "has no value")
 
 
 def reports(arguments: Arguments, values: dict[str, Any]) -> Iterable[Report]:
     """Yield a report of each given flag, in order."""
-    for name, words in arguments.given.items():
+    for name, given in arguments.given.items():
         sets = [f"{key} = {to_yaml(values[key])}" for key in flag_keys(name) if key in values]
-        if name in arguments.fates:
-            fate, text = arguments.fates[name]
-            yield Report(f"--{name}", words, fate, text or f"not known{_near(name)}")
+        if name in arguments.statuses:
+            status, text = arguments.statuses[name]
+            yield Report(f"--{name}", given, status, text or f"unknown flag{_near(name)}")
         elif sets:
-            yield Report(f"--{name}", words, "mapped", ", ".join(sets))
+            yield Report(f"--{name}", given, "mapped", ", ".join(sets))
         else:
-            yield Report(f"--{name}", words, "dropped", f"says what is so anyway ({' '.join(flag_keys(name))})")
+            yield Report(f"--{name}", given, "ignored", f"states the default ({' '.join(flag_keys(name))})")
 
 
 def _near(name: str) -> str:
     import difflib
 
-    plain = [word for table in (DROPPED, LOST) for row in table.values() for word in row.split() if "*" not in word]
-    near = difflib.get_close_matches(name, [*known_flags(), *plain], n=1, cutoff=0.75)
+    listed = [flag for table in (IGNORED, UNSUPPORTED) for row in table.values() for flag in row.split()]
+    exact = [flag for flag in listed if "*" not in flag]
+    near = difflib.get_close_matches(name, [*known_flags(), *exact], n=1, cutoff=0.75)
     return f"; did you mean --{near[0]}?" if near else ""

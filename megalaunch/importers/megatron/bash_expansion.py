@@ -1,6 +1,6 @@
-"""Expand bash variables, arrays and integer arithmetic from a script's own assignments; nothing else is known.
+"""Expand bash variables, arrays and integer arithmetic from a script's own assignments, without the environment.
 
-What only a running shell could expand stays in the text as `${NAME}` or `$(command)`.
+Expansions that only a running shell could resolve stay in the text as `${NAME}` or `$(command)`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ARITHMETIC: dict[type[ast.AST], Callable[[int, int], int]] = {
 Word = tuple[Part, ...]
 
 
-def is_open(text: str) -> bool:
+def is_unresolved(text: str) -> bool:
     """Return True if a part of the text can be expanded only by a running shell."""
     return "${" in text or "$(" in text
 
@@ -79,7 +79,7 @@ class Variables:
                     fields.append("")
                 fields[-1] += piece
             if sum(map(len, fields)) > MAX_BYTES:
-                raise ScriptProblem(0, f"a word unfolds beyond {MAX_BYTES:,} characters")
+                raise ScriptProblem(0, f"a word expands beyond {MAX_BYTES:,} characters")
         return fields if solid and (len(fields) > 1 or fields[0] or any(part.quoted for part in word)) else []
 
     def text(self, word: Word) -> str:
@@ -97,16 +97,16 @@ class Variables:
             return [f"${{{part.text}}}"]
         return self._expand(found[1], found[2], part.text)
 
-    def _expand(self, name: str, rest: str, whole: str) -> list[str]:
+    def _expand(self, name: str, rest: str, expression: str) -> list[str]:
         """Expand `${name...}` to its values: plain, arrays, and the operators - = + ? with or without a colon."""
         known = self._known(name)
         if name in ("@", "*"):
             return []
         if rest in ("", "[@]", "[*]"):
-            return [f"${{{whole}}}"] if known is None else known
+            return [f"${{{expression}}}"] if known is None else known
         match = re.fullmatch(r"(?:\[[@*]\])?(:?)([-=+?])(.*)", rest, re.DOTALL)
         if match is None:
-            return [f"${{{whole}}}"]
+            return [f"${{{expression}}}"]
         has_value = known is not None and (not match[1] or any(known))
         if match[2] == "+":
             return self._other(match[3]) if has_value else []
@@ -136,11 +136,11 @@ class Variables:
 
     def _arithmetic(self, text: str) -> str:
         plain = re.sub(r"\$\{(\w+)\}|\$?\b([A-Za-z_]\w*)", lambda m: self.texts.get(m[1] or m[2], "?"), text)
-        number = whole_number(plain)
+        number = evaluate_integer(plain)
         return f"$(({text}))" if number is None else str(number)
 
 
-def whole_number(text: str) -> int | None:
+def evaluate_integer(text: str) -> int | None:
     """Evaluate an expression of integers, + - * / % and parentheses; None for anything else."""
     if len(text) > 200:
         return None
@@ -161,7 +161,7 @@ def _evaluate(node: ast.AST) -> int:
         return value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_evaluate(node.operand)
-    raise ValueError("no arithmetic of whole numbers")
+    raise ValueError("not integer arithmetic")
 
 
 def known_texts(variables: Variables) -> Mapping[str, str]:

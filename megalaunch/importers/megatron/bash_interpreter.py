@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megalaunch.importers.megatron.bash_expansion import Variables, is_open
+from megalaunch.importers.megatron.bash_expansion import Variables, is_unresolved
 from megalaunch.importers.megatron.bash_lexer import Token, split_words, tokenize
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
@@ -30,11 +30,11 @@ class Command:
 
 @dataclass
 class Script:
-    """An interpreted script: commands, final variables, `#SBATCH` words, exports, and notes on what was skipped."""
+    """An interpreted script: commands, final variables, `#SBATCH` arguments, exports, and notes on skipped parts."""
 
     commands: list[Command] = field(default_factory=list)
     variables: Variables = field(default_factory=Variables)
-    batch_words: list[str] = field(default_factory=list)
+    sbatch_arguments: list[str] = field(default_factory=list)
     exports: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -47,14 +47,14 @@ def read_script(text: str, given: Mapping[str, str]) -> Script:
         given: values of variables that are set outside of the script (`1` is its first argument).
 
     Raises:
-        ScriptProblem: the text is no script; gives the line.
+        ScriptProblem: the text cannot be parsed; has the line.
     """
     script = Script()
     for name, value in given.items():
         script.variables.assign(name, value, add=False)
     for line in _SLURM.findall(text):
-        script.batch_words += line.partition(" #")[0].split()
-    _Reader(script, list(tokenize(text)), given).follow()
+        script.sbatch_arguments += line.partition(" #")[0].split()
+    _Interpreter(script, list(tokenize(text)), given).interpret()
     return script
 
 
@@ -67,7 +67,7 @@ class _Branch:
     unknown_line: int = 0
 
 
-class _Reader:
+class _Interpreter:
     """Interprets a token list; appends commands and notes to `script`."""
 
     def __init__(self, script: Script, tokens: Sequence[Token], given: Mapping[str, str]) -> None:
@@ -76,7 +76,7 @@ class _Reader:
         self.branches: list[_Branch] = []
         self.skip_next = False
 
-    def follow(self) -> None:
+    def interpret(self) -> None:
         """Interpret all tokens."""
         while self.at < len(self.tokens):
             token = self.tokens[self.at]
@@ -136,8 +136,8 @@ class _Reader:
         variable = inside[1].plain if opening in ("for", "select") and len(inside) > 1 else None
         if self.active and opening != "case" and _has_flags(inside):
             self.script.notes.append(
-                f"line {line}: the {opening} ... {closing} is read as one pass"
-                + (f"; what {variable} is in it stays open (--set {variable}=VALUE)" if variable else "")
+                f"line {line}: the {opening} ... {closing} is imported as one pass"
+                + (f"; the value of {variable} is unknown (--set {variable}=VALUE)" if variable else "")
             )
             if variable and variable not in self.given:
                 self.script.variables.unset(variable)
@@ -146,7 +146,7 @@ class _Reader:
         sets = any(token.items is not None or _parse_assignment(token) is not None for token in inside)
         used = variable is not None and _uses(self.tokens[end:], variable)
         if self.active and (sets or used or _has_flags(inside)):
-            self.script.notes.append(f"line {line}: what the {opening} ... {closing} sets is left out")
+            self.script.notes.append(f"line {line}: the {opening} ... {closing} is skipped")
         self.at = end
 
     def _end_of_loop(self) -> int:
@@ -163,13 +163,13 @@ class _Reader:
         """Interpret one simple command, up to an operator."""
         start = self.at
         words: list[Token] = []
-        double = False
+        in_brackets = False
         while self.at < len(self.tokens):
             token = self.tokens[self.at]
             if token.heredoc:
                 break
-            double = (double or token.plain == "[[") and token.plain != "]]"
-            if token.parts is None and token.items is None and not double:
+            in_brackets = (in_brackets or token.plain == "[[") and token.plain != "]]"
+            if token.parts is None and token.items is None and not in_brackets:
                 if token.text in _SEPARATORS:
                     break
                 self.at += 2  # a redirection and its target
@@ -193,7 +193,7 @@ class _Reader:
             return
         if any(word.items is not None or _parse_assignment(word) for word in words):
             self.script.notes.append(
-                f"line {branch.unknown_line}: the condition is known only when it runs; what it guards is left out"
+                f"line {branch.unknown_line}: the condition depends on the running shell; its branch is skipped"
             )
             branch.unknown_line = 0
 
@@ -247,17 +247,17 @@ class _Reader:
         literal = bool(token.parts and token.parts[0].quoted)
         if self.active and "--" in token.text and not literal:
             for line in _SLURM.findall(token.text):
-                self.script.batch_words += line.split()
-            _Reader(self.script, list(tokenize(token.text)), self.given).follow()
+                self.script.sbatch_arguments += line.split()
+            _Interpreter(self.script, list(tokenize(token.text)), self.given).interpret()
 
     def _holds(self, condition: Sequence[Token]) -> bool | None:
         """Evaluate `[ ... ] || [[ ... ]] && ...`; None if unknown."""
         outcome: bool | None = None
         joined_by, group = "", list[Token]()
-        depth = False
+        in_brackets = False
         for token in [*condition, Token(0, "\n")]:
-            depth = (depth or token.plain == "[[") and token.plain != "]]"
-            if token.parts is None and not depth and token.text in ("&&", "||", ";", "\n"):
+            in_brackets = (in_brackets or token.plain == "[[") and token.plain != "]]"
+            if token.parts is None and not in_brackets and token.text in ("&&", "||", ";", "\n"):
                 if group:
                     value = self._test(group)
                     outcome = value if not joined_by else _join(outcome, joined_by, value)
@@ -331,7 +331,7 @@ def _comparison(words: Sequence[str]) -> bool | None:
 
 def _compare(words: list[str]) -> bool | None:
     """Evaluate one comparison without negation."""
-    if any(is_open(word) for word in words):
+    if any(is_unresolved(word) for word in words):
         return None
     match words:
         case []:

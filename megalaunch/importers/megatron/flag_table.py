@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 MANY = -1
-"""The flag takes all words up to the next flag."""
+"""The flag takes all arguments up to the next flag."""
 
 DIRECT: tuple[tuple[str, str, type, Any], ...] = (
     # flag, key, type, Megatron's default if it differs from megalaunch's or must be explicit (None: key is not set)
@@ -219,8 +219,8 @@ JOINT: dict[str, tuple[int, str]] = {
     "fim-suffix-token": (1, "data.fim_tokens"),
 }
 
-LAUNCHER_WORDS: dict[str, str] = {
-    # flags before the training script: of torchrun and Slurm
+LAUNCHER_FLAGS: dict[str, str] = {
+    # flags of torchrun and Slurm, before the training script
     "nproc-per-node": "cluster.devices_per_node",
     "nnodes": "cluster.nodes",
     "nodes": "cluster.nodes",

@@ -17,7 +17,7 @@ from megalaunch.importers.megatron.arguments import Arguments, Report, flag_keys
 from megalaunch.importers.megatron.bash_expansion import known_texts
 from megalaunch.importers.megatron.bash_interpreter import Script, read_script, split_text
 from megalaunch.importers.megatron.bash_lexer import MAX_BYTES, ScriptProblem
-from megalaunch.importers.megatron.flag_table import DIRECT, EXPERTS, LATENT, LAUNCHER_WORDS
+from megalaunch.importers.megatron.flag_table import DIRECT, EXPERTS, LATENT, LAUNCHER_FLAGS
 from megalaunch.importers.megatron.model_values import model_values
 from megalaunch.importers.megatron.recipe_file import RecipeFiles, write_recipe
 from megalaunch.importers.megatron.training_values import training_values
@@ -56,19 +56,19 @@ def import_script(
         ScriptProblem: the text is none of the three.
     """
     if len(text) > MAX_BYTES:
-        raise ScriptProblem(1, f"has {len(text):,} characters; a launch script may have {MAX_BYTES:,}")
+        raise ScriptProblem(1, f"has {len(text):,} characters; the limit is {MAX_BYTES:,}")
     script = read_script(text, given or {})
-    launcher, words, found_in = _find_launch(script)
-    arguments = parse_arguments(words)
+    launcher, command, found_in = _find_launch(script)
+    arguments = parse_arguments(command)
     if not any(flag_keys(name) for name in arguments.given):
-        raise ScriptProblem(1, "holds no argument of Megatron-LM (such as --num-layers 32)")
-    cluster = _cluster(launcher, script.batch_words)
+        raise ScriptProblem(1, "has no Megatron-LM argument (such as --num-layers 32)")
+    cluster = _cluster(launcher, script.sbatch_arguments)
     values = _values(arguments, cluster)
     defaults = _implicit_defaults(arguments, values)
-    notes = [*found_in, *script.notes, *(f"the word {word!r} belongs to no flag" for word in arguments.stray)]
+    notes = [*found_in, *script.notes, *(f"the argument {stray!r} belongs to no flag" for stray in arguments.stray)]
     if script.exports:
         names = ", ".join(sorted({export.partition("=")[0] for export in script.exports}))
-        notes.append(f"environment variables are not carried over: {names}")
+        notes.append(f"environment variables are not imported: {names}")
     recipe = write_recipe(name, values, platform, source)
     return Imported(recipe, values, tuple(reports(arguments, values)), defaults, _missing(values, recipe), tuple(notes))
 
@@ -77,7 +77,7 @@ def _find_launch(script: Script) -> tuple[list[str], list[str], list[str]]:
     """Find the command with the most known Megatron flags.
 
     Returns:
-        Its words up to the training script, the words after it, and notes.
+        Its arguments up to the training script, the arguments after it, and notes.
     """
     bare = [word for command in script.commands if is_flag(command.words[0]) for word in command.words]
     rows = [(list(command.words), f"line {command.line}") for command in script.commands]
@@ -88,7 +88,7 @@ def _find_launch(script: Script) -> tuple[list[str], list[str], list[str]]:
     for name, text in variables.items():
         inside = list(split_text(script, text)) if "--" in text else []
         if _count_known_flags(inside) > _count_known_flags(words):
-            words, notes = inside, [f"no command uses them all: the arguments were read from the variable {name}"]
+            words, notes = inside, [f"the arguments come from the variable {name}: no command has as many known flags"]
     at = next((index for index, word in enumerate(words) if re.search(r"\.py$", word)), -1)
     if at < 0:
         at = next(
@@ -98,14 +98,14 @@ def _find_launch(script: Script) -> tuple[list[str], list[str], list[str]]:
 
 
 def _unwrap_shell(script: Script, words: Sequence[str]) -> list[str]:
-    """Expand words that contain a command line (`bash -c "..."`)."""
-    unfolded: list[str] = []
+    """Expand bash words that contain a command line (`bash -c "..."`)."""
+    expanded: list[str] = []
     for word in words:
         if word.count("--") > 1 and " " in word.strip() and len(words) < 60:
-            unfolded += split_text(script, word)
+            expanded += split_text(script, word)
         else:
-            unfolded.append(word)
-    return unfolded
+            expanded.append(word)
+    return expanded
 
 
 def _count_known_flags(words: Sequence[str]) -> int:
@@ -119,7 +119,7 @@ def _cluster(launcher: Sequence[str], batch: Sequence[str]) -> dict[str, int]:
     for index, word in enumerate(words):
         flag, equals, value = word.partition("=")
         flag = {"-N": "--nodes"}.get(flag, flag)
-        key = LAUNCHER_WORDS.get(flag.lstrip("-").replace("_", "-")) if flag.startswith("--") else None
+        key = LAUNCHER_FLAGS.get(flag.lstrip("-").replace("_", "-")) if flag.startswith("--") else None
         value = value if equals else words[index + 1] if index + 1 < len(words) else ""
         if word.startswith("--gres=gpu"):
             key, value = "cluster.devices_per_node", word.rpartition(":")[2]
@@ -137,7 +137,7 @@ def _values(given: Arguments, cluster: Mapping[str, int]) -> dict[str, Any]:
             rows += table
         else:
             for flag, _, _, _ in table:
-                given.mark_ignored(flag, f"means nothing without --{needed}")
+                given.mark_ignored(flag, f"has no effect without --{needed}")
     for flag, key, kind, default in rows:
         value = _direct(given, flag, kind)
         value = default if value is None else value
@@ -174,12 +174,12 @@ def _direct(given: Arguments, flag: str, kind: type) -> Any:
 
 def _implicit_defaults(given: Arguments, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that no flag set and whose Megatron default differs from megalaunch's."""
-    said = {key for name in given.given for key in flag_keys(name)}
+    explicit = {key for name in given.given for key in flag_keys(name)}
     nested = schema_defaults()
     return {
         key: value
         for key, value in values.items()
-        if key not in said and not key.startswith("cluster.") and value != entry_at(nested, key)
+        if key not in explicit and not key.startswith("cluster.") and value != entry_at(nested, key)
     }
 
 
@@ -199,21 +199,22 @@ def report_text(imported: Imported) -> str:
     """Format the report of all flags, grouped by result, as aligned lines."""
     titles = {
         "mapped": "mapped",
-        "lost": "not carried over: the run differs without it",
-        "open": "not known before the script runs (give it with --set NAME=VALUE, or in the recipe)",
-        "unknown": "not known to megalaunch",
-        "dropped": "dropped: what the run learns is the same without it",
+        "unsupported": "not supported: the imported run differs from the script's",
+        "unresolved": "values known only to the running shell: give them with --set NAME=VALUE or in the recipe",
+        "unknown": "unknown flags",
+        "ignored": "ignored: no effect on the trained model",
     }
     blocks = []
-    for fate, title in titles.items():
-        rows = [(" ".join([entry.flag, *entry.words]), entry.text) for entry in imported.flags if entry.fate == fate]
+    for status, title in titles.items():
+        entries = [entry for entry in imported.flags if entry.status == status]
+        rows = [(" ".join([entry.flag, *entry.values]), entry.text) for entry in entries]
         if rows:
             blocks.append("\n".join([f"{title} ({len(rows)})", *table_lines(rows, max_width=52)]))
     if imported.defaults:
         lines = [f"  {key} = {to_yaml(value)}" for key, value in imported.defaults.items()]
-        blocks.append("\n".join(["Megatron's defaults, where megalaunch has others", *lines]))
+        blocks.append("\n".join(["Megatron's defaults that differ from megalaunch's", *lines]))
     if imported.missing:
-        blocks.append("\n".join(["to be set in the recipe", *(f"  {key}" for key in imported.missing)]))
+        blocks.append("\n".join(["missing: set these keys in the recipe", *(f"  {key}" for key in imported.missing)]))
     if imported.notes:
         blocks.append("\n".join(["notes", *(f"  {note}" for note in imported.notes)]))
     return "\n\n".join(blocks)

@@ -35,11 +35,11 @@ def _heads(given: Arguments, values: Values) -> None:
     if given.has("group-query-attention"):
         values["model.num_query_groups"] = groups or 1
     elif groups is not None:
-        given.mark_ignored("num-query-groups", "Megatron groups queries only with --group-query-attention")
+        given.mark_ignored("num-query-groups", "has no effect without --group-query-attention")
     width, heads = given.integer("hidden-size"), given.integer("num-attention-heads")
     head_dim = given.integer("kv-channels")
     if given.has("multi-latent-attention"):
-        given.mark_ignored("kv-channels", "latent attention has head widths of its own")
+        given.mark_ignored("kv-channels", "latent attention sets its own head dimensions")
     elif head_dim is not None:
         values["model.head_dim"] = None if width and heads and head_dim * heads == width else head_dim
     scale = given.number("softmax-scale")
@@ -56,13 +56,13 @@ def _blocks(given: Arguments, values: Values) -> None:
         values["model.activation"] = "quick_geglu"
         if offset != 1.0:
             given.mark_unsupported(
-                "quick-geglu", "quick_geglu adds 1 to the up projection here; the script adds nothing"
+                "quick-geglu", "quick_geglu always adds 1 to the up projection (--glu-linear-offset 1)"
             )
     else:
         plain = {"squared-relu": "squared_relu", "openai-gelu": "gelu_tanh"}
         values["model.activation"] = next((ours for flag, ours in plain.items() if given.has(flag)), "gelu")
     if offset and not given.has("quick-geglu"):
-        given.mark_unsupported("glu-linear-offset", "only quick_geglu adds to the up projection here")
+        given.mark_unsupported("glu-linear-offset", "only quick_geglu has an offset of the up projection")
     width, inner = given.integer("hidden-size"), given.integer("ffn-hidden-size")
     if inner is None and width is not None:
         inner = int(8 * width / 3 / 64) * 64 if given.has("swiglu") else 4 * width
@@ -70,7 +70,7 @@ def _blocks(given: Arguments, values: Values) -> None:
         values["model.ffn_hidden_size"] = inner
     values["model.norm"] = {"RMSNorm": "rmsnorm"}.get(given.value("normalization") or "", "layernorm")
     if given.has("qk-layernorm") and given.has("multi-latent-attention"):
-        given.mark_ignored("qk-layernorm", "latent attention always has norms on its latents")
+        given.mark_ignored("qk-layernorm", "latent attention always normalizes its latents")
     elif given.has("qk-layernorm"):
         values["model.qk_norm"] = "head"
 
@@ -88,25 +88,25 @@ def _window(given: Arguments, values: Values) -> None:
         try:
             values["model.sliding_window"] = int(window.strip("()").split(",")[0]) + 1  # Megatron counts past tokens
         except ValueError:
-            given.mark_unsupported("window-size", f"needs two whole numbers, got {window!r}")
+            given.mark_unsupported("window-size", f"must be two integers, got {window!r}")
     frequency = given.value("window-attn-skip-freq")
     if frequency is not None:
         every = _every_nth(frequency, 0)
         if every is None:
             given.mark_unsupported(
-                "window-attn-skip-freq", f"only every n-th layer sees all tokens here, got {frequency}"
+                "window-attn-skip-freq", f"only full attention in every n-th layer is supported, got {frequency}"
             )
         else:
             values["model.sliding_window_pattern"] = every
     sinks = given.value("softmax-type")
     if sinks == "off-by-one":
-        given.mark_unsupported("softmax-type", "sinks are learned here")
+        given.mark_unsupported("softmax-type", "only learned sinks are supported")
     elif sinks is not None:
         values["model.attention_sinks"] = sinks == "learnable"
 
 
 def _every_nth(text: str, mark: int) -> int | None:
-    """Return n for `n`, or for a list of 0 and 1 that has `mark` at exactly every n-th place; None otherwise."""
+    """Return n for `n`, or for a list of 0 and 1 that has `mark` at exactly every n-th position; None otherwise."""
     pattern = parse_list(text)
     if pattern is None:
         return int(text) if text.isdigit() and int(text) else None
@@ -122,7 +122,7 @@ def _positions(given: Arguments, values: Values) -> None:
         kind = "rope"
     kinds = {"rope": "rope", "yarn": "rope", "learned_absolute": "learned", "none": "none", None: "learned"}
     if kind not in kinds:
-        given.mark_unsupported("position-embedding-type", f"there are no {kind} positions here")
+        given.mark_unsupported("position-embedding-type", f"{kind} position embeddings are not supported")
         return
     values["model.position_embedding"] = kinds[kind]
     if kinds[kind] != "rope":
@@ -133,7 +133,7 @@ def _positions(given: Arguments, values: Values) -> None:
     if skipped is not None:
         values["model.no_rope_layer_interval"] = _every_nth(skipped, 1)
         if values["model.no_rope_layer_interval"] is None:
-            given.mark_unsupported("no-rope-freq", f"only every n-th layer is left unrotated here, got {skipped}")
+            given.mark_unsupported("no-rope-freq", f"only NoPE in every n-th layer is supported, got {skipped}")
     factor = given.number("rotary-seq-len-interpolation-factor")
     if factor is not None:
         values |= {"model.rope.scaling": "linear", "model.rope.factor": factor}
@@ -170,13 +170,14 @@ def _experts(given: Arguments, values: Values) -> None:
         pattern = _expert_pattern(frequency)
         if pattern is None:
             given.mark_unsupported(
-                "moe-layer-freq", f"only first dense layers and every n-th after them exist here, got {frequency}"
+                "moe-layer-freq",
+                f"only leading dense layers, then experts in every n-th layer, got {frequency}",
             )
         else:
             values["model.moe.first_k_dense_replace"], values["model.moe.layer_freq"] = pattern
     score = given.value("moe-router-score-function") or "softmax"
     if score == "sqrtsoftplus":
-        given.mark_unsupported("moe-router-score-function", "router scores are softmax or sigmoid here")
+        given.mark_unsupported("moe-router-score-function", "only softmax and sigmoid router scores are supported")
     else:
         values["model.moe.score"] = score
     values["model.moe.normalize_top_k"] = score == "sigmoid" or not given.has("moe-router-pre-softmax")
@@ -197,14 +198,14 @@ def _balance(given: Arguments, values: Values) -> None:
     ours = {"aux_loss": "batch", "seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
     kind = kinds[0] if kinds else "aux_loss"
     if len(kinds) > 1:
-        given.mark_unsupported("moe-router-load-balancing-type", f"one loss evens the load here; {kind} is taken")
+        given.mark_unsupported("moe-router-load-balancing-type", f"only one type is supported; {kind} is used")
     try:
         coeff = float(coeffs[0]) if coeffs else 0.0
     except ValueError:
-        given.mark_unsupported("moe-aux-loss-coeff", f"needs a number, got {coeffs[0]!r}")
+        given.mark_unsupported("moe-aux-loss-coeff", f"must be a number, got {coeffs[0]!r}")
         coeff = 0.0
     if kind not in ours:
-        given.mark_unsupported("moe-router-load-balancing-type", f"there is no {kind} here")
+        given.mark_unsupported("moe-router-load-balancing-type", f"{kind} is not supported")
         return
     values["model.moe.balance_loss"] = ours[kind] if coeff else "none"
     values["model.moe.balance_loss_coeff"] = coeff if ours[kind] != "none" else 0.0
@@ -251,4 +252,4 @@ def _pattern(node: ast.AST) -> list[int] | int:
             if len(left) * right > 10_000:
                 raise ValueError("too long")
             return left * right
-    raise ValueError("no list of whole numbers")
+    raise ValueError("not a list of integers")

@@ -18,7 +18,7 @@ _SHAPE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim",
     "moe.num_experts", "moe.ffn_hidden_size", "mla.kv_lora_rank",
 )  # fmt: skip
-_MAX_CHANGED = 8  # keys of a model that may differ; with more it is another model of the same size
+_MAX_CHANGED = 8  # maximum number of differing keys for a match; with more it is another model of the same size
 _NAMED_AXES = ("tp", "pp", "cp", "ep", "etp", "vpp", "dp_replicate", "data_sharding", "sequence_parallel")
 
 
@@ -164,11 +164,11 @@ def _layout(name: str, values: Mapping[str, Any], files: dict[str, str]) -> str:
 def _option_or_file(group: str, name: str, values: Mapping[str, Any], files: dict[str, str]) -> str:
     """Return the option of a group that sets exactly these values, or the name of a new option file."""
     wanted = {key: value for key, value in values.items() if key.startswith(f"{group}.")}
-    whole = _defaults(group) | wanted
+    full = _defaults(group) | wanted
     for option in option_names(group):
-        if all(_plain(_group_values(group, option)[key]) == _plain(value) for key, value in whole.items()):
+        if all(_plain(_group_values(group, option)[key]) == _plain(value) for key, value in full.items()):
             return option
-    changed = {key.removeprefix(f"{group}."): value for key, value in whole.items() if value != _defaults(group)[key]}
+    changed = {key.removeprefix(f"{group}."): value for key, value in full.items() if value != _defaults(group)[key]}
     files[f"conf/{group}/{name}.yaml"] = "\n".join(_yaml(changed)) + "\n"
     return name
 
@@ -205,7 +205,7 @@ def _scalar(value: Any) -> str:
     if isinstance(value, str):
         import json
 
-        plain = value.replace("_", "").replace("/", "").isalnum() and not value[0].isdigit() and value not in _WORDS
+        plain = value.replace("_", "").replace("/", "").isalnum() and not value[0].isdigit() and value not in _QUOTED
         return value if plain else json.dumps(value, ensure_ascii=False)
     if isinstance(value, float):
         text = repr(value)
@@ -213,7 +213,7 @@ def _scalar(value: Any) -> str:
     return to_yaml(value)
 
 
-_WORDS = {
+_QUOTED = {
     "null",
     "true",
     "false",

@@ -45,16 +45,16 @@ class ArgumentsError(ValueError):
 
 def model_from_saved(saved: Mapping[str, Any], name: str) -> ModelSpec:
     """Convert saved arguments to a model section. Raises ArgumentsError that lists every unsupported argument."""
-    problems = [f"--{key.replace('_', '-')} {saved[key]}: only plain GPT models are carried over"
+    problems = [f"--{key.replace('_', '-')} {saved[key]}: only plain GPT models can be imported"
                 for key, plain in _PLAIN.items() if saved.get(key) not in plain]  # fmt: skip
-    problems += [f"its arguments have no {key}" for key in _NEEDED if not isinstance(saved.get(key), int)]
+    problems += [f"the saved arguments have no {key}" for key in _NEEDED if not isinstance(saved.get(key), int)]
     if problems:
         raise ArgumentsError(problems)
     given = parse_arguments(_as_arguments(saved))
     values = {"model.max_position_embeddings": 2048, **_direct(saved), **model_values(given)}
-    lost = [f"--{flag}: {text}" for flag, (fate, text) in given.fates.items() if fate == "lost"]
-    if lost:
-        raise ArgumentsError(lost)
+    unsupported = [f"--{flag}: {text}" for flag, (status, text) in given.statuses.items() if status == "unsupported"]
+    if unsupported:
+        raise ArgumentsError(unsupported)
     if values["model.activation"] == "gelu" and saved.get("bias_gelu_fusion") and values["model.mlp_bias"]:
         values["model.activation"] = "gelu_tanh"  # Megatron's fused kernel computes the tanh approximation
     values["model.norm_plus_one"] = bool(saved.get("apply_layernorm_1p"))
@@ -72,17 +72,17 @@ def model_from_saved(saved: Mapping[str, Any], name: str) -> ModelSpec:
 
 def _as_arguments(saved: Mapping[str, Any]) -> list[str]:
     """Return the model flags that give the saved values; None and False mean that a flag was not given."""
-    words: list[str] = []
+    arguments: list[str] = []
     for flag, arity in known_flags().items():
         value = saved.get(flag.replace("-", "_"))
         if not any(key.startswith("model.") for key in flag_keys(flag)) or value in (None, False, "None"):
             continue
-        words.append(f"--{flag}")
+        arguments.append(f"--{flag}")
         if arity:
-            words += [str(item) for item in value] if isinstance(value, list) else [str(value)]
+            arguments += [str(item) for item in value] if isinstance(value, list) else [str(value)]
     if saved.get("add_bias_linear") is False:
-        words.append("--disable-bias-linear")
-    return words
+        arguments.append("--disable-bias-linear")
+    return arguments
 
 
 def _direct(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalaunch.config.shown import to_yaml
-from megalaunch.importers.megatron.arguments import Arguments, drop_reason, flag_keys, known_flags, parse_arguments
+from megalaunch.importers.megatron.arguments import Arguments, flag_keys, known_flags, parse_arguments, unmapped_reason
 from megalaunch.importers.megatron.flag_table import DIRECT, EXPERTS, LATENT
 from megalaunch.importers.megatron.model_values import model_values
 from megalaunch.importers.megatron.training_values import training_values
@@ -28,16 +28,17 @@ def translate(flag: str, values: Sequence[str] = ()) -> Translated | None:
     Translated(overrides=('parallel.tp=4',), reason='')
     """
     name = flag.lower().replace("_", "-")
-    dropped = drop_reason(name)
+    unmapped = unmapped_reason(name)
     if name not in known_flags():
-        return Translated((), dropped[1]) if dropped else None
-    words = [] if known_flags()[name] == 0 else list(values)[:1] if known_flags()[name] == 1 else list(values)
-    given = parse_arguments([f"--{name}", *words, *_others(name)])
+        return Translated((), unmapped[1]) if unmapped else None
+    arity = known_flags()[name]
+    taken = [] if arity == 0 else list(values)[:1] if arity == 1 else list(values)
+    given = parse_arguments([f"--{name}", *taken, *_others(name)])
     keys = flag_keys(name)
-    found = _values(given, name) if words or known_flags()[name] == 0 else {}
-    if name in given.fates and given.fates[name][0] in ("lost", "dropped"):
-        return Translated((), given.fates[name][1])
-    known = tuple(f"{key}={found[key]}" for key in keys if key in found and not _is_off(known_flags()[name], values))
+    found = _values(given, name) if taken or arity == 0 else {}
+    if name in given.statuses and given.statuses[name][0] in ("unsupported", "ignored"):
+        return Translated((), given.statuses[name][1])
+    known = tuple(f"{key}={found[key]}" for key in keys if key in found and not _is_off(arity, values))
     return Translated(known or tuple(f"{key}=VALUE" for key in keys))
 
 
@@ -45,7 +46,7 @@ def _others(name: str) -> list[str]:
     """Return flags without which Megatron ignores this one, so that it converts as it does in a script."""
     others = {"tensor-model-parallel-size": "2", "group-query-attention": ""}
     others |= {"num-experts": "8"} if name.startswith(("moe-", "expert-")) else {}
-    return [word for flag, value in others.items() if flag != name for word in (f"--{flag}", value) if word]
+    return [part for flag, value in others.items() if flag != name for part in (f"--{flag}", value) if part]
 
 
 def _values(given: Arguments, name: str) -> dict[str, str]:

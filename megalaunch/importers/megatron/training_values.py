@@ -46,15 +46,15 @@ def _layout(given: Arguments, values: Values) -> None:
         if tp > 1:
             values["parallel.sequence_parallel"] = True
         else:
-            given.mark_ignored("sequence-parallel", "Megatron too sets it off where tp is 1")
+            given.mark_ignored("sequence-parallel", "has no effect at tp 1 (Megatron disables it too)")
     if given.has("num-experts"):
         etp = given.integer("expert-tensor-parallel-size", tp) or 1
         values["parallel.etp"] = etp if etp > 1 else None
     _virtual_stages(given, values, pp)
     _sharding(given, values)
-    exchange = given.values("cp-comm-type")
-    if exchange:
-        values["parallel.cp_comm_type"] = exchange[0] if len(set(exchange)) == 1 else list(exchange)
+    comm_types = given.values("cp-comm-type")
+    if comm_types:
+        values["parallel.cp_comm_type"] = comm_types[0] if len(set(comm_types)) == 1 else list(comm_types)
     sizes = given.values("hierarchical-context-parallel-sizes")
     if sizes and all(size.isdigit() for size in sizes):
         values["parallel.hierarchical_context_parallel_sizes"] = [int(size) for size in sizes]
@@ -69,7 +69,8 @@ def _virtual_stages(given: Arguments, values: Values, pp: int) -> None:
         layers += given.has("account-for-embedding-in-pipeline-split") + given.has("account-for-loss-in-pipeline-split")
         if layers % (pp * by_stage):
             given.mark_unsupported(
-                "num-layers-per-virtual-pipeline-stage", f"{layers} layers do not divide by {pp} x {by_stage}"
+                "num-layers-per-virtual-pipeline-stage",
+                f"{layers} layers are not divisible by {pp} x {by_stage}",
             )
         else:
             vpp = layers // pp // by_stage
@@ -87,16 +88,16 @@ def _sharding(given: Arguments, values: Values) -> None:
         values["parallel.data_sharding"] = "optim_grads_params"
     else:
         values["parallel.data_sharding"] = "optim" if given.has("use-distributed-optimizer") else "no_shard"
-        given.mark_ignored("data-parallel-sharding-strategy", "Megatron shards only with --use-megatron-fsdp")
+        given.mark_ignored("data-parallel-sharding-strategy", "has no effect without --use-megatron-fsdp")
 
 
 def _precision(given: Arguments, values: Values) -> None:
     """Convert dtypes of compute, gradients and moments, FP8, and loss scaling."""
-    eight = given.value("fp8-format") or ("hybrid" if given.has("fp8-hybrid") else None)
-    half = given.has("fp16")
-    values["precision.compute_dtype"] = "fp8" if eight else "fp16" if half else "bf16" if given.has("bf16") else "fp32"
-    if eight:
-        values["precision.fp8.format"] = eight
+    fp8 = given.value("fp8-format") or ("hybrid" if given.has("fp8-hybrid") else None)
+    fp16 = given.has("fp16")
+    values["precision.compute_dtype"] = "fp8" if fp8 else "fp16" if fp16 else "bf16" if given.has("bf16") else "fp32"
+    if fp8:
+        values["precision.fp8.format"] = fp8
         values["precision.fp8.recipe"] = given.value("fp8-recipe") or "delayed"
         values["precision.fp8.param_gather"] = given.has("fp8-param-gather")
         if values["precision.fp8.recipe"] == "delayed":
@@ -104,7 +105,7 @@ def _precision(given: Arguments, values: Values) -> None:
         if given.has("first-last-layers-bf16"):
             values["precision.fp8.first_layers_bf16"] = given.integer("num-layers-at-start-in-bf16", 1)
             values["precision.fp8.last_layers_bf16"] = given.integer("num-layers-at-end-in-bf16", 1)
-    if half:
+    if fp16:
         values["precision.loss_scale.initial"] = given.number("initial-loss-scale", 2.0**32)
         values["precision.loss_scale.minimum"] = given.number("min-loss-scale", 1.0)
         values["precision.loss_scale.window"] = given.integer("loss-scale-window", 1000)
@@ -118,7 +119,7 @@ def _precision(given: Arguments, values: Values) -> None:
         values["precision.exp_avg_dtype"] = "bf16"
     elif moments != {"fp32"}:
         for flag in ("exp-avg-dtype", "exp-avg-sq-dtype"):
-            given.mark_unsupported(flag, "both moments are fp32 or both bf16 here")
+            given.mark_unsupported(flag, "both moments must have one dtype, fp32 or bf16")
     if given.has("fp32-residual-connection"):
         values["precision.residual_dtype"] = "fp32"
 
@@ -128,7 +129,7 @@ def _amax_history(given: Arguments) -> int | None:
     if given.value("fp8-amax-compute-algo") == "max":
         return given.integer("fp8-amax-history-len", 1)
     given.mark_ignored(
-        "fp8-amax-history-len", "Megatron scales by the newest value, whatever is kept, but with algo max"
+        "fp8-amax-history-len", "Megatron scales by the newest value unless --fp8-amax-compute-algo is max"
     )
     return 1
 
@@ -150,7 +151,7 @@ def _recompute(given: Arguments, values: Values) -> None:
         return
     unknown = [module for module in modules if module not in _MODULES]
     if unknown:
-        given.mark_unsupported("recompute-modules", f"{', '.join(unknown)} cannot be recomputed alone here")
+        given.mark_unsupported("recompute-modules", f"{', '.join(unknown)} cannot be recomputed separately")
     values["recompute.modules"] = [_MODULES[module] for module in modules if module in _MODULES] or ["attention"]
 
 
@@ -175,7 +176,7 @@ def _batch(given: Arguments, values: Values, world: int | None) -> None:
         values["train.steps"] = steps
     if ramp and samples is not None:
         given.mark_unsupported(
-            "train-samples", f"{samples:,} samples at the last batch size; the smaller first batches need more steps"
+            "train-samples", f"{samples:,} samples at the final batch size; the smaller first batches need more steps"
         )
 
 
@@ -208,7 +209,7 @@ def _optimizer(given: Arguments, values: Values) -> None:
     if name in _OPTIMIZERS:
         values["optimizer.name"] = _OPTIMIZERS[name]
     else:
-        given.mark_unsupported("optimizer", f"there is no {name} here")
+        given.mark_unsupported("optimizer", f"the optimizer {name} is not supported")
     for optimizer, flag, default in (("sgd", "sgd-momentum", 0.9), ("muon", "muon-momentum", 0.9)):
         if values.get("optimizer.name") == optimizer:
             values["optimizer.momentum"] = given.number(flag, default)
@@ -222,52 +223,50 @@ def _optimizer(given: Arguments, values: Values) -> None:
     if given.has("optimizer-cpu-offload"):
         values["optimizer.optimizer_offload_fraction"] = given.number("optimizer-offload-fraction", 1.0)
     else:
-        given.mark_ignored("optimizer-offload-fraction", "Megatron offloads only with --optimizer-cpu-offload")
+        given.mark_ignored("optimizer-offload-fraction", "has no effect without --optimizer-cpu-offload")
 
 
 def _data(given: Arguments, values: Values) -> None:
     """Convert data paths, blend and split."""
     for flag, part in (("data-path", "train"), ("train-data-path", "train"), ("valid-data-path", "validation")):
-        words = given.values(flag)
-        if not words:
+        paths = given.values(flag)
+        if not paths:
             continue
-        blend = _blend(words)
+        blend = _blend(paths)
         if len(blend) == 1 and " " not in blend[0]:
             values[f"data.{part}_prefix"] = blend[0]
         else:
             values["data.blend" if part == "train" else "data.validation_blend"] = blend
     split = given.value("split")
     if given.has("mock-data"):
-        given.mark_ignored("split", "made-up tokens need no split")
+        given.mark_ignored("split", "mock data has no split")
     elif split is not None:
         values["data.split"] = ",".join(re.findall(r"[0-9.]+", split))
     elif "data-path" in given.given:
         values["data.split"] = "969,30,1"
-    _fill_in(given, values)
+    _fim(given, values)
 
 
-def _fill_in(given: Arguments, values: Values) -> None:
+def _fim(given: Arguments, values: Values) -> None:
     """Convert fill-in-the-middle (FIM), with Megatron's default rates."""
-    marks = [f"fim-{part}-token" for part in ("prefix", "middle", "suffix")]
+    token_flags = [f"fim-{part}-token" for part in ("prefix", "middle", "suffix")]
     if not given.has("fim-data"):
-        for flag in ("fim-rate", "fim-spm-rate", *marks):
-            given.mark_ignored(flag, "Megatron fills in the middle only with --fim-data")
+        for flag in ("fim-rate", "fim-spm-rate", *token_flags):
+            given.mark_ignored(flag, "has no effect without --fim-data")
         return
     values["data.fim_rate"] = given.number("fim-rate", 0.5)
     values["data.fim_spm_rate"] = given.number("fim-spm-rate", 0.5)
-    words = [given.value(flag) for flag in marks]
-    if all(words):
-        values["data.fim_tokens"] = words
+    tokens = [given.value(flag) for flag in token_flags]
+    if all(tokens):
+        values["data.fim_tokens"] = tokens
     else:
-        for flag in marks:
-            given.mark_unsupported(
-                flag, "the three marks are given together here (data.fim_tokens), or found by their usual names"
-            )
+        for flag in token_flags:
+            given.mark_unsupported(flag, "give all three FIM tokens (data.fim_tokens), or none for the usual names")
 
 
-def _blend(words: tuple[str, ...]) -> list[str]:
-    """Return `WEIGHT PREFIX` pairs if every second word is a number, else the prefixes alone."""
-    weights = words[0::2]
-    if len(words) % 2 == 0 and all(re.fullmatch(r"[0-9.eE+-]+", word) for word in weights):
-        return [f"{weight} {prefix}" for weight, prefix in zip(weights, words[1::2], strict=True)]
-    return list(words)
+def _blend(values: tuple[str, ...]) -> list[str]:
+    """Return `WEIGHT PREFIX` pairs if every second value is a number, else the prefixes alone."""
+    weights = values[0::2]
+    if len(values) % 2 == 0 and all(re.fullmatch(r"[0-9.eE+-]+", weight) for weight in weights):
+        return [f"{weight} {prefix}" for weight, prefix in zip(weights, values[1::2], strict=True)]
+    return list(values)

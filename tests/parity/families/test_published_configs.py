@@ -107,7 +107,7 @@ AWKWARD: dict[str, tuple[dict[str, Any], str | None]] = {
                 "partial_rotary_factor": 0.5,
             },
         ),
-        "partial_rotary_factor 0.5 with a rotary scaling",
+        "partial_rotary_factor 0.5 with RoPE scaling",
     ),
     "yarn attention factor at factor 1": (
         config_of(
@@ -173,13 +173,13 @@ AWKWARD: dict[str, tuple[dict[str, Any], str | None]] = {
     ),
     "smollm3 windows": (
         config_of("smollm3", use_sliding_window=True, sliding_window=5, layer_types=None),
-        "windows on the layers without rotation alone",
+        "sliding windows in NoPE layers only",
     ),
     "gpt2 with cross attention": (config_of("gpt2", add_cross_attention=True), "add_cross_attention (True) is unknown"),
     "gpt2 dropout of null": (config_of("gpt2", resid_pdrop=None), None),
     "pythia without a vocabulary": (config_of("pythia", vocab_size=None), "vocab_size is null"),
-    "a flag that is a number": (config_of("llama 1", attention_bias=2), "has to be true or false"),
-    "layer types of other layers": (config_of("gemma3", num_hidden_layers=6), "layer_types names 7 layers"),
+    "a flag that is a number": (config_of("llama 1", attention_bias=2), "must be true or false"),
+    "layer types of other layers": (config_of("gemma3", num_hidden_layers=6), "layer_types has 7 layers"),
 }
 
 
