@@ -176,9 +176,7 @@ def test_strangers_reach_no_store_and_a_lost_machine_ends_the_run(machines):
     began = time.monotonic()
     output, _ = first.communicate(timeout=60)
     assert time.monotonic() - began < 15
-    sentence = (
-        f"machine 1 ({socket.gethostname()}) is gone: its agent or machine has ended, or the network to it is cut"
-    )
+    sentence = f"node 1 ({socket.gethostname()}) is lost: its agent or machine has ended, or its network has failed"
     assert (first.returncode, output) == (5, f"megalaunch: {sentence}\n")
     outcome = read_outcome(machines.directory.outcome)
     assert (outcome.exit_code, outcome.reason) == (5, sentence)

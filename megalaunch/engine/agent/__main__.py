@@ -1,4 +1,4 @@
-"""Start and watch the workers of one machine, as torchrun does, behind a rendezvous of ours.
+"""Start and monitor the workers of one node, as torchrun does, with an authenticated rendezvous.
 
 python -m megalaunch.engine.agent [--node-rank=1 --first-node=HOST:PORT] -m WORKER_MODULE RUN/spec.yaml
 """
@@ -26,8 +26,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from megalaunch.config.schema import RunSpec
 from megalaunch.config.spec_file import read_spec
 from megalaunch.engine.agent.interfaces import interface_of
-from megalaunch.engine.agent.member import Endpoint, MachineLost, RendezvousProblem, log
-from megalaunch.engine.agent.rendezvous import LOOPBACK, LoopbackRendezvous, MachinesRendezvous, listen_only_on
+from megalaunch.engine.agent.member import Endpoint, NodeLost, RendezvousProblem, log
+from megalaunch.engine.agent.rendezvous import LOOPBACK, LoopbackRendezvous, MultiNodeRendezvous, listen_only_on
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.outcome import Outcome, read_outcome, write_outcome
@@ -35,30 +35,30 @@ from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.rendezvous import CredentialsError, read_credentials
 
 STORE_SECONDS = 60.0
-EXIT_SECONDS = 30.0  # timeout of the agents' exit barrier: workers of all machines end together, so their agents do too
+EXIT_SECONDS = 30.0  # timeout of the agents' exit barrier: the workers of all nodes end together
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The command line arguments of this machine's agent."""
+class Node:
+    """The command line arguments of this node's agent."""
 
     spec_file: Path
     worker_module: str
-    node: int
+    rank: int
     endpoint: Endpoint | None
     max_restarts: int | None
 
 
 def main(arguments: list[str]) -> int:
-    """Run the workers of this machine to their end; returns the exit code of the run, or of this agent."""
-    machine = _parse(arguments)
-    directory = RunDirectory(machine.spec_file.parent)
+    """Run the workers of this node; returns the exit code of the run, or of this agent."""
+    node = _parse(arguments)
+    directory = RunDirectory(node.spec_file.parent)
     watched = LAUNCHER_PID_VARIABLE in os.environ  # a launcher manages the run directory and the outcome
-    spec = read_spec(machine.spec_file)
-    agent = _MachineAgent(spec, machine, directory)
-    if not watched:  # torch's log of failed workers repeats our own lines and the report at the end
+    spec = read_spec(node.spec_file)
+    agent = _NodeAgent(spec, node, directory)
+    if not watched:  # torch's log of failed workers repeats megalaunch's lines and final report
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    if not watched and machine.node == 0:
+    if not watched and node.rank == 0:
         with contextlib.suppress(OSError):
             directory.outcome.unlink(missing_ok=True)  # outcome of an earlier launch
     try:
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     except RendezvousProblem as problem:
         log(str(problem))
         if not watched:
-            _conclude(directory, machine, problem)
+            _conclude(directory, node, problem)
         return problem.exit_code
     except SignalException as stopped:
         failed = 128 + int(stopped.sigval)
@@ -76,21 +76,21 @@ def main(arguments: list[str]) -> int:
     return failed if outcome is None else outcome.exit_code
 
 
-class _MachineAgent:
-    """torch's elastic agent for the workers of one machine, with megalaunch's rendezvous."""
+class _NodeAgent:
+    """torch's elastic agent for the workers of one node, with megalaunch's rendezvous."""
 
-    def __init__(self, spec: RunSpec, machine: Machine, directory: RunDirectory) -> None:
-        self._spec, self._machine, self._directory = spec, machine, directory
+    def __init__(self, spec: RunSpec, node: Node, directory: RunDirectory) -> None:
+        self._spec, self._node, self._directory = spec, node, directory
         self._agent: LocalElasticAgent | None = None
 
     def run(self) -> int:
         """Start the workers and monitor them; returns 0, or 1 if they failed. Raises RendezvousProblem."""
-        rendezvous, restarts = self._rendezvous(), self._machine.max_restarts
+        rendezvous, restarts = self._rendezvous(), self._node.max_restarts
         worker = WorkerSpec(
             role="default",
             local_world_size=int(self._spec.cluster.devices_per_node),
             entrypoint=sys.executable,
-            args=("-u", "-m", self._machine.worker_module, str(self._machine.spec_file)),
+            args=("-u", "-m", self._node.worker_module, str(self._node.spec_file)),
             rdzv_handler=rendezvous,
             max_restarts=self._spec.launcher.max_restarts if restarts is None else restarts,
         )
@@ -105,31 +105,31 @@ class _MachineAgent:
         finally:
             rendezvous.shutdown()
         if result.is_failed():
-            print(ChildFailedError(self._machine.worker_module, result.failures), file=sys.stderr)
+            print(ChildFailedError(self._node.worker_module, result.failures), file=sys.stderr)
             return 1
         return 0
 
     def _rendezvous(self) -> LoopbackRendezvous:
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-        # All machines have the same number of workers, so ranks follow from node ranks, without the store.
+        # All nodes have the same number of workers, so ranks follow from node ranks, without the store.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        machine, nodes = self._machine, self._spec.cluster.nodes
+        node, nodes = self._node, self._spec.cluster.nodes
         timeout = datetime.timedelta(seconds=STORE_SECONDS)
         if nodes == 1:
             listen_only_on(interface_of(LOOPBACK))
             return LoopbackRendezvous(secrets.token_hex(16), timeout)
-        if machine.endpoint is None:
+        if node.endpoint is None:
             raise RendezvousProblem(
-                f"the run has {nodes} machines: add --node-rank=N and --first-node=HOST:PORT, the same address on all"
+                f"the run has {nodes} nodes: add --node-rank=N and --first-node=HOST:PORT (the address of node 0)"
             )
         try:
             credentials = read_credentials(self._directory.rendezvous)
         except CredentialsError as error:
             raise RendezvousProblem(str(error)) from None
-        fingerprint = hashlib.sha256(machine.spec_file.read_bytes()).hexdigest()
-        return MachinesRendezvous(
-            machine.node, nodes, machine.endpoint, credentials, fingerprint, timeout, self._end_workers
+        fingerprint = hashlib.sha256(node.spec_file.read_bytes()).hexdigest()
+        return MultiNodeRendezvous(
+            node.rank, nodes, node.endpoint, credentials, fingerprint, timeout, self._end_workers
         )
 
     def _end_workers(self) -> None:
@@ -140,37 +140,37 @@ class _MachineAgent:
                     os.kill(int(worker.id), signal.SIGKILL)
 
 
-def _conclude(directory: RunDirectory, machine: Machine, problem: RendezvousProblem) -> None:
-    """Write the outcome on the first remaining machine; on the others only if it has not done so within 2 seconds."""
-    if isinstance(problem, MachineLost) and machine.node != problem.first_left:
+def _conclude(directory: RunDirectory, node: Node, problem: RendezvousProblem) -> None:
+    """Write the outcome on the first remaining node; on the others only if it has not done so within 2 seconds."""
+    if isinstance(problem, NodeLost) and node.rank != problem.first_remaining:
         time.sleep(2.0)
-    elif not isinstance(problem, MachineLost) and machine.node > 0:
-        return  # an error of this machine alone does not end the run of the first machine
+    elif not isinstance(problem, NodeLost) and node.rank > 0:
+        return  # an error of this node alone does not end the run of node 0
     if read_outcome(directory.outcome) is None:
         with contextlib.suppress(OSError):
             write_outcome(directory.outcome, Outcome(int(problem.exit_code), str(problem), 0))
             record_event(directory, "outcome", exit_code=int(problem.exit_code), reason=str(problem))
 
 
-def _parse(arguments: list[str]) -> Machine:
+def _parse(arguments: list[str]) -> Node:
     parser = argparse.ArgumentParser("megalaunch.engine.agent", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--node-rank", type=int, default=0, help="this machine's number; the first one is 0")
-    parser.add_argument("--first-node", type=_endpoint, metavar="HOST:PORT", help="where the first machine listens")
-    parser.add_argument("--max-restarts", type=int, metavar="N", help="of this agent; launcher.max_restarts by default")
-    parser.add_argument("-m", dest="worker_module", required=True, help="what each worker executes")
+    parser.add_argument("--node-rank", type=int, default=0, help="rank of this node, from 0")
+    parser.add_argument("--first-node", type=_endpoint, metavar="HOST:PORT", help="address on which node 0 listens")
+    parser.add_argument(
+        "--max-restarts", type=int, metavar="N", help="restarts of this agent (default: launcher.max_restarts)"
+    )
+    parser.add_argument("-m", dest="worker_module", required=True, help="module that each worker runs")
     parser.add_argument("spec_file", type=Path, metavar="RUN/spec.yaml")
     given = parser.parse_args(arguments)
     if not given.spec_file.is_file():
-        parser.error(f"{given.spec_file} is no file: `megalaunch train ... --prepare-only` writes it")
-    return Machine(
-        given.spec_file.absolute(), given.worker_module, given.node_rank, given.first_node, given.max_restarts
-    )
+        parser.error(f"{given.spec_file} is not a file: write it with `megalaunch train ... --prepare-only`")
+    return Node(given.spec_file.absolute(), given.worker_module, given.node_rank, given.first_node, given.max_restarts)
 
 
 def _endpoint(text: str) -> Endpoint:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise argparse.ArgumentTypeError(f"{text!r} is no HOST:PORT")
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
     return Endpoint(host.strip("[]"), int(port))
 
 

@@ -2,7 +2,7 @@
 
 The proofs are HMAC-SHA256 over both sides' nonces (RFC 2104): a stranger learns nothing from them. The server proves
 itself first, so that the client detects a wrong server before it sends its own proof. Traffic is not encrypted: the
-network between the machines must be private.
+network between the nodes must be private.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HANDSHAKE_LINE = 256
 _WORDS = re.compile(rb"[!-~]+( [!-~]+)*")
 
 
-class NotOfThisRun(Exception):
+class PeerError(Exception):
     """The peer is another program, or has another secret."""
 
 
@@ -39,25 +39,25 @@ class Connection:
         enable_keepalive(writer.get_extra_info("socket"))
 
     async def receive(self) -> Message:
-        """Receive a JSON message, after the handshake; raises NotOfThisRun, or EOFError at the end."""
+        """Receive a JSON message, after the handshake; raises PeerError, or EOFError at the end."""
         try:
             message = json.loads(await self.receive_line())
         except ValueError as error:
-            raise NotOfThisRun from error
+            raise PeerError from error
         if not isinstance(message, dict):
-            raise NotOfThisRun
+            raise PeerError
         return message
 
     async def receive_line(self) -> bytes:
-        """Receive one line, without the newline; raises NotOfThisRun or EOFError."""
+        """Receive one line, without the newline; raises PeerError or EOFError."""
         try:
             return (await self.reader.readuntil(b"\n"))[:-1]
         except asyncio.IncompleteReadError as error:
             if error.partial:
-                raise NotOfThisRun from error
+                raise PeerError from error
             raise EOFError from error
         except asyncio.LimitOverrunError as error:
-            raise NotOfThisRun from error
+            raise PeerError from error
 
     async def send_words(self, *words: str) -> None:
         """Send one line of words during the handshake; raises OSError."""
@@ -65,10 +65,10 @@ class Connection:
         await self.writer.drain()
 
     async def receive_words(self, count: int) -> list[str]:
-        """Receive `count` words of printable ASCII, unparsed, from an unauthenticated peer; raises NotOfThisRun."""
+        """Receive `count` words of printable ASCII, unparsed, from an unauthenticated peer; raises PeerError."""
         line = await self.receive_line()
         if len(line) > _HANDSHAKE_LINE or not _WORDS.fullmatch(line) or line.count(b" ") != count - 1:
-            raise NotOfThisRun
+            raise PeerError
         return line.decode("ascii").split(" ")
 
     async def send(self, message: Message) -> None:
@@ -92,7 +92,7 @@ async def connect(host: str, port: int, secret: str, purpose: Purpose) -> Connec
 
     Raises:
         OSError: No connection.
-        NotOfThisRun: The server is not an agent of this run.
+        PeerError: The server is not an agent of this run.
     """
     reader, writer = await asyncio.open_connection(host, port, limit=_LIMIT)
     connection = Connection(reader, writer)
@@ -104,10 +104,10 @@ async def connect(host: str, port: int, secret: str, purpose: Purpose) -> Connec
             _require(proof, _proof(secret, "server", mine, theirs))
             await connection.send_words(purpose, _proof(secret, "client", theirs, mine, purpose))
             if await connection.receive_words(1) != [purpose]:
-                raise NotOfThisRun
+                raise PeerError
     except (TimeoutError, EOFError, ConnectionResetError) as error:
         connection.close()
-        raise NotOfThisRun from error
+        raise PeerError from error
     except BaseException:
         connection.close()
         raise
@@ -115,25 +115,25 @@ async def connect(host: str, port: int, secret: str, purpose: Purpose) -> Connec
 
 
 async def accept(connection: Connection, secret: str) -> Purpose:
-    """Authenticate both sides of an incoming connection; return its purpose. Raises NotOfThisRun."""
+    """Authenticate both sides of an incoming connection; return its purpose. Raises PeerError."""
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             greeting, theirs = await connection.receive_words(2)
             if greeting != GREETING:
-                raise NotOfThisRun
+                raise PeerError
             mine = secrets.token_hex(16)
             await connection.send_words(mine, _proof(secret, "server", theirs, mine))
             purpose, proof = await connection.receive_words(2)
             _require(proof, _proof(secret, "client", mine, theirs, purpose))
             await connection.send_words(purpose)
     except (TimeoutError, EOFError, OSError) as error:
-        raise NotOfThisRun from error
+        raise PeerError from error
     return "store" if purpose == "store" else "agent"
 
 
 def _require(given: str, expected: str) -> None:
     if not hmac.compare_digest(given, expected):
-        raise NotOfThisRun
+        raise PeerError
 
 
 def _proof(secret: str, *parts: str) -> str:

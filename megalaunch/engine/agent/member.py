@@ -1,4 +1,4 @@
-"""Client side of the rendezvous, on every machine: join rounds, detect lost machines, forward the store to workers."""
+"""Client side of the rendezvous, on every node: join rounds, detect lost nodes, forward the store to workers."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megalaunch.engine.agent.channel import Connection, NotOfThisRun, connect, join_streams
+from megalaunch.engine.agent.channel import Connection, PeerError, connect, join_streams
 from megalaunch.engine.agent.coordinator import BEAT_SECONDS, SILENT_SECONDS, Coordinator
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.rendezvous import Credentials
 
 T = TypeVar("T")
-COME_SECONDS = 600.0
-"""Timeout of a rendezvous, long because machines are started by hand, one after the other."""
+RENDEZVOUS_SECONDS = 600.0
+"""Timeout of a rendezvous, long because nodes are started by hand, one after the other."""
 UNKNOWN_NAME_SECONDS = 6.0
 _RETRY_SECONDS = 0.5
 
 
 class RendezvousProblem(Exception):
-    """The workers of this machine cannot run; the message gives the reason in one sentence."""
+    """The workers of this node cannot run; the message gives the reason in one sentence."""
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.CONFIGURATION) -> None:
         self.exit_code = exit_code
         super().__init__(message)
 
 
-class MachineLost(RendezvousProblem):
-    """Another machine was lost during the run; `first_left` is the lowest node rank of the remaining machines."""
+class NodeLost(RendezvousProblem):
+    """Another node was lost during the run; `first_remaining` is the lowest rank of the remaining nodes."""
 
-    def __init__(self, message: str, first_left: int) -> None:
-        self.first_left = first_left
+    def __init__(self, message: str, first_remaining: int) -> None:
+        self.first_remaining = first_remaining
         super().__init__(message, ExitCode.CRASH)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Address of the first machine, as given on the command line."""
+    """Address of node 0, as given on the command line."""
 
     host: str
     port: int
@@ -66,12 +66,12 @@ class EventLoop:
 
 
 class Member:
-    """Membership of one machine in the rendezvous, from `come` to `leave`.
+    """Membership of one node in the rendezvous, from `register` to `leave`.
 
     Args:
-        node: Node rank of this machine.
-        nodes: Number of machines.
-        endpoint: Address of the first machine.
+        node: Rank of this node.
+        nodes: Number of nodes.
+        endpoint: Address of node 0.
         credentials: The run's shared secret.
         failed: Called on the event loop's thread when the run cannot continue.
     """
@@ -86,47 +86,47 @@ class Member:
         self._problem: RendezvousProblem | None = None
         self._round = self._joined = self._waiting = 0
         self._missing: list[int] = []
-        self._heard = 0.0
+        self._last_message = 0.0
         self._leaving = False
         self.address = ""
-        """Address of this machine on its route to the first machine."""
+        """Address of this node on its route to node 0."""
 
-    async def come(self, fingerprint: str) -> None:
-        """Connect to the first machine and start exchanging heartbeats; raises RendezvousProblem."""
+    async def register(self, fingerprint: str) -> None:
+        """Connect to node 0 and start sending heartbeats; raises RendezvousProblem."""
         self._connection = connection = await self._reach()
         self.address = connection.writer.get_extra_info("sockname")[0]
         await connection.send({"node": self._node, "host": socket.gethostname(), "fingerprint": fingerprint})
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
         self._tasks = [asyncio.ensure_future(self._listen(connection)), asyncio.ensure_future(self._beat(connection))]
 
     async def _reach(self) -> Connection:
-        began, said = time.monotonic(), False
+        began, logged = time.monotonic(), False
         while True:
             waited = time.monotonic() - began
             try:
                 async with asyncio.timeout(SILENT_SECONDS):
                     return await connect(self._endpoint.host, self._endpoint.port, self._credentials.secret, "agent")
-            except NotOfThisRun:
+            except PeerError:
                 raise RendezvousProblem(
-                    f"what listens on {self._endpoint} is not the first machine of this run: another program has that "
-                    "port, or its rendezvous.json differs from this one"
+                    f"the process on {self._endpoint} is not node 0 of this run: another program uses the port, or its "
+                    "rendezvous.json differs from this node's"
                 ) from None
             except socket.gaierror as error:
                 if error.errno != socket.EAI_AGAIN or waited > UNKNOWN_NAME_SECONDS:
                     raise RendezvousProblem(
-                        f"the address of the first machine, {self._endpoint.host}, is not known here "
-                        f"({error.strerror}): name it by an address that every machine reaches"
+                        f"the address of node 0, {self._endpoint.host}, cannot be resolved on this node "
+                        f"({error.strerror}): use an address that every node reaches"
                     ) from None
             except OSError as error:  # includes TimeoutError
                 reason = os.strerror(error.errno) if error.errno else "no answer"
-                if waited > COME_SECONDS:
+                if waited > RENDEZVOUS_SECONDS:
                     raise RendezvousProblem(
-                        f"the first machine did not answer on {self._endpoint} for {COME_SECONDS:.0f} s ({reason})",
+                        f"node 0 did not answer on {self._endpoint} for {RENDEZVOUS_SECONDS:.0f} s ({reason})",
                         ExitCode.CRASH,
                     ) from None
-                if not said:
-                    log(f"waiting for the first machine on {self._endpoint} ({reason})")
-                    said = True
+                if not logged:
+                    log(f"waiting for node 0 on {self._endpoint} ({reason})")
+                    logged = True
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _listen(self, connection: Connection) -> None:
@@ -134,10 +134,10 @@ class Member:
             while True:
                 message = await connection.receive()
                 with self._changed:
-                    self._heard = time.monotonic()
+                    self._last_message = time.monotonic()
                     self._take(message)
                     self._changed.notify_all()
-        except (OSError, EOFError, NotOfThisRun):
+        except (OSError, EOFError, PeerError):
             self._lose_first("its agent has ended")
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -147,27 +147,27 @@ class Member:
             self._waiting = int(message["waiting"])
             self._missing = list(message["missing"])
         elif "refused" in message:
-            self._fail(RendezvousProblem(f"the first machine refuses this one: {message['refused']}"))
+            self._fail(RendezvousProblem(f"node 0 refused this node: {message['refused']}"))
         elif "over" in message:
-            ended = f"the workers of machine {message['over']} have ended, those of this machine failed"
+            ended = f"the workers of node {message['over']} have ended; those of this node failed"
             self._fail(RendezvousProblem(ended, ExitCode.CRASH))
         elif "lost" in message:
             node = int(message["lost"])
-            self._fail(MachineLost(lost_machine(node, str(message["host"])), 1 if node == 0 else 0))
+            self._fail(NodeLost(lost_node_message(node, str(message["host"])), 1 if node == 0 else 0))
 
     async def _beat(self, connection: Connection) -> None:
         while True:
             with contextlib.suppress(OSError):
                 await connection.send({"beat": self._round})
             await asyncio.sleep(BEAT_SECONDS)
-            if time.monotonic() - self._heard > SILENT_SECONDS:
-                self._lose_first(f"nothing was heard of it for {SILENT_SECONDS:.0f} s")
+            if time.monotonic() - self._last_message > SILENT_SECONDS:
+                self._lose_first(f"no heartbeat for {SILENT_SECONDS:.0f} s")
                 return
 
     def _lose_first(self, reason: str) -> None:
         with self._changed:
             if not self._leaving:
-                self._fail(MachineLost(f"the first machine ({self._endpoint.host}) is gone: {reason}", 1))
+                self._fail(NodeLost(f"node 0 ({self._endpoint.host}) is lost: {reason}", 1))
             self._changed.notify_all()
 
     def _fail(self, problem: RendezvousProblem) -> None:
@@ -178,23 +178,23 @@ class Member:
     # -- called on the agent's thread
 
     def join(self, loop: EventLoop) -> int:
-        """Join the next round and wait for all machines; returns the round's number. Raises RendezvousProblem."""
+        """Join the next round and wait for all nodes; returns the round's number. Raises RendezvousProblem."""
         self._joined = self._round + 1
         self._send(loop, {"join": self._joined})
-        began, said = time.monotonic(), False
+        began, logged = time.monotonic(), False
         with self._changed:
             while self._round < self._joined:
                 self.require_all()
                 waited = time.monotonic() - began
                 missing = ", ".join(map(str, self._missing))
-                if waited > COME_SECONDS:
+                if waited > RENDEZVOUS_SECONDS:
                     raise RendezvousProblem(
-                        f"not all machines came within {COME_SECONDS:.0f} s; missing: {missing or 'none'}",
+                        f"not all nodes joined within {RENDEZVOUS_SECONDS:.0f} s; missing: {missing or 'none'}",
                         ExitCode.CRASH,
                     )
-                if waited > 2 and missing and not said:
-                    log(f"waiting for machine {missing} of {self._nodes}")
-                    said = True
+                if waited > 2 and missing and not logged:
+                    log(f"waiting for node {missing} of {self._nodes} nodes")
+                    logged = True
                 self._changed.wait(0.2)
             self.require_all()
             return self._round
@@ -205,7 +205,7 @@ class Member:
             raise self._problem
 
     def waiting(self) -> int:
-        """Return how many machines wait for a new round that this machine has not joined yet."""
+        """Return how many nodes wait for a new round that this node has not joined yet."""
         return self._waiting if self._joined == self._round else 0
 
     def leave(self, loop: EventLoop) -> None:
@@ -215,7 +215,7 @@ class Member:
             self._send(loop, {"bye": True})
 
     def _send(self, loop: EventLoop, message: dict[str, Any]) -> None:
-        assert self._connection is not None, "come before"
+        assert self._connection is not None, "register first"
         try:
             loop.call(self._connection.send(message))
         except OSError:
@@ -223,13 +223,13 @@ class Member:
             self.require_all()
 
     async def forward_store(self) -> int:
-        """Forward a loopback port to the first machine's store, for this machine's workers; returns the port."""
+        """Forward a loopback port to node 0's store, for this node's workers; returns the port."""
 
         async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             here = Connection(reader, writer)
             try:
                 there = await connect(self._endpoint.host, self._endpoint.port, self._credentials.secret, "store")
-            except (OSError, NotOfThisRun):
+            except (OSError, PeerError):
                 here.close()
                 return
             await join_streams(here, there)
@@ -241,28 +241,28 @@ class Member:
 def open_coordinator(
     loop: EventLoop, nodes: int, endpoint: Endpoint, credentials: Credentials, fingerprint: str, store_port: int
 ) -> Coordinator:
-    """Start the coordinator on the first machine's address only; raises RendezvousProblem."""
+    """Start the coordinator on node 0's address only; raises RendezvousProblem."""
     try:
         address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
         raise RendezvousProblem(
-            f"the address of this first machine, {endpoint.host}, is not known here ({error.strerror}): name it by an "
-            "address that every machine reaches"
+            f"the address of node 0, {endpoint.host}, cannot be resolved on this node ({error.strerror}): use an "
+            "address that every node reaches"
         ) from None
     coordinator = Coordinator(nodes, credentials, fingerprint, store_port)
     try:
         loop.call(coordinator.serve(str(address), endpoint.port))
     except OSError as error:
-        free = "name an address of this machine, or start --node-rank=0 there"
+        fix = "use an address of this node, or start --node-rank=0 there"
         if error.errno == errno.EADDRINUSE:
-            free = "another program listens there: end it, or give all machines another port"
-        raise RendezvousProblem(f"{endpoint} cannot be listened on ({os.strerror(error.errno or 0)}): {free}") from None
+            fix = "end the program that uses the port, or give all nodes another port"
+        raise RendezvousProblem(f"cannot listen on {endpoint} ({os.strerror(error.errno or 0)}): {fix}") from None
     return coordinator
 
 
-def lost_machine(node: int, host: str) -> str:
-    """Return the message about a lost machine that the remaining machines show."""
-    return f"machine {node} ({host}) is gone: its agent or machine has ended, or the network to it is cut"
+def lost_node_message(node: int, host: str) -> str:
+    """Return the message about a lost node that the remaining nodes print."""
+    return f"node {node} ({host}) is lost: its agent or machine has ended, or its network has failed"
 
 
 def log(line: str) -> None:

@@ -1,7 +1,7 @@
 """Rendezvous handlers for torch's elastic agent, with a store on the loopback interface and without pickled state.
 
 torch's own handler unpickles its state from a store that listens on every interface: anyone who can connect to the
-machine can run code as the user. The handlers here keep no state in the store.
+node can run code as the user. The handlers here keep no state in the store.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_store(timeout: datetime.timedelta) -> TCPStore:
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """Rendezvous of a run on one machine: every round starts at once."""
+    """Rendezvous of a run on one node: every round starts at once."""
 
     def __init__(self, run_id: str, timeout: datetime.timedelta) -> None:
         self._run_id = run_id
@@ -59,21 +59,21 @@ class LoopbackRendezvous(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Start the next round and return its store, node rank and number of machines. Raises RendezvousProblem."""
+        """Start the next round and return its store, node rank and number of nodes. Raises RendezvousProblem."""
         again = self._round > 0
         node, nodes, self._round = self._gather()
         if again:
-            log("starting the workers again")
+            log("restarting the workers")
         os.environ[ROUND_VARIABLE] = str(self._round)  # workers inherit it
         store: Store = PrefixStore(f"agents_{self._round}", self._store)
         return RendezvousInfo(store, node, nodes, RendezvousStoreInfo(LOOPBACK, self._port))
 
     def _gather(self) -> tuple[int, int, int]:
-        """Wait for all machines; return (node rank, number of machines, round)."""
+        """Wait for all nodes; return (node rank, number of nodes, round)."""
         return 0, 1, self._round + 1
 
     def num_nodes_waiting(self) -> int:
-        """Return how many machines wait for the next round; the agent polls it several times a second."""
+        """Return how many nodes wait for the next round; the agent polls it several times a second."""
         return 0
 
     def is_closed(self) -> bool:
@@ -88,15 +88,15 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-class MachinesRendezvous(LoopbackRendezvous):
-    """Rendezvous of a run on several machines. The constructor blocks until the first machine answers.
+class MultiNodeRendezvous(LoopbackRendezvous):
+    """Rendezvous of a run on several nodes. The constructor blocks until node 0 answers.
 
     Args:
-        node: Node rank of this machine; 0 also runs the coordinator and the store.
-        nodes: Number of machines.
-        endpoint: Address of the first machine.
+        node: Rank of this node; 0 also runs the coordinator and the store.
+        nodes: Number of nodes.
+        endpoint: Address of node 0.
         credentials: The run's id and shared secret.
-        fingerprint: SHA-256 of spec.yaml, which must be equal on all machines.
+        fingerprint: SHA-256 of spec.yaml, which must be equal on all nodes.
         timeout: Timeout of the store.
         failed: Called on another thread when the run cannot continue.
     """
@@ -121,9 +121,9 @@ class MachinesRendezvous(LoopbackRendezvous):
             self._coordinator = open_coordinator(
                 self._loop, nodes, endpoint, credentials, fingerprint, self._store.port
             )
-        self._loop.call(self._member.come(fingerprint))
+        self._loop.call(self._member.register(fingerprint))
         if node == 0 and is_loopback(self._member.address):
-            log(f"{endpoint.host} is an address of the loopback interface, which no other machine reaches")
+            log(f"{endpoint.host} is on the loopback interface, which no other node reaches")
         if node > 0:
             self._port = self._loop.call(self._member.forward_store())
             self._store = TCPStore(LOOPBACK, self._port, None, False, timeout, wait_for_workers=False)
@@ -133,12 +133,12 @@ class MachinesRendezvous(LoopbackRendezvous):
         return self._node, self._nodes, self._member.join(self._loop)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many machines wait for the next round; raises RendezvousProblem if another machine is lost."""
+        """Return how many nodes wait for the next round; raises RendezvousProblem if another node is lost."""
         self._member.require_all()
         return self._member.waiting()
 
     def shutdown(self) -> bool:
-        """Leave the rendezvous. The first machine, whose store the others use, waits for their goodbyes."""
+        """Leave the rendezvous. Node 0, whose store the others use, waits for their `bye`."""
         self._member.leave(self._loop)
         if self._coordinator is not None:
             self._loop.call(self._coordinator.wait_for_byes(BYE_SECONDS))

@@ -15,8 +15,8 @@ from megalaunch.engine.agent.interfaces import interface_of
 from megalaunch.engine.agent.member import (
     Endpoint,
     EventLoop,
-    MachineLost,
     Member,
+    NodeLost,
     RendezvousProblem,
     open_coordinator,
 )
@@ -44,7 +44,7 @@ class Meeting:
     def come(self, node: int, credentials: Credentials = MINE, fingerprint: str = "spec") -> Member:
         loop = self.loops[node] = EventLoop()
         one = Member(node, self.nodes, self.endpoint, credentials, lambda: self.failed.append(node))
-        loop.call(one.come(fingerprint))
+        loop.call(one.register(fingerprint))
         return one
 
     def join(self, members: dict[int, Member]) -> dict[int, int | RendezvousProblem]:
@@ -65,12 +65,12 @@ class Meeting:
         return results
 
 
-def until_lost(one: Member, seconds: float = 10) -> MachineLost:
+def until_lost(one: Member, seconds: float = 10) -> NodeLost:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
             one.require_all()
-        except MachineLost as lost:
+        except NodeLost as lost:
             return lost
         time.sleep(0.01)
     raise AssertionError("nothing was noticed")
@@ -106,8 +106,8 @@ def test_a_machine_that_is_gone_is_named_on_the_others(monkeypatch, silent):
         meeting.loops[1].loop.call_soon_threadsafe(members[1]._connection.close)
     for node in (0, 2):
         lost = until_lost(members[node])
-        assert str(lost).startswith(f"machine 1 ({socket.gethostname()}) is gone: ")
-        assert (lost.exit_code, lost.first_left) == (5, 0)
+        assert str(lost).startswith(f"node 1 ({socket.gethostname()}) is lost: ")
+        assert (lost.exit_code, lost.first_remaining) == (5, 0)
     assert {0, 2} <= set(meeting.failed)  # the workers of each were ended
 
 
@@ -123,8 +123,8 @@ def test_the_first_machine_may_be_the_one_that_is_gone(monkeypatch, silent):
     else:
         meeting.first.loop.call_soon_threadsafe(meeting.coordinator._peers[1].connection.close)
     lost = until_lost(members[1])
-    assert str(lost).startswith("the first machine (127.0.0.1) is gone: ")
-    assert lost.first_left == 1
+    assert str(lost).startswith("node 0 (127.0.0.1) is lost: ")
+    assert lost.first_remaining == 1
 
 
 def test_who_ends_on_purpose_is_not_lost():
@@ -136,16 +136,16 @@ def test_who_ends_on_purpose_is_not_lost():
     time.sleep(0.2)
     members[0].require_all()
     result = meeting.join({0: members[0]})[0]  # but nobody can start again without it
-    assert str(result) == "the workers of machine 1 have ended, those of this machine failed"
+    assert str(result) == "the workers of node 1 have ended; those of this node failed"
 
 
 @pytest.mark.parametrize(
     ("node", "credentials", "fingerprint", "said"),
     [
-        (1, Credentials("a" * 64, "c" * 64), "spec", "is not the first machine of this run"),
-        (1, MINE, "other", "its spec.yaml differs from the first machine's"),
-        (0, MINE, "spec", f"--node-rank=0 is taken by {socket.gethostname()}"),
-        (2, MINE, "spec", "the run has 2 machines, and --node-rank=2 is none of 0 to 1"),
+        (1, Credentials("a" * 64, "c" * 64), "spec", "is not node 0 of this run"),
+        (1, MINE, "other", "its spec.yaml differs from node 0's"),
+        (0, MINE, "spec", f"--node-rank=0 is used by {socket.gethostname()}"),
+        (2, MINE, "spec", "--node-rank=2 is not in 0 to 1: the run has 2 nodes"),
     ],
 )
 def test_who_does_not_belong_is_refused(node, credentials, fingerprint, said):
@@ -174,7 +174,7 @@ def test_strangers_reach_no_store():
             with contextlib.suppress(ConnectionResetError):  # closed before all was read
                 while stranger.recv(4096):
                     pass
-    with pytest.raises(channel.NotOfThisRun):
+    with pytest.raises(channel.PeerError):
         meeting.first.call(channel.connect("127.0.0.1", meeting.endpoint.port, "c" * 64, "store"))
     assert not reached.is_set()
     meeting.first.call(channel.connect("127.0.0.1", meeting.endpoint.port, MINE.secret, "store"))
@@ -212,13 +212,13 @@ def test_a_foreign_listener_is_told_in_one_sentence(monkeypatch, answer):
         port = foreign.getsockname()[1]
         one = Member(1, 2, Endpoint("127.0.0.1", port), MINE, lambda: None)
         with pytest.raises(RendezvousProblem) as caught:
-            EventLoop().call(one.come("spec"))
-        assert str(caught.value).startswith(f"what listens on 127.0.0.1:{port} is not the first machine of this run: ")
+            EventLoop().call(one.register("spec"))
+        assert str(caught.value).startswith(f"the process on 127.0.0.1:{port} is not node 0 of this run: ")
         with pytest.raises(RendezvousProblem) as caught:
             open_coordinator(EventLoop(), 2, Endpoint("127.0.0.1", port), MINE, "spec", 1)
         assert str(caught.value) == (
-            f"127.0.0.1:{port} cannot be listened on (Address already in use): another program listens there: end it, "
-            "or give all machines another port"
+            f"cannot listen on 127.0.0.1:{port} (Address already in use): end the program that uses the port, or "
+            "give all nodes another port"
         )
 
 
@@ -226,10 +226,10 @@ def test_names_and_addresses_that_lead_nowhere():
     began = time.monotonic()
     nowhere = Endpoint("no-such-host.invalid", 29400)
     for reach in (
-        lambda: EventLoop().call(Member(1, 2, nowhere, MINE, lambda: None).come("spec")),
+        lambda: EventLoop().call(Member(1, 2, nowhere, MINE, lambda: None).register("spec")),
         lambda: open_coordinator(EventLoop(), 2, nowhere, MINE, "spec", 1),
     ):
-        with pytest.raises(RendezvousProblem, match=r"no-such-host\.invalid, is not known here"):
+        with pytest.raises(RendezvousProblem, match=r"no-such-host\.invalid, cannot be resolved on this node"):
             reach()
     with pytest.raises(RendezvousProblem, match="start --node-rank=0 there"):
         open_coordinator(EventLoop(), 2, Endpoint("203.0.113.9", 29400), MINE, "spec", 1)
@@ -239,13 +239,13 @@ def test_names_and_addresses_that_lead_nowhere():
 def test_a_machine_may_come_before_the_first(capfd):
     endpoint = Endpoint("127.0.0.1", free_port())
     loop, one = EventLoop(), Member(1, 2, endpoint, MINE, lambda: None)
-    coming = asyncio.run_coroutine_threadsafe(one.come("spec"), loop.loop)
+    coming = asyncio.run_coroutine_threadsafe(one.register("spec"), loop.loop)
     time.sleep(0.2)
     first = EventLoop()
     open_coordinator(first, 2, endpoint, MINE, "spec", 1)
     coming.result(10)
     said = capfd.readouterr().err
-    assert said == f"megalaunch: waiting for the first machine on {endpoint} (Connection refused)\n"
+    assert said == f"megalaunch: waiting for node 0 on {endpoint} (Connection refused)\n"
 
 
 def test_credentials_are_random_private_and_kept(tmp_path):
