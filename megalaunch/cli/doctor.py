@@ -107,12 +107,12 @@ def _package_problems(packages: list[PackageState]) -> list[dict[str, str]]:
 def _device_problems(machine: Machine, packages: list[PackageState]) -> list[dict[str, str]]:
     """Return a problem if the installed torch does not detect the GPUs of this machine."""
     torch = next((state for state in packages if state.package.name == "torch"), None)
-    if torch is None or torch.problem is not None or machine.devices == 0 or torch.said == str(machine.devices):
+    if torch is None or torch.problem is not None or machine.devices == 0 or torch.output == str(machine.devices):
         return []
     cpu_build = (torch.version or "").endswith("+cpu")
     return [
         {
-            "problem": f"torch {torch.version} sees {torch.said or 'no'} of {machine.devices} {machine.chip.name}",
+            "problem": f"torch {torch.version} sees {torch.output or 'no'} of {machine.devices} {machine.chip.name}",
             "needed_for": "training on GPUs",
             "fix": "install torch's CUDA build in place of its CPU build"
             if cpu_build

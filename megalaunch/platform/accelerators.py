@@ -33,7 +33,7 @@ _OTHER_NODES = (
     (r"kfd", "an AMD GPU driver is loaded; name the chip to use it (platform.chip=mi300x)"),
     (
         r"mthreads\d+|mtgpu\.\d+",
-        "Moore Threads GPUs are present, but there are no facts about them (platform/chips.py)",
+        "Moore Threads GPUs are present, but their model is not detected (platform/chips.py)",
     ),
 )
 
@@ -67,7 +67,7 @@ def find_accelerators(root: Path, environ: Mapping[str, str]) -> Accelerators:
     count = sum(1 for node in nodes if re.fullmatch(r"nvidia\d+", node))
     if count == 0 and "dxg" not in nodes:  # dxg: the device node of GPUs in WSL
         return Accelerators(None, 0, tuple(notes))
-    gpus, problem = _ask_tool(environ)
+    gpus, problem = _query_driver(environ)
     if problem:
         notes.append(problem)
         gpus = _read_proc(root) or [_Gpu("", "", None, None)] * count
@@ -78,10 +78,10 @@ def find_accelerators(root: Path, environ: Mapping[str, str]) -> Accelerators:
         return Accelerators(None, 0, tuple(notes))
     kinds = sorted({gpu.name for gpu in usable})
     if len(kinds) > 1:
-        notes.append(f"Different GPUs here ({', '.join(kinds)}); planned with the first: {usable[0].name}.")
+        notes.append(f"Different GPUs ({', '.join(kinds)}): plans use the first, {usable[0].name}.")
     chip = _chip_name(usable[0])
     if not chip.peak_flops:
-        notes.append(f"No facts about {usable[0].name or 'this GPU'}: MFU stays unknown.")
+        notes.append(f"No specification of {usable[0].name or 'this GPU'}: MFU is unknown.")
     return Accelerators(chip, len(usable), tuple(notes))
 
 
@@ -92,22 +92,22 @@ def _node_names(folder: Path) -> list[str]:
         return []
 
 
-def _ask_tool(environ: Mapping[str, str]) -> tuple[list[_Gpu], str | None]:
-    """Return the GPUs that nvidia-smi lists, or a sentence that says why it failed."""
+def _query_driver(environ: Mapping[str, str]) -> tuple[list[_Gpu], str | None]:
+    """Return the GPUs that nvidia-smi lists, and a sentence with the reason of a failure (None: it succeeded)."""
     tool = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if tool is None:
         return [], "NVIDIA device nodes are present, but nvidia-smi is not on PATH."
     query = [tool, "--query-gpu=name,uuid,memory.total,compute_cap", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=TOOL_TIMEOUT, check=False)
+        done = subprocess.run(query, capture_output=True, text=True, timeout=TOOL_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
         return [], f"nvidia-smi did not answer in {TOOL_TIMEOUT:g} s."
     except OSError as error:
         return [], f"nvidia-smi could not be started: {error}."
-    if answer.returncode != 0:
-        said = (answer.stdout + answer.stderr).strip().splitlines()
-        return [], f"nvidia-smi failed (exit {answer.returncode}): {said[0] if said else 'no message'}"
-    gpus = [_parse_gpu(line) for line in answer.stdout.splitlines() if line.strip()]
+    if done.returncode != 0:
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        return [], f"nvidia-smi failed (exit {done.returncode}): {lines[0] if lines else 'no message'}"
+    gpus = [_parse_gpu(line) for line in done.stdout.splitlines() if line.strip()]
     return gpus, None if gpus else "nvidia-smi lists no GPU."
 
 
@@ -131,8 +131,7 @@ def _visible(gpus: Sequence[_Gpu], variable: str | None) -> list[_Gpu]:
     if variable is None:
         return list(gpus)
     seen: list[_Gpu] = []
-    for word in variable.split(","):
-        entry = word.strip()
+    for entry in map(str.strip, variable.split(",")):
         if entry.isdigit() and int(entry) < len(gpus):
             seen.append(gpus[int(entry)])
             continue

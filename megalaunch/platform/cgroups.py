@@ -22,7 +22,7 @@ def usable_memory(root: Path = Path("/")) -> int:
     total = _machine_memory(root)
     for folder in _group_folders(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            limit = _word(folder / name)
+            limit = _field(folder / name)
             if limit.isdigit():
                 total = min(total, int(limit))
     return total
@@ -78,16 +78,16 @@ def _group_folders(root: Path, controller: str) -> list[Path]:
 
 def _cpu_quota(folder: Path) -> float | None:
     """Return the CPU quota of a cgroup in cores; None without a limit."""
-    quota, period = (_word(folder / "cpu.max", index) for index in (0, 1))
+    quota, period = (_field(folder / "cpu.max", index) for index in (0, 1))
     if not quota:
-        quota, period = _word(folder / "cpu.cfs_quota_us"), _word(folder / "cpu.cfs_period_us")
+        quota, period = _field(folder / "cpu.cfs_quota_us"), _field(folder / "cpu.cfs_period_us")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) > 0 else None
 
 
-def _word(path: Path, index: int = 0) -> str:
-    """Return one whitespace-separated word of a small file; "" if there is none."""
+def _field(path: Path, index: int = 0) -> str:
+    """Return one whitespace-separated field of a small file; "" if there is none."""
     try:
-        words = path.read_text(encoding="utf-8").split()
+        fields = path.read_text(encoding="utf-8").split()
     except OSError:
         return ""
-    return words[index] if index < len(words) else ""
+    return fields[index] if index < len(fields) else ""

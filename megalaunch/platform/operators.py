@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 _SDPA = "torch's scaled_dot_product_attention"
-_OTHERS = "matmuls, norms, rotary positions, softmax and loss"
+_KERNELS = "megalaunch.kernels"
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,24 @@ def implementations(device: str) -> Iterator[Implementation]:
     if device == "cpu":
         yield Implementation(
             "causal attention",
-            f"megalaunch.kernels.causal_attention; bf16 with a bf16 unit and long fp32 samples: {_SDPA}",
+            f"{_KERNELS}.causal_attention; bf16 with a bf16 unit and long fp32 samples: {_SDPA}",
         )
     else:
         yield Implementation(
-            "causal attention", f"{_SDPA}: flash, memory-efficient or cuDNN kernels, as torch finds them fit"
+            "causal attention", f"{_SDPA}: flash, memory-efficient or cuDNN kernels, selected by torch"
         )
     yield Implementation("attention with a window or documents", f"{_SDPA} with a mask")
     yield Implementation("attention with sinks, soft cap or dropout", "megalaunch.engine.model.attention.blockwise")
     if device == "cuda" and find_spec("triton") is not None:
-        yield Implementation("SwiGLU", "megalaunch.kernels.swiglu_triton")
+        yield Implementation("SwiGLU", f"{_KERNELS}.swiglu_triton")
     else:
-        yield Implementation("SwiGLU", "megalaunch.kernels.swiglu, in torch")
-    yield Implementation(_OTHERS, "torch")
+        yield Implementation("SwiGLU", f"{_KERNELS}.swiglu, in torch")
+    if device == "cpu":
+        yield Implementation("RMSNorm", f"{_KERNELS}.rms_norm")
+        yield Implementation("matmuls in bf16", f"{_KERNELS}.matmul: in fp32 without a bf16 unit, else torch")
+        yield Implementation("matmuls of a few rows in generation", f"{_KERNELS}.small_batch_linear")
+        yield Implementation("cross-entropy", f"{_KERNELS}.cross_entropy")
+        yield Implementation("gradient norm", f"{_KERNELS}.tensor_norms")
+        yield Implementation("LayerNorm, RoPE and other matmuls", "torch")
+    else:
+        yield Implementation("matmuls, norms, RoPE and cross-entropy", "torch")

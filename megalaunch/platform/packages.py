@@ -61,13 +61,13 @@ class PackageState:
     Attributes:
         version: None if the package is not installed.
         problem: None if it works.
-        said: output of the probe, "" without one.
+        output: output of the probe, "" without one.
     """
 
     package: Package
     version: str | None
     problem: str | None
-    said: str
+    output: str
 
 
 def inspect_packages(packages: Sequence[Package] = PACKAGES) -> list[PackageState]:
@@ -86,11 +86,11 @@ def inspect_packages(packages: Sequence[Package] = PACKAGES) -> list[PackageStat
         if version is None:
             states.append(PackageState(package, None, "is not installed", ""))
             continue
-        said, problem = _answer(probes[package.name])
-        least = least_version(package.name)
-        if problem is None and least is not None and _numbers(version) < _numbers(least):
-            problem = f"is older than {least}"
-        states.append(PackageState(package, version, problem, said))
+        output, problem = _result(probes[package.name])
+        minimum = minimum_version(package.name)
+        if problem is None and minimum is not None and _numbers(version) < _numbers(minimum):
+            problem = f"is older than {minimum}"
+        states.append(PackageState(package, version, problem, output))
     return states
 
 
@@ -102,7 +102,7 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def least_version(name: str) -> str | None:
+def minimum_version(name: str) -> str | None:
     """Return the minimum version in megalaunch's metadata, or None if it gives none."""
     try:
         required = importlib.metadata.requires("megalaunch") or []
@@ -110,23 +110,23 @@ def least_version(name: str) -> str | None:
         return None
     for requirement in required:
         if re.match(rf"{re.escape(name)}\b(?!-)", requirement, re.IGNORECASE):
-            least = re.search(r">=\s*([\d.]+)", requirement.partition(";")[0])
-            return least[1] if least else None
+            minimum = re.search(r">=\s*([\d.]+)", requirement.partition(";")[0])
+            return minimum[1] if minimum else None
     return None
 
 
-def _answer(probe: subprocess.Popen[str]) -> tuple[str, str | None]:
+def _result(probe: subprocess.Popen[str]) -> tuple[str, str | None]:
     """Return a probe's output and the problem (None: it succeeded)."""
     try:
-        said, complaint = probe.communicate(timeout=IMPORT_TIMEOUT)
+        output, errors = probe.communicate(timeout=IMPORT_TIMEOUT)
     except subprocess.TimeoutExpired:
         probe.kill()
         probe.communicate()
         return "", f"could not be imported in {IMPORT_TIMEOUT:g} s"
     if probe.returncode != 0:
-        lines = complaint.strip().splitlines()
+        lines = errors.strip().splitlines()
         return "", f"cannot be imported: {lines[-1] if lines else f'exit {probe.returncode}'}"
-    return said.strip(), None
+    return output.strip(), None
 
 
 def _numbers(version: str) -> tuple[int, ...]:

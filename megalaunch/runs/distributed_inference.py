@@ -1,4 +1,4 @@
-"""Run inference with a model sharded over workers of this machine: check the layout, start workers, stream answers."""
+"""Run inference with a model sharded over local workers: check the layout, start workers, stream their results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_distributed(source: Path, overrides: Sequence[str], job: Job, take: Call
     Ends the command if the layout, the job or a worker fails.
 
     Args:
-        take: called with each answer as it arrives.
+        take: called with each result as it arrives.
 
     Raises:
         CheckpointError, NotADirectoryError: as `open_model`.
@@ -64,7 +64,7 @@ def run_distributed(source: Path, overrides: Sequence[str], job: Job, take: Call
                 api.write_job(directory, job)
                 end = run_workers(spec, directory, overrides, machine, stop, display)
             except (OSError, RunDirectoryError) as error:
-                fail(f"the workers' folder cannot be written: {error}\nfix:  let TMPDIR name a disk with space")
+                fail(f"the temporary directory cannot be written: {error}\nfix:  set TMPDIR to a disk with free space")
         if display.error is not None:
             raise display.error
         crashed = _is_crash(end)
@@ -87,8 +87,8 @@ def _layout(overrides: Sequence[str]) -> ParallelSpec:
         key = override.partition("=")[0]
         if key != "parallel" and not key.startswith("parallel."):
             fail(
-                f"{override!r} says nothing about the layout: the model is as it was saved, "
-                "and only words such as parallel=tp2pp2 may follow its path"
+                f"{override!r} does not set the layout: only overrides of `parallel`, such as parallel=tp2pp2, may "
+                "follow the model's path"
             )
     try:
         return compose(["recipe=tiny", *overrides]).spec.parallel  # only its parallel section is used
@@ -149,9 +149,9 @@ def _check_spec(spec: RunSpec, machine: Machine) -> RunSpec:
     spec = resolve(spec, machine, None).spec
     findings = [*check(spec, None, "train"), *machine_mismatch(spec, machine)]
     # The memory model predicts training, not inference.
-    wrong = [one for one in findings if one.severity == "error" and not one.rule.startswith("memory.")]
-    if wrong:
-        refuse(findings_text([replace(one, fixes=tuple(filter(_is_parallel_fix, one.fixes))) for one in wrong]))
+    errors = [finding for finding in findings if finding.severity == "error" and not finding.rule.startswith("memory.")]
+    if errors:
+        refuse(findings_text([replace(error, fixes=tuple(filter(_is_parallel_fix, error.fixes))) for error in errors]))
     return spec
 
 
@@ -160,7 +160,7 @@ def _is_parallel_fix(fix: str) -> bool:
 
 
 class _InferenceDisplay:
-    """Passes the workers' answers on. A closed output (a reader that ended) stops the workers."""
+    """Passes on the workers' results. A closed output pipe stops the workers."""
 
     def __init__(self, directory: RunDirectory, take: Callable[[Any], None]) -> None:
         from megalaunch.engine import api
@@ -171,10 +171,10 @@ class _InferenceDisplay:
         self.error: OSError | None = None
 
     def say(self, line: str) -> None:
-        """Do nothing: only answers are shown."""
+        """Do nothing: only results are shown."""
 
     def update(self, view: RunState) -> None:
-        """Pass new answers on; print warnings to standard error."""
+        """Pass on new results; print warnings to standard error."""
         records, _ = self._lines.read_new()
         try:
             for record in records if self.error is None else []:
@@ -188,7 +188,7 @@ class _InferenceDisplay:
             signal.raise_signal(signal.SIGTERM)  # the launcher forwards it to the workers
 
     def close(self) -> None:
-        """Do nothing: every answer is shown when it arrives."""
+        """Do nothing: every result is shown when it arrives."""
 
 
 def run_workers(
@@ -199,7 +199,7 @@ def run_workers(
     stop: StopSignals,
     display: _InferenceDisplay,
 ) -> LaunchResult:
-    """Start the workers of a resolved spec, and pass their answers on until they end."""
+    """Start the workers of a resolved spec, and pass on their results until they end."""
     from megalaunch.launch.directory import lock_run, unlock_run
     from megalaunch.launch.local import Launch, run_locally
     from megalaunch.launch.run_state import throughput_basis
@@ -212,14 +212,14 @@ def run_workers(
         unlock_run(directory, lock)
 
 
-# Ends that print only the reason, without a failure report.
-_SAID = (ExitCode.CONFIGURATION, ExitCode.DATA, ExitCode.CHECKPOINT)
-_NEXT = "read the log; the same command tries again"
+# Outcomes that print only the reason, without a failure report.
+_WITHOUT_REPORT = (ExitCode.CONFIGURATION, ExitCode.DATA, ExitCode.CHECKPOINT)
+_NEXT = "read the log; run the same command to try again"
 _STOPPED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
 
 
 def _is_crash(end: LaunchResult) -> bool:
-    return end.outcome.exit_code not in (ExitCode.DONE, *_SAID, *_STOPPED)
+    return end.outcome.exit_code not in (ExitCode.DONE, *_WITHOUT_REPORT, *_STOPPED)
 
 
 def _conclude(spec: RunSpec, directory: RunDirectory, end: LaunchResult) -> None:
@@ -232,6 +232,6 @@ def _conclude(spec: RunSpec, directory: RunDirectory, end: LaunchResult) -> None
         return
     if _is_crash(end):
         refuse("\n".join(failure_report(spec, directory, end, _NEXT)), ExitCode(code))
-    if code in _SAID:
+    if code in _WITHOUT_REPORT:
         fail(end.outcome.reason, ExitCode(code))
     refuse("", ExitCode(code))

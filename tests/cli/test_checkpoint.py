@@ -114,7 +114,7 @@ def test_refusals(run: RunDirectory, tmp_path: Path):
     for command in ("list", "inspect", "verify"):
         refused = call(command, tmp_path / "nowhere")
         assert (refused.exit_code, refused.stdout) == (2, "")
-        assert "nowhere is no directory; give a run directory" in refused.stderr
+        assert "nowhere is not a directory: name a run directory" in refused.stderr
         assert call(command, run.logs.parent / "checkpoints" / "..").exit_code == 0  # any way of writing it
     (run.checkpoint(30) / "manifest.json").unlink()
     refused = call("inspect", run.checkpoint(30))

@@ -47,7 +47,7 @@ def folder(tmp_path) -> Path:
 def test_there_and_back_is_the_same_bytes(folder, tmp_path):
     imported = convert("import", folder, "--output", tmp_path / "ckpt")
     assert imported.exit_code == 0, imported.output
-    assert "proved: logits" in imported.output
+    assert "\nverified: logits" in f"\n{imported.output}"
     exported = convert("export", tmp_path / "ckpt", "--output", tmp_path / "out", "--max-shard-size", "20KB")
     assert exported.exit_code == 0, exported.output
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -182,7 +182,7 @@ def test_without_transformers_nothing_is_proved(folder, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "not verified: transformers is not installed" in result.output
     assert "compared: logits of 2 x 24 random tokens" in result.output
-    assert "proved" not in result.output
+    assert "\nverified: " not in f"\n{result.output}"
     assert json.loads((tmp_path / "ckpt" / "proof.json").read_text())["verified"] is False
 
 
@@ -204,10 +204,14 @@ def test_words_are_checked(folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["import", "nope", "--output", "x"], 4, "nope is no directory: give a Hugging Face folder"),
-        (["import", ".", "--output", "x"], 4, ". has no config.json: give a Hugging Face folder"),
-        (["export", "nope", "--output", "x"], 2, "nope is no directory; give a run directory"),
-        (["import-megatron", "nope", "--output", "x", "--allow-pickle"], 4, "nope is no directory: give a torch_dist"),
+        (["import", "nope", "--output", "x"], 4, "nope is not a directory: name a Hugging Face folder"),
+        (["import", ".", "--output", "x"], 4, ". has no config.json: name a Hugging Face folder"),
+        (["export", "nope", "--output", "x"], 2, "nope is not a directory: name a run directory"),
+        (
+            ["import-megatron", "nope", "--output", "x", "--allow-pickle"],
+            4,
+            "nope is not a directory: name a torch_dist",
+        ),
     ],
 )
 def test_a_folder_that_is_not_there_is_refused_before_torch_is_imported(tmp_path, monkeypatch, arguments, code, said):

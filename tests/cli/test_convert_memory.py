@@ -33,7 +33,7 @@ def peak_bytes(words: list[str], place: Path) -> int:
             os._exit(127)
     _, status, usage = os.wait4(child, 0)
     assert status == 0, log.read_text()
-    assert "proved" in log.read_text()
+    assert "\nverified: " in f"\n{log.read_text()}"
     return usage.ru_maxrss * 1024
 
 

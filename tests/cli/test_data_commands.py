@@ -59,7 +59,7 @@ def test_inspect(made, tmp_path):
 
 def test_inspect_without_a_tokenizer_shows_ids(tmp_path):
     done = run("data", "inspect", write_tokens(tmp_path / "x", [[1, 2, 3]]))
-    assert "no tokenizer is known (give --tokenizer), so ids are shown" in done.stdout
+    assert "showing ids: the tokenizer is unknown (give --tokenizer)" in done.stdout
     assert "--- document 0: 3 tokens in 1 sequences: 1 2 3\n" in done.stdout
 
 
@@ -114,7 +114,7 @@ def test_verify_without_a_vocabulary_does_not_say_valid(tmp_path):
     prefix = write_tokens(tmp_path / "x", [[1, 65_292]], vocab_size=65_500)
     done = run("data", "verify", prefix)
     assert (done.returncode, "valid" in done.stdout) == (0, False)
-    said = "not compared: ids (no vocabulary is known: give --tokenizer or --vocab-size), bytes (no report"
+    said = "not compared: ids (unknown vocabulary size: give --tokenizer or --vocab-size), bytes (no report"
     assert said in done.stdout
 
 
@@ -259,7 +259,7 @@ def test_tokenizer_train_and_inspect(tmp_path):
     words = (tmp_path / "in.jsonl", "--vocab-size", 300)
     done = run("tokenizer", "train", *words, "--output", tmp_path / "a.json")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{tmp_path}/a.json: 300 tokens, learned from 0.0 million characters")
+    assert done.stdout.startswith(f"{tmp_path}/a.json: 300 tokens, trained on 0.0 million characters")
     assert run("tokenizer", "train", *words, "--output", tmp_path / "b.json").returncode == 0
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
     done = run("tokenizer", "inspect", tmp_path / "a.json", "--text", "the sea")

@@ -130,7 +130,7 @@ def test_states_of_packages(monkeypatch):
         "cannot be imported: exit 7",
         "could not be imported in 1 s",
     ]
-    assert states[1].said == "3"
+    assert states[1].output == "3"
     assert states[5].problem == "is older than 99.1"
 
 

@@ -69,9 +69,9 @@ def test_a_file_that_is_cut_off(folder: Path):
 
 def test_no_folder_at_all(tmp_path: Path):
     said = refused("convert", "import", tmp_path / "nowhere", "--output", tmp_path / "ckpt")
-    assert f"{tmp_path / 'nowhere'} is no directory" in said
+    assert f"{tmp_path / 'nowhere'} is not a directory" in said
     said = refused("convert", "import", tmp_path, "--output", tmp_path / "ckpt")
-    assert f"{tmp_path} has no config.json: give a Hugging Face folder" in said
+    assert f"{tmp_path} has no config.json: name a Hugging Face folder" in said
     said = refused("generate", tmp_path, "--prompt", "the", code=2)
     assert "or a Hugging Face folder (config.json and safetensors)" in said
 
@@ -82,7 +82,7 @@ def test_no_tokenizer(folder: Path):
     result = CliRunner().invoke(app, ["convert", "import", str(folder), "--output", str(checkpoint)])
     assert result.exit_code == 0, result.output
     assert "next:" not in result.stdout
-    assert f"{folder} has no tokenizer: {checkpoint} can begin a run, but write no text" in result.stdout
+    assert f"{folder} has no tokenizer: {checkpoint} can start a run but cannot generate text" in result.stdout
     for words in (["generate", folder, "--prompt", "the"], ["evaluate", folder, "--data", __file__]):
         said = refused(*words)
         assert f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)" in said

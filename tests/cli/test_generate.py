@@ -71,8 +71,8 @@ def test_text_that_outgrows_the_training_samples_is_announced(run: RunDirectory)
         (["--prompt", "x", "--stop", ""], "a stop string is empty"),
         (["--prompt", "x", "--min-p", 2], "'--min-p'"),
         (["--prompt", "x", "--repetition-penalty", 0], "repetition penalty must be over 0"),
-        (["--prompt", "x", "--logprobs", 2], "--logprobs goes with --json"),
-        (["--prompt", "x", "--system", "Be kind."], "--system goes with --chat"),
+        (["--prompt", "x", "--logprobs", 2], "--logprobs needs --json"),
+        (["--prompt", "x", "--system", "Be kind."], "--system needs --chat"),
         (["--prompts", "nowhere.txt"], "cannot read the prompts in nowhere.txt: No such file"),
         (["--prompt", "x", "--chat"], "this model came without a chat template"),
     ],
@@ -167,15 +167,15 @@ def test_prompts_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(PromptError, match=r'x\.jsonl, line 2 has no text under "prompt"; conversations need --chat'):
         read_prompts([], str(lines), False, None)
     lines.write_text("{]\n")
-    with pytest.raises(PromptError, match=r"x\.jsonl, line 1 is no JSON"):
+    with pytest.raises(PromptError, match=r"x\.jsonl, line 1 is not valid JSON"):
         read_prompts([], str(lines), False, None)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("one\r\n\nzwölf\n".encode())))
     assert read_prompts([], "-", False, None) == ["one", "zwölf"]
     lines.write_bytes(b"\xff")
-    with pytest.raises(PromptError, match="are no UTF-8: byte 0 is wrong"):
+    with pytest.raises(PromptError, match="are not UTF-8: byte 0 is invalid"):
         read_prompts([], str(lines), False, None)
     lines.write_text("\n")
-    with pytest.raises(PromptError, match="holds no line: give --prompt TEXT"):
+    with pytest.raises(PromptError, match="has no lines: give --prompt TEXT"):
         read_prompts([], str(lines), False, None)
 
 
@@ -183,12 +183,12 @@ def test_what_is_no_run(tmp_path: Path):
     result = call(tmp_path / "nowhere", "--prompt", "x")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        f"error: {tmp_path / 'nowhere'} is no directory; "
-        "give a run, one of its checkpoints/step_<number> or a Hugging Face folder\n"
+        f"error: {tmp_path / 'nowhere'} is not a directory: "
+        "name a run, one of its checkpoints/step_<number> or a Hugging Face folder\n"
     )
     result = call(tmp_path, "--prompt", "x")
     assert result.exit_code == 2
-    assert f"{tmp_path} has neither a checkpoint nor a run in it; give a run directory" in result.stderr
+    assert f"{tmp_path} has neither a checkpoint nor a run: name a run directory" in result.stderr
 
 
 def test_a_run_without_a_valid_checkpoint(tmp_path: Path):

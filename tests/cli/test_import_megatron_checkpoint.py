@@ -112,7 +112,7 @@ def test_every_tensor_arrives(saved, tensors):
 def test_pickles_are_read_only_when_allowed(saved):
     done = convert(saved)
     assert done.exit_code == 2
-    assert "pickles, which can hold code" in done.output
+    assert "pickles, which can contain code" in done.output
     assert "add --allow-pickle" in done.output
 
 

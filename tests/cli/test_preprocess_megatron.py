@@ -56,7 +56,9 @@ def test_gpt2_files_lists_and_partitions(tmp_path):
 def test_unknown_tokenizer_types_are_named(tmp_path):
     done = run("--input", "x", "--output-prefix", tmp_path / "o", "--tokenizer-type", "BertWordPieceCase")
     assert done.returncode == 2
-    assert done.stderr.startswith("--tokenizer-type BertWordPieceCase is not known here; known are HuggingFaceTok")
+    assert done.stderr.startswith(
+        "--tokenizer-type BertWordPieceCase is not supported; the supported types are HuggingFaceTok"
+    )
 
 
 @pytest.mark.parametrize("word", ["--find-optimal-num-workers", "--workers-to-check=16 32", "--max-documents=9"])
@@ -64,21 +66,21 @@ def test_the_search_for_workers_is_answered_with_the_other_way(word, tmp_path):
     done = run("--input", "x", "--output-prefix", tmp_path / "o", "--workers", "2", *word.replace("=", " ").split())
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith(f"{word.partition('=')[0]} is not known here: leave it out, and --workers too; then")
+    assert done.stderr.startswith(f"{word.partition('=')[0]} is not supported: omit it and --workers; preprocess then")
     assert done.stderr.count("\n") == 1
-    with pytest.raises(ValueError, match=r"leave it out, and --workers too"):
+    with pytest.raises(ValueError, match=r"omit it and --workers"):
         translate_args([word])
 
 
 def test_newlines_between_sentences(tmp_path):
     """Megatron looks at --keep-newlines only when it splits sentences."""
     rewritten = translate_args(["--input", "a", "--keep-newlines", "--append-eod"])
-    assert rewritten.words == ["--append-eod", "a"]
+    assert rewritten.arguments == ["--append-eod", "a"]
     assert len(rewritten.notes) == 1
-    assert rewritten.notes[0].startswith("--keep-newlines changes nothing")
+    assert rewritten.notes[0].startswith("--keep-newlines has no effect")
     done = run("--input", "x", "--output-prefix", tmp_path / "o", "--keep-newlines", "--split-sentences")
     assert done.returncode == 2
-    assert done.stderr.startswith("--keep-newlines is not known here: --split-sentences leaves out what")
+    assert done.stderr.startswith("--keep-newlines is not supported with --split-sentences, which drops")
     assert "a list of strings under the key is a document of these sentences" in done.stderr
 
 
@@ -106,7 +108,7 @@ def test_what_the_newline_error_advises_keeps_newlines(tmp_path):
 )
 def test_words(words, expected):
     rewritten = translate_args(words.split())
-    assert rewritten.words == expected.split()
+    assert rewritten.arguments == expected.split()
     assert rewritten.notes == []
 
 
@@ -139,29 +141,29 @@ def test_bos_is_left_out_where_it_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("word", "note"),
     [
-        ("--use-gigatoken", "is not needed: gigatoken encodes wherever it gives the ids"),
-        ("--tokenizer-hf-no-use-fast", "changes nothing: the ids are those of tokenizer.json"),
-        ("--tokenizer-sentencepiece-legacy", "changes nothing: without special tokens of its own"),
-        ("--tokenizer-type HuggingFaceTokenizer --vocab-size 9", "changes nothing: the tokenizer says itself"),
+        ("--use-gigatoken", "is not needed: gigatoken is used wherever its ids"),
+        ("--tokenizer-hf-no-use-fast", "has no effect: the ids are those of tokenizer.json"),
+        ("--tokenizer-sentencepiece-legacy", "has no effect: without added special tokens"),
+        ("--tokenizer-type HuggingFaceTokenizer --vocab-size 9", "has no effect: the size is read from the tokenizer"),
     ],
 )
 def test_flags_of_tokenizers_without_effect_are_noted(word, note):
     rewritten = translate_args(["--input", "a", *word.split(), "--append-eod"])
-    assert rewritten.words == ["--append-eod", "a"]
+    assert rewritten.arguments == ["--append-eod", "a"]
     assert len(rewritten.notes) == 1
     assert note in rewritten.notes[0]
 
 
 def test_flags_of_tiktoken_are_ours():
     words = "--tokenizer-type TikTokenizer --tiktoken-pattern v1 --vocab-size=300 --tiktoken-num-special-tokens 50"
-    assert translate_args(words.split()).words == words.replace("=", " ").split()[2:]
+    assert translate_args(words.split()).arguments == words.replace("=", " ").split()[2:]
 
 
 def test_code_of_a_tokenizer_is_refused_with_the_reason(tmp_path):
     done = run("--input", "x", "--output-prefix", tmp_path / "o", "--trust-remote-code")
     assert done.returncode == 2
-    assert done.stderr.startswith("--trust-remote-code is refused: nothing that comes with a tokenizer is run here.")
-    with pytest.raises(ValueError, match="--special-tokens is not known here: add them to the tokenizer"):
+    assert done.stderr.startswith("--trust-remote-code is refused: megalaunch runs no code of a tokenizer.")
+    with pytest.raises(ValueError, match="--special-tokens is not supported: add them to the tokenizer"):
         translate_args(["--special-tokens", "<a>", "<b>"])
 
 

@@ -96,7 +96,7 @@ def test_a_gpu_without_facts_keeps_its_memory_and_says_so(machine):
     found = machine.detect()
     assert found.chip.memory_bytes == 15360 * 2**20
     assert found.chip.native_bf16 is None
-    assert found.notes == ("No facts about Tesla T4: MFU stays unknown.",)
+    assert found.notes == ("No specification of Tesla T4: MFU is unknown.",)
     machine.gpus("NVIDIA GeForce RTX 4090, GPU-1, 24564, 8.9")
     assert machine.detect().chip.native_bf16 == "tensor cores"
 
@@ -128,7 +128,7 @@ def test_visible_devices_as_cuda_reads_them(machine, variable, devices):
 def test_different_gpus_are_said(machine):
     machine.gpus("NVIDIA B200, GPU-1, 183359, 10.0", H100.format(n=2))
     assert machine.detect().notes == (
-        "Different GPUs here (NVIDIA B200, NVIDIA H100 80GB HBM3); planned with the first: NVIDIA B200.",
+        "Different GPUs (NVIDIA B200, NVIDIA H100 80GB HBM3): plans use the first, NVIDIA B200.",
     )
 
 

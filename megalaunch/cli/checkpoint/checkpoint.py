@@ -99,8 +99,8 @@ def _find_run(path: Path) -> RunDirectory:
 
     run = RunDirectory(path)
     if not run.checkpoints.is_dir() and not run.spec.is_file():
-        what = "has neither a checkpoint nor a run in it" if path.is_dir() else "is no directory"
-        fail(f"{path} {what}; give a run directory such as runs/quickstart")
+        cause = "has neither a checkpoint nor a run" if path.is_dir() else "is not a directory"
+        fail(f"{path} {cause}: name a run directory such as runs/quickstart")
     return run
 
 

@@ -31,8 +31,8 @@ def import_(
 ) -> None:
     """Convert a Hugging Face folder to a checkpoint, and verify that both give the same logits.
 
-    Tensors are carried one at a time and keep their format. Everything that cannot be carried over exactly is listed,
-    and then nothing is written.
+    Tensors are converted one at a time and keep their dtype. If anything cannot be converted exactly, all reasons are
+    listed and nothing is written.
     """
     _require(folder, "a Hugging Face folder, with config.json and safetensors", "config.json")
     with _convert_errors():
@@ -44,27 +44,27 @@ def import_(
         if (output.expanduser() / TOKENIZER_FILE).is_file():
             typer.echo(f'next: megalaunch generate {output} --prompt "..."')
         else:
-            typer.echo(f"{folder} has no tokenizer: {output} can begin a run, but write no text")
+            typer.echo(f"{folder} has no tokenizer: {output} can start a run but cannot generate text")
 
 
 @app.command("export", cls=ParametersCommand)
 def export(
     source: Annotated[Path, typer.Argument(metavar="CHECKPOINT|RUN_DIR", help="A checkpoint, or a run: its newest.")],
     output: Annotated[Path, typer.Option(metavar="HF_DIR", help="The folder to write.")],
-    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it: as they are stored.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Size of a file at most.")] = "5GB",
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 (default: the stored dtypes).")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Maximum size of a file.")] = "5GB",
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder, and verify that both give the same logits."""
     from megalaunch.runs.errors import fail
 
     if dtype not in (None, "fp32", "bf16", "fp16"):
-        fail(f"--dtype {dtype}: fp32, bf16 or fp16")
+        fail(f"--dtype {dtype}: must be fp32, bf16 or fp16")
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)", max_shard_size.upper())
     if size is None or float(size[1]) == 0:
-        fail(f"--max-shard-size {max_shard_size}: a number above 0 and KB, MB, GB or TB")
+        fail(f"--max-shard-size {max_shard_size}: must be a number above 0 with KB, MB, GB or TB")
     assert size is not None
     if not source.expanduser().is_dir():
-        fail(f"{source} is no directory; give a run directory or one of its checkpoints/step_<number>")
+        fail(f"{source} is not a directory: name a run directory or one of its checkpoints/step_<number>")
     with _convert_errors():
         from megalaunch.engine import api
 
@@ -84,22 +84,22 @@ def export(
 def import_megatron(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A torch_dist checkpoint, or its run.")],
     output: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The checkpoint to write.")],
-    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read the pickles in it, see below.")] = False,
-    vocab_size: Annotated[int | None, typer.Option(help="True vocabulary, without Megatron's padding.")] = None,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read its pickles, see below.")] = False,
+    vocab_size: Annotated[int | None, typer.Option(help="Vocabulary size without Megatron's padding.")] = None,
 ) -> None:
     """Convert a GPT checkpoint of Megatron-LM (torch_dist) to a megalaunch checkpoint.
 
-    Megatron describes its checkpoints in pickles, which run whatever code is in them when they are opened in the usual
-    way. --allow-pickle reads them in a process of its own that knows tensors, plain containers and Megatron's own
-    records by name and refuses every other name; nothing in them is run.
+    Megatron stores metadata of checkpoints as pickles, which can execute code when they are unpickled. --allow-pickle
+    reads them in a separate process that accepts only the names of tensors, plain containers and Megatron's records and
+    runs none of their code.
     """
     from megalaunch.runs.errors import fail
 
     if not allow_pickle:
         fail(
-            f"{directory} describes itself in pickles, which can hold code. megalaunch reads them in a process "
-            "of its own that runs none of it and refuses every name but those of tensors, plain containers and "
-            "Megatron's records.\n  fix:  if you trust whoever made it, add --allow-pickle"
+            f"{directory} stores metadata as pickles, which can contain code. megalaunch reads them in a separate "
+            "process that accepts only the names of tensors, plain containers and Megatron's records and runs none "
+            "of their code.\n  fix:  if you trust its author, add --allow-pickle"
         )
     _require(directory, "a torch_dist checkpoint, or its run")
     with _convert_errors():
@@ -111,7 +111,7 @@ def import_megatron(
             model = model_from_saved(source.arguments, output.name)
         except ArgumentsError as error:
             problems = "\n  ".join(error.problems)
-            fail(f"{directory} cannot be carried over exactly:\n  {problems}", ExitCode.CHECKPOINT)
+            fail(f"{directory} cannot be converted exactly:\n  {problems}", ExitCode.CHECKPOINT)
         report = api.import_megatron(source, model, output.expanduser(), vocab_size, _progress(output))
         typer.echo(f"read {directory}, iteration {source.iteration}")
         typer.echo(_verification_line(report))
@@ -119,7 +119,7 @@ def import_megatron(
 
 
 def _require(folder: Path, kind: str, file: str = "") -> None:
-    """Refuse a folder that is not there before torch is imported, which takes seconds."""
+    """Refuse a missing folder before torch is imported, which takes seconds."""
     from megalaunch.runs.errors import fail
 
     where = folder.expanduser()
@@ -127,16 +127,16 @@ def _require(folder: Path, kind: str, file: str = "") -> None:
         text = f"{folder} is GGUF, quantised for llama.cpp: not supported; take the model's Hugging Face folder"
         fail(text, ExitCode.CHECKPOINT)
     if not where.is_dir():
-        fail(f"{folder} is no directory: give {kind}", ExitCode.CHECKPOINT)
+        fail(f"{folder} is not a directory: name {kind}", ExitCode.CHECKPOINT)
     if (where / "adapter_config.json").is_file() or any(where.glob("*.gguf")):
-        return  # refused by name where folders are read
+        return  # the reader of folders refuses these with the reason
     if file and not (where / file).is_file():
-        fail(f"{folder} has no {file}: give {kind}", ExitCode.CHECKPOINT)
+        fail(f"{folder} has no {file}: name {kind}", ExitCode.CHECKPOINT)
 
 
 @contextmanager
 def _convert_errors() -> Iterator[None]:
-    """What goes wrong, in a sentence and with its exit code."""
+    """End the command with a sentence and the exit code of an error."""
     from megalaunch.runs.errors import fail, refuse
 
     if find_spec("torch") is None:
@@ -160,7 +160,7 @@ def _progress(output: Path) -> Callable[[int, int], None]:
 
 
 def _verification_line(report: dict[str, Any]) -> str:
-    """What was proved, by which program; without another program than ours nothing is."""
+    """Return the results of the comparisons; without transformers nothing is verified."""
     weights = (
         f"{report['compared']}, differ by {report['largest_difference']:.2g} at most "
         f"({report['tolerance']:.2g} is allowed; the folder read by {report['reader_of_the_folder']})"
@@ -173,4 +173,4 @@ def _verification_line(report: dict[str, Any]) -> str:
         f"to {config['last_position']:,} differ by {config['difference']:.2g} at most "
         f"({config['tolerance']:.2g} is allowed)"
     )
-    return "\n".join([*notes, f"proved: {read}", f"proved: {weights}"])
+    return "\n".join([*notes, f"verified: {read}", f"verified: {weights}"])

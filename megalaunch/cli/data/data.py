@@ -1,4 +1,4 @@
-"""`megalaunch data`: look into token files, check them, join and cut them."""
+"""`megalaunch data`: inspect, verify, merge and split token files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 
 Prefix = Annotated[Path, typer.Argument(help="Path of the files without .bin and .idx.")]
-TokenizerPath = Annotated[Path | None, typer.Option(help="The tokenizer; by default the one their report names.")]
+TokenizerPath = Annotated[Path | None, typer.Option(help="The tokenizer (default: that of the report).")]
 _SHOWN_CHARACTERS, _SHOWN_IDS = 400, 12
 
 
@@ -34,8 +34,8 @@ _SHOWN_CHARACTERS, _SHOWN_IDS = 400, 12
 def inspect(
     prefix: Prefix,
     tokenizer: TokenizerPath = None,
-    documents: Annotated[int, typer.Option(min=0, help="First documents to show.")] = 3,
-    png: Annotated[Path | None, typer.Option(help="Draw the lengths into this file too.")] = None,
+    documents: Annotated[int, typer.Option(min=0, help="Number of first documents to show.")] = 3,
+    png: Annotated[Path | None, typer.Option(help="Write a plot of the lengths to this file.")] = None,
 ) -> None:
     """Show counts, document lengths, and the first documents as text."""
     with _data_errors():
@@ -55,9 +55,9 @@ def inspect(
             try:
                 draw_histogram(found, png)
             except ImportError:
-                _refuse("drawing needs the package matplotlib: pip install 'megalaunch[train]' brings it.")
+                _refuse("the plot needs matplotlib: pip install 'megalaunch[train]'.")
             except OSError as error:
-                _refuse(f"{png}: cannot write it: {error.strerror}.")
+                _refuse(f"cannot write {png}: {error.strerror}.")
         _show_documents(tokens, _load_tokenizer(prefix, tokenizer), documents)
 
 
@@ -75,8 +75,8 @@ def verify(
         size = vocab_size if loaded is None else loaded.vocab_size
         found = check(prefix, size, percent_progress(prefix.name))
         known = found.vocab_size is not None
-        unknown = [] if known else ["ids (no vocabulary is known: give --tokenizer or --vocab-size)"]
-        unknown += [] if found.hashed else ["bytes (no report beside the files)"]
+        unknown = [] if known else ["ids (unknown vocabulary size: give --tokenizer or --vocab-size)"]
+        unknown += [] if found.hashed else ["bytes (no report next to the files)"]
         result = "valid" if known else "no error found"
         typer.echo(
             f"{prefix}: {result}. {found.documents:,} documents, {found.sequences:,} sequences, "
@@ -89,33 +89,33 @@ def verify(
 @app.command(cls=ParametersCommand)
 def merge(
     prefixes: Annotated[list[Path], typer.Argument(help="Prefixes in order, or folders (sorted by name).")],
-    output_prefix: Annotated[Path, typer.Option(help="Path of the files to make, without .bin and .idx.")],
+    output_prefix: Annotated[Path, typer.Option(help="Path of the files to write, without .bin and .idx.")],
 ) -> None:
     """Merge token files into one: the same bytes as preprocessing all their texts at once."""
     with _data_errors():
-        from megalaunch.data.indexed_dataset.merge import merge as join
+        from megalaunch.data.indexed_dataset.merge import merge as merge_files
 
-        made = join([path.expanduser() for path in prefixes], output_prefix.expanduser())
-        typer.echo(f"{made.prefix}: {made.num_documents:,} documents, {made.num_tokens:,} tokens")
+        merged = merge_files([path.expanduser() for path in prefixes], output_prefix.expanduser())
+        typer.echo(f"{merged.prefix}: {merged.num_documents:,} documents, {merged.num_tokens:,} tokens")
 
 
 @app.command(cls=ParametersCommand)
 def split(
     prefix: Prefix,
-    output_prefix: Annotated[Path, typer.Option(help="The parts are OUTPUT_PREFIX_0, OUTPUT_PREFIX_1...")],
-    shares: Annotated[str | None, typer.Option(help="Shares of the parts, such as 99,1.")] = None,
+    output_prefix: Annotated[Path, typer.Option(help="Writes OUTPUT_PREFIX_0, OUTPUT_PREFIX_1...")],
+    shares: Annotated[str | None, typer.Option(help="Relative sizes of the parts, e.g. 99,1.")] = None,
     parts: Annotated[int | None, typer.Option(min=1, help="Number of equal parts.")] = None,
 ) -> None:
     """Split token files into consecutive parts by documents; merging the parts gives the same bytes again."""
     if (shares is None) == (parts is None):
-        _refuse("give --shares or --parts, one of them.", usage=True)
+        _refuse("give either --shares or --parts.", usage=True)
     with _data_errors():
         from megalaunch.data.indexed_dataset.dataset import IndexedTokens
-        from megalaunch.data.indexed_dataset.merge import split as cut
+        from megalaunch.data.indexed_dataset.merge import split as split_files
 
-        for part in cut(prefix.expanduser(), output_prefix.expanduser(), _shares(shares, parts)):
-            made = IndexedTokens(part)
-            typer.echo(f"{part}: {made.num_documents:,} documents, {made.num_tokens:,} tokens")
+        for part in split_files(prefix.expanduser(), output_prefix.expanduser(), _shares(shares, parts)):
+            written = IndexedTokens(part)
+            typer.echo(f"{part}: {written.num_documents:,} documents, {written.num_tokens:,} tokens")
 
 
 def _shares(shares: str | None, parts: int | None) -> list[float]:
@@ -126,12 +126,12 @@ def _shares(shares: str | None, parts: int | None) -> list[float]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 0 or not 0 < sum(numbers) < float("inf"):
-        _refuse(f"--shares {shares}: these are no numbers of which some are above 0; give them such as 99,1.", True)
+        _refuse(f"--shares {shares}: must be numbers of at least 0 with a sum above 0, e.g. 99,1.", True)
     return numbers
 
 
 def _load_tokenizer(prefix: Path, given: Path | None) -> Tokenizer | None:
-    """The tokenizer that was given, else the one of the report if it is still there."""
+    """Return the given tokenizer, else the report's if its file still exists, else None."""
     from megalaunch.data.indexed_dataset.report import read_report
     from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
@@ -148,7 +148,7 @@ def _load_tokenizer(prefix: Path, given: Path | None) -> Tokenizer | None:
 
 def _show_documents(tokens: IndexedTokens, tokenizer: Tokenizer | None, count: int) -> None:
     if count and tokenizer is None:
-        typer.echo("no tokenizer is known (give --tokenizer), so ids are shown")
+        typer.echo("showing ids: the tokenizer is unknown (give --tokenizer)")
     for document in range(min(count, tokens.num_documents)):
         first, last = int(tokens.documents[document]), int(tokens.documents[document + 1])
         ids = [number for sequence in range(first, last) for number in tokens.tokens(sequence, 0, None).tolist()[:2000]]
@@ -163,7 +163,7 @@ app.command()(cache)
 
 
 def _printable(text: str) -> str:
-    """The text without what a terminal would obey."""
+    """Return the text with control characters replaced, which a terminal would interpret."""
     return "".join(c if c.isprintable() or c in "\t\n" else "\N{MIDDLE DOT}" for c in text)
 
 
@@ -173,7 +173,7 @@ def _start(ids: list[int]) -> str:
 
 @contextmanager
 def _data_errors() -> Iterator[None]:
-    """A DataError ends the command with its text and exit code 3."""
+    """End the command with exit code 3 and the message of a DataError."""
     from megalaunch.data.errors import DataError
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.errors import refuse

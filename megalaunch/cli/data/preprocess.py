@@ -40,7 +40,7 @@ class MegatronCommand(ParametersCommand):
             refuse(str(error), ExitCode.CONFIGURATION)
         for text in rewritten.notes:
             _note(text)
-        return super().parse_args(ctx, rewritten.words)
+        return super().parse_args(ctx, rewritten.arguments)
 
 
 preprocess = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

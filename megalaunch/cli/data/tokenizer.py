@@ -1,4 +1,4 @@
-"""`megalaunch tokenizer`: train a byte-level BPE, or look into a tokenizer of any known kind."""
+"""`megalaunch tokenizer`: train a byte-level BPE tokenizer, or inspect one of any supported kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Train a tokenizer, or look into one.",
+    help="Train or inspect a tokenizer.",
 )
 
 
@@ -22,9 +22,13 @@ app = typer.Typer(
 def train(
     inputs: Annotated[list[str], typer.Argument(metavar="INPUTS", help="As for preprocess: files, folders, globs.")],
     output: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],
-    vocab_size: Annotated[int, typer.Option(min=257, help="Tokens of the vocabulary.")] = 32_000,
-    json_key: Annotated[list[str] | None, typer.Option(help="Key of the text; repeat it.", show_default="text")] = None,
-    max_mb: Annotated[float, typer.Option(min=0.001, help="Text to learn from; memory grows with it.")] = 500.0,
+    vocab_size: Annotated[int, typer.Option(min=257, help="Vocabulary size in tokens.")] = 32_000,
+    json_key: Annotated[
+        list[str] | None, typer.Option(help="Key of the text; may be repeated.", show_default="text")
+    ] = None,
+    max_mb: Annotated[
+        float, typer.Option(min=0.001, help="Maximum MB of training text; memory grows with it.")
+    ] = 500.0,
 ) -> None:
     """Train a byte-level BPE tokenizer with <|endoftext|> on text files; deterministic."""
     from megalaunch.data.errors import DataError
@@ -40,14 +44,14 @@ def train(
         refuse(str(error), ExitCode.DATA)
     except KeyboardInterrupt:
         refuse("interrupted; nothing was written", ExitCode.INTERRUPTED)
-    typer.echo(f"{output}: {trained.vocab_size:,} tokens, learned from {characters / 1e6:,.1f} million characters")
+    typer.echo(f"{output}: {trained.vocab_size:,} tokens, trained on {characters / 1e6:,.1f} million characters")
     if trained.vocab_size < vocab_size:
         typer.echo(f"note: the text is too small for {vocab_size:,} tokens")
 
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A tokenizer file of any known kind, or its folder.")],
+    path: Annotated[Path, typer.Argument(help="A tokenizer file of any supported kind, or its folder.")],
     merges: Annotated[Path | None, typer.Option(help="Merges of a GPT-2 vocabulary; default: next to it.")] = None,
     text: Annotated[str | None, typer.Option(help="Show how this text is tokenized.")] = None,
 ) -> None:

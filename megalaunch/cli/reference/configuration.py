@@ -1,4 +1,4 @@
-"""docs/reference/configuration.md: every key of a run with its type, default, unit, limits and meaning."""
+"""Write docs/reference/configuration.md: every key of a run with type, default, unit, limits and meaning."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ stale.
 A run has {count} keys in {sections} sections. An override `SECTION.KEY=VALUE` or a line of a recipe sets one;
 `megalaunch validate-config --explain KEY` prints where a value comes from. A key without a default must be set by a
 file or an override. If no maximum is stated, it is 1,000,000,000 for an integer and 1e100 for any other number.
-**Runs** lists the values that this version's engine trains with; every other value composes, is checked
-and planned, and `train` refuses it by the rule `engine.unsupported`. [configuration](../configuration.md) describes how
+**Runs** lists the values that this version's engine supports; other values can be composed, checked and
+planned, and `train` refuses them by the rule `engine.unsupported`. [configuration](../configuration.md) describes how
 overrides and files are combined, [rules](rules.md) lists the checks.
 """
 
 
 def configuration_page() -> str:
-    """The page's text."""
+    """Return the page's text."""
     lines = [_HEAD.format(count=len(schema_keys()), sections=len(SECTIONS)), "Sections:", "", *_contents(), ""]
     lines += [*_groups(), ""]
     for path, section in _sections(RunSpec):
@@ -44,7 +44,7 @@ def _contents() -> Iterator[str]:
 
 
 def _sections(section: type, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """Every section and section inside one, by dotted path."""
+    """Yield every section and nested section, by dotted path."""
     for name, annotation in resolve_annotations(section).items():
         if isinstance(annotation, type) and hasattr(annotation, "__dataclass_fields__"):
             yield f"{prefix}{name}", annotation
@@ -88,9 +88,9 @@ def _row(key: Key, limit: Limit | None) -> str:
 
 def _takes(key: Key) -> str:
     unit, low, high = (key.field.metadata[name] for name in ("unit", "minimum", "maximum"))
-    words = describe(key.annotation)
+    kind = describe(key.annotation)
     bounds = _bounds(low, high)
-    return f"{words}{f' [{unit}]' if unit else ''}{f', {bounds}' if bounds else ''}"
+    return f"{kind}{f' [{unit}]' if unit else ''}{f', {bounds}' if bounds else ''}"
 
 
 def _bounds(low: Any, high: Any) -> str:
@@ -103,7 +103,7 @@ def _bounds(low: Any, high: Any) -> str:
 
 def _default(key: Key) -> str:
     default = key.field.default
-    return "needed" if default is MISSING else f"`{to_yaml(default)}`"
+    return "required" if default is MISSING else f"`{to_yaml(default)}`"
 
 
 def _runs(key: Key, limit: Limit | None) -> str:

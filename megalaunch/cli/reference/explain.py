@@ -1,4 +1,4 @@
-"""`megalaunch explain`: a rule's page of the reference, or a key's meaning, without a network or a run."""
+"""`megalaunch explain`: print the reference of a rule or a config key, offline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 PAGE = Path(__file__).resolve().parents[2] / "reference" / "rules.md"
 _WIDTH = 116
 _HEADING = re.compile(r"^### `(.+)`$", re.MULTILINE)
-_BEHIND = re.compile(r'^(<a id=".*"></a>|## .*)$', re.MULTILINE)
+_NEXT_SECTION = re.compile(r'^(<a id=".*"></a>|## .*)$', re.MULTILINE)
 
 
 def explain(
@@ -23,7 +23,7 @@ def explain(
 ) -> None:
     """Explain a rule (what it checks, why, an example with its fix), a config key or a section.
 
-    Without a name: the rules there are.
+    Without a name, list all rules.
     """
     from megalaunch.config.explain import describe_keys
 
@@ -46,13 +46,13 @@ def explain(
 
 
 def read_rules(page: str) -> dict[str, str]:
-    """Each rule's part of the reference page, by its id, without the marks of Markdown."""
+    """Return the reference text of each rule by its id, without Markdown markup."""
     _, *parts = _HEADING.split(page)
-    texts = (_BEHIND.split(text)[0].strip() for text in parts[1::2])
+    texts = (_NEXT_SECTION.split(text)[0].strip() for text in parts[1::2])
     return {rule: _plain(text) for rule, text in zip(parts[::2], texts, strict=True)}
 
 
 def _plain(text: str) -> str:
-    said, _, example = text.partition("\n\n```text\n")
-    paragraph = textwrap.fill(said.replace("**", ""), _WIDTH)
+    description, _, example = text.partition("\n\n```text\n")
+    paragraph = textwrap.fill(description.replace("**", ""), _WIDTH)
     return f"{paragraph}\n\n{example.removesuffix('```').rstrip()}" if example else paragraph

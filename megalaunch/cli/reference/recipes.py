@@ -1,4 +1,4 @@
-"""docs/reference/recipes.md: every recipe that ships: what it trains, on what, how it is laid out, how to run it."""
+"""Write docs/reference/recipes.md: model, devices, layout and batch of every packaged recipe."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ This page is generated: `scripts/reference` writes it from `recipes/`, and a tes
 Each recipe is a complete run: `megalaunch train recipe=NAME`. `megalaunch recipes show NAME` prints its file,
 `megalaunch validate-config recipe=NAME` checks it, `megalaunch plan recipe=NAME` predicts its memory and speed, and
 `megalaunch recipes diff A B` compares two. Parameter counts exclude layers of multi-token prediction;
-for a mixture of experts the active parameters of a token are shown too. [models](../models.md) describes how they
+for a mixture of experts the active parameters per token are listed too. [models](../models.md) describes how they
 are counted.
 """
 _LAPTOP = Machine(CHIPS["cpu"], devices=0, cores=2, memory_bytes=8 * 2**30, notes=())
 
 
 def recipes_page() -> str:
-    """The page's text; what a recipe leaves to the machine stays open."""
+    """Return the page's text; values that depend on the machine are left out."""
     files = {path.relative_to(PACKAGED).with_suffix("").as_posix(): path for path in PACKAGED.rglob("*.yaml")}
     rows = recipe_rows(dict(sorted(files.items())), _LAPTOP)
     lines = [_HEAD]
@@ -35,7 +35,7 @@ def recipes_page() -> str:
 
 
 def _table(rows: list[RecipeRow]) -> Iterator[str]:
-    yield "| `megalaunch train` ... | model | parameters | devices | layout | batch | what it is |"
+    yield "| `megalaunch train` ... | model | parameters | devices | layout | batch | description |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for row in rows:
         if row.problem:
@@ -53,8 +53,8 @@ def _mark(row: RecipeRow) -> str:
 
 def _size(row: RecipeRow) -> str:
     if row.parameters is None:
-        return "by the tokenizer"
-    active = "" if row.active is None else f" ({format_short_count(row.active)} a token)"
+        return "depends on the tokenizer"
+    active = "" if row.active is None else f" ({format_short_count(row.active)} active)"
     return format_short_count(row.parameters) + active
 
 

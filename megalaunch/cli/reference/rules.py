@@ -1,4 +1,4 @@
-"""docs/reference/rules.md: every rule with its reason, its severity and an example with the checker's own words."""
+"""Write docs/reference/rules.md: every rule with its reason, severity and an example of its finding."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _HEAD = """\
 This page is generated: `scripts/reference` writes it from the rules under `megalaunch/plan/rules/`, and a test fails
 when it is stale.
 
-`megalaunch validate-config` runs all {count} rules and reports everything that is wrong at once. An **error** stops a
-run from starting, a **warning** does not, a **note** says what was derived or is good to know. Fixes are override
-words; one is shown only when the whole checker, run again with it, no longer finds this fault and finds no new one.
+`megalaunch validate-config` runs all {count} rules and reports all findings at once. An **error** prevents a run from
+starting, a **warning** does not, a **note** states a derived value or a hint. Fixes are overrides; a fix is shown only
+if checking again with it removes this finding and adds none.
 """
 
 _DOMAINS = {
     "parallel": "Layout: grids, tensor, pipeline and context parallelism",
-    "overlap_moe_expert_parallel_comm": "Overlap of expert exchanges",
+    "overlap_moe_expert_parallel_comm": "Overlap of expert-parallel communication",
     "batch": "Batch",
     "schedule": "Learning rate",
     "optimizer": "Optimizer",
@@ -31,21 +31,21 @@ _DOMAINS = {
     "model": "Shape of the model",
     "attention": "Attention",
     "mla": "Latent attention",
-    "rope": "Rotary positions",
+    "rope": "Rotary position embedding",
     "moe": "Experts",
     "router": "Router of experts",
     "mtp": "Multi-token prediction",
     "precision": "Precision",
-    "fp8": "8-bit precision",
+    "fp8": "FP8",
     "recompute": "Recomputation and offloading",
     "memory": "Memory",
     "checkpoint": "Checkpoints",
     "data": "Data",
     "tokenizer": "Tokenizer",
     "platform": "Devices",
-    "cluster": "Machines",
+    "cluster": "Cluster",
     "launcher": "Launchers",
-    "engine": "What the engine can run",
+    "engine": "Engine support",
     "run": "Run directory",
     "config": "Overrides and files",
 }
@@ -53,14 +53,14 @@ _DOMAINS = {
 
 @dataclass(frozen=True)
 class Example:
-    """A command with words that trigger a rule, and what the checker says of them."""
+    """A command whose arguments violate a rule, and the findings of the checker."""
 
-    words: Sequence[str]
+    arguments: Sequence[str]
     findings: Sequence[Finding]
 
 
 def rules_page(examples: Mapping[str, Example]) -> str:
-    """The page's text; `examples` by rule id."""
+    """Return the page's text; `examples` by rule id."""
     lines = [_HEAD.format(count=len(RULES)), *_contents(), ""]
     for domain in _domains():
         lines += [f"## {_title(domain)}", ""]
@@ -106,7 +106,7 @@ def _rule(entry: Rule, example: Example | None) -> list[str]:
     if example and found:
         lines += [
             "```text",
-            f"$ megalaunch {shlex.join(example.words)}",
+            f"$ megalaunch {shlex.join(example.arguments)}",
             finding_block(found[0]),
             "```",
             "",

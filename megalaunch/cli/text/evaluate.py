@@ -1,4 +1,4 @@
-"""`megalaunch evaluate`: how well a trained model predicts texts, and what it reaches in tasks of lm-eval."""
+"""`megalaunch evaluate`: the loss of a trained model on texts, and its scores in lm-eval tasks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def evaluate(
     ] = None,
     include_path: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Tasks of your own. lm-eval runs Python that they name: trust them."),
+        typer.Option(
+            metavar="DIR",
+            help="Folder of custom tasks. lm-eval runs Python code that they name: use only trusted ones.",
+        ),
     ] = None,
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="Number of few-shot examples per question.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N questions of each task.")] = None,
@@ -85,7 +88,7 @@ def evaluate(
 
 
 def _warn_omitted(data: Sequence[str]) -> None:
-    """Notes on files of a folder that are no data. DataError for a folder of several splits."""
+    """Print a note on files of a folder that are not data. Raises DataError for a folder of several splits."""
     from megalaunch.data.preprocess.corpus import find_corpus
 
     for name in data:
@@ -95,7 +98,7 @@ def _warn_omitted(data: Sequence[str]) -> None:
 
 
 class _Table:
-    """Shows scores one by one, a header before the first."""
+    """Prints scores as they arrive, after a header."""
 
     def __init__(self, json: bool) -> None:
         self._json, self._headed = json, json
@@ -121,7 +124,7 @@ def _fail_on_errors() -> Iterator[None]:
     except (NotADirectoryError, ValueError) as error:
         fail(str(error))
     except OSError as error:
-        fail(f"something is not there, or cannot be read: {error}", ExitCode.DATA)
+        fail(f"cannot read a file: {error}", ExitCode.DATA)
     except KeyboardInterrupt:
         refuse("", ExitCode.INTERRUPTED)
 
@@ -129,19 +132,19 @@ def _fail_on_errors() -> Iterator[None]:
 def _check(
     source: Path, data: list[str] | None, layout: list[str] | None, task: list[str] | None, include_path: Path | None
 ) -> None:
-    """Refuse what cannot be, before anything heavy is imported."""
+    """Refuse invalid arguments before torch is imported."""
     from megalaunch.runs.errors import fail
 
     if not data and not task:
-        fail("name what to evaluate on: texts or token files with --data, or a task of lm-eval with --task")
+        fail("nothing to evaluate on: add texts or token files with --data, or a task of lm-eval with --task")
     if layout and task:
-        fail(f"tasks of lm-eval run in one process: leave out {' '.join(layout)}, or --task")
+        fail(f"lm-eval tasks run in one process: omit {' '.join(layout)} or --task")
     if source.suffix == ".gguf" and source.is_file():
         fail(f"{source} is GGUF, quantised for llama.cpp: not supported; take the model's Hugging Face folder")
     if not source.is_dir():
-        fail(f"{source} is no directory; give a run, one of its checkpoints/step_<number> or a Hugging Face folder")
+        fail(f"{source} is not a directory: name a run, one of its checkpoints/step_<number> or a Hugging Face folder")
     if include_path is not None and not include_path.is_dir():
-        fail(f"--include-path {include_path} is no directory; name the folder that holds the YAML files of your tasks")
+        fail(f"--include-path {include_path} is not a directory: name the folder with the YAML files of your tasks")
     if find_spec("torch") is None:
         fail("evaluate needs torch, which is not installed; add it with: pip install 'megalaunch[train]'")
     if task and find_spec("lm_eval") is None:

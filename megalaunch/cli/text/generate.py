@@ -1,4 +1,4 @@
-"""`megalaunch generate`: a trained model continues texts, or answers."""
+"""`megalaunch generate`: complete prompts, or answer conversations, with a trained model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 Source = Annotated[
     Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT|HF_DIR", help="A run, a checkpoint, or a Hugging Face folder.")
 ]
-Words = Annotated[
+Layout = Annotated[
     list[str] | None,
     typer.Argument(metavar="[LAYOUT]...", help="Parallel layout over local workers, e.g. parallel=tp2pp2."),
 ]
-Texts = Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")]
+Prompts = Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")]
 File = Annotated[
     str | None,
-    typer.Option(metavar="FILE|-", help="A prompt a line, of a text file, a .jsonl file or (-) standard input."),
+    typer.Option(metavar="FILE|-", help="One prompt per line of a text file, a .jsonl file or (-) standard input."),
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompts.")]
 System = Annotated[str | None, typer.Option(help="With --chat: the system message.")]
@@ -35,14 +35,17 @@ Samples = Annotated[int, typer.Option(min=1, help="Completions per prompt.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy, 1: unscaled.")]
 TopK = Annotated[int | None, typer.Option(min=1, help="Top-k sampling: the k most probable tokens.")]
 TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Top-p (nucleus) sampling: the tokens that hold this probability.")
+    float,
+    typer.Option(
+        min=0.0, max=1.0, help="Top-p (nucleus) sampling: the most probable tokens up to this total probability."
+    ),
 ]
 MinP = Annotated[
     float,
     typer.Option(min=0.0, max=1.0, help="Min-p sampling: drop tokens below this fraction of the highest probability."),
 ]
 Penalty = Annotated[
-    float, typer.Option(min=0.0, help="Repetition penalty; above 1, tokens in the text so far become less probable.")
+    float, typer.Option(min=0.0, help="Repetition penalty; above 1, tokens that already occur become less probable.")
 ]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop string: end the text before it; may be repeated.")]
 Logprobs = Annotated[
@@ -62,8 +65,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON lines: one object
 
 def generate(
     source: Source,
-    layout: Words = None,
-    prompt: Texts = None,
+    layout: Layout = None,
+    prompt: Prompts = None,
     prompts: File = None,
     chat: Chat = False,
     system: System = None,
@@ -94,11 +97,11 @@ def generate(
     if source.suffix == ".gguf" and source.is_file():
         fail(f"{source} is GGUF, quantised for llama.cpp: not supported; take the model's Hugging Face folder")
     if not source.is_dir():
-        fail(f"{source} is no directory; give a run, one of its checkpoints/step_<number> or a Hugging Face folder")
+        fail(f"{source} is not a directory: name a run, one of its checkpoints/step_<number> or a Hugging Face folder")
     if logprobs is not None and not json:
-        fail("--logprobs goes with --json: plain text has no place for them")
+        fail("--logprobs needs --json")
     if system is not None and not chat:
-        fail("--system goes with --chat")
+        fail("--system needs --chat")
     try:
         asked = read_prompts(prompt or [], prompts, chat, system)
     except PromptError as error:
@@ -130,7 +133,7 @@ def _write(source: Path, layout: list[str], job: GenerateJob, shown: GenerationO
             opened = api.open_source(source, lambda message: typer.echo(message, err=True))
             if job.no_bos:
                 opened = replace(opened, add_special_tokens=False)
-            _write_alone(opened, api.validate_prompts(opened, job.prompts, job.ask), job.ask, shown)
+            _write_in_this_process(opened, api.validate_prompts(opened, job.prompts, job.ask), job.ask, shown)
     except api.CheckpointError as error:
         fail(str(error), ExitCode.CHECKPOINT)
     except (NotADirectoryError, ValueError) as error:
@@ -139,7 +142,9 @@ def _write(source: Path, layout: list[str], job: GenerateJob, shown: GenerationO
         refuse("", ExitCode.INTERRUPTED)
 
 
-def _write_alone(source: ModelSource, tokens: list[list[int]], ask: GenerationRequest, shown: GenerationOutput) -> None:
+def _write_in_this_process(
+    source: ModelSource, tokens: list[list[int]], ask: GenerationRequest, shown: GenerationOutput
+) -> None:
     from megalaunch.engine import api
 
     model = api.load_weights(source)

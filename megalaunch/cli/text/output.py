@@ -1,4 +1,4 @@
-"""Print generated texts as they grow: plain, in the order of the prompts, or as JSON lines."""
+"""Print generated texts as they are generated: plain, in the order of the prompts, or as JSON lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GenerationOutput(Protocol):
-    """Receives generated texts as they grow."""
+    """Receives generated texts, token by token."""
 
     def add(self, event: TextDelta | Completion) -> None:
         """Print the next tokens of a text, or a finished text."""
@@ -49,7 +49,7 @@ class TextOutput:
 
 
 class JsonlOutput:
-    """Prints one line per text; with `stream` also one per new piece of text."""
+    """Prints one line per text; with `stream` also one per text delta."""
 
     def __init__(self, prompts: Sequence[Prompt], samples: int, stream: bool) -> None:
         self._prompts, self._samples, self._stream = prompts, samples, stream
@@ -61,11 +61,13 @@ class JsonlOutput:
             self._print(ready)
 
     def _print(self, event: Any) -> None:
-        place = {"index": event.row // self._samples, "sample": event.row % self._samples}
+        position = {"index": event.row // self._samples, "sample": event.row % self._samples}
         if not _is_delta(event):
-            _show(json.dumps({**place, "prompt": self._prompts[event.row // self._samples], **_record(event)}) + "\n")
+            _show(
+                json.dumps({**position, "prompt": self._prompts[event.row // self._samples], **_record(event)}) + "\n"
+            )
         elif self._stream:
-            _show(json.dumps({**place, "piece": event.text}) + "\n")
+            _show(json.dumps({**position, "piece": event.text}) + "\n")
 
 
 def _record(written: Any) -> dict[str, Any]:

@@ -19,17 +19,17 @@ class PromptError(Exception):
 
 
 def read_prompts(given: Sequence[str], file: str | None, chat: bool, system: str | None) -> list[Prompt]:
-    """Return all prompts: `given` first, then a prompt a line of `file` (`-`: standard input). Raises PromptError.
+    """Return all prompts: `given` first, then one per line of `file` (`-`: standard input). Raises PromptError.
 
-    Lines of a .jsonl file are {"prompt": TEXT}, or with `chat` {"messages": [...]} as well. With `chat` a text is what
-    the user says, after the `system` message if there is one.
+    Lines of a .jsonl file are {"prompt": TEXT}, or with `chat` {"messages": [...]} as well. With `chat` a text is the
+    user's message, after the `system` message if there is one.
     """
     found: list[Prompt] = list(given)
     if file is not None:
         found += _read_file(file, chat)
     if not found:
-        where = f"{'standard input' if file == '-' else file} holds no line" if file else "there is no prompt"
-        raise PromptError(f"{where}: give --prompt TEXT (again for further ones), or --prompts FILE")
+        where = f"{'standard input' if file == '-' else file} has no lines" if file else "there is no prompt"
+        raise PromptError(f"{where}: give --prompt TEXT (may be repeated) or --prompts FILE")
     return [_conversation(prompt, system) for prompt in found] if chat else found
 
 
@@ -46,7 +46,7 @@ def _read_file(name: str, chat: bool) -> Iterator[Prompt]:
     except OSError as error:
         raise PromptError(f"cannot read the prompts in {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise PromptError(f"the prompts in {path} are no UTF-8: byte {error.start} is wrong") from error
+        raise PromptError(f"the prompts in {path} are not UTF-8: byte {error.start} is invalid") from error
     for number, line in enumerate(lines, 1):
         if line.strip():
             yield _read_json(path, number, line, chat) if path.suffix == ".jsonl" else line.removesuffix("\r")
@@ -56,7 +56,7 @@ def _read_json(path: Path, number: int, line: str, chat: bool) -> Prompt:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise PromptError(f"{path}, line {number} is no JSON: {error}") from error
+        raise PromptError(f"{path}, line {number} is not valid JSON: {error}") from error
     if isinstance(record, dict) and isinstance(record.get("prompt"), str):
         return str(record["prompt"])
     if not chat:

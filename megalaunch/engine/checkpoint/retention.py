@@ -110,8 +110,8 @@ def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
         return source
     run = RunDirectory(source)
     if not run.checkpoints.is_dir() and not run.spec.is_file():
-        what = "has neither a checkpoint nor a run in it" if source.is_dir() else "is no directory"
-        raise NotADirectoryError(f"{source} {what}; give a run directory or one of its checkpoints/step_<number>")
+        cause = "has neither a checkpoint nor a run" if source.is_dir() else "is not a directory"
+        raise NotADirectoryError(f"{source} {cause}: name a run directory or one of its checkpoints/step_<number>")
     refused: list[str] = []
 
     def pass_over(checkpoint: Path, problems: list[str]) -> None:

@@ -222,7 +222,7 @@ def _decoder(checkpoint: Path, spec: RunSpec, dtype: torch.dtype, device: torch.
         if name in DIVIDED_BY_VOCABULARY:
             stored = weights[WEIGHTS + name] = stored[: shape[0]]
         if stored.shape != shape:
-            raise ValueError(f"{name} has the shape {list(stored.shape)} there; {SPEC_FILE} means {list(shape)}")
+            raise ValueError(f"{name} has shape {list(stored.shape)}, but {SPEC_FILE} needs {list(shape)}")
     placed = {name: weights.pop(WEIGHTS + name).to(device, dtype) for name in shapes}
     decoder.load_state_dict(placed, strict=False, assign=True)  # not strict: a tied head has no tensor of its own
     decoder.tie()

@@ -168,7 +168,7 @@ def test_what_workers_refuse_is_said_as_on_one_process(run: RunDirectory):
     [
         (["parallel=tp3"], "[parallel.heads_by_tp]"),
         (["parallel=pp3"], "2 layers are not divisible by pp 3"),
-        (["parallel=tp2", "model.num_layers=4"], "'model.num_layers=4' says nothing about the layout"),
+        (["parallel=tp2", "model.num_layers=4"], "'model.num_layers=4' does not set the layout"),
         (["parallel=tp2pq"], "there is no parallel=tp2pq"),
         (["parallel.tpp=2"], "did you mean 'parallel.tp'?"),
         (["parallel=ep2"], "[engine.unsupported]"),

@@ -81,12 +81,12 @@ def test_what_cannot_be_evaluated(tmp_path, monkeypatch):
         (
             ["parallel=tp2", "--task", "any"],
             2,
-            "tasks of lm-eval run in one process: leave out parallel=tp2, or --task",
+            "lm-eval tasks run in one process: omit parallel=tp2 or --task",
         ),
         (["--task", "any"], 2, "pip install 'megalaunch[lm-eval]'"),
-        (["--task", "any", "--include-path", tmp_path / "no"], 2, "no is no directory"),
+        (["--task", "any", "--include-path", tmp_path / "no"], 2, "no is not a directory"),
     ]:
         result = CliRunner().invoke(app, ["evaluate", str(tmp_path / "hf"), *map(str, words)])
         assert (result.exit_code, reason in result.stderr) == (code, True), result.output
     result = CliRunner().invoke(app, ["evaluate", str(tmp_path / "no"), "--data", "x"])
-    assert (result.exit_code, "is no directory" in result.stderr) == (2, True)
+    assert (result.exit_code, "is not a directory" in result.stderr) == (2, True)

@@ -401,7 +401,7 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path):
     spec.write_text(spec.read_text().replace("ffn_hidden_size: 48", "ffn_hidden_size: 64"))
     from megalaunch.engine.inference.load_model import load_language_model
 
-    with pytest.raises(CheckpointError, match=r"gate_proj.weight has the shape \[48, 32\] there; spec.yaml means"):
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight has shape \[48, 32\], but spec.yaml needs"):
         load_language_model(run.checkpoint(1), torch.device("cpu"))
 
 
