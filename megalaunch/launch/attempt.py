@@ -18,6 +18,7 @@ from megalaunch.launch.hang_clock import HangClock
 from megalaunch.launch.process import Process, is_alive, kill_all, send_signal
 from megalaunch.launch.rank_monitor import Rank, RankMonitor
 from megalaunch.launch.stop import StopSignals
+from megalaunch.plan.world import resolved_world_size
 from megalaunch.rundir.collective_trace import CollectiveTrace, read_collective_trace
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.paths import RunDirectory
@@ -32,7 +33,7 @@ class Attempt:
     def __init__(self, number: int, spec: RunSpec, directory: RunDirectory, agent: Agent) -> None:
         self.number, self.agent = number, agent
         self._directory = directory
-        self.ranks = RankMonitor(directory, spec.cluster.nodes * int(spec.cluster.devices_per_node), number)
+        self.ranks = RankMonitor(directory, resolved_world_size(spec.cluster), number)
         self._clock = HangClock(spec, time.monotonic())
         self._events: list[Record] = []  # worker_failed
         self._signalled: set[Process] = set()  # workers that were sent a stop signal

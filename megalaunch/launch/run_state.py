@@ -11,6 +11,7 @@ from megalaunch.config.schema import RunSpec
 from megalaunch.format.numbers import format_bytes
 from megalaunch.launch.tail import JsonlTail
 from megalaunch.plan.flops import step_flops
+from megalaunch.plan.world import resolved_world_size
 from megalaunch.platform.chips import CHIPS
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.paths import RunDirectory
@@ -33,7 +34,7 @@ def throughput_basis(spec: RunSpec) -> ThroughputBasis:
     """Return the throughput basis of a resolved spec."""
     chip = CHIPS.get(spec.platform.chip)
     peak = chip.peak_flops.get(spec.precision.compute_dtype) if chip else None
-    return ThroughputBasis(step_flops(spec), spec.cluster.nodes * int(spec.cluster.devices_per_node), peak)
+    return ThroughputBasis(step_flops(spec), resolved_world_size(spec.cluster), peak)
 
 
 class RunState:

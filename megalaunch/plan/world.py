@@ -27,6 +27,14 @@ def world_size(cluster: ClusterSpec) -> int | None:
     return cluster.nodes * per_node if isinstance(per_node, int) else None
 
 
+def resolved_world_size(cluster: ClusterSpec) -> int:
+    """Return the world size of a resolved spec. Raises ValueError while devices_per_node is open."""
+    world = world_size(cluster)
+    if world is None:
+        raise ValueError("cluster.devices_per_node is not resolved")
+    return world
+
+
 def model_parallel_size(parallel: ParallelSpec) -> int:
     """Return the devices of one data-parallel rank: tp x pp x cp."""
     return parallel.tp * parallel.pp * parallel.cp

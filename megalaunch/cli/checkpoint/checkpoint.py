@@ -108,13 +108,13 @@ def _find_checkpoints(path: Path, only_complete: bool = True) -> list[Path]:
     """Return a checkpoint itself, or all (or all complete) checkpoints of a run, newest first; at least one."""
     from megalaunch.rundir.checkpoint.listing import checkpoints_by_step
     from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
-    from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE
+    from megalaunch.rundir.checkpoint.tensor_index import TENSOR_INDEX
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.rundir.paths import checkpoint_step
     from megalaunch.runs.errors import fail
 
     if path.is_dir() and (
-        (path / MANIFEST).exists() or (path / CATALOGUE).exists() or checkpoint_step(path) is not None
+        (path / MANIFEST).exists() or (path / TENSOR_INDEX).exists() or checkpoint_step(path) is not None
     ):
         return [path]
     run = _find_run(path)

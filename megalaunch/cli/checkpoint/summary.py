@@ -11,7 +11,7 @@ from megalaunch.plan.topology import Topology
 from megalaunch.rundir.checkpoint.contents import POSITION, read_document
 from megalaunch.rundir.checkpoint.errors import CheckpointError
 from megalaunch.rundir.checkpoint.manifest import read_manifest, verify_checkpoint
-from megalaunch.rundir.checkpoint.tensor_index import Catalogue, read_tensor_index
+from megalaunch.rundir.checkpoint.tensor_index import TensorIndex, read_tensor_index
 
 
 def summarize_checkpoint(checkpoint: Path, spec: RunSpec | None) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def summarize_checkpoint(checkpoint: Path, spec: RunSpec | None) -> dict[str, An
         records = read_manifest(checkpoint)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint}: {error}") from error
-    catalogue, position = read_tensor_index(checkpoint), read_document(checkpoint, POSITION)
+    tensor_index, position = read_tensor_index(checkpoint), read_document(checkpoint, POSITION)
     if not isinstance(position, dict):
         raise CheckpointError(f"{checkpoint / POSITION}.json holds no step")
     return {
@@ -49,9 +49,9 @@ def summarize_checkpoint(checkpoint: Path, spec: RunSpec | None) -> dict[str, An
                     for chunk in tensor.chunks
                 ],
             }
-            for name, tensor in sorted(catalogue.items())
+            for name, tensor in sorted(tensor_index.items())
         },
-        "totals": _totals(catalogue),
+        "totals": _totals(tensor_index),
         "bytes": sum(record.size for record in records),
     }
 
@@ -62,9 +62,9 @@ def tensor_group(name: str) -> str:
     return f"{first}.{rest.partition('.')[0]}" if first == "optimizer" else first
 
 
-def _totals(catalogue: Catalogue) -> dict[str, dict[str, int]]:
+def _totals(tensor_index: TensorIndex) -> dict[str, dict[str, int]]:
     totals: dict[str, dict[str, int]] = {}
-    for name, tensor in sorted(catalogue.items()):
+    for name, tensor in sorted(tensor_index.items()):
         total = totals.setdefault(tensor_group(name), {"tensors": 0, "values": 0, "bytes": 0})
         total["tensors"] += 1
         total["values"] += math.prod(tensor.shape)

@@ -92,10 +92,10 @@ def import_megatron(
 
 
 def _reader(written: Path) -> Read:
-    catalogue = read_tensor_index(written)
+    tensor_index = read_tensor_index(written)
 
     def of_checkpoint(name: str) -> torch.Tensor:
-        return full_tensor(written, WEIGHTS + name, catalogue, {})
+        return full_tensor(written, WEIGHTS + name, tensor_index, {})
 
     return of_checkpoint
 

@@ -45,7 +45,7 @@ from megalaunch.engine.checkpoint.safetensors_file import (
 )
 from megalaunch.fs import create_temporary_directory, make_directory, publish_directory
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, FileRecord, manifest_text
-from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE, Catalogue, Chunk, StoredTensor, tensor_index_text
+from megalaunch.rundir.checkpoint.tensor_index import TENSOR_INDEX, Chunk, StoredTensor, TensorIndex, tensor_index_text
 
 _COPY_BYTES = 1 << 20
 
@@ -127,10 +127,10 @@ class CheckpointWriter(StorageWriter):
         assert self.unfinished is not None
         places = {result.index: result.storage_data for share in results for result in share}
         shards: set[FileRecord] = set(places.values())
-        catalogue = _make_tensor_index(metadata, {index: record.name for index, record in places.items()})
+        tensor_index = _make_tensor_index(metadata, {index: record.name for index, record in places.items()})
         try:
             _require_visible(self.unfinished, self._directory, shards)
-            texts = {CATALOGUE: tensor_index_text(catalogue), **self._texts}
+            texts = {TENSOR_INDEX: tensor_index_text(tensor_index), **self._texts}
             records = [_write_text(self.unfinished / name, text) for name, text in texts.items()]
             records += [_copy(source, self.unfinished / name) for name, source in self._files.items()]
             _write_text(self.unfinished / MANIFEST, manifest_text([*records, *shards]))
@@ -142,12 +142,12 @@ class CheckpointWriter(StorageWriter):
 class CheckpointReader(StorageReader):
     """Reads the chunks that a rank needs.
 
-    `catalogue` is the validated tensor index. `shapes` gives the runtime shapes of tensors that are larger than their
-    stored ones (a padded vocabulary); no stored chunk covers the padding rows.
+    `tensor_index` is validated. `shapes` gives the runtime shapes of tensors that are larger than their stored ones (a
+    padded vocabulary); no stored chunk covers the padding rows.
     """
 
-    def __init__(self, directory: Path, catalogue: Catalogue, shapes: Mapping[str, torch.Size]) -> None:
-        self._directory, self._catalogue, self._shapes = directory, catalogue, shapes
+    def __init__(self, directory: Path, tensor_index: TensorIndex, shapes: Mapping[str, torch.Size]) -> None:
+        self._directory, self._tensor_index, self._shapes = directory, tensor_index, shapes
         self._places: Mapping[MetadataIndex, str] = {}
 
     @classmethod
@@ -160,7 +160,7 @@ class CheckpointReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return DCP's metadata of the checkpoint."""
-        return _make_metadata(self._catalogue, self._shapes)
+        return _make_metadata(self._tensor_index, self._shapes)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Save the map from chunk to file."""
@@ -182,7 +182,7 @@ class CheckpointReader(StorageReader):
         for name, items in by_file.items():
             file = MappedFile(self._directory / name)
             for item in items:
-                part = _stored_part(file, item.storage_index, self._catalogue)
+                part = _stored_part(file, item.storage_index, self._tensor_index)
                 for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                     part = part.narrow(dim, start, length)
                 target = planner.resolve_tensor(item)
@@ -195,18 +195,18 @@ class CheckpointReader(StorageReader):
 
 def _make_tensor_index(metadata: Metadata, files: Mapping[MetadataIndex, str]) -> dict[str, StoredTensor]:
     """Build the tensor index from DCP's metadata. `files` maps each chunk to the name of its file."""
-    catalogue = {}
+    tensor_index = {}
     for name, stored in metadata.state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata)
         chunks = tuple(
             Chunk(tuple(chunk.offsets), tuple(chunk.sizes), files[MetadataIndex(name, chunk.offsets)])
             for chunk in stored.chunks
         )
-        catalogue[name] = StoredTensor(DTYPE_NAMES[stored.properties.dtype], tuple(stored.size), chunks)
-    return catalogue
+        tensor_index[name] = StoredTensor(DTYPE_NAMES[stored.properties.dtype], tuple(stored.size), chunks)
+    return tensor_index
 
 
-def _make_metadata(catalogue: Catalogue, shapes: Mapping[str, torch.Size]) -> Metadata:
+def _make_metadata(tensor_index: TensorIndex, shapes: Mapping[str, torch.Size]) -> Metadata:
     """Build the metadata that DCP plans a load from. `storage_data` maps each chunk to its file."""
     stored = {
         name: TensorStorageMetadata(
@@ -216,17 +216,19 @@ def _make_metadata(catalogue: Catalogue, shapes: Mapping[str, torch.Size]) -> Me
                 ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in tensor.chunks
             ],
         )
-        for name, tensor in catalogue.items()
+        for name, tensor in tensor_index.items()
     }
     places = {
-        MetadataIndex(name, chunk.offsets): chunk.file for name, tensor in catalogue.items() for chunk in tensor.chunks
+        MetadataIndex(name, chunk.offsets): chunk.file
+        for name, tensor in tensor_index.items()
+        for chunk in tensor.chunks
     }
     return Metadata(state_dict_metadata=dict(stored), storage_data=places)
 
 
-def _stored_part(file: MappedFile, index: MetadataIndex, catalogue: Catalogue) -> torch.Tensor:
+def _stored_part(file: MappedFile, index: MetadataIndex, tensor_index: TensorIndex) -> torch.Tensor:
     """Return one stored chunk, checked against the tensor index."""
-    stored = catalogue[index.fqn]
+    stored = tensor_index[index.fqn]
     shape = next(chunk.shape for chunk in stored.chunks if chunk.offsets == index.offset)
     return stored_slice(file, index.fqn, DTYPES[stored.dtype], shape)
 

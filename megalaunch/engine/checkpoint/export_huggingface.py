@@ -37,24 +37,24 @@ class StoredWeights:
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        self._catalogue = read_tensor_index(checkpoint)
+        self._tensor_index = read_tensor_index(checkpoint)
         self.origin = self._origin()
         spec = read_spec(checkpoint / SPEC_FILE)
         vocabulary = min(self.origin.get("vocab_size") or spec.model.vocab_size or 0, spec.model.vocab_size or 0)
         self.model: ModelSpec = replace(spec.model, vocab_size=vocabulary)
         self.shapes = parameter_shapes(self.model)
-        missing = [name for name in self.shapes if WEIGHTS + name not in self._catalogue]
+        missing = [name for name in self.shapes if WEIGHTS + name not in self._tensor_index]
         if missing:
             raise CheckpointError(f"the checkpoint {checkpoint} has no {', '.join(missing)}")
 
     def read(self, name: str) -> Tensor:
         """Read one parameter in its stored dtype."""
-        whole = full_tensor(self.checkpoint, WEIGHTS + name, self._catalogue, {})
+        whole = full_tensor(self.checkpoint, WEIGHTS + name, self._tensor_index, {})
         return whole[: self.shapes[name][0]] if name in DIVIDED_BY_VOCABULARY else whole
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of a parameter."""
-        return DTYPES[self._catalogue[WEIGHTS + name].dtype]
+        return DTYPES[self._tensor_index[WEIGHTS + name].dtype]
 
     def companions(self) -> dict[str, Path]:
         """Return the files that came with the weights (tokenizer, generation config); at least the run's tokenizer."""

@@ -19,7 +19,7 @@ from megalaunch.engine.checkpoint.atomic_directory import Wrote, atomic_director
 from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, HashedFile, TensorSource, write_file
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, FileRecord, manifest_text
-from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE, Chunk, StoredTensor, tensor_index_text
+from megalaunch.rundir.checkpoint.tensor_index import TENSOR_INDEX, Chunk, StoredTensor, tensor_index_text
 
 PROOF = "proof.json"
 _SHARD_BYTES = 5_000_000_000
@@ -80,14 +80,14 @@ def _write(
     count: Callable[[int], None],
 ) -> Iterator[FileRecord]:
     """Write shards, tensor index, spec, origin, companion files and tokenizer; yield a record of each file."""
-    catalogue = {}
+    tensor_index = {}
     for number, names in enumerate(_shards(sources)):
         file = f"shard_{number:05d}.safetensors"
         yield write_file(unfinished / file, {name: sources[name] for name in names}, count)
         for name in names:
             chunk = Chunk((0,) * len(sources[name].shape), sources[name].shape, file)
-            catalogue[name] = StoredTensor(DTYPE_NAMES[sources[name].dtype], sources[name].shape, (chunk,))
-    yield _text(unfinished / CATALOGUE, tensor_index_text(catalogue))
+            tensor_index[name] = StoredTensor(DTYPE_NAMES[sources[name].dtype], sources[name].shape, (chunk,))
+    yield _text(unfinished / TENSOR_INDEX, tensor_index_text(tensor_index))
     yield _text(unfinished / SPEC_FILE, spec_to_text(make_spec(weights.model)))
     yield _text(unfinished / f"{ORIGIN}.json", json.dumps(dict(weights.origin), indent=1) + "\n")
     for name, path in weights.companions().items():

@@ -12,7 +12,7 @@ import torch
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES, MappedFile
-from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE, Catalogue, read_tensor_index
+from megalaunch.rundir.checkpoint.tensor_index import TENSOR_INDEX, TensorIndex, read_tensor_index
 
 _SHOWN = 8  # names of tensors per error message
 
@@ -27,18 +27,18 @@ def read_tensors(directory: Path, names: Collection[str] | None = None) -> dict[
     Raises:
         CheckpointError: a tensor is missing, or a file contradicts the tensor index.
     """
-    catalogue = read_tensor_index(directory)
-    wanted = list(catalogue) if names is None else list(names)
-    missing = [name for name in wanted if name not in catalogue]
+    tensor_index = read_tensor_index(directory)
+    wanted = list(tensor_index) if names is None else list(names)
+    missing = [name for name in wanted if name not in tensor_index]
     if missing:
         raise CheckpointError(f"the checkpoint {directory} has no {_listed(missing)}")
     files: dict[str, MappedFile] = {}
-    return {name: full_tensor(directory, name, catalogue, files) for name in wanted}
+    return {name: full_tensor(directory, name, tensor_index, files) for name in wanted}
 
 
-def full_tensor(directory: Path, name: str, catalogue: Catalogue, files: dict[str, MappedFile]) -> torch.Tensor:
+def full_tensor(directory: Path, name: str, tensor_index: TensorIndex, files: dict[str, MappedFile]) -> torch.Tensor:
     """Assemble one tensor from its chunks. `files` caches the opened files across calls."""
-    stored, dtype = catalogue[name], DTYPES[catalogue[name].dtype]
+    stored, dtype = tensor_index[name], DTYPES[tensor_index[name].dtype]
     parts = []
     for chunk in stored.chunks:  # check every chunk before allocating the full tensor
         if chunk.file not in files:
@@ -56,7 +56,7 @@ def stored_slice(file: MappedFile, name: str, dtype: torch.dtype, shape: tuple[i
     part = file.tensor(name)
     if part.dtype != dtype or part.shape != shape:
         raise CheckpointError(
-            f"{file.path}: {name!r} is {part.dtype} {list(part.shape)}, which contradicts {CATALOGUE}"
+            f"{file.path}: {name!r} is {part.dtype} {list(part.shape)}, which contradicts {TENSOR_INDEX}"
         )
     return part
 

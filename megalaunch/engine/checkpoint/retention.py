@@ -11,7 +11,7 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.fs import discard_directory, list_temporary_directories, remove_directory
 from megalaunch.rundir.checkpoint.listing import checkpoints_by_step, retention_reasons
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
-from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE
+from megalaunch.rundir.checkpoint.tensor_index import TENSOR_INDEX
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
 
 
@@ -103,7 +103,7 @@ def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
         NotADirectoryError: `source` is neither.
         CheckpointError: There is no valid checkpoint.
     """
-    if (source / MANIFEST).exists() or (source / CATALOGUE).exists() or checkpoint_step(source) is not None:
+    if (source / MANIFEST).exists() or (source / TENSOR_INDEX).exists() or checkpoint_step(source) is not None:
         problems = verify_checkpoint(source)
         if problems:
             raise CheckpointError(f"the checkpoint {source} is damaged: {'; '.join(problems)}")

@@ -34,7 +34,7 @@ from megalaunch.engine.dtensor import local_slice, to_local_no_grad
 from megalaunch.fs import discard_directory
 from megalaunch.rundir.checkpoint.contents import JSON, read_document
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, is_plain_name, verify_checkpoint
-from megalaunch.rundir.checkpoint.tensor_index import CATALOGUE, Catalogue, read_tensor_index
+from megalaunch.rundir.checkpoint.tensor_index import TENSOR_INDEX, TensorIndex, read_tensor_index
 
 __all__ = [
     "JSON",
@@ -154,12 +154,12 @@ def load_checkpoint(
     Raises:
         CheckpointError: lists every difference; the same on all ranks.
     """
-    catalogue = run_on_all_ranks(lambda: read_tensor_index(directory))[0]
-    _require_match(directory, catalogue, tensors, shapes)
+    tensor_index = run_on_all_ranks(lambda: read_tensor_index(directory))[0]
+    _require_match(directory, tensor_index, tensors, shapes)
     with _dcp_errors(directory, "load"):
         load(
             dict(tensors),
-            storage_reader=CheckpointReader(directory, catalogue, {name: tensors[name].shape for name in shapes}),
+            storage_reader=CheckpointReader(directory, tensor_index, {name: tensors[name].shape for name in shapes}),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=coordination_group(),
             no_dist=not dist.is_initialized(),
@@ -177,7 +177,7 @@ def _zero_padding(tensor: torch.Tensor, shape: torch.Size) -> None:
 
 def _require_names(tensors: Mapping[str, object], documents: Mapping[str, object], files: Mapping[str, object]) -> None:
     """Raise ValueError for a programming error in the arguments, before anything is written."""
-    names = [MANIFEST, CATALOGUE, *files, *(f"{name}.json" for name in documents)]
+    names = [MANIFEST, TENSOR_INDEX, *files, *(f"{name}.json" for name in documents)]
     if len(set(names)) != len(names) or not all(is_plain_name(name) for name in names):
         raise ValueError(f"documents and files of a checkpoint need distinct plain names: {sorted(names)}")
     for name, tensor in tensors.items():
@@ -185,13 +185,15 @@ def _require_names(tensors: Mapping[str, object], documents: Mapping[str, object
             raise ValueError(f"{name!r} cannot be saved in a checkpoint: {type(tensor).__name__}")
 
 
-def _require_match(directory: Path, catalogue: Catalogue, tensors: Mapping[str, torch.Tensor], shapes: Shapes) -> None:
+def _require_match(
+    directory: Path, tensor_index: TensorIndex, tensors: Mapping[str, torch.Tensor], shapes: Shapes
+) -> None:
     """Raise CheckpointError that lists all differences between a checkpoint and the ranks' tensors. Collective."""
 
     def differences() -> tuple[set[str], set[str]]:
         found = set()
         for name, tensor in tensors.items():
-            stored, shape = catalogue.get(name), shapes.get(name, tensor.shape)
+            stored, shape = tensor_index.get(name), shapes.get(name, tensor.shape)
             if stored is None:
                 found.add(f"missing in the checkpoint: {name}")
             elif stored.shape != shape:
@@ -203,7 +205,7 @@ def _require_match(directory: Path, catalogue: Catalogue, tensors: Mapping[str, 
     per_rank = run_on_all_ranks(differences)
     names = set().union(*(names for names, _ in per_rank))
     problems = set().union(*(found for _, found in per_rank))
-    problems |= {f"unexpected in the checkpoint: {name}" for name in catalogue if name not in names}
+    problems |= {f"unexpected in the checkpoint: {name}" for name in tensor_index if name not in names}
     if problems:
         raise CheckpointError(f"the checkpoint {directory} does not match the run: {'; '.join(sorted(problems))}")
 

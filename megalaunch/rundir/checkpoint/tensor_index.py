@@ -16,7 +16,7 @@ from megalaunch.rundir.checkpoint.errors import CheckpointError
 from megalaunch.rundir.checkpoint.header import DTYPE_BYTES, are_sizes
 from megalaunch.rundir.checkpoint.manifest import is_plain_name
 
-CATALOGUE = "tensors.json"
+TENSOR_INDEX = "tensors.json"
 _MOST_COMPARED = 1_000_000  # pairs of chunks of a tensor; 1024 x 8 ranks need 65,536
 
 
@@ -43,13 +43,14 @@ class StoredTensor:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-Catalogue = Mapping[str, StoredTensor]
+TensorIndex = Mapping[str, StoredTensor]
+"""The tensors of a checkpoint by name."""
 
 
-def tensor_index_text(catalogue: Catalogue) -> str:
+def tensor_index_text(tensor_index: TensorIndex) -> str:
     """Return the JSON text of a tensor index, one tensor per line."""
     lines = []
-    for name, tensor in sorted(catalogue.items()):
+    for name, tensor in sorted(tensor_index.items()):
         chunks = [{"offsets": chunk.offsets, "shape": chunk.shape, "file": chunk.file} for chunk in tensor.chunks]
         entry = {"dtype": tensor.dtype, "shape": tensor.shape, "chunks": chunks}
         lines.append(f"{json.dumps(name)}: {json.dumps(entry)}")
@@ -58,14 +59,14 @@ def tensor_index_text(catalogue: Catalogue) -> str:
 
 def read_tensor_index(directory: Path) -> dict[str, StoredTensor]:
     """Read and validate a checkpoint's tensor index. Raises CheckpointError."""
-    path = directory / CATALOGUE
+    path = directory / TENSOR_INDEX
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict):
             raise ValueError("it is no mapping")
         return {name: stored_tensor(name, entry) for name, entry in data.items()}
     except FileNotFoundError as error:
-        raise CheckpointError(f"{directory} is not a checkpoint: {CATALOGUE} is missing") from error
+        raise CheckpointError(f"{directory} is not a checkpoint: {TENSOR_INDEX} is missing") from error
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -133,7 +133,7 @@ def test_unknown_format_versions_and_foreign_paths_are_refused(save: Callable[[i
         (lambda even: even.update(chunks=3), "damaged"),
     ],
 )
-def test_nothing_in_the_catalogue_is_believed(save: Callable[[int], Path], change: Callable, reason: str):
+def test_nothing_in_the_tensor_index_is_believed(save: Callable[[int], Path], change: Callable, reason: str):
     path = save(5) / "tensors.json"
     tensor_index = json.loads(path.read_text())
     change(tensor_index["even"])
