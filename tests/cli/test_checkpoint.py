@@ -51,7 +51,7 @@ def test_the_list_of_a_run(run: RunDirectory):
     lines = call("list", run.root).stdout.splitlines()
     size = shard.stat().st_size
     assert f"shard_00000.safetensors: has {size} bytes instead of {size + 1}  every 20 steps" in lines[3]
-    assert lines[5] == f"  {cut_off.name}, 1.5 kB: an interrupted save; the next start of the run removes it"
+    assert lines[5] == f"  {cut_off.name}, 1.5 kB: an interrupted save, removed when the run starts again"
     found = json.loads(call("list", run.root, "--json").stdout)
     assert [(row["step"], row["complete"], row["retained"]) for row in found["checkpoints"]] == [
         (10, True, None), (20, False, "every 20 steps"), (30, True, "newest"),
@@ -85,7 +85,7 @@ def test_what_a_checkpoint_holds(run: RunDirectory):
 def test_the_layout_is_told(run: RunDirectory):
     layout = {"parallel.dp": 2, "parallel.tp": 2, "cluster.devices_per_node": 4, "batch.micro_batch_size": 1}
     path = run.checkpoint(30) / "spec.yaml"
-    assert "  layout   not known (its spec.yaml does not say)" in call("inspect", run.checkpoint(30)).stdout
+    assert "  layout   unknown (not in its spec.yaml)" in call("inspect", run.checkpoint(30)).stdout
     write_spec(with_values(tiny_spec(), layout), path)
     shown = call("inspect", run.checkpoint(30)).stdout
     assert (
@@ -124,7 +124,7 @@ def test_refusals(run: RunDirectory, tmp_path: Path):
     for step in (10, 20, 30):
         (run.checkpoint(step) / "tensors.json").unlink()
     refused = call("inspect", run.root)
-    assert (refused.exit_code, refused.stderr) == (4, f"error: {run.checkpoints} holds no complete checkpoint\n")
+    assert (refused.exit_code, refused.stderr) == (4, f"error: {run.checkpoints} has no complete checkpoint\n")
 
 
 def test_torch_is_not_needed(run: RunDirectory):

@@ -195,13 +195,13 @@ def test_a_run_without_a_valid_checkpoint(tmp_path: Path):
     run = make_run(tmp_path / "run", steps=())
     result = call(run.root, "--prompt", "x")
     assert result.exit_code == 4
-    assert result.stderr == f"error: {run.checkpoints} holds no valid checkpoint (the run has not saved one yet)\n"
+    assert result.stderr == f"error: {run.checkpoints} has no valid checkpoint (the run has not saved one yet)\n"
     run = make_run(tmp_path / "other", steps=(7,))
     (run.checkpoint(7) / "tensors.json").write_text("{}")
     result = call(run.root, "--prompt", "x")
     assert result.exit_code == 4
     assert f"{run.checkpoint(7)} is passed over: tensors.json: has 2 bytes instead of" in result.stderr
-    assert f"{run.checkpoints} holds no valid checkpoint (all of them are damaged: step_00000007)" in result.stderr
+    assert f"{run.checkpoints} has no valid checkpoint (all of them are damaged: step_00000007)" in result.stderr
     result = call(run.checkpoint(7), "--prompt", "x")
     assert result.exit_code == 4
     assert "is damaged: tensors.json" in result.stderr

@@ -122,8 +122,8 @@ def _find_checkpoints(path: Path, only_complete: bool = True) -> list[Path]:
     if only_complete:
         found = [checkpoint for checkpoint in found if not verify_checkpoint(checkpoint, hashes=False)]
     if not found:
-        what = "complete checkpoint" if only_complete else "checkpoint"
-        fail(f"{run.checkpoints} holds no {what}", ExitCode.CHECKPOINT)
+        kind = "complete checkpoint" if only_complete else "checkpoint"
+        fail(f"{run.checkpoints} has no {kind}", ExitCode.CHECKPOINT)
     return found
 
 

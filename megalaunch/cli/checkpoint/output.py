@@ -52,8 +52,8 @@ def list_lines(
             table.append((str(row["step"]), _date(row["saved"]), format_bytes(row["bytes"]), state, retained))
         yield from table_lines(table, right=(0, 2))
     for name, size in unfinished.items():
-        what = "a save in progress" if locked else "an interrupted save; the next start of the run removes it"
-        yield f"  {name}, {format_bytes(size)}: {what}"
+        state = "a save in progress" if locked else "an interrupted save, removed when the run starts again"
+        yield f"  {name}, {format_bytes(size)}: {state}"
 
 
 def inspect_lines(checkpoint: Path, summary: Mapping[str, Any], every: bool) -> Iterator[str]:
@@ -116,7 +116,7 @@ def _tensor_rows(tensors: Mapping[str, Mapping[str, Any]], every: bool) -> Itera
 
 def _layout_text(layout: Mapping[str, Any] | None) -> str:
     if layout is None:
-        return "not known (its spec.yaml does not say)"
+        return "unknown (not in its spec.yaml)"
     axes = " x ".join(f"{axis} {size}" for axis, size in layout.items() if axis not in ("ranks", "data_sharding"))
     ranks = "one rank" if layout["ranks"] == 1 else f"{layout['ranks']} ranks"
     return f"{ranks}{f': {axes}' if axes else ''}, data sharding {layout['data_sharding']}"

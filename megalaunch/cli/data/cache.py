@@ -1,4 +1,4 @@
-"""`megalaunch data cache`: make everything that a run reads before it starts, on a machine without accelerators."""
+"""`megalaunch data cache`: prepare the data of a run in advance, on a machine without accelerators."""
 
 from __future__ import annotations
 

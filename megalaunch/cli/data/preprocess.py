@@ -26,7 +26,7 @@ _BAR = 24  # characters
 
 
 class MegatronCommand(ParametersCommand):
-    """Takes Megatron-LM's spelling of the options as well as ours."""
+    """Also accepts Megatron-LM's options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Translate Megatron's options, then parse the arguments."""
@@ -57,26 +57,28 @@ def run(
         Path, typer.Option(help="tokenizer.json, GPT-2 vocabulary, SentencePiece model, tiktoken or tekken ranks.")
     ],
     merges: Annotated[Path | None, typer.Option(help="Merges of a GPT-2 vocabulary; default: next to it.")] = None,
-    tiktoken_pattern: Annotated[str, typer.Option(help="Of Megatron's JSON list of tiktoken ranks: v1 or v2.")] = "v2",
-    vocab_size: Annotated[int, typer.Option(help="Of such a list, special tokens included.")] = 1 << 17,
-    tiktoken_num_special_tokens: Annotated[int, typer.Option(help="Of such a list.")] = 1000,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one a core.")] = None,
+    tiktoken_pattern: Annotated[str, typer.Option(help="Pattern of Megatron's JSON tiktoken ranks: v1 or v2.")] = "v2",
+    vocab_size: Annotated[int, typer.Option(help="Vocabulary size of these ranks, with special tokens.")] = 1 << 17,
+    tiktoken_num_special_tokens: Annotated[int, typer.Option(help="Number of their special tokens.")] = 1000,
+    workers: Annotated[int | None, typer.Option(min=1, help="Worker processes (default: one per core).")] = None,
     append_eod: Annotated[bool, typer.Option("--append-eod", help="End every document with the end token.")] = False,
     no_bos: Annotated[
-        bool, typer.Option("--no-bos", help="Leave out the special tokens (BOS) that the tokenizer puts around a text.")
+        bool, typer.Option("--no-bos", help="Omit the special tokens (BOS) that the tokenizer adds to a text.")
     ] = False,
     json_key: Annotated[
-        list[str] | None, typer.Option(help="Key (column) of the text; repeat it for several.", show_default="text")
+        list[str] | None, typer.Option(help="Key (column) of the text; may be repeated.", show_default="text")
     ] = None,
-    format: Annotated[Format, typer.Option(help="What the inputs are; auto goes by the suffix.")] = Format.AUTO,
+    format: Annotated[Format, typer.Option(help="Format of the inputs; auto: by suffix.")] = Format.AUTO,
     on_bad_record: Annotated[
-        OnBadRecord, typer.Option(help="What to do with a record that cannot be read.")
+        OnBadRecord, typer.Option(help="Action on a record that cannot be read.")
     ] = OnBadRecord.STOP,
     max_bad: Annotated[
         str | None,
-        typer.Option(metavar="N|N%", help="Bad records to leave out at most, or their share; more is a failure."),
+        typer.Option(metavar="N|N%", help="Maximum number or share of skipped bad records; more is an error."),
     ] = None,
-    max_record_mb: Annotated[float, typer.Option(min=0.001, help="A larger record is a bad one.")] = 64.0,
+    max_record_mb: Annotated[
+        float, typer.Option(min=0.001, help="Maximum size of a record; a larger one is bad.")
+    ] = 64.0,
     engine: Annotated[
         EngineChoice, typer.Option(help="Encoder; auto: gigatoken if its ids equal those of tokenizers.")
     ] = EngineChoice.AUTO,
@@ -85,7 +87,7 @@ def run(
     ] = False,
     language: Annotated[str, typer.Option(help="Language of the sentences.")] = "english",
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")] = False,
-    checkpoint_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints of the work.")] = 10.0,
+    checkpoint_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints of the progress.")] = 10.0,
     log_interval: Annotated[int | None, typer.Option(min=1, help="Documents between two progress lines.")] = None,
 ) -> None:
     """Tokenize text into .bin and .idx files in Megatron's format. Megatron's options work too."""

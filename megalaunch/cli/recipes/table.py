@@ -27,10 +27,10 @@ _NAMES = ("run.name", "run.directory", "model.name")
 
 @dataclass(frozen=True)
 class RecipeRow:
-    """One recipe; what is open until data or a machine is there is None, and so is all else when `problem` is set.
+    """One recipe. A value that depends on data or the machine is None; with a `problem` all values are.
 
-    `parameters` are those of the decoder, after which models are named, `active` those that a token meets, `layout`
-    is words like "tp4 pp8 sp"; "" is data parallelism alone. `not_trained` names what the engine does not run yet.
+    `parameters` counts the decoder's parameters, `active` those used per token. `layout` is a layout name such as
+    "tp4 pp8 sp", "" for data parallelism alone. `not_trained` lists the features that the engine does not support.
     """
 
     name: str
@@ -49,7 +49,7 @@ class RecipeRow:
 
 
 def recipe_rows(files: Mapping[str, Path], machine: Machine) -> list[RecipeRow]:
-    """The row of each recipe as `machine` would run it; a recipe that does not compose says so in `problem`."""
+    """Return the row of each recipe on `machine`; `problem` is set for a recipe that does not compose."""
     composer = Composer()
     return [_row(name, read_summary(path), machine, composer) for name, path in files.items()]
 
@@ -105,7 +105,7 @@ def _uneven(parallel: ParallelSpec) -> bool:
 
 def rows_text(rows: Sequence[RecipeRow]) -> str:
     """Format the rows as a table; unknown values are blank."""
-    table = [("recipe", "parameters", "devices", "layout", "sequence", "what it is")]
+    table = [("recipe", "parameters", "devices", "layout", "sequence", "description")]
     for row in rows:
         devices = f"{row.devices} {row.chip or ''}".strip() if row.devices else (row.chip or "any")
         size = _size(row)
@@ -122,12 +122,12 @@ def _mark(row: RecipeRow) -> str:
 def _size(row: RecipeRow) -> str:
     if row.parameters is None:
         return ""
-    active = "" if row.active is None else f", {format_short_count(row.active)} a token"
+    active = "" if row.active is None else f", {format_short_count(row.active)} active"
     return format_short_count(row.parameters) + active
 
 
 def spec_differences(left: RunSpec, right: RunSpec) -> list[tuple[str, Any, Any]]:
-    """(key, left, right) of every setting that differs, names left out, in the order of the schema."""
+    """Return (key, left, right) of every differing setting except names, in the order of the schema."""
     return [entry for entry in differences(left, right) if entry[0] not in _NAMES]
 
 

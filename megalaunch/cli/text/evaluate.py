@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megalaunch.engine.api import Score, TaskScore
 
 NoBos = Annotated[
-    bool, typer.Option("--no-bos", help="Leave out the special tokens (BOS) that the tokenizer puts around a text.")
+    bool, typer.Option("--no-bos", help="Omit the special tokens (BOS) that the tokenizer adds to a text.")
 ]
 
 

@@ -53,7 +53,7 @@ Logprobs = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of sampling: the same seed gives the same texts.")]
 NoBos = Annotated[
-    bool, typer.Option("--no-bos", help="Leave out the special tokens (BOS) that the tokenizer puts around a text.")
+    bool, typer.Option("--no-bos", help="Omit the special tokens (BOS) that the tokenizer adds to a text.")
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Batch size: texts generated together.")]
 Stream = Annotated[

@@ -121,5 +121,5 @@ def find_checkpoint(source: Path, report: Callable[[str], None]) -> Path:
     found = latest_valid_checkpoint(run.checkpoints, pass_over)
     if found is None:
         reason = f"all of them are damaged: {', '.join(refused)}" if refused else "the run has not saved one yet"
-        raise CheckpointError(f"{run.checkpoints} holds no valid checkpoint ({reason})")
+        raise CheckpointError(f"{run.checkpoints} has no valid checkpoint ({reason})")
     return found

@@ -108,21 +108,22 @@ def _unwrap_shell(script: Script, words: Sequence[str]) -> list[str]:
     return expanded
 
 
-def _count_known_flags(words: Sequence[str]) -> int:
-    return sum(bool(flag_keys(word.partition("=")[0].lstrip("-").replace("_", "-"))) for word in words if is_flag(word))
+def _count_known_flags(arguments: Sequence[str]) -> int:
+    flags = [argument.partition("=")[0] for argument in arguments if is_flag(argument)]
+    return sum(bool(flag_keys(flag.lstrip("-").replace("_", "-"))) for flag in flags)
 
 
 def _cluster(launcher: Sequence[str], batch: Sequence[str]) -> dict[str, int]:
     """Return the number of nodes and of devices per node that torchrun, srun or #SBATCH set."""
     values: dict[str, int] = {}
-    words = [*batch, *launcher]
-    for index, word in enumerate(words):
-        flag, equals, value = word.partition("=")
+    arguments = [*batch, *launcher]
+    for index, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
         flag = {"-N": "--nodes"}.get(flag, flag)
         key = LAUNCHER_FLAGS.get(flag.lstrip("-").replace("_", "-")) if flag.startswith("--") else None
-        value = value if equals else words[index + 1] if index + 1 < len(words) else ""
-        if word.startswith("--gres=gpu"):
-            key, value = "cluster.devices_per_node", word.rpartition(":")[2]
+        value = value if equals else arguments[index + 1] if index + 1 < len(arguments) else ""
+        if argument.startswith("--gres=gpu"):
+            key, value = "cluster.devices_per_node", argument.rpartition(":")[2]
         if key and value.isdigit() and int(value) > 0:
             values[key] = int(value)
     return values
