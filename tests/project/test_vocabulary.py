@@ -76,7 +76,6 @@ ALLOWED = (
     "word cache",
     "word table",
     "what is learned",
-    "override words",
 )
 
 

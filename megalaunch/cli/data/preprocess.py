@@ -76,9 +76,7 @@ def run(
         str | None,
         typer.Option(metavar="N|N%", help="Maximum number or share of skipped bad records; more is an error."),
     ] = None,
-    max_record_mb: Annotated[
-        float, typer.Option(min=0.001, help="Maximum size of a record; a larger one is bad.")
-    ] = 64.0,
+    max_record_mb: Annotated[float, typer.Option(min=0.001, help="Size above which a record is bad.")] = 64.0,
     engine: Annotated[
         EngineChoice, typer.Option(help="Encoder; auto: gigatoken if its ids equal those of tokenizers.")
     ] = EngineChoice.AUTO,

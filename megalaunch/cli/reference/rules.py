@@ -23,7 +23,7 @@ if checking again with it removes this finding and adds none.
 
 _DOMAINS = {
     "parallel": "Layout: grids, tensor, pipeline and context parallelism",
-    "overlap_moe_expert_parallel_comm": "Overlap of expert-parallel communication",
+    "overlap_moe": "Overlap of expert-parallel communication",
     "batch": "Batch",
     "schedule": "Learning rate",
     "optimizer": "Optimizer",
