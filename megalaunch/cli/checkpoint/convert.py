@@ -162,15 +162,15 @@ def _progress(output: Path) -> Callable[[int, int], None]:
 def _verification_line(report: dict[str, Any]) -> str:
     """Return the results of the comparisons; without transformers nothing is verified."""
     weights = (
-        f"{report['compared']}, differ by {report['largest_difference']:.2g} at most "
-        f"({report['tolerance']:.2g} is allowed; the folder read by {report['reader_of_the_folder']})"
+        f"{report['compared']}: largest difference {report['largest_difference']:.2g} "
+        f"(tolerance {report['tolerance']:.2g}; folder read by {report['reader_of_the_folder']})"
     )
     config, notes = report["config"], [f"note: {note}" for note in report.get("notes", ())]
     if not report["verified"]:
         return "\n".join([*notes, f"not verified: {config['reason']}", f"compared: {weights}"])
     read = (
         f"config.json as {config['reader']} reads it: logits of {config['layers']} layers with its keys and positions "
-        f"to {config['last_position']:,} differ by {config['difference']:.2g} at most "
-        f"({config['tolerance']:.2g} is allowed)"
+        f"to {config['last_position']:,}: largest difference {config['difference']:.2g} "
+        f"(tolerance {config['tolerance']:.2g})"
     )
     return "\n".join([*notes, f"verified: {read}", f"verified: {weights}"])

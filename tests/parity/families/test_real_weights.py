@@ -86,7 +86,7 @@ def test_the_walk_of_the_page(folder, walk, place):
     commands, program = walk
     for words in commands:
         out = run([*MEGALAUNCH, *words], place)
-    assert "the folder read by transformers" in out
+    assert "; folder read by transformers" in out
     assert run([sys.executable, "-c", program], place).startswith(PROMPT + " Paris")
     theirs, after = load(folder)[0].state_dict(), load(place / "continued")
     assert not any(after[1][key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
