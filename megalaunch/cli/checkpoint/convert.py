@@ -120,12 +120,12 @@ def import_megatron(
 
 def _require(folder: Path, kind: str, file: str = "") -> None:
     """Refuse a missing folder before torch is imported, which takes seconds."""
+    from megalaunch.importers.huggingface.folder import gguf_refusal
     from megalaunch.runs.errors import fail
 
     where = folder.expanduser()
     if folder.suffix == ".gguf":
-        text = f"{folder} is GGUF, quantised for llama.cpp: not supported; take the model's Hugging Face folder"
-        fail(text, ExitCode.CHECKPOINT)
+        fail(gguf_refusal(folder), ExitCode.CHECKPOINT)
     if not where.is_dir():
         fail(f"{folder} is not a directory: name {kind}", ExitCode.CHECKPOINT)
     if (where / "adapter_config.json").is_file() or any(where.glob("*.gguf")):

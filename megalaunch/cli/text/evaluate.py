@@ -133,6 +133,7 @@ def _check(
     source: Path, data: list[str] | None, layout: list[str] | None, task: list[str] | None, include_path: Path | None
 ) -> None:
     """Refuse invalid arguments before torch is imported."""
+    from megalaunch.importers.huggingface.folder import gguf_refusal
     from megalaunch.runs.errors import fail
 
     if not data and not task:
@@ -140,7 +141,7 @@ def _check(
     if layout and task:
         fail(f"lm-eval tasks run in one process: omit {' '.join(layout)} or --task")
     if source.suffix == ".gguf" and source.is_file():
-        fail(f"{source} is GGUF, quantised for llama.cpp: not supported; take the model's Hugging Face folder")
+        fail(gguf_refusal(source))
     if not source.is_dir():
         fail(f"{source} is not a directory: name a run, one of its checkpoints/step_<number> or a Hugging Face folder")
     if include_path is not None and not include_path.is_dir():

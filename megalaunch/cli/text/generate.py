@@ -91,11 +91,12 @@ def generate(
     Overrides such as `parallel=tp2` shard the model over workers on this machine, as in `train`.
     """
     from megalaunch.cli.text.output import JsonlOutput, TextOutput
+    from megalaunch.importers.huggingface.folder import gguf_refusal
     from megalaunch.runs.errors import fail
 
     source = source.expanduser()
     if source.suffix == ".gguf" and source.is_file():
-        fail(f"{source} is GGUF, quantised for llama.cpp: not supported; take the model's Hugging Face folder")
+        fail(gguf_refusal(source))
     if not source.is_dir():
         fail(f"{source} is not a directory: name a run, one of its checkpoints/step_<number> or a Hugging Face folder")
     if logprobs is not None and not json:

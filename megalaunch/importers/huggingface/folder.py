@@ -27,10 +27,7 @@ def other_format(path: Path) -> str | None:
     inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
     has_weights = any((path / name).is_file() for name in (INDEX, WEIGHTS_FILE))
     if path.suffix == ".gguf" or (inside and not has_weights):
-        return (
-            f"{path} is GGUF, quantised for llama.cpp: not supported; take the Hugging Face folder of the model "
-            "(config.json and safetensors)"
-        )
+        return gguf_refusal(path)
     if (path / ADAPTER).is_file() and not has_weights:
         base = read_json(path / ADAPTER).get("base_model_name_or_path")
         return (
@@ -40,6 +37,14 @@ def other_format(path: Path) -> str | None:
     if (path / GPTQ).is_file():
         return f"{path} is quantised by GPTQ ({GPTQ}), which is not supported; take the unquantised model"
     return None
+
+
+def gguf_refusal(path: Path) -> str:
+    """Return the message that refuses a GGUF file, or a folder of GGUF files."""
+    return (
+        f"{path} is GGUF, quantised for llama.cpp: not supported; take the Hugging Face folder of the model "
+        "(config.json and safetensors)"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
