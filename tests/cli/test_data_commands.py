@@ -185,7 +185,7 @@ def test_merge_and_split_commands(made, tmp_path):
     assert done.returncode == 0, done.stderr
     assert content(tmp_path / "merged") == content(made)
     for words, cause in (
-        (["--shares", "a"], "no numbers"),
+        (["--shares", "a"], "must be numbers"),
         ([], "--shares or --parts"),
         (["--shares", "0"], "above 0"),
     ):

@@ -18,7 +18,7 @@ from megalaunch.platform import packages as packages_module
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
 from megalaunch.platform.operators import implementations
-from megalaunch.platform.packages import OPTIONAL, PACKAGES, Package, PackageState, inspect_packages, least_version
+from megalaunch.platform.packages import OPTIONAL, PACKAGES, Package, PackageState, inspect_packages, minimum_version
 
 TORCH = next(package for package in PACKAGES if package.name == "torch")
 MEGALAUNCH = Path(sys.executable).with_name("megalaunch")
@@ -112,7 +112,7 @@ def test_what_is_missing_names_what_for_and_the_extra():
 
 def test_states_of_packages(monkeypatch):
     monkeypatch.setattr(packages_module, "IMPORT_TIMEOUT", 1.0)
-    monkeypatch.setattr(packages_module, "least_version", {"typer": "99.1"}.get)
+    monkeypatch.setattr(packages_module, "minimum_version", {"typer": "99.1"}.get)
     states = inspect_packages(
         [
             Package("no-such-distribution", "train", "x", "pass"),
@@ -141,6 +141,6 @@ def test_a_broken_package_is_to_be_installed_anew():
 
 
 def test_least_versions_come_from_our_own_metadata():
-    assert least_version("torch") == "2.11"
-    assert least_version("hydra-core") == "1.3.2"
-    assert least_version("tor") is None
+    assert minimum_version("torch") == "2.11"
+    assert minimum_version("hydra-core") == "1.3.2"
+    assert minimum_version("tor") is None
