@@ -10,7 +10,7 @@ With `overlap_param_gather` a unit's all-gather overlaps with the computation of
 `overlap_grad_reduce` gradients are reduced during the backward pass, else after it.
 
 The strategy decides when. ZeRO-1 all-gathers W and reduces dW once a step; ZeRO-0 has nothing to all-gather. ZeRO-2
-does both once a microbatch; ZeRO-3 also frees W after forward and all-gathers it again in backward. With pp > 1 W is
+reduces dW once a microbatch; ZeRO-3 also frees W after forward and after backward, and all-gathers it before both. With pp > 1 W is
 not freed after forward, and the pipeline schedule reduces dW once a step. Optimizer states are sharded like W_r.
 """
 
@@ -137,10 +137,10 @@ def set_grad_sync(model: Decoder, parallel: ParallelSpec, last: bool) -> None:
     over dp_replicate (HSDP) runs once a step, whatever the strategy.
     """
     assert isinstance(model, FSDPModule), "fully_shard makes it one, in place"
-    every = ZERO_STAGES[parallel.data_sharding].sync_every_microbatch
-    model.set_requires_gradient_sync(parallel.overlap_grad_reduce and (last or every))
+    options = ZERO_STAGES[parallel.data_sharding]
+    model.set_requires_gradient_sync(parallel.overlap_grad_reduce and (last or options.sync_every_microbatch))
     model.set_requires_all_reduce(last)  # must follow set_requires_gradient_sync, which sets it too
-    model.set_reshard_after_backward(last or every)
+    model.set_reshard_after_backward(last or options.reshard_after_forward)  # else gathered once a step
 
 
 def reduce_grads_if_due(model: Decoder, parallel: ParallelSpec, last: bool) -> None:

@@ -98,10 +98,12 @@ def test_what_two_ranks_send(strategy, microbatches):
         assert calls == {OUTER: UNITS}, "once a step, however many microbatches"
         assert volume == {OUTER: held(1)}
         return
-    twice = strategy == "optim_grads_params"  # the layers are gathered for the backward pass again, the rest stays
-    assert calls == {GATHER: (2 * UNITS - 1 if twice else UNITS) * every, REDUCE: UNITS * every}
-    gathered = held(2) + (held(2, layers_only=True) if twice else 0)
-    assert volume == {GATHER: gathered // 2 * every, REDUCE: held(2) * every}
+    if strategy == "optim_grads_params":  # the layers are gathered for the backward pass again, the rest stays
+        gathers, gathered = (2 * UNITS - 1) * every, (held(2) + held(2, layers_only=True)) // 2 * every
+    else:
+        gathers, gathered = UNITS, held(2) // 2
+    assert calls == {GATHER: gathers, REDUCE: UNITS * every}
+    assert volume == {GATHER: gathered, REDUCE: held(2) * every}
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
