@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from launching import tiny_spec
 
-from megalaunch.config.spec_file import write_spec
 from megalaunch.data.cached_directory import cached_directory
 from megalaunch.fs import (
     AtomicFile,
@@ -24,6 +23,7 @@ from megalaunch.fs import (
     write_file_atomically,
 )
 from megalaunch.rundir import jsonl, outcome
+from megalaunch.schema.spec_file import write_spec
 
 
 @pytest.fixture

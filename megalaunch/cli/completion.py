@@ -156,8 +156,8 @@ def _key_values(key: str) -> list[Completion]:
     from dataclasses import MISSING
 
     from megalaunch.config.keys import schema_keys
-    from megalaunch.config.schema.build import literal_choices
-    from megalaunch.config.shown import to_yaml
+    from megalaunch.format.yaml_value import to_yaml
+    from megalaunch.schema.build import literal_choices
 
     known = schema_keys().get(key)
     if known is None:

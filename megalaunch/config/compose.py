@@ -20,10 +20,10 @@ from megalaunch.config.keys import GROUPS, schema_defaults, schema_keys
 from megalaunch.config.model_folder import load_model_folder, names_folder, no_weights_note
 from megalaunch.config.overrides import COMMAND_LINE, Overrides, parse_overrides, shadowed_overrides
 from megalaunch.config.recipes import Recipe, is_path, load_chain, recipe_files
-from megalaunch.config.schema import RunSpec, SpecError, SpecProblem, build_run_spec
-from megalaunch.config.schema.paths import entry_at, put
 from megalaunch.config.search_space import Categorical, Range
-from megalaunch.config.yaml_file import YamlProblem, load_yaml
+from megalaunch.schema import RunSpec, SpecError, SpecProblem, build_run_spec
+from megalaunch.schema.paths import entry_at, put
+from megalaunch.schema.yaml_file import YamlProblem, load_yaml
 
 _INTEGER = re.compile(r"[+-]?(?:0|[1-9][0-9]{0,80})")
 _DECIMAL = re.compile(r"[+-]?[0-9]{1,80}(?:\.[0-9]{0,80}(?:[eE][+-]?[0-9]{1,5})?|[eE][+-]?[0-9]{1,5})")

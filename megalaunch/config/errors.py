@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalaunch.config.schema import SpecError, SpecProblem
+from megalaunch.schema import SpecError, SpecProblem
 
 __all__ = ["ConfigError", "SpecProblem"]
 

@@ -7,10 +7,10 @@ from dataclasses import MISSING
 from megalaunch.config.compose import Composition
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.keys import Key, schema_keys, suggestion
-from megalaunch.config.schema import RunSpec, SpecProblem
-from megalaunch.config.schema.build import describe
-from megalaunch.config.schema.paths import value_at
-from megalaunch.config.shown import to_yaml
+from megalaunch.format.yaml_value import to_yaml
+from megalaunch.schema import RunSpec, SpecProblem
+from megalaunch.schema.build import describe
+from megalaunch.schema.paths import value_at
 
 
 def explain_key(path: str, composition: Composition, resolved: RunSpec) -> str:

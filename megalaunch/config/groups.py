@@ -11,9 +11,9 @@ from typing import Any
 from megalaunch.config.interpolation import interpolate
 from megalaunch.config.keys import GROUPS, is_section, schema_keys
 from megalaunch.config.parallel_names import LayoutError, is_layout_name, layout_values
-from megalaunch.config.schema import SpecProblem
 from megalaunch.config.unknown_names import unknown_key, unknown_option
-from megalaunch.config.yaml_file import YamlFile, YamlProblem, load_yaml
+from megalaunch.schema import SpecProblem
+from megalaunch.schema.yaml_file import YamlFile, YamlProblem, load_yaml
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 _MAX_SUGGESTIONS = 20  # each one searches all keys

@@ -9,9 +9,9 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, get_origin
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.build import leaves
-from megalaunch.config.schema.paths import put
+from megalaunch.schema import RunSpec
+from megalaunch.schema.build import leaves
+from megalaunch.schema.paths import put
 
 GROUPS = ("model", "parallel", "precision", "platform", "recompute", "optimizer", "schedule", "data", "launcher")
 """Sections that have option files: `model=llama3_8b`."""

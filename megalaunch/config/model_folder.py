@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megalaunch.config.groups import ConfigValues, display_path, option_files
-from megalaunch.config.schema import SpecProblem
+from megalaunch.schema import SpecProblem
 
 
 def names_folder(override: str, beside: Path | None = None) -> bool:

@@ -12,9 +12,9 @@ from megalaunch.config.keys import GROUPS, is_section, schema_keys
 from megalaunch.config.model_folder import exists
 from megalaunch.config.parallel_names import merge_layout_names
 from megalaunch.config.recipes import Recipe, is_path, recipe_files
-from megalaunch.config.schema import SpecProblem
-from megalaunch.config.schema.paths import entry_at
 from megalaunch.config.unknown_names import unknown_key
+from megalaunch.schema import SpecProblem
+from megalaunch.schema.paths import entry_at
 
 COMMAND_LINE = "command line"
 

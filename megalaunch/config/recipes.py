@@ -11,9 +11,9 @@ from typing import Any
 
 from megalaunch.config.groups import ConfigValues, display_path, file_values
 from megalaunch.config.keys import GROUPS, suggestion
-from megalaunch.config.schema import SpecProblem
 from megalaunch.config.unknown_names import unknown_recipe
-from megalaunch.config.yaml_file import YamlFile, YamlProblem, load_yaml
+from megalaunch.schema import SpecProblem
+from megalaunch.schema.yaml_file import YamlFile, YamlProblem, load_yaml
 
 PACKAGED = Path(__file__).resolve().parent.parent / "recipes"
 HEADER = "# @package _global_"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megalaunch.config.keys import SECTIONS, suggestion
 from megalaunch.config.parallel_names import GRAMMAR, merge_layout_names
-from megalaunch.config.schema.build import did_you_mean
-from megalaunch.config.schema.remote import is_address, is_hub_name
+from megalaunch.schema.build import did_you_mean
+from megalaunch.schema.remote import is_address, is_hub_name
 
 _DOWNLOAD = (
     "download it, and write model=FOLDER for its architecture and checkpoint.load_pretrained=FOLDER for its weights"

@@ -13,8 +13,8 @@ from megalaunch.config.groups import load_option, option_names
 from megalaunch.config.keys import GROUPS, schema_defaults, schema_keys
 from megalaunch.config.parallel_names import layout_name
 from megalaunch.config.recipes import HEADER, PICKED_ONLY
-from megalaunch.config.schema import SpecProblem
-from megalaunch.config.schema.paths import entry_at, put, value_at
+from megalaunch.schema import SpecProblem
+from megalaunch.schema.paths import entry_at, put, value_at
 
 _PER_RUN = ("run.name", "run.directory")
 

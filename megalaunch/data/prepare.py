@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megalaunch.config.schema.data import OWN_TEMPLATE, DataSpec
-from megalaunch.config.schema.tokenizer import TokenizerSpec
 from megalaunch.data.cached_directory import cached_directory
 from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
@@ -25,6 +23,8 @@ from megalaunch.data.samples.build_datasets import DatasetSlice, num_tokens, tra
 from megalaunch.data.samples.split import DEFAULT_SPLIT
 from megalaunch.data.tokenizer.folder import companion_files
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer, tokenizer_file
+from megalaunch.schema.data import OWN_TEMPLATE, DataSpec
+from megalaunch.schema.tokenizer import TokenizerSpec
 
 # Increment when the same corpus and settings would give different files.
 _RECIPE_VERSION = 4

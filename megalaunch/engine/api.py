@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.checkpoint.convert import export_huggingface, import_huggingface, import_megatron
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
@@ -33,6 +32,7 @@ from megalaunch.engine.inference.request import (
 )
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.simulate.report import CollectiveReport, DeepPlan
+from megalaunch.schema import RunSpec
 
 if TYPE_CHECKING:
     from megalaunch.engine.inference.perplexity import Score as Score

@@ -11,8 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.paths import with_value
 from megalaunch.data.errors import DataError
 from megalaunch.data.samples.validation_dataset import FiniteDataset
 from megalaunch.engine.checkpoint.coordination import run_on_all_ranks
@@ -47,6 +45,8 @@ from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.rundir.jsonl import append_line
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import RunSpec
+from megalaunch.schema.paths import with_value
 
 
 def answer_job(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> RunEnd:

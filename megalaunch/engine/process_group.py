@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.restricted_objects import install_restricted_unpickler
 from megalaunch.engine.run_end import RankError
 from megalaunch.platform.chips import CHIPS
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE, ROUND_VARIABLE
 from megalaunch.rundir.outcome import ExitCode
+from megalaunch.schema import RunSpec
 
 
 def local_device(spec: RunSpec) -> tuple[torch.device, RankError | None]:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.mesh import Mesh, make_mesh
 from megalaunch.engine.process_group import destroy_process_group, init_process_group
 from megalaunch.engine.run_end import RankError, RunEnd
@@ -20,6 +19,7 @@ from megalaunch.plan.topology import Topology
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
+from megalaunch.schema import RunSpec
 
 RankBody = Callable[[RunSpec, Mesh, RunDirectory, RunLogger, StopSignal], RunEnd]
 """The work of a job on one rank, between joining and leaving. It returns or raises a RunEnd, the same on every rank."""

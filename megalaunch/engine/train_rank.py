@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.data.errors import DataError
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.errors import CheckpointError
@@ -17,6 +16,7 @@ from megalaunch.engine.train.trainer import Trainer, TrainState, build_train_sta
 from megalaunch.engine.worker_setup import StopSignal, tune_malloc
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import RunSpec
 
 
 def train(spec: RunSpec, mesh: Mesh, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> RunEnd:

@@ -48,9 +48,9 @@ def main(arguments: list[str], load_body: Callable[[], RankBody] = load_train_bo
     if not path.is_file():  # checked before files are written to its folder
         print(f"{path} is no file\n{USAGE}", file=sys.stderr)
         return 2
-    from megalaunch.config.spec_file import read_spec
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.rundir.progress import ProgressWriter
+    from megalaunch.schema.spec_file import read_spec
 
     directory, rank = RunDirectory(path.parent), int(os.environ["RANK"])
     redirect_output(directory.rank_log(rank))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import time
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.launch.agent import Agent, exit_codes
 from megalaunch.launch.collective_mismatch import find_desynced_rank, find_mismatched_collective
 from megalaunch.launch.collective_traces import abort_location, request_traces
@@ -22,6 +21,7 @@ from megalaunch.plan.world import resolved_world_size
 from megalaunch.rundir.collective_trace import CollectiveTrace, read_collective_trace
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import RunSpec
 
 SETTLE_SECONDS = 0.5  # the agent logs a worker's exit code within 0.1 s
 LOST_PEER_SECONDS = 5.0  # time limit of workers after a peer died; the agent alone would give them 30

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.rundir.environment import LAUNCHER_PID_VARIABLE
+from megalaunch.schema import RunSpec
 
 AGENT_MODULE = "megalaunch.engine.agent"
 WORKER_MODULE = "megalaunch.engine.worker"

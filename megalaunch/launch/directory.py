@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megalaunch.config.schema import RunSpec, SpecError
-from megalaunch.config.spec_file import read_spec
 from megalaunch.fs import make_directory
 from megalaunch.launch.lock import RunLock, is_locked
 from megalaunch.rundir.checkpoint.contents import SPEC_FILE
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
+from megalaunch.schema import RunSpec, SpecError
+from megalaunch.schema.spec_file import read_spec
 
 _OURS = re.compile(
     r"spec\.yaml|rendezvous\.json|overrides\.txt|metrics\.jsonl|events\.jsonl|outcome\.json|sample\.txt|lock|logs"

@@ -7,8 +7,6 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.spec_file import write_spec
 from megalaunch.fs import append_line
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.commands import WORKER_MODULE, agent_environment, node_commands
@@ -20,6 +18,8 @@ from megalaunch.launch.supervise import Display, LaunchResult, Supervisor
 from megalaunch.rundir.environment import ATTEMPT_VARIABLE
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import RunSpec
+from megalaunch.schema.spec_file import write_spec
 
 
 @dataclass(frozen=True)

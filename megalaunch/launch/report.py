@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 import textwrap
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.launch.agent import last_lines
 from megalaunch.launch.failure import Failure
 from megalaunch.launch.rank_monitor import STARTING, STEPPING
 from megalaunch.launch.supervise import LaunchResult
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import RunSpec
 
 MAX_LINES = 15
 _WIDTH = 116

@@ -7,7 +7,6 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import fmean
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.format.numbers import format_bytes
 from megalaunch.launch.tail import JsonlTail
 from megalaunch.plan.flops import step_flops
@@ -15,6 +14,7 @@ from megalaunch.plan.world import resolved_world_size
 from megalaunch.platform.chips import CHIPS
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import RunSpec
 
 _RECENT_STEPS = 50
 _ENDS_WORK = ("phase", "checkpoint", "checkpoint_refused", "resumed", "restart", "outcome")

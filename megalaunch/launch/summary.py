@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.format.numbers import format_count, format_duration, format_loss
 from megalaunch.launch.directory import DirectoryState
 from megalaunch.launch.run_state import number
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import RunSpec
 
 _LAST_STEPS = 20
 _SAMPLE_LINES = 12

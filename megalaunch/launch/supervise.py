@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.attempt import LOST_PEER_SECONDS, Attempt
 from megalaunch.launch.directory import unwritable_reason
@@ -21,6 +20,7 @@ from megalaunch.launch.tail import JsonlTail
 from megalaunch.rundir.events import EventName, record_event
 from megalaunch.rundir.outcome import ExitCode, Outcome, read_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
+from megalaunch.schema import RunSpec
 
 POLL_SECONDS = 0.2
 TEARDOWN_SECONDS = 20.0  # from a written outcome to the end of all processes

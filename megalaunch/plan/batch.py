@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megalaunch.config.schema import RunSpec
+from megalaunch.schema import RunSpec
 
 _SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _ENTRY = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)([KMBT]?):(\d{1,18})", re.IGNORECASE)

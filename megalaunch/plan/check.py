@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from megalaunch.config.schema import RunSpec, SpecError, with_values
-from megalaunch.config.schema.paths import value_at
 from megalaunch.plan import rules as _all_rules  # noqa: F401  (registers them)
 from megalaunch.plan.findings import Finding, as_override, sort_findings
 from megalaunch.plan.resolve import OPEN_VALUES, derive
@@ -16,6 +14,8 @@ from megalaunch.plan.rules.registry import RULES, Fix, Purpose, RuleContext, Vio
 from megalaunch.plan.rules.suggestions import suggestions_disabled
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
+from megalaunch.schema import RunSpec, SpecError, with_values
+from megalaunch.schema.paths import value_at
 
 MAX_FIXES = 3
 _PROOFS = 12  # candidates verified per finding

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.model import GATED, ModelSpec
 from megalaunch.plan.layers import list_layers
 from megalaunch.plan.parameters import check_resolved
+from megalaunch.schema import RunSpec
+from megalaunch.schema.model import GATED, ModelSpec
 
 
 def step_flops(spec: RunSpec, *, full_attention: bool = False) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megalaunch.config.schema.model import ModelSpec
+from megalaunch.schema.model import ModelSpec
 
 
 @dataclass(frozen=True)

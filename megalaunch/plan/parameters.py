@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from megalaunch.config.schema.model import GATED, ModelSpec
 from megalaunch.plan.layers import Layer, list_layers
+from megalaunch.schema.model import GATED, ModelSpec
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.plan.batch import tokens_per_step
 from megalaunch.plan.cost import CONSTANTS, STATEMENTS, Constant, Statement, StepTime, UnknownChipSpeed, step_time
 from megalaunch.plan.flops import step_flops
@@ -18,6 +17,7 @@ from megalaunch.plan.memory.saved_activations import rows_with_bytes, saved_byte
 from megalaunch.plan.stage_params import chunks_by_rank
 from megalaunch.plan.topology import RankGrid, Topology
 from megalaunch.platform.chips import CHIPS, ChipFacts
+from megalaunch.schema import RunSpec
 
 DAY = 86400.0
 _SHARDING = {"sequence": "sharded by sequence", "tp": "sharded over tp", "replicated": "replicated"}

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.paths import with_value
 from megalaunch.plan.batch import batch_gcd, samples_requested
 from megalaunch.plan.findings import Finding
 from megalaunch.plan.stages import virtual_stages
@@ -22,6 +20,8 @@ from megalaunch.plan.world import (
 )
 from megalaunch.platform.chips import CHIPS, ChipFacts
 from megalaunch.platform.detect import Machine
+from megalaunch.schema import RunSpec
+from megalaunch.schema.paths import with_value
 
 OPEN_VALUES: Mapping[str, Any] = MappingProxyType(
     {

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.build import leaves
-from megalaunch.config.schema.paths import value_at
 from megalaunch.plan.findings import Finding, as_override
 from megalaunch.plan.rules.data import blend_entry
+from megalaunch.schema import RunSpec
+from megalaunch.schema.build import leaves
+from megalaunch.schema.paths import value_at
 
 CHANGEABLE = (
     "parallel.",

@@ -9,8 +9,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.plan.layers import Layer, list_layers
 from megalaunch.plan.parameters import (
     LayerParameters,
@@ -21,6 +19,8 @@ from megalaunch.plan.parameters import (
 )
 from megalaunch.plan.stage_validation import PipelineSplit
 from megalaunch.plan.stages import assign_layers
+from megalaunch.schema import RunSpec
+from megalaunch.schema.model import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.plan.pipeline_layout import LayoutError, expand_layout
+from megalaunch.schema import RunSpec
 
 V_SCHEDULES = ("zbv", "dualpipev")
 """Schedules whose second chunks are placed in reverse order, from the last rank to the first."""

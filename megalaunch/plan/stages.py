@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.plan.pipeline_layout import LayoutError, expand_layout
 from megalaunch.plan.stage_validation import PipelineSplit, StageViolation, find_stage_violations
+from megalaunch.schema import RunSpec
 
 MAX_LAYERS = 100_000  # more than any model has, and still few enough to list
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.plan.batch import tokens_per_step, tokens_requested
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.stages import StageError, build_stages, virtual_stages
 from megalaunch.plan.topology import Topology
 from megalaunch.plan.world import world_size
+from megalaunch.schema import RunSpec
 
 _FILL_AND_DRAIN = ("auto", "gpipe", "1f1b", "interleaved")
 

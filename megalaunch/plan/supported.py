@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.paths import value_at
 from megalaunch.plan.findings import as_override
 from megalaunch.platform.chips import CHIPS
+from megalaunch.schema import RunSpec
+from megalaunch.schema.paths import value_at
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.parallel import ContextCommType, ParallelSpec
 from megalaunch.plan.stage_validation import V_SCHEDULES
 from megalaunch.plan.world import (
     data_parallel_size,
@@ -16,6 +14,8 @@ from megalaunch.plan.world import (
     replicas_and_shards,
     world_size,
 )
+from megalaunch.schema import RunSpec
+from megalaunch.schema.parallel import ContextCommType, ParallelSpec
 
 
 @dataclass(frozen=True)

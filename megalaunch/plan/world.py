@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
-from megalaunch.config.schema.cluster import ClusterSpec
-from megalaunch.config.schema.parallel import ParallelSpec
+from megalaunch.schema.cluster import ClusterSpec
+from megalaunch.schema.parallel import ParallelSpec
 
 
 def exact_quotient(number: int | None, divisor: int) -> int | None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from megalaunch.plan.findings import Finding, Severity
 
 if TYPE_CHECKING:
-    from megalaunch.config.schema import RunSpec
     from megalaunch.plan.check import HasOrigin
+    from megalaunch.schema import RunSpec
 
 
 def check_corpus(spec: RunSpec, origins: Mapping[str, HasOrigin] | None = None) -> list[Finding]:
@@ -17,8 +17,8 @@ def check_corpus(spec: RunSpec, origins: Mapping[str, HasOrigin] | None = None) 
 
     A note is added for each file that is skipped in a dataset folder. Files are found as by the preparation of data.
     """
-    from megalaunch.config.schema.data import STANDARD_LIBRARY
-    from megalaunch.config.schema.remote import is_address
+    from megalaunch.schema.data import STANDARD_LIBRARY
+    from megalaunch.schema.remote import is_address
 
     found = []
     for key in ("corpus", "sft_data"):
@@ -33,9 +33,9 @@ def check_corpus(spec: RunSpec, origins: Mapping[str, HasOrigin] | None = None) 
 
 
 def _find_documents(source: str, json_key: str) -> tuple[Severity, list[str]]:
-    from megalaunch.config.schema.remote import is_hub_name
     from megalaunch.data.errors import DataError
     from megalaunch.data.preprocess.corpus import find_corpus
+    from megalaunch.schema.remote import is_hub_name
 
     try:
         corpus = find_corpus(source, json_key)

@@ -16,13 +16,13 @@ from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
 
 if TYPE_CHECKING:
-    from megalaunch.config.schema import RunSpec
-    from megalaunch.config.schema.parallel import ParallelSpec
     from megalaunch.engine.api import Job, ModelSource
     from megalaunch.launch.run_state import RunState
     from megalaunch.launch.stop import StopSignals
     from megalaunch.launch.supervise import LaunchResult
     from megalaunch.platform.detect import Machine
+    from megalaunch.schema import RunSpec
+    from megalaunch.schema.parallel import ParallelSpec
 
 WORKER_MODULE = "megalaunch.engine.inference_worker"
 _PLANNED_LENGTH = 4096  # tokens, for a text of unknown length
@@ -98,8 +98,8 @@ def _layout(overrides: Sequence[str]) -> ParallelSpec:
 
 def _spec(source: ModelSource, layout: ParallelSpec, job: Job, directory: RunDirectory) -> RunSpec:
     """Build the spec of an inference job: model and layout, without training settings."""
-    from megalaunch.config.schema import build_run_spec
     from megalaunch.engine import api
+    from megalaunch.schema import build_run_spec
 
     stored, dp = source.spec, layout.dp or 1
     model, data = stored.model, stored.data
@@ -138,11 +138,11 @@ def _spec(source: ModelSource, layout: ParallelSpec, job: Job, directory: RunDir
 
 def _check_spec(spec: RunSpec, machine: Machine) -> RunSpec:
     """Return the resolved spec; end the command for a layout that the model, engine or machine does not support."""
-    from megalaunch.config.schema.paths import with_value
     from megalaunch.plan.check import check
     from megalaunch.plan.report import findings_text
     from megalaunch.plan.resolve import machine_mismatch, resolve
     from megalaunch.runs.errors import refuse
+    from megalaunch.schema.paths import with_value
 
     if machine.chip.device == "cpu":  # as in a single process: decoding one token at a time is memory-bound
         spec = with_value(spec, {"precision.compute_dtype": "fp32"})

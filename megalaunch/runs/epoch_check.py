@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megalaunch.plan.findings import Finding
 
 if TYPE_CHECKING:
-    from megalaunch.config.schema import RunSpec
+    from megalaunch.schema import RunSpec
 
 # For up to four epochs repeated tokens are worth nearly as much as new ones (Muennighoff et al., 2023).
 _HARMLESS_EPOCHS = 4

@@ -13,12 +13,12 @@ from megalaunch.rundir.outcome import ExitCode
 
 if TYPE_CHECKING:
     from megalaunch.config.compose import Composition
-    from megalaunch.config.schema import RunSpec
     from megalaunch.data.prepare import PreparedData
     from megalaunch.launch.directory import Decision, DirectoryState, RunDirectoryError
     from megalaunch.plan.findings import Finding
     from megalaunch.platform.detect import Machine
     from megalaunch.rundir.paths import RunDirectory
+    from megalaunch.schema import RunSpec
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ def prepare_run(overrides: list[str], starts: bool) -> PreparedRun:
     """
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
-    from megalaunch.config.schema import SpecError
     from megalaunch.launch.directory import RunDirectoryError, decide, inspect_run
     from megalaunch.plan.report import problems_text
     from megalaunch.plan.resolve import resolve
     from megalaunch.platform.detect import detect_machine
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.runs.errors import fail, refuse
+    from megalaunch.schema import SpecError
 
     try:
         composition = compose(overrides)
@@ -170,9 +170,9 @@ def prepare_data(planned: PreparedRun, say: Callable[[str], None] = typer.echo) 
 
 def _apply_prepared(planned: PreparedRun, prepared: PreparedData) -> RunSpec:
     """Set the prepared paths in the spec, and vocab_size where it is not given."""
-    from megalaunch.config.schema import with_values
     from megalaunch.data.prepare import data_overrides
     from megalaunch.runs.errors import fail
+    from megalaunch.schema import with_values
 
     spec = planned.spec
     values = data_overrides(prepared)

@@ -14,11 +14,11 @@ from megalaunch.runs.errors import fail
 from megalaunch.runs.prepare_run import command_lines, prepare_data, refuse_directory
 
 if TYPE_CHECKING:
-    from megalaunch.config.schema import RunSpec
     from megalaunch.launch.lock import RunLock
     from megalaunch.launch.stop import StopSignals
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.runs.prepare_run import PreparedRun
+    from megalaunch.schema import RunSpec
 
 _TRAINING_PACKAGES = ("torch", "safetensors")
 
@@ -75,9 +75,9 @@ def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool) -> Ex
 
 
 def _write_spec(planned: PreparedRun) -> ExitCode:
-    from megalaunch.config.spec_file import write_spec
     from megalaunch.launch.directory import create_folders
     from megalaunch.rundir.rendezvous import keep_credentials
+    from megalaunch.schema.spec_file import write_spec
 
     create_folders(planned.directory)
     write_spec(planned.spec, planned.directory.spec)

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megalaunch.config.schema import build_run_spec
 from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
 from megalaunch.data.samples.build_datasets import build_train_dataset
 from megalaunch.engine.train.dataloader import BatchSampler, PrefetchingDataLoader
+from megalaunch.schema import build_run_spec
 
 SEQUENCE, BATCH, STEPS, TIMES_BAR = 4096, 16, 120, 20.0
 # Nearly ten times what README shows of the quickstart on two busy cores, so that faster machines are covered too.

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from engine_variants.ranks import answer_of_ranks
 from engine_variants.shape import GROUPS, HEAD_DIM, HIDDEN, LAYERS, Work
 
-from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.data.samples.sample import Sample, positions_within
 from megalaunch.engine.mesh import Axis, make_mesh
 from megalaunch.engine.parallel import dynamic_context_parallel
@@ -36,6 +35,7 @@ from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import StepBatch, microbatch, shard_for_context_parallel
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec, with_values
 
 FIXED = ("p2p", "allgather")
 OVER_ALL, DEALT = "each document over all", "dealt by length"

@@ -22,9 +22,9 @@ import torch
 from engine_variants.shape import FFN, HIDDEN, LAYERS, VOCABULARY, Work
 from engine_variants.timing import Times, side_by_side
 
-from megalaunch.config.schema import with_values
 from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.plan.memory import predict_memory
+from megalaunch.schema import with_values
 
 INSTALL = {  # litgpt's own pins would move torch
     "transformers": "pip install transformers",

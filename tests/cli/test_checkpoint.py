@@ -12,9 +12,9 @@ from tiny_run import make_run, tiny_spec
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
-from megalaunch.config.schema import with_values
-from megalaunch.config.spec_file import write_spec
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import with_values
+from megalaunch.schema.spec_file import write_spec
 
 
 @pytest.fixture

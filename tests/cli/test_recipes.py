@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from megalaunch.cli.recipes.recipes import app
 from megalaunch.config import groups
-from megalaunch.config.yaml_file import load_yaml
+from megalaunch.schema.yaml_file import load_yaml
 
 RUNNER = CliRunner()
 

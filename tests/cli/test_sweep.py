@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
 from megalaunch.config.compose import compose
-from megalaunch.config.spec_file import read_spec
 from megalaunch.launch.process import descendants, kill_all
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.runs.sweep import run
 from megalaunch.runs.sweep.display import LogSweepDisplay
 from megalaunch.runs.sweep.folder import SweepFolder
+from megalaunch.schema.spec_file import read_spec
 
 
 def invoke(*words: str):

@@ -15,10 +15,10 @@ from training import tiny_words, train_tiny
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
-from megalaunch.config.spec_file import read_spec
 from megalaunch.launch.directory import lock_run
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema.spec_file import read_spec
 
 
 def invoke(*words: str):

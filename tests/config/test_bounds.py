@@ -9,11 +9,11 @@ from made_specs import LAPTOP
 
 from megalaunch.config.compose import compose
 from megalaunch.config.errors import ConfigError
-from megalaunch.config.schema import RunSpec, SpecError
-from megalaunch.config.schema.build import check_leaves, largest, leaves
 from megalaunch.plan.check import check
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.summary import derived_values
+from megalaunch.schema import RunSpec, SpecError
+from megalaunch.schema.build import check_leaves, largest, leaves
 
 NUMBERS = {
     path: (kind, entry, get_origin(annotation) is tuple)

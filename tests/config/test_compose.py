@@ -5,8 +5,8 @@ import pytest
 from megalaunch.config.compose import compose
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.keys import schema_defaults, schema_keys
-from megalaunch.config.schema import build_run_spec, spec_to_dict
-from megalaunch.config.schema.paths import entry_at
+from megalaunch.schema import build_run_spec, spec_to_dict
+from megalaunch.schema.paths import entry_at
 
 
 def problems(*words):

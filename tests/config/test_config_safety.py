@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megalaunch.config.compose import compose
 from megalaunch.config.errors import ConfigError
-from megalaunch.config.schema import SpecError
-from megalaunch.config.spec_file import read_spec
-from megalaunch.config.yaml_file import YamlProblem, load_yaml
+from megalaunch.schema import SpecError
+from megalaunch.schema.spec_file import read_spec
+from megalaunch.schema.yaml_file import YamlProblem, load_yaml
 
 HEAD = "# @package _global_\n# made\ndefaults:\n  - override /model: tiny\n  - _self_\n"
 BODY = HEAD + "batch: {sequence_length: 8, global_batch_size: 2}\n"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import megalaunch
 from megalaunch.config.keys import schema_keys
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.build import resolve_annotations
 from megalaunch.plan.supported import LIMITS, MEANINGLESS
+from megalaunch.schema import RunSpec
+from megalaunch.schema.build import resolve_annotations
 
 PACKAGE = Path(megalaunch.__file__).parent
 ROOMS = ("plan", "data", "launch", "platform", "engine", "rundir")

@@ -5,8 +5,8 @@ from made_specs import resolved
 
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.explain import explain_key
-from megalaunch.config.schema.moe import MoESpec
-from megalaunch.config.schema.optimizer import OptimizerSpec
+from megalaunch.schema.moe import MoESpec
+from megalaunch.schema.optimizer import OptimizerSpec
 
 
 def test_one_key_a_section_and_an_unknown_key():

@@ -16,12 +16,12 @@ from megalaunch.cli.app import app
 from megalaunch.cli.completion import Line, completions
 from megalaunch.config.compose import Composer, compose
 from megalaunch.config.errors import ConfigError
-from megalaunch.config.schema import build_run_spec
-from megalaunch.config.schema.model import ModelSpec
-from megalaunch.config.spec_file import read_spec, write_spec
 from megalaunch.importers.huggingface.json_positions import key_positions
 from megalaunch.importers.huggingface.model_section import read_model_section
 from megalaunch.importers.huggingface.registry import from_hf_config
+from megalaunch.schema import build_run_spec
+from megalaunch.schema.model import ModelSpec
+from megalaunch.schema.spec_file import read_spec, write_spec
 
 PUBLISHED = published_configs()
 SMOL = PUBLISHED["HuggingFaceTB/SmolLM2-135M"]

@@ -3,8 +3,8 @@
 import pytest
 from made_specs import resolved
 
-from megalaunch.config.schema import SpecError, build_run_spec, spec_to_dict, with_values
-from megalaunch.config.schema.paths import put
+from megalaunch.schema import SpecError, build_run_spec, spec_to_dict, with_values
+from megalaunch.schema.paths import put
 
 SPEC = resolved("recipe=tiny")[0]
 

@@ -17,8 +17,6 @@ import pytest
 import tokenizers
 from token_files import sentences, small_tokenizer, write_jsonl, write_tokens
 
-from megalaunch.config.schema.data import DataSpec
-from megalaunch.config.schema.tokenizer import TokenizerSpec
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 from megalaunch.data.prepare import PreparedData, prepare
@@ -29,6 +27,8 @@ from megalaunch.data.preprocess.corpus import find_corpus
 from megalaunch.data.preprocess.encoder_pool import EncoderPool
 from megalaunch.data.preprocess.settings import Settings
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
+from megalaunch.schema.data import DataSpec
+from megalaunch.schema.tokenizer import TokenizerSpec
 
 FILES = ["train.bin", "train.idx", "validation.bin", "validation.idx", "tokenizer.json"]
 SMALL = TokenizerSpec(vocab_size=300)

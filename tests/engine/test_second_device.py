@@ -12,8 +12,8 @@ from forked_ranks import RanksFailed, run_ranks
 from oracle import small_spec
 from second_device import forward_on, generate_on, register, step_on
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.model.attention.core import NoContextParallel
+from megalaunch.schema import RunSpec
 
 PACKED = {"data__reset_attention_mask": True, "data__reset_position_ids": True, "data__eod_mask_loss": True}
 DROPPED = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}

@@ -78,7 +78,7 @@ def test_it_ends_at_once_when_its_launcher_is_gone(tmp_path):
 
 
 def test_a_crash_on_a_full_disk_is_still_that_crash(tmp_path, monkeypatch):
-    import megalaunch.config.spec_file
+    import megalaunch.schema.spec_file
 
     def fail(path):
         raise KeyError("what really happened")
@@ -91,7 +91,7 @@ def test_a_crash_on_a_full_disk_is_still_that_crash(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "die_with_parent", lambda: None)
     monkeypatch.setattr(worker, "redirect_output", lambda log: log.parent.mkdir())
     monkeypatch.setattr(StopSignal, "install", lambda self: None)
-    monkeypatch.setattr(megalaunch.config.spec_file, "read_spec", fail)
+    monkeypatch.setattr(megalaunch.schema.spec_file, "read_spec", fail)
     monkeypatch.setattr(worker, "_report_crash", full)
     with pytest.raises(KeyError, match="what really happened"):
         worker.main([str(tmp_path / "spec.yaml")])

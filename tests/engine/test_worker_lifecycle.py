@@ -12,7 +12,6 @@ from forked_ranks import run_ranks
 from looped_run import events, prepared_directory, ten_steps
 from token_files import small_tokenizer
 
-from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.data.errors import DataError
 from megalaunch.engine import run_rank, train_worker
 from megalaunch.engine.checkpoint.errors import CheckpointError
@@ -21,6 +20,7 @@ from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.rundir.outcome import Outcome, read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
+from megalaunch.schema import RunSpec, with_values
 
 
 @pytest.fixture(scope="module")

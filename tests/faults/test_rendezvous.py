@@ -18,11 +18,11 @@ import pytest
 from launching import events_of, launched, run_of, running, steps_of, tiny_spec, wait_until, worker_pids
 from paths import ROOT
 
-from megalaunch.config.spec_file import write_spec
 from megalaunch.launch.process import descendants, kill_all
 from megalaunch.rundir.outcome import read_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.rendezvous import keep_credentials
+from megalaunch.schema.spec_file import write_spec
 
 pytestmark = pytest.mark.serial
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from launching import tiny_spec
 
-from megalaunch.config.schema import SpecError
-from megalaunch.config.spec_file import write_spec
 from megalaunch.launch.directory import RunDirectoryError, create_folders, decide, inspect_run, lock_run, unlock_run
 from megalaunch.rundir.outcome import Outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import SpecError
+from megalaunch.schema.spec_file import write_spec
 
 
 def begun(root: Path, spec=None, code=0, step=20) -> RunDirectory:

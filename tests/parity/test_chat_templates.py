@@ -8,12 +8,12 @@ import tokenizers
 from token_files import prepared_spec, sentences, small_tokenizer
 from tokenizers import decoders, models, normalizers, processors, trainers
 
-from megalaunch.config.schema import with_values
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 from megalaunch.data.prepare import data_overrides, prepare
 from megalaunch.data.prepared_files import loss_mask_prefix
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer, tokenizer_file
+from megalaunch.schema import with_values
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")

@@ -12,13 +12,13 @@ from forked_ranks import run_ranks
 from megatron_model import loss_and_gradients, tensors_of
 from oracle import SEQUENCE, RandomSamples, small_spec
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.grads import finalize_grads
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 BATCH = 8
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from token_files import sentences, small_tokenizer, with_special_tokens
 
-from megalaunch.config.schema.data import DataSpec
-from megalaunch.config.schema.tokenizer import TokenizerSpec
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 from megalaunch.data.prepare import prepare
 from megalaunch.data.preprocess.preprocess import preprocess
 from megalaunch.data.preprocess.settings import Settings
+from megalaunch.schema.data import DataSpec
+from megalaunch.schema.tokenizer import TokenizerSpec
 
 torch = pytest.importorskip("torch")
 indexed_dataset = pytest.importorskip(

@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_specs import resolved
 
-from megalaunch.config.schema import with_values
 from megalaunch.plan.batch import (
     RampError,
     RampStage,
@@ -19,6 +18,7 @@ from megalaunch.plan.batch import (
     steps_per_stage,
     tokens_requested,
 )
+from megalaunch.schema import with_values
 
 SPEC = resolved("recipe=tiny", "data.corpus=x")[0]  # 32 tokens, 8 samples, 20 steps
 

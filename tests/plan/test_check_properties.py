@@ -11,8 +11,6 @@ from made_specs import H100_NODE, LAPTOP, resolved
 
 from megalaunch.config.compose import Origin, _plain_value, _text_value
 from megalaunch.config.keys import schema_keys
-from megalaunch.config.schema import RunSpec, SpecError, with_values
-from megalaunch.config.schema.paths import value_at
 from megalaunch.plan.check import check
 from megalaunch.plan.findings import has_errors
 from megalaunch.plan.report import findings_text
@@ -20,6 +18,8 @@ from megalaunch.plan.resolve import resolve
 from megalaunch.plan.stages import MAX_LAYERS, build_stages
 from megalaunch.plan.summary import derived_values
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec, SpecError, with_values
+from megalaunch.schema.paths import value_at
 
 BASE = {
     name: resolved(f"recipe={name}", "data.corpus=x")[1].spec

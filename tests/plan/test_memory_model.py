@@ -8,7 +8,6 @@ import pytest
 from made_specs import resolved
 from published_runs import BRIDGE, DGXC, MEMORY_7B, ONE_DEVICE, OTHERS
 
-from megalaunch.config.schema import with_values
 from megalaunch.plan.memory import ENGINE, MEGATRON, predict_memory
 from megalaunch.plan.memory.in_flight import in_flight
 from megalaunch.plan.memory.rank import LAYER, LOSS, STEP_END, memory_by_rank
@@ -16,6 +15,7 @@ from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.resolve import derive
 from megalaunch.plan.stage_params import chunks_by_rank, params_by_rank
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import with_values
 
 LLAMA = 8_030_261_248
 

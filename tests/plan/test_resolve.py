@@ -6,10 +6,10 @@ import pytest
 from made_specs import AMX_SERVER, H100_NODE, LAPTOP, resolved
 
 from megalaunch.config.compose import compose
-from megalaunch.config.schema import with_values
 from megalaunch.plan.check import check
 from megalaunch.plan.resolve import derive, machine_mismatch, resolve
 from megalaunch.platform.chips import CHIPS
+from megalaunch.schema import with_values
 
 
 def notes(*overrides, machine=LAPTOP, stored=None):

@@ -1,10 +1,10 @@
 import pytest
 from made_specs import LAPTOP, resolved
 
-from megalaunch.config.schema import RunSpec, with_values
-from megalaunch.config.schema.build import leaves
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.resume_compatibility import CHANGEABLE, compatible_changes, incompatible_changes
+from megalaunch.schema import RunSpec, with_values
+from megalaunch.schema.build import leaves
 
 WORDS = ("recipe=tiny", "data.corpus=x")
 CACHE = "/cache/corpora/0123/"

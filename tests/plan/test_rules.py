@@ -8,10 +8,10 @@ from made_specs import LAPTOP, resolved
 from rule_cases import H100, TINY
 
 from megalaunch.config.compose import _plain_value
-from megalaunch.config.schema import with_values
 from megalaunch.plan.check import check
 from megalaunch.plan.findings import Finding, as_json, as_override, has_errors, sort_findings
 from megalaunch.plan.rules.registry import RULES, Rule, Violation, rule
+from megalaunch.schema import with_values
 
 
 def findings(*overrides, base=TINY, purpose="validate"):

@@ -8,12 +8,12 @@ from made_specs import H100_NODE, LAPTOP
 from megalaunch.config.compose import Composer, compose
 from megalaunch.config.groups import option_names
 from megalaunch.config.recipes import PACKAGED, read_summary
-from megalaunch.config.schema.model import Family
 from megalaunch.plan.check import check
 from megalaunch.plan.parameters import count_parameters
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.stages import build_stages
 from megalaunch.plan.topology import Topology
+from megalaunch.schema.model import Family
 
 RECIPES = sorted(path.relative_to(PACKAGED).with_suffix("").as_posix() for path in PACKAGED.rglob("*.yaml"))
 CPU_SIZED = [name for name in RECIPES if name.endswith("tiny") or name == "quickstart"]

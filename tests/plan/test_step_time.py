@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from made_specs import resolved
 from published_runs import DGXC
 
-from megalaunch.config.schema import with_values
 from megalaunch.plan.cost import UnknownChipSpeed, step_time
 from megalaunch.plan.cost.communication import Interconnect
 from megalaunch.plan.flops import step_flops
 from megalaunch.plan.prediction import predict
 from megalaunch.plan.resolve import derive
+from megalaunch.schema import with_values
 
 WIRES = Interconnect(link=400.0, network=50.0, node=8)
 

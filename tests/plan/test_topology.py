@@ -1,9 +1,9 @@
 import pytest
 from made_specs import resolved
 
-from megalaunch.config.schema import with_values
-from megalaunch.config.schema.parallel import ParallelSpec
 from megalaunch.plan.topology import RankGrid, Topology, most_common_cp_comm_type
+from megalaunch.schema import with_values
+from megalaunch.schema.parallel import ParallelSpec
 
 AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "edp", "dp_replicate", "dp_shard")
 DEFAULTS = dict.fromkeys((*AXES, "micro_batch_size", "microbatches", "nodes"), 1)

@@ -170,7 +170,7 @@ def test_the_glossary_names_files_that_exist(path):
 
 def test_the_glossary_names_keys_that_exist():
     from megalaunch.config.keys import schema_keys
-    from megalaunch.config.schema import RunSpec
+    from megalaunch.schema import RunSpec
 
     sections = set(RunSpec.__dataclass_fields__)
     keys = set(re.findall(r"`(\w+\.[\w.]+?)(?:=\w+|\.\*)?`", GLOSSARY))

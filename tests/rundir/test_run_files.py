@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from launching import tiny_spec
 
-from megalaunch.config.spec_file import write_spec
 from megalaunch.fs import make_directory
 from megalaunch.launch.agent import Agent
 from megalaunch.launch.directory import RunDirectoryError, create_folders, lock_run
@@ -23,6 +22,7 @@ from megalaunch.rundir.outcome import ExitCode, Outcome, reserve_outcome_space, 
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
 from megalaunch.rundir.rendezvous import keep_credentials
+from megalaunch.schema.spec_file import write_spec
 
 REDIRECT_OUTPUT = (
     "from pathlib import Path\nfrom megalaunch.engine.worker_setup import redirect_output\nredirect_output(Path({!r}))"

@@ -3,9 +3,9 @@
 import pytest
 from token_files import prepared_spec, write_tokens
 
-from megalaunch.config.schema import with_values
 from megalaunch.data.samples.epochs import count_tokens, tokens_needed
 from megalaunch.runs.epoch_check import check_epochs
+from megalaunch.schema import with_values
 
 
 def spec_of(steps, **data):

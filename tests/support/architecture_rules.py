@@ -13,24 +13,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-LAUNCHER_WING = ("cli", "runs", "config", "importers", "plan", "launch", "data", "platform", "rundir", "format", "fs")
+LAUNCHER_WING = (
+    *("cli", "runs", "config", "importers", "plan", "launch", "data", "platform", "schema", "rundir", "format", "fs"),
+)
 
 # Room -> what it may import of ours, besides itself; a longer name speaks for a file alone. DESIGN section 2.
 ARROWS = {
     "format": (),
     "fs": (),
     "rundir": ("fs",),
-    "config": ("fs", "importers.huggingface", "importers.megatron.spelling"),
-    "importers.huggingface": ("config.schema", "plan.layers", "plan.attention_factor"),
-    "importers.megatron": ("config.schema", "config.shown"),
-    "importers.megatron.importer": ("config", "format"),
-    "importers.megatron.recipe_file": ("config",),
-    "platform": ("config.schema",),
-    "data": ("config.schema", "fs"),
-    "plan": ("config.schema", "platform", "format"),
+    "schema": ("fs",),
+    "config": ("schema", "format", "importers.huggingface", "importers.megatron.spelling"),
+    "importers.huggingface": ("schema", "plan.layers", "plan.attention_factor"),
+    "importers.megatron": ("schema", "format.yaml_value"),
+    "platform": ("schema",),
+    "data": ("schema", "fs"),
+    "plan": ("schema", "platform", "format"),
     "launch": (
-        "config.schema",
-        "config.spec_file",
+        "schema",
         "plan",
         "data",
         "platform",
@@ -40,8 +40,7 @@ ARROWS = {
     ),
     "kernels": ("platform",),
     "engine": (
-        "config.schema",
-        "config.spec_file",
+        "schema",
         "importers",
         "plan",
         "data",
@@ -51,9 +50,13 @@ ARROWS = {
         "format",
         "fs",
     ),
-    "runs": ("config", "plan", "data", "platform", "launch", "rundir", "format", "fs", "engine.api"),
+    "runs": (
+        *("config", "importers.megatron", "schema", "plan", "data", "platform", "launch", "rundir", "format", "fs"),
+        "engine.api",
+    ),
     "cli": (
         "config",
+        "schema",
         "importers",
         "plan",
         "data",

@@ -16,7 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-from megalaunch.config.spec_file import read_spec
 from megalaunch.engine.worker_setup import StopSignal, die_with_parent, redirect_output
 from megalaunch.rundir.environment import current_attempt
 from megalaunch.rundir.events import record_event
@@ -24,6 +23,7 @@ from megalaunch.rundir.jsonl import append_line, keep_lines
 from megalaunch.rundir.outcome import ExitCode, Outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter, read_progress
+from megalaunch.schema.spec_file import read_spec
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ from megalaunch.config.compose import _primary_options
 from megalaunch.config.groups import load_option
 from megalaunch.config.keys import GROUPS, schema_defaults
 from megalaunch.config.recipes import Recipe, load_chain
-from megalaunch.config.schema import RunSpec, build_run_spec
-from megalaunch.config.schema.paths import put
+from megalaunch.schema import RunSpec, build_run_spec
+from megalaunch.schema.paths import put
 
 
 def hydra_compose(recipe: str, options: Mapping[str, str]) -> RunSpec:

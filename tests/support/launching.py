@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 from paths import ROOT
 
-from megalaunch.config.schema import RunSpec, build_run_spec
-from megalaunch.config.spec_file import write_spec
 from megalaunch.launch.process import descendants, find_process, is_alive, kill_all
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import RunSpec, build_run_spec
+from megalaunch.schema.spec_file import write_spec
 
 WORKER = "fake_worker"
 
 _PROGRAM = """
 import sys
 from pathlib import Path
-from megalaunch.config.spec_file import read_spec
+from megalaunch.schema.spec_file import read_spec
 from megalaunch.launch.directory import unlock_run, lock_run
 from megalaunch.launch.local import Launch, run_locally
 from megalaunch.launch.log_display import PlainDisplay

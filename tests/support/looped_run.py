@@ -13,8 +13,6 @@ from forked_ranks import run_ranks
 from oracle import VOCABULARY, small_spec
 from token_files import write_tokens
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.spec_file import write_spec
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.run_end import RunEnd
 from megalaunch.engine.train.run_logger import RunLogger
@@ -24,6 +22,8 @@ from megalaunch.plan.topology import Topology
 from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter
+from megalaunch.schema import RunSpec
+from megalaunch.schema.spec_file import write_spec
 
 # Of a line in metrics.jsonl, what does not depend on the clock or the machine.
 SAME = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")

@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import cache
 
 from megalaunch.config.compose import Composer, Composition
-from megalaunch.config.schema import RunSpec
 from megalaunch.plan.resolve import resolve
 from megalaunch.platform.chips import CHIPS
 from megalaunch.platform.detect import Machine
+from megalaunch.schema import RunSpec
 
 LAPTOP = Machine(CHIPS["cpu"], devices=0, cores=2, memory_bytes=8 * 2**30, notes=(), free_disk=lambda path: 200 * 10**9)
 AMX_SERVER = replace(LAPTOP, chip=replace(CHIPS["cpu"], native_bf16="AMX"))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalaunch.config.schema.model import ModelSpec
+from megalaunch.schema.model import ModelSpec
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from forked_ranks import run_ranks
 from proofs import Proof, record
 
-from megalaunch.config.schema import RunSpec, build_run_spec
 from megalaunch.data.samples.sample import Sample, positions_within
 from megalaunch.engine.dtensor import copy_from_global_
 from megalaunch.engine.families.build import build_decoder
@@ -33,6 +32,7 @@ from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec, build_run_spec
 
 STEPS, WARMUP = 3, 2
 VOCABULARY, SEQUENCE = 61, 16  # tokens of an odd vocabulary; a length that context-parallel ranks can share

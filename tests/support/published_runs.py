@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from made_specs import resolved
 
-from megalaunch.config.schema import RunSpec
+from megalaunch.schema import RunSpec
 
 _NEMOTRON = (
     "model=llama3_8b",

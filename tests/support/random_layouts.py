@@ -12,8 +12,8 @@ from typing import Any
 
 from oracle import small_spec
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.plan.check import check
+from megalaunch.schema import RunSpec
 
 Layout = dict[str, Any]
 

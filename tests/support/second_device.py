@@ -21,7 +21,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.inference.generate import next_logits
 from megalaunch.engine.inference.kv_cache import KVCache
@@ -36,6 +35,7 @@ from megalaunch.engine.simulate.step import full_length_documents, make_batch, m
 from megalaunch.engine.train.linear_cross_entropy import LinearCrossEntropy
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 NAME = "second"
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import torch
 
-from megalaunch.config.schema import RunSpec, build_run_spec
-from megalaunch.config.spec_file import write_spec
 from megalaunch.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from megalaunch.engine.checkpoint.store import save_checkpoint
 from megalaunch.engine.families.build import build_decoder
@@ -15,6 +13,8 @@ from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.init import init_weights
 from megalaunch.rundir.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import RunSpec, build_run_spec
+from megalaunch.schema.spec_file import write_spec
 
 TEXT = "the cat sat on the mat, the dog lay by the door; näh, hören wir auf. " * 20
 

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from megalaunch.config.schema import RunSpec, build_run_spec
 from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
 from megalaunch.data.tokenizer.tokenizer import train_tokenizer
+from megalaunch.schema import RunSpec, build_run_spec
 
 TEXT = "the old sea captain walked slowly along a quiet shore while gulls cried over grey waves"
 WORDS = TEXT.split()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from megalaunch.config.schema import RunSpec
     from megalaunch.rundir.paths import RunDirectory
+    from megalaunch.schema import RunSpec
 
 app = typer.Typer(
     add_completion=False,
@@ -129,8 +129,8 @@ def _find_checkpoints(path: Path, only_complete: bool = True) -> list[Path]:
 
 def _read_spec(path: Path) -> RunSpec | None:
     """Return the spec at `path`; None if it is missing or invalid."""
-    from megalaunch.config.schema import SpecError
-    from megalaunch.config.spec_file import read_spec
+    from megalaunch.schema import SpecError
+    from megalaunch.schema.spec_file import read_spec
 
     try:
         return read_spec(path)

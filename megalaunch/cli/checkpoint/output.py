@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megalaunch.cli.checkpoint.summary import tensor_group
-from megalaunch.config.schema import RunSpec
 from megalaunch.format.numbers import format_bytes
 from megalaunch.format.table import table_lines
 from megalaunch.rundir.checkpoint.listing import CheckpointInfo, retention_reasons
+from megalaunch.schema import RunSpec
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 

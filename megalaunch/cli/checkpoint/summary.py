@@ -6,12 +6,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.plan.topology import Topology
 from megalaunch.rundir.checkpoint.contents import POSITION, read_document
 from megalaunch.rundir.checkpoint.errors import CheckpointError
 from megalaunch.rundir.checkpoint.manifest import read_manifest, verify_checkpoint
 from megalaunch.rundir.checkpoint.tensor_index import TensorIndex, read_tensor_index
+from megalaunch.schema import RunSpec
 
 
 def summarize_checkpoint(checkpoint: Path, spec: RunSpec | None) -> dict[str, Any]:

@@ -18,7 +18,6 @@ def cache(
 
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
-    from megalaunch.config.schema import with_values
     from megalaunch.data.errors import DataError
     from megalaunch.data.prepare import data_overrides, prepare
     from megalaunch.data.samples.build_datasets import build_train_dataset, build_valid_dataset
@@ -28,6 +27,7 @@ def cache(
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.epoch_check import check_epochs
     from megalaunch.runs.errors import fail, refuse
+    from megalaunch.schema import with_values
 
     try:
         composition = compose(overrides or [])

@@ -13,10 +13,10 @@ from megalaunch.format.numbers import format_bytes
 from megalaunch.format.table import table_lines
 
 if TYPE_CHECKING:
-    from megalaunch.config.schema import RunSpec
     from megalaunch.engine.api import DeepPlan
     from megalaunch.plan.check import HasOrigin
     from megalaunch.plan.memory import Memory
+    from megalaunch.schema import RunSpec
 
 
 def show_deep(spec: RunSpec, origins: Mapping[str, HasOrigin], rank: int | None, as_json: bool) -> None:

@@ -11,11 +11,11 @@ import typer
 from megalaunch.format.table import table_lines
 
 if TYPE_CHECKING:
-    from megalaunch.config.schema import RunSpec
     from megalaunch.plan.check import HasOrigin
     from megalaunch.plan.cost import StepTime
     from megalaunch.plan.findings import Finding
     from megalaunch.plan.prediction import Groups, Prediction
+    from megalaunch.schema import RunSpec
 
 _GB = 1e9
 _COMPUTE = {

@@ -8,7 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from megalaunch.config.compose import Composition
-    from megalaunch.config.schema import RunSpec
+    from megalaunch.schema import RunSpec
 
 
 def plan(

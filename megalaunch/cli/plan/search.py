@@ -12,9 +12,9 @@ import typer
 from megalaunch.format.table import table_lines
 
 if TYPE_CHECKING:
-    from megalaunch.config.schema import RunSpec
     from megalaunch.plan.check import HasOrigin
     from megalaunch.plan.search import Difference, Found, SearchResult
+    from megalaunch.schema import RunSpec
 
 SHOWN = 10
 _GIB = 2**30

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from megalaunch.importers.megatron.importer import Imported
+    from megalaunch.runs.import_megatron.importer import Imported
 
 
 def import_megatron(
@@ -34,8 +34,8 @@ def import_megatron(
     Nothing is executed: variables, defaults, arrays and arithmetic are read as data.
     """
     from megalaunch.importers.megatron.bash_lexer import ScriptProblem
-    from megalaunch.importers.megatron.importer import import_script, report_text
     from megalaunch.runs.errors import fail
+    from megalaunch.runs.import_megatron.importer import import_script, report_text
 
     text = _read(file)
     shown = "standard input" if file == "-" else file

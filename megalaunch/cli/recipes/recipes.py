@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from megalaunch.config.schema import RunSpec
+    from megalaunch.schema import RunSpec
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -51,10 +51,10 @@ def show_recipe(
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.config.recipes import load_chain
-    from megalaunch.config.schema import SpecProblem
-    from megalaunch.config.spec_file import spec_to_text
     from megalaunch.plan.report import problems_text
     from megalaunch.runs.errors import refuse
+    from megalaunch.schema import SpecProblem
+    from megalaunch.schema.spec_file import spec_to_text
 
     if composed:
         try:

@@ -10,8 +10,6 @@ from typing import Any
 from megalaunch.config.compose import Composer
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.recipes import read_summary
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.parallel import ParallelSpec
 from megalaunch.format.numbers import format_short_count
 from megalaunch.format.table import table_lines
 from megalaunch.plan.parameters import count_parameters
@@ -20,6 +18,8 @@ from megalaunch.plan.resume_compatibility import differences
 from megalaunch.plan.supported import unsupported
 from megalaunch.plan.world import world_size
 from megalaunch.platform.detect import Machine
+from megalaunch.schema import RunSpec
+from megalaunch.schema.parallel import ParallelSpec
 
 _NAMES = ("run.name", "run.directory", "model.name")
 """Keys that hold only names."""

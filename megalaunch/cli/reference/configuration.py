@@ -9,15 +9,15 @@ from typing import Any
 from megalaunch.config.groups import CONF
 from megalaunch.config.keys import GROUPS, SECTIONS, Key, schema_keys
 from megalaunch.config.parallel_names import GRAMMAR
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.build import describe, resolve_annotations
-from megalaunch.config.shown import to_yaml
+from megalaunch.format.yaml_value import to_yaml
 from megalaunch.plan.supported import Limit, deciding_limit
+from megalaunch.schema import RunSpec
+from megalaunch.schema.build import describe, resolve_annotations
 
 _HEAD = """\
 # Configuration, key by key
 
-This page is generated: `scripts/reference` writes it from `megalaunch/config/schema/`, and a test fails when it is
+This page is generated: `scripts/reference` writes it from `megalaunch/schema/`, and a test fails when it is
 stale.
 
 A run has {count} keys in {sections} sections. An override `SECTION.KEY=VALUE` or a line of a recipe sets one;

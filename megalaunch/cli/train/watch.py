@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from megalaunch.config.schema import RunSpec
     from megalaunch.launch.run_state import RunState
     from megalaunch.launch.supervise import Display
     from megalaunch.rundir.outcome import Outcome
     from megalaunch.rundir.paths import RunDirectory
+    from megalaunch.schema import RunSpec
 
 _POLL_SECONDS = 0.5
 
@@ -25,13 +25,13 @@ def watch(
 
     The exit code is that of the run.
     """
-    from megalaunch.config.schema import SpecError
-    from megalaunch.config.spec_file import read_spec
     from megalaunch.launch.directory import run_is_locked
     from megalaunch.launch.open_display import open_display
     from megalaunch.launch.run_state import RunState, throughput_basis
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.runs.errors import fail
+    from megalaunch.schema import SpecError
+    from megalaunch.schema.spec_file import read_spec
 
     directory = RunDirectory(run_dir.absolute())
     try:

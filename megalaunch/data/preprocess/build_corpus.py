@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from megalaunch.config.schema.data import DataSpec
-from megalaunch.config.schema.tokenizer import TokenizerSpec
 from megalaunch.data.errors import DataError
 from megalaunch.data.prepared_files import TOKENIZER, TRAIN, VALIDATION
 from megalaunch.data.preprocess.chunking import Chunk
@@ -23,6 +21,8 @@ from megalaunch.data.preprocess.pipeline import Job, TextToTokens
 from megalaunch.data.preprocess.settings import OnBadRecord
 from megalaunch.data.preprocess.tokenizer_loader import TokenizerLoader
 from megalaunch.data.tokenizer.tokenizer import Tokenizer, copy_tokenizer, train_tokenizer
+from megalaunch.schema.data import DataSpec
+from megalaunch.schema.tokenizer import TokenizerSpec
 
 _BYTES_A_WORKER = 8 << 20  # smaller corpora take less time to encode than a worker takes to start
 

@@ -148,7 +148,7 @@ def find_corpus(source: str, json_key: str, split: str | None = TRAIN) -> Corpus
     Raises:
         DataError: nothing matches.
     """
-    from megalaunch.config.schema.data import STANDARD_LIBRARY  # here, so that preprocessing does not import the schema
+    from megalaunch.schema.data import STANDARD_LIBRARY  # here, so that preprocessing does not import the schema
 
     if source == STANDARD_LIBRARY:
         root = Path(sysconfig.get_paths()["stdlib"])

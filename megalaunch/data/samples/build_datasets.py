@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.data import DataSpec
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 from megalaunch.data.samples.blended_dataset import build_blended_dataset, parse_blend
@@ -24,6 +22,8 @@ from megalaunch.data.samples.validation_dataset import (
     num_tokens_in_slices,
 )
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
+from megalaunch.schema import RunSpec
+from megalaunch.schema.data import DataSpec
 
 ORDERS = "orders"
 

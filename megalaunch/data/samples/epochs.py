@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.data import DataSpec
+from megalaunch.schema import RunSpec
+from megalaunch.schema.data import DataSpec
 
 
 @dataclass(frozen=True)

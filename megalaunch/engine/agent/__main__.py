@@ -23,8 +23,6 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.spec_file import read_spec
 from megalaunch.engine.agent.interfaces import interface_of
 from megalaunch.engine.agent.member import Endpoint, NodeLost, RendezvousProblem, log
 from megalaunch.engine.agent.rendezvous import LOOPBACK, LoopbackRendezvous, MultiNodeRendezvous, listen_only_on
@@ -33,6 +31,8 @@ from megalaunch.rundir.events import record_event
 from megalaunch.rundir.outcome import Outcome, read_outcome, write_outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.rendezvous import CredentialsError, read_credentials
+from megalaunch.schema import RunSpec
+from megalaunch.schema.spec_file import read_spec
 
 STORE_SECONDS = 60.0
 EXIT_SECONDS = 30.0  # timeout of the agents' exit barrier: the workers of all nodes end together

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.checkpoint.atomic_directory import Wrote, require_new
 from megalaunch.engine.checkpoint.export_huggingface import Export, StoredWeights, export_folder
 from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
@@ -23,6 +22,7 @@ from megalaunch.engine.checkpoint.streaming_forward import Read
 from megalaunch.engine.checkpoint.verify_conversion import verify_logits
 from megalaunch.rundir.checkpoint.contents import WEIGHTS
 from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index
+from megalaunch.schema.model import ModelSpec
 
 # Upper bounds of the logit error from rounding weights to a dtype, relative to the largest logit. Measured errors are
 # well below them.

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalaunch.config.schema.model import ModelSpec
-from megalaunch.config.spec_file import read_spec
 from megalaunch.data.errors import DataError
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.atomic_directory import Wrote, atomic_directory, count_bytes, require_new
@@ -28,6 +26,8 @@ from megalaunch.importers.huggingface.folder import CONFIG, INDEX, WEIGHTS_FILE
 from megalaunch.importers.huggingface.registry import FamilyError, decoder_config, to_hf_config
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS, read_document
 from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index
+from megalaunch.schema.model import ModelSpec
+from megalaunch.schema.spec_file import read_spec
 
 Prove = Callable[["StoredWeights", Path], dict[str, Any]]
 

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megalaunch.config.schema import RunSpec, build_run_spec
-from megalaunch.config.schema.model import ModelSpec
-from megalaunch.config.spec_file import spec_to_text
 from megalaunch.engine.checkpoint.atomic_directory import Wrote, atomic_directory, count_bytes
 from megalaunch.engine.checkpoint.safetensors_file import DTYPE_NAMES, HashedFile, TensorSource, write_file
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, FileRecord, manifest_text
 from megalaunch.rundir.checkpoint.tensor_index import TENSOR_INDEX, Chunk, StoredTensor, tensor_index_text
+from megalaunch.schema import RunSpec, build_run_spec
+from megalaunch.schema.model import ModelSpec
+from megalaunch.schema.spec_file import spec_to_text
 
 PROOF = "proof.json"
 _SHARD_BYTES = 5_000_000_000

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.checkpoint.coordination import run_on_all_ranks, run_on_rank0
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
@@ -24,6 +23,7 @@ from megalaunch.importers.huggingface.registry import differences
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE
 from megalaunch.rundir.checkpoint.manifest import MANIFEST, verify_checkpoint
 from megalaunch.rundir.paths import RunDirectory, checkpoint_step
+from megalaunch.schema.model import ModelSpec
 
 
 def load_pretrained(source: Path, model: ModelSpec, parts: ModelParts) -> None:

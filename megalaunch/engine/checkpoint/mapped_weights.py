@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES
 from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.families.weight_mapping import WeightMapping
+from megalaunch.schema.model import ModelSpec
 
 
 class TensorInfo(Protocol):

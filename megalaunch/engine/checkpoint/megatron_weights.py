@@ -10,13 +10,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from megalaunch.config.schema.model import GATED, Family, ModelSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.mapped_weights import MappedWeights
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from megalaunch.engine.families.build import resolve_head_dim
 from megalaunch.engine.families.weight_mapping import WeightMapping, concat_rows, rename
 from megalaunch.importers.huggingface.registry import FAMILIES, FamilyError, to_hf_config
+from megalaunch.schema.model import GATED, Family, ModelSpec
 
 # Norm names of Transformer Engine's fused layernorm-linear modules, and of Megatron's local layers.
 _INSIDE = {

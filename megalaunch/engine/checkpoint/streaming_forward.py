@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.model.embedding import Embedding
 from megalaunch.engine.model.linear import Linear
+from megalaunch.schema.model import ModelSpec
 
 Read = Callable[[str], Tensor]
 """Reads a parameter by its name in the decoder."""

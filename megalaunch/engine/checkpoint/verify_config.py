@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface
 from megalaunch.engine.families.build import build_decoder
@@ -25,6 +24,7 @@ from megalaunch.engine.families.multimodal import stored_name
 from megalaunch.engine.families.weights import get_family_weights, get_multimodal
 from megalaunch.importers.huggingface.multimodal import TEXT, TEXT_DECODER_ONLY, VISION
 from megalaunch.importers.huggingface.registry import decoder_config, family_of, from_hf_config
+from megalaunch.schema.model import ModelSpec
 
 _LAYERS, _HEADS, _VOCABULARY, _WINDOW, _LENGTH, _HIDDEN = 2, 4, 211, 11, 40, 256
 _TOLERANCE = 1e-4  # relative to the largest logit; measured: 1e-6 to 6e-6

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.streaming_forward import Read, streamed_logits
 from megalaunch.engine.checkpoint.verify_config import Verification, require_agreement, verify_config
+from megalaunch.schema.model import ModelSpec
 
 TOLERANCE = 1e-4  # relative to the largest logit, or to 1 if that is larger
 _ROWS, _LENGTH = 2, 24

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from megalaunch.config.schema.model import ModelSpec
-from megalaunch.config.schema.rope import RopeSpec
 from megalaunch.engine.model.attention.core import NO_CP, ContextParallelism
 from megalaunch.engine.model.config import (
     AttentionConfig,
@@ -18,6 +16,8 @@ from megalaunch.engine.model.config import (
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.plan.layers import Layer, list_layers
+from megalaunch.schema.model import ModelSpec
+from megalaunch.schema.rope import RopeSpec
 
 
 def build_decoder(

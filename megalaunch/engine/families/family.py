@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.families.multimodal import Multimodal
 from megalaunch.engine.families.weight_mapping import WeightMapping
+from megalaunch.schema.model import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.families.family import FamilyWeights
 from megalaunch.engine.families.weight_mapping import WeightMapping, concat_rows, rename, transposed
+from megalaunch.schema.model import ModelSpec
 
 
 def _tensors(model: ModelSpec) -> Iterator[WeightMapping]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.engine.families.family import FamilyWeights
 from megalaunch.engine.families.gpt import both
 from megalaunch.engine.families.weight_mapping import WeightMapping, interleave_heads, rename
+from megalaunch.schema.model import ModelSpec
 
 
 def _tensors(model: ModelSpec) -> Iterator[WeightMapping]:

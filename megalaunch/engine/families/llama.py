@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.config.schema.model import GATED, ModelSpec
 from megalaunch.engine.families.family import FamilyWeights
 from megalaunch.engine.families.weight_mapping import WeightMapping, rename
+from megalaunch.schema.model import GATED, ModelSpec
 
 # By norm_placement: the decoder's norm names and Hugging Face's.
 _NORMS = {

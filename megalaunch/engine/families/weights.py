@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalaunch.config.schema.model import Family, ModelSpec
 from megalaunch.engine.families import gemma3, gpt, gpt_neox, llama, phi3
 from megalaunch.engine.families.family import FamilyWeights
 from megalaunch.engine.families.multimodal import Multimodal
 from megalaunch.importers.huggingface.registry import family_of, multimodal_family
+from megalaunch.schema.model import Family, ModelSpec
 
 _OF: Mapping[Family, FamilyWeights] = {
     "gpt": gpt.WEIGHTS,

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import torch
 
-from megalaunch.config.schema import RunSpec, SpecError
-from megalaunch.config.schema.model import ModelSpec
-from megalaunch.config.spec_file import read_spec
 from megalaunch.data.errors import DataError
 from megalaunch.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 from megalaunch.engine.checkpoint.errors import CheckpointError
@@ -30,6 +27,9 @@ from megalaunch.importers.huggingface.folder import CONFIG
 from megalaunch.importers.huggingface.multimodal import TEXT_DECODER_ONLY
 from megalaunch.importers.huggingface.registry import decoder_config, multimodal_family
 from megalaunch.rundir.checkpoint.contents import ORIGIN, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
+from megalaunch.schema import RunSpec, SpecError
+from megalaunch.schema.model import ModelSpec
+from megalaunch.schema.spec_file import read_spec
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.data.tokenizer.tokenizer import Tokenizer
 from megalaunch.engine.inference.detokenizer import detokenize_stream
 from megalaunch.engine.inference.generate import GenerationConfig, TextModel, generate_tokens
 from megalaunch.engine.inference.sampling import Sampling
+from megalaunch.schema import RunSpec
 
 
 def sample_text(spec: RunSpec, model: TextModel, tokenizer: Tokenizer) -> str:

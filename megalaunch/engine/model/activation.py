@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalaunch.config.schema.model import Activation
 from megalaunch.kernels.swiglu import swiglu
+from megalaunch.schema.model import Activation
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalaunch.config.schema.model import Activation
+from megalaunch.schema.model import Activation
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding (RoPE) of a layer: the first `rotary_dim` features of each head are rotated.
 
-    Each of the other fields is read by the scaling that needs it; config/schema/rope.py documents them.
+    Each of the other fields is read by the scaling that needs it; schema/rope.py documents them.
     """
 
     theta: float

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megalaunch.config.schema.recompute import RecomputeModule, RecomputeSpec
 from megalaunch.engine.model.decoder import Decoder, DecoderLayer
 from megalaunch.engine.model.norm import Norm
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.torch_private import storage_id
+from megalaunch.schema.recompute import RecomputeModule, RecomputeSpec
 
 Operator = Callable[..., Tensor]
 

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalaunch.config.schema.parallel import ContextCommType, ParallelSpec
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.collectives import all_gather_async, all_to_all_async, reduce_scatter_async
 from megalaunch.engine.mesh import Axis, Mesh
@@ -31,6 +30,7 @@ from megalaunch.engine.model.attention.core import AttentionFn, causal_attention
 from megalaunch.engine.model.attention.mask import AttentionMask, make_mask
 from megalaunch.engine.model.attention.score_mod import PLAIN, ScoreMod
 from megalaunch.engine.parallel.ring_attention import RingAttention
+from megalaunch.schema.parallel import ContextCommType, ParallelSpec
 
 _SEQUENCE = 2  # the dim of tokens in [B, N, s, D]
 

@@ -10,8 +10,9 @@ With `overlap_param_gather` a unit's all-gather overlaps with the computation of
 `overlap_grad_reduce` gradients are reduced during the backward pass, else after it.
 
 The strategy decides when. ZeRO-1 all-gathers W and reduces dW once a step; ZeRO-0 has nothing to all-gather. ZeRO-2
-reduces dW once a microbatch; ZeRO-3 also frees W after forward and after backward, and all-gathers it before both. With pp > 1 W is
-not freed after forward, and the pipeline schedule reduces dW once a step. Optimizer states are sharded like W_r.
+reduces dW once a microbatch; ZeRO-3 also frees W after forward and after backward, and all-gathers it before both.
+With pp > 1 W is not freed after forward, and the pipeline schedule reduces dW once a step. Optimizer states are sharded
+like W_r.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from megalaunch.config.schema.parallel import DataSharding, ParallelSpec
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.torch_private import (
@@ -34,6 +34,7 @@ from megalaunch.engine.torch_private import (
     set_fsdp_reduce_dtype,
     widen_fsdp_partial_sum,
 )
+from megalaunch.schema.parallel import DataSharding, ParallelSpec
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.attention.core import NO_CP, ContextParallelism
@@ -29,6 +28,7 @@ from megalaunch.engine.parallel.tensor_parallel import TensorParallel, shard_mod
 from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.precision.policy import block_dtype, grad_reduce_dtype, mixed_precision_policy
 from megalaunch.plan.stages import build_stages
+from megalaunch.schema import RunSpec
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalaunch.config.schema.parallel import ParallelSpec
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.model_parts import ModelParts
@@ -29,6 +28,7 @@ from megalaunch.engine.parallel.pipeline_schedule import (
 )
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.plan.stages import Stage
+from megalaunch.schema.parallel import ParallelSpec
 
 PipelineLoss = Callable[[Tensor, Tensor], Tensor]
 """Takes the last stage's output and the labels of a microbatch, and returns its summed loss."""

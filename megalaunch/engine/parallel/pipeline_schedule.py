@@ -30,8 +30,8 @@ from torch.distributed.pipelining.schedules import (
     _get_1f1b_rank_ops,
 )
 
-from megalaunch.config.schema.parallel import Schedule
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, Phase, StepObserver
+from megalaunch.schema.parallel import Schedule
 
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 

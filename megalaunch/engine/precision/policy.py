@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from megalaunch.config.schema.precision import PrecisionSpec
+from megalaunch.schema.precision import PrecisionSpec
 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

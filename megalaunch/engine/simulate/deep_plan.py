@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.parallel.parallelize import TensorReaders, materialize, parallelize_decoder
 from megalaunch.engine.parallel.pipeline_schedule import StageActivations
@@ -32,6 +31,7 @@ from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.supported import unsupported
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS
+from megalaunch.schema import RunSpec, with_values
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 
 def enough_microbatches(spec: RunSpec, topology: Topology) -> Iterator[tuple[int, int]]:

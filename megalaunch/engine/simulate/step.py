@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.data.samples.sample import EodPolicy, Sample
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
@@ -15,6 +14,7 @@ from megalaunch.engine.train.dataloader import StepBatch, microbatch, shard_for_
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.train_step import TrainStep
+from megalaunch.schema import RunSpec
 
 
 def full_length_documents(documents_BS: Tensor) -> tuple[int, ...]:

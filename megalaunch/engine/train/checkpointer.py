@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.data.errors import DataError
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.async_save import PinnedStaging, SaveThread
@@ -33,6 +31,8 @@ from megalaunch.fs import write_file_atomically
 from megalaunch.rundir.checkpoint.contents import ORIGIN, POSITION, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import RunSpec
+from megalaunch.schema.model import ModelSpec
 
 
 @dataclass(frozen=True)

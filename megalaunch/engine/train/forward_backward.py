@@ -28,8 +28,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.parallel import ParallelSpec
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.dropout import sample_seeds
@@ -43,6 +41,8 @@ from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.train.dataloader import MicroBatch, StepBatch
 from megalaunch.engine.train.linear_cross_entropy import LinearCrossEntropy
 from megalaunch.plan.stages import build_stages
+from megalaunch.schema import RunSpec
+from megalaunch.schema.parallel import ParallelSpec
 
 
 class ForwardBackward(Protocol):

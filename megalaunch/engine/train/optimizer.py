@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from megalaunch.config.schema.optimizer import OptimizerSpec
 from megalaunch.engine.model.model_parts import ModelParts
+from megalaunch.schema.optimizer import OptimizerSpec
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megalaunch.config.schema.schedule import ScheduleSpec
+from megalaunch.schema.schedule import ScheduleSpec
 
 
 def learning_rate(schedule: ScheduleSpec, peak: float, step: int) -> float:

@@ -13,7 +13,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.data.samples.sample import Dataset
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.model_parts import ModelParts
@@ -27,6 +26,7 @@ from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.rank_sync import StepReduction, all_gather_objects, reduce_step_stats, total_valid_tokens
 from megalaunch.engine.train.schedule import learning_rate
 from megalaunch.rundir.outcome import ExitCode
+from megalaunch.schema import RunSpec
 
 _SAMPLES_SHOWN = 4  # in the reason; outcome.json holds all
 

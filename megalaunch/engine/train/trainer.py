@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.data.errors import DataError
 from megalaunch.data.samples.build_datasets import build_train_dataset, build_valid_dataset
 from megalaunch.data.samples.sample import Dataset
@@ -42,6 +41,7 @@ from megalaunch.engine.train.train_step import StepResult, TrainStep
 from megalaunch.engine.worker_setup import StopSignal
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import RunSpec
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from megalaunch.config.schema import model as schema
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.importers.huggingface.hf_config import ConfigFile
+from megalaunch.schema import model as schema
+from megalaunch.schema.model import ModelSpec
 
 Values: TypeAlias = dict[str, Any]
 """Fields of a ModelSpec by name; `rope` is a dict of the fields of its section."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.importers.huggingface.family import FamilySpec, Values
 from megalaunch.importers.huggingface.hf_config import ConfigFile
 from megalaunch.importers.huggingface.llama import read_biases, read_common, write_common
 from megalaunch.importers.huggingface.rope import read_rope, write_rope
 from megalaunch.importers.huggingface.sliding_window import read_windows, write_windows
+from megalaunch.schema.model import ModelSpec
 
 
 def read_gemma(file: ConfigFile, caps: tuple[float | None, float | None], every: int) -> Values:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.importers.huggingface.family import FamilySpec, Values
 from megalaunch.importers.huggingface.gemma2 import read_gemma, write_gemma
 from megalaunch.importers.huggingface.hf_config import ConfigFile
 from megalaunch.importers.huggingface.rope import scaling_values, write_rope
+from megalaunch.schema.model import ModelSpec
 
 
 def _read(file: ConfigFile) -> Values:

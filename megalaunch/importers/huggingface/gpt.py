@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalaunch.config.schema.model import Activation, ModelSpec
 from megalaunch.importers.huggingface.family import FamilySpec, Values, invert
 from megalaunch.importers.huggingface.hf_config import ConfigFile
+from megalaunch.schema.model import Activation, ModelSpec
 
 PLAIN: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",

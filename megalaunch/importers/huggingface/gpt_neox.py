@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.importers.huggingface.family import FamilySpec, Values, invert
 from megalaunch.importers.huggingface.gpt import PLAIN
 from megalaunch.importers.huggingface.hf_config import ConfigFile
 from megalaunch.importers.huggingface.rope import read_rope, write_rope
+from megalaunch.schema.model import ModelSpec
 
 
 def _read(file: ConfigFile) -> Values:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalaunch.config.schema.model import Activation, ModelSpec
 from megalaunch.importers.huggingface.family import FamilySpec, Values, invert
 from megalaunch.importers.huggingface.hf_config import ConfigFile
 from megalaunch.importers.huggingface.rope import read_rope, write_rope
+from megalaunch.schema.model import Activation, ModelSpec
 
 GATES: Mapping[str, Activation] = {
     "silu": "swiglu",

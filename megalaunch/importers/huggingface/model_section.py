@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megalaunch.config.schema import SpecProblem
 from megalaunch.importers.huggingface.folder import CONFIG, FolderError, other_format, parse_json, read_text
 from megalaunch.importers.huggingface.json_positions import key_positions
 from megalaunch.importers.huggingface.multimodal import TEXT
 from megalaunch.importers.huggingface.registry import FamilyError, from_hf_config
 from megalaunch.importers.huggingface.rope import FIELD_OF
+from megalaunch.schema import SpecProblem
 
 _OWN_SHAPE = "take another folder, or write the shape yourself as conf/model/NAME.yaml and choose model=NAME"
 # Field of the model section: the keys that can set it, the first match wins.

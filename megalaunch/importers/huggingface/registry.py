@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from megalaunch.config.schema.build import SpecError, build_section
-from megalaunch.config.schema.model import ModelSpec
-from megalaunch.config.schema.rope import RopeSpec
 from megalaunch.importers.huggingface import (
     gemma2,
     gemma3,
@@ -26,6 +23,9 @@ from megalaunch.importers.huggingface.family import FamilySpec
 from megalaunch.importers.huggingface.hf_config import ConfigFile
 from megalaunch.importers.huggingface.multimodal import split_config
 from megalaunch.plan.attention_factor import attention_factor
+from megalaunch.schema.build import SpecError, build_section
+from megalaunch.schema.model import ModelSpec
+from megalaunch.schema.rope import RopeSpec
 
 _FILES = (gpt, llama, mistral, qwen2, qwen3, smollm3, gemma2, gemma3, phi3, olmo2, gpt_neox)
 FAMILIES: Mapping[str, FamilySpec] = {file.FAMILY.name: file.FAMILY for file in _FILES}

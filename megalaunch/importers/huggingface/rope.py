@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megalaunch.config.schema.rope import RopeSpec
 from megalaunch.importers.huggingface.hf_config import ConfigFile
+from megalaunch.schema.rope import RopeSpec
 
 FIELD_OF = {  # Hugging Face's key: field of RopeSpec
     "factor": "factor",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.importers.huggingface.family import Values
 from megalaunch.importers.huggingface.hf_config import ConfigFile, every_nth
 from megalaunch.plan.layers import list_layers
+from megalaunch.schema.model import ModelSpec
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 

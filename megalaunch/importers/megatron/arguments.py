@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, Literal
 
-from megalaunch.config.shown import to_yaml
+from megalaunch.format.yaml_value import to_yaml
 from megalaunch.importers.megatron.bash_expansion import is_unresolved
 from megalaunch.importers.megatron.flag_table import DIRECT, EXPERTS, JOINT, LATENT, MANY
 from megalaunch.importers.megatron.unsupported_flags import IGNORED, UNSUPPORTED

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalaunch.config.schema.build import SpecError, build_section
-from megalaunch.config.schema.model import ModelSpec
-from megalaunch.config.schema.paths import put
 from megalaunch.importers.megatron.arguments import flag_keys, known_flags, parse_arguments
 from megalaunch.importers.megatron.flag_table import DIRECT
 from megalaunch.importers.megatron.model_values import model_values
+from megalaunch.schema.build import SpecError, build_section
+from megalaunch.schema.model import ModelSpec
+from megalaunch.schema.paths import put
 
 # Arguments of models other than plain GPT, with the values that leave the model plain.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {

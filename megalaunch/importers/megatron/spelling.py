@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megalaunch.config.shown import to_yaml
+from megalaunch.format.yaml_value import to_yaml
 from megalaunch.importers.megatron.arguments import Arguments, flag_keys, known_flags, parse_arguments, unmapped_reason
 from megalaunch.importers.megatron.flag_table import DIRECT, EXPERTS, LATENT
 from megalaunch.importers.megatron.model_values import model_values

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.plan.cost import constants as c
 from megalaunch.plan.topology import Topology, most_common_cp_comm_type
 from megalaunch.platform.chips import ChipFacts
+from megalaunch.schema import RunSpec
+from megalaunch.schema.model import ModelSpec
 
 
 @dataclass(frozen=True)

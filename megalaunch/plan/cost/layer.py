@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megalaunch.config.schema.model import GATED, ModelSpec
-from megalaunch.config.schema.recompute import RecomputeModule
 from megalaunch.plan.cost import constants as c
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.parameters import vocabulary_rows
+from megalaunch.schema.model import GATED, ModelSpec
+from megalaunch.schema.recompute import RecomputeModule
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.model import ModelSpec
 from megalaunch.plan.cost import communication as wire
 from megalaunch.plan.cost import constants as c
 from megalaunch.plan.cost.communication import CommTime, Interconnect
@@ -19,6 +17,8 @@ from megalaunch.plan.layers import Layer
 from megalaunch.plan.stage_params import VirtualStage, chunks_by_rank, params_by_rank
 from megalaunch.plan.topology import Topology
 from megalaunch.platform.chips import CHIPS, ChipFacts
+from megalaunch.schema import RunSpec
+from megalaunch.schema.model import ModelSpec
 
 _BUBBLE = {"zero_bubble": c.ZERO_BUBBLE.value, "zbv": 0.0, "dualpipev": 0.0}  # as a fraction of 1F1B's bubble
 

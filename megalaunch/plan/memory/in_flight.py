@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megalaunch.config.schema.parallel import Schedule
+from megalaunch.schema.parallel import Schedule
 
 
 @lru_cache(maxsize=65536)

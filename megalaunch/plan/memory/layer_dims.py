@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.model import GATED, ModelSpec
-from megalaunch.config.schema.parallel import ContextCommType
-from megalaunch.config.schema.recompute import RecomputeModule
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.topology import most_common_cp_comm_type
+from megalaunch.schema import RunSpec
+from megalaunch.schema.model import GATED, ModelSpec
+from megalaunch.schema.parallel import ContextCommType
+from megalaunch.schema.recompute import RecomputeModule
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.plan.memory.layer_dims import dtype_bytes
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.plan.memory.layer_dims import dtype_bytes
 from megalaunch.plan.memory.profiles import MemoryProfile
 from megalaunch.plan.stage_params import DeviceParams
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1}
 """States (moment_bytes) of an optimizer per weight."""

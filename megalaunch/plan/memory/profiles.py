@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.platform.chips import CHIPS
+from megalaunch.schema import RunSpec
 
 
 @dataclass(frozen=True)

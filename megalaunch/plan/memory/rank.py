@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.in_flight import in_flight
 from megalaunch.plan.memory.layer_dims import DtypesAndGroups, dtype_bytes
@@ -16,6 +15,7 @@ from megalaunch.plan.memory.saved_activations import SavedBytes, head_bytes, sav
 from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.stage_params import DeviceParams, VirtualStage, chunks_by_rank, params_by_rank
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 LOSS, LAYER, GRAD_REDUCE = "backward of the loss", "backward of a layer", "gradient reduction of a layer"
 LAST_LAYER, MICROBATCH_END = "backward of the last layer", "end of a microbatch"

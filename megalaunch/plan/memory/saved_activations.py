@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from megalaunch.config.schema.model import ModelSpec
-from megalaunch.config.schema.recompute import RecomputeModule
 from megalaunch.plan.layers import Layer
 from megalaunch.plan.memory.layer_dims import DtypesAndGroups, LayerDims, layer_dims
 from megalaunch.plan.memory.profiles import MemoryProfile
+from megalaunch.schema.model import ModelSpec
+from megalaunch.schema.recompute import RecomputeModule
 
 Sharding = Literal["sequence", "tp", "replicated"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalaunch.config.schema.remote import is_hub_name
 from megalaunch.plan.rules.no_effect import InertSetting, register_inert
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import multiples
+from megalaunch.schema.remote import is_hub_name
 
 _LONG = 1000  # steps without a checkpoint that deserve a warning
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megalaunch.config.schema.data import DataSpec
-from megalaunch.config.schema.remote import is_hub_name
 from megalaunch.plan.findings import as_override
 from megalaunch.plan.rules.no_effect import defaults
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
+from megalaunch.schema.data import DataSpec
+from megalaunch.schema.remote import is_hub_name
 
 _SOURCES = {
     "corpus": "data.corpus=FILE|FOLDER|GLOB for text",

@@ -6,13 +6,13 @@ import difflib
 import re
 from collections.abc import Iterator
 
-from megalaunch.config.schema.paths import value_at
-from megalaunch.config.schema.remote import is_address
 from megalaunch.plan.findings import as_override
 from megalaunch.plan.rules.data import blend_entry
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.supported import unsupported
 from megalaunch.platform.chips import CHIPS
+from megalaunch.schema.paths import value_at
+from megalaunch.schema.remote import is_address
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from megalaunch.config.schema import RunSpec, SpecError, with_values
 from megalaunch.plan.findings import Severity
 from megalaunch.plan.memory import Memory, predict_memory
 from megalaunch.plan.resolve import derive
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import suggestions_enabled
 from megalaunch.platform.chips import CHIPS
+from megalaunch.schema import RunSpec, SpecError, with_values
 
 TIGHT = 0.95
 """Fraction of device memory above which a run may still fail: the model excludes libraries and fragmentation."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megalaunch.config.schema.model import GATED, ModelSpec
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import multiples, nearest
 from megalaunch.platform.chips import CHIPS
+from megalaunch.schema.model import GATED, ModelSpec
 
 
 @rule("model.head_dim", "hidden_size is divisible by num_attention_heads, unless head_dim is given.")

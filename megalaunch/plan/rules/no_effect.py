@@ -11,11 +11,11 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.build import leaves
-from megalaunch.config.schema.paths import value_at
 from megalaunch.plan.findings import Severity, as_override
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
+from megalaunch.schema import RunSpec
+from megalaunch.schema.build import leaves
+from megalaunch.schema.paths import value_at
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.plan.rules.no_effect import InertSetting, register_inert
 from megalaunch.plan.rules.registry import RuleContext, Violation, rule
 from megalaunch.platform.chips import CHIPS
+from megalaunch.schema import RunSpec
 
 
 @rule("optimizer.betas", "beta1 and beta2 are below 1.")

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.plan.findings import Severity
 from megalaunch.plan.stage_validation import PipelineSplit, StageViolation, find_stage_violations
 from megalaunch.plan.stages import virtual_stages
@@ -23,6 +22,7 @@ from megalaunch.plan.world import (
     world_size,
 )
 from megalaunch.platform.detect import Machine
+from megalaunch.schema import RunSpec
 
 Purpose = Literal["validate", "train"]
 Fix = Mapping[str, Any]

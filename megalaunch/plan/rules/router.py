@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megalaunch.config.schema.moe import MoESpec
 from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import nearest
+from megalaunch.schema.moe import MoESpec
 
 _NO_GROUPS: Fix = {"model.moe.num_groups": None, "model.moe.top_k_groups": None}
 

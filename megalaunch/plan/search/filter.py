@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.plan import rules as _all_rules  # noqa: F401  (registers them)
 from megalaunch.plan.rules.registry import RULES, Rule, RuleContext
+from megalaunch.schema import RunSpec
 
 LAYOUT_RULE_MODULES = (
     "parallel",

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.plan.cost import StepTime, step_time
 from megalaunch.plan.memory import Memory, predict_memory
 from megalaunch.plan.rules.suggestions import suggestions_disabled
@@ -14,6 +13,7 @@ from megalaunch.plan.search.filter import first_violated_batch_rule, first_viola
 from megalaunch.plan.search.space import grids, micro_batches, pipeline_splits, recomputations, shardings, split_layers
 from megalaunch.plan.world import data_parallel_size
 from megalaunch.platform.chips import CHIPS
+from megalaunch.schema import RunSpec
 
 TOO_BIG = "memory.fits"
 """The rule for layouts that do not fit (plan/rules/memory.py); here the memory model is called directly: faster."""

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from megalaunch.config.schema import RunSpec
-from megalaunch.config.schema.parallel import DataSharding, ParallelSpec
-from megalaunch.config.schema.recompute import RecomputeModule, RecomputeSpec
 from megalaunch.plan.world import data_parallel_size
+from megalaunch.schema import RunSpec
+from megalaunch.schema.parallel import DataSharding, ParallelSpec
+from megalaunch.schema.recompute import RecomputeModule, RecomputeSpec
 
 SHORTEST_PART = 512  # minimum tokens of a sequence per context-parallel rank
 LARGEST_MICRO_BATCH = 8

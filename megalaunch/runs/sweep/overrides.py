@@ -9,8 +9,8 @@ from megalaunch.config.compose import read_axis
 from megalaunch.config.errors import ConfigError
 from megalaunch.config.keys import GROUPS, schema_keys
 from megalaunch.config.overrides import COMMAND_LINE
-from megalaunch.config.schema import SpecProblem
 from megalaunch.config.search_space import Categorical, Range, Values
+from megalaunch.schema import SpecProblem
 
 _SET_BY_SWEEP = ("run.directory", "run.name")
 

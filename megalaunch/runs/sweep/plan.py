@@ -10,8 +10,6 @@ from pathlib import Path
 
 from megalaunch.config.compose import Composer, Composition
 from megalaunch.config.errors import ConfigError
-from megalaunch.config.schema import RunSpec, with_values
-from megalaunch.config.schema.data import DataSpec
 from megalaunch.config.search_space import Values
 from megalaunch.plan.check import check
 from megalaunch.plan.findings import Finding
@@ -22,6 +20,8 @@ from megalaunch.runs.corpus_check import check_corpus
 from megalaunch.runs.sweep.folder import Definition, Metric, Sampler, SweepFolder
 from megalaunch.runs.sweep.overrides import SweepOverrides
 from megalaunch.runs.sweep.sampling import grid, random_points
+from megalaunch.schema import RunSpec, with_values
+from megalaunch.schema.data import DataSpec
 
 _DRAWS_PER_TRIAL = 20  # draws per requested trial, invalid points included
 
@@ -71,7 +71,7 @@ class PointValidator:
         try:
             composition = self._composer.compose([*self._overrides.point(values), *named])
         except ConfigError as error:
-            reasons = [Finding("config.schema", "error", p.path, p.message, origin=p.where) for p in error.problems]
+            reasons = [Finding("schema", "error", p.path, p.message, origin=p.where) for p in error.problems]
             return ValidatedPoint(number, values, None, None, tuple(reasons))
         spec = resolve(composition.spec, self._machine, composition.choices.get("recipe")).spec
         with suggestions_disabled():  # a sweep tries other values anyway

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megalaunch.config.schema import RunSpec, build_run_spec
 from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.model.init import init_weights
+from megalaunch.schema import RunSpec, build_run_spec
 
 LAYERS, HIDDEN, FFN, HEADS, GROUPS, VOCABULARY = 4, 512, 1408, 8, 4, 4096
 HEAD_DIM = HIDDEN // HEADS

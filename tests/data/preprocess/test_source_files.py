@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from token_files import sentences, small_tokenizer, write_jsonl
 
-from megalaunch.config.schema.data import DataSpec
-from megalaunch.config.schema.tokenizer import TokenizerSpec
 from megalaunch.data.errors import DataError
 from megalaunch.data.prepare import prepare
 from megalaunch.data.preprocess.corpus import find_corpus
 from megalaunch.data.preprocess.preprocess import preprocess
 from megalaunch.data.preprocess.settings import Settings
+from megalaunch.schema.data import DataSpec
+from megalaunch.schema.tokenizer import TokenizerSpec
 
 CARD = "---\nlicense: mit\n---\n# A data set\n"
 

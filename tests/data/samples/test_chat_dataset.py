@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from token_files import prepared_spec, sentences, small_tokenizer
 
-from megalaunch.config.schema import with_values
 from megalaunch.data.errors import DataError
 from megalaunch.data.prepare import data_overrides, prepare
 from megalaunch.data.samples.build_datasets import build_train_dataset, build_valid_dataset
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
+from megalaunch.schema import with_values
 
 
 def talk(number):

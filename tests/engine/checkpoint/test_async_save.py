@@ -14,11 +14,11 @@ import torch
 from forked_ranks import RanksFailed
 from looped_run import Rank, events, metrics, run_loop, ten_steps
 
-from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.data.errors import DataError
 from megalaunch.engine.checkpoint.store import read_tensors, verify_checkpoint
 from megalaunch.engine.train import checkpointer as saver_module
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import RunSpec, with_values
 
 SLOW = 0.3  # seconds of a save: several steps of training
 

@@ -18,7 +18,6 @@ from looped_run import prepared_directory
 from oracle import SEQUENCE, samples_of, whole
 from random_layouts import Layout, name_of, random_layouts, ranks_of, spec_of
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.checkpoint.async_save import PinnedStaging
 from megalaunch.engine.checkpoint.coordination import background_group
 from megalaunch.engine.mesh import Mesh, make_mesh
@@ -32,6 +31,7 @@ from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.train_step import TrainStep
 from megalaunch.plan.topology import Topology
 from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index
+from megalaunch.schema import RunSpec
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -20,7 +20,6 @@ from training import MEGALAUNCH
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.inference.batch_generation import TextDelta
 from megalaunch.engine.inference.jobs import answers_file, to_record
 from megalaunch.engine.inference_rank import answer_job
@@ -38,6 +37,7 @@ from megalaunch.rundir.outcome import Outcome
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import ProgressWriter, read_progress
 from megalaunch.runs import distributed_inference
+from megalaunch.schema import RunSpec
 
 GREEDY = ("--temperature", 0, "--max-new-tokens", 9)
 PROMPTS = ("--prompt", "the cat sat on", "--prompt", "the dog")

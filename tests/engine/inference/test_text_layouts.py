@@ -10,7 +10,6 @@ import torch.distributed as dist
 from forked_ranks import run_ranks
 from oracle import small_spec
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.inference.generate import GenerationConfig, TextModel, generate_tokens
 from megalaunch.engine.inference.sampling import Sampling
@@ -20,6 +19,7 @@ from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator
 from megalaunch.engine.train.forward_backward import make_pipeline_forward
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

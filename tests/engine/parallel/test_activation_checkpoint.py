@@ -10,10 +10,10 @@ import torch
 from live_bytes import LiveBytes
 from oracle import hold_to_one_process, small_spec
 
-from megalaunch.config.schema.recompute import RecomputeSpec
 from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.parallel.activation_checkpoint import apply_recompute
+from megalaunch.schema.recompute import RecomputeSpec
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -15,7 +15,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.parallel.fsdp import AllToAllReduceScatter, LocalReduceScatter, fsdp_modules
@@ -23,6 +22,7 @@ from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 GLOBAL_BATCH, UNITS = 8, 4  # three layers, and the rest
 GATHER, REDUCE, OUTER = "_allgather_base_", "alltoall_base_", "allreduce_"  # of c10d; gloo reduces by exchanging parts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from oracle import hold_to_one_process, one_process, small_spec
 
-from megalaunch.config.schema import with_values
+from megalaunch.schema import with_values
 
 DROPOUT: dict[str, Any] = {
     "model__hidden_dropout": 0.2,

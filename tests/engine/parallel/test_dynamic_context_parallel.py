@@ -12,13 +12,13 @@ import torch.distributed as dist
 from forked_ranks import run_ranks
 from oracle import Numbers, assert_same, joined_stages, on_ranks, one_process, small_spec
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.data.samples.sample import Sample
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.attention.core import NO_CP
 from megalaunch.engine.model.attention.score_mod import PLAIN, ScoreMod
 from megalaunch.engine.parallel.dynamic_context_parallel import DynamicContextParallel, local_token_indices
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 SEQUENCE = oracle.SEQUENCE
 # Of one document; short ones only; one over a rank's share; one that is a rank's share. With labels that count in all,

@@ -12,7 +12,6 @@ from forked_ranks import run_ranks
 from looped_run import run_loop, ten_steps
 from oracle import small_spec
 
-from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model import init
@@ -20,6 +19,7 @@ from megalaunch.engine.model.init import init_value
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train import trainer
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec, with_values
 
 SHARED = {"model__num_attention_heads": 8, "model__num_query_groups": 2, "model__head_dim": 3}
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -13,11 +13,11 @@ from made_specs import LAPTOP
 from oracle import Numbers, on_ranks, small_spec
 
 from megalaunch.config.keys import schema_keys
-from megalaunch.config.schema import RunSpec, with_values
-from megalaunch.config.schema.paths import value_at
 from megalaunch.plan.check import check
 from megalaunch.plan.resolve import resolve
 from megalaunch.plan.supported import LIMITS, Limit, unsupported
+from megalaunch.schema import RunSpec, with_values
+from megalaunch.schema.paths import value_at
 
 BASE = small_spec(data__mock=True)
 

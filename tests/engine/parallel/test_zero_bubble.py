@@ -12,7 +12,6 @@ from forked_ranks import run_ranks
 from oracle import SEQUENCE, RandomSamples, hold_to_one_process, small_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.collectives import all_gather_async
 from megalaunch.engine.mesh import Axis, make_mesh
 from megalaunch.engine.parallel.parallelize import build_sharded_model
@@ -20,6 +19,7 @@ from megalaunch.engine.parallel.tp_overlap import MatmulReduceScatterRing
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 MATMULS = ("mm", "addmm", "bmm")
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from made_specs import resolved
 from oracle import small_spec
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.simulate import deep_plan as deep
 from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.engine.simulate.group_names import GroupNames
 from megalaunch.plan.memory.rank import memory_by_rank
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 TOKENS, H, Q, K, N, F, V = 512, 64, 64, 32, 4, 96, 512
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from forked_ranks import run_ranks
 from oracle import small_spec
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.parallel.parallelize import initialize_weights, materialize, parallelize_decoder
 from megalaunch.engine.simulate.comm_tracker import CommTracker
@@ -20,6 +19,7 @@ from megalaunch.engine.simulate.phase_tracker import PhaseTracker
 from megalaunch.engine.simulate.step import make_batch, make_observed_step
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 Rows = dict[tuple[str, str, str], tuple[int, int]]  # phase, kind, axis -> calls, bytes
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import pytest
 from made_specs import resolved
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.simulate.deep_plan import deep_plan
 from megalaunch.plan.memory.rank import (
     GRAD_REDUCE,
@@ -23,6 +22,7 @@ from megalaunch.plan.memory.rank import (
     memory_by_rank,
 )
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 CLOSE = 0.05
 LLAMA = (

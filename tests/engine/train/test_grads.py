@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megalaunch.config.schema.optimizer import OptimizerSpec
 from megalaunch.engine.train.grads import clip_divisor, local_grad_norm_sq
 from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.schema.optimizer import OptimizerSpec
 
 
 def parameter(*gradient: float) -> torch.nn.Parameter:

@@ -9,12 +9,12 @@ import signal
 import pytest
 from looped_run import Rank, events, metrics, run_loop, ten_steps
 
-from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.data.errors import DataError
 from megalaunch.engine.train import checkpointer as saver_module
 from megalaunch.engine.train import run_logger as record_module
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import read_progress
+from megalaunch.schema import RunSpec, with_values
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from forked_ranks import run_ranks
 from oracle import SEQUENCE, RandomSamples, small_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.linear import Linear
@@ -21,6 +20,7 @@ from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shap
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 
 class Reduced(TorchDispatchMode):

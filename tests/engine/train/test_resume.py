@@ -17,11 +17,11 @@ from forked_ranks import RanksFailed
 from looped_run import Rank, events, metrics, run_loop, ten_steps
 from oracle import SEQUENCE
 
-from megalaunch.config.schema import RunSpec, with_values
 from megalaunch.engine.checkpoint import dcp_storage
 from megalaunch.engine.checkpoint.store import read_tensors, verify_checkpoint
 from megalaunch.rundir.jsonl import append_line, read_lines
 from megalaunch.rundir.paths import RunDirectory
+from megalaunch.schema import RunSpec, with_values
 
 
 @pytest.fixture(scope="module")

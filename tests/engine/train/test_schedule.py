@@ -2,8 +2,8 @@
 
 import pytest
 
-from megalaunch.config.schema.schedule import ScheduleSpec
 from megalaunch.engine.train.schedule import learning_rate
+from megalaunch.schema.schedule import ScheduleSpec
 
 STEPS = (5, 10, 55, 90, 100, 101)
 GOLDENS = {

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from family_variants import VARIANTS, VOCABULARY, load, make
 
-from megalaunch.config.spec_file import spec_to_text
 from megalaunch.engine.checkpoint.convert import export_huggingface, import_huggingface
 from megalaunch.engine.checkpoint.export_huggingface import Export, StoredWeights, export_folder
 from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
@@ -23,6 +22,7 @@ from megalaunch.engine.inference.generate import GenerationConfig, generate_toke
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.importers.huggingface.registry import from_hf_config
 from megalaunch.rundir.checkpoint.contents import WEIGHTS
+from megalaunch.schema.spec_file import spec_to_text
 
 pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
 

@@ -14,7 +14,6 @@ from forked_ranks import run_ranks
 from looped_run import metrics, run_loop, ten_steps
 from oracle import small_spec
 
-from megalaunch.config.schema import RunSpec
 from megalaunch.data.samples.build_datasets import build_train_dataset
 from megalaunch.engine.checkpoint.convert import export_huggingface
 from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
@@ -23,6 +22,7 @@ from megalaunch.engine.checkpoint.load_pretrained import load_pretrained
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.plan.topology import Topology
+from megalaunch.schema import RunSpec
 
 transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
 

@@ -18,12 +18,12 @@ from paths import ROOT
 from smollm2 import is_installed, write_folder
 from training import MEGALAUNCH
 
-from megalaunch.config.spec_file import read_spec
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 from megalaunch.engine.checkpoint.convert import import_huggingface
 from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 from megalaunch.engine.checkpoint.streaming_forward import streamed_logits
+from megalaunch.schema.spec_file import read_spec
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalaunch.config.schema.data import OWN_TEMPLATE, DataSpec
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
 from megalaunch.data.prepared_files import TOKENIZER, TRAIN, VALIDATION, loss_mask_prefix
@@ -34,6 +33,7 @@ from megalaunch.data.preprocess.source_files import CorpusFile
 from megalaunch.data.preprocess.tables import table_columns, table_rows
 from megalaunch.data.tokenizer.folder import chat_template, companion_files, named_tokens, read_json
 from megalaunch.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from megalaunch.schema.data import OWN_TEMPLATE, DataSpec
 
 _CONVERSATIONS_AT_ONCE = 512
 _ROWS_BYTES = 1 << 22

@@ -9,24 +9,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megalaunch.config.schema.batch import BatchSpec
-from megalaunch.config.schema.build import SpecError, SpecProblem, build_section, check_leaves
-from megalaunch.config.schema.checkpoint import CheckpointSpec
-from megalaunch.config.schema.cluster import ClusterSpec
-from megalaunch.config.schema.data import DataSpec
-from megalaunch.config.schema.launcher import LauncherSpec
-from megalaunch.config.schema.logging import LoggingSpec
-from megalaunch.config.schema.model import ModelSpec
-from megalaunch.config.schema.optimizer import OptimizerSpec
-from megalaunch.config.schema.parallel import ParallelSpec
-from megalaunch.config.schema.paths import put, with_value
-from megalaunch.config.schema.platform import PlatformSpec
-from megalaunch.config.schema.precision import PrecisionSpec
-from megalaunch.config.schema.recompute import RecomputeSpec
-from megalaunch.config.schema.run import RunSection
-from megalaunch.config.schema.schedule import ScheduleSpec
-from megalaunch.config.schema.tokenizer import TokenizerSpec
-from megalaunch.config.schema.train import TrainSpec
+from megalaunch.schema.batch import BatchSpec
+from megalaunch.schema.build import SpecError, SpecProblem, build_section, check_leaves
+from megalaunch.schema.checkpoint import CheckpointSpec
+from megalaunch.schema.cluster import ClusterSpec
+from megalaunch.schema.data import DataSpec
+from megalaunch.schema.launcher import LauncherSpec
+from megalaunch.schema.logging import LoggingSpec
+from megalaunch.schema.model import ModelSpec
+from megalaunch.schema.optimizer import OptimizerSpec
+from megalaunch.schema.parallel import ParallelSpec
+from megalaunch.schema.paths import put, with_value
+from megalaunch.schema.platform import PlatformSpec
+from megalaunch.schema.precision import PrecisionSpec
+from megalaunch.schema.recompute import RecomputeSpec
+from megalaunch.schema.run import RunSection
+from megalaunch.schema.schedule import ScheduleSpec
+from megalaunch.schema.tokenizer import TokenizerSpec
+from megalaunch.schema.train import TrainSpec
 
 __all__ = ["RunSpec", "SpecError", "SpecProblem", "build_run_spec", "spec_to_dict", "with_values"]
 

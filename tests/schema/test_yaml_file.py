@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from megalaunch.config.yaml_file import YamlProblem, load_yaml
+from megalaunch.schema.yaml_file import YamlProblem, load_yaml
 
 
 def load(tmp_path, text):

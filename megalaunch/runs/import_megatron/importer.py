@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalaunch.config.keys import MISSING_VALUE, schema_defaults, schema_keys
-from megalaunch.config.schema import RunSpec, SpecError
-from megalaunch.config.schema.build import check_leaves
-from megalaunch.config.schema.paths import entry_at
-from megalaunch.config.shown import to_yaml
 from megalaunch.format.table import table_lines
+from megalaunch.format.yaml_value import to_yaml
 from megalaunch.importers.megatron.arguments import Arguments, Report, flag_keys, is_flag, parse_arguments, reports
 from megalaunch.importers.megatron.bash_expansion import known_texts
 from megalaunch.importers.megatron.bash_interpreter import Script, read_script, split_text
 from megalaunch.importers.megatron.bash_lexer import MAX_BYTES, ScriptProblem
 from megalaunch.importers.megatron.flag_table import DIRECT, EXPERTS, LATENT, LAUNCHER_FLAGS
 from megalaunch.importers.megatron.model_values import model_values
-from megalaunch.importers.megatron.recipe_file import RecipeFiles, write_recipe
 from megalaunch.importers.megatron.training_values import training_values
+from megalaunch.runs.import_megatron.recipe_file import RecipeFiles, write_recipe
+from megalaunch.schema import RunSpec, SpecError
+from megalaunch.schema.build import check_leaves
+from megalaunch.schema.paths import entry_at
 
 __all__ = ["Imported", "ScriptProblem", "import_script"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megalaunch.config.schema.setting import setting
+from megalaunch.schema.setting import setting
 
 DataSharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 ContextCommType = Literal["p2p", "a2a", "allgather", "a2a+p2p"]

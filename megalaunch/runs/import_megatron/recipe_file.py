@@ -11,8 +11,8 @@ from megalaunch.config.groups import CONF, ConfigValues, load_option, option_nam
 from megalaunch.config.keys import schema_defaults, schema_keys
 from megalaunch.config.parallel_names import layout_name
 from megalaunch.config.recipes import HEADER
-from megalaunch.config.schema.paths import entry_at
-from megalaunch.config.shown import to_yaml
+from megalaunch.format.yaml_value import to_yaml
+from megalaunch.schema.paths import entry_at
 
 _SHAPE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim",
@@ -134,7 +134,7 @@ def _defaults(group: str) -> dict[str, Any]:
 
 def _base(picked: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of all keys that the chosen options and the default options set."""
-    from megalaunch.config.yaml_file import load_yaml
+    from megalaunch.schema.yaml_file import load_yaml
 
     entries = load_yaml(CONF / "config.yaml").data["defaults"]
     options = {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalaunch.config.schema.setting import setting
+from megalaunch.schema.setting import setting
 
 
 @dataclass(frozen=True, kw_only=True)

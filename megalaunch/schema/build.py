@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from megalaunch.config.schema.setting import LARGEST_FLOAT, LARGEST_INTEGER
+from megalaunch.schema.setting import LARGEST_FLOAT, LARGEST_INTEGER
 
 T = TypeVar("T")
 _EXACT = 2**53  # a larger float may represent several integers

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import yaml
 
-from megalaunch.config.schema import RunSpec, SpecError, SpecProblem, build_run_spec, spec_to_dict
-from megalaunch.config.yaml_file import YamlProblem, load_yaml
 from megalaunch.fs import write_file_atomically
+from megalaunch.schema import RunSpec, SpecError, SpecProblem, build_run_spec, spec_to_dict
+from megalaunch.schema.yaml_file import YamlProblem, load_yaml
 
 SPEC_VERSION = 1
 _MAX_BYTES = 256 * 1024  # a recipe's keys with all defaults

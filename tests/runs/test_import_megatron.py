@@ -10,12 +10,12 @@ from megatron_scripts import LLAMA3_8B, MIXTRAL_8X7B
 
 from megalaunch.config.compose import compose
 from megalaunch.config.keys import schema_keys
-from megalaunch.config.schema.paths import value_at
 from megalaunch.importers.megatron.arguments import flag_keys, known_flags, unmapped_reason
-from megalaunch.importers.megatron.importer import ScriptProblem, import_script, report_text
 from megalaunch.importers.megatron.unsupported_flags import IGNORED, UNSUPPORTED
 from megalaunch.plan.resolve import resolve
 from megalaunch.platform.detect import detect_machine
+from megalaunch.runs.import_megatron.importer import ScriptProblem, import_script, report_text
+from megalaunch.schema.paths import value_at
 
 MEGALAUNCH = str(Path(sys.executable).with_name("megalaunch"))
 SMALL = (

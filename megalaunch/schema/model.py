@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megalaunch.config.schema.mla import LatentAttentionSpec
-from megalaunch.config.schema.moe import MoESpec
-from megalaunch.config.schema.mtp import MultiTokenSpec
-from megalaunch.config.schema.rope import RopeSpec
-from megalaunch.config.schema.setting import setting
+from megalaunch.schema.mla import LatentAttentionSpec
+from megalaunch.schema.moe import MoESpec
+from megalaunch.schema.mtp import MultiTokenSpec
+from megalaunch.schema.rope import RopeSpec
+from megalaunch.schema.setting import setting
 
 Family = Literal[
     "gpt",

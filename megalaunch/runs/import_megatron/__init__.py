@@ -1,0 +1,1 @@
+"""Import a Megatron-LM launch script as a recipe."""
