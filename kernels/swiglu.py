@@ -15,18 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def swiglu(gate: Tensor, up: Tensor, *, spend: bool = False) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, *, overwrite_up: bool = False) -> Tensor:
     """Return silu(gate) * up, elementwise, by the fastest implementation for the device.
 
     Args:
         gate: The gate, of the shape and dtype of `up` and the result.
         up: The values that are gated.
-        spend: Nothing reads `up` after the backward pass, which may overwrite it in fp32.
+        overwrite_up: Nothing reads `up` after the backward pass, which may overwrite it in fp32.
     """
     if gate.is_cuda and _has_triton():
         return swiglu_fused(gate, up)
     if gate.is_cpu and gate.requires_grad and not torch.compiler.is_compiling():
-        return swiglu_in_place(gate, up, spend)
+        return swiglu_in_place(gate, up, overwrite_up)
     return swiglu_reference(gate, up)
 
 
@@ -40,9 +40,9 @@ def swiglu_fused(gate: Tensor, up: Tensor) -> Tensor:
     return _FusedSwiglu.apply(gate.contiguous(), up.contiguous())
 
 
-def swiglu_in_place(gate: Tensor, up: Tensor, spend: bool) -> Tensor:
+def swiglu_in_place(gate: Tensor, up: Tensor, overwrite_up: bool) -> Tensor:
     """Compute SwiGLU as the reference does; backward overwrites the saved tensors, as new memory is slow on a CPU."""
-    return _InPlaceSwiglu.apply(gate, up, spend)
+    return _InPlaceSwiglu.apply(gate, up, overwrite_up)
 
 
 @cache
@@ -69,23 +69,23 @@ class _FusedSwiglu(torch.autograd.Function):
 
 
 class _InPlaceSwiglu(torch.autograd.Function):
-    """SwiGLU that saves gate, up and silu(gate), and in fp32 writes gradients over the last, and over up if `spend`.
+    """SwiGLU that saves gate, up and silu(gate); in fp32 backward overwrites silu(gate), and up if `overwrite_up`.
 
     Forward:   y = silu(gate) up
     Backward:  dgate = dy up silu'(gate),  dup = dy silu(gate)
     """
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, spend: bool) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, overwrite_up: bool) -> Tensor:
         silu = F.silu(gate)
         ctx.save_for_backward(gate, up, silu)
-        ctx.spend = spend
+        ctx.overwrite_up = overwrite_up
         return silu * up
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up, silu = ctx.saved_tensors
         in_place = silu.dtype == torch.float32  # torch's in-place products take twice as long in 16 bits
-        dsilu = up.mul_(gradients[0]) if in_place and ctx.spend else gradients[0] * up
+        dsilu = up.mul_(gradients[0]) if in_place and ctx.overwrite_up else gradients[0] * up
         dgate = torch.ops.aten.silu_backward.grad_input(dsilu, gate, grad_input=dsilu)
         return dgate, silu.mul_(gradients[0]) if in_place else silu * gradients[0], None

@@ -8,7 +8,7 @@ from torch import Tensor
 _ROW = 256  # numbers that are summed in fp32 on a CPU
 
 
-def piece_norms(tensors: list[Tensor]) -> Tensor:
+def per_tensor_norms(tensors: list[Tensor]) -> Tensor:
     """Return the norms of pieces that together make up all tensors, fp32 [number of pieces]."""
     return piece_norms_cpu(tensors) if tensors[0].is_cpu else piece_norms_reference(tensors)
 

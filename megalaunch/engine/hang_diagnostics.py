@@ -30,9 +30,9 @@ from megalaunch.rundir.collective_trace import (
     write_collective_trace,
 )
 
-_REMEMBERED = 1000  # flight recorder entries, over all groups: a few steps of a large model
-_TOLD = 20  # newest collectives of each group in a trace
-BESIDE = "checkpoint"  # group of the asynchronous save thread; left out, as its collectives interleave with training's
+_FLIGHT_RECORDER_ENTRIES = 1000  # flight recorder entries, over all groups: a few steps of a large model
+_MAX_REPORTED = 20  # newest collectives of each group in a trace
+CHECKPOINT_GROUP = "checkpoint"  # of the asynchronous save thread; not reported, as it interleaves with training's
 
 
 class HangDiagnostics:
@@ -48,7 +48,7 @@ class HangDiagnostics:
 
     def install(self) -> None:
         """Install the signal handlers. Call before importing torch: it sets TORCH_FR_BUFFER_SIZE."""
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_REMEMBERED))
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_FLIGHT_RECORDER_ENTRIES))
         faulthandler.enable()
         faulthandler.register(DUMP_STACKS_SIGNAL, all_threads=True)
         signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_TRACE_SIGNAL})  # new threads inherit it; `_answer` waits for it
@@ -94,7 +94,7 @@ def _groups() -> tuple[GroupTrace, ...]:
     titles = {}
     for entry in json.loads(c10d._dump_fr_trace_json(True, False)).get("entries", []):
         name, title = entry["process_group"]
-        if not entry["is_p2p"] and name in names and title != BESIDE:
+        if not entry["is_p2p"] and name in names and title != CHECKPOINT_GROUP:
             by_group.setdefault(name, []).append(entry)
             titles[name] = title.removeprefix("mesh_").replace("default_pg", "world")
     return tuple(_group(titles[name], names[name], entries) for name, entries in by_group.items())
@@ -104,7 +104,7 @@ def _group(title: str, ranks: tuple[int, ...], entries: list[dict[str, Any]]) ->
     seen = Counter(_describe_collective(entry) for entry in entries)
     last = tuple(
         Collective(entry["collective_seq_id"], _describe_collective(entry), not entry["retired"])
-        for entry in entries[-_TOLD:]
+        for entry in entries[-_MAX_REPORTED:]
     )
     return GroupTrace(title, ranks, last, dict(seen))
 

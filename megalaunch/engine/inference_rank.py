@@ -156,7 +156,7 @@ class _GenerationModel:
         """The device on which input tokens are expected."""
         return self._relay.device
 
-    def __call__(self, tokens_BS: Tensor, positions: Tensor, stores: KVCache) -> Tensor:
-        """Return the logits of the last position, [B, 1, V], with the KV cache in `stores`. Collective."""
+    def __call__(self, tokens_BS: Tensor, positions: Tensor, kv_cache: KVCache) -> Tensor:
+        """Return the logits of the last position, [B, 1, V], with the KV cache in `kv_cache`. Collective."""
         self._record.heartbeat("answering", 0)
-        return self._relay(tokens_BS, positions, stores)
+        return self._relay(tokens_BS, positions, kv_cache)

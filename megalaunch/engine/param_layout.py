@@ -61,7 +61,7 @@ def local_param(parameter: Tensor) -> Tensor:
     The gradient gets the placements of the parameter. Gradients that are partial over tp are summed once a step, by
     `train/grads.py`, and not here: one coalesced all-reduce instead of one for each parameter.
     """
-    if not hasattr(type(parameter), "to_local"):  # of the type: of a tensor, a tracer of graphs gives no answer
+    if not hasattr(type(parameter), "to_local"):  # on the type: torch.compile cannot trace hasattr on a tensor
         return parameter
     values: Tensor = parameter.to_local(grad_placements=parameter.placements)  # type: ignore[attr-defined]
     return values
@@ -72,5 +72,5 @@ def local_or_shared_shard(parameter: Tensor, layout: ParamLayout, rank: int, ran
     values = local_param(parameter)
     if ranks == 1 or layout.shard_dim is None or layout.is_sharded(ranks):
         return values
-    assert layout.max_shards is not None, "only pieces can be fewer than ranks"
+    assert layout.max_shards is not None, "only a dimension with max_shards can have fewer shards than ranks"
     return values.chunk(layout.max_shards, dim=layout.shard_dim)[rank * layout.max_shards // ranks]

@@ -13,7 +13,7 @@ from megalaunch.launch.agent import Agent, exit_codes
 from megalaunch.launch.collective_mismatch import find_desynced_rank, find_mismatched_collective
 from megalaunch.launch.collective_traces import abort_location, request_traces
 from megalaunch.launch.failure import Failure, exit_description, first_failure, hang_failure
-from megalaunch.launch.hang_clock import HangClock
+from megalaunch.launch.hang_clock import HangDetector
 from megalaunch.launch.process import Process, is_alive, kill_all, send_signal
 from megalaunch.launch.rank_monitor import Rank, RankMonitor
 from megalaunch.launch.stop import StopSignals
@@ -34,7 +34,7 @@ class Attempt:
         self.number, self.agent = number, agent
         self._directory = directory
         self.ranks = RankMonitor(directory, resolved_world_size(spec.cluster), number)
-        self._clock = HangClock(spec, time.monotonic())
+        self._clock = HangDetector(spec, time.monotonic())
         self._events: list[Record] = []  # worker_failed
         self._signalled: set[Process] = set()  # workers that were sent a stop signal
         self.agent_code: int | None = None
@@ -64,7 +64,7 @@ class Attempt:
         Workers that still run LOST_PEER_SECONDS after a peer died are killed, after their traces are requested.
         """
         if self.failing_since is None:
-            return self._hang() if self._clock.is_hung(self.ranks) else None
+            return self._diagnose_hang() if self._clock.is_hung(self.ranks) else None
         waited = now - self.failing_since
         if self.agent_code is None and not is_alive(self.agent.process):
             return None  # it died a moment ago with its workers: the next poll has the exit code
@@ -115,7 +115,7 @@ class Attempt:
             self.number, self._events, self.ranks.known, codes, self.ranks.step, culprit, self.agent_code, aborted
         )
 
-    def _hang(self) -> Failure:
+    def _diagnose_hang(self) -> Failure:
         """Describe a hang: request traces from all ranks, then name the desynchronised rank or else the slowest one."""
         silent = self._clock.silent
         traces = request_traces(self.ranks.alive, self._directory)

@@ -26,7 +26,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A suspected rank, the more likely the smaller (`votes`, `seen`).
+    """A suspected rank; the one with the smallest (`votes`, `seen`) is the most likely culprit.
 
     `votes` is the number of ranks that ran the same collective, `seen` how often this rank has run it before and now.
     """

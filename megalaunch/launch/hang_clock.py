@@ -12,10 +12,10 @@ STEP_SECONDS = 15.0  # minimum time limit of a step
 STEP_MEDIANS = 10
 _KNOWN_SAMPLES = 5  # with fewer the median is unreliable: first steps compile, allocate and connect
 _LONGEST_GAP = 2.0
-_POINTLESS_BELOW = 1.0  # seconds; no limit is shorter
+_MIN_SILENCE_SECONDS = 1.0  # seconds; no limit is shorter
 
 
-class HangClock:
+class HangDetector:
     """Time since any rank made progress (`silent`, in seconds), compared to the limit of the current phase.
 
     A gap between two polls counts for at most 2 s, so time in which this process itself was suspended does not count: a
@@ -43,7 +43,7 @@ class HangClock:
 
     def is_hung(self, ranks: RankMonitor) -> bool:
         """Return whether the ranks have made no progress for longer than `limit`."""
-        return self.silent > _POINTLESS_BELOW and self.silent > self.limit(ranks)
+        return self.silent > _MIN_SILENCE_SECONDS and self.silent > self.limit(ranks)
 
     def limit(self, ranks: RankMonitor) -> float:
         """Return the seconds without progress that the current phase may take.

@@ -17,7 +17,7 @@ REFERENCE = "docs/reference/rules.md"
 
 OUTSIDE_RULES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "schema": (
+        "config.schema": (
             "Every override and every line of a file is a key of the schema with a value of its type.",
             "Composition reports it before any rule runs.",
         ),

@@ -21,7 +21,7 @@ _UNSUPPORTED = "engine.unsupported"  # the rule about values that can be planned
 
 def problems_as_findings(problems: Sequence[SpecProblem], severity: Severity = "error") -> list[Finding]:
     """Convert problems of composition to findings."""
-    return [Finding("schema", severity, p.path, p.message, origin=p.where) for p in problems]
+    return [Finding("config.schema", severity, p.path, p.message, origin=p.where) for p in problems]
 
 
 def problems_text(problems: Sequence[SpecProblem]) -> str:
@@ -104,7 +104,7 @@ def finding_block(finding: Finding) -> str:
         lines.append(f"  from: {finding.origin}")
     if finding.fixes:
         lines.append("  fix:  " + "   or   ".join(finding.fixes))
-    if finding.rule != "schema":  # its message is complete
+    if finding.rule != "config.schema":  # its message is complete
         lines.append(f"  why:  megalaunch explain {finding.rule}")
     return "\n".join(lines)
 

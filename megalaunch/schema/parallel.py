@@ -67,7 +67,8 @@ class ParallelSpec:
     )
     tp_comm_overlap: bool = setting(False, "Overlap tensor-parallel collectives with their matmuls.")
     overlap_p2p_comm: bool = setting(
-        False, "Plan with send/recv of stages overlapped with compute (interleaved); a run always overlaps them."
+        False,
+        "Planner only: assume that send/recv of stages overlaps with compute (interleaved). A run always overlaps it.",
     )
     overlap_moe_expert_parallel_comm: bool = setting(
         False, "Overlap the expert all-to-all with the compute of another microbatch."

@@ -8,7 +8,7 @@ import pytest
 from launching import tiny_spec
 
 from megalaunch.launch import rank_monitor as ranks_module
-from megalaunch.launch.hang_clock import HangClock
+from megalaunch.launch.hang_clock import HangDetector
 from megalaunch.launch.process import Process
 from megalaunch.launch.rank_monitor import Rank, RankMonitor
 from megalaunch.launch.supervise import RestartBudget
@@ -25,9 +25,9 @@ def ranks_at(step: int, time: float = 0.0, phase: str = "step", other: str = "")
     return ranks
 
 
-def clock_after(seconds_per_step: float, steps: int = 10, **values) -> HangClock:
+def clock_after(seconds_per_step: float, steps: int = 10, **values) -> HangDetector:
     """A clock that has seen `steps` steps."""
-    clock = HangClock(tiny_spec(**{"launcher__hang_timeout": 600.0, **values}), 0.0)
+    clock = HangDetector(tiny_spec(**{"launcher__hang_timeout": 600.0, **values}), 0.0)
     for step in range(steps):
         clock.poll(step * 0.2, ranks_at(step, 1e9 + step * seconds_per_step), moved=True)
     return clock
@@ -41,7 +41,7 @@ def test_a_step_has_ten_times_its_median_but_15_seconds(seconds_per_step, limit)
 
 
 def test_steps_that_come_faster_than_looks_are_counted():
-    clock = HangClock(tiny_spec(launcher__hang_timeout=600.0), 0.0)
+    clock = HangDetector(tiny_spec(launcher__hang_timeout=600.0), 0.0)
     for look in range(10):
         clock.poll(look * 0.2, ranks_at(look * 100, 1e9 + look * 200.0), moved=True)
     assert clock.limit(ranks_at(1000)) == pytest.approx(20.0)

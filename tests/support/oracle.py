@@ -26,7 +26,7 @@ from megalaunch.engine.model.dropout import sample_seeds
 from megalaunch.engine.model.init import init_value, init_weights
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.parallelize import build_sharded_model
-from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.evaluate import validation_loss
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.optimizer import NamedAdamW
@@ -206,7 +206,7 @@ def on_ranks(spec: RunSpec, every_stage: bool = False, shaken: bool = False) -> 
         shake(model)
     optimizer = _NotingAdamW(model, spec)
     samples = samples_of(spec)
-    batches = PrefetchingDataLoader(samples, batch_shape(spec.batch.global_batch_size, mesh), mesh.device)
+    batches = PrefetchingDataLoader(samples, make_batch_sampler(spec.batch.global_batch_size, mesh), mesh.device)
     passes = make_forward_backward(spec, mesh, model)
     step = TrainStep(spec, mesh, model, passes, optimizer, samples)
     results = [step.run(number, batches.get(number, STEPS), None) for number in range(1, STEPS + 1)]

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
-from megalaunch.engine.hang_diagnostics import BESIDE
+from megalaunch.engine.hang_diagnostics import CHECKPOINT_GROUP
 from megalaunch.engine.mesh import world_timeout
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def background_group() -> dist.ProcessGroup | None:
     """
     if not dist.is_initialized():
         return None
-    group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc=BESIDE)
+    group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc=CHECKPOINT_GROUP)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -21,7 +21,7 @@ from megalaunch.engine.checkpoint.mapped_weights import parameter_shapes
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES, TensorSource, write_file
 from megalaunch.engine.families.weight_mapping import WeightMapping
 from megalaunch.engine.families.weights import get_family_weights
-from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY
+from megalaunch.engine.model.decoder import VOCAB_PARALLEL_PARAMS
 from megalaunch.importers.huggingface.folder import CONFIG, INDEX, WEIGHTS_FILE
 from megalaunch.importers.huggingface.registry import FamilyError, decoder_config, to_hf_config
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS, read_document
@@ -50,7 +50,7 @@ class StoredWeights:
     def read(self, name: str) -> Tensor:
         """Read one parameter in its stored dtype."""
         whole = full_tensor(self.checkpoint, WEIGHTS + name, self._tensor_index, {})
-        return whole[: self.shapes[name][0]] if name in DIVIDED_BY_VOCABULARY else whole
+        return whole[: self.shapes[name][0]] if name in VOCAB_PARALLEL_PARAMS else whole
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of a parameter."""

@@ -16,7 +16,7 @@ from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface, other_format
 from megalaunch.engine.dtensor import copy_from_global_
-from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY
+from megalaunch.engine.model.decoder import VOCAB_PARALLEL_PARAMS
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.fs import make_directory, write_file_atomically
 from megalaunch.importers.huggingface.registry import differences
@@ -111,7 +111,7 @@ def _require_same(source: Path, model: ModelSpec, there: ModelSpec) -> None:
 
 
 def _pad_vocab(name: str, value: Tensor, shape: torch.Size) -> Tensor:
-    if name not in DIVIDED_BY_VOCABULARY or value.shape == shape:
+    if name not in VOCAB_PARALLEL_PARAMS or value.shape == shape:
         return value
     whole = torch.zeros(shape, dtype=value.dtype)
     whole[: value.shape[0]] = value

@@ -24,7 +24,7 @@ def build_decoder(
     model: ModelSpec,
     tp_region: TPRegion = NO_TP,
     context: ContextParallelism = NO_CP,
-    narrow: torch.dtype | None = None,
+    block_dtype: torch.dtype | None = None,
 ) -> Decoder:
     """Build the decoder of a resolved model section on the default device (usually meta).
 
@@ -32,9 +32,9 @@ def build_decoder(
         model: the resolved model section.
         tp_region: the tensor-parallel region that all modules share.
         context: the context parallelism of the attention layers.
-        narrow: as `Decoder`'s.
+        block_dtype: as `Decoder`'s.
     """
-    return Decoder(decoder_config(model), tp_region, context, narrow)
+    return Decoder(decoder_config(model), tp_region, context, block_dtype)
 
 
 def decoder_config(model: ModelSpec) -> DecoderConfig:

@@ -98,7 +98,7 @@ class BatchGenerator:
 
     model: TextModel
     tokenizer: Tokenizer
-    writing: GenerationConfig
+    config: GenerationConfig
     stop: tuple[str, ...] = ()
 
     def generate(
@@ -121,7 +121,7 @@ class BatchGenerator:
         ]
         ended = [False] * len(rows)
         prompts, samples = [prompt for prompt, _ in asked], [sample for _, sample in asked]
-        for drawn in generate_tokens(self.model, prompts, self.writing, samples, ended):
+        for drawn in generate_tokens(self.model, prompts, self.config, samples, ended):
             for index, row in enumerate(rows):
                 if not row.finished:
                     yield from self._add(row, index, drawn)
@@ -132,7 +132,7 @@ class BatchGenerator:
 
     def _add(self, row: _SequenceState, index: int, drawn: SampledTokens) -> Iterator[TextDelta | Completion]:
         token = int(drawn.tokens_B[index])
-        if token in self.writing.ends:
+        if token in self.config.ends:
             yield from row.finish("end")
             return
         row.tokens.append(token)
@@ -143,7 +143,7 @@ class BatchGenerator:
             yield from row.finish("stop")
 
     def _no_places(self) -> list[TokenLogprobs] | None:
-        return None if self.writing.likeliest is None else []
+        return None if self.config.likeliest is None else []
 
     def _place(self, token: int, index: int, drawn: SampledTokens) -> TokenLogprobs:
         assert drawn.likelihoods is not None

@@ -60,16 +60,16 @@ class FastDecoder:
         return self._decoder.device
 
     @torch.inference_mode()
-    def __call__(self, tokens_BS: Tensor, positions: Tensor, stores: KVCache) -> Tensor:
+    def __call__(self, tokens_BS: Tensor, positions: Tensor, kv_cache: KVCache) -> Tensor:
         """Run the tokens at `positions`, update the KV caches and return the last token's logits [B, 1, V]."""
         batch, num_tokens = tokens_BS.shape
-        x_BSH, narrow = self._embedding.lookup(tokens_BS, positions, NO_TP), self._decoder.block_dtype
+        x_BSH, block_dtype = self._embedding.lookup(tokens_BS, positions, NO_TP), self._decoder.block_dtype
         ropes = {layer.rope for layer in self.config.layers}
         rotations = {rope: rope_cos_sin(positions, rope, x_BSH.dtype) if rope else None for rope in ropes}
-        attends = stores.attention(num_tokens, [layer.window for layer in self.config.layers])
-        x_RH = (x_BSH if narrow is None else x_BSH.float()).flatten(0, 1)
+        attends = kv_cache.attention(num_tokens, [layer.window for layer in self.config.layers])
+        x_RH = (x_BSH if block_dtype is None else x_BSH.float()).flatten(0, 1)
         for number, (layer, config) in enumerate(zip(self._layers, self.config.layers, strict=True)):
-            x_RH = layer(x_RH, batch, rotations[config.rope], attends[number], stores[number])
+            x_RH = layer(x_RH, batch, rotations[config.rope], attends[number], kv_cache[number])
         last_BH = x_RH if num_tokens == 1 else x_RH.view(batch, num_tokens, -1)[:, -1]
         return self._decoder.softcap_logits(self._head(self._norm(last_BH))).unsqueeze(1)
 
@@ -86,9 +86,9 @@ class _FastLayer:
         self._attention, self._mlp = _FastAttention(layer.attention), _FastMLP(layer.mlp)
 
     def __call__(
-        self, x_RH: Tensor, batch: int, rotation: RopeCache | None, attend: AttentionFn, store: LayerKVCache
+        self, x_RH: Tensor, batch: int, rotation: RopeCache | None, attend: AttentionFn, layer_cache: LayerKVCache
     ) -> Tensor:
-        attended_RF = self._attention(self._attention_norm(x_RH), batch, rotation, attend, store)
+        attended_RF = self._attention(self._attention_norm(x_RH), batch, rotation, attend, layer_cache)
         between_RH = _add_residual(x_RH, attended_RF, self._attention.o_proj, self._attention_out_norm)
         activated_RF = self._mlp(self._mlp_norm(x_RH if self._parallel else between_RH))
         return _add_residual(between_RH, activated_RF, self._mlp.down_proj, self._mlp_out_norm)
@@ -120,7 +120,7 @@ class _FastAttention:
         self._scoring = attention.scoring()
 
     def __call__(
-        self, x_RH: Tensor, batch: int, rotation: RopeCache | None, attend: AttentionFn, store: LayerKVCache
+        self, x_RH: Tensor, batch: int, rotation: RopeCache | None, attend: AttentionFn, layer_cache: LayerKVCache
     ) -> Tensor:
         """Update the KV cache; return attention's output [R, N D], the input of the output projection."""
         rotated, rows = self._heads + self._groups, x_RH.shape[0]
@@ -128,7 +128,7 @@ class _FastAttention:
         qk_BnSD = heads_BnSD = projected.transpose(1, 2)
         if rotation is not None:
             qk_BnSD = apply_rope(heads_BnSD[:, :rotated], rotation)
-        k_BGTD, v_BGTD = store.extend(qk_BnSD[:, self._heads : rotated], heads_BnSD[:, rotated:])
+        k_BGTD, v_BGTD = layer_cache.update(qk_BnSD[:, self._heads : rotated], heads_BnSD[:, rotated:])
         out_BNSD = attend(qk_BnSD[:, : self._heads], k_BGTD, v_BGTD, self._scoring)
         return out_BNSD.transpose(1, 2).reshape(rows, -1)
 

@@ -30,7 +30,7 @@ class TextModel(Protocol):
     def device(self) -> torch.device:
         """The device that tokens must be on."""
 
-    def __call__(self, tokens_BS: Tensor, positions: Tensor, stores: KVCache) -> Tensor:
+    def __call__(self, tokens_BS: Tensor, positions: Tensor, kv_cache: KVCache) -> Tensor:
         """Run new tokens [B, S] at `positions`, update the KV caches and return the next token's logits [B, 1, V]."""
 
 
@@ -71,7 +71,7 @@ class SampledTokens(NamedTuple):
 def generate_tokens(
     model: TextModel,
     prompts: Sequence[Sequence[int]],
-    writing: GenerationConfig,
+    config: GenerationConfig,
     samples: Sequence[int] | None = None,
     ended: list[bool] | None = None,
 ) -> Iterator[SampledTokens]:
@@ -80,7 +80,7 @@ def generate_tokens(
     Args:
         model: Computes the logits.
         prompts: Token ids of each row; shorter prompts are left-padded.
-        writing: The settings.
+        config: The settings.
         samples: The index of each row among the completions of its prompt, for its random seed (default: 0).
         ended: Set to True here for rows that sampled an end; the caller may also set rows, such as at a stop string.
 
@@ -92,17 +92,17 @@ def generate_tokens(
     ended = [False] * len(prompts) if ended is None else ended
     longest = max(len(prompt) for prompt in prompts)
     starts = [longest - len(prompt) for prompt in prompts]
-    cache = KVCache(model.config.num_layers, longest + writing.max_new_tokens, starts)
-    sampler = Sampler(writing.sampling, prompts, [0] * len(prompts) if samples is None else samples)
+    cache = KVCache(model.config.num_layers, longest + config.max_new_tokens, starts)
+    sampler = Sampler(config.sampling, prompts, [0] * len(prompts) if samples is None else samples)
     tokens_BS = torch.tensor([[_FILLER] * start + list(row) for start, row in zip(starts, prompts, strict=True)])
     borders = {layer.rope.original_positions for layer in model.config.layers if layer.rope and layer.rope.long_factors}
     texts = [list(prompt) for prompt in prompts]
-    for _ in range(writing.max_new_tokens):
-        logits_BV = next_logits(model, tokens_BS, cache)[:, : writing.vocabulary]
+    for _ in range(config.max_new_tokens):
+        logits_BV = next_logits(model, tokens_BS, cache)[:, : config.vocabulary]
         next_B = sampler.next_tokens(logits_BV)
         for row, token in enumerate(next_B.tolist()):
-            ended[row] = ended[row] or token in writing.ends
-        yield SampledTokens(next_B, _likelihoods(logits_BV, next_B, writing.likeliest))
+            ended[row] = ended[row] or token in config.ends
+        yield SampledTokens(next_B, _likelihoods(logits_BV, next_B, config.likeliest))
         if all(ended):
             return
         tokens_BS = next_B[:, None]
@@ -110,7 +110,7 @@ def generate_tokens(
             text.append(token)
         if any(len(text) - 1 in borders for text in texts):
             # LongRoPE rotates all positions differently from this length on: recompute the KV cache.
-            cache = KVCache(model.config.num_layers, longest + writing.max_new_tokens, starts)
+            cache = KVCache(model.config.num_layers, longest + config.max_new_tokens, starts)
             tokens_BS = torch.tensor([[_FILLER] * start + text for start, text in zip(starts, texts, strict=True)])
 
 
@@ -118,7 +118,7 @@ def generate_tokens(
 def next_logits(model: TextModel, tokens_BS: Tensor, cache: KVCache) -> Tensor:
     """Run new tokens after those in the KV cache, update it and return the next token's logits [B, V]."""
     tokens_BS = tokens_BS.to(model.device)
-    return model(tokens_BS, cache.begin(tokens_BS.shape[1], tokens_BS.device), cache)[:, -1]
+    return model(tokens_BS, cache.advance(tokens_BS.shape[1], tokens_BS.device), cache)[:, -1]
 
 
 def _likelihoods(logits_BV: Tensor, next_B: Tensor, likeliest: int | None) -> Logprobs | None:

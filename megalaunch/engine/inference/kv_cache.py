@@ -2,8 +2,8 @@
 
 One contiguous buffer per layer, allocated at full size, so that a step copies only its new keys and values.
 
-The KV cache is updated in `LayerKVCache.extend`, which attention calls once per layer and forward pass, after RoPE:
-cached keys are already rotated. `KVCache.begin` is called before each pass and returns the position ids.
+The KV cache is updated in `LayerKVCache.update`, which attention calls once per layer and forward pass, after RoPE:
+cached keys are already rotated. `KVCache.advance` is called before each pass and returns the position ids.
 
 Shapes: B batch, N query heads, G key/value groups, S new positions, T all positions so far, D head dim.
 """
@@ -26,7 +26,7 @@ from megalaunch.engine.model.attention.score_mod import PLAIN, ScoreMod
 class LayerKVCache:
     """The KV cache of one layer: keys and values [B, G, capacity, D], of which `length` positions are filled.
 
-    The buffers are allocated by the first `extend`, with the dtype and on the device of its keys.
+    The buffers are allocated by the first `update`, with the dtype and on the device of its keys.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -35,7 +35,7 @@ class LayerKVCache:
         self._values: Tensor | None = None
         self.length = 0
 
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Update the KV cache: append keys and values [B, G, S, D] of the next S positions.
 
         Returns:
@@ -76,7 +76,7 @@ class KVCache:
         """Return the KV cache of one layer."""
         return self._layers[layer]
 
-    def begin(self, count: int, device: torch.device) -> Tensor:
+    def advance(self, count: int, device: torch.device) -> Tensor:
         """Start a forward pass over the next `count` tokens; return position ids, [S], or [B, S] with padding."""
         slots_S = torch.arange(self._length, self._length + count, device=device)
         self._length += count

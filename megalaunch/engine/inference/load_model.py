@@ -22,7 +22,7 @@ from megalaunch.engine.checkpoint.retention import find_checkpoint
 from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.inference.chat_template import stop_token_ids
 from megalaunch.engine.inference.fast_decoder import FastDecoder
-from megalaunch.engine.model.decoder import DIVIDED_BY_VOCABULARY, Decoder
+from megalaunch.engine.model.decoder import VOCAB_PARALLEL_PARAMS, Decoder
 from megalaunch.importers.huggingface.folder import CONFIG
 from megalaunch.importers.huggingface.multimodal import TEXT_DECODER_ONLY
 from megalaunch.importers.huggingface.registry import decoder_config, multimodal_family
@@ -214,12 +214,12 @@ def _inference_dtype(spec: RunSpec, device: torch.device) -> torch.dtype:
 def _decoder(checkpoint: Path, spec: RunSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
     with torch.device("meta"):
         wide = spec.precision.residual_dtype == "fp32" and dtype != torch.float32
-        decoder = build_decoder(spec.model, narrow=dtype if wide else None)
+        decoder = build_decoder(spec.model, block_dtype=dtype if wide else None)
     shapes = {name: parameter.shape for name, parameter in decoder.named_parameters()}
     weights = read_tensors(checkpoint, [WEIGHTS + name for name in shapes])
     for name, shape in shapes.items():
         stored = weights[WEIGHTS + name]
-        if name in DIVIDED_BY_VOCABULARY:
+        if name in VOCAB_PARALLEL_PARAMS:
             stored = weights[WEIGHTS + name] = stored[: shape[0]]
         if stored.shape != shape:
             raise ValueError(f"{name} has shape {list(stored.shape)}, but {SPEC_FILE} needs {list(shape)}")

@@ -107,10 +107,8 @@ def generate_with(
 ) -> Iterator[TextDelta | Completion]:
     """Generate completions as `generate_texts` does, with `computing` for the logits of the source's model."""
     check_context_length(source.spec.model, prompts, ask.max_new_tokens)
-    writing = GenerationConfig(
-        ask.max_new_tokens, ask.sampling, source.ends, source.tokenizer.vocab_size, ask.likeliest
-    )
-    writer = BatchGenerator(computing, source.tokenizer, writing, ask.stop)
+    config = GenerationConfig(ask.max_new_tokens, ask.sampling, source.ends, source.tokenizer.vocab_size, ask.likeliest)
+    writer = BatchGenerator(computing, source.tokenizer, config, ask.stop)
     return writer.generate(prompts, ask.num_samples, ask.batch_size)
 
 

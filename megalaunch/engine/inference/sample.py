@@ -26,6 +26,6 @@ def sample_text(spec: RunSpec, model: TextModel, tokenizer: Tokenizer) -> str:
         )
     ends = frozenset(() if tokenizer.eod_id is None else (tokenizer.eod_id,))
     most = min(spec.train.sample_tokens, longest - len(tokens))
-    writing = GenerationConfig(most, Sampling(seed=spec.train.seed), ends, tokenizer.vocab_size)
-    written = [int(drawn.tokens_B[0]) for drawn in generate_tokens(model, [tokens], writing)]
+    config = GenerationConfig(most, Sampling(seed=spec.train.seed), ends, tokenizer.vocab_size)
+    written = [int(drawn.tokens_B[0]) for drawn in generate_tokens(model, [tokens], config)]
     return prompt + "".join(detokenize_stream(tokenizer, tokens, (t for t in written if t not in ends)))

@@ -36,6 +36,6 @@ GATED: Mapping[Activation, Callable[[Tensor, Tensor], Tensor]] = {
 """Gated activations: (gate, up) -> input of the down projection (Shazeer, 2020)."""
 
 
-def apply_gated_activation(activation: Activation, gate: Tensor, up: Tensor, *, spend: bool) -> Tensor:
-    """Apply a gated activation; `spend`: its backward may overwrite `up` (kernels/swiglu.py)."""
-    return swiglu(gate, up, spend=spend) if activation == "swiglu" else GATED[activation](gate, up)
+def apply_gated_activation(activation: Activation, gate: Tensor, up: Tensor, *, overwrite_up: bool) -> Tensor:
+    """Apply a gated activation; `overwrite_up`: its backward may overwrite `up` (kernels/swiglu.py)."""
+    return swiglu(gate, up, overwrite_up=overwrite_up) if activation == "swiglu" else GATED[activation](gate, up)

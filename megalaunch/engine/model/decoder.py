@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from megalaunch.engine.model.attention.attention import Attention, KVCache, KVCaches
+from megalaunch.engine.model.attention.attention import Attention, KVCache, LayerKVCache
 from megalaunch.engine.model.attention.core import NO_CP, AttentionFn, ContextParallelism
 from megalaunch.engine.model.attention.score_mod import softcap
 from megalaunch.engine.model.config import DecoderConfig, RopeConfig
 from megalaunch.engine.model.dropout import (
-    NOTHING,
+    NO_DROPOUT,
     DropoutMask,
     DropoutMasks,
     LayerDropoutMasks,
@@ -57,23 +57,23 @@ class DecoderLayer(nn.Module):
         x_BSH: Tensor,
         rotation: RopeCache | None,
         attend: AttentionFn,
-        store: KVCache | None = None,
-        dropout_masks: LayerDropoutMasks = NOTHING,
+        layer_cache: LayerKVCache | None = None,
+        dropout_masks: LayerDropoutMasks = NO_DROPOUT,
     ) -> Tensor:
-        """Apply the layer, [B, s, H] -> [B, s, H]; `rotation` None: no RoPE; `store`: the KV cache, in generation."""
-        attended = self.attention(self.attention_norm(x_BSH), rotation, attend, store, dropout_masks.weights)
+        """Apply the layer, [B, s, H] -> [B, s, H]; `rotation` None: no RoPE; `layer_cache`: in generation only."""
+        attended = self.attention(self.attention_norm(x_BSH), rotation, attend, layer_cache, dropout_masks.weights)
         between = x_BSH + _maybe_dropout(self.attention_out_norm(attended), dropout_masks.attended)
         fed = self.mlp_out_norm(self.mlp(self.mlp_norm(x_BSH if self.parallel else between)))
         return between + _maybe_dropout(fed, dropout_masks.fed)
 
 
-DIVIDED_BY_VOCABULARY = ("embedding.weight", "head.weight")
+VOCAB_PARALLEL_PARAMS = ("embedding.weight", "head.weight")
 """Parameters with one row per token of the vocabulary, sharded by row."""
 
 
 def strip_vocab_padding(name: str, shape: torch.Size, vocab_size: int) -> torch.Size:
     """Return the shape of a parameter, or an optimizer moment named after it, without the vocabulary's padding rows."""
-    if not any(name == own or name.endswith(f".{own}") for own in DIVIDED_BY_VOCABULARY):
+    if not any(name == own or name.endswith(f".{own}") for own in VOCAB_PARALLEL_PARAMS):
         return shape
     return torch.Size((min(shape[0], vocab_size), *shape[1:]))
 
@@ -95,7 +95,7 @@ class Decoder(nn.Module):
         config: Shapes and settings of the whole decoder.
         tp_region: Tensor parallelism.
         context: Context parallelism.
-        narrow: The dtype of the blocks if the residual stream is fp32; None: the stream has the blocks' dtype.
+        block_dtype: The dtype of the blocks if the residual stream is fp32; None: the stream has the blocks' dtype.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class Decoder(nn.Module):
         config: DecoderConfig,
         tp_region: TPRegion = NO_TP,
         context: ContextParallelism = NO_CP,
-        narrow: torch.dtype | None = None,
+        block_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.tp_region, self.context, self.block_dtype = config, tp_region, context, narrow
+        self.config, self.tp_region, self.context, self.block_dtype = config, tp_region, context, block_dtype
         self.vocabulary_rows = vocabulary_rows(config.vocab_size, tp_region.vocab_axis.size)
         self.num_tokens = config.vocab_size  # fewer where the weights and the tokenizer have fewer
         # Only the first pipeline stage keeps the embedding, and only the last one the final norm and the head.
@@ -116,7 +116,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(index): DecoderLayer(config, tp_region) for index in range(config.num_layers)})
         self.norm: Norm | None = Norm(config.hidden_size, config.norm)
         self.head: Linear | None = Linear(config.hidden_size, self.vocabulary_rows, COLUMN_PARALLEL)
-        self.spans: Sequence[Sequence[str]] = ()
+        self.recompute_groups: Sequence[Sequence[str]] = ()
         """Names of the layers that one call of `forward_layers` runs; empty: one layer per call."""
         self.tie()
 
@@ -141,7 +141,7 @@ class Decoder(nn.Module):
         self,
         x: Tensor,
         positions: Tensor | None = None,
-        stores: KVCaches | None = None,
+        kv_cache: KVCache | None = None,
         documents_BS: Tensor | None = None,
         logits: bool = True,
         seeds_B: Tensor | None = None,
@@ -151,7 +151,7 @@ class Decoder(nn.Module):
         Args:
             x: Token ids [B, S]; after the first pipeline stage the previous stage's hidden states [B, s, H].
             positions: Position ids [S] or [B, S]; None, on the first stage only: 0, 1, ...
-            stores: KV caches, for generation: every rank holds full sequences, and only the last logits [B, 1, V]
+            kv_cache: KV caches, for generation: every rank holds full sequences, and only the last logits [B, 1, V]
                 are returned.
             documents_BS: Document ids: tokens attend within their document; None: to all earlier tokens.
             logits: False: return the head's input [B, s, H] in place of the logits.
@@ -161,10 +161,10 @@ class Decoder(nn.Module):
         if positions is None:
             positions = self.context.position_ids(held, x.device)
         windows = [layer.window for layer in self.config.layers]
-        if stores is None:
+        if kv_cache is None:
             attends = self.context.make_attention(held, documents_BS, windows, x.device)
         else:
-            attends = stores.attention(held, windows)
+            attends = kv_cache.attention(held, windows)
         dropout_masks = no_dropout(self.layers)
         if seeds_B is not None:
             places = self.context.position_ids(held, x.device)
@@ -176,11 +176,11 @@ class Decoder(nn.Module):
         rotations = {
             rope: rope_cos_sin(positions, rope, self.block_dtype or x.dtype) if rope else None for rope in ropes
         }
-        for names in self.spans or tuple((name,) for name in self.layers):
-            x = self.forward_layers(names, x, rotations, attends, stores, dropout_masks)
+        for names in self.recompute_groups or tuple((name,) for name in self.layers):
+            x = self.forward_layers(names, x, rotations, attends, kv_cache, dropout_masks)
         if self.norm is None or self.head is None:
             return x
-        if stores is not None:
+        if kv_cache is not None:
             x = x[:, -1:]  # only the last position's logits are sampled from
         x = self.norm(x)
         if not logits:
@@ -199,13 +199,13 @@ class Decoder(nn.Module):
         x: Tensor,
         rotations: Mapping[RopeConfig | None, RopeCache | None],
         attends: Sequence[AttentionFn],
-        stores: KVCaches | None,
+        kv_cache: KVCache | None,
         dropout_masks: DropoutMasks,
     ) -> Tensor:
         """Run the layers `names` in order, [B, s, H] -> [B, s, H]."""
         for name in names:
             index = int(name)
             rotation = rotations[self.config.layers[index].rope]
-            store = stores[index] if stores is not None else None
-            x = self.layers[name](x, rotation, attends[index], store, dropout_masks.layers[name])
+            layer_cache = kv_cache[index] if kv_cache is not None else None
+            x = self.layers[name](x, rotation, attends[index], layer_cache, dropout_masks.layers[name])
         return x

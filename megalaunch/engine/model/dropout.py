@@ -52,7 +52,7 @@ class LayerDropoutMasks:
     weights: Tensor | None = None
 
 
-NOTHING = LayerDropoutMasks()
+NO_DROPOUT = LayerDropoutMasks()
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class DropoutMasks:
 
 def no_dropout(names: Iterable[str]) -> DropoutMasks:
     """Return masks that drop nothing, for evaluation."""
-    return DropoutMasks(None, dict.fromkeys(names, NOTHING))
+    return DropoutMasks(None, dict.fromkeys(names, NO_DROPOUT))
 
 
 def make_dropout_masks(

@@ -15,7 +15,7 @@ class MLP(nn.Module):
     """down(activation(up(x))), or down(activation(gate(x), up(x)))."""
 
     recompute_activation = False
-    """True: its output is recomputed from its inputs, maybe after its own backward, which must not overwrite them."""
+    """If True, the activation is recomputed, perhaps after its own backward, which must not overwrite its inputs."""
 
     def __init__(self, hidden_size: int, config: MLPConfig, tp_region: TPRegion = NO_TP) -> None:
         super().__init__()
@@ -40,4 +40,4 @@ class MLP(nn.Module):
         gate, up = entered
         if self.config.clamp is not None:
             gate, up = gate.clamp(max=self.config.clamp), up.clamp(-self.config.clamp, self.config.clamp)
-        return apply_gated_activation(self.config.activation, gate, up, spend=not self.recompute_activation)
+        return apply_gated_activation(self.config.activation, gate, up, overwrite_up=not self.recompute_activation)

@@ -33,7 +33,7 @@ def apply_recompute(model: Decoder, settings: RecomputeSpec, observer: StepObser
     layers = list(model.layers.values())
     if settings.granularity == "full" and settings.method == "uniform" and settings.num_layers > 1:
         names = list(model.layers)
-        model.spans = [
+        model.recompute_groups = [
             names[first : first + settings.num_layers] for first in range(0, len(names), settings.num_layers)
         ]
         _checkpoint_method(model, "forward_layers", observer)

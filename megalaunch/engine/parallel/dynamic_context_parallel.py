@@ -105,7 +105,7 @@ class DynamicContextParallel:
 
     def position_ids(self, num_tokens: int, device: torch.device) -> Tensor:
         """Raise ValueError: the position ids depend on the documents and come with the batch."""
-        raise ValueError("tokens that are dealt out by length come with their positions")
+        raise ValueError("dynamic context parallelism needs position ids in the batch")
 
     def make_attention(
         self, num_tokens: int, documents_Bs: Tensor | None, windows: Sequence[int | None], device: torch.device
@@ -115,7 +115,7 @@ class DynamicContextParallel:
         Unlike in the other forms of context parallelism, `documents_Bs` are the ids of whole samples, [B, S].
         """
         if documents_Bs is None:
-            raise ValueError("tokens that are dealt out by length come with their documents")
+            raise ValueError("dynamic context parallelism needs document ids in the batch")
         partition = partition_documents(self.lengths(documents_Bs), self.axis.size)
         plan = make_exchange_plan(partition, self.axis.rank)
         made = {window: _attention(partition, plan, self.axis, window, device) for window in set(windows)}

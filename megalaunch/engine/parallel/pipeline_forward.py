@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalaunch.engine.collectives import all_gather_async
 from megalaunch.engine.mesh import Mesh
-from megalaunch.engine.model.attention.attention import KVCaches
+from megalaunch.engine.model.attention.attention import KVCache
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.plan.stages import Stage
@@ -27,7 +27,7 @@ class PipelineForward:
         self._model, self._mesh, self._wire = model, mesh, wire
         self._ranks = [stage.rank for stage in stages]
 
-    def run(self, tokens_BS: Tensor, inputs: Mapping[str, Tensor | KVCaches | bool | None]) -> Tensor | None:
+    def run(self, tokens_BS: Tensor, inputs: Mapping[str, Tensor | KVCache | bool | None]) -> Tensor | None:
         """Run one forward pass; all ranks of pp call it together.
 
         Args:
@@ -76,11 +76,11 @@ class DistributedGenerator:
         """The device of token ids and logits."""
         return self._mesh.device
 
-    def __call__(self, tokens_BS: Tensor, positions: Tensor, stores: KVCaches) -> Tensor:
+    def __call__(self, tokens_BS: Tensor, positions: Tensor, kv_cache: KVCache) -> Tensor:
         """Return the fp32 logits of the last position, [B, 1, V], on every rank. Collective."""
         tp_region = self._model.parts[0].tp_region
         with tp_region.sequence_parallel_disabled():
-            local_logits = self._relay.run(tokens_BS, {"positions": positions, "stores": stores})
+            local_logits = self._relay.run(tokens_BS, {"positions": positions, "kv_cache": kv_cache})
         if local_logits is None:
             logits = torch.empty(tokens_BS.shape[0], 1, self.config.vocab_size, device=self._mesh.device)
         else:

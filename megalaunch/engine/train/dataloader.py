@@ -116,7 +116,7 @@ class BatchSampler:
         return tuple(range(first, first + width) for first in firsts)
 
 
-def batch_shape(global_batch_size: int, mesh: Mesh) -> BatchSampler:
+def make_batch_sampler(global_batch_size: int, mesh: Mesh) -> BatchSampler:
     """Build the batch sampler of this rank."""
     t = mesh.topology
     return BatchSampler(

@@ -32,7 +32,7 @@ from megalaunch.engine.mesh import Axis, Mesh
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.tied_embeddings import reduce_tied_embedding_grad
 from megalaunch.engine.param_layout import get_param_layout
-from megalaunch.kernels.tensor_norms import piece_norms
+from megalaunch.kernels.tensor_norms import per_tensor_norms
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def local_grad_norm_sq(parameters: Iterable[nn.Parameter]) -> Tensor:
             by_replication.setdefault(num_replicas(parameter.grad), []).append(to_local_no_grad(parameter.grad))
     total = torch.zeros((), dtype=torch.float64)
     for copies, gradients in by_replication.items():
-        norms = piece_norms(gradients)
+        norms = per_tensor_norms(gradients)
         total = total.to(norms.device) + norms.double().square().sum() / copies
     return total
 

@@ -31,7 +31,7 @@ from megalaunch.engine.train.checkpointer import (
     tokenizer_vocab_size,
     true_vocab_size,
 )
-from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.evaluate import validation_loss
 from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
 from megalaunch.engine.train.optimizer import NamedAdamW
@@ -94,7 +94,7 @@ class Trainer:
     def __init__(self, state: TrainState, directory: RunDirectory, record: RunLogger, stop: StopSignal) -> None:
         self._state, self._directory, self._record, self._stop = state, directory, record, stop
         self._spec, self._mesh = state.spec, state.mesh
-        self._shape = batch_shape(state.spec.batch.global_batch_size, state.mesh)
+        self._batch_sampler = make_batch_sampler(state.spec.batch.global_batch_size, state.mesh)
         self._progress = TrainProgress(step=0, tokens=0)
         self._saver = Checkpointer(state.spec, directory, state.model, state.optimizer, record)
         self._rejected: list[str] = []  # rejected checkpoints, each with its problems; filled on rank 0
@@ -163,7 +163,7 @@ class Trainer:
         """Train to `train.steps`, `train.exit_at_step` or a stop signal; return how it ended, or raise."""
         batches = PrefetchingDataLoader(
             self._state.training,
-            self._shape,
+            self._batch_sampler,
             self._mesh.device,
             waiting=lambda step: self._record.heartbeat("waiting for tokens", step),
         )
@@ -235,7 +235,7 @@ class Trainer:
             return self._stop_signal is None
 
         self._record.phase("validating", self.step)
-        loss = validation_loss(self._state.passes, rows, self._shape.micro_batch_size, self._mesh, may_go_on)
+        loss = validation_loss(self._state.passes, rows, self._batch_sampler.micro_batch_size, self._mesh, may_go_on)
         if loss is not None:
             self._validation, self._validated_step = loss, self.step
             self._record.validation(self.step, loss)

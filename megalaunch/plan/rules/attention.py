@@ -150,7 +150,7 @@ def latent_head_dim(at: RuleContext) -> Iterator[Violation]:
 
 @rule("mla.plain", "Latent attention has no biases, sliding window, sinks or QK norm.")
 def latent_plain(at: RuleContext) -> Iterator[Violation]:
-    """None is defined for it, and Megatron-LM refuses them too; its latents are normalised in any case."""
+    """Latent attention defines none of them, and Megatron-LM refuses them too. Its latents are always normalised."""
     if at.spec.model.mla.kv_lora_rank is None:
         return
     plain = {

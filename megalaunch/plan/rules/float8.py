@@ -10,7 +10,7 @@ from megalaunch.plan.rules.registry import Fix, RuleContext, Violation, rule
 from megalaunch.plan.rules.suggestions import multiples
 from megalaunch.platform.chips import CHIPS
 
-GRAIN = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
+ALIGNMENT = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
 """Block size by recipe: operand alignment of an fp8 matmul (16), or values per scale (DeepSeek-V3: 128, MX: 32)."""
 
 _BLACKWELL = ("b200", "gb200")
@@ -39,10 +39,10 @@ register_inert(
 )
 
 
-def _grain(at: RuleContext) -> int | None:
+def _alignment(at: RuleContext) -> int | None:
     """Return the block size of the fp8 recipe, or None without fp8."""
     precision = at.spec.precision
-    return GRAIN[precision.fp8.recipe] if precision.compute_dtype == "fp8" else None
+    return ALIGNMENT[precision.fp8.recipe] if precision.compute_dtype == "fp8" else None
 
 
 def _coarse(at: RuleContext, key: str, width: int | None, parts: int = 1, step: int = 1) -> Iterator[Violation]:
@@ -50,16 +50,16 @@ def _coarse(at: RuleContext, key: str, width: int | None, parts: int = 1, step: 
 
     Another rule reports a width that is not divisible by its parts.
     """
-    grain, recipe = _grain(at), at.spec.precision.fp8.recipe
-    if grain is None or width is None or width % parts or (width // parts) % grain == 0:
+    alignment, recipe = _alignment(at), at.spec.precision.fp8.recipe
+    if alignment is None or width is None or width % parts or (width // parts) % alignment == 0:
         return
     split = f" / {parts} = {width // parts}" if parts > 1 else ""
-    coarser: list[Fix] = [{"precision.fp8.recipe": "tensorwise"}] if grain > 16 else []
+    coarser: list[Fix] = [{"precision.fp8.recipe": "tensorwise"}] if alignment > 16 else []
     yield Violation(
         key,
-        f"{key.removeprefix('model.')} {width}{split} is not a multiple of {grain}, as fp8 ({recipe}) requires",
-        {"width": width, "parts": parts, "grain": grain},
-        (*multiples(key, width, math.lcm(grain * parts, step)), *coarser, {"precision.compute_dtype": "bf16"}),
+        f"{key.removeprefix('model.')} {width}{split} is not a multiple of {alignment}, as fp8 ({recipe}) requires",
+        {"width": width, "parts": parts, "alignment": alignment},
+        (*multiples(key, width, math.lcm(alignment * parts, step)), *coarser, {"precision.compute_dtype": "bf16"}),
     )
 
 
@@ -87,7 +87,7 @@ def mxfp8_chip(at: RuleContext) -> Iterator[Violation]:
     """Its tensor cores read one scale per 32 values; other chips have no such instruction."""
     facts = CHIPS.get(at.spec.platform.chip)
     known = facts is not None and "fp8" in facts.peak_flops
-    if _grain(at) == 32 and known and at.spec.platform.chip not in _BLACKWELL:
+    if _alignment(at) == 32 and known and at.spec.platform.chip not in _BLACKWELL:
         yield Violation(
             "precision.fp8.recipe",
             f"mxfp8 needs Blackwell ({', '.join(_BLACKWELL)}), but the chip is {at.spec.platform.chip}",
@@ -142,22 +142,22 @@ def shared_ffn(at: RuleContext) -> Iterator[Violation]:
 @rule("fp8.heads", "The heads of a rank x head_dim are a multiple of the fp8 block size.")
 def heads(at: RuleContext) -> Iterator[Violation]:
     """The projections of attention write and read this width."""
-    grain, model, tp = _grain(at), at.spec.model, at.spec.parallel.tp
-    if grain is None or model.head_dim is None or model.mla.kv_lora_rank is not None:
+    alignment, model, tp = _alignment(at), at.spec.model, at.spec.parallel.tp
+    if alignment is None or model.head_dim is None or model.mla.kv_lora_rank is not None:
         return
     counts = {"num_attention_heads": model.num_attention_heads, "num_query_groups": model.num_query_groups}
     for key, count in counts.items():
         if count is None or (count % tp and tp % count):
             continue
         width = max(1, count // tp) * model.head_dim
-        if width % grain:
+        if width % alignment:
             yield Violation(
                 "model.head_dim",
                 f"a rank's {max(1, count // tp)} heads of {model.head_dim} ({key} {count}) are {width} wide, "
-                f"not a multiple of {grain}, as fp8 ({at.spec.precision.fp8.recipe}) requires",
-                {key: count, "head_dim": model.head_dim, "tp": tp, "grain": grain},
+                f"not a multiple of {alignment}, as fp8 ({at.spec.precision.fp8.recipe}) requires",
+                {key: count, "head_dim": model.head_dim, "tp": tp, "alignment": alignment},
                 (
-                    *multiples("model.head_dim", model.head_dim, grain // math.gcd(grain, max(1, count // tp))),
+                    *multiples("model.head_dim", model.head_dim, alignment // math.gcd(alignment, max(1, count // tp))),
                     {"precision.fp8.recipe": "tensorwise"},
                     {"precision.compute_dtype": "bf16"},
                 ),
@@ -177,17 +177,17 @@ def latent(at: RuleContext) -> Iterator[Violation]:
 @rule("fp8.tokens", "The tokens of a microbatch on one rank are a multiple of the fp8 block size.")
 def tokens(at: RuleContext) -> Iterator[Violation]:
     """Weight gradients reduce over them."""
-    grain, batch, cp = _grain(at), at.spec.batch, at.spec.parallel.cp
-    if grain is None or batch.micro_batch_size is None or batch.sequence_length % cp:
+    alignment, batch, cp = _alignment(at), at.spec.batch, at.spec.parallel.cp
+    if alignment is None or batch.micro_batch_size is None or batch.sequence_length % cp:
         return
     count = batch.micro_batch_size * batch.sequence_length // cp
-    if count % grain:
+    if count % alignment:
         yield Violation(
             "batch.sequence_length",
-            f"{count} tokens of a microbatch on one rank are not a multiple of {grain}, as fp8 requires",
-            {"tokens": count, "micro_batch_size": batch.micro_batch_size, "cp": cp, "grain": grain},
+            f"{count} tokens of a microbatch on one rank are not a multiple of {alignment}, as fp8 requires",
+            {"tokens": count, "micro_batch_size": batch.micro_batch_size, "cp": cp, "alignment": alignment},
             (
-                *multiples("batch.sequence_length", batch.sequence_length, 2 * grain * cp),
+                *multiples("batch.sequence_length", batch.sequence_length, 2 * alignment * cp),
                 {"precision.compute_dtype": "bf16"},
             ),
         )
@@ -197,7 +197,7 @@ def tokens(at: RuleContext) -> Iterator[Violation]:
 def layers_delayed(at: RuleContext) -> Iterator[Violation]:
     """The delayed recipe has one amax history for all layers."""
     fp8 = at.spec.precision.fp8
-    if _grain(at) and fp8.recipe == "delayed" and fp8.first_layers_bf16 + fp8.last_layers_bf16 > 0:
+    if _alignment(at) and fp8.recipe == "delayed" and fp8.first_layers_bf16 + fp8.last_layers_bf16 > 0:
         yield Violation(
             "precision.fp8.recipe",
             "first_layers_bf16 and last_layers_bf16 are not supported with the delayed recipe",
@@ -213,7 +213,7 @@ def layers_delayed(at: RuleContext) -> Iterator[Violation]:
 def layers_left(at: RuleContext) -> Iterator[Violation]:
     """first_layers_bf16 + last_layers_bf16 is below num_layers."""
     fp8, layers = at.spec.precision.fp8, at.spec.model.num_layers
-    if _grain(at) and fp8.first_layers_bf16 + fp8.last_layers_bf16 >= layers:
+    if _alignment(at) and fp8.first_layers_bf16 + fp8.last_layers_bf16 >= layers:
         yield Violation(
             "precision.fp8.first_layers_bf16",
             f"first {fp8.first_layers_bf16} and last {fp8.last_layers_bf16} layers in bf16 "
@@ -230,7 +230,7 @@ def layers_left(at: RuleContext) -> Iterator[Violation]:
 def gather_needs_shards(at: RuleContext) -> Iterator[Violation]:
     """Without sharding each rank updates its own copy, and no parameters are all-gathered."""
     fp8, sharding = at.spec.precision.fp8, at.spec.parallel.data_sharding
-    if _grain(at) and fp8.param_gather and sharding == "no_shard":
+    if _alignment(at) and fp8.param_gather and sharding == "no_shard":
         yield Violation(
             "precision.fp8.param_gather",
             "param_gather needs a data_sharding other than no_shard",
@@ -242,7 +242,7 @@ def gather_needs_shards(at: RuleContext) -> Iterator[Violation]:
 def gradient_range(at: RuleContext) -> Iterator[Violation]:
     """e4m3 spans 2^-9 to 448: under a single scale small gradients become 0. Scales per block avoid that."""
     fp8 = at.spec.precision.fp8
-    if _grain(at) and fp8.format == "e4m3" and fp8.recipe in ("delayed", "tensorwise"):
+    if _alignment(at) and fp8.format == "e4m3" and fp8.recipe in ("delayed", "tensorwise"):
         yield Violation(
             "precision.fp8.format",
             f"e4m3 gradients with one scale per tensor ({fp8.recipe}) lose small values",
@@ -255,7 +255,7 @@ def gradient_range(at: RuleContext) -> Iterator[Violation]:
 def history_length(at: RuleContext) -> Iterator[Violation]:
     """The next amax is predicted from the history: from one or two steps it is often too small."""
     fp8 = at.spec.precision.fp8
-    if _grain(at) and fp8.recipe == "delayed" and fp8.amax_history_len < 4:
+    if _alignment(at) and fp8.recipe == "delayed" and fp8.amax_history_len < 4:
         yield Violation(
             "precision.fp8.amax_history_len",
             f"amax_history_len {fp8.amax_history_len} often underestimates the next amax",

@@ -71,7 +71,7 @@ class PointValidator:
         try:
             composition = self._composer.compose([*self._overrides.point(values), *named])
         except ConfigError as error:
-            reasons = [Finding("schema", "error", p.path, p.message, origin=p.where) for p in error.problems]
+            reasons = [Finding("config.schema", "error", p.path, p.message, origin=p.where) for p in error.problems]
             return ValidatedPoint(number, values, None, None, tuple(reasons))
         spec = resolve(composition.spec, self._machine, composition.choices.get("recipe")).spec
         with suggestions_disabled():  # a sweep tries other values anyway

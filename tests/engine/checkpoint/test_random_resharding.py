@@ -24,7 +24,7 @@ from megalaunch.engine.mesh import Mesh, make_mesh
 from megalaunch.engine.parallel.parallelize import build_sharded_model, materialize, parallelize_decoder
 from megalaunch.engine.parallel.tied_embeddings import broadcast_tied_embedding
 from megalaunch.engine.train.checkpointer import AsyncSaveContext, TrainProgress, restore_run, save_run, state_tensors
-from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import ForwardBackward, make_forward_backward
 from megalaunch.engine.train.grads import finalize_grads
 from megalaunch.engine.train.optimizer import NamedAdamW
@@ -63,7 +63,7 @@ class Run:
         self.passes: ForwardBackward = make_forward_backward(spec, self.mesh, self.model)
         samples = samples_of(spec)
         self.batches = PrefetchingDataLoader(
-            samples, batch_shape(spec.batch.global_batch_size, self.mesh), self.mesh.device
+            samples, make_batch_sampler(spec.batch.global_batch_size, self.mesh), self.mesh.device
         )
         self.step = TrainStep(spec, self.mesh, self.model, self.passes, self.optimizer, samples)
 

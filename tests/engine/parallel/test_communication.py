@@ -19,7 +19,7 @@ from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.parallel.fsdp import AllToAllReduceScatter, LocalReduceScatter, fsdp_modules
 from megalaunch.engine.parallel.parallelize import build_sharded_model
-from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
@@ -52,7 +52,7 @@ def one_step(spec: RunSpec) -> list[tuple[str, int]]:
     with Recorded() as building:
         model = build_sharded_model(spec, mesh)
     assert not building.events, "every rank draws its own part of the initial weights"
-    batches = PrefetchingDataLoader(RandomSamples(), batch_shape(GLOBAL_BATCH, mesh), mesh.device)
+    batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(GLOBAL_BATCH, mesh), mesh.device)
     batch = batches.get(1, last=1)
     batches.close()
     with Recorded() as recorded:

@@ -1,4 +1,4 @@
-"""Documents dealt out to context-parallel ranks: every token once, equally many a rank, work and keys in balance."""
+"""Documents partitioned over context-parallel ranks: each token once, equal counts, balanced work and keys."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_samples_without_documents_are_one_each():
 
 def test_what_has_to_come_with_tokens():
     context = DynamicContextParallel(Axis("cp", 2, 0))
-    with pytest.raises(ValueError, match="come with their positions"):
+    with pytest.raises(ValueError, match="needs position ids"):
         context.position_ids(4, torch.device("cpu"))
-    with pytest.raises(ValueError, match="come with their documents"):
+    with pytest.raises(ValueError, match="needs document ids"):
         context.make_attention(4, None, [None], torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Context parallelism with documents dealt out by length against one process, alone and with every other axis."""
+"""Dynamic context parallelism against one process, alone and with every other axis."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from megalaunch.engine.collectives import all_gather_async
 from megalaunch.engine.mesh import Axis, make_mesh
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.parallel.tp_overlap import MatmulReduceScatterRing
-from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
@@ -44,7 +44,7 @@ def _work(spec: RunSpec) -> Counter[str]:
     """Of the second step: in the first, a pipeline finds out its shapes."""
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     passes = make_forward_backward(spec, mesh, build_sharded_model(spec, mesh))
-    batches = PrefetchingDataLoader(RandomSamples(), batch_shape(8, mesh), mesh.device)
+    batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(8, mesh), mesh.device)
     for step in (1, 2):
         calls = Calls()
         with calls:

@@ -1,4 +1,4 @@
-"""A global batch is dealt out without loss or overlap, whatever the number of ranks, and read errors travel."""
+"""A global batch is split over ranks without loss or overlap, and every rank learns of a read error."""
 
 import threading
 import time

@@ -16,7 +16,7 @@ from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.model.linear import Linear
 from megalaunch.engine.parallel.parallelize import build_sharded_model
-from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.topology import Topology
@@ -40,7 +40,7 @@ def _formats(spec: RunSpec) -> dict[str, set[str]]:
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = build_sharded_model(spec, mesh)
     optimizer = NamedAdamW(model, spec.optimizer)
-    batches = PrefetchingDataLoader(RandomSamples(), batch_shape(8, mesh), mesh.device)
+    batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(8, mesh), mesh.device)
     batch = batches.get(1, last=1)
     batches.close()
     computed: set[str] = set()
@@ -92,7 +92,7 @@ def _gradients(spec: RunSpec) -> dict[str, torch.Tensor]:
     mesh = make_mesh(Topology.from_spec(spec), torch.device("cpu"), dist.get_rank())
     model = build_sharded_model(spec, mesh)
     size = spec.batch.global_batch_size
-    batches = PrefetchingDataLoader(RandomSamples(), batch_shape(size, mesh), mesh.device)
+    batches = PrefetchingDataLoader(RandomSamples(), make_batch_sampler(size, mesh), mesh.device)
     make_forward_backward(spec, mesh, model).train(batches.get(1, last=1), size * SEQUENCE)
     batches.close()
     return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}

@@ -22,7 +22,7 @@ from megalaunch.engine.dtensor import to_local_no_grad
 from megalaunch.engine.mesh import make_mesh
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.run_end import RunEnd
-from megalaunch.engine.train.dataloader import PrefetchingDataLoader, batch_shape
+from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler
 from megalaunch.engine.train.forward_backward import make_forward_backward
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.engine.train.rank_sync import StepReduction, reduce_step_stats, sync_stop_signal
@@ -46,7 +46,7 @@ def _two_steps(poison: str, samples: RandomSamples) -> dict[str, object]:
     step = TrainStep(
         spec, mesh, model, make_forward_backward(spec, mesh, model), NamedAdamW(model, spec.optimizer), samples
     )
-    batches = PrefetchingDataLoader(samples, batch_shape(8, mesh), mesh.device)
+    batches = PrefetchingDataLoader(samples, make_batch_sampler(8, mesh), mesh.device)
     step.run(1, batches.get(1, 2), None)
     if poison == "loss" and mesh.rank == 1:
         passes = itertools.count()
@@ -130,7 +130,7 @@ def _step_that_loses_a_rank(exchange: int, heard: Path) -> None:
     step = TrainStep(
         spec, mesh, model, make_forward_backward(spec, mesh, model), NamedAdamW(model, spec.optimizer), samples
     )
-    batches = PrefetchingDataLoader(samples, batch_shape(8, mesh), mesh.device)
+    batches = PrefetchingDataLoader(samples, make_batch_sampler(8, mesh), mesh.device)
     step.run(1, batches.get(1, 2), None)
     before = itertools.count()
 

@@ -23,17 +23,17 @@ from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED_PER_HEAD, ROW_PARALLEL, ParamLayout, local_param
 
 
-class KVCache(Protocol):
+class LayerKVCache(Protocol):
     """The KV cache of one layer: keys and values of earlier positions, for generation."""
 
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, G, S, D] of new positions; return those of all positions, [B, G, T, D]."""
 
 
-class KVCaches(Protocol):
+class KVCache(Protocol):
     """The KV caches of all layers, which also make the attention masks of a batch in generation."""
 
-    def __getitem__(self, layer: int, /) -> KVCache: ...
+    def __getitem__(self, layer: int, /) -> LayerKVCache: ...
 
     def attention(self, num_tokens: int, windows: Sequence[int | None]) -> Sequence[AttentionFn]:
         """Return each layer's attention of the last `num_tokens` positions; `windows`: sliding windows (None: full)."""
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         x_BSH: Tensor,
         rotation: RopeCache | None,
         attend: AttentionFn,
-        store: KVCache | None = None,
+        layer_cache: LayerKVCache | None = None,
         seeds_BN: Tensor | None = None,
     ) -> Tensor:
         """Apply attention and its projections, [B, s, H] -> [B, s, H].
@@ -79,15 +79,15 @@ class Attention(nn.Module):
             x_BSH: The normed input.
             rotation: Cosines and sines of the position ids; None: no RoPE.
             attend: Core attention, with its mask.
-            store: The KV cache, for generation: it is updated, and queries also attend to the earlier positions.
+            layer_cache: The KV cache, for generation: it is updated, and queries also attend to the earlier positions.
             seeds_BN: Dropout seeds of this rank's heads; None: no attention weight is dropped.
         """
         queries, keys, values = self.tp_region.column_parallel_linear(x_BSH, self.q_proj, self.k_proj, self.v_proj)
         q_BNSD = self._apply_rope(self._normed(queries, self.q_norm), rotation)
         k_BGTD = self._apply_rope(self._normed(keys, self.k_norm), rotation)
         v_BGTD = self._heads(values)
-        if store is not None:
-            k_BGTD, v_BGTD = store.extend(k_BGTD, v_BGTD)
+        if layer_cache is not None:
+            k_BGTD, v_BGTD = layer_cache.update(k_BGTD, v_BGTD)
         out_BNSD = self.core_attention(attend, q_BNSD, k_BGTD, v_BGTD, seeds_BN)
         return self.tp_region.row_parallel_linear(out_BNSD.transpose(1, 2).flatten(2), self.o_proj)
 
