@@ -77,7 +77,7 @@ def test_several_machines_are_refused_by_name_with_their_commands(folder):
         (["optimizer.embedding_lr=1e-4"], "[engine.unsupported]"),
         (["batch.global_batch_size=7"], "batch.global_batch_size"),
         (["run.resume=required"], "run.resume=required"),
-        (["model.vocab_size=300"], "vocab_size 300 is smaller"),
+        (["model.vocab_size=300"], "vocab_size 300 is below the 320 tokens"),
     ],
 )
 def test_words_that_cannot_run(folder, words, said):

@@ -131,7 +131,7 @@ def test_all_problems_come_at_once_with_their_places():
         ("optimizer.lr=choice(1e-3,1e-4)", "optimizer.lr", "e.g. optimizer.lr=1e-3"),
         ("train.steps=range(1,4)", "train.steps", "has several values"),
         ("parallel=tp2,tp4", "parallel", "names several options; give one, e.g. parallel=tp2"),
-        ("parallel=", "parallel", "must be the name of an option"),
+        ("parallel=", "parallel", "needs the name of an option"),
         ("train.steps=[1", "train.steps", "cannot read the value"),
         ("train.steps={a:1}", "train.steps", "must be an integer"),
         ("train.steps=2.5", "train.steps", r"must be an integer, got 2.5 \(float\)"),

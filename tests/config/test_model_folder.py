@@ -293,7 +293,7 @@ def test_completion_offers_folders(here):
     (here / ".hidden").mkdir()
 
     def offered(typed: str) -> list[str]:
-        return [offer.word for offer in completions(Line(("train",), typed)) or []]
+        return [offer.text for offer in completions(Line(("train",), typed)) or []]
 
     assert "model=hf_one" in offered("model=")
     assert "model=deep/" not in offered("model=d")

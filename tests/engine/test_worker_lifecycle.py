@@ -13,7 +13,7 @@ from looped_run import events, prepared_directory, ten_steps
 from token_files import small_tokenizer
 
 from megalaunch.data.errors import DataError
-from megalaunch.engine import run_rank, train_worker
+from megalaunch.engine import run_rank, train_rank
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.train import checkpointer
 from megalaunch.engine.worker_setup import StopSignal
@@ -37,7 +37,7 @@ def live_on(ranks: int, spec: RunSpec, root: Path, spoil: Callable[[int], None] 
         )  # the ranks have met already
         spoil(rank)
         progress = ProgressWriter(directory.progress(rank), rank, 0)
-        run_rank.run_rank(spec, directory, rank, progress, StopSignal(), train_worker.train)
+        run_rank.run_rank(spec, directory, rank, progress, StopSignal(), train_rank.train)
 
     run_ranks(ranks, body)
     outcome = read_outcome(RunDirectory(root).outcome)
@@ -91,7 +91,7 @@ def test_a_run_without_a_whole_checkpoint_ends_with_code_4(spec, tmp_path):
     before = RunDirectory(tmp_path).metrics.read_bytes()
     outcome = live_on(2, spec, tmp_path)
     assert (outcome.exit_code, outcome.step) == (4, 0)
-    assert "is whole (step_00000001: manifest.json: " in outcome.reason
+    assert "is valid (step_00000001: manifest.json: " in outcome.reason
     assert RunDirectory(tmp_path).metrics.read_bytes() == before
 
 
@@ -118,7 +118,7 @@ def test_a_tokenizer_that_one_rank_cannot_read_is_a_note(spec, tmp_path):
             raise DataError("no such file", file=path)
 
         if rank == 1:
-            train_worker.load_tokenizer = gone
+            train_rank.load_tokenizer = gone
 
     outcome = live_on(2, sampling(spec, tmp_path), tmp_path / "run", spoil)
     assert_done_without_a_sample(outcome, tmp_path / "run", "tokenizer.json: no such file")
@@ -126,7 +126,7 @@ def test_a_tokenizer_that_one_rank_cannot_read_is_a_note(spec, tmp_path):
 
 def test_a_sample_that_cannot_be_kept_is_a_note(spec, tmp_path):
     def spoil(rank: int) -> None:
-        train_worker.sample_text = lambda *_: "text"
+        train_rank.sample_text = lambda *_: "text"
 
     RunDirectory(tmp_path / "run").sample.mkdir(parents=True)
     outcome = live_on(2, sampling(spec, tmp_path), tmp_path / "run", spoil)

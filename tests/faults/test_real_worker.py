@@ -139,7 +139,7 @@ def test_a_flipped_byte_in_the_newest_checkpoint(tmp_path, shared, undisturbed):
     shard.write_bytes(content)
     code, out, err = train_tiny(tmp_path, f"train.steps={STEPS}", shared=shared)
     assert (code, err) == (0, "")
-    assert "step_00000020 refused" in out
+    assert "step_00000020 is invalid and skipped" in out
     assert shard.name in out
     assert "resuming after step 10" in out
     assert_same_run(directory, undisturbed)

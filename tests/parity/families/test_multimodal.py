@@ -193,7 +193,8 @@ def test_a_misread_key_is_seen(monkeypatch):
     """One that is left out, and one that is there: the factor of the layers without a window."""
     with monkeypatch.context() as patch:
         patch.setitem(gemma3.FAMILY.defaults, "head_dim", 128)
-        with pytest.raises(CheckpointError, match=r"q_proj.weight is \[1024, \d+\] there and \[512, \d+\] here"):
+        message = r"q_proj.weight is \[1024, \d+\] in transformers and \[512, \d+\] here"
+        with pytest.raises(CheckpointError, match=message):
             verify_config(MULTIMODAL)
     read = gemma3.scaling_values
     monkeypatch.setattr(gemma3, "scaling_values", lambda file, given: {**read(file, given), "factor": 4.0})

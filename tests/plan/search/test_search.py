@@ -169,7 +169,7 @@ def test_other_numbers_of_devices_are_searched():
     result = search(spec, 64)
     assert {found.time.world for found in result.ranked} == {64}
     assert search(spec, 4).ranked[0].spec.cluster.devices_per_node == 4
-    with pytest.raises(SearchError, match="no whole number of machines of 8"):
+    with pytest.raises(SearchError, match="12 devices are not divisible into nodes of 8"):
         search(spec, 12)
     laptop, _ = resolved("recipe=llama3_8b", "platform=cpu", "cluster.devices_per_node=8")
     with pytest.raises(SearchError, match="platform=h100"):
@@ -191,7 +191,7 @@ def test_what_is_printed_names_the_place_of_the_runs_own_layout():
     assert f"this run's layout is number {result.place(result.own)} of {result.valid:,}" in text
     assert "number 1 is" in text
     (line,) = [line for line in text.splitlines() if line.startswith("  number 1 is")]
-    gains, _, price = line.partition("; though ")
+    gains, _, price = line.partition("; but ")
     assert " less " in gains
     assert " more " not in gains
     assert " less " not in price
