@@ -80,7 +80,8 @@ def test_every_document_is_on_its_side_and_whole(data):
     assert train.dtype.name == "uint16"
     assert prepared.vocab_size == 300 == load_tokenizer(prepared.tokenizer_path).vocab_size
     assert lines[0].endswith("corpus.jsonl: 1 files, 0.0 MB")
-    assert lines[1:] == ["training a tokenizer of 300", "encoding the documents"]
+    told = [line for line in lines[1:] if "gigatoken is not installed" not in line]
+    assert told == ["training a tokenizer of 300", "encoding the documents"]
 
 
 def test_without_end_tokens(data):
@@ -330,8 +331,7 @@ def test_a_killed_one_does_not_matter(tmp_path):
     command = [sys.executable, "-c", program, str(corpus), data.cache_directory]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    while process.stdout.readline() != "encoding the documents\n":
-        pass
+    assert "encoding the documents\n" in process.stdout, "read up to that line"
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()

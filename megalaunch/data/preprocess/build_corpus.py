@@ -63,7 +63,9 @@ def build_corpus(
     )
     loader = TokenizerLoader.of(loaded)
     with TextToTokens.start(job, settings, loader, lambda progress: None, lambda text: report(f"note: {text}")) as run:
-        report("encoding the documents" + (f" ({run.backend.note})" if run.backend.note else ""))
+        if run.backend.note:
+            report(f"note: {run.backend.note}")
+        report("encoding the documents")
         run.encode()
         run.finish()
         run.output.build_indexes()
