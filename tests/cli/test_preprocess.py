@@ -37,6 +37,7 @@ def test_help_names_every_option():
 
 
 def test_jsonl_by_the_usual_command(tmp_path, tokenizer):
+    pytest.importorskip("gigatoken", reason="the extra `data` is not installed")
     path = write_jsonl(tmp_path / "in.jsonl", sentences(30))
     done = run(path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", "2", "--append-eod")
     assert done.returncode == 0, done.stderr
@@ -51,6 +52,7 @@ def test_jsonl_by_the_usual_command(tmp_path, tokenizer):
 
 
 def test_a_bad_record_stops_with_exit_code_3(tmp_path, tokenizer):
+    pytest.importorskip("gigatoken", reason="the extra `data` is not installed")
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "good"}\n{"body": "bad"}\n')
     done = run(path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", "1")
@@ -91,6 +93,7 @@ def test_no_torch_is_needed(tmp_path, tokenizer):
 
 
 def test_ctrl_c_leaves_nothing_under_the_final_names(tmp_path, tokenizer):
+    pytest.importorskip("gigatoken", reason="the extra `data` is not installed")
     path = write_jsonl(tmp_path / "in.jsonl", [" ".join(sentences(100))] * 60_000)
     words = command(path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", "2")
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)

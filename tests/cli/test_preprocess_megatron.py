@@ -114,6 +114,7 @@ def test_words(words, expected):
 
 def test_split_sentences_with_nltks_tables(tmp_path):
     """A sequence a sentence; without the package, its name."""
+    pytest.importorskip("gigatoken", reason="the extra `data` is not installed")
     tokenizer = small_tokenizer(tmp_path / "tokenizer.json")
     path = Path(write_jsonl(tmp_path / "in.jsonl", ["The sea. The shore."]))
     done = run(path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--split-sentences", "--workers", 1)
