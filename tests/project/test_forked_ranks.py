@@ -107,7 +107,7 @@ def test_a_hanging_rank_is_ended_and_shows_where_it_was():
     started = time.monotonic()
     with pytest.raises(RanksFailed) as failure:
         run_ranks(2, body, timeout=2)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 20  # not the 32 s after which the process group itself gives up
     text = str(failure.value)
     assert "1 of 2 ranks failed" in text
     assert "rank 0 was stopped (not done after 2 s), here:" in text

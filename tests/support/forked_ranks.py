@@ -196,7 +196,7 @@ def _ask_stacks(ranks: list[_Rank], folder: Path) -> dict[int, str]:
     stacks = {}
     for rank in late:
         path = folder / f"stack_{rank}"
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + 10.0  # a busy machine may not have run the rank for seconds
         while time.monotonic() < deadline and not (path.exists() and path.stat().st_size):
             time.sleep(0.02)
         stacks[rank] = path.read_text() if path.exists() else ""

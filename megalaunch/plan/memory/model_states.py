@@ -5,7 +5,7 @@ ZeRO (Rajbhandari et al. 2020) in FSDP2's form; `engine/parallel/fsdp.py` has th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalaunch.plan.memory.layer_dims import dtype_bytes
 from megalaunch.plan.memory.profiles import MemoryProfile
@@ -132,14 +132,14 @@ def _fsdp(
     if sharding == "optim_grads_params" and not pipelined:
         loss_gathered = params.root
         gathered = min(all_params, params.root + GATHERED_LAYERS * params.layer)
+    separate_buffers = profile.separate_reduce_scatter_buffers and shards > 1
     microbatch_end = None
-    if accumulates and full_grads:
-        weights = main_params + per_param.compute * all_params
-        microbatch_end = MemoryPhase(weights, per_param.grad * all_params, per_param.compute * params.root)
+    if accumulates and (full_grads or sharding == "optim_grads"):
+        phase = MemoryPhase(main_params + per_param.compute * all_params, reduced_grads)
+        microbatch_end = _fsdp_microbatch_end(topology, params, per_param, phase, shards, full_grads, separate_buffers)
     layer_grads = per_param.reduced
     if full_grads and accumulates:
         layer_grads = per_param.compute + (0 if grads_in_forward else per_param.grad)
-    separate_buffers = profile.separate_reduce_scatter_buffers and shards > 1
     return ModelStates(
         optimizer=moment_bytes * sharded_params,
         loss=MemoryPhase(main_params + per_param.compute * loss_gathered, grads_in_forward),
@@ -151,16 +151,30 @@ def _fsdp(
         if accumulates or pipelined
         else MemoryPhase(main_params + per_param.compute * gathered, reduced_grads * _finished_grad_fraction(params)),
         microbatch_end=microbatch_end,
-        step_end=_fsdp_step_end(
-            topology,
-            params,
-            per_param,
-            sharded_params,
-            shards,
-            full_grads=full_grads,
-            separate_buffers=separate_buffers,
-        ),
+        step_end=_fsdp_step_end(topology, params, per_param, sharded_params, shards, full_grads, separate_buffers),
     )
+
+
+def _fsdp_microbatch_end(
+    topology: Topology,
+    params: DeviceParams,
+    per_param: _ParamBytes,
+    sharded: MemoryPhase,
+    shards: int,
+    full_grads: bool,
+    separate_buffers: bool,
+) -> MemoryPhase:
+    """Return the phase at the end of a microbatch that is not the last; `sharded` has weights and reduced gradients.
+
+    The weights are all-gathered until the last microbatch. Gradients are accumulated, or reduced (ZeRO-2).
+    """
+    if full_grads:
+        all_grads = per_param.grad * (params.dense + params.experts)
+        return replace(sharded, gradients=all_grads, buffers=per_param.compute * params.root)
+    accumulates = topology.microbatches > 2  # the first microbatch has no earlier gradients; the last one is step_end
+    copies = 2 if separate_buffers else 1
+    reducing = _grad_reduce_buffer(per_param.compute, per_param, shards, copies, accumulate=accumulates)
+    return replace(sharded, buffers=reducing * params.root)
 
 
 def _fsdp_step_end(
@@ -169,7 +183,6 @@ def _fsdp_step_end(
     per_param: _ParamBytes,
     sharded_params: float,
     shards: int,
-    *,
     full_grads: bool,
     separate_buffers: bool,
 ) -> MemoryPhase:
@@ -198,7 +211,7 @@ def _grad_reduce_buffer(source: int, per_param: _ParamBytes, shards: int, copies
     Gradients are first converted from `source` bytes, then reduced with `copies` buffers allocated: two if all ranks
     are replicas or if received shards have a separate buffer; then, with `accumulate`, accumulated.
     """
-    converting = source + per_param.reduced - per_param.main / shards
+    converting = source + per_param.reduced - (0.0 if accumulate else per_param.main / shards)
     reducing = per_param.reduced * copies + (per_param.reduced / shards if accumulate else 0.0)
     return max(converting, reducing)
 
