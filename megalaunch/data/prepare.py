@@ -14,9 +14,9 @@ from megalaunch.data.errors import DataError, cannot
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 from megalaunch.data.indexed_dataset.report import check_report
 from megalaunch.data.prepared_files import TOKENIZER, TRAIN, VALIDATION, loss_mask_prefix
-from megalaunch.data.preprocess.build_corpus import build_corpus
 from megalaunch.data.preprocess.chat.build import build_chat
-from megalaunch.data.preprocess.corpus import Corpus, find_corpus
+from megalaunch.data.preprocess.corpus.build import build_corpus
+from megalaunch.data.preprocess.corpus.documents import Corpus, find_corpus
 from megalaunch.data.preprocess.inputs import START_AGAIN
 from megalaunch.data.samples.blended_dataset import blend_entries, parse_blend
 from megalaunch.data.samples.build_datasets import DatasetSlice, num_tokens, train_slices, validation_parts

@@ -34,7 +34,7 @@ def check_corpus(spec: RunSpec, origins: Mapping[str, HasOrigin] | None = None) 
 
 def _find_documents(source: str, json_key: str) -> tuple[Severity, list[str]]:
     from megalaunch.data.errors import DataError
-    from megalaunch.data.preprocess.corpus import find_corpus
+    from megalaunch.data.preprocess.corpus.documents import find_corpus
     from megalaunch.schema.remote import is_hub_name
 
     try:

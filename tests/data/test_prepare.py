@@ -20,10 +20,10 @@ from token_files import sentences, small_tokenizer, write_jsonl, write_tokens
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 from megalaunch.data.prepare import PreparedData, prepare
-from megalaunch.data.preprocess import build_corpus
-from megalaunch.data.preprocess import corpus as corpus_module
-from megalaunch.data.preprocess.build_corpus import is_validation
-from megalaunch.data.preprocess.corpus import find_corpus
+from megalaunch.data.preprocess.corpus import build as build_corpus
+from megalaunch.data.preprocess.corpus import documents as corpus_module
+from megalaunch.data.preprocess.corpus.build import is_validation
+from megalaunch.data.preprocess.corpus.documents import find_corpus
 from megalaunch.data.preprocess.encoder_pool import EncoderPool
 from megalaunch.data.preprocess.settings import Settings
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer

@@ -160,7 +160,7 @@ NEIGHBOURS = {
     f"{name}.py": ""
     for name in (
         "schema/__init__", "schema/spec_file", "config/compose", "plan/check", "platform/chips",
-        "data/tokenizer/tokenizer", "data/preprocess/corpus", "data/samples/sample",
+        "data/tokenizer/tokenizer", "data/preprocess/pipeline", "data/samples/sample",
         "launch/local", "cli/train/train", "runs/prepare_run", "engine/api", "engine/worker", "engine/mesh",
         "engine/param_layout", "engine/model/decoder", "engine/train/trainer", "engine/checkpoint/store",
         "engine/inference/jobs", "rundir/paths", "kernels/__init__",
@@ -258,13 +258,13 @@ def test_arrows_are_checked(made_up, file, line, fault):
         ("data/preprocess/x.py", "from megalaunch.data.tokenizer.tokenizer import Tokenizer", None),
         (
             "data/tokenizer/x.py",
-            "from megalaunch.data.preprocess import corpus",
-            "data.tokenizer may not import data.preprocess.corpus",
+            "from megalaunch.data.preprocess import pipeline",
+            "data.tokenizer may not import data.preprocess.pipeline",
         ),
         (
             "data/samples/x.py",
-            "def f():\n    from megalaunch.data.preprocess.corpus import find_corpus",
-            "data.samples may not import data.preprocess.corpus",
+            "def f():\n    from megalaunch.data.preprocess.pipeline import TextToTokens",
+            "data.samples may not import data.preprocess.pipeline",
         ),
         ("data/misplaced.py", "", "data.misplaced has no floor in DATA_FLOORS"),
     ],

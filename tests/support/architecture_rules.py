@@ -100,11 +100,11 @@ ENGINE_FLOORS = (
 
 # As ENGINE_FLOORS: a token's way from a text to a sample.
 DATA_FLOORS = (
-    ("errors", "prepared_files"),
+    ("errors", "prepared_files", "worker_process"),
     ("cached_directory", "tokenizer"),
     ("indexed_dataset",),
     ("preprocess", "samples"),
-    ("prepare",),
+    ("prepare", "train_tokenizer"),
 )
 FLOORS = {"engine": ENGINE_FLOORS, "data": DATA_FLOORS}
 

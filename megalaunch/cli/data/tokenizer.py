@@ -32,7 +32,7 @@ def train(
 ) -> None:
     """Train a byte-level BPE tokenizer with <|endoftext|> on text files; deterministic."""
     from megalaunch.data.errors import DataError
-    from megalaunch.data.preprocess.train_tokenizer import train_tokenizer_on
+    from megalaunch.data.train_tokenizer import train_tokenizer_on
     from megalaunch.rundir.outcome import ExitCode
     from megalaunch.runs.errors import refuse
 

@@ -89,7 +89,7 @@ def evaluate(
 
 def _warn_omitted(data: Sequence[str]) -> None:
     """Print a note on files of a folder that are not data. Raises DataError for a folder of several splits."""
-    from megalaunch.data.preprocess.corpus import find_corpus
+    from megalaunch.data.preprocess.corpus.documents import find_corpus
 
     for name in data:
         if Path(name).expanduser().is_dir():

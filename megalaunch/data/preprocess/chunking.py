@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from megalaunch.data.preprocess.inputs import TABLES, CorruptStream, DecompressedStream, Input, lines
+from megalaunch.data.preprocess.inputs import TABLES, Input, open_source
+from megalaunch.data.preprocess.readers import CorruptStream, DecompressedStream, lines, table_rows
 from megalaunch.data.preprocess.settings import Format, Settings
-from megalaunch.data.preprocess.source_files import open_source
-from megalaunch.data.preprocess.tables import table_rows
 
 _SEARCHED_AT_ONCE = 1 << 16
 # A text file is split into sections of this size at a blank line, of four times this size at any line.

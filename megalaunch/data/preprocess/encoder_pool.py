@@ -19,7 +19,7 @@ from megalaunch.data.preprocess.chunking import Chunk
 from megalaunch.data.preprocess.encode_chunk import ChunkEncoder, Encoded, EncoderConfig
 from megalaunch.data.preprocess.encoder_backend import Encode, PreloadedEncoder, make_encoder
 from megalaunch.data.preprocess.settings import EngineChoice
-from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess, is_single_threaded
+from megalaunch.data.worker_process import WorkerDied, WorkerProcess, is_single_threaded
 
 _AHEAD = 4  # chunks per worker that are being encoded or wait to be written
 _SLOT_BYTES = 2  # shared bytes of tokens per byte of text; text has about one token per three bytes

@@ -1,42 +1,48 @@
-"""Input files of preprocessing: their order, format, compression, changes and hashes."""
+"""Input files: those named by a path, directory or glob in a stable order, their format, compression and changes.
+
+Of a dataset directory the training split is read. Splits are found as on the Hub: by train, validation, test
+(and their usual variants) in the name of a file or directory, by `SPLIT-00000-of-00005`, and by dataset_dict.json and
+state.json of `save_to_disk`.
+"""
 
 from __future__ import annotations
 
-import bz2
-import gzip
+import glob
 import hashlib
-import lzma
-import sys
-import threading
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from megalaunch.data.errors import DataError, cannot
+from megalaunch.data.errors import DataError, cannot, refuse_special_file
 from megalaunch.data.preprocess.settings import Format
-from megalaunch.data.preprocess.source_files import (
-    COMPRESSIONS,
-    CORRECT_PATH,
-    RECORD_SUFFIXES,
-    list_files,
-    open_source,
-    select_files,
-)
 
-STDIN = "-"
+RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TABLES = (Format.PARQUET, Format.ARROW)
-_TABLES = {".parquet": Format.PARQUET, ".arrow": Format.ARROW, ".feather": Format.ARROW}
-_BLOCK = 1 << 20
-_AHEAD = 1 << 28  # bytes that hashing may be ahead of the encoding
+_TABLE_FORMATS = {".parquet": Format.PARQUET, ".arrow": Format.ARROW, ".feather": Format.ARROW}
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+CORRECT_PATH = "Correct the path, or allow reading."
 START_AGAIN = "Start again when nothing writes to it any more, or read a copy."
-# Raised by the decompressors for a truncated or corrupt stream.
-_CORRUPT = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, OSError, ValueError)
-
-
-class CorruptStream(Exception):
-    """A compressed file that is truncated or does not decompress; the message has the cause."""
+STDIN = "-"
+TRAIN = "train"
+_TABLES_AND_RECORDS = {*RECORD_SUFFIXES, *_TABLE_FORMATS}
+_TEXTS = {".txt", ".text", ".raw", ".tokens"}
+_SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("validation", "valid", "dev", "val"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_SPLIT_NAME = re.compile(rf"(?:^|[-._ 0-9])({'|'.join(_SPLIT_NAMES)})(?=$|[-._ 0-9])", re.IGNORECASE)
+_SHARD = re.compile(r"^(?:.*[-.])?(?P<split>\w+)[-.]\d{5}-of-\d{5}", re.ASCII)
+_NO_SPLITS = {"data", "part", "shard", "chunk", "file"}  # `part-00000-of-00005` is a shard, not a split
+_METADATA_NAMES = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "croissant.json"}
+_METADATA_STEMS = {"readme", "license", "licence", "notice", "copying", "citation", "changelog", "requirements"}
+_METADATA_SUFFIXES = {".md", ".rst", ".py", ".ipynb", ".yaml", ".yml", ".lock", ".cff", ".sh"}
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class Input:
 def find_inputs(sources: Sequence[str], kind: Format, note: Callable[[str], None] = lambda text: None) -> list[Input]:
     """Return the files of all sources in order: files, directories, globs (each sorted), `-` for standard input.
 
-    Of a dataset directory only the training split is read (source_files.py); `note` is called with what is left out.
+    Of a dataset directory only the training split is read ; `note` is called with what is left out.
 
     Raises:
         DataError: a source matches nothing, standard input is given twice, or its format is not jsonl.
@@ -105,7 +111,7 @@ def describe(path: Path, kind: Format, name: str = "") -> Input:
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     inner = Path(path.stem).suffix if compression else path.suffix
     if kind is Format.AUTO:
-        kind = Format.JSONL if inner in RECORD_SUFFIXES else _TABLES.get(inner, Format.TEXT)
+        kind = Format.JSONL if inner in RECORD_SUFFIXES else _TABLE_FORMATS.get(inner, Format.TEXT)
     if kind in TABLES and compression:
         fix = f"Decompress it first, or name it without {compression}."
         raise DataError(f"{kind} files have their own compression and are not compressed again", file=path, fix=fix)
@@ -139,144 +145,240 @@ def check_unchanged(inputs: Iterable[Input]) -> None:
             raise DataError(cause, file=entry.path, fix=START_AGAIN)
 
 
-class DecompressedStream:
-    """The decompressed bytes of an input from its start; `stored` counts the stored bytes consumed so far."""
+@dataclass(frozen=True)
+class CorpusFile:
+    """One file of a corpus; `name` is the prefix of its documents' names."""
 
-    def __init__(self, source: Input) -> None:
-        self._source = source
-        self._raw: IO[bytes] = sys.stdin.buffer if source.is_stdin else open_source(source.path)
-        self.stored = 0
-        self._blocks = self._read()
+    path: Path
+    name: str
 
-    def blocks(self) -> Iterator[bytes]:
-        """Yield non-empty blocks; raises CorruptStream, or DataError if reading the file fails."""
+    def size(self) -> int:
+        """Return the size in bytes."""
         try:
-            yield from self._blocks
-        except _CORRUPT as error:
-            if not self._source.compression:
-                raise cannot("read it", self._source.path, _as_os_error(error)) from error
-            reason = str(error) or type(error).__name__
-            raise CorruptStream(f"the {self._source.compression} stream is truncated or corrupt ({reason})") from error
-        finally:
-            if not self._source.is_stdin:
-                self._raw.close()
+            return self.path.stat().st_size
+        except OSError as error:
+            raise cannot("read it", self.path, error, CORRECT_PATH) from error
 
-    def _read(self) -> Iterator[bytes]:
-        if self._source.compression == ".zst":
-            yield from self._zstandard()
-            return
-        opened = self._open()
-        while block := opened.read(_BLOCK):
-            self._count(len(block))
-            yield block
-
-    def _open(self) -> Any:
-        openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-        return openers[self._source.compression](self._raw) if self._source.compression else self._raw
-
-    def _count(self, size: int) -> None:
-        self.stored = self.stored + size if self._source.is_stdin else self._raw.tell()
-
-    def _zstandard(self) -> Iterator[bytes]:
-        """Decompress zstandard, with windows of up to 2 GiB and any number of frames."""
-        zstandard = import_optional("zstandard", self._source.path)
-        decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-        frame_ended = True
-        while compressed := self._raw.read(_BLOCK // 8):
-            while compressed:
-                try:
-                    block = decompressor.decompress(compressed)
-                except zstandard.ZstdError as error:
-                    raise ValueError(str(error)) from None
-                frame_ended, compressed = decompressor.eof, decompressor.unused_data if decompressor.eof else b""
-                self._count(0)
-                if block:
-                    yield block
-                if frame_ended:  # a file may have several frames
-                    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-        if not frame_ended:
-            raise EOFError("the last frame is not complete")
+    def sha256(self) -> str:
+        """Return the hash of the content."""
+        with open_source(self.path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def lines(path: Path) -> Iterator[bytes]:
-    """Yield the decompressed lines of a file with their line ends. DataError if it cannot be read or is corrupt."""
-    source = describe(path, Format.TEXT)
-    if source.is_plain:
-        with open_source(path) as file:
-            yield from file
-        return
-    partial = b""
+def list_files(source: str) -> tuple[CorpusFile, ...]:
+    """Return the files of a path or glob in order; empty if nothing matches."""
+    path = Path(source).expanduser()
     try:
-        for block in DecompressedStream(source).blocks():
-            *complete, partial = (partial + block).split(b"\n")
-            yield from (line + b"\n" for line in complete)
-    except CorruptStream as error:
-        raise DataError(str(error), file=path, fix="Copy the file again, or create it again.") from None
-    if partial:
-        yield partial
+        if path.is_dir():
+            return walk_files(path, set(), "")
+        if path.is_file():
+            return (CorpusFile(path, path.name),)
+        if glob.has_magic(source):
+            return _matching(str(path))
+        if path.exists():
+            refuse_special_file(path)
+    except OSError as error:
+        raise cannot("read it", Path(error.filename or path), error, CORRECT_PATH) from error
+    return ()
 
 
-def import_optional(module: str, path: Path) -> Any:
-    """Import an optional package of the extra `data`; DataError naming it if it is not installed."""
-    import importlib
-
+def open_source(path: Path) -> BufferedReader:
+    """Open a file of the corpus; DataError if that fails."""
     try:
-        return importlib.import_module(module)
-    except ImportError:
-        name = module.partition(".")[0]
-        raise DataError(
-            f"reading it needs the package {name}", file=path, fix="pip install 'megalaunch[data]' brings it."
-        ) from None
+        return path.open("rb")
+    except OSError as error:
+        raise cannot("read it", path, error, CORRECT_PATH) from error
 
 
-def _as_os_error(error: Exception) -> OSError:
-    return error if isinstance(error, OSError) else OSError(str(error))
+def walk_files(root: Path, left_out: set[str], suffix: str) -> tuple[CorpusFile, ...]:
+    """Return the files below a directory by path, without hidden ones and directories named in `left_out`."""
+
+    def fail(error: OSError) -> None:
+        raise error  # os.walk would skip a directory that cannot be listed
+
+    found = []
+    for folder, folders, names in os.walk(root, onerror=fail):
+        # Pruned in place, so that os.walk does not enter directories left out.
+        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
+        paths = (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith("."))
+        found += [CorpusFile(path, path.relative_to(root).as_posix()) for path in paths if path.is_file()]
+    if not found:
+        raise DataError(f"the folder holds no {suffix or 'readable'} files", file=root, fix="Correct the path.")
+    return tuple(sorted(found, key=lambda file: file.name))
 
 
-class InputHashes:
-    """Hashes the inputs in a thread, from `start` or else from `finish`, which waits for them."""
+def _matching(pattern: str) -> tuple[CorpusFile, ...]:
+    """Return the files that match a glob, named relative to its part before the first wildcard."""
+    parts = Path(pattern).parts
+    fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
+    root = Path(*parts[:fixed])
+    # Unlike Path.glob, this excludes hidden files and lets a final ** match files.
+    matches = glob.iglob(pattern, recursive=True)  # noqa: PTH207
+    paths = [path for path in map(Path, matches) if path.is_file()]
+    if not paths:
+        raise DataError("no file matches this corpus", file=pattern, fix="Quote the glob, and look for ** and suffix.")
+    return tuple(sorted((CorpusFile(path, path.relative_to(root).as_posix()) for path in paths), key=lambda f: f.name))
 
-    def __init__(self, inputs: Sequence[Input]) -> None:
-        self._inputs = inputs
-        self._hashes: list[str] = []
-        self._error: DataError | None = None
-        self._hashed = self._reached = 0
-        self._position_changed = threading.Condition()
-        self._thread = threading.Thread(target=self._hash_all, daemon=True)
 
-    def start(self) -> None:
-        """Start the thread. From then on this process must not fork."""
-        self._thread.start()
+@dataclass(frozen=True)
+class SelectedFiles:
+    """The files to read, and one note for each group of files left out."""
 
-    def reached(self, position: int) -> None:
-        """Report the number of bytes of all inputs that are encoded, which paces the hashing."""
-        with self._position_changed:
-            self._reached = position
-            self._position_changed.notify()
+    files: tuple[CorpusFile, ...]
+    notes: tuple[str, ...] = ()
 
-    def finish(self) -> list[str]:
-        """Return the hex digest of each input, empty for standard input. DataError if an input could not be read."""
-        self.reached(sum(entry.size for entry in self._inputs))
-        if self._thread.ident is None:
-            self.start()
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._hashes
 
-    def _hash_all(self) -> None:
-        try:
-            for entry in self._inputs:
-                self._hashes.append("" if entry.is_stdin else self._sha256(entry))
-        except DataError as error:
-            self._error = error
+def select_files(root: Path, files: Sequence[CorpusFile], default: str | None = TRAIN) -> SelectedFiles:
+    """Select the data files of a directory, of the split `default` if it has several splits.
 
-    def _sha256(self, entry: Input) -> str:
-        digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
-        with open_source(entry.path) as file:
-            while size := file.readinto(block):
-                digest.update(block[:size])
-                self._hashed += size
-                with self._position_changed:
-                    self._position_changed.wait_for(lambda: self._hashed <= self._reached + _AHEAD)
-        return digest.hexdigest()
+    A directory of plain texts without splits is used completely: a README is then a document like the others.
+
+    Raises:
+        DataError: there are several splits and none is `default`.
+    """
+    data = _data_files(root, files)
+    if not data:
+        return SelectedFiles(tuple(files))
+    saved, unlisted = _saved_to_disk(root, data)
+    known = set(data) - set(unlisted)
+    data = [file for file in data if file in known]
+    others = [file for file in files if file not in known]
+    splits = _splits(data, saved, texts=all(_kind(file) in _TEXTS for file in data))
+    if splits is None:
+        return SelectedFiles(tuple(data), _skipped_note(root, others))
+    named = {name: members for name, members in splits.items() if name}
+    if len(named) == 1 and "" not in splits:
+        chosen, notes = next(iter(named.values())), []
+    elif default in named:
+        chosen = named[default]
+        notes = [_split_note(root, str(default), splits)]
+    else:
+        shown = ", ".join(f"{name} ({_name_files(root, members, files)})" for name, members in sorted(named.items()))
+        lacking = "" if default is None else f", none of which is called {default}"
+        raise DataError(f"it holds several splits{lacking}: {shown}", file=root, fix="Name the files of one of them.")
+    return SelectedFiles(tuple(chosen), (*notes, *_skipped_note(root, others)))
+
+
+def _data_files(root: Path, files: Sequence[CorpusFile]) -> list[CorpusFile]:
+    """Return the files that may be data; empty for a directory of plain texts, where all files are data."""
+    if any(_kind(file) in _TABLES_AND_RECORDS and not _is_metadata(file) for file in files):
+        taken = _TABLES_AND_RECORDS | _TEXTS
+        return [file for file in files if _kind(file) in taken and not _is_metadata(file)]
+    if _has_dataset_card(root) or _is_texts_in_splits(files):
+        return [file for file in files if _kind(file) not in _METADATA_SUFFIXES and not _is_metadata(file)]
+    return []
+
+
+def _kind(file: CorpusFile) -> str:
+    """Return the suffix for a file's content type, without the suffix of a compression."""
+    path = PurePosixPath(file.name)
+    return (PurePosixPath(path.stem) if path.suffix in COMPRESSIONS else path).suffix.lower()
+
+
+def _is_metadata(file: CorpusFile) -> bool:
+    """Return whether a file describes the dataset (README, license, metadata)."""
+    name = PurePosixPath(file.name).name.lower()
+    return name in _METADATA_NAMES or re.split(r"[.\-_]", name)[0] in _METADATA_STEMS
+
+
+def _has_dataset_card(root: Path) -> bool:
+    """Return whether README.md begins with the Hub's metadata block."""
+    try:
+        with (root / "README.md").open("rb") as file:
+            return file.read(4) == b"---\n"
+    except OSError:
+        return False
+
+
+def _is_texts_in_splits(files: Sequence[CorpusFile]) -> bool:
+    data = [file for file in files if not _is_metadata(file) and _kind(file) not in _METADATA_SUFFIXES]
+    return all(_kind(file) in _TEXTS for file in data) and _splits(data, {}, texts=True) is not None
+
+
+def _splits(data: Sequence[CorpusFile], saved: dict[str, str], texts: bool) -> dict[str, list[CorpusFile]] | None:
+    """Return the files by split (those without one under ""); None if there are no splits.
+
+    Titles of texts may contain the same words: `texts` have splits only if every file has one and there are several.
+    """
+    found: dict[str, list[CorpusFile]] = {}
+    for file in data:
+        found.setdefault(_split_name(file, saved), []).append(file)
+    if texts and ("" in found or len(found) < 2):
+        return None
+    return found if any(found) else None
+
+
+def _split_name(file: CorpusFile, saved: dict[str, str]) -> str:
+    """Return the split of a file by its directory, shard name, or a split's name in its path; "" without one."""
+    path = PurePosixPath(file.name)
+    for part in path.parts[:-1]:
+        if part in saved:
+            return saved[part]
+    shard = _SHARD.match(path.name)
+    if shard and shard["split"].lower() not in {*_NO_SPLITS, *_SPLIT_NAMES} and not shard["split"].isdigit():
+        return shard["split"]
+    for part in reversed(path.parts):
+        if found := _SPLIT_NAME.search(part):
+            return _SPLIT_NAMES[found[1].lower()]
+    return ""
+
+
+def _saved_to_disk(root: Path, data: Sequence[CorpusFile]) -> tuple[dict[str, str], list[CorpusFile]]:
+    """Return the splits listed in dataset_dict.json by directory, and the files not listed in state.json (cache)."""
+    listed = _read(root / "dataset_dict.json").get("splits")
+    saved = {name: name for name in listed if isinstance(name, str)} if isinstance(listed, list) else {}
+    unlisted = []
+    for folder in {file.path.parent for file in data}:
+        entries = _read(folder / "state.json").get("_data_files")
+        if not isinstance(entries, list):
+            continue
+        names = {entry.get("filename") for entry in entries if isinstance(entry, dict)}
+        unlisted += [file for file in data if file.path.parent == folder and file.path.name not in names]
+    return saved, unlisted
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _split_note(root: Path, chosen: str, splits: dict[str, list[CorpusFile]]) -> str:
+    everything = [file for members in splits.values() for file in members]
+    left = [
+        f"split {name} ({_name_files(root, members, everything)})"
+        if name
+        else f"without a split: {_join_names(members)}"
+        for name, members in sorted(splits.items(), key=lambda item: (not item[0], item[0]))
+        if name != chosen
+    ]
+    return f"{root}: read split {chosen} ({_count(splits[chosen])}); left out {', '.join(left)}"
+
+
+def _skipped_note(root: Path, others: Sequence[CorpusFile]) -> tuple[str, ...]:
+    return (f"{root}: left out files without data: {_join_names(others)}",) if others else ()
+
+
+def _name_files(root: Path, members: Sequence[CorpusFile], everything: Sequence[CorpusFile]) -> str:
+    """Return a name for exactly these files: a file, a glob, or their number."""
+    if len(members) == 1:
+        return str(members[0].path)
+    first, last = min(file.name for file in members), max(file.name for file in members)
+    differing = (number for number, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+    common = first[: next(differing, len(first))]
+    same = [file for file in everything if file.name.startswith(common)]
+    if not common or len(same) > len(members):
+        return _count(members)
+    folder, _, rest = common.rpartition("/")
+    return f"{root / folder}" if folder and not rest else f"'{root / common}*'"
+
+
+def _join_names(files: Sequence[CorpusFile]) -> str:
+    names = [file.name for file in files[:_SHOWN]]
+    return ", ".join(names) + (f" and {len(files) - _SHOWN:,} more" if len(files) > _SHOWN else "")
+
+
+def _count(files: Sequence[CorpusFile]) -> str:
+    return f"{len(files):,} file{'s' if len(files) != 1 else ''}"

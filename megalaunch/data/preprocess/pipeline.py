@@ -1,6 +1,6 @@
 """The text-to-token pipeline: reads records in chunks, encodes them in order, and writes Megatron's token files.
 
-`megalaunch preprocess` (preprocess.py) and `data.corpus` (build_corpus.py) write their token files with it.
+`megalaunch preprocess` (preprocess.py) and `data.corpus` (corpus/build.py) write their token files with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from megalaunch.data.preprocess.chunking import Chunk, Position
 from megalaunch.data.preprocess.encode_chunk import Encoded, EncodedKey, EncoderConfig
 from megalaunch.data.preprocess.encoder_backend import BackendTrial, EncoderBackend
 from megalaunch.data.preprocess.encoder_pool import EncoderPool
-from megalaunch.data.preprocess.inputs import Input, InputHashes, check_unchanged
+from megalaunch.data.preprocess.inputs import Input, check_unchanged
+from megalaunch.data.preprocess.readers import InputHashes
 from megalaunch.data.preprocess.records import valid_texts
 from megalaunch.data.preprocess.settings import EngineChoice, Settings
 from megalaunch.data.preprocess.state import Progress, State, WorkDir, resume_fingerprint
@@ -113,7 +114,7 @@ class TextToTokens:
         4. The loader's process encodes its texts with `tokenizers` while gigatoken loads here (`BackendTrial`).
         5. Open the work directory, with the dtype of the tokenizer's vocabulary; load the state to resume from.
         6. Fork the workers: they inherit gigatoken and share memory with this process.
-        7. The workers encode the first chunks with gigatoken ahead of the verdict on it.
+        7. The workers encode the first chunks with gigatoken before its ids are compared.
         8. Start the thread that hashes the inputs: nothing forks after that.
         9. Compare the ids of both backends. If they differ, the first chunks are encoded again (`encode`).
         10. End the loader's process.

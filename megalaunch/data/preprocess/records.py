@@ -11,8 +11,7 @@ from typing import Any
 
 from megalaunch.data.errors import DataError
 from megalaunch.data.preprocess.chunking import ByteRange, Chunk, Lines, Rows, Sections, Unreadable, WholeFiles
-from megalaunch.data.preprocess.inputs import START_AGAIN
-from megalaunch.data.preprocess.source_files import open_source
+from megalaunch.data.preprocess.inputs import START_AGAIN, open_source
 
 # Raised by the fast path for a line that is not an object with texts under the keys.
 _UNUSUAL = (ValueError, KeyError, TypeError, RecursionError)

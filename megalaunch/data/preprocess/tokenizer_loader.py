@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess, is_single_threaded
 from megalaunch.data.tokenizer.tiktoken_list import TiktokenOptions
 from megalaunch.data.tokenizer.tokenizer import SpecialTokens, Tokenizer, load_tokenizer, tokenizer_file
+from megalaunch.data.worker_process import WorkerDied, WorkerProcess, is_single_threaded
 
 # Characters of the first documents that both backends encode before gigatoken is used.
 CHECKED_CHARACTERS = 100_000

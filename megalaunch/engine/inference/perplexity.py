@@ -14,7 +14,7 @@ import torch
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
 from megalaunch.data.indexed_dataset.dataset import IndexedTokens, bin_path, idx_path
-from megalaunch.data.preprocess.corpus import find_corpus
+from megalaunch.data.preprocess.corpus.documents import find_corpus
 from megalaunch.data.samples.sample import EodPolicy
 from megalaunch.data.samples.validation_dataset import FiniteDataset, ValidationSamples
 from megalaunch.engine.inference.load_model import LanguageModel, ModelSource
@@ -60,7 +60,7 @@ def evaluate_perplexity(
 
     Args:
         model: The model.
-        data: Data sets: a prefix of token files, or a file, folder or glob of texts (`data.preprocess.corpus`).
+        data: Data sets: a prefix of token files, or a file, folder or glob of texts (`find_corpus`).
         sequence_length: Tokens of a row; None: as in the training run.
         batch_size: Rows of a forward pass.
         json_key: Key of the text in JSON lines.

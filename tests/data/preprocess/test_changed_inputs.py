@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from token_files import sentences, small_tokenizer, write_jsonl
 
+from megalaunch.data import train_tokenizer
 from megalaunch.data.errors import DataError
 from megalaunch.data.prepare import prepare
-from megalaunch.data.preprocess import train_tokenizer
 from megalaunch.data.preprocess.preprocess import preprocess
 from megalaunch.data.preprocess.settings import MaxBad, OnBadRecord, Settings
-from megalaunch.data.preprocess.train_tokenizer import train_tokenizer_on
+from megalaunch.data.train_tokenizer import train_tokenizer_on
 from megalaunch.schema.data import DataSpec
 from megalaunch.schema.tokenizer import TokenizerSpec
 

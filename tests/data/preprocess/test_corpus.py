@@ -11,7 +11,7 @@ import pytest
 from token_files import write_jsonl
 
 from megalaunch.data.errors import DataError
-from megalaunch.data.preprocess.corpus import find_corpus
+from megalaunch.data.preprocess.corpus.documents import find_corpus
 from megalaunch.data.preprocess.records import record_sentences
 
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from megalaunch.data.errors import DataError
 from megalaunch.data.indexed_dataset.builder import TokenWriter, token_type
 from megalaunch.data.prepared_files import TOKENIZER, TRAIN, VALIDATION, loss_mask_prefix
-from megalaunch.data.preprocess.build_corpus import bad_record_handler, is_validation, report_bad_records
 from megalaunch.data.preprocess.chat.conversation import (
     KEYS,
     Conversation,
@@ -26,11 +25,11 @@ from megalaunch.data.preprocess.chat.conversation import (
 from megalaunch.data.preprocess.chat.encode import encode_with_mask, is_within
 from megalaunch.data.preprocess.chat.jinja_process import Rendering, TemplateProcess
 from megalaunch.data.preprocess.chat.template import TEMPLATES, render, render_jinja
-from megalaunch.data.preprocess.corpus import Corpus
-from megalaunch.data.preprocess.inputs import TABLES, describe, lines
+from megalaunch.data.preprocess.corpus.build import bad_record_handler, is_validation, report_bad_records
+from megalaunch.data.preprocess.corpus.documents import Corpus
+from megalaunch.data.preprocess.inputs import TABLES, CorpusFile, describe
+from megalaunch.data.preprocess.readers import lines, table_columns, table_rows
 from megalaunch.data.preprocess.settings import Format
-from megalaunch.data.preprocess.source_files import CorpusFile
-from megalaunch.data.preprocess.tables import table_columns, table_rows
 from megalaunch.data.tokenizer.folder import chat_template, companion_files, named_tokens, read_json
 from megalaunch.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megalaunch.schema.data import OWN_TEMPLATE, DataSpec

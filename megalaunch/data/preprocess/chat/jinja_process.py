@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess
+from megalaunch.data.worker_process import WorkerDied, WorkerProcess
 
 _SECONDS = 5.0  # time limit of a rendering
 _START_SECONDS = 60.0  # time limit of the first rendering, with the start of the process on a busy machine

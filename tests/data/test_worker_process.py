@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess
+from megalaunch.data.worker_process import WorkerDied, WorkerProcess
 
 LIMIT = 60  # seconds
 
@@ -102,7 +102,7 @@ def test_closing_does_not_wait_for_work_under_way(worker):
 
 FORKED = """
 import os, signal, sys, time
-from megalaunch.data.preprocess.worker_process import WorkerDied, WorkerProcess, is_single_threaded
+from megalaunch.data.worker_process import WorkerDied, WorkerProcess, is_single_threaded
 assert is_single_threaded()
 class Calls:
     def pid(self): return os.getpid()

@@ -18,10 +18,9 @@ from megalaunch.data.preprocess.chunking import (
     chunks,
     section_chunks,
 )
-from megalaunch.data.preprocess.inputs import Input, describe
+from megalaunch.data.preprocess.inputs import TRAIN, CorpusFile, Input, describe, list_files, select_files, walk_files
 from megalaunch.data.preprocess.records import records
 from megalaunch.data.preprocess.settings import Fixes, Format, Settings
-from megalaunch.data.preprocess.source_files import TRAIN, CorpusFile, list_files, select_files, walk_files
 
 # Tests and data tables, and site-packages, which differ between machines.
 _STANDARD_LIBRARY_LEAVES_OUT = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages"}

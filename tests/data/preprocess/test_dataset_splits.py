@@ -9,7 +9,7 @@ from token_files import sentences, small_tokenizer, write_jsonl
 
 from megalaunch.data.errors import DataError
 from megalaunch.data.prepare import prepare
-from megalaunch.data.preprocess.corpus import find_corpus
+from megalaunch.data.preprocess.corpus.documents import find_corpus
 from megalaunch.data.preprocess.preprocess import preprocess
 from megalaunch.data.preprocess.settings import Settings
 from megalaunch.schema.data import DataSpec

@@ -14,7 +14,7 @@ import numpy as np
 from megalaunch.data.errors import DataError
 from megalaunch.data.prepared_files import TOKENIZER, TRAIN, VALIDATION
 from megalaunch.data.preprocess.chunking import Chunk
-from megalaunch.data.preprocess.corpus import Corpus, Document, document_names
+from megalaunch.data.preprocess.corpus.documents import Corpus, Document, document_names
 from megalaunch.data.preprocess.encode_chunk import Encoded, EncodedKey
 from megalaunch.data.preprocess.inputs import Input
 from megalaunch.data.preprocess.pipeline import Job, TextToTokens

@@ -1,0 +1,1 @@
+"""The documents of `data.corpus` to token files."""
