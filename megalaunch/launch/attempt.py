@@ -1,8 +1,4 @@
-"""One attempt: an elastic agent, its workers, and the diagnosis of their failures and hangs.
-
-Hang diagnosis: `rank_monitor.py` reads the ranks' progress, `hang_clock.py` decides when ranks without progress are
-hung, and `collective_mismatch.py` names the rank that the others wait for.
-"""
+"""One attempt: an elastic agent and its workers, whose failures (`failure.py`) and hangs (`hang/`) are diagnosed."""
 
 from __future__ import annotations
 
@@ -10,15 +6,14 @@ import signal
 import time
 
 from megalaunch.launch.agent import Agent, exit_codes
-from megalaunch.launch.collective_mismatch import find_desynced_rank, find_mismatched_collective
-from megalaunch.launch.collective_traces import abort_location, request_traces
 from megalaunch.launch.failure import Failure, exit_description, first_failure, hang_failure
-from megalaunch.launch.hang_clock import HangDetector
+from megalaunch.launch.hang.collective_traces import request_traces
+from megalaunch.launch.hang.diagnosis import diagnose_crash, diagnose_hang
+from megalaunch.launch.hang.hang_detector import HangDetector
+from megalaunch.launch.hang.rank_monitor import RankMonitor
 from megalaunch.launch.process import Process, is_alive, kill_all, send_signal
-from megalaunch.launch.rank_monitor import Rank, RankMonitor
 from megalaunch.launch.stop import StopSignals
 from megalaunch.plan.world import resolved_world_size
-from megalaunch.rundir.collective_trace import CollectiveTrace, read_collective_trace
 from megalaunch.rundir.jsonl import Record
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema import RunSpec
@@ -34,7 +29,7 @@ class Attempt:
         self.number, self.agent = number, agent
         self._directory = directory
         self.ranks = RankMonitor(directory, resolved_world_size(spec.cluster), number)
-        self._clock = HangDetector(spec, time.monotonic())
+        self._hang_detector = HangDetector(spec, time.monotonic())
         self._events: list[Record] = []  # worker_failed
         self._signalled: set[Process] = set()  # workers that were sent a stop signal
         self.agent_code: int | None = None
@@ -51,10 +46,10 @@ class Attempt:
             self._events.append(event)
 
     def poll(self, now: float) -> None:
-        """Update the state of the agent, the ranks and the hang clock; `now` is of `time.monotonic`."""
+        """Update the state of the agent, the ranks and the hang detector; `now` is of `time.monotonic`."""
         self.agent_code = self.agent.poll()  # before the ranks, so that the last refresh includes all of them
         moved = self.ranks.refresh()
-        self._clock.poll(now, self.ranks, moved)
+        self._hang_detector.poll(now, self.ranks, moved)
         if self.failing_since is None and (self.ranks.ended or self.agent_code is not None):
             self.failing_since = now
 
@@ -64,7 +59,7 @@ class Attempt:
         Workers that still run LOST_PEER_SECONDS after a peer died are killed, after their traces are requested.
         """
         if self.failing_since is None:
-            return self._diagnose_hang() if self._clock.is_hung(self.ranks) else None
+            return self._diagnose_hang() if self._hang_detector.is_hung(self.ranks) else None
         waited = now - self.failing_since
         if self.agent_code is None and not is_alive(self.agent.process):
             return None  # it died a moment ago with its workers: the next poll has the exit code
@@ -97,29 +92,15 @@ class Attempt:
         )
 
     def _diagnose(self) -> Failure:
-        """Find the first failure, from exit codes, recorded exceptions, collective traces and logs of aborted ranks."""
+        """Find the first failure, from exit codes, recorded exceptions and collective traces."""
         codes = exit_codes(self._directory.agent_log)
-        traces: dict[int, CollectiveTrace] = {}
-        aborted: set[int] = set()  # in a collective
-        for number, rank in self.ranks.known.items():
-            trace = read_collective_trace(self._directory.collective_trace(number), self.number)
-            if trace is not None:
-                traces[number] = trace
-            elif exit_description(rank, codes) == -signal.SIGABRT:
-                where, inside = abort_location(self._directory.rank_log(number))
-                if inside:
-                    aborted.add(number)
-                    traces[number] = CollectiveTrace(self.number, rank.progress.time, where, inside, ())
-        culprit = find_mismatched_collective(traces)
+        ranks = self.ranks.known
+        sigabrt = {number for number, rank in ranks.items() if exit_description(rank, codes) == -signal.SIGABRT}
+        crash = diagnose_crash(self.ranks, self.number, sigabrt, self._directory)
         return first_failure(
-            self.number, self._events, self.ranks.known, codes, self.ranks.step, culprit, self.agent_code, aborted
+            self.number, self._events, ranks, codes, self.ranks.step, crash.culprit, self.agent_code, crash.aborted
         )
 
     def _diagnose_hang(self) -> Failure:
-        """Describe a hang: request traces from all ranks, then name the desynchronised rank or else the slowest one."""
-        silent = self._clock.silent
-        traces = request_traces(self.ranks.alive, self._directory)
-        culprit = None if any(rank.is_stopped for rank in self.ranks.alive) else find_desynced_rank(traces)
-        behind: Rank | None = self.ranks.known[culprit.rank] if culprit else self.ranks.slowest()
-        reason = culprit.message if culprit else ""
-        return hang_failure(self.number, behind, self.ranks.step, silent, reason)
+        hung = diagnose_hang(self.ranks, self._directory)
+        return hang_failure(self.number, hung.rank, self.ranks.step, self._hang_detector.silent, hung.reason)

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megalaunch.launch.collective_mismatch import Culprit
-from megalaunch.launch.rank_monitor import Rank, rank_label
+from megalaunch.launch.hang.collective_mismatch import Culprit
+from megalaunch.launch.hang.rank_monitor import Rank, rank_label
 from megalaunch.rundir.jsonl import Record
 
 # Errors of gloo, NCCL and the store for a lost peer: they show a consequence of a failure, not its cause.

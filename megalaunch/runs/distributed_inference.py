@@ -224,7 +224,7 @@ def _is_crash(end: LaunchResult) -> bool:
 
 def _conclude(spec: RunSpec, directory: RunDirectory, end: LaunchResult) -> None:
     """Return if the job is done, else end the command with the worker's exit code."""
-    from megalaunch.launch.report import failure_report
+    from megalaunch.launch.display.report import failure_report
     from megalaunch.runs.errors import fail, refuse
 
     code = end.outcome.exit_code

@@ -49,8 +49,8 @@ def train_run(planned: PreparedRun, stop: StopSignals, prepare_only: bool) -> Ex
         prepare_only: write spec.yaml and print the commands of the agents; start nothing.
     """
     from megalaunch.launch.directory import RunDirectoryError, lock_run, unlock_run
+    from megalaunch.launch.display.summary import finished_report
     from megalaunch.launch.lock import RunLocked
-    from megalaunch.launch.summary import finished_report
 
     if planned.decision.action == "report":
         _echo(finished_report(planned.spec, planned.directory, planned.state))
@@ -89,11 +89,11 @@ def _write_spec(planned: PreparedRun) -> ExitCode:
 
 
 def _launch(planned: PreparedRun, lock: RunLock, stop: StopSignals) -> ExitCode:
+    from megalaunch.launch.display.open_display import open_display
+    from megalaunch.launch.display.report import failure_report
+    from megalaunch.launch.display.summary import run_summary
     from megalaunch.launch.local import Launch, run_locally
-    from megalaunch.launch.open_display import open_display
-    from megalaunch.launch.report import failure_report
     from megalaunch.launch.run_state import throughput_basis
-    from megalaunch.launch.summary import run_summary
 
     spec, directory = planned.spec, planned.directory
     launch = Launch(spec, directory, lock, planned.composition.overrides, throughput_basis(spec), planned.machine.cores)
@@ -107,7 +107,7 @@ def _launch(planned: PreparedRun, lock: RunLock, stop: StopSignals) -> ExitCode:
 
 
 def _plot(spec: RunSpec, directory: RunDirectory) -> None:
-    from megalaunch.launch.plot import plot_run
+    from megalaunch.launch.display.plot import plot_run
 
     try:
         plot_run(directory, str(spec.run.name))

@@ -6,11 +6,11 @@ import pytest
 from launching import tiny_spec
 
 from megalaunch.launch.agent import exit_codes
-from megalaunch.launch.collective_mismatch import Culprit
-from megalaunch.launch.event_messages import event_message
+from megalaunch.launch.display.event_messages import event_message
+from megalaunch.launch.display.report import failure_report
 from megalaunch.launch.failure import Failure, describe_exit, first_failure
-from megalaunch.launch.rank_monitor import Rank
-from megalaunch.launch.report import failure_report
+from megalaunch.launch.hang.collective_mismatch import Culprit
+from megalaunch.launch.hang.rank_monitor import Rank
 from megalaunch.launch.supervise import LaunchResult
 from megalaunch.rundir.outcome import ExitCode, Outcome
 from megalaunch.rundir.paths import RunDirectory

@@ -29,8 +29,8 @@ from pathlib import Path
 from megalaunch.schema.spec_file import read_spec
 from megalaunch.launch.directory import unlock_run, lock_run
 from megalaunch.launch.local import Launch, run_locally
-from megalaunch.launch.log_display import PlainDisplay
-from megalaunch.launch.report import failure_report
+from megalaunch.launch.display.log_display import PlainDisplay
+from megalaunch.launch.display.report import failure_report
 from megalaunch.launch.stop import StopSignals
 from megalaunch.launch.run_state import ThroughputBasis
 from megalaunch.rundir.paths import RunDirectory

@@ -26,7 +26,7 @@ def watch(
     The exit code is that of the run.
     """
     from megalaunch.launch.directory import run_is_locked
-    from megalaunch.launch.open_display import open_display
+    from megalaunch.launch.display.open_display import open_display
     from megalaunch.launch.run_state import RunState, throughput_basis
     from megalaunch.rundir.paths import RunDirectory
     from megalaunch.runs.errors import fail
@@ -66,8 +66,8 @@ def _tail(view: RunState, display: Display) -> None:
 
 
 def _conclude(spec: RunSpec, directory: RunDirectory) -> int:
-    from megalaunch.launch.report import failure_report
-    from megalaunch.launch.summary import run_summary
+    from megalaunch.launch.display.report import failure_report
+    from megalaunch.launch.display.summary import run_summary
     from megalaunch.launch.supervise import LaunchResult
     from megalaunch.rundir.outcome import ExitCode, read_outcome
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from megalaunch.format.numbers import format_count, format_duration, format_loss
-from megalaunch.launch.event_messages import event_message
+from megalaunch.launch.display.event_messages import event_message
 from megalaunch.launch.run_state import RunState, number
 from megalaunch.runs.sweep.folder import Metric
 from megalaunch.runs.sweep.results import TrialResult, rank_results, unranked_reason
@@ -140,7 +140,7 @@ class LiveSweepDisplay:
             self._live.stop()
 
     def _draw(self) -> None:
-        from megalaunch.launch.live_display import RIGHT_MARGIN
+        from megalaunch.launch.display.live_display import RIGHT_MARGIN
 
         visible = self._visible()
         table = trial_table([self._row(result) for result in visible], self._live.console.width - RIGHT_MARGIN)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megalaunch.launch.collective_mismatch import find_desynced_rank, find_mismatched_collective
-from megalaunch.launch.collective_traces import abort_location
+from megalaunch.launch.hang.collective_mismatch import find_desynced_rank, find_mismatched_collective
+from megalaunch.launch.hang.collective_traces import abort_location
 from megalaunch.rundir.collective_trace import (
     Collective,
     CollectiveTrace,

@@ -13,11 +13,11 @@ from launching import tiny_spec
 from rich.console import Console
 
 from megalaunch.launch.directory import create_folders
-from megalaunch.launch.live_display import RIGHT_MARGIN, LiveDisplay, doing_now, panel, sparkline
-from megalaunch.launch.log_display import PlainDisplay
-from megalaunch.launch.plot import plot_run, smooth
+from megalaunch.launch.display.live_display import RIGHT_MARGIN, LiveDisplay, doing_now, panel, sparkline
+from megalaunch.launch.display.log_display import PlainDisplay
+from megalaunch.launch.display.plot import plot_run, smooth
+from megalaunch.launch.display.summary import run_summary
 from megalaunch.launch.run_state import RunState, ThroughputBasis
-from megalaunch.launch.summary import run_summary
 from megalaunch.launch.tail import JsonlTail
 from megalaunch.rundir.events import record_event
 from megalaunch.rundir.jsonl import append_line, keep_lines

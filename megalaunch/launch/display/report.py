@@ -7,7 +7,7 @@ import textwrap
 
 from megalaunch.launch.agent import last_lines
 from megalaunch.launch.failure import Failure
-from megalaunch.launch.rank_monitor import STARTING, STEPPING
+from megalaunch.launch.hang.rank_monitor import STARTING, STEPPING
 from megalaunch.launch.supervise import LaunchResult
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.rundir.paths import RunDirectory

@@ -11,9 +11,9 @@ from megalaunch.launch.supervise import Display
 def open_display(view: RunState) -> Display:
     """Return a panel for a terminal, else a display that prints lines."""
     if sys.stdout.isatty():
-        from megalaunch.launch.live_display import LiveDisplay
+        from megalaunch.launch.display.live_display import LiveDisplay
 
         return LiveDisplay()
-    from megalaunch.launch.log_display import PlainDisplay
+    from megalaunch.launch.display.log_display import PlainDisplay
 
     return PlainDisplay()

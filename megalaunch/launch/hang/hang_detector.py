@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from megalaunch.launch.rank_monitor import STEPPING, RankMonitor
+from megalaunch.launch.hang.rank_monitor import STEPPING, RankMonitor
 from megalaunch.schema import RunSpec
 
 STEP_SECONDS = 15.0  # minimum time limit of a step

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from launching import tiny_spec
 
-from megalaunch.launch import rank_monitor as ranks_module
-from megalaunch.launch.hang_clock import HangDetector
+from megalaunch.launch.hang import rank_monitor as ranks_module
+from megalaunch.launch.hang.hang_detector import HangDetector
+from megalaunch.launch.hang.rank_monitor import Rank, RankMonitor
 from megalaunch.launch.process import Process
-from megalaunch.launch.rank_monitor import Rank, RankMonitor
 from megalaunch.launch.supervise import RestartBudget
 from megalaunch.rundir.paths import RunDirectory
 from megalaunch.rundir.progress import Progress

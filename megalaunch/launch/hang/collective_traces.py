@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megalaunch.launch.hang.rank_monitor import Rank
 from megalaunch.launch.process import expects, is_alive, send_signal
-from megalaunch.launch.rank_monitor import Rank
 from megalaunch.rundir.collective_trace import (
     DUMP_STACKS_SIGNAL,
     DUMP_TRACE_SIGNAL,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megalaunch.format.numbers import format_duration
-from megalaunch.launch.rank_monitor import rank_label
+from megalaunch.launch.hang.rank_monitor import rank_label
 from megalaunch.rundir.jsonl import Record
 
 

@@ -7,7 +7,7 @@ import time
 from typing import TextIO
 
 from megalaunch.format.numbers import format_count, format_duration, format_flops, format_loss, format_memory
-from megalaunch.launch.event_messages import event_message
+from megalaunch.launch.display.event_messages import event_message
 from megalaunch.launch.run_state import RunState, number
 from megalaunch.rundir.jsonl import Record
 

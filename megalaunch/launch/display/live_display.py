@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megalaunch.format.numbers import format_count, format_duration, format_flops, format_loss, format_memory
-from megalaunch.launch.event_messages import event_message
-from megalaunch.launch.log_display import validation_line
+from megalaunch.launch.display.event_messages import event_message
+from megalaunch.launch.display.log_display import validation_line
 from megalaunch.launch.run_state import RunState, number
 
 _SPARKS = "▁▂▃▄▅▆▇█"

@@ -1,0 +1,58 @@
+"""Diagnose a hang, or a crash within a collective: name the rank that the others waited for, with the evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megalaunch.launch.hang.collective_mismatch import Culprit, find_desynced_rank, find_mismatched_collective
+from megalaunch.launch.hang.collective_traces import abort_location, request_traces
+from megalaunch.launch.hang.rank_monitor import Rank, RankMonitor
+from megalaunch.rundir.collective_trace import CollectiveTrace, read_collective_trace
+from megalaunch.rundir.paths import RunDirectory
+
+
+@dataclass(frozen=True)
+class HungRank:
+    """The rank that blocks the others; `rank` is None if none is known, `reason` is empty without evidence."""
+
+    rank: Rank | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class CollectiveCrash:
+    """The rank that called another collective than its group, if any; the ranks aborted in a collective."""
+
+    culprit: Culprit | None
+    aborted: frozenset[int]
+
+
+def diagnose_hang(ranks: RankMonitor, directory: RunDirectory) -> HungRank:
+    """Request traces from all ranks, then name the desynchronized rank or else the slowest one."""
+    traces = request_traces(ranks.alive, directory)
+    # A stopped rank is the cause, whatever the traces of the others show; `slowest` returns it.
+    culprit = None if any(rank.is_stopped for rank in ranks.alive) else find_desynced_rank(traces)
+    return HungRank(ranks.slowest()) if culprit is None else HungRank(ranks.known[culprit.rank], culprit.message)
+
+
+def diagnose_crash(
+    ranks: RankMonitor, attempt: int, sigabrt: Collection[int], directory: RunDirectory
+) -> CollectiveCrash:
+    """Find a mismatched collective from the traces of a crashed attempt.
+
+    A rank that native code aborted (in `sigabrt`) has written no trace; its stack in the log shows whether it was in a
+    collective.
+    """
+    traces: dict[int, CollectiveTrace] = {}
+    aborted: set[int] = set()
+    for number, rank in ranks.known.items():
+        trace = read_collective_trace(directory.collective_trace(number), attempt)
+        if trace is not None:
+            traces[number] = trace
+        elif number in sigabrt:
+            where, inside = abort_location(directory.rank_log(number))
+            if inside:
+                aborted.add(number)
+                traces[number] = CollectiveTrace(attempt, rank.progress.time, where, inside, ())
+    return CollectiveCrash(find_mismatched_collective(traces), frozenset(aborted))
