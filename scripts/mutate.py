@@ -25,7 +25,7 @@ SECONDS = 600  # for the tests of one change
 
 @dataclass(frozen=True)
 class Mutation:
-    """`line` of `file`, found there once, `becomes` another; one of `tests` (pytest's words) has to fail."""
+    """`line` of `file`, found there once, `becomes` another; one of `tests` (pytest's arguments) has to fail."""
 
     name: str
     file: str
@@ -58,17 +58,17 @@ def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         copy = Path(folder) / "source"
         copy_source(copy)
-        failing = [words for words in dict.fromkeys(m.tests for m in chosen) if run_tests(copy, words) != 0]
-        for words in failing:
-            print(f"fails without any change: pytest {words}")
+        failing = [tests for tests in dict.fromkeys(m.tests for m in chosen) if run_tests(copy, tests) != 0]
+        for tests in failing:
+            print(f"fails without any change: pytest {tests}")
         unnoticed = [] if failing else [mutation for mutation in chosen if not noticed(mutation, copy)]
     return 1 if failing or unnoticed else 0
 
 
 def copy_source(target: Path) -> None:
     """All files that git knows or would take."""
-    words = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(words, capture_output=True, text=True, check=True).stdout.split("\0"):
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0"):
         source = ROOT / name
         if not name or not (source.is_symlink() or source.is_file()):
             continue
@@ -92,9 +92,9 @@ def noticed(mutation: Mutation, copy: Path) -> bool:
     return code in (TESTS_FAILED, NEVER_ENDED)
 
 
-def run_tests(copy: Path, words: str) -> int:
+def run_tests(copy: Path, tests: str) -> int:
     """pytest's exit code on the copy, stopping at the first failure; or NEVER_ENDED."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *words.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTEST_ADDOPTS": ""}
     try:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS, check=False)

@@ -109,13 +109,13 @@ def make_venv(venv: Path) -> None:
 
 
 def works(venv: Path, code: str) -> bool:
-    """Whether the environment's Python runs these words."""
+    """Whether the environment's Python runs with these arguments."""
     python = venv / "bin/python"
     return python.exists() and subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
 
 
 def install(root: Path, venv: Path, extras: str, lock: int) -> None:
-    """pip install megalaunch with its extras at the versions that were tested; pip's words go to .venv/set_up.log.
+    """pip install megalaunch with its extras at the versions that were tested; pip's output goes to .venv/set_up.log.
 
     pip inherits the lock: if this process is killed, the next set-up waits until pip has ended too.
     """
@@ -127,9 +127,17 @@ def install(root: Path, venv: Path, extras: str, lock: int) -> None:
                 call_pip(root, venv, ["--no-deps", *ALONE[extra]], lock, log)
 
 
-def call_pip(root: Path, venv: Path, words: list[str], lock: int, log: TextIO) -> None:
+def call_pip(root: Path, venv: Path, arguments: list[str], lock: int, log: TextIO) -> None:
     """One `pip install`; raises SetUpError when it fails."""
-    command = [str(venv / "bin/python"), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", *words]
+    command = [
+        str(venv / "bin/python"),
+        "-m",
+        "pip",
+        "install",
+        "--no-input",
+        "--disable-pip-version-check",
+        *arguments,
+    ]
     lines: list[str] = []
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(lock,)) as pip:
         for line in lines_of(pip):
@@ -138,7 +146,7 @@ def call_pip(root: Path, venv: Path, words: list[str], lock: int, log: TextIO) -
             show(line)
     if pip.returncode != 0:
         (venv / "unfinished").unlink()  # pip ended by itself, so what it left is whole
-        raise SetUpError(f"{explain(lines)} (pip's words: {venv / 'set_up.log'})")
+        raise SetUpError(f"{explain(lines)} (pip's output: {venv / 'set_up.log'})")
 
 
 def lines_of(pip: subprocess.Popen[bytes]) -> Iterator[str]:

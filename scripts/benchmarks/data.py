@@ -131,10 +131,10 @@ def ours(corpus: Path, tokenizer: Path, prefix: Path, engine: str) -> tuple[Run,
     """The whole command with two workers where no output stands yet, and its peak memory in GB."""
     for old in prefix.parent.glob(f"{prefix.name}_*"):
         old.unlink()
-    words = [str(Path(sys.executable).with_name("megalaunch")), "preprocess", str(corpus), "--workers", "2"]
-    words += ["--output-prefix", str(prefix), "--tokenizer", str(tokenizer), "--engine", engine]
+    command = [str(Path(sys.executable).with_name("megalaunch")), "preprocess", str(corpus), "--workers", "2"]
+    command += ["--output-prefix", str(prefix), "--tokenizer", str(tokenizer), "--engine", engine]
     before, started, peaks = processor_seconds(), time.perf_counter(), [0]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         watch = threading.Thread(target=watch_memory, args=(process.pid, peaks))
         watch.start()
         process.wait()
@@ -142,7 +142,7 @@ def ours(corpus: Path, tokenizer: Path, prefix: Path, engine: str) -> tuple[Run,
         watch.join()
         if process.returncode:
             assert process.stderr is not None
-            sys.exit(f"{' '.join(words)} failed:\n{process.stderr.read()}")
+            sys.exit(f"{' '.join(command)} failed:\n{process.stderr.read()}")
     report = json.loads(Path(f"{prefix}_text_document.json").read_bytes())
     return Run(taken, report["counts"]["seconds"], processor_seconds() - before), max(peaks) / 1e9
 
@@ -150,8 +150,8 @@ def ours(corpus: Path, tokenizer: Path, prefix: Path, engine: str) -> tuple[Run,
 def raw(corpus: Path, tokenizer: Path, hashed: bool = False) -> tuple[Run, str]:
     """gigatoken's own encoding of the file, and a hash of the ids."""
     before, started = processor_seconds(), time.perf_counter()
-    words = [sys.executable, "-c", RAW, str(tokenizer), str(corpus), "hash" if hashed else ""]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", RAW, str(tokenizer), str(corpus), "hash" if hashed else ""]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"gigatoken's own encoding failed:\n{done.stderr}")
     lines = done.stdout.splitlines()

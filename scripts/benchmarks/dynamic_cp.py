@@ -90,12 +90,12 @@ class Counted:
 def spec_of(work: Work, ranks: int, way: str) -> RunSpec:
     """A run under one of the ways."""
     dealt = way not in FIXED
-    words = {
+    values = {
         "parallel.cp": ranks,
         "parallel.dynamic_context_parallel": dealt,
         "parallel.cp_comm_type": "p2p" if dealt else way,
     }
-    return with_values(work.spec(), {**words, "cluster.devices_per_node": ranks, "data.reset_attention_mask": True})
+    return with_values(work.spec(), {**values, "cluster.devices_per_node": ranks, "data.reset_attention_mask": True})
 
 
 def dealing(way: str) -> partial[DocumentPartition]:

@@ -21,15 +21,15 @@ ROOT = Path(__file__).resolve().parents[2]
 MEGALAUNCH = [sys.executable, str(Path(sys.executable).with_name("megalaunch"))]
 
 
-def seconds(words: list[str], folder: str, environment: Mapping[str, str]) -> tuple[float, float]:
+def seconds(command: list[str], folder: str, environment: Mapping[str, str]) -> tuple[float, float]:
     """Wall and processor time of one run of a command, which must succeed."""
     started, used = time.perf_counter(), _processor_seconds()
     done = subprocess.run(
-        words, cwd=folder, env=os.environ | dict(environment), capture_output=True, text=True, check=False
+        command, cwd=folder, env=os.environ | dict(environment), capture_output=True, text=True, check=False
     )
     taken = time.perf_counter() - started
     if done.returncode != 0:
-        sys.exit(f"{' '.join(words)} failed (exit {done.returncode}):\n{done.stderr or done.stdout}")
+        sys.exit(f"{' '.join(command)} failed (exit {done.returncode}):\n{done.stderr or done.stdout}")
     return taken, _processor_seconds() - used
 
 
@@ -41,7 +41,7 @@ def _processor_seconds() -> float:
 SHELL = {"_MEGALAUNCH_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "megalaunch train recipe=ll"}
 LAYOUT = ["parallel=tp4pp4", "cluster.nodes=2", "cluster.devices_per_node=8"]
 ROWS: dict[str, tuple[list[str], float | None]] = {
-    # what is timed: its words after `megalaunch`, and its bar in seconds
+    # what is timed: its arguments after `megalaunch`, and its bar in seconds
     "megalaunch --version": (["--version"], None),
     "megalaunch --help": (["--help"], 0.25),
     "TAB after train recipe=ll": ([], 0.3),
@@ -58,14 +58,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="start-up times against their bars")
     parser.add_argument("--runs", type=int, default=15, help="runs of each command; the median counts (15)")
     runs = parser.parse_args().runs
-    commands = {name: [*MEGALAUNCH, *words] for name, (words, _) in ROWS.items()}
+    commands = {name: [*MEGALAUNCH, *arguments] for name, (arguments, _) in ROWS.items()}
     commands["scripts/run --version"] = [str(ROOT / "scripts" / "run"), "--version"]
     times: dict[str, list[float]] = {name: [] for name in commands}
     processor: dict[str, list[float]] = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(runs + 1):
-            for name, words in commands.items():
-                taken, used = seconds(words, folder, SHELL if name.startswith("TAB") else {})
+            for name, arguments in commands.items():
+                taken, used = seconds(arguments, folder, SHELL if name.startswith("TAB") else {})
                 if turn > 0:  # the first warms the file cache
                     times[name].append(taken)
                     processor[name].append(used)

@@ -26,8 +26,8 @@ def run(tmp_path: Path) -> RunDirectory:
     return made
 
 
-def call(*words: object):
-    return CliRunner().invoke(app, ["checkpoint", *(str(word) for word in words)])
+def call(*arguments: object):
+    return CliRunner().invoke(app, ["checkpoint", *(str(argument) for argument in arguments)])
 
 
 def flip(path: Path, at: int) -> None:
@@ -130,8 +130,8 @@ def test_refusals(run: RunDirectory, tmp_path: Path):
 def test_torch_is_not_needed(run: RunDirectory):
     code = (
         "import sys\nfrom megalaunch.cli.app import main\n"
-        f"for words in (['list', {str(run.root)!r}], ['inspect', {str(run.root)!r}], ['verify', {str(run.root)!r}]):\n"
-        "    sys.argv = ['megalaunch', 'checkpoint', *words]\n"
+        f"for given in (['list', {str(run.root)!r}], ['inspect', {str(run.root)!r}], ['verify', {str(run.root)!r}]):\n"
+        "    sys.argv = ['megalaunch', 'checkpoint', *given]\n"
         "    try:\n        main()\n"
         "    except SystemExit as end:\n        assert not end.code\n"
         "print(sorted({'torch', 'safetensors', 'numpy'} & set(sys.modules)))"

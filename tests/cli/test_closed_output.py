@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from training import tiny_words
+from training import tiny_overrides
 
 _LOSSY = """
 import os, sys
@@ -35,7 +35,7 @@ def test_what_is_printed_is_lost_and_nothing_else():
 
 
 def test_train_goes_on(tmp_path):
-    command = [sys.executable, "-m", "megalaunch", "train", "--prepare-only", *tiny_words(tmp_path)]
+    command = [sys.executable, "-m", "megalaunch", "train", "--prepare-only", *tiny_overrides(tmp_path)]
     done = run_without_a_reader(*command, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "run" / "spec.yaml").is_file()

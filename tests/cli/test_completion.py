@@ -116,12 +116,12 @@ def test_the_tab_key_in_zsh(zsh, typed, shown):
     zsh.until(shown)
 
 
-def test_no_space_follows_an_unfinished_word(bash):
+def test_no_space_follows_an_unfinished_argument(bash):
     bash.type("megalaunch train optimizer.l\t5 \t#\n")
     assert "optimizer.lr=5 " in bash.until(r"lr=5 .*#")
 
 
-def words(line):
+def offered(line):
     return [offer.text for offer in completions(line) or []]
 
 
@@ -141,24 +141,24 @@ def words(line):
         ([""], 1, Line((), "", "")),
     ],
 )
-def test_bashs_pieces_are_words_again(pieces, cursor, line):
+def test_bashs_pieces_are_joined_to_arguments(pieces, cursor, line):
     environment = {"COMP_WORDS": "\n".join(["megalaunch", *pieces]), "COMP_CWORD": str(cursor)}
     assert typed_line("bash", environment) == line
 
 
 def test_what_is_offered():
-    assert {"recipe=", "model=", "model.", "train.", "batch."} <= set(words(Line(("train",), "")))
-    assert "train=" not in words(Line(("train",), ""))
-    assert words(Line(("train",), "model.mtp.")) == ["model.mtp.num_layers=", "model.mtp.loss_coeff="]
-    assert words(Line(("train",), "model.mt"))[0] == "model.mtp.num_layers="
-    assert words(Line(("train",), "optimizer.lr")) == ["optimizer.lr=", "optimizer.lr=0.0003"]
-    assert words(Line(("train",), "train.compile=")) == ["train.compile=true", "train.compile=false"]
-    assert "train.exit_at_step=null" in words(Line(("train",), "train.exit_at_step="))
-    assert words(Line(("train",), "no.such=")) == words(Line(("train",), "nothing")) == []
-    assert "parallel=tp4pp2" in words(Line(("train",), "parallel=tp4p"))
-    assert "parallel=tp4tp2" not in words(Line(("train",), "parallel=tp4"))
-    assert "parallel=tp2,dp2" in words(Line(("sweep",), "parallel=tp2,d"))
-    assert words(Line(("train",), "parallel=tp2,d")) == []
+    assert {"recipe=", "model=", "model.", "train.", "batch."} <= set(offered(Line(("train",), "")))
+    assert "train=" not in offered(Line(("train",), ""))
+    assert offered(Line(("train",), "model.mtp.")) == ["model.mtp.num_layers=", "model.mtp.loss_coeff="]
+    assert offered(Line(("train",), "model.mt"))[0] == "model.mtp.num_layers="
+    assert offered(Line(("train",), "optimizer.lr")) == ["optimizer.lr=", "optimizer.lr=0.0003"]
+    assert offered(Line(("train",), "train.compile=")) == ["train.compile=true", "train.compile=false"]
+    assert "train.exit_at_step=null" in offered(Line(("train",), "train.exit_at_step="))
+    assert offered(Line(("train",), "no.such=")) == offered(Line(("train",), "nothing")) == []
+    assert "parallel=tp4pp2" in offered(Line(("train",), "parallel=tp4p"))
+    assert "parallel=tp4tp2" not in offered(Line(("train",), "parallel=tp4"))
+    assert "parallel=tp2,dp2" in offered(Line(("sweep",), "parallel=tp2,d"))
+    assert offered(Line(("train",), "parallel=tp2,d")) == []
 
 
 def test_what_is_left_to_typer():
@@ -169,7 +169,7 @@ def test_what_is_left_to_typer():
 def test_every_key_can_be_completed():
     from megalaunch.config.keys import schema_keys
 
-    assert all(f"{path}=" in words(Line(("train",), path)) for path in schema_keys())
+    assert all(f"{path}=" in offered(Line(("train",), path)) for path in schema_keys())
 
 
 def ask(shell, **environment):

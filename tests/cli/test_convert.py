@@ -22,8 +22,8 @@ from tiny_run import tiny_spec  # isort: skip
 SPEC = tiny_spec(family="qwen2", qkv_bias=True, tie_word_embeddings=True, vocab_size=301)
 
 
-def convert(*words: object):
-    return CliRunner().invoke(app, ["convert", *(str(word) for word in words)])
+def convert(*arguments: object):
+    return CliRunner().invoke(app, ["convert", *(str(argument) for argument in arguments)])
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def test_there_and_back_is_the_same_bytes(folder, tmp_path):
 
 def test_text_comes_out_of_an_import(folder, tmp_path):
     assert convert("import", folder, "--output", tmp_path / "ckpt").exit_code == 0
-    words = ["--prompt", "the cat", "--max-new-tokens", "9", "--temperature", "0"]
-    results = [CliRunner().invoke(app, ["generate", str(source), *words]) for source in (tmp_path / "ckpt", folder)]
+    arguments = ["--prompt", "the cat", "--max-new-tokens", "9", "--temperature", "0"]
+    results = [CliRunner().invoke(app, ["generate", str(source), *arguments]) for source in (tmp_path / "ckpt", folder)]
     assert [result.exit_code for result in results] == [0, 0], results[-1].output
     assert results[0].stdout.startswith("the cat")
     assert results[0].stdout == results[1].stdout
@@ -126,14 +126,17 @@ def test_other_formats_are_refused_by_name(folder, tmp_path):
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
     (folder / "config.json").unlink()
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "meta-llama/Llama-3.2-1B"}')
-    for words in (("convert", "import", str(folder), "--output", "x"), ("generate", str(folder), "--prompt", "a")):
-        result = CliRunner().invoke(app, words)
+    for arguments in (("convert", "import", str(folder), "--output", "x"), ("generate", str(folder), "--prompt", "a")):
+        result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 4
         assert "is a LoRA adapter of meta-llama/Llama-3.2-1B" in result.output
     (folder / "adapter_config.json").rename(folder / "model.Q4_K_M.gguf")
     for source in (folder, folder / "model.Q4_K_M.gguf"):
-        for words in (("convert", "import", str(source), "--output", "x"), ("evaluate", str(source), "--data", "a")):
-            result = CliRunner().invoke(app, words)
+        for arguments in (
+            ("convert", "import", str(source), "--output", "x"),
+            ("evaluate", str(source), "--data", "a"),
+        ):
+            result = CliRunner().invoke(app, arguments)
             assert result.exit_code != 0
             assert "is GGUF, quantised for llama.cpp" in result.output
 
@@ -195,7 +198,7 @@ def test_ignored_keys_are_noted(folder, tmp_path):
     assert "unsloth_fixed (True) is ignored" in result.output
 
 
-def test_words_are_checked(folder, tmp_path):
+def test_arguments_are_checked(folder, tmp_path):
     assert convert("export", folder, "--output", tmp_path / "x", "--dtype", "int4").exit_code == 2
     assert convert("export", folder, "--output", tmp_path / "x", "--max-shard-size", "0GB").exit_code == 2
     assert convert("import", folder, "--output", folder).exit_code == 4

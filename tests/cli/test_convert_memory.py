@@ -18,7 +18,7 @@ LARGE = {"hidden_size": 1024, "ffn_hidden_size": 2816, "num_layers": 18, "vocab_
 SMALL = {"hidden_size": 64, "ffn_hidden_size": 96, "num_layers": 2, "vocab_size": 320}
 
 
-def peak_bytes(words: list[str], place: Path) -> int:
+def peak_bytes(command: list[str], place: Path) -> int:
     """The most memory that the command had in RAM at once: its own and what it had mapped of files."""
     log = place / "log.txt"
     child = os.fork()
@@ -28,7 +28,7 @@ def peak_bytes(words: list[str], place: Path) -> int:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.chdir(place)
-            os.execve(MEGALAUNCH[0], [*MEGALAUNCH, *words], {**os.environ, "OMP_NUM_THREADS": "1"})
+            os.execve(MEGALAUNCH[0], [*MEGALAUNCH, *command], {**os.environ, "OMP_NUM_THREADS": "1"})
         finally:
             os._exit(127)
     _, status, usage = os.wait4(child, 0)

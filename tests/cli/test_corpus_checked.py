@@ -10,9 +10,9 @@ from megalaunch.cli.app import app
 COMMANDS = [("validate-config",), ("train", "--dry-run"), ("sweep", "--dry-run")]
 
 
-def invoke(command, *words):
+def invoke(command, *overrides):
     swept = ("optimizer.lr=0.1,0.2",) if command[0] == "sweep" else ()
-    return CliRunner().invoke(app, [*command, "recipe=tiny", "platform=cpu", "parallel=dp1", *words, *swept])
+    return CliRunner().invoke(app, [*command, "recipe=tiny", "platform=cpu", "parallel=dp1", *overrides, *swept])
 
 
 @pytest.fixture(autouse=True)

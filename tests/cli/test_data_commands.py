@@ -23,9 +23,9 @@ from megalaunch.data.preprocess.settings import Settings
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 
-def run(*words: object) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     program = "from megalaunch.cli.app import main; main()"
-    command = [sys.executable, "-c", program, *map(str, words)]
+    command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -155,8 +155,8 @@ def test_files_of_earlier_reports_are_found_altered_by_the_block(tmp_path):
 def test_merging_shards_equals_one_pass(tmp_path_factory, documents, cuts):
     """For any cut of the text into shards; empty shards, empty documents and several sentences included."""
     folder = tmp_path_factory.mktemp("shards")
-    words = [[" ".join(f"w{token}" for token in sentence) for sentence in document] for document in documents]
-    lines = [json.dumps({"text": document}) + "\n" for document in words]
+    texts = [[" ".join(f"w{token}" for token in sentence) for sentence in document] for document in documents]
+    lines = [json.dumps({"text": document}) + "\n" for document in texts]
     tokenizer = small_tokenizer(folder / "tokenizer.json", 270)
     borders = sorted({0, len(lines), *(cut for cut in cuts if cut < len(lines))})
     prefixes = []
@@ -184,12 +184,12 @@ def test_merge_and_split_commands(made, tmp_path):
     done = run("data", "merge", tmp_path / "parts", "--output-prefix", tmp_path / "merged")
     assert done.returncode == 0, done.stderr
     assert content(tmp_path / "merged") == content(made)
-    for words, cause in (
+    for arguments, cause in (
         (["--shares", "a"], "must be numbers"),
         ([], "--shares or --parts"),
         (["--shares", "0"], "above 0"),
     ):
-        done = run("data", "split", made, "--output-prefix", tmp_path / "q", *words)
+        done = run("data", "split", made, "--output-prefix", tmp_path / "q", *arguments)
         assert (done.returncode, cause in done.stderr) == (2, True)
 
 
@@ -256,17 +256,17 @@ def test_the_report_is_checked_against_the_tokenizer(made, tmp_path):
 
 def test_tokenizer_train_and_inspect(tmp_path):
     write_jsonl(tmp_path / "in.jsonl", sentences(300))
-    words = (tmp_path / "in.jsonl", "--vocab-size", 300)
-    done = run("tokenizer", "train", *words, "--output", tmp_path / "a.json")
+    arguments = (tmp_path / "in.jsonl", "--vocab-size", 300)
+    done = run("tokenizer", "train", *arguments, "--output", tmp_path / "a.json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{tmp_path}/a.json: 300 tokens, trained on 0.0 million characters")
-    assert run("tokenizer", "train", *words, "--output", tmp_path / "b.json").returncode == 0
+    assert run("tokenizer", "train", *arguments, "--output", tmp_path / "b.json").returncode == 0
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
     done = run("tokenizer", "inspect", tmp_path / "a.json", "--text", "the sea")
     assert "BPE, 300 tokens, stored as uint16\nend of document: <|endoftext|> (0)\n" in done.stdout
     assert "preprocess encodes with" in done.stdout
     assert done.stdout.splitlines()[-1].split(" tokens: ")[0].isdigit()
     (tmp_path / "in.jsonl").write_text("")
-    done = run("tokenizer", "train", *words, "--output", tmp_path / "c.json")
+    done = run("tokenizer", "train", *arguments, "--output", tmp_path / "c.json")
     assert (done.returncode, "no text to learn from" in done.stderr) == (3, True)
     assert not list(tmp_path.glob("*c.json*"))

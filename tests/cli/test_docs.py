@@ -21,24 +21,24 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words after `scripts/run` or `megalaunch` in every sh block of a page."""
+    """The arguments after `scripts/run` or `megalaunch` in every sh block of a page."""
     found = []
     for block in blocks(page, "sh"):
         for line in block.splitlines():
-            words = shlex.split(line, comments=True)
-            if words and words[0] in ("scripts/run", "megalaunch"):
-                found.append(words[1:])
+            arguments = shlex.split(line, comments=True)
+            if arguments and arguments[0] in ("scripts/run", "megalaunch"):
+                found.append(arguments[1:])
     return found
 
 
-ALL_COMMANDS = sorted({tuple(words) for page in PAGES for words in commands(page)})
+ALL_COMMANDS = sorted({tuple(arguments) for page in PAGES for arguments in commands(page)})
 TRANSCRIPTS = [
     block for page in PAGES for block in blocks(page, "console") if block.startswith("$ megalaunch validate")
 ]
 
 
-def call(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([MEGALAUNCH, *words], cwd=folder, capture_output=True, text=True, timeout=60)
+def call(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([MEGALAUNCH, *command], cwd=folder, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -54,23 +54,23 @@ def test_named_files_exist(page):
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
-@pytest.mark.parametrize("words", ALL_COMMANDS, ids=" ".join)
-def test_commands_are_valid(words, tmp_path):
+@pytest.mark.parametrize("arguments", ALL_COMMANDS, ids=" ".join)
+def test_commands_are_valid(arguments, tmp_path):
     """train is checked up to the launch; commands that need a trained run are held to their options only."""
-    words = [word for word in words if word != "--prepare-only"]
-    for word in words:  # texts that a page calls the reader's own
-        key, _, name = word.partition("=")
+    arguments = [argument for argument in arguments if argument != "--prepare-only"]
+    for argument in arguments:  # texts that a page calls the reader's own
+        key, _, name = argument.partition("=")
         if key == "data.corpus" and re.fullmatch(r"\w+", name):
             (tmp_path / name).mkdir()
             (tmp_path / name / "a.txt").write_text("some text\n")
-    if words[0] == "train":
-        done = call([*words, "--dry-run"], tmp_path)
-    elif words[0] in ("watch", "generate", "evaluate", "preprocess"):
-        shown = call([words[0], "--help"], tmp_path).stdout
-        assert all(word in shown for word in words if word.startswith("--"))
+    if arguments[0] == "train":
+        done = call([*arguments, "--dry-run"], tmp_path)
+    elif arguments[0] in ("watch", "generate", "evaluate", "preprocess"):
+        shown = call([arguments[0], "--help"], tmp_path).stdout
+        assert all(argument in shown for argument in arguments if argument.startswith("--"))
         return
     else:
-        done = call(words, tmp_path)
+        done = call(arguments, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

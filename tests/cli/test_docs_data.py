@@ -24,7 +24,7 @@ def kind(line: str) -> str:
 
 
 def steps() -> list[tuple[list[str], list[str]]]:
-    """In the order of the page, the words of each command or script and the lines printed below it."""
+    """In the order of the page, the arguments of each command or script and the lines printed below it."""
     found: list[tuple[list[str], list[str]]] = []
     for language, block in re.findall(r"^```(python|console)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
         if language == "python":
@@ -41,14 +41,14 @@ def steps() -> list[tuple[list[str], list[str]]]:
 @pytest.mark.slow
 def test_the_walk(tmp_path):
     assert len(steps()) >= 10
-    for words, shown in steps():
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    for command, shown in steps():
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
         printed = {kind(line) for line in (done.stdout + done.stderr).splitlines()}
         for line in shown:
             if line == "..." or " tokens  " in line or line.startswith(("step", "  run")):
                 continue  # what a progress line or the bins of a histogram say depends on the moment and the corpus
             assert kind(line) in printed or kind(line) == kind("---"), line
-        if "open_training" in words[-1]:
+        if "open_training" in command[-1]:
             for mark in ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"):
                 assert mark in done.stdout

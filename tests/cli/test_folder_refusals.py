@@ -36,8 +36,8 @@ def folder(exported: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def refused(*words: object, code: int = 4) -> str:
-    result = CliRunner().invoke(app, [str(word) for word in words])
+def refused(*arguments: object, code: int = 4) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == code, result.output
     return result.stderr
 
@@ -83,8 +83,8 @@ def test_no_tokenizer(folder: Path):
     assert result.exit_code == 0, result.output
     assert "next:" not in result.stdout
     assert f"{folder} has no tokenizer: {checkpoint} can start a run but cannot generate text" in result.stdout
-    for words in (["generate", folder, "--prompt", "the"], ["evaluate", folder, "--data", __file__]):
-        said = refused(*words)
+    for arguments in (["generate", folder, "--prompt", "the"], ["evaluate", folder, "--data", __file__]):
+        said = refused(*arguments)
         assert f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)" in said
         assert "copy the one that belongs to the model there" in said
     said = refused("generate", checkpoint, "--prompt", "the")

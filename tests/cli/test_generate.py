@@ -30,22 +30,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     return make_run(tmp_path_factory.mktemp("runs") / "tiny")
 
 
-def call(*words: object):
-    return CliRunner().invoke(app, ["generate", *(str(word) for word in words)])
+def call(*arguments: object):
+    return CliRunner().invoke(app, ["generate", *(str(argument) for argument in arguments)])
 
 
 def test_the_prompt_and_its_continuation_are_printed(run: RunDirectory):
-    words = (run.root, "--prompt", "the cat", "--max-new-tokens", 12)
-    first, second = call(*words), call(*words)
+    arguments = (run.root, "--prompt", "the cat", "--max-new-tokens", 12)
+    first, second = call(*arguments), call(*arguments)
     assert first.exit_code == 0, first.output
     assert first.stdout.startswith("the cat")
     assert len(first.stdout) > len("the cat\n")
     assert first.stdout == second.stdout
-    assert call(*words, "--seed", 5).stdout != first.stdout
-    greedy = call(*words, "--temperature", 0).stdout
-    assert call(*words, "--top-k", 1, "--seed", 9).stdout == greedy
-    assert call(*words, "--top-p", 1e-9, "--seed", 9).stdout == greedy
-    assert call(run.checkpoint(20), *words[1:]).stdout == first.stdout
+    assert call(*arguments, "--seed", 5).stdout != first.stdout
+    greedy = call(*arguments, "--temperature", 0).stdout
+    assert call(*arguments, "--top-k", 1, "--seed", 9).stdout == greedy
+    assert call(*arguments, "--top-p", 1e-9, "--seed", 9).stdout == greedy
+    assert call(run.checkpoint(20), *arguments[1:]).stdout == first.stdout
 
 
 def test_text_that_outgrows_the_training_samples_is_announced(run: RunDirectory):
@@ -96,7 +96,7 @@ def test_options_that_mean_nothing_are_named(run: RunDirectory, options: list[ob
 def test_prompts_are_checked_before_weights_are_loaded(
     run: RunDirectory, options: list[object], reason: str, layout: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    def loaded(*words: object, **more: object) -> None:
+    def loaded(*arguments: object, **more: object) -> None:
         raise AssertionError("weights were loaded, or workers started")
 
     monkeypatch.setattr("megalaunch.engine.inference.load_model.build_decoder", loaded)
@@ -106,11 +106,11 @@ def test_prompts_are_checked_before_weights_are_loaded(
 
 
 def test_many_prompts_are_shown_in_turn_and_as_json(run: RunDirectory, tmp_path: Path):
-    words = (run.root, "--max-new-tokens", 9, "--temperature", 0)
+    arguments = (run.root, "--max-new-tokens", 9, "--temperature", 0)
     file = tmp_path / "prompts.txt"
     file.write_text("the dog\n\nthe mat\n")
-    many = (*words, "--prompt", "the cat sat on", "--prompts", file, "--num-samples", 2, "--batch-size", 4)
-    alone = [call(*words, "--prompt", prompt).stdout for prompt in ("the cat sat on", "the dog", "the mat")]
+    many = (*arguments, "--prompt", "the cat sat on", "--prompts", file, "--num-samples", 2, "--batch-size", 4)
+    alone = [call(*arguments, "--prompt", prompt).stdout for prompt in ("the cat sat on", "the dog", "the mat")]
     headed = [f"--- prompt {n}, sample {k}\n{text}" for n, text in enumerate(alone, 1) for k in (1, 2)]
     assert call(*many).stdout == call(*many, "--no-stream").stdout == "".join(headed)
     records = [json.loads(line) for line in call(*many, "--json", "--logprobs", 1).stdout.splitlines()]

@@ -75,9 +75,9 @@ def saved(tensors, tmp_path) -> Path:
     return tmp_path / "megatron"
 
 
-def convert(source: Path, *words: str):
+def convert(source: Path, *arguments: str):
     output = source.parent / "ckpt"
-    return CliRunner().invoke(app, ["convert", "import-megatron", str(source), "--output", str(output), *words])
+    return CliRunner().invoke(app, ["convert", "import-megatron", str(source), "--output", str(output), *arguments])
 
 
 def test_every_tensor_arrives(saved, tensors):

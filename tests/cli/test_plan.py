@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from megalaunch.cli.app import app
 
 PAGE = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
-WORDS = ("recipe=llama3_8b", "parallel=tp4pp4", "cluster.nodes=2", "cluster.devices_per_node=8")
+OVERRIDES = ("recipe=llama3_8b", "parallel=tp4pp4", "cluster.nodes=2", "cluster.devices_per_node=8")
 
 run = CliRunner()
 
@@ -31,8 +31,8 @@ def _plain(text: str) -> str:
 def test_the_page_shows_what_the_command_prints():
     shown = re.search(r"^\$ megalaunch plan (.*?)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert shown is not None
-    assert shown[1].split() == list(WORDS)
-    result = plan(*WORDS)
+    assert shown[1].split() == list(OVERRIDES)
+    result = plan(*OVERRIDES)
     assert result.exit_code == 0
     assert _plain(result.output) == _plain(shown[2])
 
@@ -49,7 +49,7 @@ def test_the_page_s_tables_are_those_of_the_benchmark():
 
 
 def test_json_has_every_part():
-    result = plan(*WORDS, "--json", "--assumptions", "--tokens", "15T")
+    result = plan(*OVERRIDES, "--json", "--assumptions", "--tokens", "15T")
     report = json.loads(result.output)
     assert (result.exit_code, report["valid"]) == (0, True)
     tp, pp = report["ranks"]
@@ -99,25 +99,25 @@ def test_a_processor_has_memory_and_no_speed():
 
 @pytest.mark.parametrize(("text", "days"), [("1T", 109.51), ("1000B", 109.51), ("1e12", 109.51)])
 def test_a_budget_of_tokens(text, days):
-    report = json.loads(plan(*WORDS, "--json", "--tokens", text).output)
+    report = json.loads(plan(*OVERRIDES, "--json", "--tokens", text).output)
     assert report["time"]["budget_tokens"] == 1e12
     assert report["time"]["days"] == pytest.approx(days, rel=0.01)
 
 
 @pytest.mark.parametrize("text", ["many", "-3B", "0", "3X"])
 def test_a_budget_that_is_no_number_is_refused(text):
-    result = plan(*WORDS, f"--tokens={text}")
+    result = plan(*OVERRIDES, f"--tokens={text}")
     assert result.exit_code == 2
     assert "is not a number of tokens: write 15T" in result.output
 
 
 def test_devices_without_a_search_are_refused():
-    result = plan(*WORDS, "--devices", "64")
+    result = plan(*OVERRIDES, "--devices", "64")
     assert result.exit_code == 2
     assert "--devices needs --search" in result.output
 
 
-def test_a_word_that_is_no_key_is_refused_as_everywhere():
+def test_an_override_of_no_key_is_refused_as_everywhere():
     result = plan("recipe=llama3_8b", "parallel.tpp=2")
     assert result.exit_code == 2
     assert "did you mean" in result.output

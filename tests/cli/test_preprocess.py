@@ -19,13 +19,13 @@ def tokenizer(tmp_path: Path) -> Path:
     return small_tokenizer(tmp_path / "tokenizer.json")
 
 
-def command(*words: object) -> list[str]:
+def command(*arguments: object) -> list[str]:
     program = "from megalaunch.cli.app import main; main()"
-    return [sys.executable, "-c", program, "preprocess", *map(str, words)]
+    return [sys.executable, "-c", program, "preprocess", *map(str, arguments)]
 
 
-def run(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words), capture_output=True, text=True, timeout=60)
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60)
 
 
 def test_help_names_every_option():
@@ -68,17 +68,26 @@ def test_a_bad_record_stops_with_exit_code_3(tmp_path, tokenizer):
 def test_a_bad_record_is_left_out_when_asked(tmp_path, tokenizer):
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "good"}\n{"body": "bad"}\n')
-    words = ("--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", "1", "--on-bad-record", "skip")
-    done = run(path, *words)
+    arguments = (
+        "--output-prefix",
+        tmp_path / "out",
+        "--tokenizer",
+        tokenizer,
+        "--workers",
+        "1",
+        "--on-bad-record",
+        "skip",
+    )
+    done = run(path, *arguments)
     assert done.returncode == 0
     assert f'1 of 2 records left out, the first: {path}, line 2: the record has no key "text"' in done.stdout
 
 
-@pytest.mark.parametrize("words", [["--workers", "0"], ["--format", "xml"], ["--on-bad-record", "cry"]])
-def test_a_wrong_option_is_exit_code_2(tmp_path, tokenizer, words):
-    done = run(tmp_path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, *words)
+@pytest.mark.parametrize("arguments", [["--workers", "0"], ["--format", "xml"], ["--on-bad-record", "cry"]])
+def test_a_wrong_option_is_exit_code_2(tmp_path, tokenizer, arguments):
+    done = run(tmp_path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, *arguments)
     assert done.returncode == 2
-    assert words[0] in done.stderr
+    assert arguments[0] in done.stderr
 
 
 def test_no_torch_is_needed(tmp_path, tokenizer):
@@ -87,16 +96,18 @@ def test_no_torch_is_needed(tmp_path, tokenizer):
     blocked.mkdir()
     (blocked / "torch.py").write_text("raise ImportError('torch is not for this wing')")
     environment = {**os.environ, "PYTHONPATH": str(blocked)}
-    words = command(path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", "2")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
+    arguments = command(path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", "2")
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
 
 
 def test_ctrl_c_leaves_nothing_under_the_final_names(tmp_path, tokenizer):
     pytest.importorskip("gigatoken", reason="the extra `data` is not installed")
     path = write_jsonl(tmp_path / "in.jsonl", [" ".join(sentences(100))] * 60_000)
-    words = command(path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", "2")
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    arguments = command(path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", "2")
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     deadline = time.monotonic() + 30
     unfinished = tmp_path / ".out.preprocess" / "0.bin"
     while not (unfinished.exists() and unfinished.stat().st_size) and time.monotonic() < deadline:

@@ -14,18 +14,18 @@ from megalaunch.data.indexed_dataset.dataset import IndexedTokens
 from megalaunch.data.tokenizer.tokenizer import load_tokenizer
 
 
-def run(*words: object) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     program = "from megalaunch.cli.app import main; main()"
-    command = [sys.executable, "-c", program, "preprocess", *map(str, words)]
+    command = [sys.executable, "-c", program, "preprocess", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_the_command_of_megatrons_guide(tmp_path):
     tokenizer = small_tokenizer(tmp_path / "tokenizer.json")
     write_jsonl(tmp_path / "data.jsonl", sentences(40))
-    words = f"--input {tmp_path}/data.jsonl --output-prefix {tmp_path}/processed_data --tokenizer-type "
-    words += f"HuggingFaceTokenizer --tokenizer-model {tokenizer} --workers 2 --append-eod"
-    done = run(*words.split())
+    arguments = f"--input {tmp_path}/data.jsonl --output-prefix {tmp_path}/processed_data --tokenizer-type "
+    arguments += f"HuggingFaceTokenizer --tokenizer-model {tokenizer} --workers 2 --append-eod"
+    done = run(*arguments.split())
     assert done.returncode == 0, done.stderr
     read = IndexedTokens(tmp_path / "processed_data_text_document")
     assert read.num_documents == 40
@@ -61,15 +61,17 @@ def test_unknown_tokenizer_types_are_named(tmp_path):
     )
 
 
-@pytest.mark.parametrize("word", ["--find-optimal-num-workers", "--workers-to-check=16 32", "--max-documents=9"])
-def test_the_search_for_workers_is_answered_with_the_other_way(word, tmp_path):
-    done = run("--input", "x", "--output-prefix", tmp_path / "o", "--workers", "2", *word.replace("=", " ").split())
+@pytest.mark.parametrize("argument", ["--find-optimal-num-workers", "--workers-to-check=16 32", "--max-documents=9"])
+def test_the_search_for_workers_is_answered_with_the_other_way(argument, tmp_path):
+    done = run("--input", "x", "--output-prefix", tmp_path / "o", "--workers", "2", *argument.replace("=", " ").split())
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith(f"{word.partition('=')[0]} is not supported: omit it and --workers; preprocess then")
+    assert done.stderr.startswith(
+        f"{argument.partition('=')[0]} is not supported: omit it and --workers; preprocess then"
+    )
     assert done.stderr.count("\n") == 1
     with pytest.raises(ValueError, match=r"omit it and --workers"):
-        translate_args([word])
+        translate_args([argument])
 
 
 def test_newlines_between_sentences(tmp_path):
@@ -96,7 +98,7 @@ def test_what_the_newline_error_advises_keeps_newlines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         ("--input a b --workers 2", "--workers 2 a b"),
         ("--input=a --tokenizer-model=t", "--tokenizer t a"),
@@ -106,8 +108,8 @@ def test_what_the_newline_error_advises_keeps_newlines(tmp_path):
         ("--partitions 1 --append-eod", "--append-eod"),
     ],
 )
-def test_words(words, expected):
-    rewritten = translate_args(words.split())
+def test_arguments_are_translated(arguments, expected):
+    rewritten = translate_args(arguments.split())
     assert rewritten.arguments == expected.split()
     assert rewritten.notes == []
 
@@ -131,8 +133,8 @@ def test_bos_is_left_out_where_it_is_said(tmp_path):
     tokenizer = with_special_tokens(small_tokenizer(tmp_path / "tokenizer.json"), "<s>")
     path = write_jsonl(tmp_path / "in.jsonl", ["the sea"])
     first = [path, "--output-prefix", tmp_path / "out", "--tokenizer", tokenizer, "--workers", 1]
-    for words, ids in (([], [300]), (["--no-bos"], []), (["--tokenizer-hf-no-include-special-tokens"], [])):
-        done = run(*first, *words)
+    for arguments, ids in (([], [300]), (["--no-bos"], []), (["--tokenizer-hf-no-include-special-tokens"], [])):
+        done = run(*first, *arguments)
         assert done.returncode == 0, done.stderr
         expected = [*ids, *load_tokenizer(tokenizer).encode("the sea")]
         assert IndexedTokens(tmp_path / "out_text_document").tokens(0).tolist() == expected
@@ -140,7 +142,7 @@ def test_bos_is_left_out_where_it_is_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("word", "note"),
+    ("flag", "note"),
     [
         ("--use-gigatoken", "is not needed: gigatoken is used wherever its ids"),
         ("--tokenizer-hf-no-use-fast", "has no effect: the ids are those of tokenizer.json"),
@@ -148,16 +150,16 @@ def test_bos_is_left_out_where_it_is_said(tmp_path):
         ("--tokenizer-type HuggingFaceTokenizer --vocab-size 9", "has no effect: the size is read from the tokenizer"),
     ],
 )
-def test_flags_of_tokenizers_without_effect_are_noted(word, note):
-    rewritten = translate_args(["--input", "a", *word.split(), "--append-eod"])
+def test_flags_of_tokenizers_without_effect_are_noted(flag, note):
+    rewritten = translate_args(["--input", "a", *flag.split(), "--append-eod"])
     assert rewritten.arguments == ["--append-eod", "a"]
     assert len(rewritten.notes) == 1
     assert note in rewritten.notes[0]
 
 
 def test_flags_of_tiktoken_are_ours():
-    words = "--tokenizer-type TikTokenizer --tiktoken-pattern v1 --vocab-size=300 --tiktoken-num-special-tokens 50"
-    assert translate_args(words.split()).arguments == words.replace("=", " ").split()[2:]
+    arguments = "--tokenizer-type TikTokenizer --tiktoken-pattern v1 --vocab-size=300 --tiktoken-num-special-tokens 50"
+    assert translate_args(arguments.split()).arguments == arguments.replace("=", " ").split()[2:]
 
 
 def test_code_of_a_tokenizer_is_refused_with_the_reason(tmp_path):
@@ -168,7 +170,7 @@ def test_code_of_a_tokenizer_is_refused_with_the_reason(tmp_path):
         translate_args(["--special-tokens", "<a>", "<b>"])
 
 
-def test_a_list_of_tiktoken_ranks_by_megatrons_words(tmp_path):
+def test_a_list_of_tiktoken_ranks_by_megatrons_options(tmp_path):
     tokens = [bytes([value]) for value in range(256)]
     entries = [
         {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": ""}
@@ -176,10 +178,12 @@ def test_a_list_of_tiktoken_ranks_by_megatrons_words(tmp_path):
     ]
     (tmp_path / "ranks.json").write_text(json.dumps(entries))
     write_jsonl(tmp_path / "in.jsonl", ["Ab<s>"])
-    words = f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/o --tokenizer-type TikTokenizer --tokenizer-model "
-    words += (
+    arguments = (
+        f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/o --tokenizer-type TikTokenizer --tokenizer-model "
+    )
+    arguments += (
         f"{tmp_path}/ranks.json --tiktoken-pattern v2 --vocab-size 306 --tiktoken-num-special-tokens 50 --workers 1"
     )
-    done = run(*words.split(), "--append-eod")
+    done = run(*arguments.split(), "--append-eod")
     assert done.returncode == 0, done.stderr
     assert IndexedTokens(tmp_path / "o_text_document").tokens(0).tolist() == [50 + 65, 50 + 98, 1, 2]

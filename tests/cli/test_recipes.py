@@ -20,8 +20,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(*words):
-    return RUNNER.invoke(app, list(words))
+def run(*arguments):
+    return RUNNER.invoke(app, list(arguments))
 
 
 def write(path, text):
@@ -126,9 +126,9 @@ def test_diff_of_equal_recipes(folder):
     assert json.loads(run("diff", "tiny", "same", "--json").stdout)["differences"] == []
 
 
-@pytest.mark.parametrize("words", [("diff", "tiny", "tinny"), ("diff", "tinny", "tiny"), ("show", "tinny")])
-def test_a_recipe_that_is_not_there(folder, words):
-    result = run(*words)
+@pytest.mark.parametrize("arguments", [("diff", "tiny", "tinny"), ("diff", "tinny", "tiny"), ("show", "tinny")])
+def test_a_recipe_that_is_not_there(folder, arguments):
+    result = run(*arguments)
     assert result.exit_code == 2
     assert "there is no recipe 'tinny'; did you mean 'tiny'?" in " ".join(result.output.split())
 

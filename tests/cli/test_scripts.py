@@ -56,9 +56,9 @@ def project(tmp_path):
     return root
 
 
-def run(root: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    words = (str(root / "scripts/run"), *words)
-    return subprocess.run(words, capture_output=True, text=True, env={**os.environ, **environ}, timeout=120)
+def run(root: Path, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = (str(root / "scripts/run"), *command)
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environ}, timeout=120)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_first_use_and_change(project):
     assert "installing megalaunch[train] with pip" in first.stderr
 
     second = run(project, "--json")
-    assert (second.stdout, second.stderr) == ("stand-in --json\n", "")  # in place: not a word of ours
+    assert (second.stdout, second.stderr) == ("stand-in --json\n", "")  # in place: nothing of ours is printed
 
     for name in ("constraints.txt", "pyproject.toml"):
         (project / name).write_text((project / name).read_text() + "# changed\n")
@@ -133,9 +133,9 @@ def test_first_use_and_change(project):
 
 @pytest.mark.slow
 def test_an_interrupted_set_up_starts_afresh_and_two_at_once_share_one(project):
-    words = [str(project / "scripts/run"), "x"]
+    command = [str(project / "scripts/run"), "x"]
     environ = {**os.environ, "SLOW_BUILD": "60"}
-    victim = subprocess.Popen(words, env=environ, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    victim = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert victim.stderr is not None
     for line in victim.stderr:
         if "installing" in line:
@@ -145,7 +145,7 @@ def test_an_interrupted_set_up_starts_afresh_and_two_at_once_share_one(project):
     victim.wait()
     assert (project / ".venv/unfinished").exists()
 
-    pair = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    pair = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [process.communicate(timeout=120) for process in pair]
     assert [process.returncode for process in pair] == [0, 0]
     assert [out for out, _ in outputs] == ["stand-in x\n"] * 2
@@ -177,7 +177,7 @@ def set_up():
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("log", "told"),
     [
         ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "the disk is full"),
         (
@@ -198,8 +198,8 @@ def set_up():
         ("", "pip failed: no message"),
     ],
 )
-def test_why_pip_failed(set_up, words, told):
-    assert set_up.explain(words.splitlines()).startswith(told)
+def test_why_pip_failed(set_up, log, told):
+    assert set_up.explain(log.splitlines()).startswith(told)
 
 
 def test_too_little_disk_is_said_before_anything_is_made(set_up, tmp_path, monkeypatch):
@@ -236,8 +236,8 @@ def test_pip_output_is_condensed(set_up, capsys):
 
 def test_a_silent_pip_gets_a_line_of_ours(set_up, capsys, monkeypatch):
     monkeypatch.setattr(set_up, "HEARTBEAT", 0.2)
-    words = [sys.executable, "-c", "import time; time.sleep(0.7); print('done')"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", "import time; time.sleep(0.7); print('done')"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert list(set_up.lines_of(process)) == ["done"]
     assert "still running after 0 s" in capsys.readouterr().err
 
@@ -250,7 +250,7 @@ def test_bench_lists_its_benchmarks():
 
 @pytest.fixture
 def checkout(tmp_path):
-    """Our scripts, three files of tests, and a .venv whose Python prints the words that it is called with."""
+    """Our scripts, three files of tests, and a .venv whose Python prints its arguments."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     (tmp_path / "tests").mkdir()
     for name, text in {"test_a.py": "", "test_b.py": "@pytest.mark.serial", "serial.py": "mark.serial"}.items():
@@ -268,18 +268,18 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def called(checkout: Path, *words: str, fails: str = "nothing") -> tuple[list[str], str, int]:
+def called(checkout: Path, *arguments: str, fails: str = "nothing") -> tuple[list[str], str, int]:
     """What Python was called with by scripts/test."""
     environ = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | {"FAILS": fails}
-    command = [checkout / "scripts/test", *words]
+    command = [checkout / "scripts/test", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60)
     calls = [line.removeprefix(" ") for line in done.stdout.splitlines() if not line.startswith("==")]
     return calls, done.stderr, done.returncode
 
 
-@pytest.mark.parametrize(("words", "selection"), [([], "not slow and not gpu"), (["--all"], "not gpu")])
-def test_two_tests_at_once_and_then_those_that_stand_nothing_beside_them(checkout, words, selection):
-    calls, err, code = called(checkout, *words)
+@pytest.mark.parametrize(("arguments", "selection"), [([], "not slow and not gpu"), (["--all"], "not gpu")])
+def test_two_tests_at_once_and_then_those_that_stand_nothing_beside_them(checkout, arguments, selection):
+    calls, err, code = called(checkout, *arguments)
     assert [call.split()[1] for call in calls[:3]] == ["ruff", "ruff", "mypy"]
     assert calls[3:] == [
         f"1 -m pytest -m {selection} and not serial -n 2 --dist worksteal --durations=30",

@@ -26,8 +26,8 @@ from megalaunch.runs.sweep.folder import SweepFolder
 from megalaunch.schema.spec_file import read_spec
 
 
-def invoke(*words: str):
-    return CliRunner().invoke(app, ["sweep", *words])
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, ["sweep", *arguments])
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def sweep_words(folder, *more):
+def sweep_arguments(folder, *more):
     corpus = make_corpus(folder / "corpus")
     return [
         "recipe=tiny",
@@ -50,12 +50,12 @@ def sweep_words(folder, *more):
 
 
 def test_a_dry_run_says_what_runs_and_why_the_rest_does_not(folder):
-    words = sweep_words(folder, "batch.global_batch_size=8,6,7", "optimizer.lr=choice(1e-3,3e-3)")
-    result = invoke("--dry-run", *words)
+    arguments = sweep_arguments(folder, "batch.global_batch_size=8,6,7", "optimizer.lr=choice(1e-3,3e-3)")
+    result = invoke("--dry-run", *arguments)
     assert result.exit_code == 0, result.output
     assert "6 points: 4 to run, 2 skipped" in result.stdout
     assert "batch.global_batch_size=7 optimizer.lr=0.001  skipped" in result.stdout
-    data = json.loads(invoke("--dry-run", "--json", *words).stdout)
+    data = json.loads(invoke("--dry-run", "--json", *arguments).stdout)
     assert (data["to_run"], data["skipped"], sum(data["reasons"].values())) == (4, 2, 2)
     assert [point["runs"] for point in data["points"]] == [True] * 4 + [False] * 2
     reason = data["points"][4]["reasons"][0]
@@ -65,7 +65,7 @@ def test_a_dry_run_says_what_runs_and_why_the_rest_does_not(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "metric"),
+    ("arguments", "metric"),
     [
         (["optimizer.lr=1e-3,2e-3"], "validation_loss"),
         (["optimizer.lr=1e-3,2e-3", "batch.micro_batch_size=1,2"], "validation_loss"),
@@ -73,8 +73,8 @@ def test_a_dry_run_says_what_runs_and_why_the_rest_does_not(folder):
         (["optimizer.lr=1e-3,2e-3", "--metric", "tokens_per_second"], "tokens_per_second"),
     ],
 )
-def test_speed_ranks_layouts_and_the_loss_what_is_learned(folder, words, metric):
-    assert f"ranked by {metric}" in invoke("--dry-run", *sweep_words(folder), *words).stdout
+def test_speed_ranks_layouts_and_the_loss_what_is_learned(folder, arguments, metric):
+    assert f"ranked by {metric}" in invoke("--dry-run", *sweep_arguments(folder), *arguments).stdout
 
 
 def test_messages_about_a_trials_data_go_through_the_display(folder, monkeypatch):
@@ -86,7 +86,7 @@ def test_messages_about_a_trials_data_go_through_the_display(folder, monkeypatch
         raise typer.Exit(3)
 
     monkeypatch.setattr(run, "prepare_data", with_data)
-    invoke(*sweep_words(folder, "optimizer.lr=1e-3,2e-3"))
+    invoke(*sweep_arguments(folder, "optimizer.lr=1e-3,2e-3"))
     assert len(heard) == 2
     assert all(isinstance(say.__self__, LogSweepDisplay) for say in heard)
 
@@ -107,23 +107,23 @@ def test_what_is_wrong_at_every_point_is_said_once(folder):
 
 
 def test_trials_bounds_what_runs(folder):
-    result = invoke("--dry-run", "--json", "--trials", "2", *sweep_words(folder, "optimizer.lr=1e-3,2e-3,3e-3"))
+    result = invoke("--dry-run", "--json", "--trials", "2", *sweep_arguments(folder, "optimizer.lr=1e-3,2e-3,3e-3"))
     assert [point["runs"] for point in json.loads(result.stdout)["points"]] == [True, True, False]
-    words = sweep_words(folder, "optimizer.lr=tag(log,interval(1e-4,1e-2))")
-    drawn = json.loads(invoke("--dry-run", "--json", "--trials", "5", *words).stdout)
+    arguments = sweep_arguments(folder, "optimizer.lr=tag(log,interval(1e-4,1e-2))")
+    drawn = json.loads(invoke("--dry-run", "--json", "--trials", "5", *arguments).stdout)
     assert drawn["sampler"] == "random"
     assert drawn["to_run"] == 5 <= len(drawn["points"])
 
 
 def test_a_dry_run_of_64_points_is_quick(folder):
-    words = sweep_words(folder, "train.seed=range(1,9)", "optimizer.lr=range(0.001,0.009,step=0.001)")
+    arguments = sweep_arguments(folder, "train.seed=range(1,9)", "optimizer.lr=range(0.001,0.009,step=0.001)")
     started = time.process_time()  # the machine may be busy with other tests
-    assert json.loads(invoke("--dry-run", "--json", *words).stdout)["to_run"] == 64
+    assert json.loads(invoke("--dry-run", "--json", *arguments).stdout)["to_run"] == 64
     assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         (["recipe=tiny"], "no override has several values"),
         (["recipe=tiny", "optimizer.lr=1,2", "--metric", "joy"], "--metric tokens_per_second, validation_loss or loss"),
@@ -134,16 +134,16 @@ def test_a_dry_run_of_64_points_is_quick(folder):
         (["recipe=tiny", "optimizer.lr=1,2", "--name", "../x"], "--name"),
     ],
 )
-def test_what_is_asked_wrongly_is_refused(folder, words, said):
-    result = invoke("--dry-run", *words)
+def test_what_is_asked_wrongly_is_refused(folder, arguments, said):
+    result = invoke("--dry-run", *arguments)
     assert result.exit_code == 2
     assert said in result.stderr
 
 
 def test_a_sweep_in_which_nothing_can_run_starts_nothing(folder):
-    words = sweep_words(folder, "batch.global_batch_size=3,7")
-    assert invoke("--dry-run", *words).exit_code == 2
-    result = invoke(*words)
+    arguments = sweep_arguments(folder, "batch.global_batch_size=3,7")
+    assert invoke("--dry-run", *arguments).exit_code == 2
+    result = invoke(*arguments)
     assert result.exit_code == 2
     assert "0 to run, 2 skipped" in result.stderr
     assert not (folder / "sweeps").exists()
@@ -151,21 +151,21 @@ def test_a_sweep_in_which_nothing_can_run_starts_nothing(folder):
 
 def test_without_optuna_tpe_names_the_extra(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    result = invoke(*sweep_words(folder, "optimizer.lr=1e-3,2e-3", "--sampler", "tpe", "--trials", "1"))
+    result = invoke(*sweep_arguments(folder, "optimizer.lr=1e-3,2e-3", "--sampler", "tpe", "--trials", "1"))
     assert result.exit_code == 2
     assert "megalaunch[sweep]" in result.stderr
 
 
 def test_a_real_sweep_ranks_what_finished_and_is_continued(folder):
     """Three points: one learns, one blows up after it has measured its speed, one cannot start."""
-    words = sweep_words(folder, "optimizer.weight_decay=0", "train.steps=6", "optimizer.lr=1e-2,1e30,1e-3")
+    arguments = sweep_arguments(folder, "optimizer.weight_decay=0", "train.steps=6", "optimizer.lr=1e-2,1e30,1e-3")
     options = ["--metric", "validation_loss", "--name", "s"]
-    first = invoke(*words, *options, "--trials", "1")
+    first = invoke(*arguments, *options, "--trials", "1")
     assert first.exit_code == 0, first.output
     sweep = SweepFolder(folder / "sweeps" / "s")
     begun = sweep.trial(1).metrics.read_bytes()
 
-    second = invoke(*words, *options)
+    second = invoke(*arguments, *options)
     assert second.exit_code == 0, second.output
     assert "continuing the sweep" in second.stdout
     assert sweep.trial(1).metrics.read_bytes() == begun
@@ -187,16 +187,18 @@ def test_a_real_sweep_ranks_what_finished_and_is_continued(folder):
     assert (again.optimizer, again.parallel.dp, again.batch) == (frozen.optimizer, frozen.parallel.dp, frozen.batch)
     assert again.data.corpus == frozen.data.corpus
 
-    other = invoke(*words, "train.seed=5", *options)
+    other = invoke(*arguments, "train.seed=5", *options)
     assert other.exit_code == 2
     assert "train.seed=5 is new" in other.stderr
 
 
 def test_data_that_cannot_be_read_fails_its_trial_alone(folder):
-    words = [word for word in sweep_words(folder, "train.steps=6") if not word.startswith("data.corpus")]
+    arguments = [
+        argument for argument in sweep_arguments(folder, "train.steps=6") if not argument.startswith("data.corpus")
+    ]
     damaged = folder / "damaged.txt"  # one that is missing or empty would be skipped beforehand
     damaged.write_bytes(b"\xff\xff")
-    result = invoke(*words, f"data.corpus={damaged},{folder / 'corpus'}", "--name", "s", "--json")
+    result = invoke(*arguments, f"data.corpus={damaged},{folder / 'corpus'}", "--name", "s", "--json")
     assert result.exit_code == 0, result.output
     trials = {trial["number"]: trial for trial in json.loads(result.stdout)["trials"]}
     assert (trials[1]["state"], trials[1]["rank"]) == ("failed", None)
@@ -206,9 +208,9 @@ def test_data_that_cannot_be_read_fails_its_trial_alone(folder):
 
 @pytest.mark.slow
 def test_ctrl_c_stops_the_trial_resumably(folder):
-    words = sweep_words(folder, "train.steps=100000", "checkpoint.interval=1000", "optimizer.lr=1e-3,2e-3")
+    arguments = sweep_arguments(folder, "train.steps=100000", "checkpoint.interval=1000", "optimizer.lr=1e-3,2e-3")
     process = subprocess.Popen(
-        [*MEGALAUNCH, "sweep", *words, "--name", "s"],
+        [*MEGALAUNCH, "sweep", *arguments, "--name", "s"],
         cwd=folder,
         env={**os.environ},
         stdout=subprocess.PIPE,

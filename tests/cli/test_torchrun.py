@@ -14,7 +14,7 @@ WORKER = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "WORLD_
 
 
 @pytest.mark.parametrize(
-    ("words", "environment", "typed"),
+    ("arguments", "environment", "typed"),
     [
         (["train", "recipe=tiny"], {}, "megalaunch train recipe=tiny cluster.devices_per_node=4"),
         (["train", "cluster.devices_per_node=2"], {}, "megalaunch train cluster.devices_per_node=2"),
@@ -28,11 +28,11 @@ WORKER = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "WORLD_
         ),
     ],
 )
-def test_what_to_type(words, environment, typed):
+def test_what_to_type(arguments, environment, typed):
     given = {**WORKER, **environment}
-    assert torchrun.is_torchrun_worker(words, given)
+    assert torchrun.is_torchrun_worker(arguments, given)
     started = f"torchrun started megalaunch {given['WORLD_SIZE']} times"
-    assert torchrun.advice(words, given) == (f"error: {started}, but it starts its workers itself; type: {typed}")
+    assert torchrun.advice(arguments, given) == (f"error: {started}, but it starts its workers itself; type: {typed}")
 
 
 def test_who_is_no_worker_of_torchrun():
@@ -57,10 +57,10 @@ def test_only_one_worker_of_a_machine_speaks(monkeypatch, capsys):
 
 def test_under_the_real_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
-    words = ["-m", "megalaunch", "train", "recipe=tiny"]
-    done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    arguments = ["-m", "megalaunch", "train", "recipe=tiny"]
+    done = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=90)
     assert done.returncode == 1  # torchrun's own, for any failed worker
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert told == [torchrun.advice(words[2:], {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})]
+    assert told == [torchrun.advice(arguments[2:], {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})]
     assert shlex.split(told[0].partition("type: ")[2])[0] == "megalaunch"
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ import time
 
 import pytest
 from launching import events_of, steps_of
-from training import tiny_words, train_tiny
+from training import tiny_overrides, train_tiny
 from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
@@ -21,8 +21,8 @@ from megalaunch.rundir.paths import RunDirectory
 from megalaunch.schema.spec_file import read_spec
 
 
-def invoke(*words: str):
-    return CliRunner().invoke(app, ["train", *words])
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, ["train", *arguments])
 
 
 @pytest.fixture
@@ -34,15 +34,15 @@ def folder(tmp_path, monkeypatch):
 def test_without_torch_it_names_the_extra(folder, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
-    result = invoke(*tiny_words(folder))
+    result = invoke(*tiny_overrides(folder))
     assert result.exit_code == 2
     assert "training needs torch" in result.stderr
     assert "pip install 'megalaunch[train]'" in result.stderr
-    assert invoke("--dry-run", *tiny_words(folder)).exit_code == 0
+    assert invoke("--dry-run", *tiny_overrides(folder)).exit_code == 0
 
 
 def test_a_dry_run_prints_the_command_and_leaves_nothing(folder):
-    result = invoke("--dry-run", *tiny_words(folder))
+    result = invoke("--dry-run", *tiny_overrides(folder))
     assert result.exit_code == 0, result.output
     (command,) = [line for line in result.stdout.splitlines() if "megalaunch.engine.agent" in line]
     argv = shlex.split(command)
@@ -53,7 +53,7 @@ def test_a_dry_run_prints_the_command_and_leaves_nothing(folder):
 
 
 def test_a_dry_run_shows_the_command_of_each_machine(folder):
-    result = invoke("--dry-run", *tiny_words(folder, "cluster.nodes=2"))
+    result = invoke("--dry-run", *tiny_overrides(folder, "cluster.nodes=2"))
     assert result.exit_code == 0, result.output
     commands = [shlex.split(line) for line in result.stdout.splitlines() if "megalaunch.engine.agent" in line]
     assert [command[3] for command in commands] == ["--node-rank=0", "--node-rank=1"]
@@ -61,7 +61,7 @@ def test_a_dry_run_shows_the_command_of_each_machine(folder):
 
 
 def test_several_machines_are_refused_by_name_with_their_commands(folder):
-    result = invoke(*tiny_words(folder, "cluster.nodes=2"))
+    result = invoke(*tiny_overrides(folder, "cluster.nodes=2"))
     assert result.exit_code == 2
     assert "[launcher.multi_node]" in result.stderr
     assert "fix:  cluster.nodes=1" in result.stderr
@@ -70,7 +70,7 @@ def test_several_machines_are_refused_by_name_with_their_commands(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "said"),
     [
         (["train.stepz=3"], "did you mean"),
         (["+train.steps=3"], "omit the +"),
@@ -80,32 +80,32 @@ def test_several_machines_are_refused_by_name_with_their_commands(folder):
         (["model.vocab_size=300"], "vocab_size 300 is below the 320 tokens"),
     ],
 )
-def test_words_that_cannot_run(folder, words, said):
-    result = invoke(*tiny_words(folder, *words))
+def test_overrides_that_cannot_run(folder, overrides, said):
+    result = invoke(*tiny_overrides(folder, *overrides))
     assert result.exit_code == 2
     assert said in result.stderr
     assert not (folder / "run").exists()
 
 
 def test_bad_data_has_its_own_exit_code_and_leaves_nothing(folder):
-    result = invoke(*tiny_words(folder, "data.corpus=nowhere"))
+    result = invoke(*tiny_overrides(folder, "data.corpus=nowhere"))
     assert result.exit_code == 3
     assert "nowhere" in result.stderr
     assert not (folder / "run").exists()
 
 
 def test_a_foreign_directory(folder):
-    words = tiny_words(folder)
+    overrides = tiny_overrides(folder)
     (folder / "run").mkdir()
     (folder / "run" / "letters.doc").write_text("")
-    result = invoke(*words)
+    result = invoke(*overrides)
     assert result.exit_code == 2
     assert "is not a run directory: it contains letters.doc" in result.stderr
     assert [path.name for path in (folder / "run").iterdir()] == ["letters.doc"]
 
 
 def test_a_directory_that_cannot_be_made(folder):
-    result = invoke(*tiny_words(folder, "run.directory=/proc/run"))
+    result = invoke(*tiny_overrides(folder, "run.directory=/proc/run"))
     assert result.exit_code == 2
     assert "/proc/run is not writable" in result.stderr
 
@@ -115,7 +115,7 @@ def test_a_held_directory_names_its_holder_within_a_second(folder):
     lock = lock_run(directory)
     try:
         began = time.monotonic()
-        result = invoke(*tiny_words(folder))
+        result = invoke(*tiny_overrides(folder))
         assert time.monotonic() - began < 2  # a loaded test machine; 0.5 s when idle
     finally:
         lock.release()
@@ -133,7 +133,7 @@ def test_a_signal_while_the_data_is_prepared(folder, monkeypatch, number, code):
 
     monkeypatch.setattr(megalaunch.data.prepare, "prepare", interrupted)
     before = signal.getsignal(number)
-    result = invoke(*tiny_words(folder))
+    result = invoke(*tiny_overrides(folder))
     assert result.exit_code == code
     assert "stopped before the workers started" in result.stderr
     assert not (folder / "run").exists()
@@ -141,7 +141,7 @@ def test_a_signal_while_the_data_is_prepared(folder, monkeypatch, number, code):
 
 
 def test_preparing_only(folder):
-    result = invoke("--prepare-only", *tiny_words(folder, "cluster.nodes=2"))
+    result = invoke("--prepare-only", *tiny_overrides(folder, "cluster.nodes=2"))
     assert result.exit_code == 0, result.output
     spec = read_spec(folder / "run" / "spec.yaml")
     assert spec.data.train_prefix.startswith(str(folder / "cache"))

@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 from launching import steps_of, wait_until
-from training import MEGALAUNCH, tiny_words
+from training import MEGALAUNCH, tiny_overrides
 
 from megalaunch.launch.process import descendants, kill_all
 from megalaunch.rundir.outcome import read_outcome
@@ -21,8 +21,8 @@ from megalaunch.rundir.progress import read_progress
 @pytest.fixture
 def agents(tmp_path):
     """The agents of two machines, both here, started by the commands that the launcher prints."""
-    words = tiny_words(tmp_path, "cluster.nodes=2", "cluster.devices_per_node=1", "launcher.max_restarts=2")
-    command = [*MEGALAUNCH, "train", "--prepare-only", *words]
+    overrides = tiny_overrides(tmp_path, "cluster.nodes=2", "cluster.devices_per_node=1", "launcher.max_restarts=2")
+    command = [*MEGALAUNCH, "train", "--prepare-only", *overrides]
     prepared = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -62,11 +62,11 @@ def test_derived_values_of_a_pipeline():
 
 
 @pytest.mark.parametrize(
-    ("word", "key"),
+    ("name", "key"),
     [("stepz", "train.steps"), ("topk", "model.moe.top_k"), ("vocab", "model.vocab_size"), ("lr", "optimizer.lr")],
 )
-def test_a_word_without_its_section_is_understood(word, key):
-    assert f"did you mean {key!r}?" in validate("recipe=tiny", f"{word}=5").output
+def test_a_key_without_its_section_is_understood(name, key):
+    assert f"did you mean {key!r}?" in validate("recipe=tiny", f"{name}=5").output
     assert "did you mean" not in validate("recipe=tiny", "qqqq=5").output
 
 
@@ -96,7 +96,7 @@ def test_json_holds_all_of_it():
     assert {f["rule"] for f in right["findings"]} == {"derived"}
 
 
-def test_words_that_do_not_compose_are_findings_too():
+def test_overrides_that_do_not_compose_are_findings_too():
     result = validate("recipe=quickstart", "train.stepps=3", "--json")
     (finding,) = json.loads(result.output)["findings"]
     assert (result.exit_code, finding["path"], finding["origin"]) == (2, "train.stepps", "command line")
@@ -116,7 +116,7 @@ def test_explain_a_value():
     assert validate("recipe=llama3_8b", "--explain", "optimizer.lrr").exit_code == 2
 
 
-def test_no_words_at_all():
+def test_no_overrides_at_all():
     result = validate()
     assert result.exit_code == 2
     assert "recipe=quickstart" in result.output

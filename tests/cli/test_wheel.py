@@ -14,9 +14,9 @@ from paths import ROOT
 pytestmark = pytest.mark.slow
 
 
-def call(*words: object, cwd: Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+def call(*arguments: object, cwd: Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MEGALAUNCH_RECIPES")}
-    texts = [str(word) for word in words]
+    texts = [str(argument) for argument in arguments]
     return subprocess.run(texts, cwd=cwd, env=environ, capture_output=True, text=True, timeout=timeout)
 
 
@@ -106,11 +106,13 @@ def test_preprocess(installed):
     assert written == [".bin", ".idx"]
 
 
-@pytest.mark.parametrize("words", [["train", "recipe=quickstart"], ["generate", "runs/quickstart", "--prompt", "x"]])
-def test_what_needs_torch_names_the_extra(installed, words):
+@pytest.mark.parametrize(
+    "arguments", [["train", "recipe=quickstart"], ["generate", "runs/quickstart", "--prompt", "x"]]
+)
+def test_what_needs_torch_names_the_extra(installed, arguments):
     megalaunch, folder = installed
     (folder / "runs/quickstart").mkdir(parents=True, exist_ok=True)
-    refused = call(megalaunch, *words, cwd=folder)
+    refused = call(megalaunch, *arguments, cwd=folder)
     assert refused.returncode == 2
     assert "megalaunch[train]" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -54,7 +54,7 @@ def test_a_number_beyond_its_bound_is_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ("cluster.nodes=100000", "cluster.devices_per_node=4096", "platform=h100"),
         ("train.steps=1000000000", "batch.global_batch_size=1000000000", "batch.sequence_length=1000000000"),
@@ -62,8 +62,8 @@ def test_a_number_beyond_its_bound_is_refused_by_name():
         ("parallel.pp=2", "batch.global_batch_size=999999998", "batch.micro_batch_size=null"),
     ],
 )
-def test_a_check_at_the_bounds_ends(words):
-    composition = compose(["recipe=tiny", "data.corpus=x", *words])
+def test_a_check_at_the_bounds_ends(overrides):
+    composition = compose(["recipe=tiny", "data.corpus=x", *overrides])
     began = time.process_time()
     resolution = resolve(composition.spec, LAPTOP, "tiny")
     check(resolution.spec, composition.origins, machine=LAPTOP)

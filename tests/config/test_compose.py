@@ -9,9 +9,9 @@ from megalaunch.schema import build_run_spec, spec_to_dict
 from megalaunch.schema.paths import entry_at
 
 
-def problems(*words):
+def problems(*overrides):
     with pytest.raises(ConfigError) as caught:
-        compose(words)
+        compose(overrides)
     return {problem.path: problem for problem in caught.value.problems}
 
 
@@ -27,7 +27,7 @@ def test_a_recipe_beats_options_which_beat_defaults():
     assert composition.overrides == ("recipe=llama3_8b",)
 
 
-def test_the_order_of_words_does_not_matter():
+def test_the_order_of_overrides_does_not_matter():
     one = compose(["recipe=llama3_8b", "parallel=tp4pp4", "train.steps=7"])
     other = compose(["train.steps=7", "parallel=tp4pp4", "recipe=llama3_8b"])
     assert one.spec == other.spec
@@ -39,8 +39,8 @@ def test_a_typed_option_replaces_the_recipes_option_whole():
 
 
 def test_typed_values_beat_typed_options_in_any_order_and_the_last_value_wins():
-    for words in (["parallel.tp=2", "parallel=tp4pp4"], ["parallel=tp4pp4", "parallel.tp=8", "parallel.tp=2"]):
-        spec = compose(["recipe=llama3_8b", *words]).spec
+    for overrides in (["parallel.tp=2", "parallel=tp4pp4"], ["parallel=tp4pp4", "parallel.tp=8", "parallel.tp=2"]):
+        spec = compose(["recipe=llama3_8b", *overrides]).spec
         assert (spec.parallel.tp, spec.parallel.pp) == (2, 4)
 
 
@@ -82,7 +82,7 @@ def test_all_problems_come_at_once_with_their_places():
 
 
 @pytest.mark.parametrize(
-    ("word", "path", "message"),
+    ("override", "path", "message"),
     [
         ("+train.steps=3", "train.steps", r"omit the \+; write train.steps=3"),
         ("++train.foo=3", "train.foo", "unknown key"),
@@ -150,8 +150,8 @@ def test_all_problems_come_at_once_with_their_places():
         ("=3", "=3", "unknown key"),
     ],
 )
-def test_what_words_are_refused_and_how(word, path, message):
-    found = problems("recipe=tiny", word)
+def test_which_overrides_are_refused_and_how(override, path, message):
+    found = problems("recipe=tiny", override)
     assert list(found) == [path]
     assert re.search(message, found[path].message), found[path].message
     assert found[path].where == "command line" or "no value" in message
@@ -170,9 +170,9 @@ def test_own_files_named_as_options_of_data(tmp_path, monkeypatch):
     assert "available: mock" in problems("recipe=tiny", "data=text")["data"].message
 
 
-@pytest.mark.parametrize(("word", "value"), [("1e3", 1000), ("2E2", 200), ("30.0", 30)])
-def test_whole_numbers_in_scientific_notation(word, value):
-    steps = compose(["recipe=tiny", f"train.steps={word}"]).spec.train.steps
+@pytest.mark.parametrize(("text", "value"), [("1e3", 1000), ("2E2", 200), ("30.0", 30)])
+def test_whole_numbers_in_scientific_notation(text, value):
+    steps = compose(["recipe=tiny", f"train.steps={text}"]).spec.train.steps
     assert (steps, type(steps)) == (value, int)
     assert "must be an integer" in problems("recipe=tiny", "train.steps=1.5e0")["train.steps"].message
     assert "must be an integer" in problems("recipe=tiny", "train.steps=1e300")["train.steps"].message
@@ -193,12 +193,12 @@ def test_no_recipe_is_one_problem():
 
 
 def test_a_run_without_a_recipe_needs_a_model_and_its_numbers():
-    words = ["model=tiny", "batch.sequence_length=8", "batch.global_batch_size=2", "train.steps=1"]
-    assert compose(words).spec.model.hidden_size == 32
+    overrides = ["model=tiny", "batch.sequence_length=8", "batch.global_batch_size=2", "train.steps=1"]
+    assert compose(overrides).spec.model.hidden_size == 32
 
 
 @pytest.mark.parametrize(
-    ("word", "value"),
+    ("override", "value"),
     [
         ("data.corpus=/a b/c,d/[x]*{y}.txt", "/a b/c,d/[x]*{y}.txt"),
         ("data.corpus='quoted, too'", "quoted, too"),
@@ -210,8 +210,8 @@ def test_a_run_without_a_recipe_needs_a_model_and_its_numbers():
         ("data.corpus=", ""),
     ],
 )
-def test_text_is_taken_as_typed(word, value):
-    assert compose(["recipe=tiny", word]).spec.data.corpus == value
+def test_text_is_taken_as_typed(override, value):
+    assert compose(["recipe=tiny", override]).spec.data.corpus == value
 
 
 def test_environment_variables_on_the_allow_list(monkeypatch):

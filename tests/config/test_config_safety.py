@@ -28,10 +28,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def problems(*words):
+def problems(*overrides):
     began = time.process_time()
     with pytest.raises(ConfigError) as caught:
-        compose(words)
+        compose(overrides)
     assert time.process_time() - began < 4  # 2 s on a machine that does nothing else
     return caught.value.problems
 

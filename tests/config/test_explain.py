@@ -32,6 +32,6 @@ def test_keys_of_nested_sections():
     assert moe.count("from: ") == len(fields(MoESpec))
     assert "model.moe.top_k = 3\n" in moe
     assert explain_key("model", composition, spec).count("from: ") > len(fields(MoESpec)) + len(fields(OptimizerSpec))
-    for word, meant in (("model.moe.topk", "model.moe.top_k"), ("rope.theta", "model.rope.theta")):
+    for key, meant in (("model.moe.topk", "model.moe.top_k"), ("rope.theta", "model.rope.theta")):
         with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
-            explain_key(word, composition, spec)
+            explain_key(key, composition, spec)

@@ -1,4 +1,4 @@
-"""Composition gives what Hydra gives: the merge of files for every shipped recipe, and the reading of plain words."""
+"""Composition gives what Hydra gives: files of every shipped recipe merge alike, plain overrides are read alike."""
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -22,8 +22,8 @@ def test_recipes(recipe):
 
 @pytest.mark.parametrize(("recipe", "options"), TYPED)
 def test_typed_options(recipe, options):
-    words = [f"{group}={option}" for group, option in options.items()]
-    assert compose([f"recipe={recipe}", *words]).spec == hydra_compose(recipe, options)
+    overrides = [f"{group}={option}" for group, option in options.items()]
+    assert compose([f"recipe={recipe}", *overrides]).spec == hydra_compose(recipe, options)
 
 
 def test_recipes_that_start_from_others(tmp_path, monkeypatch):
@@ -57,12 +57,12 @@ def test_recipes_that_start_from_others(tmp_path, monkeypatch):
      "FALSE", "null", "Null",
      "nan", "inf", "-inf", "abc", "a1_b", "_x", "none", "on", "1a", "0x10", "1.2.3", "a.b", "a-b", "é"],
 )  # fmt: skip
-def test_plain_words(text):
+def test_plain_overrides(text):
     is_plain, value = plain_scalar(text)
     if is_plain:
         theirs = OverridesParser.create().parse_override(f"k={text}").value()
         assert (theirs, type(theirs)) == (value, type(value))
 
 
-def test_most_words_need_no_grammar():
+def test_most_overrides_need_no_grammar():
     assert all(plain_scalar(text)[0] for text in ("1", "-1", "3e-4", "1.0e-5", "true", "null", "cosine"))

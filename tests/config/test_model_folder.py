@@ -39,9 +39,9 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def problems(*words: str) -> list[tuple[str, str, str]]:
+def problems(*overrides: str) -> list[tuple[str, str, str]]:
     with pytest.raises(ConfigError) as caught:
-        compose(words)
+        compose(overrides)
     return [(problem.path, problem.message, problem.where) for problem in caught.value.problems]
 
 
@@ -121,7 +121,7 @@ def test_key_positions():
     assert key_positions("{}") == {}
 
 
-def test_words_go_over_the_folder_in_either_order_and_a_recipe_stays(here):
+def test_overrides_change_the_folders_values_in_either_order_and_a_recipe_stays(here):
     write(here / "hf", SMOL)
     first = compose(["model.num_layers=4", "recipe=quickstart", "model=./hf"]).spec
     second = compose(["model=./hf", "recipe=quickstart", "model.num_layers=4"]).spec
@@ -130,14 +130,14 @@ def test_words_go_over_the_folder_in_either_order_and_a_recipe_stays(here):
     assert first.train == compose(["recipe=quickstart"]).spec.train
 
 
-@pytest.mark.parametrize("word", ["hf", "./hf", "hf/", "../{}/hf", "{}", "a,b/hf", "link", "hub/Some-Model", "~/hf"])
-def test_paths_are_taken_as_typed(here, monkeypatch, word):
+@pytest.mark.parametrize("path", ["hf", "./hf", "hf/", "../{}/hf", "{}", "a,b/hf", "link", "hub/Some-Model", "~/hf"])
+def test_paths_are_taken_as_typed(here, monkeypatch, path):
     monkeypatch.setenv("HOME", str(here))
     write(here / "hf", SMOL)
     write(here / "a,b" / "hf", SMOL)
     write(here / "hub" / "Some-Model", SMOL)
     (here / "link").symlink_to(here / "hf")
-    typed = str(here / "hf") if word == "{}" else word.format(here.name)
+    typed = str(here / "hf") if path == "{}" else path.format(here.name)
     composition = compose(["recipe=quickstart", f"model={typed}"])
     assert composition.spec.model.hidden_size == 576
     assert composition.choices["model"] == typed
@@ -166,7 +166,7 @@ def test_the_spec_that_is_written_needs_no_folder(here):
     assert "hf/" not in (here / "spec.yaml").read_text()
 
 
-def test_notes_say_what_was_ignored_and_that_weights_are_another_word(here):
+def test_notes_say_what_was_ignored_and_that_weights_are_another_override(here):
     write(here / "hf", SMOL)
     notes = [note.message for note in compose(["recipe=quickstart", "model=./hf"]).notes]
     assert notes[0].startswith("hf/config.json: is_llama_config (True) is ignored: ")
@@ -220,12 +220,12 @@ def test_all_problems_are_said_at_once(here):
     write(here / "hf", {**SMOL, "use_mrope": True, "odd": 1, "num_hidden_layers": 0})
     found = problems("recipe=quickstart", "model=hf", "trian.steps=3", "train.steps=0")
     said = " ".join(message for _, message, _ in found)
-    assert all(word in said for word in ("use_mrope", "odd", "num_hidden_layers", "unknown key"))
+    assert all(part in said for part in ("use_mrope", "odd", "num_hidden_layers", "unknown key"))
     assert "train.steps" in [path for path, _, _ in found]
 
 
 @pytest.mark.parametrize(
-    ("files", "word", "text"),
+    ("files", "folder", "text"),
     [
         (("hf/model.Q4_K_M.gguf",), "hf", GGUF),
         (("hf/model.Q4_K_M.gguf",), "hf/model.Q4_K_M.gguf", GGUF),
@@ -243,11 +243,11 @@ def test_all_problems_are_said_at_once(here):
         ((), "x\0y", "there is no model="),
     ],
 )  # fmt: skip
-def test_what_is_no_model_folder_is_refused_by_name(here, files, word, text):
+def test_what_is_no_model_folder_is_refused_by_name(here, files, folder, text):
     for file in files:
         (here / file).parent.mkdir(parents=True, exist_ok=True)
         (here / file).write_text("{}")
-    (found,) = problems("recipe=quickstart", f"model={word}")
+    (found,) = problems("recipe=quickstart", f"model={folder}")
     assert re.search(text, found[1]), found
 
 
@@ -269,20 +269,20 @@ def test_what_a_recipe_sets_over_the_folder_is_said(here):
 def test_the_commands_show_it(here):
     write(here / "hf", SMOL)
     run = CliRunner()
-    words = ["recipe=quickstart", "model=./hf"]
-    shown = run.invoke(app, ["validate-config", *words, "--explain", "model.hidden_size"]).output
+    overrides = ["recipe=quickstart", "model=./hf"]
+    shown = run.invoke(app, ["validate-config", *overrides, "--explain", "model.hidden_size"]).output
     assert "from: model=./hf, hf/config.json:" in shown
-    valid = run.invoke(app, ["validate-config", *words])
+    valid = run.invoke(app, ["validate-config", *overrides])
     assert valid.exit_code == 0
     assert "add checkpoint.load_pretrained=./hf" in valid.output
-    data = json.loads(run.invoke(app, ["validate-config", "--json", *words]).stdout)
+    data = json.loads(run.invoke(app, ["validate-config", "--json", *overrides]).stdout)
     assert any("load_pretrained=./hf" in finding["message"] for finding in data["findings"])
-    planned = run.invoke(app, ["plan", *words])
+    planned = run.invoke(app, ["plan", *overrides])
     assert planned.exit_code == 0, planned.output
     assert "note: model=./hf sets the architecture only" in planned.stderr
     write(here / "hf", {**SMOL, "use_mrope": True})
     for command in ("validate-config", "plan", "train"):
-        refused = run.invoke(app, [command, *words])
+        refused = run.invoke(app, [command, *overrides])
         assert refused.exit_code == 2
         assert "use_mrope" in refused.output + refused.stderr
 

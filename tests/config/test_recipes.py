@@ -24,17 +24,17 @@ def write(path, text, header=HEADER):
     path.write_text(header + text)
 
 
-def problems(*words):
+def problems(*overrides):
     with pytest.raises(ConfigError) as caught:
-        compose(words)
+        compose(overrides)
     return caught.value.problems
 
 
-@pytest.mark.parametrize("word", ["./mine.yaml", "mine.yaml", "sub/a b.yml", "{folder}/mine.yaml"])
-def test_a_recipe_by_path(folder, word):
-    word = word.format(folder=folder)
-    write(folder / word, PARENT + "train: {steps: 33}\n")
-    spec = compose([f"recipe={word}", "parallel=tp2"]).spec
+@pytest.mark.parametrize("path", ["./mine.yaml", "mine.yaml", "sub/a b.yml", "{folder}/mine.yaml"])
+def test_a_recipe_by_path(folder, path):
+    path = path.format(folder=folder)
+    write(folder / path, PARENT + "train: {steps: 33}\n")
+    spec = compose([f"recipe={path}", "parallel=tp2"]).spec
     assert (spec.train.steps, spec.parallel.tp, spec.model.name) == (33, 2, "tiny")
 
 

@@ -39,7 +39,7 @@ def test_what_is_replaced_is_typed_and_the_rest_stays(values):
         {"precision.fp8.recipe": "mxfp9"},
     ],
 )
-def test_what_does_not_fit_is_refused_in_the_same_words(values):
+def test_what_does_not_fit_is_refused_with_the_same_message(values):
     with pytest.raises(SpecError) as again:
         built_again(values)
     with pytest.raises(SpecError) as found:

@@ -25,8 +25,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def _faults(word: str) -> int:
-    return int(subprocess.run([sys.executable, "-c", STEPS, word], check=True, capture_output=True, text=True).stdout)
+def _faults(mode: str) -> int:
+    return int(subprocess.run([sys.executable, "-c", STEPS, mode], check=True, capture_output=True, text=True).stdout)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")

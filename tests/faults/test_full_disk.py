@@ -44,9 +44,9 @@ def fill(disk: Path) -> Path:
 @pytest.mark.slow
 def test_metrics_that_find_no_space(tmp_path, small_disk):
     directory = RunDirectory(small_disk / "run")
-    words = (f"run.directory={directory.root}", "train.steps=4000", *NOTHING_BETWEEN)
-    assert train_tiny(tmp_path, *words, "train.exit_at_step=5")[0] == 0
-    with training(tmp_path, *words) as process:
+    overrides = (f"run.directory={directory.root}", "train.steps=4000", *NOTHING_BETWEEN)
+    assert train_tiny(tmp_path, *overrides, "train.exit_at_step=5")[0] == 0
+    with training(tmp_path, *overrides) as process:
         wait_until(lambda: len(steps_of(directory)) > 7, 90)
         filler = fill(small_disk)
         _, err = process.communicate(timeout=60)
@@ -58,7 +58,7 @@ def test_metrics_that_find_no_space(tmp_path, small_disk):
 
     filler.unlink()
     last = outcome.step + 3
-    code, _, err = train_tiny(tmp_path, *words, f"train.exit_at_step={last}")
+    code, _, err = train_tiny(tmp_path, *overrides, f"train.exit_at_step={last}")
     assert (code, err) == (0, "")
     assert steps_of(directory) == list(range(1, last + 1))
 
@@ -67,8 +67,8 @@ def test_metrics_that_find_no_space(tmp_path, small_disk):
 def test_a_run_directory_that_becomes_read_only(tmp_path):
     """The ranks end together on the line that could not be written, and the launcher says it: no worker can."""
     directory = RunDirectory(tmp_path / "run")
-    words = ("train.steps=4000", *NOTHING_BETWEEN)
-    with training(tmp_path, *words) as process:
+    overrides = ("train.steps=4000", *NOTHING_BETWEEN)
+    with training(tmp_path, *overrides) as process:
         wait_until(lambda: len(steps_of(directory)) > 3, 90)
         with read_only(directory.root):
             _, err = process.communicate(timeout=60)
@@ -77,5 +77,5 @@ def test_a_run_directory_that_becomes_read_only(tmp_path):
     assert "Traceback" not in err
     assert not events_of(directory, "restart")
     assert directory.rank_log(1).read_text().count("Traceback") == 0  # it ended on purpose, with the others
-    code, _, err = train_tiny(tmp_path, *words, "train.exit_at_step=8")
+    code, _, err = train_tiny(tmp_path, *overrides, "train.exit_at_step=8")
     assert (code, err) == (0, "")

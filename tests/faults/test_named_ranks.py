@@ -19,7 +19,7 @@ from megalaunch.rundir.progress import read_progress
 pytestmark = pytest.mark.serial
 
 TIMEOUT = 12
-WORDS = ("train.steps=400", "train.exit_at_step=40", "checkpoint.interval=5", f"launcher.hang_timeout={TIMEOUT}")
+OVERRIDES = ("train.steps=400", "train.exit_at_step=40", "checkpoint.interval=5", f"launcher.hang_timeout={TIMEOUT}")
 
 # Python runs a file of this name at its start: that is how a worker comes to do what none does by itself.
 SPOILED = """
@@ -62,7 +62,7 @@ def named(directory: RunDirectory, exception: str) -> dict | None:
 
 def test_a_rank_that_dies_and_one_that_stalls(tmp_path, shared):
     directory = RunDirectory(tmp_path / "run")
-    with training(tmp_path, "parallel=tp2pp2", *WORDS, shared=shared) as process:
+    with training(tmp_path, "parallel=tp2pp2", *OVERRIDES, shared=shared) as process:
         wait_until(lambda: 7 in steps_of(directory), 120)
         os.kill(read_progress(directory.progress(3)).pid, signal.SIGKILL)
         died = wait_until(lambda: named(directory, "SIGKILL"), TIMEOUT)
@@ -114,8 +114,8 @@ def test_a_rank_that_falls_out_of_step(tmp_path, shared, name):
     layout, rank, coordinates, fault, said = FAULTS[name]
     (tmp_path / "sitecustomize.py").write_text(SPOILED.format(rank=rank, fault=fault))
     python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    words = (f"parallel={layout}", *WORDS, "launcher.max_restarts=0")
-    code, _, err = train_tiny(tmp_path, *words, shared=shared, PYTHONPATH=python_path)
+    overrides = (f"parallel={layout}", *OVERRIDES, "launcher.max_restarts=0")
+    code, _, err = train_tiny(tmp_path, *overrides, shared=shared, PYTHONPATH=python_path)
     directory = RunDirectory(tmp_path / "run")
     assert code in (5, 6), err
     assert f"rank {rank} ({coordinates})" in err

@@ -103,8 +103,8 @@ def test_a_stop_then_the_same_command(tmp_path, shared, undisturbed, number, cod
 
 def test_a_stopped_process_is_a_hang_that_names_it(tmp_path, shared, undisturbed):
     directory = RunDirectory(tmp_path / "run")
-    words = (f"train.steps={STEPS}", "launcher.hang_timeout=6")
-    with training(tmp_path, *words, shared=shared) as process:
+    overrides = (f"train.steps={STEPS}", "launcher.hang_timeout=6")
+    with training(tmp_path, *overrides, shared=shared) as process:
         wait_until(lambda: 12 in steps_of(directory), 60)
         os.kill(read_progress(directory.progress(1)).pid, signal.SIGSTOP)
         began = time.monotonic()
@@ -174,13 +174,13 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("beside", ["false", "true"])
 def test_a_full_disk_while_saving(small_disk, shared, undisturbed, beside):
     directory = RunDirectory(small_disk / "run")
-    words = (f"train.steps={STEPS}", f"checkpoint.async_save={beside}")
-    assert train_tiny(small_disk, *words, "train.exit_at_step=10", shared=shared)[0] == 0
+    overrides = (f"train.steps={STEPS}", f"checkpoint.async_save={beside}")
+    assert train_tiny(small_disk, *overrides, "train.exit_at_step=10", shared=shared)[0] == 0
     ballast = small_disk / "ballast"
     with ballast.open("wb") as file:
         status = os.statvfs(small_disk)
         file.write(bytes(status.f_bavail * status.f_frsize - 150_000))
-    code, _, err = train_tiny(small_disk, *words, shared=shared)
+    code, _, err = train_tiny(small_disk, *overrides, shared=shared)
     assert code == 4, err
     assert "no space left for the checkpoint" in err
     assert str(directory.checkpoint(20)) in err
@@ -188,7 +188,7 @@ def test_a_full_disk_while_saving(small_disk, shared, undisturbed, beside):
     assert len(err.splitlines()) <= 15
     assert verify_checkpoint(directory.checkpoint(10)) == []
     ballast.unlink()
-    assert train_tiny(small_disk, *words, shared=shared)[0] == 0
+    assert train_tiny(small_disk, *overrides, shared=shared)[0] == 0
     assert_same_run(directory, undisturbed)
 
 
@@ -196,8 +196,8 @@ def _kill_launchers(folder: Path, shared: Path, times: int, seed: int) -> list[s
     """kill -9 the launcher at random moments; where its workers were. Nothing may live 5 s longer."""
     directory, source, moments = RunDirectory(folder / "run"), random.Random(seed), []
     for _ in range(times):
-        words = ("train.steps=100000", "checkpoint.interval=1", "train.validation_interval=7")
-        with training(folder, *words, shared=shared) as process:
+        overrides = ("train.steps=100000", "checkpoint.interval=1", "train.validation_interval=7")
+        with training(folder, *overrides, shared=shared) as process:
             wait_until(lambda: len(descendants(process.pid)) > source.choice((0, 1, 2)), 60)
             if source.random() < 0.7:  # else in the first moments: agent and workers load torch
                 known = len(steps_of(directory))
@@ -218,8 +218,8 @@ def test_nothing_outlives_a_killed_launcher(tmp_path, shared):
     # The next start works without cleaning up.
     directory = RunDirectory(tmp_path / "run")
     last = max((int(path.name[5:]) for path in directory.checkpoints.glob("step_*")), default=0) + 3
-    words = (f"train.steps={last}", "data.num_samples=800000", "schedule.decay_steps=100000")
-    code, _, err = train_tiny(tmp_path, *words, shared=shared)
+    overrides = (f"train.steps={last}", "data.num_samples=800000", "schedule.decay_steps=100000")
+    code, _, err = train_tiny(tmp_path, *overrides, shared=shared)
     assert (code, err) == (0, "")
     steps = [record["step"] for record in read_lines(directory.metrics) if "loss" in record]
     assert steps == list(range(1, last + 1))

@@ -56,8 +56,8 @@ def listeners(pids: list[int]) -> list[tuple[str, int]]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
                 address, _, port = fields[1].partition(":")
-                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
-                found.append((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+                parts = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
+                found.append((socket.inet_ntop(family, b"".join(parts)), int(port, 16)))
     return found
 
 
@@ -118,9 +118,9 @@ class Machines:
         self.agents: list[subprocess.Popen[str]] = []
 
     def start(self, node: int) -> subprocess.Popen[str]:
-        words = [f"--node-rank={node}", f"--first-node={self.host}:{self.port}", "-m", "fake_worker"]
+        arguments = [f"--node-rank={node}", f"--first-node={self.host}:{self.port}", "-m", "fake_worker"]
         agent = subprocess.Popen(
-            [sys.executable, "-m", "megalaunch.engine.agent", *words, str(self.directory.spec)],
+            [sys.executable, "-m", "megalaunch.engine.agent", *arguments, str(self.directory.spec)],
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}", "FAKE_STEP_SECONDS": "0.1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -144,7 +144,7 @@ def machines(tmp_path):
     made.end()
 
 
-def strange_words(port: int, host: str) -> None:
+def strange_messages(port: int, host: str) -> None:
     """What a stranger can try at a port: no answer may help them."""
     greeting = b"megalaunch/1 " + b"0" * 32 + b"\n"
     for first in (b"[" * 60000 + b"\n", b"GET / HTTP/1.1\r\n\r\n", greeting, b"\xff" * 99 + b"\n"):
@@ -164,7 +164,7 @@ def test_strangers_reach_no_store_and_a_lost_machine_ends_the_run(machines):
     for agent in (first, second):
         for address, port in listeners(below(agent)):
             assert (address, port) == (machines.host, machines.port) or address in LOOPBACK
-    strange_words(machines.port, machines.host)
+    strange_messages(machines.port, machines.host)
     with pytest.raises(dist.DistError):
         dist.TCPStore(machines.host, machines.port, None, False, timedelta(seconds=2), wait_for_workers=False)
     before = len(steps_of(machines.directory))

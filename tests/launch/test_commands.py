@@ -36,7 +36,7 @@ def test_what_is_shown_can_be_pasted():
     for nodes in (1, 2):
         commands = node_commands(tiny_spec(cluster__nodes=nodes), nasty)
         text = "\n".join(shown_commands(commands))
-        assert [word for command in commands for word in command] == list(shlex.split(text, comments=True))
+        assert [argument for command in commands for argument in command] == list(shlex.split(text, comments=True))
 
 
 def test_the_cores_are_shared_and_the_users_own_value_wins():

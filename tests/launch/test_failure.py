@@ -121,7 +121,7 @@ def test_a_hang_names_the_limit_that_it_passed(tmp_path, phase, key):
 @pytest.mark.parametrize(
     ("code", "name"), [(-9, "SIGKILL"), (-11, "SIGSEGV"), (3, "exit code 3"), (-64, "SIGRTMAX"), (None, "ended")]
 )
-def test_ends_in_words(code, name):
+def test_describe_exit(code, name):
     assert describe_exit(code)[0] == name
 
 

@@ -86,9 +86,9 @@ def flat(responses: list) -> list:
 def test_commands(tasks, tmp_path, own_tasks_only):
     """`megalaunch evaluate --task` and lm-eval's own command line find the same of a run of ours."""
     run = str(make_run(tmp_path / "run", steps=(1,)).root)
-    words = [word for name in tasks[1] for word in ("--task", name)]
+    arguments = [argument for name in tasks[1] for argument in ("--task", name)]
     shown = CliRunner().invoke(
-        app, ["evaluate", run, "--include-path", str(tasks[0]), "--limit", "5", "--json", *words]
+        app, ["evaluate", run, "--include-path", str(tasks[0]), "--limit", "5", "--json", *arguments]
     )
     assert shown.exit_code == 0, shown.output
     records = [json.loads(line) for line in shown.stdout.splitlines()]
@@ -100,9 +100,9 @@ def test_commands(tasks, tmp_path, own_tasks_only):
     assert figures == pytest.approx(theirs, abs=1e-6)
 
 
-def by_lm_eval(tasks, *words: str, output: Path) -> str:
+def by_lm_eval(tasks, *arguments: str, output: Path) -> str:
     """What `lm_eval --model megalaunch` writes into its results."""
-    command = [sys.executable, "-m", "megalaunch.engine.lm_eval_adapter", "--model", "megalaunch", *words]
+    command = [sys.executable, "-m", "megalaunch.engine.lm_eval_adapter", "--model", "megalaunch", *arguments]
     command += ["--tasks", ",".join(tasks[1]), "--include_path", str(tasks[0]), "--output_path", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, **OFFLINE})
     assert done.returncode == 0, done.stderr
@@ -126,17 +126,17 @@ def test_refusals(tasks, tmp_path, own_tasks_only):
         ("beams", 2, "num_beams is unknown"),
         ("gone", 3, "nowhere.jsonl"),
     ]:
-        words = ["evaluate", str(tmp_path / "hf"), "--task", name, "--include-path", str(tasks[0])]
-        result = CliRunner().invoke(app, words)
+        arguments = ["evaluate", str(tmp_path / "hf"), "--task", name, "--include-path", str(tasks[0])]
+        result = CliRunner().invoke(app, arguments)
         assert (result.exit_code, reason in result.stderr) == (code, True), result.output
-    for words, reason in [
+    for arguments, reason in [
         ({"batch_size": "auto"}, "batch_size must be a number"),
         ({"max_length": 99}, "from 1 to the 48"),
     ]:
         from megalaunch.engine.lm_eval_adapter import LMEvalModel
 
         with pytest.raises(ValueError, match=reason):
-            LMEvalModel(tmp_path / "hf", **words)
+            LMEvalModel(tmp_path / "hf", **arguments)
 
 
 def wish(**values: int) -> dict:

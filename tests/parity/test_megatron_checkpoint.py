@@ -16,8 +16,8 @@ from megalaunch.engine.checkpoint.export_huggingface import StoredWeights
 from megalaunch.engine.checkpoint.streaming_forward import streamed_logits
 
 
-def convert(source: Path, output: Path, *words: str):
-    called = ["convert", "import-megatron", str(source), "--output", str(output), "--allow-pickle", *words]
+def convert(source: Path, output: Path, *arguments: str):
+    called = ["convert", "import-megatron", str(source), "--output", str(output), "--allow-pickle", *arguments]
     return CliRunner().invoke(app, called)
 
 

@@ -56,9 +56,9 @@ def test_the_bytes_are_megatrons(tmp_path, monkeypatch):
         builder.add_document([token for ids in document for token in ids], [len(ids) for ids in document])
     builder.finalize(str(tmp_path / "theirs.idx"))
 
-    words = ["--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "ours", "--split-sentences"]
-    words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", path, "--workers", 2]
-    done = CliRunner().invoke(app, ["preprocess", *map(str, words), "--append-eod"])
+    arguments = ["--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "ours", "--split-sentences"]
+    arguments += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", path, "--workers", 2]
+    done = CliRunner().invoke(app, ["preprocess", *map(str, arguments), "--append-eod"])
     assert done.exit_code == 0, done.output
     assert sentences > 20 * len(texts)
     for suffix in ("bin", "idx"):

@@ -89,11 +89,11 @@ def origins_of(spec: RunSpec) -> dict[str, Origin]:
     return found
 
 
-def value_of(word: str):
+def value_of(override: str):
     """As the command line reads it."""
-    path, _, raw = word.partition("=")
+    path, _, raw = override.partition("=")
     value, problem = _text_value(path, raw) if schema_keys()[path].is_text else _plain_value(path, raw)
-    assert problem is None, word
+    assert problem is None, override
     return path, value
 
 
@@ -112,7 +112,7 @@ def test_the_checker_never_raises_and_shown_fixes_are_right(drawn, machine, purp
     assert findings_text(findings, derived_values(spec))
     for finding in findings:
         for fix in finding.fixes:  # applied as a user would: to the overrides, then all over again
-            changed = with_values(asked, dict(value_of(word) for word in shlex.split(fix)))
+            changed = with_values(asked, dict(value_of(override) for override in shlex.split(fix)))
             fixed = resolve(changed, machine, recipe).spec
             after = check(fixed, origins_of(changed), purpose, machine)
             assert (finding.rule, finding.path) not in {(f.rule, f.path) for f in after}, fix

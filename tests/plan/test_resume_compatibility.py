@@ -6,7 +6,7 @@ from megalaunch.plan.resume_compatibility import CHANGEABLE, compatible_changes,
 from megalaunch.schema import RunSpec, with_values
 from megalaunch.schema.build import leaves
 
-WORDS = ("recipe=tiny", "data.corpus=x")
+OVERRIDES = ("recipe=tiny", "data.corpus=x")
 CACHE = "/cache/corpora/0123/"
 PREPARED = {
     "data.train_prefix": f"{CACHE}train",
@@ -17,11 +17,11 @@ PREPARED = {
 
 
 def stored():
-    return with_values(resolved(*WORDS)[0], PREPARED)
+    return with_values(resolved(*OVERRIDES)[0], PREPARED)
 
 
 def rerun(*overrides, values=None):
-    spec, _ = resolved(*WORDS, *overrides, stored=stored())
+    spec, _ = resolved(*OVERRIDES, *overrides, stored=stored())
     return with_values(spec, values or {})
 
 
@@ -36,7 +36,7 @@ def test_the_same_overrides_are_the_same_run_before_and_after_preparation():
 
 
 @pytest.mark.parametrize(
-    "word",
+    "override",
     [
         "train.steps=40",
         "train.exit_at_step=3",
@@ -59,12 +59,12 @@ def test_the_same_overrides_are_the_same_run_before_and_after_preparation():
         "model.name=other",
     ],
 )
-def test_what_may_change(word):
-    assert refused(word) == []
+def test_what_may_change(override):
+    assert refused(override) == []
 
 
 @pytest.mark.parametrize(
-    ("word", "paths"),
+    ("override", "paths"),
     [
         ("model.num_layers=3", ["model.num_layers"]),
         ("model.rope.theta=5", ["model.rope.theta"]),
@@ -90,9 +90,9 @@ def test_what_may_change(word):
         ("data.corpus=y", ["data.corpus", "data.train_prefix", "data.validation_prefix", "tokenizer.path"]),
     ],
 )
-def test_what_makes_another_run(word, paths):
-    assert refused(word) == paths
-    first = incompatible_changes(rerun(word), stored())[0]
+def test_what_makes_another_run(override, paths):
+    assert refused(override) == paths
+    first = incompatible_changes(rerun(override), stored())[0]
     assert "restore the value, or give another run.directory" in first.message
     assert first.severity == "error"
 
@@ -126,7 +126,7 @@ def test_the_list_names_keys_that_exist():
 
 
 def test_stored_horizons_come_back():
-    spec = resolve(resolved(*WORDS)[1].spec, LAPTOP, "tiny", stored()).spec
+    spec = resolve(resolved(*OVERRIDES)[1].spec, LAPTOP, "tiny", stored()).spec
     assert spec.data.num_samples == stored().data.num_samples
 
 

@@ -116,11 +116,11 @@ def test_sizes():
     assert [line for path, text, tree in sources(*folders) for line in rules.too_long(path, text, tree)] == []
 
 
-@pytest.mark.parametrize("words", [["--help"], ["validate-config", "recipe=quickstart"], ["recipes", "list"]])
-def test_torch_stays_out_of_these_commands(words):
+@pytest.mark.parametrize("arguments", [["--help"], ["validate-config", "recipe=quickstart"], ["recipes", "list"]])
+def test_torch_stays_out_of_these_commands(arguments):
     code = (
         "import json, sys\n"
-        f"sys.argv = ['megalaunch', *{words!r}]\n"
+        f"sys.argv = ['megalaunch', *{arguments!r}]\n"
         "from megalaunch.cli.app import main\n"
         "try:\n    main()\n"
         "except SystemExit as end:\n    code = end.code\n"
@@ -364,8 +364,8 @@ def test_unsafe_code_is_found(line, faulty):
 
 
 def test_unfinished_words_are_found():
-    word = rules.UNFINISHED[0]
-    assert list(rules.unfinished_words("x.py", f"a = 1\n# {word}: later\n")) == [f"x.py:2: {word}"]
+    marker = rules.UNFINISHED[0]
+    assert list(rules.unfinished_words("x.py", f"a = 1\n# {marker}: later\n")) == [f"x.py:2: {marker}"]
 
 
 def test_sizes_are_checked():

@@ -82,18 +82,18 @@ def test_a_crash_shows_where_it_was():
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("how", "message"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 0 was killed by SIGKILL"),
         (lambda: os._exit(3), "rank 0 left with exit code 3"),
     ],
 )
-def test_a_rank_that_dies_is_named(how, words):
+def test_a_rank_that_dies_is_named(how, message):
     def body():
         if dist.get_rank() == 0:
             how()
 
-    with pytest.raises(RanksFailed, match=words):
+    with pytest.raises(RanksFailed, match=message):
         run_ranks(2, body, timeout=30)
 
 

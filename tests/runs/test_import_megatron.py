@@ -362,15 +362,15 @@ def test_the_tables_agree_with_the_schema_and_each_other():
 
 def test_the_command_writes_a_recipe_that_composes(tmp_path):
     (tmp_path / "train.sh").write_text(LLAMA3_8B.replace("--save-interval", "--tp-comm-overlap --save-interval"))
-    words = [MEGALAUNCH, "import-megatron", "train.sh", "--output", "out/my-run.yaml", "--platform", "h100"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    command = [MEGALAUNCH, "import-megatron", "train.sh", "--output", "out/my-run.yaml", "--platform", "h100"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "mapped (" in done.stdout
     written = (tmp_path / "out/conf/parallel/my_run.yaml").read_text()
     assert written == "tp: 2\nsequence_parallel: true\ntp_comm_overlap: true\n"
     spec = compose([f"recipe={tmp_path}/out/my-run.yaml"]).spec
     assert (spec.parallel.tp, spec.parallel.tp_comm_overlap, spec.platform.chip) == (2, True, "h100")
-    again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert again.returncode == 2
     assert re.search(r"out/my-run\.yaml.* exists; name another file, or add --force", again.stderr)
 

@@ -366,7 +366,7 @@ def unsafe_code(path: str, tree: ast.Module) -> Iterator[str]:
 
 def _unsafe_call(node: ast.Call) -> Iterator[str]:
     name = _dotted(node.func)
-    keywords = {word.arg: word.value for word in node.keywords}
+    keywords = {keyword.arg: keyword.value for keyword in node.keywords}
     for switch in ("shell", "allow_pickle", "trust_remote_code"):
         value = keywords.get(switch)
         if value is not None and not (isinstance(value, ast.Constant) and value.value is False):
@@ -411,9 +411,9 @@ def unguarded_writes(path: str, tree: ast.Module) -> Iterator[str]:
 def unfinished_words(path: str, text: str) -> Iterator[str]:
     """Marks of something left for later."""
     for number, line in enumerate(text.splitlines(), 1):
-        for word in UNFINISHED:
-            if word in line:
-                yield f"{path}:{number}: {word}"
+        for marker in UNFINISHED:
+            if marker in line:
+                yield f"{path}:{number}: {marker}"
 
 
 def too_long(path: str, text: str, tree: ast.Module) -> Iterator[str]:

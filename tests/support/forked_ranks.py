@@ -204,7 +204,7 @@ def _ask_stacks(ranks: list[_Rank], folder: Path) -> dict[int, str]:
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """Every child is gone and reaped when this returns. Finished ranks wait for the word to leave."""
+    """Every child is gone and reaped when this returns. Finished ranks wait until they may leave."""
     deadline = time.monotonic() + AFTER_FAILURE
     for rank in ranks:
         if rank.outcome is None:

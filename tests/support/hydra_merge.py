@@ -29,9 +29,9 @@ def hydra_compose(recipe: str, options: Mapping[str, str]) -> RunSpec:
     for entry, node in zip(chain, nodes(chain), strict=True):
         *folder, name = entry.name.split("/")
         store.store(group="/".join(["recipe", *folder]), name=name, node=node, package="_global_")
-    words = [f"recipe={recipe}", *(f"{group}={option}" for group, option in options.items())]
+    overrides = [f"recipe={recipe}", *(f"{group}={option}" for group, option in options.items())]
     with initialize(version_base="1.3", config_path=None):
-        config = compose(config_name="root", overrides=words)
+        config = compose(config_name="root", overrides=overrides)
     merged: Any = OmegaConf.merge(OmegaConf.create(schema_defaults()), config)
     data = {key: value for key, value in OmegaConf.to_container(merged).items() if key in schema_defaults()}
     return build_run_spec(data)

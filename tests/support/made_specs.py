@@ -1,4 +1,4 @@
-"""Specs for tests: composed from words, resolved on a machine that is made up."""
+"""Specs for tests: composed from overrides, resolved on a mock machine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ COMPOSER = Composer()
 
 
 @cache
-def composed(*words: str) -> Composition:
+def composed(*overrides: str) -> Composition:
     """Files are read once and Hydra merges once for all tests of a process."""
-    return COMPOSER.compose(words)
+    return COMPOSER.compose(overrides)
 
 
-def resolved(*words: str, machine: Machine = LAPTOP, stored: RunSpec | None = None) -> tuple[RunSpec, Composition]:
-    """The resolved spec of some words, and the composition it comes from."""
-    composition = composed(*words)
+def resolved(*overrides: str, machine: Machine = LAPTOP, stored: RunSpec | None = None) -> tuple[RunSpec, Composition]:
+    """The resolved spec of some overrides, and the composition it comes from."""
+    composition = composed(*overrides)
     recipe = composition.choices.get("recipe")
     return resolve(composition.spec, machine, recipe, stored).spec, composition

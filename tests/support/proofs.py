@@ -65,6 +65,6 @@ def layout_of(test: str) -> str:
     """
     path, _, name = test.partition("::")
     name, _, case = name.partition("[")
-    words = [Path(path).stem, name]
-    room, title = (word.removeprefix("test_").replace("_", " ") for word in words)
+    parts = [Path(path).stem, name]
+    room, title = (part.removeprefix("test_").replace("_", " ") for part in parts)
     return f"{room}: {title}{', ' + case.removesuffix(']').replace('|', ' ') if case else ''}"

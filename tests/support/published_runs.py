@@ -77,7 +77,7 @@ class Published:
     gpus: int
     layout: str
     batch: tuple[int, int, int]
-    words: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     tokens: float | None = None
     gigabytes: float | None = None
     note: str = ""
@@ -97,7 +97,7 @@ class Published:
             f"batch.micro_batch_size={micro}",
             f"batch.global_batch_size={total}",
             "train.steps=100",
-            *self.words,
+            *self.overrides,
         )
         return spec
 
@@ -372,11 +372,11 @@ ONE_DEVICE = tuple(
             "precision.main_params_dtype=bf16",
             "precision.exp_avg_dtype=bf16",
             f"train.loss_chunks={2 * micro}",
-            *words,
+            *overrides,
         ),
         rate,
     )
-    for size, micro, rate, words in (
+    for size, micro, rate, overrides in (
         ("0.5B", 32, 149500, ()),
         ("1.5B", 32, 58900, ()),
         ("3B", 16, 30900, ()),

@@ -1,6 +1,6 @@
 """A seeded sampler of layouts that the checker allows: degrees, shardings, schedules and exchanges, up to some ranks.
 
-A layout is a dict of `small_spec`'s words (`parallel__tp`: 2); the model that goes with it has heads for every axis.
+A layout is a dict of `small_spec`'s values (`parallel__tp`: 2); the model that goes with it has heads for every axis.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EXCHANGES = ("p2p", "allgather", "a2a", "a2a+p2p")
 
 
 def random_layouts(seed: int, most_ranks: int = 8, **fixed: Any) -> Iterator[Layout]:
-    """Layouts without end, the same for the same seed; `fixed` words are in each of them (and may rule some out)."""
+    """Layouts without end, the same for the same seed; `fixed` values are in each of them (and may rule some out)."""
     source = random.Random(seed)
     while True:
         layout = {**_drawn(source), **fixed}
@@ -53,7 +53,7 @@ def random_runs(seed: int, most_ranks: int = 8) -> Iterator[Layout]:
 
 
 def spec_of(layout: Layout, **values: Any) -> RunSpec:
-    """The resolved spec of a layout; `values` are more of `small_spec`'s words."""
+    """The resolved spec of a layout; `values` are more of `small_spec`'s arguments."""
     return small_spec(**{**MODEL, **layout, **values})
 
 

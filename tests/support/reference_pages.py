@@ -30,8 +30,10 @@ def _example(case: Case) -> Example | None:
     except ConfigError:
         return None
     command = "train" if case.purpose == "train" else "validate-config"
-    words = {word.partition("=")[0]: word.replace("~", " ") for word in (*case.base, *case.breaks.split())}
-    return Example([command, *words.values()], findings)
+    overrides = {
+        override.partition("=")[0]: override.replace("~", " ") for override in (*case.base, *case.breaks.split())
+    }
+    return Example([command, *overrides.values()], findings)
 
 
 PAGES: Mapping[str, Callable[[], str]] = {

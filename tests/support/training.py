@@ -26,8 +26,8 @@ def make_corpus(folder: Path, documents: int = 12) -> Path:
     return folder
 
 
-def tiny_words(folder: Path, *more: str, shared: Path | None = None) -> list[str]:
-    """The words of a tiny run in folder/run, on a corpus that several tests may share."""
+def tiny_overrides(folder: Path, *more: str, shared: Path | None = None) -> list[str]:
+    """The overrides of a tiny run in folder/run, on a corpus that several tests may share."""
     shared = folder if shared is None else shared
     corpus = make_corpus(shared / "corpus")
     return [
@@ -47,7 +47,7 @@ def training(
 ) -> Iterator[subprocess.Popen[str]]:
     """`megalaunch train` on a tiny run; on leaving, nothing that it started is left, whatever the test found."""
     process = subprocess.Popen(
-        [*MEGALAUNCH, "train", *tiny_words(folder, *more, shared=shared)],
+        [*MEGALAUNCH, "train", *tiny_overrides(folder, *more, shared=shared)],
         cwd=folder,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 
-def answer_of_ranks(ranks: int, rank_main: Callable[..., None], *words: object) -> Any:
-    """What `rank_main(rank, ranks, folder, answer, *words)` sends by `answer`; RuntimeError when a rank fails."""
+def answer_of_ranks(ranks: int, rank_main: Callable[..., None], *arguments: object) -> Any:
+    """What `rank_main(rank, ranks, folder, answer, *arguments)` sends by `answer`; RuntimeError when a rank fails."""
     torch.set_num_threads(1)  # before the fork: a forked OpenMP pool would hang
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         here, there = context.Pipe()
         workers = [
-            context.Process(target=rank_main, args=(rank, ranks, folder, there, *words), daemon=True)
+            context.Process(target=rank_main, args=(rank, ranks, folder, there, *arguments), daemon=True)
             for rank in range(ranks)
         ]
         for worker in workers:
@@ -34,8 +34,8 @@ def answer_of_ranks(ranks: int, rank_main: Callable[..., None], *words: object) 
 
 
 @contextmanager
-def asked_ranks(ranks: int, rank_main: Callable[..., None], *words: object) -> Iterator[Callable[[str], Any]]:
-    """Within it: ranks of `rank_main(rank, ranks, folder, line, *words)`, and how to ask them.
+def asked_ranks(ranks: int, rank_main: Callable[..., None], *arguments: object) -> Iterator[Callable[[str], Any]]:
+    """Within it: ranks of `rank_main(rank, ranks, folder, line, *arguments)`, and how to ask them.
 
     Every rank answers by its line; the first one's answer counts. Asked for the "end" they are to return.
     """
@@ -45,15 +45,15 @@ def asked_ranks(ranks: int, rank_main: Callable[..., None], *words: object) -> I
         lines, workers = [], []
         for rank in range(ranks):
             here, there = context.Pipe()
-            worker = context.Process(target=rank_main, args=(rank, ranks, folder, there, *words), daemon=True)
+            worker = context.Process(target=rank_main, args=(rank, ranks, folder, there, *arguments), daemon=True)
             worker.start()
             there.close()  # so that a dead rank's line ends
             lines.append(here)
             workers.append(worker)
 
-        def ask(word: str) -> Any:
+        def ask(request: str) -> Any:
             for line in lines:
-                line.send(word)
+                line.send(request)
             try:
                 answers = [line.recv() for line in lines]
             except EOFError as error:

@@ -60,9 +60,9 @@ def _rank(rank: int, ranks: int, folder: str, line: Connection, name: str, work:
     dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=ranks)
     one = VARIANTS[name](work)
     answers = {"step": lambda: _step(one), "split": lambda: _split(one)}
-    while (word := line.recv()) in answers:
+    while (request := line.recv()) in answers:
         dist.barrier()
-        line.send(answers[word]())
+        line.send(answers[request]())
     dist.destroy_process_group()
 
 

@@ -48,8 +48,8 @@ def test_sixty_four_gigabytes_load_in_constant_memory(tmp_path):
     bin_path(prefix).touch()
     os.truncate(bin_path(prefix), count * length * 2)
     assert bin_path(prefix).stat().st_size > 60 * GIGABYTE
-    words = [sys.executable, "-c", PROGRAM, str(prefix), str(tmp_path / "orders")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    command = [sys.executable, "-c", PROGRAM, str(prefix), str(tmp_path / "orders")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     before, opened, first, after, peak = map(int, done.stdout.split())
     assert opened - before < 300e6
     assert first - opened < 130e6, "more than the order of 8 M samples, which is 96 MB of mapped files"

@@ -119,7 +119,7 @@ def test_a_corpus_that_changes_while_it_is_prepared(tmp_path, tokenizer, change)
 def test_a_text_that_changes_while_a_tokenizer_learns_from_it(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "in.jsonl", sentences(80))
     real = train_tokenizer.train_tokenizer
-    monkeypatch.setattr(train_tokenizer, "train_tokenizer", lambda *words: (real(*words), append(path))[0])
+    monkeypatch.setattr(train_tokenizer, "train_tokenizer", lambda *arguments: (real(*arguments), append(path))[0])
     with pytest.raises(DataError, match="it changed while it was read"):
         train_tokenizer_on([str(path)], ("text",), 300, tmp_path / "tokenizer.json", 1.0)
     assert not (tmp_path / "tokenizer.json").exists()

@@ -102,7 +102,7 @@ def test_several_splits_none_of_which_is_for_training(tmp_path):
     said = rf"none of which is called train: test_sft \('{tmp_path}/data/test_sft-0000\*'\), train_sft"
     with pytest.raises(DataError, match=said):
         names(tmp_path)
-    # The words that it offers name these files.
+    # The names that it offers select these files.
     assert names(Path(f"{tmp_path}/data/test_sft-0000*")) == [
         "test_sft-00000-of-00002.jsonl",
         "test_sft-00001-of-00002.jsonl",

@@ -49,9 +49,9 @@ encoder_pool.EncoderPool.prefetch = lambda self, *args: (prefetch(self, *args), 
 
 
 def run(folder, workers, script=RUN, engine=""):
-    words = [folder / "in.jsonl", folder / "tokenizer.json", folder / f"{workers}{engine}" / "out", workers]
+    command = [folder / "in.jsonl", folder / "tokenizer.json", folder / f"{workers}{engine}" / "out", workers]
     return subprocess.run(
-        [sys.executable, "-c", script, *map(str, words)],
+        [sys.executable, "-c", script, *map(str, command)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -80,7 +80,7 @@ def test_the_bytes_of_one_process(tmp_path):
     lines[100] = '{"text": 7, "more": "bad"}'
     lines[300] = json.dumps({"text": "\u4e2d" * 20_000, "more": ""})  # more tokens than a slot holds
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    printed = {workers: [int(word) for word in run(tmp_path, workers).split()] for workers in (1, 2)}
+    printed = {workers: [int(figure) for figure in run(tmp_path, workers).split()] for workers in (1, 2)}
     shared, sent, slots = printed[2]
     assert shared > 10 * sent > 0
     assert shared > slots > 1  # each is used again

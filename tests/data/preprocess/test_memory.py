@@ -36,8 +36,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     for times in (2, 20):
         path = tmp_path / f"{times}.jsonl"
         path.write_text(lines * times)
-        words = [sys.executable, "-c", PEAK, path, tokenizer, tmp_path / f"out{times}"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=250, check=True)
+        command = [sys.executable, "-c", PEAK, path, tokenizer, tmp_path / f"out{times}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
         peaks.append(int(done.stdout))
     assert peaks[1] < 1.1 * peaks[0], peaks
 

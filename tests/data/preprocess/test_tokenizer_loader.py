@@ -31,8 +31,8 @@ with TokenizerLoader.start(Path(sys.argv[1])) as loading:
 
 
 def there(path, case=""):
-    words = [sys.executable, "-c", THERE, str(path), case]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+    command = [sys.executable, "-c", THERE, str(path), case]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
 
 
 def test_another_process_finds_the_same(tmp_path):

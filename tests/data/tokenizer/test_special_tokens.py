@@ -72,8 +72,8 @@ def test_a_tokenizer_without_one_adds_nothing(tmp_path):
 
 def test_the_switch_of_the_command(run):
     """What a token follows decides over its probability."""
-    words = ["generate", str(run.root), "--prompt", TEXT, "--max-new-tokens", "1", "--json", "--logprobs", "0"]
-    results = [CliRunner().invoke(app, [*words, "--temperature", "0", *more]) for more in ([], ["--no-bos"])]
+    arguments = ["generate", str(run.root), "--prompt", TEXT, "--max-new-tokens", "1", "--json", "--logprobs", "0"]
+    results = [CliRunner().invoke(app, [*arguments, "--temperature", "0", *more]) for more in ([], ["--no-bos"])]
     first, second = (json.loads(result.output.splitlines()[-1])["logprobs"][0]["logprob"] for result in results)
     assert abs(first - second) > 1e-6
 

@@ -168,9 +168,9 @@ def test_strangers_reach_no_store():
     threading.Thread(target=lambda: (store.accept(), reached.set()), daemon=True).start()
     meeting = Meeting(1, store.getsockname()[1])
     nothing = b"\x00" * 100 + b"\n"
-    for words in (b"[" * 65000 + b"\n", b"GET / HTTP/1.1\r\n\r\n", b"megalaunch/1 1\nstore 2\n", nothing):
+    for message in (b"[" * 65000 + b"\n", b"GET / HTTP/1.1\r\n\r\n", b"megalaunch/1 1\nstore 2\n", nothing):
         with socket.create_connection(("127.0.0.1", meeting.endpoint.port), timeout=10) as stranger:
-            stranger.sendall(words)
+            stranger.sendall(message)
             with contextlib.suppress(ConnectionResetError):  # closed before all was read
                 while stranger.recv(4096):
                     pass

@@ -55,7 +55,7 @@ def rank_of_job(spec: RunSpec, directory: RunDirectory) -> tuple[int, str]:
     return int(ending.exit_code), ending.reason
 
 
-def run_forked(spec, directory, words, machine, stop, display) -> LaunchResult:
+def run_forked(spec, directory, arguments, machine, stop, display) -> LaunchResult:
     """In place of the agent and its workers: forked ranks."""
     create_folders(directory)
     ends = run_ranks(spec.cluster.devices_per_node, rank_of_job, spec, directory)
@@ -75,12 +75,12 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed_inference, "run_workers", run_forked)
 
 
-def call(*words: object):
-    return CliRunner().invoke(app, [str(word) for word in words])
+def call(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def lines_of(*words: object) -> list[dict]:
-    result = call(*words, "--json")
+def lines_of(*arguments: object) -> list[dict]:
+    result = call(*arguments, "--json")
     assert result.exit_code == 0, result.output
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -99,10 +99,10 @@ def require_same_texts(found: list[dict], expected: list[dict]) -> None:
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("layout", ["tp2sp", "pp2", "cp2"])
 def test_texts_of_a_layout(run: RunDirectory, layout: str):
-    words = (*PROMPTS, "--num-samples", 2, "--max-new-tokens", 9, "--logprobs", 2)
+    arguments = (*PROMPTS, "--num-samples", 2, "--max-new-tokens", 9, "--logprobs", 2)
     for more in (("--temperature", 0), ("--seed", 4, "--stop", "t", "--top-k", 40)):
-        expected = lines_of("generate", run.root, *words, *more)
-        require_same_texts(lines_of("generate", run.root, f"parallel={layout}", *words, *more), expected)
+        expected = lines_of("generate", run.root, *arguments, *more)
+        require_same_texts(lines_of("generate", run.root, f"parallel={layout}", *arguments, *more), expected)
     plain = (*PROMPTS, *GREEDY)
     assert call("generate", run.root, f"parallel={layout}", *plain).stdout == call("generate", run.root, *plain).stdout
 
@@ -111,9 +111,18 @@ def test_texts_of_a_layout(run: RunDirectory, layout: str):
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "zero3dp2"])
 def test_loss_of_a_layout(run: RunDirectory, tmp_path: Path, layout: str):
     (tmp_path / "text.txt").write_text(TEXT)
-    words = ("--data", tmp_path / "text.txt", "--data", tmp_path / "*.txt", "--sequence-length", 24, "--batch-size", 3)
-    expected = lines_of("evaluate", run.root, *words)
-    found = lines_of("evaluate", run.root, f"parallel={layout}", *words)
+    arguments = (
+        "--data",
+        tmp_path / "text.txt",
+        "--data",
+        tmp_path / "*.txt",
+        "--sequence-length",
+        24,
+        "--batch-size",
+        3,
+    )
+    expected = lines_of("evaluate", run.root, *arguments)
+    found = lines_of("evaluate", run.root, f"parallel={layout}", *arguments)
     assert len(found) == 2
     for mine, theirs in zip(found, expected, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
@@ -123,8 +132,10 @@ def test_loss_of_a_layout(run: RunDirectory, tmp_path: Path, layout: str):
 @pytest.mark.usefixtures("forked")
 def test_a_vocabulary_that_does_not_divide(tmp_path: Path):
     run = make_run(tmp_path / "run", steps=(10,), vocab_size=293)  # of the tokenizer's 295
-    words = (*PROMPTS, *GREEDY, "--logprobs", 1)
-    require_same_texts(lines_of("generate", run.root, "parallel=tp2", *words), lines_of("generate", run.root, *words))
+    arguments = (*PROMPTS, *GREEDY, "--logprobs", 1)
+    require_same_texts(
+        lines_of("generate", run.root, "parallel=tp2", *arguments), lines_of("generate", run.root, *arguments)
+    )
     (tmp_path / "text.txt").write_text("".join(letter for letter in TEXT if letter in "the cat sat on a mat"))
     evaluated = ("evaluate", run.root, "--data", tmp_path / "text.txt", "--sequence-length", 24)
     (found,), (expected,) = lines_of(*evaluated, "parallel=tp2"), lines_of(*evaluated)
@@ -138,10 +149,10 @@ def test_a_folder_of_transformers(tmp_path: Path):
 
     make("gemma2", tmp_path / "hf")
     write_letters(tmp_path / "hf" / "tokenizer.json", VOCABULARY)
-    words = ("--prompt", "ABBA", *GREEDY, "--logprobs", 2)
-    expected = lines_of("generate", tmp_path / "hf", *words)
+    arguments = ("--prompt", "ABBA", *GREEDY, "--logprobs", 2)
+    expected = lines_of("generate", tmp_path / "hf", *arguments)
     for layout in ("tp2", "pp2"):
-        require_same_texts(lines_of("generate", tmp_path / "hf", f"parallel={layout}", *words), expected)
+        require_same_texts(lines_of("generate", tmp_path / "hf", f"parallel={layout}", *arguments), expected)
 
 
 @pytest.mark.usefixtures("forked")
@@ -164,7 +175,7 @@ def test_what_workers_refuse_is_said_as_on_one_process(run: RunDirectory):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         (["parallel=tp3"], "[parallel.heads_by_tp]"),
         (["parallel=pp3"], "2 layers are not divisible by pp 3"),
@@ -174,9 +185,9 @@ def test_what_workers_refuse_is_said_as_on_one_process(run: RunDirectory):
         (["parallel=ep2"], "[engine.unsupported]"),
     ],
 )
-def test_a_layout_that_cannot_be(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str):
+def test_a_layout_that_cannot_be(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str):
     monkeypatch.setattr(distributed_inference, "run_workers", lambda *_: pytest.fail("nothing may be started"))
-    result = call("generate", run.root, *words, "--prompt", "x")
+    result = call("generate", run.root, *arguments, "--prompt", "x")
     assert (result.exit_code, result.stdout) == (2, "")
     assert said in result.stderr
 
@@ -204,7 +215,7 @@ class _Started:
     def __init__(self, run: RunDirectory, folder: Path, layout: str, *more: object) -> None:
         command = [*MEGALAUNCH, "generate", run.root, f"parallel={layout}", "--prompt", "the cat", *more]
         self.process = subprocess.Popen(
-            [str(word) for word in command],
+            [str(argument) for argument in command],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, "TMPDIR": str(folder)},

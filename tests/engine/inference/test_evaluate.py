@@ -22,8 +22,8 @@ from megalaunch.rundir.jsonl import read_lines
 from megalaunch.rundir.paths import RunDirectory
 
 
-def evaluated(*words: object) -> list[dict]:
-    result = CliRunner().invoke(app, ["evaluate", *map(str, words), "--json"])
+def evaluated(*arguments: object) -> list[dict]:
+    result = CliRunner().invoke(app, ["evaluate", *map(str, arguments), "--json"])
     assert result.exit_code == 0, result.output
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -50,15 +50,15 @@ def test_the_loss_is_that_of_transformers(tmp_path):
     one = write_tokens(tmp_path / "one", [tokens[:60].tolist(), tokens[60:].tolist()])
     lines = tmp_path / "two.jsonl"
     lines.write_text(json.dumps({"body": "ABBA"}) + "\n" + json.dumps({"body": "CAB"}) + "\n")
-    words = ("--data", one, "--data", lines, "--sequence-length", 20, "--json-key", "body")
-    first, second = evaluated(tmp_path / "hf", *words, "--batch-size", 3)
+    arguments = ("--data", one, "--data", lines, "--sequence-length", 20, "--json-key", "body")
+    first, second = evaluated(tmp_path / "hf", *arguments, "--batch-size", 3)
     ids = torch.from_numpy(tokens)
     with torch.no_grad():
         logits = theirs(ids[:100].view(5, 20)).logits
         assert first["loss"] == pytest.approx(float(F.cross_entropy(logits.flatten(0, 1), ids[1:])), abs=1e-4)
-        words = torch.tensor([[17, 18, 18, 17, 0, 19, 17, 18, 0]])
-        logits = theirs(words[:, :-1]).logits
-        assert second["loss"] == pytest.approx(float(F.cross_entropy(logits[0], words[0, 1:])), abs=1e-4)
+        tokens = torch.tensor([[17, 18, 18, 17, 0, 19, 17, 18, 0]])
+        logits = theirs(tokens[:, :-1]).logits
+        assert second["loss"] == pytest.approx(float(F.cross_entropy(logits[0], tokens[0, 1:])), abs=1e-4)
     assert (first["tokens"], second["tokens"]) == (100, 8)
     assert second["bytes"] == 6, "the first letter is not predicted, and an end of a document is no text"
     shown = CliRunner().invoke(app, ["evaluate", str(tmp_path / "hf"), "--data", str(one), "--sequence-length", "20"])
@@ -72,7 +72,7 @@ def test_what_cannot_be_evaluated(tmp_path, monkeypatch):
     )
     make("llama 1", tmp_path / "hf")
     write_letters(tmp_path / "hf" / "tokenizer.json", VOCABULARY)
-    for words, code, reason in [
+    for arguments, code, reason in [
         (["--data", tmp_path / "nowhere"], 3, "nowhere"),
         (["--data", write_tokens(tmp_path / "short", [[5]])], 3, "it holds no token to predict"),
         (["--data", tmp_path / "short", "--sequence-length", 65], 2, "longer than the 64 that the model is made for"),
@@ -86,7 +86,7 @@ def test_what_cannot_be_evaluated(tmp_path, monkeypatch):
         (["--task", "any"], 2, "pip install 'megalaunch[lm-eval]'"),
         (["--task", "any", "--include-path", tmp_path / "no"], 2, "no is not a directory"),
     ]:
-        result = CliRunner().invoke(app, ["evaluate", str(tmp_path / "hf"), *map(str, words)])
+        result = CliRunner().invoke(app, ["evaluate", str(tmp_path / "hf"), *map(str, arguments)])
         assert (result.exit_code, reason in result.stderr) == (code, True), result.output
     result = CliRunner().invoke(app, ["evaluate", str(tmp_path / "no"), "--data", "x"])
     assert (result.exit_code, "is not a directory" in result.stderr) == (2, True)

@@ -416,7 +416,7 @@ def test_a_small_model_writes_on_one_thread(tmp_path: Path):
 
 
 def test_generating_imports_no_trainer():
-    """DTensor, FSDP2 and DCP double the time until the first word."""
+    """DTensor, FSDP2 and DCP double the time to the first token."""
     heavy = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
     script = f"import sys, megalaunch.engine.api; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

@@ -23,8 +23,8 @@ SIZE = 512
 
 def table(rate: float, *path: int) -> torch.Tensor:
     """The mask of one site, [SIZE, SIZE]: sample, then site."""
-    words = mix_seed(sample_seeds(7, [path[0]], CPU), torch.tensor(path[1]))
-    return keep_mask(mix_seed(words, torch.arange(SIZE)), hash_ids(torch.arange(SIZE)), rate)
+    seeds = mix_seed(sample_seeds(7, [path[0]], CPU), torch.tensor(path[1]))
+    return keep_mask(mix_seed(seeds, torch.arange(SIZE)), hash_ids(torch.arange(SIZE)), rate)
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
@@ -54,8 +54,8 @@ def test_masks_tell_nothing_of_each_other():
 
 
 def test_no_stream_is_anothers():
-    words = torch.cat([sample_seeds(seed, range(200), CPU) for seed in (0, 1)])
-    assert len(words.unique()) == 400
+    seeds = torch.cat([sample_seeds(seed, range(200), CPU) for seed in (0, 1)])
+    assert len(seeds.unique()) == 400
     assert sample_seeds(5, [8, 9], CPU).tolist() == [*sample_seeds(5, [8], CPU), *sample_seeds(5, [9], CPU)]
 
 
@@ -101,13 +101,13 @@ def test_attention_by_blocks_is_attention(cap, sinks, rate, seen, monkeypatch):
     sight = AttentionMask(places, places, window=4 if seen == "window" else None)
     sight = make_mask(places, places, documents, documents) if seen == "documents" else sight
     sink = torch.randn(4, generator=draw) if sinks else None
-    words = sample_seeds(0, range(8), CPU).view(2, 4) if rate else None
-    if cap is None and sink is None and words is None:
+    seeds = sample_seeds(0, range(8), CPU).view(2, 4) if rate else None
+    if cap is None and sink is None and seeds is None:
         return  # torch's own
     found = []
     for attend in (attention, naive):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, *(() if sink is None else (sink,)))]
-        scoring = ScoreMod(None, cap, leaves[3] if sinks else None, words, rate)
+        scoring = ScoreMod(None, cap, leaves[3] if sinks else None, seeds, rate)
         out = attend(*leaves[:3], sight, scoring)
         out.backward(dout)
         found.append([out.detach(), *(leaf.grad for leaf in leaves)])
@@ -160,8 +160,8 @@ def test_masks_are_applied_where_gpt2_applies_them(monkeypatch):
     drops = make_dropout_masks(ours.config, NO_TP, streams, places, list(ours.layers))
     layers = drops.layers.values()
 
-    def weights(words):
-        scoring = ScoreMod(dropout_seeds=words, dropout=0.2)
+    def weights(seeds):
+        scoring = ScoreMod(dropout_seeds=seeds, dropout=0.2)
         return lambda x: x * scoring.dropout_mask(AttentionMask(places, places)) / 0.8
 
     each = [(weights(layer.weights), layer.attended, layer.fed) for layer in layers]

@@ -47,7 +47,7 @@ class Noted:
     """A trip that takes notes; `log` is shared by all."""
 
     def __init__(self, flat: torch.Tensor, log: list[tuple[str, int]]) -> None:
-        self._copy, self._log, self._number = flat.clone(), log, sum(word == "sent" for word, _ in log)
+        self._copy, self._log, self._number = flat.clone(), log, sum(event == "sent" for event, _ in log)
         log.append(("sent", self._number))
 
     def fetch(self) -> None:
@@ -72,11 +72,13 @@ def _log_of_a_pass(count: int) -> tuple[list[tuple[str, int]], int]:
 
 def test_a_layer_is_fetched_before_the_one_behind_it_reads_its_own():
     log, first = _log_of_a_pass(2)
-    sent = sum(word == "sent" for word, _ in log)
+    sent = sum(event == "sent" for event, _ in log)
     assert sent == 2 * first > 0  # both layers send alike
-    assert {number for word, number in log if word == "fetched"} == set(range(sent))  # once each, by the list's length
-    assert sum(word == "fetched" for word, _ in log) == sent
-    reads = [number for word, number in log if word == "read"]
+    assert {number for event, number in log if event == "fetched"} == set(
+        range(sent)
+    )  # once each, by the list's length
+    assert sum(event == "fetched" for event, _ in log) == sent
+    reads = [number for event, number in log if event == "read"]
     assert sorted(reads) == list(range(sent))  # each storage comes back once, however often it is read
     first_read = log.index(("read", reads[0]))
     assert reads[0] >= first  # the second layer's backward pass comes first
@@ -103,12 +105,12 @@ def test_parameters_and_what_all_layers_share_stay():
     assert len(sent) == before
 
 
-WORDS = ("recipe=tiny", "data.corpus=x", "platform=h100", "tokenizer.vocab_size=512", "precision=bf16")
+OVERRIDES = ("recipe=tiny", "data.corpus=x", "platform=h100", "tokenizer.vocab_size=512", "precision=bf16")
 SIZES = ("model.num_layers=8", "batch.sequence_length=512", "batch.micro_batch_size=2", "batch.global_batch_size=8")
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ("parallel=dp2", "recompute.cpu_offloading_num_layers=4"),
         ("parallel=tp2", "recompute.cpu_offloading_num_layers=5"),
@@ -117,8 +119,8 @@ SIZES = ("model.num_layers=8", "batch.sequence_length=512", "batch.micro_batch_s
         ("parallel=pp2vpp2", "recompute.cpu_offloading_num_layers=1"),
     ],
 )
-def test_the_planner_knows_what_is_left(words):
-    spec, _ = resolved(*WORDS, *SIZES, "cluster.devices_per_node=2", *words)
+def test_the_planner_knows_what_is_left(overrides):
+    spec, _ = resolved(*OVERRIDES, *SIZES, "cluster.devices_per_node=2", *overrides)
     for rank, planned in enumerate(memory_by_rank(spec)):
         found = deep_plan(spec, rank)
         assert planned.total == pytest.approx(found.total, rel=0.05), found.kinds

@@ -103,5 +103,5 @@ def test_every_gradient_is_that_of_one_process(name, layout):
 @pytest.mark.parametrize("name", ["gpt_oss", "olmo2", "gemma"])
 def test_with_recomputation(name):
     layout = {"tp": 2, "cp": 2, "sequence_parallel": True}
-    words = ["attention", "norm", "activation"]
-    _hold_to_one_process(FEATURES[name], layout, recompute__granularity="selective", recompute__modules=words)
+    modules = ["attention", "norm", "activation"]
+    _hold_to_one_process(FEATURES[name], layout, recompute__granularity="selective", recompute__modules=modules)

@@ -44,8 +44,8 @@ QUICK = ("tp2 sp", "cp2 ring", "cp2 exchanged", "pp2")
 
 
 def _spec(layout: dict[str, Any], **values: Any) -> Any:
-    words = {f"parallel__{key}": value for key, value in layout.items()}
-    return small_spec(**{"parallel__dp": 1, **DROPOUT, **words, **values})
+    sizes = {f"parallel__{key}": value for key, value in layout.items()}
+    return small_spec(**{"parallel__dp": 1, **DROPOUT, **sizes, **values})
 
 
 @pytest.mark.parametrize(

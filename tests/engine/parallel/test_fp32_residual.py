@@ -25,7 +25,7 @@ NARROW = torch.bfloat16
 
 
 def _spec(layout: dict[str, Any], residual: str = "fp32", **values: Any) -> Any:
-    words = {f"parallel__{key}": value for key, value in layout.items()}
+    sizes = {f"parallel__{key}": value for key, value in layout.items()}
     return small_spec(
         **{
             "parallel__dp": 1,
@@ -35,7 +35,7 @@ def _spec(layout: dict[str, Any], residual: str = "fp32", **values: Any) -> Any:
             "model__num_layers": 4,
             "model__vocab_size": 64,
             "model__norm": "layernorm",
-            **words,
+            **sizes,
             **values,
         }
     )

@@ -56,5 +56,5 @@ SLOW = ("tp2 sp in a ring", "cp2", "dp2, recomputed", "pp2 interleaved", "pp2 zb
 def test_as_one_process_with_whole_logits(name):
     values = LAYOUTS[name]
     layers = 4 if values.get("parallel__pp") else 2
-    words = {"parallel__dp": 1, "model__vocab_size": 64, "model__num_layers": layers, "train__loss_chunks": CHUNKS}
-    hold_to_one_process(small_spec(**(words | values)))
+    base = {"parallel__dp": 1, "model__vocab_size": 64, "model__num_layers": layers, "train__loss_chunks": CHUNKS}
+    hold_to_one_process(small_spec(**(base | values)))

@@ -65,9 +65,9 @@ def _work(spec: RunSpec) -> Counter[str]:
 )
 def test_both_passes_together_do_the_work_of_one(tensor, monkeypatch):
     monkeypatch.setattr("megalaunch.kernels.matmul._unit", lambda: None)  # products in bf16 are our own function
-    words = {"parallel__pp": 2, "model__num_layers": 2, "model__vocab_size": 62, **tensor}
+    values = {"parallel__pp": 2, "model__num_layers": 2, "model__vocab_size": 62, **tensor}
     at_once, apart = (
-        run_ranks(2 * words.get("parallel__tp", 1), _work, small_spec(parallel__schedule=schedule, **words))
+        run_ranks(2 * values.get("parallel__tp", 1), _work, small_spec(parallel__schedule=schedule, **values))
         for schedule in ("1f1b", "zero_bubble")
     )
     for one, two in zip(at_once, apart, strict=True):

@@ -51,7 +51,7 @@ def test_bytes_of_a_layer_on_a_gpu_by_hand():
 
 
 def test_states_are_divided_as_the_strategy_says():
-    words = {
+    values = {
         "parallel__dp": 4,
         "batch__global_batch_size": 8,
         "platform__chip": "h100",
@@ -62,7 +62,7 @@ def test_states_are_divided_as_the_strategy_says():
         ("optim", 4 / 4 + 2, 4, 8 / 4),
         ("optim_grads", 4 / 4 + 2, 4 / 4, 8 / 4),
     ):
-        found = deep_plan(_one_layer(parallel__data_sharding=strategy, **words))
+        found = deep_plan(_one_layer(parallel__data_sharding=strategy, **values))
         assert found.kinds["weights"] == weights * PARAMETERS, strategy
         assert found.kinds["gradients"] == gradients * PARAMETERS, strategy
         # Beside the moments AdamW counts the updates of each of 12 parameters.

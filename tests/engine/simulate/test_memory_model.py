@@ -49,7 +49,7 @@ class Case:
     ranks: int
     batch: tuple[int, int, int]
     moment: str
-    words: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     rank: int = 0
     shape: tuple[str, ...] = LLAMA
     platform: str = "h100"
@@ -59,7 +59,7 @@ class Case:
     def name(self) -> str:
         """For pytest."""
         where = (self.platform, self.precision, f"rank {self.rank}")
-        return " ".join((self.shape[0], self.layout, "x".join(map(str, self.batch)), *self.words, *where))
+        return " ".join((self.shape[0], self.layout, "x".join(map(str, self.batch)), *self.overrides, *where))
 
     @property
     def spec(self) -> RunSpec:
@@ -75,7 +75,7 @@ class Case:
             f"batch.sequence_length={length}",
             f"batch.micro_batch_size={micro}",
             f"batch.global_batch_size={total}",
-            *self.words,
+            *self.overrides,
         )
         return spec
 
@@ -127,8 +127,8 @@ CASES = [
 ]
 
 
-def _on_processors(layout: str, ranks: int, batch: tuple[int, int, int], moment: str, *words: str) -> Case:
-    return Case(layout, ranks, batch, moment, words, platform="cpu", precision="fp32")
+def _on_processors(layout: str, ranks: int, batch: tuple[int, int, int], moment: str, *overrides: str) -> Case:
+    return Case(layout, ranks, batch, moment, overrides, platform="cpu", precision="fp32")
 
 
 DEALT = ("parallel.dynamic_context_parallel=true", "data.reset_attention_mask=true")

@@ -48,7 +48,7 @@ def _kept_by_autograd(spec) -> int:
 )
 def test_a_layer_keeps_what_the_table_says(shape, precision, unit, monkeypatch):
     monkeypatch.setattr(matmul, "_unit", lambda: unit)
-    words = (
+    overrides = (
         "recipe=tiny",
         "data.corpus=x",
         f"precision={precision}",
@@ -56,8 +56,8 @@ def test_a_layer_keeps_what_the_table_says(shape, precision, unit, monkeypatch):
         "tokenizer.vocab_size=512",
         *shape,
     )
-    one, _ = resolved(*words, "model.num_layers=1")
-    two, _ = resolved(*words, "model.num_layers=2")
+    one, _ = resolved(*overrides, "model.num_layers=1")
+    two, _ = resolved(*overrides, "model.num_layers=2")
     measured = (_kept_by_autograd(two) - _kept_by_autograd(one)) / TOKENS
     rows = rows_with_bytes(one.model, list_layers(one.model)[0], DtypesAndGroups.from_spec(one), CPU_ENGINE)
     blocks = blocks_are_faster(torch.empty(1, 1, TOKENS, 1, dtype=FORMATS[precision]))  # which have no use for it

@@ -262,10 +262,10 @@ def test_generate_and_evaluate_read_the_folder_as_it_is(tmp_path):
     assert [int(step.tokens_B) for step in drawn] == written[0, len(prompt) :].tolist()
     text = "the quick brown fox " * 30
     (tmp_path / "text.txt").write_text(text)
-    for words in (
+    for arguments in (
         ("generate", tmp_path / "hf", "--prompt", "the", "--max-new-tokens", "2"),
         ("evaluate", tmp_path / "hf", "--data", tmp_path / "text.txt", "--sequence-length", "20"),
     ):
-        result = CliRunner().invoke(app, [str(word) for word in words])
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
         assert result.exit_code == 0, result.output
         assert "only its text decoder is read" in result.stderr

@@ -64,11 +64,11 @@ def walk() -> tuple[list[list[str]], str]:
     return [shlex.split(line)[2:] for line in lines], program
 
 
-def run(words: list[str], place: Path) -> str:
+def run(command: list[str], place: Path) -> str:
     """What a command prints, at home in `place`: caches go there, too."""
     environment = {**os.environ, "HOME": str(place), "TRANSFORMERS_OFFLINE": "1"}
     environment["MALLOC_MMAP_THRESHOLD_"] = "1048576"  # large blocks go back when freed: a quarter less memory
-    done = subprocess.run(words, cwd=place, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -84,8 +84,8 @@ def place(folder, tmp_path):
 
 def test_the_walk_of_the_page(folder, walk, place):
     commands, program = walk
-    for words in commands:
-        out = run([*MEGALAUNCH, *words], place)
+    for command in commands:
+        out = run([*MEGALAUNCH, *command], place)
     assert "; folder read by transformers" in out
     assert run([sys.executable, "-c", program], place).startswith(PROMPT + " Paris")
     theirs, after = load(folder)[0].state_dict(), load(place / "continued")
@@ -98,9 +98,9 @@ def test_the_walk_of_the_page(folder, walk, place):
 def test_twenty_steps_lower_the_loss_on_the_quickstarts_corpus(folder, walk, place):
     """Under dp2 (and zero3, for memory), on text that the steps do not see; both folders are read by transformers."""
     changed = {"parallel=tp3": "parallel=dp2zero3", "train.steps=4": "train.steps=20"}
-    commands = [[changed.get(word, word) for word in words] for words in walk[0]]
-    for words in commands:
-        run([*MEGALAUNCH, *words], place)
+    commands = [[changed.get(argument, argument) for argument in command] for command in walk[0]]
+    for command in commands:
+        run([*MEGALAUNCH, *command], place)
     prefix = read_spec(place / "runs/continued/spec.yaml").data.validation_prefix
     held_out = IndexedTokens(Path(str(prefix)))
     rows = [held_out.tokens(document)[:64] for document in range(24) if len(held_out.tokens(document)) >= 64]

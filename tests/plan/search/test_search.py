@@ -119,7 +119,7 @@ def test_the_filter_agrees_with_the_checker(recipe):
 
 
 @pytest.mark.parametrize("recipe", TABLE)
-def test_what_is_found_is_valid_and_its_words_give_it(recipe):
+def test_what_is_found_is_valid_and_its_overrides_give_it(recipe):
     result, composition = found_for(recipe)
     best = validated(result, composition.origins, 5)
     assert len(best) == 5

@@ -64,7 +64,7 @@ def live(monkeypatch):
 
 
 def rows(stream):
-    """The words of the lines of the last picture, without colours."""
+    """The text of the lines of the last picture, without colours."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
     return [line.split() for line in text[text.rindex("values") :].splitlines()]
 

@@ -1,4 +1,4 @@
-"""The words of a sweep: what becomes an axis, what is refused, and the points they make."""
+"""The overrides of a sweep: what becomes an axis, what is refused, and the points they make."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_options_are_named_by_list_and_by_pattern():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "said"),
     [
         (["recipe=tiny"], "no override has several values"),
         (["optimizer.lr=1,2", "optimizer.lr=3"], "given twice"),
@@ -48,13 +48,13 @@ def test_options_are_named_by_list_and_by_pattern():
         (["run.name=x", "optimizer.lr=1,2"], "--name"),
     ],
 )
-def test_what_is_no_sweep_is_refused(words, said):
+def test_what_is_no_sweep_is_refused(overrides, said):
     with pytest.raises(ConfigError) as refused:
-        parse_sweep(words)
+        parse_sweep(overrides)
     assert said in str(refused.value)
 
 
-def test_a_point_keeps_the_words_in_their_places():
+def test_a_point_keeps_the_order_of_overrides():
     swept = parse_sweep(["recipe=tiny", "parallel=tp1,tp2", "train.steps=9", "optimizer.lr=choice(1,2)"])
     assert swept.size == 4
     points = [swept.point(values) for values in grid(swept.axes)]
@@ -80,7 +80,7 @@ def test_a_finite_space_is_used_up():
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ["recipe=tiny", "parallel=tp3", "schedule=wsd", "model=quickstart"],
         ["recipe=llama3_8b", "precision=fp32", "platform=b200", "optimizer.lr=1e-3"],
@@ -88,19 +88,19 @@ def test_a_finite_space_is_used_up():
         ["recipe=quickstart", "data=none"],
     ],
 )
-def test_composing_many_gives_what_composing_one_gives(words):
+def test_composing_many_gives_what_composing_one_gives(overrides):
     composer = Composer()
-    composer.compose(words[:1])
-    assert composer.compose(words) == compose(words)
-    assert composer.compose(words[:1]) == compose(words[:1])  # what came between left no trace
+    composer.compose(overrides[:1])
+    assert composer.compose(overrides) == compose(overrides)
+    assert composer.compose(overrides[:1]) == compose(overrides[:1])  # what came between left no trace
 
 
 def test_composing_many_finds_the_same_problems():
     composer = Composer()
     composer.compose(["recipe=tiny"])
-    for words in (["recipe=tiny", "parallel=tp2tp4"], ["recipe=tiny", "train.stepz=1"], ["recipe=nope"]):
+    for overrides in (["recipe=tiny", "parallel=tp2tp4"], ["recipe=tiny", "train.stepz=1"], ["recipe=nope"]):
         with pytest.raises(ConfigError) as many:
-            composer.compose(words)
+            composer.compose(overrides)
         with pytest.raises(ConfigError) as one:
-            compose(words)
+            compose(overrides)
         assert str(many.value) == str(one.value)

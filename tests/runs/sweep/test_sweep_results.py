@@ -94,9 +94,9 @@ def test_the_training_loss_ranks_where_it_is_asked_for(tmp_path):
 
 def test_the_table_holds_every_point_the_best_first(tmp_path):
     folder = SweepFolder(tmp_path / "s")
-    words = parse_sweep(["recipe=tiny", "optimizer.lr=1,2", "batch.global_batch_size=7"])
-    judge = PointValidator(words, folder, LAPTOP, False)
-    skipped = [judge.validate(number, values) for number, values in enumerate(grid(words.axes), 8)]
+    sweep = parse_sweep(["recipe=tiny", "optimizer.lr=1,2", "batch.global_batch_size=7"])
+    judge = PointValidator(sweep, folder, LAPTOP, False)
+    skipped = [judge.validate(number, values) for number, values in enumerate(grid(sweep.axes), 8)]
     results = [made_trial(folder, 1, 100.0), made_trial(folder, 2, 200.0), made_trial(folder, 3, 9.0, ExitCode.HANG)]
     write_results(folder, results, skipped, "tokens_per_second")
     with folder.results.open(newline="") as file:
@@ -141,15 +141,15 @@ def test_what_was_begun_is_remembered_once(tmp_path):
 
 
 def test_points_that_come_to_the_same_run_run_once(tmp_path):
-    words = parse_sweep(["recipe=tiny", "platform=cpu", "data.corpus=python-stdlib", "parallel=dp1,dp2,tp1"])
-    judge = PointValidator(words, SweepFolder(tmp_path / "s"), LAPTOP, False)
-    judged = [judge.validate(number, values) for number, values in enumerate(grid(words.axes), 1)]
+    sweep = parse_sweep(["recipe=tiny", "platform=cpu", "data.corpus=python-stdlib", "parallel=dp1,dp2,tp1"])
+    judge = PointValidator(sweep, SweepFolder(tmp_path / "s"), LAPTOP, False)
+    judged = [judge.validate(number, values) for number, values in enumerate(grid(sweep.axes), 1)]
     assert [point.is_valid for point in judged] == [True, True, False]  # two workers where the layout leaves it open
     assert "the same run as point 2" in judged[2].reasons[0].message
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ["recipe=tiny", "parallel=tp2", "optimizer.lr=3e-3"],
         ["recipe=llama3_8b", "parallel.tp=4", "precision.compute_dtype=fp32", "parallel.sequence_parallel=true"],
@@ -157,9 +157,9 @@ def test_points_that_come_to_the_same_run_run_once(tmp_path):
         ["recipe=quickstart", "parallel.schedule=gpipe", "train.sample_prompt='a: b'"],
     ],
 )
-def test_a_composition_written_as_a_recipe_composes_to_the_same_spec(tmp_path, words):
-    composition = compose([*words, "run.name=x", f"run.directory={tmp_path}"])
-    recipe = recipe_text(composition, "mine", "words")
+def test_a_composition_written_as_a_recipe_composes_to_the_same_spec(tmp_path, overrides):
+    composition = compose([*overrides, "run.name=x", f"run.directory={tmp_path}"])
+    recipe = recipe_text(composition, "mine", "overrides")
     path = tmp_path / "best.yaml"
     path.write_text(recipe.text)
     for name, text in recipe.option_files.items():
@@ -167,4 +167,4 @@ def test_a_composition_written_as_a_recipe_composes_to_the_same_spec(tmp_path, w
         (tmp_path / name).write_text(text)
     again = compose([f"recipe={path}", "run.name=x", f"run.directory={tmp_path}"])
     assert again.spec == composition.spec
-    assert list(recipe.option_files) == (["conf/parallel/mine.yaml"] if "parallel.schedule=gpipe" in words else [])
+    assert list(recipe.option_files) == (["conf/parallel/mine.yaml"] if "parallel.schedule=gpipe" in overrides else [])

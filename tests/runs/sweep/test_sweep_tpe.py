@@ -31,7 +31,7 @@ def proposals(metric, count):
     return found
 
 
-def test_it_proposes_what_the_words_allow_and_the_same_again():
+def test_it_proposes_what_the_overrides_allow_and_the_same_again():
     found = proposals("validation_loss", 12)
     assert found == proposals("validation_loss", 12)
     for values in found:
