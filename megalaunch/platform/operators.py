@@ -30,7 +30,7 @@ def implementations(device: str) -> Iterator[Implementation]:
             "causal attention", f"{_SDPA}: flash, memory-efficient or cuDNN kernels, selected by torch"
         )
     yield Implementation("attention with a window or documents", f"{_SDPA} with a mask")
-    yield Implementation("attention with sinks, soft cap or dropout", "megalaunch.engine.model.attention.blockwise")
+    yield Implementation("attention with sinks, soft cap or dropout", "megalaunch.engine.model.attention.core")
     if device == "cuda" and find_spec("triton") is not None:
         yield Implementation("SwiGLU", f"{_KERNELS}.swiglu_triton")
     else:

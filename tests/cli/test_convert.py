@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from megalaunch.cli.app import app
 from megalaunch.engine.checkpoint.mapped_weights import parameter_shapes
-from megalaunch.engine.families.weights import get_family_weights
+from megalaunch.engine.weight_maps.weights import get_family_weights
 from megalaunch.importers.huggingface.registry import from_hf_config, to_hf_config
 
 from tiny_run import tiny_spec  # isort: skip

@@ -87,7 +87,7 @@ ENGINE_FLOORS = (
     ("param_layout", "autograd"),
     ("collectives", "dtensor"),
     ("model",),
-    ("families", "parallel"),
+    ("weight_maps", "parallel"),
     ("parallel.parallelize",),
     ("checkpoint",),
     ("train", "inference"),

@@ -12,7 +12,7 @@ from oracle import small_spec
 
 from megalaunch.engine.checkpoint.mapped_weights import parameter_shapes
 from megalaunch.engine.checkpoint.safetensors_file import TensorSource, write_file
-from megalaunch.engine.families.weights import get_family_weights
+from megalaunch.engine.weight_maps.weights import get_family_weights
 from megalaunch.importers.huggingface.registry import to_hf_config
 
 

@@ -19,8 +19,8 @@ from proofs import Proof, record
 
 from megalaunch.data.samples.sample import Sample, positions_within
 from megalaunch.engine.dtensor import copy_from_global_
-from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.decoder import Decoder, strip_vocab_padding
 from megalaunch.engine.model.dropout import sample_seeds
 from megalaunch.engine.model.init import init_value, init_weights

@@ -21,10 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.inference.generate import next_logits
 from megalaunch.engine.inference.kv_cache import KVCache
 from megalaunch.engine.mesh import Mesh, make_mesh
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.dropout import sample_seeds
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.parallelize import TensorReaders, materialize, parallelize_decoder
@@ -32,7 +32,7 @@ from megalaunch.engine.parallel.step_observer import NO_OBSERVER
 from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.simulate.fake_world import FakeScalarMode
 from megalaunch.engine.simulate.step import full_length_documents, make_batch, make_observed_step
-from megalaunch.engine.train.linear_cross_entropy import LinearCrossEntropy
+from megalaunch.engine.train.loss import LinearCrossEntropy
 from megalaunch.engine.train.optimizer import NamedAdamW
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec

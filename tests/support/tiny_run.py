@@ -8,7 +8,7 @@ import torch
 
 from megalaunch.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from megalaunch.engine.checkpoint.store import save_checkpoint
-from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.decoder import Decoder
 from megalaunch.engine.model.init import init_weights
 from megalaunch.rundir.checkpoint.contents import SPEC_FILE, TOKENIZER_FILE, WEIGHTS

@@ -19,11 +19,11 @@ from megalaunch.engine.checkpoint.huggingface import COMPANIONS
 from megalaunch.engine.checkpoint.load_tensors import full_tensor
 from megalaunch.engine.checkpoint.mapped_weights import parameter_shapes
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES, TensorSource, write_file
-from megalaunch.engine.families.weight_mapping import WeightMapping
-from megalaunch.engine.families.weights import get_family_weights
 from megalaunch.engine.model.decoder import VOCAB_PARALLEL_PARAMS
+from megalaunch.engine.weight_maps.weight_mapping import WeightMapping
+from megalaunch.engine.weight_maps.weights import get_family_weights
 from megalaunch.importers.huggingface.folder import CONFIG, INDEX, WEIGHTS_FILE
-from megalaunch.importers.huggingface.registry import FamilyError, decoder_config, to_hf_config
+from megalaunch.importers.huggingface.registry import FamilyError, get_text_config, to_hf_config
 from megalaunch.rundir.checkpoint.contents import ORIGIN, ORIGIN_FILE, SPEC_FILE, TOKENIZER_FILE, WEIGHTS, read_document
 from megalaunch.rundir.checkpoint.tensor_index import read_tensor_index
 from megalaunch.schema.model import ModelSpec
@@ -167,7 +167,7 @@ def _token_ids(weights: StoredWeights, config: Mapping[str, Any]) -> dict[str, A
     always null: transformers gives the padding token's embedding row no gradient (nn.Embedding's padding_idx), and
     refuses an id beyond the vocabulary. The tokenizer's files define the padding token.
     """
-    kept = decoder_config(weights.origin.get("config") or {})
+    kept = get_text_config(weights.origin.get("config") or {})
     if kept.get("model_type") == config["model_type"]:
         found = {name: kept[name] for name in ("bos_token_id", "eos_token_id", "use_cache") if name in kept}
     else:

@@ -10,8 +10,8 @@ import torch
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.mapped_weights import MappedWeights
-from megalaunch.engine.families.multimodal import stored_name
-from megalaunch.engine.families.weights import get_family_weights, get_multimodal
+from megalaunch.engine.weight_maps.weight_mapping import stored_name
+from megalaunch.engine.weight_maps.weights import get_family_weights, get_multimodal
 from megalaunch.importers.huggingface.registry import FamilyError, from_hf_config
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.safetensors_file import DTYPES
-from megalaunch.engine.families.build import build_decoder
-from megalaunch.engine.families.weight_mapping import WeightMapping
+from megalaunch.engine.model.build import build_decoder
+from megalaunch.engine.weight_maps.weight_mapping import WeightMapping
 from megalaunch.schema.model import ModelSpec
 
 

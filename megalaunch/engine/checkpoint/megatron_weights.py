@@ -13,8 +13,8 @@ from torch import Tensor
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.mapped_weights import MappedWeights
 from megalaunch.engine.checkpoint.megatron_checkpoint import MegatronCheckpoint
-from megalaunch.engine.families.build import resolve_head_dim
-from megalaunch.engine.families.weight_mapping import WeightMapping, concat_rows, rename
+from megalaunch.engine.model.build import resolve_head_dim
+from megalaunch.engine.weight_maps.weight_mapping import WeightMapping, concat_rows, rename
 from megalaunch.importers.huggingface.registry import FAMILIES, FamilyError, to_hf_config
 from megalaunch.schema.model import GATED, Family, ModelSpec
 

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalaunch.engine.families.build import build_decoder
-from megalaunch.engine.model.embedding import Embedding
-from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.model.build import build_decoder
+from megalaunch.engine.model.layers import Embedding, Linear
 from megalaunch.schema.model import ModelSpec
 
 Read = Callable[[str], Tensor]

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder, is_huggingface
-from megalaunch.engine.families.build import build_decoder
-from megalaunch.engine.families.multimodal import stored_name
-from megalaunch.engine.families.weights import get_family_weights, get_multimodal
+from megalaunch.engine.model.build import build_decoder
+from megalaunch.engine.weight_maps.weight_mapping import stored_name
+from megalaunch.engine.weight_maps.weights import get_family_weights, get_multimodal
 from megalaunch.importers.huggingface.multimodal import TEXT, TEXT_DECODER_ONLY, VISION
-from megalaunch.importers.huggingface.registry import decoder_config, family_of, from_hf_config
+from megalaunch.importers.huggingface.registry import family_of, from_hf_config, get_text_config
 from megalaunch.schema.model import ModelSpec
 
 _LAYERS, _HEADS, _VOCABULARY, _WINDOW, _LENGTH, _HIDDEN = 2, 4, 211, 11, 40, 256
@@ -121,7 +121,7 @@ def require_agreement(verification: Verification, consequence: str) -> None:
 
 def shrink_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with few layers, few heads of the same width, a small vocabulary and short windows."""
-    model, text = from_hf_config(config, "whole"), decoder_config(config)
+    model, text = from_hf_config(config, "whole"), get_text_config(config)
     small = _shrink(text, model)
     if get_multimodal(config) is None:
         return small

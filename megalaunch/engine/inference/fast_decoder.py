@@ -16,10 +16,9 @@ from megalaunch.engine.model.attention.attention import Attention
 from megalaunch.engine.model.attention.core import AttentionFn
 from megalaunch.engine.model.config import DecoderConfig
 from megalaunch.engine.model.decoder import Decoder, DecoderLayer
-from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.model.layers import Linear, ShardedRMSNorm
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.rope import RopeCache, apply_rope, rope_cos_sin
-from megalaunch.engine.model.sharded_norm import ShardedRMSNorm
 from megalaunch.engine.model.tp_region import NO_TP
 from megalaunch.kernels.small_batch_linear import SmallBatchLinear
 

@@ -17,10 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalaunch.engine.model.attention.blockwise import attention
-from megalaunch.engine.model.attention.core import AttentionFn, causal_attention
+from megalaunch.engine.model.attention.core import DEFAULT_SCORE_MOD, AttentionFn, ScoreMod, attention, causal_attention
 from megalaunch.engine.model.attention.mask import from_mask
-from megalaunch.engine.model.attention.score_mod import PLAIN, ScoreMod
 
 
 class LayerKVCache:
@@ -109,7 +107,9 @@ class KVCache:
         return ((near & (keys >= starts_B[:, None, None])) | (distance == 0)).unsqueeze(1)
 
 
-def _masked(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: ScoreMod = PLAIN, /, *, shown: Tensor) -> Tensor:
+def _masked(
+    q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /, *, shown: Tensor
+) -> Tensor:
     return attention(q_BNSD, k_BGTD, v_BGTD, from_mask(shown), scoring)
 
 
@@ -117,7 +117,7 @@ def _decode_attention(
     q_BN1D: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    scoring: ScoreMod = PLAIN,
+    scoring: ScoreMod = DEFAULT_SCORE_MOD,
     /,
     *,
     first: int,

@@ -19,13 +19,13 @@ from megalaunch.engine.checkpoint.import_checkpoint import make_spec
 from megalaunch.engine.checkpoint.import_huggingface import tokenizer_text
 from megalaunch.engine.checkpoint.load_tensors import read_tensors
 from megalaunch.engine.checkpoint.retention import find_checkpoint
-from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.inference.chat_template import stop_token_ids
 from megalaunch.engine.inference.fast_decoder import FastDecoder
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.decoder import VOCAB_PARALLEL_PARAMS, Decoder
 from megalaunch.importers.huggingface.folder import CONFIG
 from megalaunch.importers.huggingface.multimodal import TEXT_DECODER_ONLY
-from megalaunch.importers.huggingface.registry import decoder_config, multimodal_family
+from megalaunch.importers.huggingface.registry import get_text_config, multimodal_family
 from megalaunch.rundir.checkpoint.contents import ORIGIN, SPEC_FILE, TOKENIZER_FILE, WEIGHTS
 from megalaunch.schema import RunSpec, SpecError
 from megalaunch.schema.model import ModelSpec
@@ -166,7 +166,7 @@ def _source_from_folder(folder: HuggingFaceFolder, weights: HuggingFaceWeights) 
             "model reads and writes no text; copy the one that belongs to the model there"
         )
     tokenizer, files = tokenizer_from_json(text), folder.companions()
-    ends = stop_token_ids(files, decoder_config(folder.config), tokenizer)
+    ends = stop_token_ids(files, get_text_config(folder.config), tokenizer)
     return ModelSource(folder.directory, make_spec(weights.model), tokenizer, files, ends)
 
 
@@ -184,7 +184,7 @@ def _source_from_checkpoint(checkpoint: Path) -> ModelSource:
     except (SpecError, DataError, OSError, ValueError) as error:
         raise _load_error(checkpoint, error) from error
     files = stored.companions()
-    ends = stop_token_ids(files, decoder_config(stored.origin.get("config") or {}), tokenizer)
+    ends = stop_token_ids(files, get_text_config(stored.origin.get("config") or {}), tokenizer)
     around = spec.data.add_special_tokens  # as in the run's training data
     return ModelSource(checkpoint, spec, tokenizer, files, ends, add_special_tokens=around)
 

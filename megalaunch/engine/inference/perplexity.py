@@ -19,8 +19,7 @@ from megalaunch.data.samples.sample import EodPolicy
 from megalaunch.data.samples.validation_dataset import FiniteDataset, ValidationSamples
 from megalaunch.engine.inference.load_model import LanguageModel, ModelSource
 from megalaunch.engine.train.dataloader import microbatch
-from megalaunch.engine.train.linear_cross_entropy import LinearCrossEntropy
-from megalaunch.engine.train.loss import IGNORE_INDEX
+from megalaunch.engine.train.loss import IGNORE_INDEX, LinearCrossEntropy
 
 HEAD_CHUNKS = 16  # chunks of the linear cross-entropy, to hold few logits at a time
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megalaunch.engine.model.attention.attention import Attention, KVCache, LayerKVCache
-from megalaunch.engine.model.attention.core import NO_CP, AttentionFn, ContextParallelism
-from megalaunch.engine.model.attention.score_mod import softcap
+from megalaunch.engine.model.attention.core import NO_CP, AttentionFn, ContextParallelism, softcap
 from megalaunch.engine.model.config import DecoderConfig, RopeConfig
 from megalaunch.engine.model.dropout import (
     NO_DROPOUT,
@@ -24,10 +23,8 @@ from megalaunch.engine.model.dropout import (
     make_dropout_masks,
     no_dropout,
 )
-from megalaunch.engine.model.embedding import Embedding
-from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.model.layers import Embedding, Linear, Norm
 from megalaunch.engine.model.mlp import MLP
-from megalaunch.engine.model.norm import Norm
 from megalaunch.engine.model.rope import RopeCache, rope_cos_sin
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL

@@ -1,14 +1,52 @@
-"""The feed-forward block, gated or not."""
+"""The feed-forward block, gated or not, and its activation functions by their names in `model.activation`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalaunch.engine.model.activation import GATED, PLAIN, apply_gated_activation
 from megalaunch.engine.model.config import MLPConfig
-from megalaunch.engine.model.linear import Linear
+from megalaunch.engine.model.layers import Linear
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, ROW_PARALLEL
+from megalaunch.kernels.swiglu import swiglu
+from megalaunch.schema.model import GATED, Activation
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    """GELU with the tanh approximation of Hendrycks and Gimpel, as in GPT-2."""
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * (1.702 * x).sigmoid()
+
+
+_UNGATED_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+_GATED_ACTIVATIONS: Mapping[Activation, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": swiglu,
+    "geglu": lambda gate, up: F.gelu(gate) * up,
+    "geglu_tanh": lambda gate, up: _gelu_tanh(gate) * up,
+    "quick_geglu": lambda gate, up: _quick_gelu(gate) * (up + 1),
+}
+"""Gated activations: (gate, up) -> input of the down projection (Shazeer, 2020)."""
+
+
+def apply_gated_activation(activation: Activation, gate: Tensor, up: Tensor, *, overwrite_up: bool) -> Tensor:
+    """Apply a gated activation; `overwrite_up`: its backward may overwrite `up` (kernels/swiglu.py)."""
+    return (
+        swiglu(gate, up, overwrite_up=overwrite_up)
+        if activation == "swiglu"
+        else _GATED_ACTIVATIONS[activation](gate, up)
+    )
 
 
 class MLP(nn.Module):
@@ -36,7 +74,7 @@ class MLP(nn.Module):
         """Apply the activation to up, or to gate and up, which may be clamped (gpt-oss: the gate from above only)."""
         if self.gate_proj is None:
             (up,) = entered
-            return PLAIN[self.config.activation](up)
+            return _UNGATED_ACTIVATIONS[self.config.activation](up)
         gate, up = entered
         if self.config.clamp is not None:
             gate, up = gate.clamp(max=self.config.clamp), up.clamp(-self.config.clamp, self.config.clamp)

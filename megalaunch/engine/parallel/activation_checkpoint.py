@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megalaunch.engine.model.decoder import Decoder, DecoderLayer
-from megalaunch.engine.model.norm import Norm
+from megalaunch.engine.model.layers import Norm
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.torch_private import storage_id
 from megalaunch.schema.recompute import RecomputeModule, RecomputeSpec

@@ -26,9 +26,14 @@ from torch import Tensor
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.collectives import all_gather_async, all_to_all_async, reduce_scatter_async
 from megalaunch.engine.mesh import Axis, Mesh
-from megalaunch.engine.model.attention.core import AttentionFn, causal_attention, masked_attention
+from megalaunch.engine.model.attention.core import (
+    DEFAULT_SCORE_MOD,
+    AttentionFn,
+    ScoreMod,
+    causal_attention,
+    masked_attention,
+)
 from megalaunch.engine.model.attention.mask import AttentionMask, make_mask
-from megalaunch.engine.model.attention.score_mod import PLAIN, ScoreMod
 from megalaunch.engine.parallel.ring_attention import RingAttention
 from megalaunch.schema.parallel import ContextCommType, ParallelSpec
 
@@ -106,7 +111,7 @@ def _all_gather_attention(axis: Axis, order: Tensor, everyone: Tensor | None, wi
     """allgather: all-gather K and V; reduce-scatter their gradients (Llama 3)."""
     attend_all = masked_attention(_local_mask(axis, order, everyone, window))
 
-    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
+    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
         keys_values = torch.stack((k_BGsD, v_BGsD))
         whole = apply_function(_AllGather, keys_values, axis)
         k_BGSD, v_BGSD = whole.unbind()
@@ -121,7 +126,7 @@ def _ring_attention(axis: Axis, order: Tensor, everyone: Tensor | None, window: 
     parts = zip(whole.k_positions.chunk(axis.size), whole.allowed.chunk(axis.size, dim=-1), strict=True)
     masks = tuple(AttentionMask(whole.q_positions, positions, mask) for positions, mask in parts)
 
-    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
+    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
         keys_values = torch.stack((k_BGsD, v_BGsD))
         return apply_function(RingAttention, q_BNsD, keys_values, masks, axis, scoring, scoring.sinks)
 
@@ -141,7 +146,7 @@ def _ulysses_attention(axis: Axis, order: Tensor, everyone: Tensor | None, windo
         positions = torch.arange(len(order), device=order.device)
         local_attend = masked_attention(make_mask(positions, positions, documents, documents, window))
 
-    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
+    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
         heads = (q_BNsD, *(_repeat_kv_to(x, axis.size) for x in (k_BGsD, v_BGsD)))
         q_BnSD, k_BgSD, v_BgSD = (_to_heads(x, axis)[:, :, natural] for x in heads)
         out_BnSD = local_attend(q_BnSD, k_BgSD, v_BgSD, scoring.shard_heads(axis.rank, axis.size))
@@ -159,7 +164,7 @@ def _hierarchical_attention(
     """
     ring = _ring_attention(outer, order, everyone, window)
 
-    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
+    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
         heads = (q_BNsD, *(_repeat_kv_to(x, inner.size) for x in (k_BGsD, v_BGsD)))
         q_BntD, k_BgtD, v_BgtD = (_to_heads(x, inner) for x in heads)  # t: tokens of all ranks of the inner axis
         out_BntD = ring(q_BntD, k_BgtD, v_BgtD, scoring.shard_heads(inner.rank, inner.size))

@@ -26,9 +26,14 @@ from torch import Tensor
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.collectives import AsyncCollective, all_to_all_v_async
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.model.attention.core import AttentionFn, causal_attention, masked_attention
+from megalaunch.engine.model.attention.core import (
+    DEFAULT_SCORE_MOD,
+    AttentionFn,
+    ScoreMod,
+    causal_attention,
+    masked_attention,
+)
 from megalaunch.engine.model.attention.mask import make_mask
-from megalaunch.engine.model.attention.score_mod import PLAIN, ScoreMod
 from megalaunch.engine.parallel.document_partition import DocumentChunk, DocumentPartition, Flat, partition_documents
 
 # Whole documents of together at most this many tokens share one masked attention call: launching a call for fewer
@@ -130,7 +135,7 @@ def _attention(
     rest = [_split_document_attention(p, window, device) for p in chunks if not partition.is_full_document(p)]
     sent, keys = (torch.from_numpy(numbers).to(device) for numbers in (plan.sent, plan.keys))
 
-    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = PLAIN, /) -> Tensor:
+    def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
         q_NcD, kv_GcD = _flatten_batch(q_BNsD), torch.stack((_flatten_batch(k_BGsD), _flatten_batch(v_BGsD)))
         parts = [plan.whole, q_NcD.shape[1] - plan.whole]
         q_whole, q_cut = torch.split(q_NcD, parts, dim=1)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.mesh import Mesh
 from megalaunch.engine.model.attention.core import NO_CP, ContextParallelism
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion

@@ -1,7 +1,7 @@
 """Ring attention over the cp axis: ranks send keys and values round a ring while they compute attention blocks.
 
 Liu et al. 2023. At turn t rank r holds the keys and values of rank j = (r - t) mod cp, which are one block of
-model/attention/blockwise.py. It sends them to rank r + 1 while it computes with them.
+model/attention/core.py. It sends them to rank r + 1 while it computes with them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,14 @@ from torch import Tensor
 
 from megalaunch.engine.collectives import ring_shift_async
 from megalaunch.engine.mesh import Axis
-from megalaunch.engine.model.attention.blockwise import BlockwiseBackward, OnlineSoftmax, repeat_kv, sum_over_kv_group
+from megalaunch.engine.model.attention.core import (
+    BlockwiseBackward,
+    OnlineSoftmax,
+    ScoreMod,
+    repeat_kv,
+    sum_over_kv_group,
+)
 from megalaunch.engine.model.attention.mask import AttentionMask
-from megalaunch.engine.model.attention.score_mod import ScoreMod
 
 
 class RingAttention(torch.autograd.Function):

@@ -39,7 +39,7 @@ from megalaunch.engine.parallel.pipeline_schedule import StageActivations
 from megalaunch.engine.parallel.step_observer import NO_OBSERVER, StepObserver
 from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.train.dataloader import MicroBatch, StepBatch
-from megalaunch.engine.train.linear_cross_entropy import LinearCrossEntropy
+from megalaunch.engine.train.loss import LinearCrossEntropy
 from megalaunch.plan.stages import build_stages
 from megalaunch.schema import RunSpec
 from megalaunch.schema.parallel import ParallelSpec

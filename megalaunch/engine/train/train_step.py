@@ -22,9 +22,8 @@ from megalaunch.engine.run_end import RankError, RunEnd
 from megalaunch.engine.train.dataloader import StepBatch
 from megalaunch.engine.train.forward_backward import ForwardBackward
 from megalaunch.engine.train.grads import clip_divisor, finalize_grads, local_grad_norm_sq
-from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.engine.train.optimizer import NamedAdamW, learning_rate
 from megalaunch.engine.train.rank_sync import StepReduction, all_gather_objects, reduce_step_stats, total_valid_tokens
-from megalaunch.engine.train.schedule import learning_rate
 from megalaunch.rundir.outcome import ExitCode
 from megalaunch.schema import RunSpec
 

@@ -9,7 +9,7 @@ from megalaunch.importers.huggingface.family import FamilySpec, Values, invert
 from megalaunch.importers.huggingface.hf_config import ConfigFile
 from megalaunch.schema.model import Activation, ModelSpec
 
-PLAIN: Mapping[str, Activation] = {
+ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
@@ -34,7 +34,7 @@ def _read(file: ConfigFile) -> Values:
         "vocab_size": file.integer("vocab_size", 50257),
         "max_position_embeddings": file.integer("n_positions", 1024),
         "position_embedding": "learned",
-        "activation": file.pop_choice("activation_function", PLAIN, "gelu_new"),
+        "activation": file.pop_choice("activation_function", ACTIVATIONS, "gelu_new"),
         "norm": "layernorm",
         "norm_epsilon": file.number("layer_norm_epsilon", 1e-5),
         "qkv_bias": True,
@@ -56,7 +56,7 @@ def _write(model: ModelSpec) -> dict[str, Any]:
         "n_head": model.num_attention_heads,
         "vocab_size": model.vocab_size,
         "n_positions": model.max_position_embeddings,
-        "activation_function": invert(PLAIN).get(model.activation, "gelu_new"),
+        "activation_function": invert(ACTIVATIONS).get(model.activation, "gelu_new"),
         "layer_norm_epsilon": model.norm_epsilon,
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout if model.embedding_dropout is None else model.embedding_dropout,

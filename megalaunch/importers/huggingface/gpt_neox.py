@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalaunch.importers.huggingface.family import FamilySpec, Values, invert
-from megalaunch.importers.huggingface.gpt import PLAIN
+from megalaunch.importers.huggingface.gpt import ACTIVATIONS
 from megalaunch.importers.huggingface.hf_config import ConfigFile
 from megalaunch.importers.huggingface.rope import read_rope, write_rope
 from megalaunch.schema.model import ModelSpec
@@ -24,7 +24,7 @@ def _read(file: ConfigFile) -> Values:
         "head_dim": (hidden or 0) // (heads or 1),
         "vocab_size": file.integer("vocab_size"),
         "max_position_embeddings": file.integer("max_position_embeddings", 2048),
-        "activation": file.pop_choice("hidden_act", PLAIN, "gelu"),
+        "activation": file.pop_choice("hidden_act", ACTIVATIONS, "gelu"),
         "norm": "layernorm",
         "norm_epsilon": file.number("layer_norm_eps", 1e-5),
         "parallel_residual": file.flag("use_parallel_residual", True),
@@ -48,7 +48,7 @@ def _write(model: ModelSpec) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_position_embeddings,
-        "hidden_act": invert(PLAIN).get(model.activation, "gelu"),
+        "hidden_act": invert(ACTIVATIONS).get(model.activation, "gelu"),
         "layer_norm_eps": model.norm_epsilon,
         "use_parallel_residual": model.parallel_residual,
         "attention_bias": model.qkv_bias,

@@ -88,7 +88,7 @@ def _read(config: Mapping[str, Any], name: str, notes: list[str] | None) -> Mode
         raise FamilyError([str(error)]) from error
 
 
-def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def get_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the decoder's config.json: the file itself, or the text part of a multimodal config."""
     multimodal = multimodal_family(config)
     return config if multimodal is None else split_config(config, multimodal.model_type)[0]

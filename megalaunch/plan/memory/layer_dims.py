@@ -221,7 +221,7 @@ def _saved_weight_keys(
 
 
 def _needs_score_mod(model: ModelSpec) -> bool:
-    """Return whether torch's attention does not support the model's (engine/model/attention/score_mod.py)."""
+    """Return whether torch's attention does not support the model's (engine/model/attention/core.py)."""
     return model.attn_logit_softcapping is not None or model.attention_sinks or model.attention_dropout > 0
 
 

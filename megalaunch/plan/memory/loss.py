@@ -37,7 +37,7 @@ def loss_bytes(spec: RunSpec, topology: Topology, profile: MemoryProfile, tokens
     hidden_bytes = compute_bytes * spec.model.hidden_size
     head_gradients = hidden_bytes * (tokens + vocab_rows)  # the head's two gradients
     gathered = hidden_bytes * tokens if spec.parallel.sequence_parallel else 0.0
-    if spec.train.loss_chunks > 1:  # engine/train/linear_cross_entropy.py: the logits of one chunk at a time
+    if spec.train.loss_chunks > 1:  # engine/train/loss.py: the logits of one chunk at a time
         chunk = -(-tokens // spec.train.loss_chunks)
         logits = (profile.logit_bytes + compute_bytes) * vocab_rows * chunk
         return LossBytes(

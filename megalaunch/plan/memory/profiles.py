@@ -65,7 +65,7 @@ class MemoryProfile:
 
 # FSDP2 over fp32 master weights (engine/parallel/fsdp.py). The loss (engine/train/loss.py) holds, in its
 # backward, log-probabilities, their gradient and the logits' gradient, each in fp32; the 16-bit logits are freed.
-# engine/model/attention/blockwise.py allocates scores and their gradients; engine/model/dropout.py regenerates masks.
+# engine/model/attention/core.py allocates scores and their gradients; engine/model/dropout.py regenerates masks.
 # torch's pipeline stages save the outputs that they have sent.
 ENGINE = MemoryProfile(
     "engine",

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
 from megalaunch.schema import RunSpec, build_run_spec
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from forked_ranks import run_ranks
 from oracle import small_spec
 
-from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.inference.generate import GenerationConfig, TextModel, generate_tokens
 from megalaunch.engine.inference.sampling import Sampling
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.parallel.pipeline_forward import DistributedGenerator

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from oracle import small_spec
 
-from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
 
 

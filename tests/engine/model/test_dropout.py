@@ -10,9 +10,8 @@ import torch
 from tiny_run import tiny_decoder
 
 from megalaunch.engine.model.attention import blockwise
-from megalaunch.engine.model.attention.blockwise import attention
+from megalaunch.engine.model.attention.core import ScoreMod, attention, softcap
 from megalaunch.engine.model.attention.mask import AttentionMask, make_mask
-from megalaunch.engine.model.attention.score_mod import ScoreMod, softcap
 from megalaunch.engine.model.dropout import DropoutMask, hash_ids, keep_mask, make_dropout_masks, mix_seed, sample_seeds
 from megalaunch.engine.model.tp_region import NO_TP
 
@@ -137,7 +136,7 @@ def test_each_alone(only):
 def test_masks_are_applied_where_gpt2_applies_them(monkeypatch):
     """GPT-2 of transformers in training, its dropout replaced by ours in the order in which it calls it."""
     transformers = pytest.importorskip("transformers", reason="transformers (the extra `parity`) is not installed")
-    from megalaunch.engine.families.build import build_decoder
+    from megalaunch.engine.model.build import build_decoder
     from megalaunch.engine.model.init import init_weights
     from megalaunch.importers.huggingface.gpt import FAMILY
     from megalaunch.importers.huggingface.registry import from_hf_config

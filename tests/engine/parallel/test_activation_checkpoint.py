@@ -10,7 +10,7 @@ import torch
 from live_bytes import LiveBytes
 from oracle import hold_to_one_process, small_spec
 
-from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.parallel.activation_checkpoint import apply_recompute
 from megalaunch.schema.recompute import RecomputeSpec

@@ -9,7 +9,7 @@ import torch
 from made_specs import resolved
 from oracle import hold_to_one_process, small_spec
 
-from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.parallel.activation_offload import apply_offload, offload_tensor
 from megalaunch.engine.simulate.deep_plan import deep_plan

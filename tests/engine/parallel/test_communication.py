@@ -15,8 +15,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.mesh import make_mesh
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.parallel.fsdp import AllToAllReduceScatter, LocalReduceScatter, fsdp_modules
 from megalaunch.engine.parallel.parallelize import build_sharded_model
 from megalaunch.engine.train.dataloader import PrefetchingDataLoader, make_batch_sampler

@@ -14,8 +14,7 @@ from oracle import Numbers, assert_same, joined_stages, on_ranks, one_process, s
 
 from megalaunch.data.samples.sample import Sample
 from megalaunch.engine.mesh import make_mesh
-from megalaunch.engine.model.attention.core import NO_CP
-from megalaunch.engine.model.attention.score_mod import PLAIN, ScoreMod
+from megalaunch.engine.model.attention.core import DEFAULT_SCORE_MOD, NO_CP, ScoreMod
 from megalaunch.engine.parallel.dynamic_context_parallel import DynamicContextParallel, local_token_indices
 from megalaunch.plan.topology import Topology
 from megalaunch.schema import RunSpec
@@ -92,7 +91,7 @@ LENGTHS = (
     ((3, 21), (2, 2, 2, 2, 2, 2, 12)),
     ((7, 5, 3, 9), (1, 23)),
 )
-SCORINGS = (PLAIN, ScoreMod(0.3, soft_cap=2.0), ScoreMod(sinks=torch.linspace(-1, 1, 4)))
+SCORINGS = (DEFAULT_SCORE_MOD, ScoreMod(0.3, soft_cap=2.0), ScoreMod(sinks=torch.linspace(-1, 1, 4)))
 
 
 def _differences(ranks: int) -> list[float]:

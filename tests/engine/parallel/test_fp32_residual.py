@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from forked_ranks import run_ranks
 from oracle import RandomSamples, joined_stages, labels_of, on_ranks, small_spec
 
-from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.init import init_weights
 from megalaunch.engine.model.rope import rope_cos_sin
 from megalaunch.engine.model.tp_region import NO_TP

@@ -6,7 +6,7 @@ import pytest
 import torch
 from made_specs import resolved
 
-from megalaunch.engine.families.build import build_decoder
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.kernels import matmul
 from megalaunch.kernels.causal_attention import blocks_are_faster
 from megalaunch.plan.layers import list_layers

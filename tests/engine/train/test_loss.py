@@ -6,11 +6,10 @@ import torch.nn.functional as F
 from live_bytes import LiveBytes
 from oracle import small_spec
 
-from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.mesh import Axis
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.engine.model.decoder import Decoder
-from megalaunch.engine.train.linear_cross_entropy import LinearCrossEntropy
-from megalaunch.engine.train.loss import IGNORE_INDEX, cross_entropy_sum
+from megalaunch.engine.train.loss import IGNORE_INDEX, LinearCrossEntropy, cross_entropy_sum
 
 
 def test_half_formats_lose_nothing_in_the_sum():

@@ -16,10 +16,10 @@ from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.import_checkpoint import make_spec
 from megalaunch.engine.checkpoint.store import save_checkpoint
-from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.inference.fast_decoder import FastDecoder
 from megalaunch.engine.inference.generate import GenerationConfig, generate_tokens
 from megalaunch.engine.inference.sampling import Sampling
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.importers.huggingface.registry import from_hf_config
 from megalaunch.rundir.checkpoint.contents import WEIGHTS
 from megalaunch.schema.spec_file import spec_to_text

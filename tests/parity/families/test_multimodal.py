@@ -22,10 +22,10 @@ from megalaunch.engine.checkpoint.errors import CheckpointError
 from megalaunch.engine.checkpoint.hf_weights import HuggingFaceWeights
 from megalaunch.engine.checkpoint.huggingface import HuggingFaceFolder
 from megalaunch.engine.checkpoint.verify_config import describe_verification, verify_config
-from megalaunch.engine.families.build import build_decoder
 from megalaunch.engine.inference.generate import GenerationConfig, generate_tokens
 from megalaunch.engine.inference.load_model import open_model
 from megalaunch.engine.inference.sampling import Sampling
+from megalaunch.engine.model.build import build_decoder
 from megalaunch.importers.huggingface import gemma3
 from megalaunch.importers.huggingface.registry import FamilyError, from_hf_config
 

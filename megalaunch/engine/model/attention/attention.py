@@ -12,13 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megalaunch.engine.model.attention.core import AttentionFn
-from megalaunch.engine.model.attention.score_mod import ScoreMod
+from megalaunch.engine.model.attention.core import AttentionFn, ScoreMod
 from megalaunch.engine.model.config import AttentionConfig, NormConfig
-from megalaunch.engine.model.linear import Linear
-from megalaunch.engine.model.norm import Norm
+from megalaunch.engine.model.layers import Linear, Norm, ShardedRMSNorm
 from megalaunch.engine.model.rope import RopeCache, apply_rope
-from megalaunch.engine.model.sharded_norm import ShardedRMSNorm
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED_PER_HEAD, ROW_PARALLEL, ParamLayout, local_param
 

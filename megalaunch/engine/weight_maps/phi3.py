@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.engine.families.family import FamilyWeights
-from megalaunch.engine.families.llama import embedding_and_head_mapping, norm_mapping
-from megalaunch.engine.families.weight_mapping import WeightMapping, concat_rows, rename
+from megalaunch.engine.weight_maps.llama import embedding_and_head_mapping, norm_mapping
+from megalaunch.engine.weight_maps.weight_mapping import FamilyWeights, WeightMapping, concat_rows, rename
 from megalaunch.schema.model import ModelSpec
 
 

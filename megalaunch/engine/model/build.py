@@ -34,10 +34,10 @@ def build_decoder(
         context: the context parallelism of the attention layers.
         block_dtype: as `Decoder`'s.
     """
-    return Decoder(decoder_config(model), tp_region, context, block_dtype)
+    return Decoder(make_decoder_config(model), tp_region, context, block_dtype)
 
 
-def decoder_config(model: ModelSpec) -> DecoderConfig:
+def make_decoder_config(model: ModelSpec) -> DecoderConfig:
     """Convert a resolved model section to a DecoderConfig. Raises ValueError while the vocabulary size is unknown."""
     if model.vocab_size is None:
         raise ValueError("model.vocab_size is still null: the data must be prepared before a model is built")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalaunch.engine.families import gemma3, gpt, gpt_neox, llama, phi3
-from megalaunch.engine.families.family import FamilyWeights
-from megalaunch.engine.families.multimodal import Multimodal
+from megalaunch.engine.weight_maps import gemma3, gpt, gpt_neox, llama, phi3
+from megalaunch.engine.weight_maps.weight_mapping import FamilyWeights, Multimodal
 from megalaunch.importers.huggingface.registry import family_of, multimodal_family
 from megalaunch.schema.model import Family, ModelSpec
 
-_OF: Mapping[Family, FamilyWeights] = {
+_WEIGHTS: Mapping[Family, FamilyWeights] = {
     "gpt": gpt.WEIGHTS,
     "gpt_neox": gpt_neox.WEIGHTS,
     "phi3": phi3.WEIGHTS,
@@ -22,10 +21,10 @@ _OF: Mapping[Family, FamilyWeights] = {
 
 def get_family_weights(model: ModelSpec) -> FamilyWeights:
     """Return the weights of a model's family. Raises FamilyError if the family has none."""
-    return _OF[family_of(model).name]
+    return _WEIGHTS[family_of(model).name]
 
 
 def get_multimodal(config: Mapping[str, Any]) -> Multimodal | None:
     """Return the tensor names of a multimodal config.json; None for a language model."""
     family = multimodal_family(config)
-    return None if family is None else _OF[family.name].multimodal
+    return None if family is None else _WEIGHTS[family.name].multimodal

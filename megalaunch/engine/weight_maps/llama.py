@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.engine.families.family import FamilyWeights
-from megalaunch.engine.families.weight_mapping import WeightMapping, rename
+from megalaunch.engine.weight_maps.weight_mapping import FamilyWeights, WeightMapping, rename
 from megalaunch.schema.model import GATED, ModelSpec
 
 # By norm_placement: the decoder's norm names and Hugging Face's.

@@ -5,11 +5,13 @@ Transforms only move values, so a round trip gives identical bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megalaunch.schema.model import ModelSpec
 
 Transform = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -77,3 +79,38 @@ def interleave_heads(theirs: str, ours: Sequence[str], heads: int) -> WeightMapp
         return [torch.stack(by_head, dim=1).flatten(0, 2)]
 
     return WeightMapping((theirs,), tuple(ours), split, join)
+
+
+@dataclass(frozen=True)
+class Multimodal:
+    """The naming schemes of a multimodal model."""
+
+    layouts: tuple[Mapping[str, str], ...]
+    """Maps from prefixes of the family's names to those in files; the published layout comes first."""
+    vision: tuple[str, ...]
+    """Prefixes of the vision tower's tensors, which are skipped."""
+
+    def layout(self, held: Collection[str]) -> Mapping[str, str]:
+        """Return the layout of a folder that holds these tensors."""
+        for layout in self.layouts:
+            if any(name.startswith(tuple(layout.values())) for name in held):
+                return layout
+        return self.layouts[0]
+
+
+def stored_name(name: str, layout: Mapping[str, str]) -> str:
+    """Return the name in a layout of one of the family's names."""
+    start = next((start for start in layout if name.startswith(start)), None)
+    return name if start is None else layout[start] + name.removeprefix(start)
+
+
+@dataclass(frozen=True)
+class FamilyWeights:
+    """The tensors of one family. Older files omit `prefix` before all names but the head's."""
+
+    tensors: Callable[[ModelSpec], Iterator[WeightMapping]]
+    prefix: str = ""
+    dropped: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    """Suffixes of stored buffers, which are computed and not loaded."""
+    multimodal: Multimodal | None = None
+    """Tensor names in the multimodal model that contains this family's decoder."""

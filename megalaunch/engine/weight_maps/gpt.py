@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.engine.families.family import FamilyWeights
-from megalaunch.engine.families.weight_mapping import WeightMapping, concat_rows, rename, transposed
+from megalaunch.engine.weight_maps.weight_mapping import FamilyWeights, WeightMapping, concat_rows, rename, transposed
 from megalaunch.schema.model import ModelSpec
 
 

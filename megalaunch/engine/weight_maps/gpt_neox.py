@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalaunch.engine.families.family import FamilyWeights
-from megalaunch.engine.families.gpt import both
-from megalaunch.engine.families.weight_mapping import WeightMapping, interleave_heads, rename
+from megalaunch.engine.weight_maps.gpt import both
+from megalaunch.engine.weight_maps.weight_mapping import FamilyWeights, WeightMapping, interleave_heads, rename
 from megalaunch.schema.model import ModelSpec
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from megalaunch.engine.families.family import FamilyWeights
-from megalaunch.engine.families.llama import tensors
-from megalaunch.engine.families.multimodal import Multimodal
+from megalaunch.engine.weight_maps.llama import tensors
+from megalaunch.engine.weight_maps.weight_mapping import FamilyWeights, Multimodal
 
 _MULTIMODAL = Multimodal(
     layouts=(

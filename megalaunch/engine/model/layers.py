@@ -1,0 +1,117 @@
+"""The modules that hold the decoder's parameters: linear layers, embedding and norms.
+
+Each declares as a `ParamLayout` how its parameters are sharded over tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalaunch.engine.model.config import NormConfig
+from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED, ParamLayout, local_param
+from megalaunch.kernels.matmul import linear
+from megalaunch.kernels.rms_norm import rms_norm
+
+if TYPE_CHECKING:
+    from megalaunch.engine.model.tp_region import TPRegion
+
+
+class Linear(nn.Module):
+    """x -> x W^T (+ b); `weight` is [out, in] as in torch.
+
+    Column parallel (outputs sharded): the bias is sharded with the outputs. Row parallel (inputs sharded): the bias is
+    replicated, and every rank adds it after the sum over ranks.
+    """
+
+    def __init__(self, in_features: int, out_features: int, layout: ParamLayout, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.layout = layout
+        self.bias_layout = layout if layout.shard_dim == 0 else REPLICATED
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer on one device that holds the whole weight: [..., in] -> [..., out]."""
+        return linear(x, local_param(self.weight), None if self.bias is None else local_param(self.bias))
+
+
+class Embedding(nn.Module):
+    """Token embedding `weight` [V, H], sharded by row, and `positions` [P, H] where positions are learned.
+
+    Tokens are looked up by the `TPRegion`, since a rank may hold only a shard of the vocabulary.
+    """
+
+    layout = COLUMN_PARALLEL
+    positions_layout = REPLICATED
+
+    def __init__(self, vocab_size: int, hidden_size: int, positions: int | None = None, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.positions = None if positions is None else nn.Parameter(torch.empty(positions, hidden_size))
+
+    def lookup(self, tokens_BS: Tensor, positions: Tensor, tp_region: TPRegion) -> Tensor:
+        """Embed token ids [B, S] at position ids [S] or [B, S] -> [B, s, H]."""
+        x_BsH = tp_region.embed(tokens_BS, self)
+        if self.scale != 1:
+            x_BsH = x_BsH * torch.tensor(self.scale, dtype=x_BsH.dtype)
+        if self.positions is None:
+            return x_BsH
+        return x_BsH + nn.functional.embedding(tp_region.scatter_to_sp(positions), local_param(self.positions))
+
+
+class Norm(nn.Module):
+    """RMSNorm: x / rms(x) * weight (Zhang and Sennrich, 2019), or LayerNorm with its bias (Ba et al., 2016)."""
+
+    def __init__(self, size: int, config: NormConfig, layout: ParamLayout = REPLICATED) -> None:
+        super().__init__()
+        self.config, self.layout = config, layout
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if config.layer else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [..., size] -> [..., size] in the weight's dtype; statistics are fp32 whatever the dtype of x."""
+        weight, epsilon = local_param(self.weight), self.config.epsilon
+        bias = None if self.bias is None else local_param(self.bias)
+        dtype = weight.dtype
+        if self.config.zero_centered_gamma:  # in 16 bits, 1 + weight would lose most of a small weight
+            x, weight = x.float(), 1 + weight.float()
+        elif x.dtype != dtype:  # x is a residual stream in fp32
+            weight = weight.to(x.dtype)
+        if self.config.layer:
+            normed = F.layer_norm(x, weight.shape, weight, None if bias is None else bias.to(x.dtype), epsilon)
+        else:
+            normed = rms_norm(x, weight, epsilon)
+        return normed if normed.dtype == dtype else normed.to(dtype)
+
+
+class ShardedRMSNorm(Norm):
+    """RMSNorm, or LayerNorm, inside a tensor-parallel region.
+
+    Every rank has an equal shard of the features, so that the mean over all features is the mean of the ranks' means:
+    one all-reduce of [B, S, 1] for the variance, and one for the mean of a LayerNorm.
+    """
+
+    def __init__(self, size: int, config: NormConfig, layout: ParamLayout, tp_region: TPRegion) -> None:
+        super().__init__(size, config, layout)
+        self.tp_region = tp_region
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [B, S, f] -> [B, S, f], computed in fp32."""
+        wide = x.float()
+        if self.config.layer:
+            wide = wide - self.tp_region.all_reduce_mean(wide.mean(-1, keepdim=True))
+        variance = self.tp_region.all_reduce_mean(wide.square().mean(-1, keepdim=True))
+        weight = self.tp_region.local_param(self.weight, self.layout)
+        normed = (
+            wide
+            * (variance + self.config.epsilon).rsqrt()
+            * (weight + 1 if self.config.zero_centered_gamma else weight)
+        )
+        return (normed if self.bias is None else normed + self.tp_region.local_param(self.bias, self.layout)).to(
+            x.dtype
+        )
