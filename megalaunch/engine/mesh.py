@@ -12,11 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megalaunch.engine.torch_private import group_timeouts, set_group_timeout
-from megalaunch.plan.topology import Topology
-
-# Outermost first: neighbouring ranks share a tensor-parallel group (Megatron's order tp-cp-dp-pp).
-# Context-parallel ranks hold the same parameters as data-parallel ranks: `fully_shard` takes one axis of both.
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+from megalaunch.plan.topology import RankGrid, Topology
 
 
 @dataclass(frozen=True)
@@ -109,20 +105,27 @@ class Mesh:
 
 def make_mesh(topology: Topology, device: torch.device, rank: int) -> Mesh:
     """Create the meshes. The process group of `topology.world` ranks must be initialised."""
-    t = topology
-    grid = init_device_mesh(device.type, (t.pp, t.dp_replicate, t.dp_shard * t.cp, t.tp), mesh_dim_names=AXES)
+    dense = topology.dense_grid
+    # Context-parallel ranks hold the same parameters as data-parallel ranks: `fully_shard` takes one axis of both.
+    grid = _init_mesh(device, topology.sharding_grid.merge(("cp", "dp_shard"), "dp_shard"))
     samples = grid
-    if t.cp > 1:
-        samples = init_device_mesh(device.type, (t.pp * t.dp, t.cp, t.tp), mesh_dim_names=("samples", "cp", "tp"))
+    if topology.cp > 1:
+        samples = _init_mesh(device, dense.merge(("dp", "pp"), "samples"))
     levels = None
-    if t.hierarchical_context_parallel_sizes:
-        inner, outer = t.hierarchical_context_parallel_sizes
-        names = ("samples", "cp_outer", "cp_inner", "tp")
-        levels = init_device_mesh(device.type, (t.pp * t.dp, outer, inner, t.tp), mesh_dim_names=names)
+    if topology.hierarchical_context_parallel_sizes:
+        inner, outer = topology.hierarchical_context_parallel_sizes
+        split = dense.split("cp", ("cp_inner", inner), ("cp_outer", outer))
+        levels = _init_mesh(device, split.merge(("dp", "pp"), "samples"))
     for mesh in (grid, samples, levels):
         for group in [] if mesh is None else mesh.get_all_groups():
             keep_timeout(group)
     return Mesh(device, topology, rank, grid, samples, levels)
+
+
+def _init_mesh(device: torch.device, grid: RankGrid) -> DeviceMesh:
+    """Create the device mesh of a grid; torch's meshes have the fastest-changing axis last."""
+    names, sizes = zip(*reversed(grid.axes), strict=True)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
 
 def world_timeout() -> datetime.timedelta | None:

@@ -53,6 +53,24 @@ class RankGrid:
         """Return every such group, ordered by its first rank."""
         return [list(group) for group in sorted({tuple(self.group(rank, *names)) for rank in range(self.world)})]
 
+    def split(self, name: str, *parts: tuple[str, int]) -> RankGrid:
+        """Return the grid with an axis split into several, the fastest-changing first; every rank keeps its place."""
+        axes = [part for axis in self.axes for part in (parts if axis[0] == name else (axis,))]
+        split = RankGrid(tuple(axes))
+        if split.world != self.world:
+            raise ValueError(f"{parts} is no split of {name} in {self.axes}")
+        return split
+
+    def merge(self, names: tuple[str, ...], merged: str) -> RankGrid:
+        """Return the grid with neighbouring axes, the fastest-changing first, as one; every rank keeps its place."""
+        present = [name for name, _ in self.axes]
+        first = present.index(names[0])
+        end = first + len(names)
+        if tuple(present[first:end]) != names:
+            raise ValueError(f"{names} are no neighbouring axes of {self.axes}")
+        size = math.prod(size for _, size in self.axes[first:end])
+        return RankGrid((*self.axes[:first], (merged, size), *self.axes[end:]))
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -130,8 +148,16 @@ class Topology:
 
     @property
     def dense_grid(self) -> RankGrid:
-        """The grid of all parameters but routed experts."""
+        """The grid of all parameters but routed experts, in Megatron's order: neighbouring ranks share a tp group.
+
+        The one definition of the order of ranks: device meshes are made of this grid.
+        """
         return RankGrid((("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp)))
+
+    @property
+    def sharding_grid(self) -> RankGrid:
+        """The dense grid with dp split into shards and replicas."""
+        return self.dense_grid.split("dp", ("dp_shard", self.dp_shard), ("dp_replicate", self.dp_replicate))
 
     @property
     def expert_grid(self) -> RankGrid:

@@ -43,6 +43,18 @@ def test_groups_of_an_axis_partition_the_world():
         assert sorted(rank for group in groups for rank in group) == list(range(24))
 
 
+def test_split_and_merged_axes_keep_the_order_of_ranks():
+    grid = RankGrid((("tp", 2), ("cp", 3), ("dp", 4), ("pp", 2)))
+    split = grid.split("dp", ("dp_shard", 2), ("dp_replicate", 2))
+    assert split.axes == (("tp", 2), ("cp", 3), ("dp_shard", 2), ("dp_replicate", 2), ("pp", 2))
+    assert split.groups("dp_shard", "dp_replicate") == grid.groups("dp")
+    assert split.merge(("cp", "dp_shard"), "both").groups("both") == split.groups("cp", "dp_shard")
+    with pytest.raises(ValueError, match="is no split of dp"):
+        grid.split("dp", ("dp_shard", 3), ("dp_replicate", 2))
+    with pytest.raises(ValueError, match="no neighbouring axes"):
+        grid.merge(("tp", "dp"), "both")
+
+
 def test_coordinates_name_the_axes_above_one():
     t = topology(tp=2, cp=2, dp=2, pp=2)
     assert [t.coordinates(rank) for rank in (0, 1, 6, 13)] == [

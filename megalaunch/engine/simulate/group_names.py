@@ -26,7 +26,7 @@ class GroupNames:
             for grid in self._grids():
                 axes = [name for name, size in grid.axes if size > 1]
                 for chosen in combinations(axes, count):
-                    known.setdefault(tuple(grid.group(self._rank, *chosen)), "+".join(chosen))
+                    known.setdefault(tuple(grid.group(self._rank, *chosen)), "+".join(chosen).replace("_", " "))
             if count == 1:
                 known.setdefault(tuple(range(self._topology.world)), "world")
         return known
@@ -35,7 +35,5 @@ class GroupNames:
         """Yield the dense grid, the dense grid with dp split into shard and replicate axes, and the expert grid."""
         t = self._topology
         yield t.dense_grid
-        yield RankGrid(
-            (("tp", t.tp), ("cp", t.cp), ("dp shard", t.dp_shard), ("dp replicate", t.dp_replicate), ("pp", t.pp))
-        )
+        yield t.sharding_grid
         yield t.expert_grid
