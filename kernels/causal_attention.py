@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalaunch.kernels.matmul import use_fp32_matmul
+from megalaunch.kernels.overrides import kernel_overrides
 
 _ROWS = 128  # per block: fewer multiply slowly, more waste work on masked keys
 _LONGEST = 1024  # tokens in fp32: scores over more keys outgrow the cache, and torch's kernel is faster
@@ -28,6 +29,9 @@ def causal_sdpa(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float | N
 
     A single query attends to all keys, of which there may then be more. `scale` None: 1 / sqrt(D).
     """
+    override = kernel_overrides().attention
+    if override is not None:
+        return override(q_BNSD, k_BGSD, v_BGSD, None)
     if blocks_are_faster(q_BNSD):
         return causal_sdpa_cpu(q_BNSD, k_BGSD, v_BGSD, q_BNSD.shape[-1] ** -0.5 if scale is None else scale)
     return causal_sdpa_reference(q_BNSD, k_BGSD, v_BGSD, scale)
@@ -45,6 +49,15 @@ def causal_sdpa_reference(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale:
     """Compute causal attention by torch's operator."""
     causal, grouped = q_BNSD.shape[2] > 1, q_BNSD.shape[1] != k_BGSD.shape[1]
     return F.scaled_dot_product_attention(q_BNSD, k_BGSD, v_BGSD, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def masked_sdpa(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Return softmax(scale q k^T) v over the keys that the mask [..., S, T] allows: torch's operator, [B, N, S, D]."""
+    override = kernel_overrides().attention
+    if override is not None:
+        return override(q_BNSD, k_BGTD, v_BGTD, mask)
+    grouped = q_BNSD.shape[1] != k_BGTD.shape[1]
+    return F.scaled_dot_product_attention(q_BNSD, k_BGTD, v_BGTD, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
 def causal_sdpa_cpu(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float) -> Tensor:

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.kernels.overrides import on_cpu
+
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor, ignore_index: int) -> Tensor:
     """Sum the cross-entropies of all labels other than `ignore_index`, in nats. May overwrite the logits."""
-    if logits_TV.is_cpu:
+    if on_cpu(logits_TV):
         return cross_entropy_in_place(logits_TV, labels_T, ignore_index)
     return cross_entropy_reference(logits_TV, labels_T, ignore_index)
 
@@ -34,7 +36,7 @@ def cross_entropy_in_place(logits_TV: Tensor, labels_T: Tensor, ignore_index: in
 
 def subtract_max(logits_TV: Tensor, max_T: Tensor) -> Tensor:
     """Return z - m, from logits z without a gradient and the maximum m of each row; on a CPU it overwrites z."""
-    return logits_TV.sub_(max_T[:, None]) if logits_TV.is_cpu else logits_TV - max_T[:, None]
+    return logits_TV.sub_(max_T[:, None]) if on_cpu(logits_TV) else logits_TV - max_T[:, None]
 
 
 def logits_grad(probabilities_TV: Tensor, columns_T: Tensor, has_label_T: Tensor, dloss_T: Tensor) -> Tensor:
@@ -47,7 +49,7 @@ def logits_grad(probabilities_TV: Tensor, columns_T: Tensor, has_label_T: Tensor
         dloss_T: The gradient of each token's loss; 0 for ignored labels.
     """
     columns, dloss = columns_T[:, None], dloss_T[:, None]
-    if probabilities_TV.is_cpu:
+    if on_cpu(probabilities_TV):
         return probabilities_TV.mul_(dloss).scatter_add_(1, columns, -dloss * has_label_T[:, None])
     return probabilities_TV.scatter_add(1, columns, -has_label_T.to(probabilities_TV.dtype)[:, None]) * dloss
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.kernels.overrides import on_cpu
 from megalaunch.platform.detect import cpu_bf16_unit
 
 _unit = cache(cpu_bf16_unit)
@@ -21,7 +22,7 @@ _ROWS = 64  # with fewer rows, converting the other matrix takes longer than is 
 
 def use_fp32_matmul(x: Tensor) -> bool:
     """Return whether to compute x times a matrix in fp32, by the dtype, device and number of rows of x."""
-    narrow = x.dtype == torch.bfloat16 and x.is_cpu and _unit() is None
+    narrow = x.dtype == torch.bfloat16 and on_cpu(x) and _unit() is None
     return narrow and x.numel() >= _ROWS * x.shape[-1]
 
 

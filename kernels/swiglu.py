@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalaunch.kernels.overrides import kernel_overrides
+
 
 def swiglu(gate: Tensor, up: Tensor, *, overwrite_up: bool = False) -> Tensor:
     """Return silu(gate) * up, elementwise, by the fastest implementation for the device.
@@ -23,6 +25,9 @@ def swiglu(gate: Tensor, up: Tensor, *, overwrite_up: bool = False) -> Tensor:
         up: The values that are gated.
         overwrite_up: Nothing reads `up` after the backward pass, which may overwrite it in fp32.
     """
+    override = kernel_overrides().swiglu
+    if override is not None:
+        return override(gate, up)
     if gate.is_cuda and _has_triton():
         return swiglu_fused(gate, up)
     if gate.is_cpu and gate.requires_grad and not torch.compiler.is_compiling():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megalaunch.kernels.overrides import on_cpu
+
 _ROW = 256  # numbers that are summed in fp32 on a CPU
 
 
 def per_tensor_norms(tensors: list[Tensor]) -> Tensor:
     """Return the norms of pieces that together make up all tensors, fp32 [number of pieces]."""
-    return piece_norms_cpu(tensors) if tensors[0].is_cpu else piece_norms_reference(tensors)
+    return piece_norms_cpu(tensors) if on_cpu(tensors[0]) else piece_norms_reference(tensors)
 
 
 def piece_norms_reference(tensors: list[Tensor]) -> Tensor:

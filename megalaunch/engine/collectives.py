@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalaunch.engine.mesh import Axis
 from megalaunch.engine.torch_private import FUNCTIONAL_COLLECTIVES
+from megalaunch.kernels.overrides import on_cpu
 
 _OPS = FUNCTIONAL_COLLECTIVES
 
@@ -45,7 +46,7 @@ def reduce_scatter_async(x: Tensor, dim: int, axis: Axis) -> AsyncCollective:
     if axis.size == 1:
         return _completed(x)
     parts = x if dim == 0 else torch.cat(x.chunk(axis.size, dim=dim), dim=0)
-    if x.is_cpu:
+    if on_cpu(x):
         # gloo's own reduce-scatter sends the whole tensor to every rank (figures: parallel/fsdp.py).
         exchanged = all_to_all_async(parts, axis)
         return AsyncCollective(exchanged.sent, lambda found: found.view(axis.size, -1, *parts.shape[1:]).sum(0))
@@ -95,7 +96,7 @@ def _all_gather_rows(x: Tensor, axis: Axis) -> Tensor:
     second collective in flight the heap is corrupted about once in 100,000 times. The `_out` variant has a name that
     fits into the string itself.
     """
-    if not x.is_cpu:
+    if not on_cpu(x):
         return _OPS.all_gather_into_tensor(x, axis.size, axis.group)
     joined = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
     return _OPS.all_gather_into_tensor_out(x, axis.size, axis.group, out=joined)

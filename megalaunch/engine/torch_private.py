@@ -168,18 +168,6 @@ def make_fake_tensor_mode() -> FakeTensorMode:
 
 
 @contextmanager
-def fake_tensors_on_gpu() -> Iterator[None]:
-    """Within the context, fake CPU tensors report that they are on a GPU, which this torch may not be built for."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    with (
-        patch(FakeTensor, "is_cpu", property(lambda tensor: False)),
-        patch(FakeTensor, "is_cuda", property(lambda tensor: True)),
-    ):
-        yield
-
-
-@contextmanager
 def observe_storage_resize(resized: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
     """Within the context, call `resized` with each storage that is resized, and its new size.
 
@@ -193,7 +181,7 @@ def observe_storage_resize(resized: Callable[[torch.UntypedStorage, int], None])
         resized(storage, size)
         return result
 
-    with patch(torch.UntypedStorage, "resize_", resize):
+    with _patch(torch.UntypedStorage, "resize_", resize):
         yield
 
 
@@ -208,12 +196,12 @@ def around_dtensor_shape_inference(context: Callable[[], AbstractContextManager[
         with context():
             return infer_shape(*args)
 
-    with patch(ShardingPropagator, "_propagate_tensor_meta_non_cached", infer):
+    with _patch(ShardingPropagator, "_propagate_tensor_meta_non_cached", infer):
         yield
 
 
 @contextmanager
-def patch(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _patch(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set `owner.name` to `value` within the context. For torch only, where it has no hook."""
     own, before = name in vars(owner), getattr(owner, name)
     setattr(owner, name, value)

@@ -23,14 +23,14 @@ def streamed_logits(model: ModelSpec, read: Read, tokens_BS: Tensor) -> Tensor:
     """Compute logits [B, S, V] in fp32. Each tensor is read when needed and freed after use."""
     with torch.device("meta"):
         decoder = build_decoder(model).eval()
-    embedding, norm, head = decoder.embedding, decoder.norm, decoder.head
+    embedding, head = decoder.embedding, decoder.head
     assert embedding is not None
-    assert norm is not None
-    assert head is not None
-    for name, layer in decoder.layers.items():
-        _load_on_demand(layer, f"layers.{name}.", read)
-    _load_on_demand(norm, "norm.", read)
-    _load_on_demand(head, "embedding." if model.tie_word_embeddings else "head.", read)
+    for path, module in list(decoder.named_modules()):
+        prefix = "embedding." if module is head and model.tie_word_embeddings else f"{path}."
+        if isinstance(module, Linear):
+            decoder.set_submodule(path, _StreamedLinear(prefix, read, biased=module.bias is not None))
+        elif module is not embedding and any(True for _ in module.parameters(recurse=False)):
+            _load_vectors_on_demand(module, prefix, read)
     logits: Tensor = decoder(_lookup_rows(embedding, read, tokens_BS))
     return logits
 
@@ -44,23 +44,15 @@ def _lookup_rows(embedding: Embedding, read: Read, tokens_BS: Tensor) -> Tensor:
     return numbers_BS
 
 
-def _load_on_demand(part: nn.Module, prefix: str, read: Read) -> None:
-    """Make the linear layers of a module stream their weights; load its other parameters before each forward."""
-    for path, module in part.named_modules():
-        inside = f"{prefix}{path}." if path else prefix
-        if isinstance(module, Linear):
-            module.forward = _StreamedLinear(inside, read, biased=module.bias is not None)  # type: ignore[method-assign]
-        elif any(True for _ in module.parameters(recurse=False)):
-            _load_vectors_on_demand(module, inside, read)
-
-
-class _StreamedLinear:
-    """x W^T (+ b): reads W on every call and multiplies it in row chunks."""
+class _StreamedLinear(nn.Module):
+    """x W^T (+ b), in place of a `Linear`: reads W on every call and multiplies it in row chunks."""
 
     def __init__(self, prefix: str, read: Read, biased: bool) -> None:
+        super().__init__()
         self._prefix, self._read, self._biased = prefix, read, biased
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer, [..., in] -> [..., out]."""
         weight = self._read(f"{self._prefix}weight")
         rows = max(1, _PIECE_VALUES // weight.shape[1])
         product = torch.cat([F.linear(x, piece.float()) for piece in torch.split(weight, rows)], dim=-1)

@@ -23,7 +23,7 @@ from megalaunch.engine.model.dropout import (
     make_dropout_masks,
     no_dropout,
 )
-from megalaunch.engine.model.layers import Embedding, Linear, Norm
+from megalaunch.engine.model.layers import Embedding, Linear, Norm, SavePolicy, save_activations
 from megalaunch.engine.model.mlp import MLP
 from megalaunch.engine.model.rope import RopeCache, rope_cos_sin
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
@@ -41,6 +41,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, tp_region: TPRegion) -> None:
         super().__init__()
         self.parallel = config.parallel_residual
+        self.save_policy: SavePolicy = save_activations
         before, after = config.norm_placement != "post", config.norm_placement != "pre"
         self.attention_norm = _norm(config, before)
         self.attention = Attention(config.hidden_size, config.attention, config.norm, tp_region)
@@ -58,6 +59,17 @@ class DecoderLayer(nn.Module):
         dropout_masks: LayerDropoutMasks = NO_DROPOUT,
     ) -> Tensor:
         """Apply the layer, [B, s, H] -> [B, s, H]; `rotation` None: no RoPE; `layer_cache`: in generation only."""
+        return self.save_policy(self.transform, x_BSH, rotation, attend, layer_cache, dropout_masks)
+
+    def transform(
+        self,
+        x_BSH: Tensor,
+        rotation: RopeCache | None,
+        attend: AttentionFn,
+        layer_cache: LayerKVCache | None,
+        dropout_masks: LayerDropoutMasks,
+    ) -> Tensor:
+        """Apply the layer, as a function that the save policy may call again."""
         attended = self.attention(self.attention_norm(x_BSH), rotation, attend, layer_cache, dropout_masks.weights)
         between = x_BSH + _maybe_dropout(self.attention_out_norm(attended), dropout_masks.attended)
         fed = self.mlp_out_norm(self.mlp(self.mlp_norm(x_BSH if self.parallel else between)))
@@ -113,6 +125,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(index): DecoderLayer(config, tp_region) for index in range(config.num_layers)})
         self.norm: Norm | None = Norm(config.hidden_size, config.norm)
         self.head: Linear | None = Linear(config.hidden_size, self.vocabulary_rows, COLUMN_PARALLEL)
+        self.group_save_policy: SavePolicy = save_activations
         self.recompute_groups: Sequence[Sequence[str]] = ()
         """Names of the layers that one call of `forward_layers` runs; empty: one layer per call."""
         self.tie()
@@ -174,7 +187,7 @@ class Decoder(nn.Module):
             rope: rope_cos_sin(positions, rope, self.block_dtype or x.dtype) if rope else None for rope in ropes
         }
         for names in self.recompute_groups or tuple((name,) for name in self.layers):
-            x = self.forward_layers(names, x, rotations, attends, kv_cache, dropout_masks)
+            x = self.group_save_policy(self.forward_layers, names, x, rotations, attends, kv_cache, dropout_masks)
         if self.norm is None or self.head is None:
             return x
         if kv_cache is not None:

@@ -5,7 +5,8 @@ Each declares as a `ParamLayout` how its parameters are sharded over tensor-para
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,22 @@ from megalaunch.kernels.rms_norm import rms_norm
 
 if TYPE_CHECKING:
     from megalaunch.engine.model.tp_region import TPRegion
+
+
+class SavePolicy(Protocol):
+    """How the activations of a function get to its backward pass: saved by autograd, recomputed or offloaded.
+
+    A module calls the function through its policy, which `parallel/activation_checkpoint.py` and
+    `parallel/activation_offload.py` set.
+    """
+
+    def __call__(self, function: Callable[..., Tensor], /, *inputs: Any) -> Tensor:
+        """Call the function with its inputs and return its output."""
+
+
+def save_activations(function: Callable[..., Tensor], /, *inputs: Any) -> Tensor:
+    """Call the function; autograd saves its activations (the default `SavePolicy`)."""
+    return function(*inputs)
 
 
 class Linear(nn.Module):
@@ -70,11 +87,16 @@ class Norm(nn.Module):
     def __init__(self, size: int, config: NormConfig, layout: ParamLayout = REPLICATED) -> None:
         super().__init__()
         self.config, self.layout = config, layout
+        self.save_policy: SavePolicy = save_activations
         self.weight = nn.Parameter(torch.ones(size))
         self.bias = nn.Parameter(torch.zeros(size)) if config.layer else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., size] -> [..., size] in the weight's dtype; statistics are fp32 whatever the dtype of x."""
+        return self.save_policy(self.normalize, x)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Normalise, as a function that the save policy may call again."""
         weight, epsilon = local_param(self.weight), self.config.epsilon
         bias = None if self.bias is None else local_param(self.bias)
         dtype = weight.dtype
@@ -100,7 +122,7 @@ class ShardedRMSNorm(Norm):
         super().__init__(size, config, layout)
         self.tp_region = tp_region
 
-    def forward(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
         """Normalise [B, S, f] -> [B, S, f], computed in fp32."""
         wide = x.float()
         if self.config.layer:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalaunch.engine.model.config import MLPConfig
-from megalaunch.engine.model.layers import Linear
+from megalaunch.engine.model.layers import Linear, SavePolicy, save_activations
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, ROW_PARALLEL
 from megalaunch.kernels.swiglu import swiglu
@@ -58,6 +58,8 @@ class MLP(nn.Module):
     def __init__(self, hidden_size: int, config: MLPConfig, tp_region: TPRegion = NO_TP) -> None:
         super().__init__()
         self.config, self.tp_region = config, tp_region
+        self.save_policy: SavePolicy = save_activations
+        self.activation_save_policy: SavePolicy = save_activations
         width, bias = config.width, config.bias
         self.gate_proj = Linear(hidden_size, width, COLUMN_PARALLEL, bias) if config.activation in GATED else None
         self.up_proj = Linear(hidden_size, width, COLUMN_PARALLEL, bias)
@@ -65,10 +67,15 @@ class MLP(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """Apply the block, [B, s, H] -> [B, s, H]."""
+        return self.save_policy(self.feed_forward, x_BSH)
+
+    def feed_forward(self, x_BSH: Tensor) -> Tensor:
+        """Apply the block, as a function that the save policy may call again."""
         entries = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
-        return self.tp_region.row_parallel_linear(
-            self.activation(*self.tp_region.column_parallel_linear(x_BSH, *entries)), self.down_proj
+        activated = self.activation_save_policy(
+            self.activation, *self.tp_region.column_parallel_linear(x_BSH, *entries)
         )
+        return self.tp_region.row_parallel_linear(activated, self.down_proj)
 
     def activation(self, *entered: Tensor) -> Tensor:
         """Apply the activation to up, or to gate and up, which may be clamped (gpt-oss: the gate from above only)."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -36,11 +36,12 @@ def apply_recompute(model: Decoder, settings: RecomputeSpec, observer: StepObser
         model.recompute_groups = [
             names[first : first + settings.num_layers] for first in range(0, len(names), settings.num_layers)
         ]
-        _checkpoint_method(model, "forward_layers", observer)
+        model.group_save_policy = Checkpoint(observer)
     elif settings.granularity == "full":
         chosen = layers if settings.method == "uniform" else layers[: settings.num_layers]
         for layer in chosen:
-            _checkpoint_method(layer, "forward", observer)
+            assert isinstance(layer, DecoderLayer)
+            layer.save_policy = Checkpoint(observer)
     elif settings.granularity == "selective":
         for layer in layers[settings.cpu_offloading_num_layers :]:  # the layers before it offload their activations
             assert isinstance(layer, DecoderLayer)
@@ -51,26 +52,28 @@ def _apply_selective(layer: DecoderLayer, modules: Collection[RecomputeModule], 
     """Checkpoint the modules of `recompute.modules` in one layer."""
     discarding = OutputDiscardingCheckpoint(observer)
     if "attention" in modules:
-        _checkpoint_method(layer.attention, "core_attention", observer)
+        layer.attention.core_save_policy = Checkpoint(observer)
     if "norm" in modules:
         for module in layer.modules():
             if isinstance(module, Norm):
-                discarding.discard_output(module, "forward")
+                module.save_policy = discarding.discard_output
     if "mlp" in modules:
-        discarding.checkpoint_function(layer.mlp, "forward")
+        layer.mlp.save_policy = discarding.checkpoint
     elif "activation" in modules:
         layer.mlp.recompute_activation = True
-        discarding.discard_output(layer.mlp, "activation")
-    discarding.install(layer)
+        layer.mlp.activation_save_policy = discarding.discard_output
+    layer.save_policy = discarding.run_layer
 
 
-def _checkpoint_method(module: nn.Module, name: str, observer: StepObserver) -> None:
-    function: Operator = getattr(module, name)
+@dataclass(frozen=True)
+class Checkpoint:
+    """`SavePolicy` of activation checkpointing: save only the inputs of a function, and run it again in backward."""
 
-    def checkpointed(*inputs: Any) -> Tensor:
-        return _checkpoint(function, observer, *inputs)
+    observer: StepObserver
 
-    setattr(module, name, checkpointed)
+    def __call__(self, function: Operator, /, *inputs: Any) -> Tensor:
+        """Run the function under `torch.utils.checkpoint`."""
+        return _checkpoint(function, self.observer, *inputs)
 
 
 def _checkpoint(function: Operator, observer: StepObserver, *inputs: Any) -> Tensor:
@@ -130,57 +133,42 @@ class OutputDiscardingCheckpoint:
     _made: dict[int, tuple[_RecomputableOutput, Tensor]] = field(default_factory=dict)
     _forward: bool = False
 
-    def discard_output(self, module: nn.Module, name: str) -> None:
-        """Replace `module.name` by a function whose output is recomputed in backward instead of saved."""
-        operator: Operator = getattr(module, name)
+    def discard_output(self, operator: Operator, /, *inputs: Any) -> Tensor:
+        """Run an operator whose output is recomputed in backward instead of saved (a `SavePolicy`)."""
+        output = operator(*inputs)
+        if self._forward:  # holding the output keeps its storage address, the key, from being reused
+            self._made[storage_id(output)] = _RecomputableOutput(operator, inputs), output
+        return output
 
-        def recorded(*inputs: Any) -> Tensor:
-            output = operator(*inputs)
-            if self._forward:  # holding the output keeps its storage address, the key, from being reused
-                self._made[storage_id(output)] = _RecomputableOutput(operator, inputs), output
-            return output
-
-        setattr(module, name, recorded)
-
-    def checkpoint_function(self, module: nn.Module, name: str) -> None:
-        """Checkpoint `module.name`, a function of one tensor.
+    def checkpoint(self, function: Operator, x: Tensor, /) -> Tensor:
+        """Checkpoint a function of one tensor (a `SavePolicy`).
 
         If that input is itself a discarded output, it is recomputed too instead of being saved by the checkpoint.
         """
-        function: Operator = getattr(module, name)
+        found = self._made.get(storage_id(x))
+        if found is None:
+            return _checkpoint(function, self.observer, x)
+        made, first = found[0], [x]
 
-        def checkpointed(x: Tensor) -> Tensor:
-            found = self._made.get(storage_id(x))
-            if found is None:
-                return _checkpoint(function, self.observer, x)
-            made, first = found[0], [x]
+        def run() -> Tensor:
+            if first:
+                return function(first.pop())
+            made.uses += 1
+            return function(made.value().requires_grad_())
 
-            def run() -> Tensor:
-                if first:
-                    return function(first.pop())
-                made.uses += 1
-                return function(made.value().requires_grad_())
+        return _checkpoint(run, self.observer)
 
-            return _checkpoint(run, self.observer)
-
-        setattr(module, name, checkpointed)
-
-    def install(self, layer: nn.Module) -> None:
-        """Install the saved-tensor hooks around the forward of `layer`, which contains the modules given above."""
-        forward: Operator = layer.forward
-
-        def with_hooks(*inputs: Any, **named: Any) -> Tensor:
-            if not torch.is_grad_enabled():
-                return forward(*inputs, **named)
-            self._forward = True
-            try:
-                with saved_tensors_hooks(self._pack, _unpack):
-                    return forward(*inputs, **named)
-            finally:
-                self._forward = False
-                self._made.clear()
-
-        layer.forward = with_hooks
+    def run_layer(self, forward: Operator, /, *inputs: Any) -> Tensor:
+        """Run the layer that contains the modules above, with the saved-tensor hooks (a `SavePolicy`)."""
+        if not torch.is_grad_enabled():
+            return forward(*inputs)
+        self._forward = True
+        try:
+            with saved_tensors_hooks(self._pack, _unpack):
+                return forward(*inputs)
+        finally:
+            self._forward = False
+            self._made.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor | _RecomputableView:
         found = self._made.get(storage_id(tensor))

@@ -9,13 +9,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalaunch.engine.model.decoder import Decoder
+from megalaunch.engine.model.decoder import Decoder, DecoderLayer
+from megalaunch.engine.model.layers import SavePolicy
 from megalaunch.engine.param_layout import local_param
 from megalaunch.engine.torch_private import storage_id, tree_leaves
 
@@ -73,13 +75,9 @@ class _PinnedCopy:
         return back
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def offload_tensor(flat: Tensor) -> OffloadedTensor:
@@ -156,46 +154,64 @@ def apply_offload(model: Decoder, count: int, offload: Offload = offload_tensor)
     Parameters, masks and inputs that all layers share stay on the device. Activations of the other layers stay there
     too, or are recomputed. Call it before `fully_shard`, whose hooks then stay outside the saved-tensor hooks.
     """
-    before: list[_LayerOffload | None] = [None]  # the preceding layer's pass in the current forward pass
+    current = _ForwardPass()
     layers = list(model.layers.values())
     for number, layer in enumerate(layers[:count]):
-        _install_offload_hooks(layer, before, number == 0, offload)
+        assert isinstance(layer, DecoderLayer)
+        layer.save_policy = _OffloadPolicy(layer, layer.save_policy, current, number == 0, offload)
     if count and count < len(layers):
-        _install_prefetch_hook(layers[count], before)
+        following = layers[count]
+        assert isinstance(following, DecoderLayer)
+        following.save_policy = _PrefetchPolicy(following.save_policy, current)
 
 
-def _install_offload_hooks(layer: nn.Module, before: list[_LayerOffload | None], first: bool, offload: Offload) -> None:
-    forward: Callable[..., Tensor] = layer.forward
+@dataclass
+class _ForwardPass:
+    """The current forward pass: the last layer that offloaded its activations so far."""
 
-    def offloading(x: Tensor, *rest: Any) -> Tensor:
+    last: _LayerOffload | None = None
+
+
+@dataclass(frozen=True)
+class _OffloadPolicy:
+    """`SavePolicy` of a layer whose activations are offloaded; `inner` is the policy that it had."""
+
+    layer: DecoderLayer
+    inner: SavePolicy
+    current: _ForwardPass
+    first: bool
+    offload: Offload
+
+    def __call__(self, forward: Callable[..., Tensor], /, *inputs: Any) -> Tensor:
+        """Run the layer with saved-tensor hooks that offload what autograd saves."""
         if not torch.is_grad_enabled():
-            return forward(x, *rest)
-        shared = [leaf for leaf in tree_leaves(rest) if isinstance(leaf, Tensor)]
-        parameters = [local_param(parameter) for parameter in layer.parameters()]
+            return self.inner(forward, *inputs)
+        shared = [leaf for leaf in tree_leaves(inputs[1:]) if isinstance(leaf, Tensor)]
+        parameters = [local_param(parameter) for parameter in self.layer.parameters()]
         on_device = {storage_id(tensor) for tensor in (*parameters, *shared)}
-        this_pass = _LayerOffload(None if first else before[0], on_device, offload)
-        before[0] = this_pass
+        this_pass = _LayerOffload(None if self.first else self.current.last, on_device, self.offload)
+        self.current.last = this_pass
         try:
             with saved_tensors_hooks(this_pass.pack, _unpack):
-                return forward(x, *rest)
+                return self.inner(forward, *inputs)
         finally:
             this_pass.by_storage.clear()
 
-    layer.forward = offloading
 
+@dataclass(frozen=True)
+class _PrefetchPolicy:
+    """`SavePolicy` of the first layer that is not offloaded: its backward pass starts to fetch the layer before it."""
 
-def _install_prefetch_hook(layer: nn.Module, before: list[_LayerOffload | None]) -> None:
-    """Fetch the last offloaded layer when the backward pass of this one, the first that is not offloaded, starts."""
-    forward: Callable[..., Tensor] = layer.forward
+    inner: SavePolicy
+    current: _ForwardPass
 
-    def prefetching(x: Tensor, *rest: Any) -> Tensor:
-        output, last = forward(x, *rest), before[0]
-        before[0] = None
+    def __call__(self, forward: Callable[..., Tensor], /, *inputs: Any) -> Tensor:
+        """Run the layer by the inner policy, with a hook on the gradient of its output."""
+        output, last = self.inner(forward, *inputs), self.current.last
+        self.current.last = None
         if last is not None and output.requires_grad:
             output.register_hook(lambda _: last.fetch())  # type: ignore[no-untyped-call]
         return output
-
-    layer.forward = prefetching
 
 
 def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:

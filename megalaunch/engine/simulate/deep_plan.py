@@ -16,7 +16,7 @@ from megalaunch.engine.parallel.pipeline_schedule import StageActivations
 from megalaunch.engine.precision.policy import residual_dtype
 from megalaunch.engine.simulate.comm_tracker import CommKind, CommTracker
 from megalaunch.engine.simulate.fake_world import FakeScalarMode, fake_mesh
-from megalaunch.engine.simulate.gpu_ops import NoCopyOffload, emulate_gpu_ops, use_gpu_reduce_scatter
+from megalaunch.engine.simulate.gpu_ops import GPU_KERNELS, NoCopyOffload, use_gpu_reduce_scatter
 from megalaunch.engine.simulate.group_names import GroupNames
 from megalaunch.engine.simulate.memory_tracker import Kind, MemoryTracker, Peak
 from megalaunch.engine.simulate.phase_tracker import PhaseTracker
@@ -26,6 +26,7 @@ from megalaunch.engine.simulate.step import full_length_documents, make_batch, m
 from megalaunch.engine.simulate.tensor_kinds import TensorKinds
 from megalaunch.engine.torch_private import make_fake_tensor_mode
 from megalaunch.engine.train.optimizer import NamedAdamW
+from megalaunch.kernels.overrides import override_kernels
 from megalaunch.plan.memory import predict_memory
 from megalaunch.plan.parameters import vocabulary_rows
 from megalaunch.plan.supported import unsupported
@@ -66,7 +67,7 @@ def deep_plan(spec: RunSpec, rank: int | None = None) -> DeepPlan:
     with ExitStack() as world:
         mesh = world.enter_context(fake_mesh(topology, rank))
         if on_gpu:
-            world.enter_context(emulate_gpu_ops())
+            world.enter_context(override_kernels(GPU_KERNELS))
         parameters, computed, result = _steps(spec, mesh, phases, on_gpu, world)
         names = GroupNames(topology, rank)
         collectives = tuple(

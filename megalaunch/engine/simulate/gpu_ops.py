@@ -1,37 +1,22 @@
 """Emulate on fake CPU tensors the operators that behave differently on a GPU.
 
-torch cannot place tensors, not even fake ones, on a device that it was built without. So the fake tensors of a run on
-GPUs report `is_cuda`, and operators that have a fused kernel only on GPUs are replaced by functions that allocate and
-save for backward the same tensors as that kernel.
+torch cannot place tensors, not even fake ones, on a device that it was built without. So kernels are told that they are
+not on a CPU (`kernels/overrides.py`), and operators that have a fused kernel only on GPUs are overridden by functions
+that allocate and save for backward the same tensors as that kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.model_parts import ModelParts
 from megalaunch.engine.parallel.fsdp import fsdp_modules
-from megalaunch.engine.torch_private import fake_tensors_on_gpu, patch, set_default_reduce_scatter
-from megalaunch.kernels import swiglu
-
-
-@contextmanager
-def emulate_gpu_ops() -> Iterator[None]:
-    """Within the context, fake tensors and the decoder's operators behave as on a GPU."""
-    with ExitStack() as patches:
-        patches.enter_context(fake_tensors_on_gpu())
-        patches.enter_context(patch(F, "rms_norm", _rms_norm))
-        patches.enter_context(patch(F, "scaled_dot_product_attention", _attention))
-        patches.enter_context(patch(swiglu, "_has_triton", lambda: True))
-        patches.enter_context(patch(swiglu, "swiglu_fused", _Swiglu.apply))
-        yield
+from megalaunch.engine.torch_private import set_default_reduce_scatter
+from megalaunch.kernels.overrides import KernelOverrides
 
 
 def use_gpu_reduce_scatter(model: ModelParts) -> None:
@@ -74,7 +59,7 @@ class _RMSNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _rms_norm(x: Tensor, shape: Any, weight: Tensor, epsilon: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return apply_function(_RMSNorm, x, weight)
 
 
@@ -103,17 +88,8 @@ class _FlashAttention(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    bias = None if attn_mask is None else attn_mask.to(q.dtype)  # fused kernels add the mask in the dtype of the scores
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    bias = None if mask is None else mask.to(q.dtype)  # fused kernels add the mask in the dtype of the scores
     return apply_function(_FlashAttention, q, k, v, bias)
 
 
@@ -130,3 +106,11 @@ class _Swiglu(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         gradients[0].contiguous()
         return torch.empty_like(gate), torch.empty_like(up)
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return apply_function(_Swiglu, gate, up)
+
+
+GPU_KERNELS = KernelOverrides(on_cpu=False, rms_norm=_rms_norm, attention=_attention, swiglu=_swiglu)
+"""The operators of a simulated GPU, for `override_kernels`."""

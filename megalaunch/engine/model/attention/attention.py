@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megalaunch.engine.model.attention.core import AttentionFn, ScoreMod
 from megalaunch.engine.model.config import AttentionConfig, NormConfig
-from megalaunch.engine.model.layers import Linear, Norm, ShardedRMSNorm
+from megalaunch.engine.model.layers import Linear, Norm, SavePolicy, ShardedRMSNorm, save_activations
 from megalaunch.engine.model.rope import RopeCache, apply_rope
 from megalaunch.engine.model.tp_region import NO_TP, TPRegion
 from megalaunch.engine.param_layout import COLUMN_PARALLEL, REPLICATED_PER_HEAD, ROW_PARALLEL, ParamLayout, local_param
@@ -46,6 +46,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.tp_region = config, tp_region
+        self.core_save_policy: SavePolicy = save_activations
         groups = ParamLayout(shard_dim=0, max_shards=config.num_groups)
         queries, keys = config.num_heads * config.head_dim, config.num_groups * config.head_dim
         self.q_proj = Linear(hidden_size, queries, COLUMN_PARALLEL, config.qkv_bias)
@@ -85,13 +86,13 @@ class Attention(nn.Module):
         v_BGTD = self._heads(values)
         if layer_cache is not None:
             k_BGTD, v_BGTD = layer_cache.update(k_BGTD, v_BGTD)
-        out_BNSD = self.core_attention(attend, q_BNSD, k_BGTD, v_BGTD, seeds_BN)
+        out_BNSD = self.core_save_policy(self.core_attention, attend, q_BNSD, k_BGTD, v_BGTD, seeds_BN)
         return self.tp_region.row_parallel_linear(out_BNSD.transpose(1, 2).flatten(2), self.o_proj)
 
     def core_attention(
         self, attend: AttentionFn, queries: Tensor, keys: Tensor, values: Tensor, seeds_BN: Tensor | None = None
     ) -> Tensor:
-        """Compute core attention, between the projections. Activation checkpointing wraps this method."""
+        """Compute core attention, between the projections, as a function that the save policy may call again."""
         return attend(queries, keys, values, self.scoring(seeds_BN))
 
     def scoring(self, seeds_BN: Tensor | None = None) -> ScoreMod:

@@ -17,13 +17,12 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megalaunch.engine.autograd import apply_function
 from megalaunch.engine.model.attention.mask import AttentionMask, make_mask
 from megalaunch.engine.model.dropout import hash_ids, keep_mask, mix_seed
-from megalaunch.kernels.causal_attention import causal_sdpa
+from megalaunch.kernels.causal_attention import causal_sdpa, masked_sdpa
 
 
 @dataclass(frozen=True)
@@ -242,10 +241,7 @@ def apply_dropout(weights: Tensor, kept: Tensor | None, scoring: ScoreMod) -> Te
 def attention(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: AttentionMask, scoring: ScoreMod) -> Tensor:
     """Return attention over the keys that the mask allows, [B, N, S, D]: torch's own if it supports the scoring."""
     if scoring.is_default:
-        grouped = q_BNSD.shape[1] != k_BGTD.shape[1]
-        return F.scaled_dot_product_attention(
-            q_BNSD, k_BGTD, v_BGTD, attn_mask=mask.allowed, scale=scoring.scale, enable_gqa=grouped
-        )
+        return masked_sdpa(q_BNSD, k_BGTD, v_BGTD, mask.allowed, scoring.scale)
     return apply_function(_BlockwiseAttention, q_BNSD, k_BGTD, v_BGTD, mask, scoring, scoring.sinks)
 
 

@@ -1,0 +1,57 @@
+"""Forms of operators that replace the device's own within a context, as a simulation of another device needs.
+
+The dispatch of a kernel asks for them first. They are set through a context variable, not by an argument: the backward
+pass and the recomputation of activations call kernels too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KernelOverrides:
+    """Forms to use in place of those that the dispatch selects; None: what the dispatch selects.
+
+    Attributes:
+        on_cpu: The answer of `on_cpu`, whatever the device of a tensor.
+        rms_norm: (x, weight, epsilon) -> normed x.
+        attention: (q, k, v, mask) -> softmax(q k^T) v, with the mask [..., S, T] of the keys or a causal one (None).
+        swiglu: (gate, up) -> silu(gate) * up.
+    """
+
+    on_cpu: bool | None = None
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
+    attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
+    swiglu: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+_NONE = KernelOverrides()
+_current: ContextVar[KernelOverrides] = ContextVar("kernel_overrides", default=_NONE)
+
+
+def kernel_overrides() -> KernelOverrides:
+    """Return the overrides of the current context; none in a graph of torch.compile, which cannot trace the lookup."""
+    return _NONE if torch.compiler.is_compiling() else _current.get()
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Return whether to use the forms for a CPU: by the device of `x`, unless an override says otherwise."""
+    forced = kernel_overrides().on_cpu
+    return x.is_cpu if forced is None else forced
+
+
+@contextmanager
+def override_kernels(overrides: KernelOverrides) -> Iterator[None]:
+    """Use the overrides within the context."""
+    token = _current.set(overrides)
+    try:
+        yield
+    finally:
+        _current.reset(token)
