@@ -136,24 +136,24 @@ class _Causal(torch.autograd.Function):
         rows, out, behind = _rows(q, groups), _token_by_token(q), _causal_block_mask(blocks[0], q)
         queries, values = rows.float(), v.float().flatten(0, 1)
         keys_DT = _keys(k, scale).mT.contiguous()  # makes matmuls of so few rows a quarter faster
-        kept = []
+        saved_weights = []
         for block in blocks:
             weights = block.weights(queries, keys_DT, behind)
             block.put(torch.bmm(weights, values[:, : block.end]), _token_major(out, groups))
             if keep:
-                kept.append(weights)
-        ctx.save_for_backward(rows, k, v, *kept)
+                saved_weights.append(weights)
+        ctx.save_for_backward(rows, k, v, *saved_weights)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        rows, k, v, *kept = ctx.saved_tensors
+        rows, k, v, *saved_weights = ctx.saved_tensors
         groups, tokens = k.shape[1:3]
         blocks = _blocks(tokens, rows.shape[1] // tokens)
         queries, keys, values = rows.float(), _keys(k, ctx.scale), v.float().flatten(0, 1)
         values_DT, behind = values.mT.contiguous(), _causal_block_mask(blocks[0], k)
-        keys_DT = keys.mT if kept else keys.mT.contiguous()
+        keys_DT = keys.mT if saved_weights else keys.mT.contiguous()
         dout = _rows(gradients[0], groups).float()
         dq, dkeys, dvalues = _token_by_token(gradients[0]), torch.empty_like(keys), torch.empty_like(values)
         for block in reversed(blocks):
@@ -162,7 +162,7 @@ class _Causal(torch.autograd.Function):
                 slice(block.end),
                 int(block.end < tokens),
             )  # 0: the last block covers all keys
-            weights = kept.pop() if kept else block.weights(queries, keys_DT, behind)
+            weights = saved_weights.pop() if saved_weights else block.weights(queries, keys_DT, behind)
             dvalues[:, seen].baddbmm_(weights.mT, own, beta=sum_so_far)
             dscores = torch.bmm(own, values_DT[..., seen])
             torch._softmax_backward_data(dscores, weights, -1, torch.float32, grad_input=dscores)

@@ -72,15 +72,15 @@ def typed_line(shell: str, environment: Mapping[str, str]) -> Line:
     pieces = _split(environment.get("COMP_WORDS", ""))
     cursor = int(environment.get("COMP_CWORD") or 0)
     pieces = pieces[: cursor + 1] if cursor < len(pieces) else [*pieces, ""]
-    words, kept = [], ""
+    words, prefix = [], ""
     for index, piece in enumerate(pieces[1:], start=1):
         if words and (piece == "=" or words[-1].endswith("=")) and not (piece == "" and index < cursor):
             if index == cursor:
-                kept = words[-1] + (piece if piece == "=" else "")
+                prefix = words[-1] + (piece if piece == "=" else "")
             words[-1] += piece
         else:
             words.append(piece)
-    return Line(tuple(words[:-1]), words[-1] if words else "", kept)
+    return Line(tuple(words[:-1]), words[-1] if words else "", prefix)
 
 
 def completions(line: Line) -> list[Completion] | None:
@@ -146,7 +146,7 @@ def _values(key: str, typed: str) -> list[Completion]:
     if key in GROUPS:
         from megalaunch.config.groups import option_names
 
-        layouts = [Completion(word) for word in _layouts(typed)] if key == "parallel" else []
+        layouts = [Completion(layout) for layout in _layouts(typed)] if key == "parallel" else []
         folders = _model_folders(typed) if key == "model" else []
         return [*(Completion(name) for name in option_names(key)), *layouts, *folders]
     return _key_values(key)

@@ -142,9 +142,9 @@ def task_scores(
     return scored(model, tasks, include_path, num_fewshot, limit, batch_size, max_length)
 
 
-def dtype_from_name(word: str) -> torch.dtype:
+def dtype_from_name(name: str) -> torch.dtype:
     """Return the torch dtype of `fp32`, `bf16` or `fp16`; raises KeyError for other names."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[word]
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def generate(source: Path, prompt: str, max_new_tokens: int = 200, sampling: Sampling | None = None) -> str:

@@ -38,7 +38,7 @@ def all_gather_async(x: Tensor, dim: int, axis: Axis) -> AsyncCollective:
     joined = _all_gather_rows(x.contiguous(), axis)
     if dim == 0:
         return AsyncCollective(joined, _identity)
-    return AsyncCollective(joined, lambda whole: torch.cat(whole.chunk(axis.size, dim=0), dim=dim))
+    return AsyncCollective(joined, lambda gathered: torch.cat(gathered.chunk(axis.size, dim=0), dim=dim))
 
 
 def reduce_scatter_async(x: Tensor, dim: int, axis: Axis) -> AsyncCollective:

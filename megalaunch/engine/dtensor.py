@@ -62,8 +62,8 @@ def local_slice(tensor: Tensor) -> list[tuple[int, int]]:
             continue
         dim = placement.dim  # type: ignore[attr-defined]  # Shard and _StridedShard
         size, rank = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
-        first, whole = part[dim]
-        width = -(-whole // size)  # torch.chunk's rule: the last ranks may have less, or nothing
-        start = min(rank * width, whole)
-        part[dim] = first + start, min(width, whole - start)
+        first, length = part[dim]
+        width = -(-length // size)  # torch.chunk's rule: the last ranks may have less, or nothing
+        start = min(rank * width, length)
+        part[dim] = first + start, min(width, length - start)
     return part

@@ -240,11 +240,11 @@ def task_scores(
 
 def _figures(task: str, figures: Mapping[str, Any], samples: Mapping[str, Any]) -> Iterator[TaskScore]:
     for key, value in figures.items():
-        metric, comma, kept = key.partition(",")
+        metric, comma, filter_name = key.partition(",")
         if comma and not metric.endswith("_stderr"):
-            stderr = figures.get(f"{metric}_stderr,{kept}")
+            stderr = figures.get(f"{metric}_stderr,{filter_name}")
             count = samples.get(task, {}).get("effective", 0)
-            yield TaskScore(task, metric, kept, value, stderr if isinstance(stderr, float) else None, count)
+            yield TaskScore(task, metric, filter_name, value, stderr if isinstance(stderr, float) else None, count)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def test_a_recipe_that_does_not_compose_is_listed_with_its_problem(folder):
 
 def test_show_prints_the_file_or_the_whole_run(folder):
     assert run("show", "llama3_8b").stdout.startswith("# @package _global_\n# Llama-3 8B pre-training")
-    whole = run("show", "llama3_8b", "--whole").stdout
+    whole = run("show", "llama3_8b", "--composed").stdout
     assert "data_sharding: optim_grads_params" in whole
     assert "momentum: 0.95" in whole
     write(folder / "mine.yaml", "defaults:\n  - tiny\n  - _self_\n")

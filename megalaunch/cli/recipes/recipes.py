@@ -45,9 +45,9 @@ def list_recipes(
 @app.command("show")
 def show_recipe(
     name: Recipe,
-    composed: Annotated[bool, typer.Option("--whole", help="Show the composed run, with every default.")] = False,
+    composed: Annotated[bool, typer.Option("--composed", help="Show the composed run, with every default.")] = False,
 ) -> None:
-    """Print a recipe's file, or with --whole the composed run spec."""
+    """Print a recipe's file, or with --composed the composed run spec."""
     from megalaunch.config.compose import compose
     from megalaunch.config.errors import ConfigError
     from megalaunch.config.recipes import load_chain

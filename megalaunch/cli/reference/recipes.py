@@ -29,8 +29,8 @@ def recipes_page() -> str:
     files = {path.relative_to(PACKAGED).with_suffix("").as_posix(): path for path in PACKAGED.rglob("*.yaml")}
     rows = recipe_rows(dict(sorted(files.items())), _LAPTOP)
     lines = [_HEAD]
-    for title, kept in (("For accelerators", True), ("For any machine", False)):
-        lines += [f"## {title}", "", *_table([row for row in rows if (row.devices is not None) is kept]), ""]
+    for title, needs_device in (("For accelerators", True), ("For any machine", False)):
+        lines += [f"## {title}", "", *_table([row for row in rows if (row.devices is not None) is needs_device]), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

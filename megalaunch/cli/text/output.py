@@ -74,9 +74,9 @@ def _record(written: Any) -> dict[str, Any]:
     record: dict[str, Any] = {"text": written.text, "tokens": list(written.tokens), "finish": written.finish}
     if written.stop is not None:
         record["stop"] = written.stop
-    if written.places is not None:
+    if written.logprobs is not None:
         record["logprobs"] = [
-            {**asdict(place.chosen), "best": [asdict(one) for one in place.best]} for place in written.places
+            {**asdict(token.chosen), "best": [asdict(one) for one in token.best]} for token in written.logprobs
         ]
     return record
 

@@ -57,10 +57,10 @@ def _tail(view: RunState, display: Display) -> None:
     from megalaunch.launch.directory import run_is_locked
 
     while True:
-        held = run_is_locked(view.directory)  # before looking, so that the last look sees all
+        running = run_is_locked(view.directory)  # before looking, so that the last look sees all
         view.refresh()
         display.update(view)
-        if not held:
+        if not running:
             return
         time.sleep(_POLL_SECONDS)
 

@@ -71,14 +71,14 @@ def split(source: Path, target: Path, shares: Sequence[float]) -> list[Path]:
     Raises:
         DataError: the source is unusable or a part cannot be written.
     """
-    whole = IndexedTokens(source)
+    tokens = IndexedTokens(source)
     sums = np.cumsum(np.array(shares, np.float64))
-    borders = [0, *(round(float(share) * whole.num_documents) for share in sums / sums[-1])]
+    borders = [0, *(round(float(share) * tokens.num_documents) for share in sums / sums[-1])]
     digits = len(str(len(shares) - 1))
     made = []
     for number, (first, last) in enumerate(pairwise(borders)):
         part = target.with_name(f"{target.name}_{number:0{digits}d}")
-        _write(part, [(whole, range(first, last))])
+        _write(part, [(tokens, range(first, last))])
         made.append(part)
     return made
 
@@ -145,9 +145,9 @@ def _copy_tokens(source: IndexedTokens, documents: range, target: AtomicFile, ha
             left -= len(block)
 
 
-def _blocks(whole: range) -> Iterator[tuple[int, int]]:
-    for start in range(whole.start, whole.stop, _ENTRIES_AT_ONCE):
-        yield start, min(start + _ENTRIES_AT_ONCE, whole.stop)
+def _blocks(documents: range) -> Iterator[tuple[int, int]]:
+    for start in range(documents.start, documents.stop, _ENTRIES_AT_ONCE):
+        yield start, min(start + _ENTRIES_AT_ONCE, documents.stop)
 
 
 def _lengths(spans: Sequence[tuple[IndexedTokens, range]]) -> Iterator[NDArray[Any]]:

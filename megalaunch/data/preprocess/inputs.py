@@ -298,7 +298,7 @@ def _is_texts_in_splits(files: Sequence[CorpusFile]) -> bool:
 def _splits(data: Sequence[CorpusFile], saved: dict[str, str], texts: bool) -> dict[str, list[CorpusFile]] | None:
     """Return the files by split (those without one under ""); None if there are no splits.
 
-    Titles of texts may contain the same words: `texts` have splits only if every file has one and there are several.
+    Titles may contain the name of a split: `texts` have splits only if every file has one and there are several.
     """
     found: dict[str, list[CorpusFile]] = {}
     for file in data:

@@ -55,9 +55,9 @@ def blend_entries(ingredients: Sequence[WeightedPrefix]) -> tuple[str, ...]:
     return tuple(str(one.prefix) if one.weight is None else f"{one.weight!r} {one.prefix}" for one in ingredients)
 
 
-def _number(word: str) -> float | None:
+def _number(text: str) -> float | None:
     try:
-        return float(word)
+        return float(text)
     except ValueError:
         return None
 

@@ -61,5 +61,5 @@ def _never(part: dict[str, Any]) -> dict[str, Any]:
     """Return a Metaspace step that prepends nothing; other steps unchanged."""
     if part["type"] != "Metaspace":
         return part
-    kept = {name: value for name, value in part.items() if name not in ("add_prefix_space", "str_rep")}
-    return {**kept, "prepend_scheme": "never"}
+    rest = {name: value for name, value in part.items() if name not in ("add_prefix_space", "str_rep")}
+    return {**rest, "prepend_scheme": "never"}

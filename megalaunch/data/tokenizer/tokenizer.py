@@ -167,12 +167,12 @@ def _special_tokens_around(inner: tokenizers.Tokenizer) -> SpecialTokens | None:
     found = SpecialTokens()
     for number, text in enumerate(("a", "a b c 1 2 3", "")):
         plain = inner.encode(text, add_special_tokens=False).ids
-        whole = inner.encode(text)
-        before = next((at for at, added in enumerate(whole.special_tokens_mask) if not added), 0)
+        encoded = inner.encode(text)
+        before = next((at for at, added in enumerate(encoded.special_tokens_mask) if not added), 0)
         if number == 0:
-            found = SpecialTokens(tuple(whole.ids[:before]), tuple(whole.ids[before + len(plain) :]))
+            found = SpecialTokens(tuple(encoded.ids[:before]), tuple(encoded.ids[before + len(plain) :]))
         known = all(inner.id_to_token(added) is not None for added in (*found.before, *found.after))
-        if not known or [*found.before, *plain, *found.after] != whole.ids:
+        if not known or [*found.before, *plain, *found.after] != encoded.ids:
             return None
     return found
 

@@ -24,7 +24,7 @@ GREETING = "megalaunch/1"
 _LIMIT = 2**16  # maximum bytes of a line
 _BLOCK = 2**16
 _HANDSHAKE_LINE = 256
-_WORDS = re.compile(rb"[!-~]+( [!-~]+)*")
+_FIELDS = re.compile(rb"[!-~]+( [!-~]+)*")
 
 
 class PeerError(Exception):
@@ -32,7 +32,7 @@ class PeerError(Exception):
 
 
 class Connection:
-    """A line-based connection: space-separated words during the handshake, one JSON object per line after it."""
+    """A line-based connection: space-separated fields during the handshake, one JSON object per line after it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -59,15 +59,15 @@ class Connection:
         except asyncio.LimitOverrunError as error:
             raise PeerError from error
 
-    async def send_words(self, *words: str) -> None:
-        """Send one line of words during the handshake; raises OSError."""
-        self.writer.write(" ".join(words).encode() + b"\n")
+    async def send_fields(self, *fields: str) -> None:
+        """Send one line of fields during the handshake; raises OSError."""
+        self.writer.write(" ".join(fields).encode() + b"\n")
         await self.writer.drain()
 
-    async def receive_words(self, count: int) -> list[str]:
-        """Receive `count` words of printable ASCII, unparsed, from an unauthenticated peer; raises PeerError."""
+    async def receive_fields(self, count: int) -> list[str]:
+        """Receive `count` fields of printable ASCII, unparsed, from an unauthenticated peer; raises PeerError."""
         line = await self.receive_line()
-        if len(line) > _HANDSHAKE_LINE or not _WORDS.fullmatch(line) or line.count(b" ") != count - 1:
+        if len(line) > _HANDSHAKE_LINE or not _FIELDS.fullmatch(line) or line.count(b" ") != count - 1:
             raise PeerError
         return line.decode("ascii").split(" ")
 
@@ -99,11 +99,11 @@ async def connect(host: str, port: int, secret: str, purpose: Purpose) -> Connec
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             mine = secrets.token_hex(16)
-            await connection.send_words(GREETING, mine)
-            theirs, proof = await connection.receive_words(2)
+            await connection.send_fields(GREETING, mine)
+            theirs, proof = await connection.receive_fields(2)
             _require(proof, _proof(secret, "server", mine, theirs))
-            await connection.send_words(purpose, _proof(secret, "client", theirs, mine, purpose))
-            if await connection.receive_words(1) != [purpose]:
+            await connection.send_fields(purpose, _proof(secret, "client", theirs, mine, purpose))
+            if await connection.receive_fields(1) != [purpose]:
                 raise PeerError
     except (TimeoutError, EOFError, ConnectionResetError) as error:
         connection.close()
@@ -118,14 +118,14 @@ async def accept(connection: Connection, secret: str) -> Purpose:
     """Authenticate both sides of an incoming connection; return its purpose. Raises PeerError."""
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
-            greeting, theirs = await connection.receive_words(2)
+            greeting, theirs = await connection.receive_fields(2)
             if greeting != GREETING:
                 raise PeerError
             mine = secrets.token_hex(16)
-            await connection.send_words(mine, _proof(secret, "server", theirs, mine))
-            purpose, proof = await connection.receive_words(2)
+            await connection.send_fields(mine, _proof(secret, "server", theirs, mine))
+            purpose, proof = await connection.receive_fields(2)
             _require(proof, _proof(secret, "client", mine, theirs, purpose))
-            await connection.send_words(purpose)
+            await connection.send_fields(purpose)
     except (TimeoutError, EOFError, OSError) as error:
         raise PeerError from error
     return "store" if purpose == "store" else "agent"

@@ -125,9 +125,9 @@ class CheckpointWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write documents, copied files and manifest, then publish. Coordinator only, after all ranks wrote."""
         assert self.unfinished is not None
-        places = {result.index: result.storage_data for share in results for result in share}
-        shards: set[FileRecord] = set(places.values())
-        tensor_index = _make_tensor_index(metadata, {index: record.name for index, record in places.items()})
+        records_by_index = {result.index: result.storage_data for share in results for result in share}
+        shards: set[FileRecord] = set(records_by_index.values())
+        tensor_index = _make_tensor_index(metadata, {index: record.name for index, record in records_by_index.items()})
         try:
             _require_visible(self.unfinished, self._directory, shards)
             texts = {TENSOR_INDEX: tensor_index_text(tensor_index), **self._texts}
@@ -218,12 +218,12 @@ def _make_metadata(tensor_index: TensorIndex, shapes: Mapping[str, torch.Size]) 
         )
         for name, tensor in tensor_index.items()
     }
-    places = {
+    storage_data = {
         MetadataIndex(name, chunk.offsets): chunk.file
         for name, tensor in tensor_index.items()
         for chunk in tensor.chunks
     }
-    return Metadata(state_dict_metadata=dict(stored), storage_data=places)
+    return Metadata(state_dict_metadata=dict(stored), storage_data=storage_data)
 
 
 def _stored_part(file: MappedFile, index: MetadataIndex, tensor_index: TensorIndex) -> torch.Tensor:

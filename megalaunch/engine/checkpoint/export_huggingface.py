@@ -49,8 +49,8 @@ class StoredWeights:
 
     def read(self, name: str) -> Tensor:
         """Read one parameter in its stored dtype."""
-        whole = full_tensor(self.checkpoint, WEIGHTS + name, self._tensor_index, {})
-        return whole[: self.shapes[name][0]] if name in VOCAB_PARALLEL_PARAMS else whole
+        tensor = full_tensor(self.checkpoint, WEIGHTS + name, self._tensor_index, {})
+        return tensor[: self.shapes[name][0]] if name in VOCAB_PARALLEL_PARAMS else tensor
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of a parameter."""
@@ -141,13 +141,13 @@ def _write_shards(
 ) -> None:
     """Write safetensors shards of at most `limit` bytes and their index; a single shard needs no index."""
     shards: list[list[str]] = [[]]
-    held = 0
+    shard_bytes = 0
     for name, source in sources.items():
-        if shards[-1] and held + source.size > limit:
+        if shards[-1] and shard_bytes + source.size > limit:
             shards.append([])
-            held = 0
+            shard_bytes = 0
         shards[-1].append(name)
-        held += source.size
+        shard_bytes += source.size
     if len(shards) == 1:
         write_file(unfinished / WEIGHTS_FILE, sources, count)
         return
@@ -167,9 +167,9 @@ def _token_ids(weights: StoredWeights, config: Mapping[str, Any]) -> dict[str, A
     always null: transformers gives the padding token's embedding row no gradient (nn.Embedding's padding_idx), and
     refuses an id beyond the vocabulary. The tokenizer's files define the padding token.
     """
-    kept = get_text_config(weights.origin.get("config") or {})
-    if kept.get("model_type") == config["model_type"]:
-        found = {name: kept[name] for name in ("bos_token_id", "eos_token_id", "use_cache") if name in kept}
+    original = get_text_config(weights.origin.get("config") or {})
+    if original.get("model_type") == config["model_type"]:
+        found = {name: original[name] for name in ("bos_token_id", "eos_token_id", "use_cache") if name in original}
     else:
         found = {"bos_token_id": None, "eos_token_id": _end_of_text(weights.companions())}
     return {**found, "pad_token_id": None}

@@ -72,16 +72,16 @@ class HuggingFaceFolder:
         Raises CheckpointError.
         """
         path, entry = self._entries[name]
-        held = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+        buffer = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
         try:
             with path.open("rb") as file:
                 file.seek(entry.begin)
-                filled = file.readinto(held.numpy().data) if len(held) else 0
+                filled = file.readinto(buffer.numpy().data) if len(buffer) else 0
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-        if filled != len(held):
+        if filled != len(buffer):
             raise CheckpointError(f"{path}: is truncated: it ends within {name}")
-        return held.view(DTYPES[entry.dtype]).reshape(entry.shape)
+        return buffer.view(DTYPES[entry.dtype]).reshape(entry.shape)
 
     def companions(self) -> dict[str, Path]:
         """Return the tokenizer files, generation config and the like, by name."""

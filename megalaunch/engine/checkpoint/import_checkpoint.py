@@ -99,13 +99,13 @@ def _write(
 def _shards(sources: dict[str, TensorSource]) -> Iterator[list[str]]:
     """Group tensor names into files of at most `_SHARD_BYTES`."""
     names: list[str] = []
-    held = 0
+    shard_bytes = 0
     for name, source in sources.items():
-        if names and held + source.size > _SHARD_BYTES:
+        if names and shard_bytes + source.size > _SHARD_BYTES:
             yield names
-            names, held = [], 0
+            names, shard_bytes = [], 0
         names.append(name)
-        held += source.size
+        shard_bytes += source.size
     yield names
 
 

@@ -113,6 +113,6 @@ def _require_same(source: Path, model: ModelSpec, there: ModelSpec) -> None:
 def _pad_vocab(name: str, value: Tensor, shape: torch.Size) -> Tensor:
     if name not in VOCAB_PARALLEL_PARAMS or value.shape == shape:
         return value
-    whole = torch.zeros(shape, dtype=value.dtype)
-    whole[: value.shape[0]] = value
-    return whole
+    padded = torch.zeros(shape, dtype=value.dtype)
+    padded[: value.shape[0]] = value
+    return padded

@@ -78,17 +78,17 @@ class MegatronCheckpoint:
         stored = self._stored[name]
         first = 0 if layer is None else layer
         wanted = stored.shape if layer is None else (1, *stored.shape[1:])
-        whole = torch.empty(wanted, dtype=DTYPES[stored.dtype])
+        tensor = torch.empty(wanted, dtype=DTYPES[stored.dtype])
         for chunk, begin in zip(stored.chunks, self._begins[name], strict=True):
             if layer is not None and not chunk.offsets[0] <= layer < chunk.offsets[0] + chunk.shape[0]:
                 continue
-            part = _values(self.directory / chunk.file, begin, chunk.shape, whole.dtype, name)
+            part = _values(self.directory / chunk.file, begin, chunk.shape, tensor.dtype, name)
             if layer is not None:
                 part = part[layer - chunk.offsets[0]][None]
             starts = (chunk.offsets[0] - first if layer is None else 0, *chunk.offsets[1:]) if part.ndim else ()
             box = tuple(slice(start, start + size) for start, size in zip(starts, part.shape, strict=True))
-            whole[box] = part
-        return whole if layer is None else whole[0]
+            tensor[box] = part
+        return tensor if layer is None else tensor[0]
 
     def _take(self, name: str, entry: dict[str, Any]) -> None:
         """Record one tensor of the description. Raises CheckpointError if it is malformed."""

@@ -126,8 +126,8 @@ def _interleaved_qkv(theirs: str, ours: Sequence[str], model: ModelSpec) -> Weig
     rows = [model.num_attention_heads // groups * width, width, width]
 
     def split(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        (whole,) = tensors
-        by_group = whole.reshape(groups, sum(rows), *whole.shape[1:])
+        (fused,) = tensors
+        by_group = fused.reshape(groups, sum(rows), *fused.shape[1:])
         return [part.flatten(0, 1) for part in torch.split(by_group, rows, dim=1)]
 
     def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

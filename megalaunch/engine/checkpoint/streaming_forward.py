@@ -37,8 +37,8 @@ def streamed_logits(model: ModelSpec, read: Read, tokens_BS: Tensor) -> Tensor:
 
 def _lookup_rows(embedding: Embedding, read: Read, tokens_BS: Tensor) -> Tensor:
     """Load only the embedding rows of these tokens; return the tokens renumbered to index them, [B, S]."""
-    kept, numbers_BS = torch.unique(tokens_BS, return_inverse=True)
-    _set_param(embedding, "weight", read("embedding.weight")[kept])
+    used_tokens, numbers_BS = torch.unique(tokens_BS, return_inverse=True)
+    _set_param(embedding, "weight", read("embedding.weight")[used_tokens])
     if embedding.positions is not None:
         _set_param(embedding, "positions", read("embedding.positions"))
     return numbers_BS

@@ -45,7 +45,7 @@ class Completion:
         tokens: All sampled tokens but an end token; the last ones may decode to text at or after a stop string.
         finish: `end` (an end token), `stop` (a stop string) or `length` (the maximum number of tokens).
         stop: The stop string that was found.
-        places: Log-probabilities of each token; None: they were not requested.
+        logprobs: Log-probabilities of each token; None: they were not requested.
     """
 
     row: int
@@ -53,7 +53,7 @@ class Completion:
     tokens: tuple[int, ...]
     finish: str
     stop: str | None = None
-    places: tuple[TokenLogprobs, ...] | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass
@@ -64,7 +64,7 @@ class _SequenceState:
     growing: IncrementalDetokenizer
     stops: StopStrings
     tokens: list[int] = field(default_factory=list)
-    places: list[TokenLogprobs] | None = None
+    logprobs: list[TokenLogprobs] | None = None
     text: str = ""
     finished: bool = False
 
@@ -88,7 +88,7 @@ class _SequenceState:
             tuple(self.tokens),
             reason,
             self.stops.found,
-            None if self.places is None else tuple(self.places),
+            None if self.logprobs is None else tuple(self.logprobs),
         )
 
 
@@ -115,7 +115,7 @@ class BatchGenerator:
                 first + index,
                 IncrementalDetokenizer(self.tokenizer, prompt),
                 StopStrings(self.stop),
-                places=self._no_places(),
+                logprobs=self._no_logprobs(),
             )
             for index, (prompt, _) in enumerate(asked)
         ]
@@ -136,16 +136,16 @@ class BatchGenerator:
             yield from row.finish("end")
             return
         row.tokens.append(token)
-        if row.places is not None:
-            row.places.append(self._place(token, index, drawn))
+        if row.logprobs is not None:
+            row.logprobs.append(self._token_logprobs(token, index, drawn))
         yield from row.grow(row.growing.add(token))
         if row.stops.found is not None:
             yield from row.finish("stop")
 
-    def _no_places(self) -> list[TokenLogprobs] | None:
+    def _no_logprobs(self) -> list[TokenLogprobs] | None:
         return None if self.config.likeliest is None else []
 
-    def _place(self, token: int, index: int, drawn: SampledTokens) -> TokenLogprobs:
+    def _token_logprobs(self, token: int, index: int, drawn: SampledTokens) -> TokenLogprobs:
         assert drawn.likelihoods is not None
         chosen_B, ids_Bn, best_Bn = drawn.likelihoods
         best = zip(ids_Bn[index].tolist(), best_Bn[index].tolist(), strict=True)

@@ -44,11 +44,11 @@ class StopStrings:
     def add(self, piece: str, last: bool = False) -> str:
         """Add a piece; return the text certain to precede any stop string. `last`: no piece follows. Sets `found`."""
         text = self._kept + piece
-        places = [(text.find(string), -len(string), string) for string in self._strings if string in text]
-        if places:
-            place, _, self.found = min(places)
+        matches = [(text.find(string), -len(string), string) for string in self._strings if string in text]
+        if matches:
+            first, _, self.found = min(matches)
             self._kept = ""
-            return text[:place]
+            return text[:first]
         certain = len(text) if last else len(text) - max((_overlap(text, one) for one in self._strings), default=0)
         self._kept = text[certain:]
         return text[:certain]

@@ -102,10 +102,10 @@ def from_record(record: Record) -> Answer:
 
 
 def _completion(values: dict[str, Any]) -> Completion:
-    places = values["places"]
-    if places is not None:
-        places = tuple(
-            TokenLogprobs(TokenLogprob(**place["chosen"]), tuple(TokenLogprob(**one) for one in place["best"]))
-            for place in places
+    logprobs = values["logprobs"]
+    if logprobs is not None:
+        logprobs = tuple(
+            TokenLogprobs(TokenLogprob(**token["chosen"]), tuple(TokenLogprob(**one) for one in token["best"]))
+            for token in logprobs
         )
-    return Completion(**{**values, "tokens": tuple(values["tokens"]), "places": places})
+    return Completion(**{**values, "tokens": tuple(values["tokens"]), "logprobs": logprobs})

@@ -113,11 +113,13 @@ def sampling_probs(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     # Subtract the maximum before the division: with a tiny temperature, softmax would compute inf - inf.
     logits_BV = logits_BV.float()
     scaled = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / sampling.temperature
-    whole = torch.softmax(scaled, dim=-1)
-    left = whole if sampling.top_k is None and sampling.top_p == 1 else _top_k_top_p(whole, sampling)
+    probs_BV = torch.softmax(scaled, dim=-1)
+    filtered_BV = probs_BV if sampling.top_k is None and sampling.top_p == 1 else _top_k_top_p(probs_BV, sampling)
     if sampling.min_p > 0:  # relative to the most likely token, which top-k and top-p always keep
-        left = _normalize(left.masked_fill(whole < sampling.min_p * whole.amax(dim=-1, keepdim=True), 0))
-    return left
+        filtered_BV = _normalize(
+            filtered_BV.masked_fill(probs_BV < sampling.min_p * probs_BV.amax(dim=-1, keepdim=True), 0)
+        )
+    return filtered_BV
 
 
 def _top_k_top_p(probabilities_BV: Tensor, sampling: Sampling) -> Tensor:

@@ -167,18 +167,20 @@ class Decoder(nn.Module):
             logits: False: return the head's input [B, s, H] in place of the logits.
             seeds_B: Dropout seeds (model/dropout.py); None: no dropout.
         """
-        held = x.shape[1] if positions is None else positions.shape[-1]
+        length = x.shape[1] if positions is None else positions.shape[-1]
         if positions is None:
-            positions = self.context.position_ids(held, x.device)
+            positions = self.context.position_ids(length, x.device)
         windows = [layer.window for layer in self.config.layers]
         if kv_cache is None:
-            attends = self.context.make_attention(held, documents_BS, windows, x.device)
+            attends = self.context.make_attention(length, documents_BS, windows, x.device)
         else:
-            attends = kv_cache.attention(held, windows)
+            attends = kv_cache.attention(length, windows)
         dropout_masks = no_dropout(self.layers)
         if seeds_B is not None:
-            places = self.context.position_ids(held, x.device)
-            dropout_masks = make_dropout_masks(self.config, self.tp_region, seeds_B, places, list(self.layers))
+            dropout_positions = self.context.position_ids(length, x.device)
+            dropout_masks = make_dropout_masks(
+                self.config, self.tp_region, seeds_B, dropout_positions, list(self.layers)
+            )
         if self.embedding is not None:
             x = _maybe_dropout(self.embedding.lookup(x, positions, self.tp_region), dropout_masks.embedded)
             x = x if self.block_dtype is None else x.float()

@@ -25,9 +25,9 @@ _SINKS = ".sinks"
 
 def init_value(name: str, shape: torch.Size, config: DecoderConfig, seed: int) -> Tensor:
     """Return the global fp32 tensor of a parameter: 0 for biases, a scale of 1 for norms, else normal numbers."""
-    whole = torch.empty(shape)
-    _init_parameter(whole, [(0, size) for size in shape], name, shape, config, seed)
-    return whole
+    parameter = torch.empty(shape)
+    _init_parameter(parameter, [(0, size) for size in shape], name, shape, config, seed)
+    return parameter
 
 
 @torch.no_grad()

@@ -116,8 +116,8 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """Llama 3.1: low frequencies are divided by `factor`, high ones unchanged, those in between interpolated."""
     turns = rope.original_positions * frequencies / (2 * math.pi)
     low, high = rope.low_frequency_factor, rope.high_frequency_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / rope.factor)
+    ramp = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (ramp + (1 - ramp) / rope.factor)
 
 
 def _longrope(rope: RopeConfig, last: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class TPRegion(Protocol):
     def scatter_to_sp(self, positions: Tensor) -> Tensor:
         """Return this rank's part [..., s] of per-token values [..., S], outside a region."""
 
-    def local_heads(self, whole: Tensor) -> Tensor:
+    def local_heads(self, per_head: Tensor) -> Tensor:
         """Return this rank's part [n] of per-head values [N], inside a region."""
 
     def all_reduce_mean(self, statistic: Tensor) -> Tensor:
@@ -97,9 +97,9 @@ class NoTP:
         """Return the positions of all tokens."""
         return positions
 
-    def local_heads(self, whole: Tensor) -> Tensor:
+    def local_heads(self, per_head: Tensor) -> Tensor:
         """Return the values of all heads."""
-        return whole
+        return per_head
 
     def all_reduce_mean(self, statistic: Tensor) -> Tensor:
         """Return the statistic."""

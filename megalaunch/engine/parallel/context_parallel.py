@@ -113,8 +113,8 @@ def _all_gather_attention(axis: Axis, order: Tensor, everyone: Tensor | None, wi
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
         keys_values = torch.stack((k_BGsD, v_BGsD))
-        whole = apply_function(_AllGather, keys_values, axis)
-        k_BGSD, v_BGSD = whole.unbind()
+        gathered = apply_function(_AllGather, keys_values, axis)
+        k_BGSD, v_BGSD = gathered.unbind()
         return attend_all(q_BNsD, k_BGSD, v_BGSD, scoring)
 
     return attend
@@ -122,9 +122,9 @@ def _all_gather_attention(axis: Axis, order: Tensor, everyone: Tensor | None, wi
 
 def _ring_attention(axis: Axis, order: Tensor, everyone: Tensor | None, window: int | None) -> AttentionFn:
     """p2p: ring attention, with one block of the attention mask per rank that owns keys."""
-    whole = _local_mask(axis, order, everyone, window)
-    parts = zip(whole.k_positions.chunk(axis.size), whole.allowed.chunk(axis.size, dim=-1), strict=True)
-    masks = tuple(AttentionMask(whole.q_positions, positions, mask) for positions, mask in parts)
+    local_mask = _local_mask(axis, order, everyone, window)
+    parts = zip(local_mask.k_positions.chunk(axis.size), local_mask.allowed.chunk(axis.size, dim=-1), strict=True)
+    masks = tuple(AttentionMask(local_mask.q_positions, positions, mask) for positions, mask in parts)
 
     def attend(q_BNsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, scoring: ScoreMod = DEFAULT_SCORE_MOD, /) -> Tensor:
         keys_values = torch.stack((k_BGsD, v_BGsD))

@@ -49,13 +49,13 @@ class RingAttention(torch.autograd.Function):
         scoring: ScoreMod,
         sinks: Tensor | None,
     ) -> Tensor:
-        merged, held = OnlineSoftmax.empty(q, sinks), kv
+        merged, kv_block = OnlineSoftmax.empty(q, sinks), kv
         for turn in range(axis.size):
             # Start the send/recv before the block, so that they overlap; the last turn has nothing to send.
-            coming = ring_shift_async(held, axis) if turn + 1 < axis.size else None
-            keys, values = (repeat_kv(x, q) for x in held.unbind())
+            coming = ring_shift_async(kv_block, axis) if turn + 1 < axis.size else None
+            keys, values = (repeat_kv(x, q) for x in kv_block.unbind())
             merged.add(q, keys, values, masks[_owner(axis, turn)], scoring)
-            held = coming.wait() if coming else held
+            kv_block = coming.wait() if coming else kv_block
         out = merged.output.to(q.dtype)
         ctx.axis, ctx.scoring, ctx.masks = axis, scoring, masks
         ctx.save_for_backward(q, kv, out, merged.log_sum, sinks)
@@ -66,18 +66,18 @@ class RingAttention(torch.autograd.Function):
         q, kv, out, log_sum, sinks = ctx.saved_tensors
         axis, backward = ctx.axis, BlockwiseBackward.start(out, gradients[0], log_sum)
         dq = torch.zeros_like(q, dtype=torch.float32)
-        held, dheld = kv, torch.zeros_like(kv, dtype=torch.float32)
+        kv_block, dkv_block = kv, torch.zeros_like(kv, dtype=torch.float32)
         for turn in range(axis.size):
-            coming = ring_shift_async(held, axis) if turn + 1 < axis.size else None
-            keys, values = (repeat_kv(x, q) for x in held.unbind())
+            coming = ring_shift_async(kv_block, axis) if turn + 1 < axis.size else None
+            keys, values = (repeat_kv(x, q) for x in kv_block.unbind())
             more_dq, *more = backward.block(q, keys, values, ctx.masks[_owner(axis, turn)], ctx.scoring)
             dq += more_dq
-            dheld = dheld + torch.stack([sum_over_kv_group(gradient, kv.shape[2]) for gradient in more])
+            dkv_block = dkv_block + torch.stack([sum_over_kv_group(gradient, kv.shape[2]) for gradient in more])
             del more_dq, more
             # In the last turn too: this shift returns the sums to the rank that owns the keys.
-            dheld = ring_shift_async(dheld, axis).wait()
-            held = coming.wait() if coming else held
-        return dq.to(q.dtype), dheld.to(kv.dtype), None, None, None, backward.sinks(sinks)
+            dkv_block = ring_shift_async(dkv_block, axis).wait()
+            kv_block = coming.wait() if coming else kv_block
+        return dq.to(q.dtype), dkv_block.to(kv.dtype), None, None, None, backward.sinks(sinks)
 
 
 def _owner(axis: Axis, turn: int) -> int:

@@ -87,9 +87,9 @@ class TensorParallel:
         """Return this rank's part [..., s] of per-token values [..., S]."""
         return positions.chunk(self.axis.size, dim=-1)[self.axis.rank] if self.sequence_parallel else positions
 
-    def local_heads(self, whole: Tensor) -> Tensor:
+    def local_heads(self, per_head: Tensor) -> Tensor:
         """Return this rank's part [n] of per-head values [N]."""
-        return whole.chunk(self.axis.size)[self.axis.rank]
+        return per_head.chunk(self.axis.size)[self.axis.rank]
 
     def all_reduce_mean(self, statistic: Tensor) -> Tensor:
         """Average a statistic over ranks, each of which computed it on its shard of the features."""

@@ -39,12 +39,12 @@ class AllGatherMatmulRing(torch.autograd.Function):
         # returns, and a loss changes its logits in place.
         outputs = [x.new_empty(batch, axis.size * length, weight.shape[0]) for weight in weights]
         divided = [output.view(batch, axis.size, length, -1) for output in outputs]
-        held = x.contiguous()
+        shard = x.contiguous()
         for step in range(axis.size):
-            coming = _next(held, axis, step)
+            coming = _next(shard, axis, step)
             for output, weight in zip(divided, weights, strict=True):
-                _multiply(held, weight.T, output[:, (axis.rank - step) % axis.size])
-            held = coming.wait() if coming else held
+                _multiply(shard, weight.T, output[:, (axis.rank - step) % axis.size])
+            shard = coming.wait() if coming else shard
         return tuple(outputs)
 
     @staticmethod
@@ -76,7 +76,7 @@ class MatmulReduceScatterRing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, weight: Tensor) -> Tensor:
-        ctx.axis, ctx.kept = axis, None
+        ctx.axis, ctx.saved_dy = axis, None
         ctx.save_for_backward(x, weight)
         parts = x.reshape(x.shape[0], axis.size, -1, x.shape[2])
         coming: AsyncCollective | None = None
@@ -94,31 +94,31 @@ class MatmulReduceScatterRing(torch.autograd.Function):
         axis: Axis = ctx.axis
         x, weight = ctx.saved_tensors
         wants_x, wants_weight = needs_grad(ctx, 0), needs_grad(ctx, 1)
-        kept: tuple[Tensor, Tensor] | None = ctx.kept
-        ctx.kept = None
+        saved_dy: tuple[Tensor, Tensor] | None = ctx.saved_dy
+        ctx.saved_dy = None
         if not wants_x:
             # Zero-bubble schedules pass the same gradient tensor to both backward passes.
-            dy = kept[1] if kept and kept[0] is dys[0] else all_gather_async(dys[0], _SEQUENCE, axis).wait()
+            dy = saved_dy[1] if saved_dy and saved_dy[0] is dys[0] else all_gather_async(dys[0], _SEQUENCE, axis).wait()
             return None, None, matmul(dy.flatten(0, 1).T, x.flatten(0, 1))
-        held = dys[0].contiguous()
-        batch, length, hidden = held.shape
+        shard = dys[0].contiguous()
+        batch, length, hidden = shard.shape
         dx = x.new_empty(batch, axis.size, length, weight.shape[1])
         dy = x.new_empty(batch, axis.size, length, hidden)
         for step in range(axis.size):
-            coming = _next(held, axis, step)
+            coming = _next(shard, axis, step)
             owner = (axis.rank - step) % axis.size
-            _multiply(held, weight, dx[:, owner])
-            dy[:, owner] = held
-            held = coming.wait() if coming else held
+            _multiply(shard, weight, dx[:, owner])
+            dy[:, owner] = shard
+            shard = coming.wait() if coming else shard
         dweight = matmul(dy.view(-1, hidden).T, x.flatten(0, 1)) if wants_weight else None
         if ctx.needs_input_grad[2] and not wants_weight:
-            ctx.kept = dys[0], dy.flatten(1, 2)
+            ctx.saved_dy = dys[0], dy.flatten(1, 2)
         return dx.flatten(1, 2), None, dweight
 
 
-def _next(held: Tensor, axis: Axis, step: int) -> AsyncCollective | None:
-    """Start to send `held` to the next rank and to receive from the previous one; None in the last step of the ring."""
-    return ring_shift_async(held, axis) if step < axis.size - 1 else None
+def _next(shard: Tensor, axis: Axis, step: int) -> AsyncCollective | None:
+    """Start to send `shard` to the next rank and receive from the previous one; None in the last step of the ring."""
+    return ring_shift_async(shard, axis) if step < axis.size - 1 else None
 
 
 def _multiply(x_BsK: Tensor, matrix_KN: Tensor, out_BsN: Tensor) -> None:

@@ -111,13 +111,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def peak(self) -> Peak:
         """Return the peak since `begin`."""
-        held: Counter[Kind] = Counter()
+        live_bytes: Counter[Kind] = Counter()
         best, total, most = Peak("preparing", dict.fromkeys(KINDS, 0)), 0, -1
         for change in self._changes:
-            held[change.storage.final_kind] += change.bytes
+            live_bytes[change.storage.final_kind] += change.bytes
             total += change.bytes
             if change.phase in (*SHOWN, "recompute") and total > most:
-                most, best = total, Peak(change.phase, {kind: held[kind] for kind in KINDS})
+                most, best = total, Peak(change.phase, {kind: live_bytes[kind] for kind in KINDS})
         return best
 
     @contextmanager

@@ -226,8 +226,8 @@ def shard_for_context_parallel(
         return batch
     placed = replace(batch, positions=batch.inputs["positions"])
     if not by_length:
-        places = cp_positions(batch.tokens.shape[1], context)
-        return placed.map(lambda part: part[:, places])
+        local_positions = cp_positions(batch.tokens.shape[1], context)
+        return placed.map(lambda part: part[:, local_positions])
     documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
     tokens = local_token_indices(documents, context, lengths)
     return replace(replace(placed, documents=None).map(lambda part: part.flatten()[tokens]), documents=documents)

@@ -56,12 +56,12 @@ def concat_rows(theirs: str, ours: Sequence[str], rows: Sequence[int], *, turned
     """
 
     def split(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        (whole,) = tensors
-        return list(torch.split(whole.T if turned else whole, list(rows)))
+        (fused,) = tensors
+        return list(torch.split(fused.T if turned else fused, list(rows)))
 
     def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        whole = torch.cat(list(tensors))
-        return [whole.T if turned else whole]
+        fused = torch.cat(list(tensors))
+        return [fused.T if turned else fused]
 
     return WeightMapping((theirs,), tuple(ours), split, join)
 
@@ -70,8 +70,8 @@ def interleave_heads(theirs: str, ours: Sequence[str], heads: int) -> WeightMapp
     """Map Q, K and V to one matrix, interleaved by head as in GPT-NeoX: q, k, v of head 0, then of head 1, ..."""
 
     def split(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        (whole,) = tensors
-        by_head = whole.reshape(heads, len(ours), -1, *whole.shape[1:])
+        (fused,) = tensors
+        by_head = fused.reshape(heads, len(ours), -1, *fused.shape[1:])
         return [part.flatten(0, 1) for part in by_head.unbind(1)]
 
     def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -25,7 +25,7 @@ class Command:
     """One command with its words expanded."""
 
     line: int
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
 
 
 @dataclass

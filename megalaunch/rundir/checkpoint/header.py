@@ -92,8 +92,8 @@ def _are_places(offsets: Any) -> bool:
 
 def are_sizes(values: Any) -> bool:
     """Return True for a list of non-negative integers whose product fits torch's integers."""
-    whole = isinstance(values, list) and len(values) <= 64 and all(type(value) is int for value in values)
-    return whole and all(value >= 0 for value in values) and math.prod(max(value, 1) for value in values) < 2**60
+    is_shape = isinstance(values, list) and len(values) <= 64 and all(type(value) is int for value in values)
+    return is_shape and all(value >= 0 for value in values) and math.prod(max(value, 1) for value in values) < 2**60
 
 
 def _require_gapless(entries: Mapping[str, Entry], start: int, size: int) -> None:

@@ -79,32 +79,37 @@ def _find_launch(script: Script) -> tuple[list[str], list[str], list[str]]:
     Returns:
         Its arguments up to the training script, the arguments after it, and notes.
     """
-    bare = [word for command in script.commands if is_flag(command.words[0]) for word in command.words]
-    rows = [(list(command.words), f"line {command.line}") for command in script.commands]
+    bare = [argument for command in script.commands if is_flag(command.argv[0]) for argument in command.argv]
+    rows = [(list(command.argv), f"line {command.line}") for command in script.commands]
     candidates = [(bare, "the argument list"), *rows]
     best = max(candidates, key=lambda row: _count_known_flags(_unwrap_shell(script, row[0])), default=(bare, ""))
-    words, notes = _unwrap_shell(script, best[0]), []
+    argv, notes = _unwrap_shell(script, best[0]), []
     variables = known_texts(script.variables)
     for name, text in variables.items():
         inside = list(split_text(script, text)) if "--" in text else []
-        if _count_known_flags(inside) > _count_known_flags(words):
-            words, notes = inside, [f"the arguments come from the variable {name}: no command has as many known flags"]
-    at = next((index for index, word in enumerate(words) if re.search(r"\.py$", word)), -1)
+        if _count_known_flags(inside) > _count_known_flags(argv):
+            argv, notes = inside, [f"the arguments come from the variable {name}: no command has as many known flags"]
+    at = next((index for index, argument in enumerate(argv) if re.search(r"\.py$", argument)), -1)
     if at < 0:
         at = next(
-            (index + 1 for index, word in enumerate(words[:-1]) if word == "-m" and "torch" not in words[index + 1]), -1
+            (
+                index + 1
+                for index, argument in enumerate(argv[:-1])
+                if argument == "-m" and "torch" not in argv[index + 1]
+            ),
+            -1,
         )
-    return words[: at + 1], words[at + 1 :], notes
+    return argv[: at + 1], argv[at + 1 :], notes
 
 
-def _unwrap_shell(script: Script, words: Sequence[str]) -> list[str]:
-    """Expand bash words that contain a command line (`bash -c "..."`)."""
+def _unwrap_shell(script: Script, argv: Sequence[str]) -> list[str]:
+    """Expand arguments that contain a command line (`bash -c "..."`)."""
     expanded: list[str] = []
-    for word in words:
-        if word.count("--") > 1 and " " in word.strip() and len(words) < 60:
-            expanded += split_text(script, word)
+    for argument in argv:
+        if argument.count("--") > 1 and " " in argument.strip() and len(argv) < 60:
+            expanded += split_text(script, argument)
         else:
-            expanded.append(word)
+            expanded.append(argument)
     return expanded
 
 

@@ -109,11 +109,11 @@ def results_json(planned: PlannedSweep, results: Sequence[TrialResult], files: M
     """Return one object: ranked trials first, then the others, then the skipped points."""
     metric = planned.request.metric
     order = rank_results(results, metric)
-    places = {result.number: place for place, result in enumerate(order, 1)}
-    others = [result for result in results if result.number not in places]
+    place_of_trial = {result.number: place for place, result in enumerate(order, 1)}
+    others = [result for result in results if result.number not in place_of_trial]
     trials = [
         {
-            "rank": places.get(result.number),
+            "rank": place_of_trial.get(result.number),
             "number": result.number,
             "overrides": dict(result.values),
             "state": result.state,

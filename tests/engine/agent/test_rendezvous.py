@@ -189,11 +189,11 @@ def test_a_proof_is_good_for_one_connection_only():
     async def record() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", meeting.endpoint.port)
         connection = channel.Connection(reader, writer)
-        await connection.send_words(channel.GREETING, "0" * 32)
-        theirs, _ = await connection.receive_words(2)
+        await connection.send_fields(channel.GREETING, "0" * 32)
+        theirs, _ = await connection.receive_fields(2)
         proof = channel._proof(MINE.secret, "client", theirs, "0" * 32, "agent")
-        await connection.send_words("agent", proof)
-        assert await connection.receive_words(1) == ["agent"]
+        await connection.send_fields("agent", proof)
+        assert await connection.receive_fields(1) == ["agent"]
         heard.append(proof.encode())
 
     meeting.first.call(record())

@@ -337,7 +337,7 @@ def test_texts_of_many_prompts_end_each_in_its_own_way(tmp_path: Path):
     stopped = written(stop=(stop,), likeliest=0)
     assert (stopped[1].finish, stopped[1].stop) == ("stop", stop)
     assert [record.text for record in stopped] == [record.text.split(stop)[0] for record in free]
-    assert len(stopped[1].places) == len(stopped[1].tokens) < 20
+    assert len(stopped[1].logprobs) == len(stopped[1].tokens) < 20
     twice = written(num_samples=2, batch_size=4)
     assert [record.text for record in twice] == [record.text for record in free for _ in range(2)]
 

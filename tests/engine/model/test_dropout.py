@@ -73,16 +73,16 @@ def test_the_rest_is_as_large_as_torch_makes_it(dtype):
     assert torch.equal(x.grad, torch.where(mask, gradient * (1 / 0.75), 0).to(dtype))
 
 
-def naive(q, k, v, sight: AttentionMask, scoring: ScoreMod) -> torch.Tensor:
+def naive(q, k, v, attention_mask: AttentionMask, scoring: ScoreMod) -> torch.Tensor:
     """Attention written out, all of it kept by autograd."""
     share = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(share, 1).mT * q.shape[-1] ** -0.5
     scores = scores if scoring.soft_cap is None else softcap(scores, scoring.soft_cap)
-    scores = scores.masked_fill(~sight.allowed, -torch.inf)
+    scores = scores.masked_fill(~attention_mask.allowed, -torch.inf)
     if scoring.sinks is not None:
         scores = torch.cat((scores, scoring.sinks[:, None, None].expand(*scores.shape[:-1], 1)), -1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
-    mask = scoring.dropout_mask(sight)
+    mask = scoring.dropout_mask(attention_mask)
     weights = weights if mask is None else weights * mask / (1 - scoring.dropout)
     return weights @ v.repeat_interleave(share, 1)
 
@@ -95,10 +95,10 @@ def test_attention_by_blocks_is_attention(cap, sinks, rate, seen, monkeypatch):
     monkeypatch.setattr(core, "_QUERIES", 5)
     draw = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(2, n, 13, 8, generator=draw) for n in (4, 2, 2, 4))
-    places = torch.arange(13)
+    positions = torch.arange(13)
     documents = torch.tensor([0] * 6 + [1] * 7).expand(2, -1)
-    sight = AttentionMask(places, places, window=4 if seen == "window" else None)
-    sight = make_mask(places, places, documents, documents) if seen == "documents" else sight
+    attention_mask = AttentionMask(positions, positions, window=4 if seen == "window" else None)
+    attention_mask = make_mask(positions, positions, documents, documents) if seen == "documents" else attention_mask
     sink = torch.randn(4, generator=draw) if sinks else None
     seeds = sample_seeds(0, range(8), CPU).view(2, 4) if rate else None
     if cap is None and sink is None and seeds is None:
@@ -107,7 +107,7 @@ def test_attention_by_blocks_is_attention(cap, sinks, rate, seen, monkeypatch):
     for attend in (attention, naive):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, *(() if sink is None else (sink,)))]
         scoring = ScoreMod(None, cap, leaves[3] if sinks else None, seeds, rate)
-        out = attend(*leaves[:3], sight, scoring)
+        out = attend(*leaves[:3], attention_mask, scoring)
         out.backward(dout)
         found.append([out.detach(), *(leaf.grad for leaf in leaves)])
     for mine, expected in zip(*found, strict=True):
@@ -155,13 +155,13 @@ def test_masks_are_applied_where_gpt2_applies_them(monkeypatch):
     )
     init_weights(ours, 0)
     _copy(ours, theirs)
-    streams, places = sample_seeds(0, range(3), CPU), torch.arange(24)
-    drops = make_dropout_masks(ours.config, NO_TP, streams, places, list(ours.layers))
+    streams, positions = sample_seeds(0, range(3), CPU), torch.arange(24)
+    drops = make_dropout_masks(ours.config, NO_TP, streams, positions, list(ours.layers))
     layers = drops.layers.values()
 
     def weights(seeds):
         scoring = ScoreMod(dropout_seeds=seeds, dropout=0.2)
-        return lambda x: x * scoring.dropout_mask(AttentionMask(places, places)) / 0.8
+        return lambda x: x * scoring.dropout_mask(AttentionMask(positions, positions)) / 0.8
 
     each = [(weights(layer.weights), layer.attended, layer.fed) for layer in layers]
     calls = iter([drops.embedded, *itertools.chain(*each)])

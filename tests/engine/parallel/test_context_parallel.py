@@ -87,21 +87,21 @@ def _packed(exchange: str) -> tuple[torch.Tensor, ...]:
     axis = make_mesh(
         Topology.from_spec(small_spec(parallel__dp=1, parallel__cp=4)), torch.device("cpu"), dist.get_rank()
     ).cp
-    places = cp_positions(16, axis)
+    positions = cp_positions(16, axis)
     context = ContextParallel(axis, (exchange,))
     results = []
     for parts, attend in (
         (
-            [x[:, :, places] for x in (q, k, v)],
-            context.make_attention(4, documents[:, places], [None], documents.device)[0],
+            [x[:, :, positions] for x in (q, k, v)],
+            context.make_attention(4, documents[:, positions], [None], documents.device)[0],
         ),
         ([q, k, v], NO_CP.make_attention(16, documents, [None], documents.device)[0]),
     ):
         leaves = [part.clone().requires_grad_() for part in parts]
         out = attend(*leaves)
-        out.backward(dout if out.shape == dout.shape else dout[:, :, places])
+        out.backward(dout if out.shape == dout.shape else dout[:, :, positions])
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
-    return tuple(mine - whole[:, :, places] for mine, whole in zip(*results, strict=True))
+    return tuple(mine - whole[:, :, positions] for mine, whole in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

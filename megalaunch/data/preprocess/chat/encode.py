@@ -40,9 +40,9 @@ def is_within(offsets: Sequence[Span], spans: Sequence[Span]) -> NDArray[np.bool
 
     A token without characters counts as one character at its position.
     """
-    places = np.array(offsets, np.int64).reshape(-1, 2)
-    starts, ends = places[:, 0], np.maximum(places[:, 1], places[:, 0] + 1)
-    within = np.zeros(len(places), np.bool_)
+    token_spans = np.array(offsets, np.int64).reshape(-1, 2)
+    starts, ends = token_spans[:, 0], np.maximum(token_spans[:, 1], token_spans[:, 0] + 1)
+    within = np.zeros(len(token_spans), np.bool_)
     for first, last in spans:
         within |= (starts < last) & (ends > first)
     return within

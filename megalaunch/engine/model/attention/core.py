@@ -180,11 +180,11 @@ class OnlineSoftmax:
 
         With its masked scores s: L' = logaddexp(L, logsumexp(s)), out' = exp(L - L') out + exp(s - L') v.
         """
-        kept = scoring.dropout_mask(mask)
+        dropout_mask = scoring.dropout_mask(mask)
         scores = scoring.scores(q, keys).masked_fill_(~mask.allowed, -torch.inf)
         merged = torch.logaddexp(self.log_sum, scores.logsumexp(dim=-1, keepdim=True))
         weights = scores.sub_(merged.clamp(min=torch.finfo(torch.float32).min)).exp_()
-        weights = apply_dropout(weights, kept, scoring)
+        weights = apply_dropout(weights, dropout_mask, scoring)
         self.output = self.output * (self.log_sum - merged).exp().nan_to_num() + weights @ values.float()
         self.log_sum = merged
 
@@ -214,16 +214,16 @@ class BlockwiseBackward:
         Without dropout: p = exp(s - L), ds = p (dout v^T - share) scale (1 - (s / cap)^2 if capped);
         dq = ds k, dk = ds^T q, dv = p^T dout.
         """
-        kept = scoring.dropout_mask(mask)  # before the scores exist: its hashes are as large
+        dropout_mask = scoring.dropout_mask(mask)  # before the scores exist: its hashes are as large
         keys, values = keys.float(), values.float()
         scores = scoring.scores(q, keys)
         capping = None if scoring.soft_cap is None else 1 - (scores / scoring.soft_cap).square()
         weights = scores.masked_fill_(~mask.allowed, -torch.inf).sub_(self.log_sum).exp_()
-        dweights = apply_dropout(self.dout @ values.mT, kept, scoring)
+        dweights = apply_dropout(self.dout @ values.mT, dropout_mask, scoring)
         dscores = dweights.sub_(self.share).mul_(weights).mul_(scoring.softmax_scale(q))
         if capping is not None:
             dscores.mul_(capping)
-        return dscores @ keys, dscores.mT @ q.float(), apply_dropout(weights, kept, scoring).mT @ self.dout
+        return dscores @ keys, dscores.mT @ q.float(), apply_dropout(weights, dropout_mask, scoring).mT @ self.dout
 
     def sinks(self, sinks: Tensor | None) -> Tensor | None:
         """Return the sinks' gradient, -sum(exp(sink - L) share): a sink adds to the sum and has no value vector."""
@@ -233,9 +233,9 @@ class BlockwiseBackward:
         return -(weights * self.share).sum(dim=(0, 2, 3)).to(sinks.dtype)
 
 
-def apply_dropout(weights: Tensor, kept: Tensor | None, scoring: ScoreMod) -> Tensor:
+def apply_dropout(weights: Tensor, dropout_mask: Tensor | None, scoring: ScoreMod) -> Tensor:
     """Apply dropout in place: zero the weights that are not kept, and divide the others by 1 - dropout."""
-    return weights if kept is None else weights.mul_(kept).mul_(1 / (1 - scoring.dropout))
+    return weights if dropout_mask is None else weights.mul_(dropout_mask).mul_(1 / (1 - scoring.dropout))
 
 
 def attention(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: AttentionMask, scoring: ScoreMod) -> Tensor:
@@ -273,12 +273,12 @@ class _BlockwiseAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum, sinks = ctx.saved_tensors
         keys, values = repeat_kv(k, q), repeat_kv(v, q)
-        whole = BlockwiseBackward.start(out, gradients[0], log_sum)
+        shared = BlockwiseBackward.start(out, gradients[0], log_sum)
         dq = []
         dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))
         for first in range(0, q.shape[2], _QUERIES):
             part = slice(first, first + _QUERIES)
-            backward = BlockwiseBackward(*(x[:, :, part] for x in (whole.dout, whole.share, log_sum)))
+            backward = BlockwiseBackward(*(x[:, :, part] for x in (shared.dout, shared.share, log_sum)))
             seen = ctx.mask.slice_queries(part.start, part.stop)
             more_dq, more_dk, more_dv = backward.block(q[:, :, part], keys, values, seen, ctx.scoring)
             dq.append(more_dq.to(q.dtype))
@@ -291,7 +291,7 @@ class _BlockwiseAttention(torch.autograd.Function):
             sum_over_kv_group(dv, v.shape[1]).to(v.dtype),
             None,
             None,
-            whole.sinks(sinks),
+            shared.sinks(sinks),
         )
 
 
